@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 import typer
 
 from ragkv.cli.console import note_wait
-from ragkv.config import CONFIG_FILE, MODELS, MODES, IndexConfig, build_config
+from ragkv.config import CONFIG_FILE, MODELS, MODES, EncodingConfig, IndexConfig, build_config
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageError
 from ragkv.model.checkpoint import lasting
 from ragkv.util.display import one_line
@@ -108,6 +108,7 @@ VARIABLES: Mapping[str, str] = {
 FLAGS: Mapping[str, str] = {
     **{name: "--" + variable.removeprefix("RAGKV_").lower().replace("_", "-") for name, variable in VARIABLES.items()},
     "tuning": "--block-tokens",
+    "encoding": "--context-tokens",
 }
 """The option of each, named as its variable."""
 
@@ -163,6 +164,8 @@ def shown_value(value: object) -> str:
         return ",".join(map(str, value))
     if value is None:
         return "unset"
+    if is_dataclass(value) and not isinstance(value, type):
+        return ", ".join(f"{name} {each}" for name, each in asdict(value).items())
     return repr(value) if isinstance(value, str) and (not value or "\n" in value) else str(value)
 
 
@@ -339,6 +342,11 @@ def wait(no_wait: bool) -> dict[str, Any]:
     return {"timeout": 0 if no_wait else None, "on_wait": note_wait}
 
 
+def encoding_of(context_tokens: int | None) -> EncodingConfig | None:
+    """`[encoding]` of `--context-tokens`; None leaves it to the index or the defaults."""
+    return None if context_tokens is None else EncodingConfig(context=context_tokens)
+
+
 def split_names(text: str | None) -> tuple[str, ...] | None:
     """ "ape, block" -> ("ape", "block"); None stays None."""
     return None if text is None else tuple(name.strip() for name in text.split(",") if name.strip())
@@ -413,6 +421,14 @@ ChunkTokens = Annotated[
         help="Most tokens of a chunk, as the model counts them.",
         setting="chunk_tokens",
         show_default="the model's, or 256",
+    ),
+]
+ContextTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--context-tokens",
+        help="Tokens before a chunk in its document that it sees while it is prefilled, for ape, pced and the like.",
+        show_default="0",
     ),
 ]
 Codec = Annotated[

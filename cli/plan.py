@@ -12,7 +12,17 @@ import typer
 from rich.text import Text
 
 from ragkv.cli.console import count, draw, echo, note, plain, print_facts, print_grid, print_json, size, stages, steps
-from ragkv.cli.options import Device, Dtype, Json, Quiet, WorkFolder, given_values, split_names
+from ragkv.cli.options import (
+    ContextTokens,
+    Device,
+    Dtype,
+    Json,
+    Quiet,
+    WorkFolder,
+    encoding_of,
+    given_values,
+    split_names,
+)
 from ragkv.cli.question_files import questions_of_log
 from ragkv.config import byte_count
 from ragkv.errors import UsageError
@@ -87,6 +97,7 @@ def plan(
         int | None,
         typer.Option(help="Most tokens of a chunk, as the model counts them.", show_default="the model's, or 256"),
     ] = None,
+    context_tokens: ContextTokens = None,
     codec: Annotated[
         str | None,
         typer.Option(help="The codec for which times are predicted; sizes are shown for all.", show_default="raw"),
@@ -124,7 +135,14 @@ def plan(
     Example: `ragkv plan --index my-index --zipf 1.0`
     """
     if index is not None:
-        given = given_values(model=model, dtype=dtype, engines=engines, chunk_tokens=chunk_tokens, codec=codec)
+        given = given_values(
+            model=model,
+            dtype=dtype,
+            engines=engines,
+            chunk_tokens=chunk_tokens,
+            context_tokens=context_tokens,
+            codec=codec,
+        )
         if paths or given:
             raise UsageError("--index plans the budget of an index that there is: leave PATH and its settings out.")
         show_budgets(index, questions, zipf, top_k=top_k, seed=seed, device=device, as_json=as_json, quiet=quiet)
@@ -138,6 +156,7 @@ def plan(
         dtype=dtype,
         engines=split_names(engines),
         chunk_tokens=chunk_tokens,
+        encoding=encoding_of(context_tokens),
         codec=codec,
         embedder=embedder,
         top_k=top_k,
@@ -184,6 +203,12 @@ def _notify(plan: Plan) -> None:
         + (f", {1 - corpus.distinct:.0%} of them twice and stored once" if corpus.distinct < 0.995 else "")
         + "."
     )
+    if "context" in plan.encodings:
+        mean = corpus.tokens.value / corpus.chunks.value
+        echo(
+            f"In context encoding, a chunk of {mean:,.0f} tokens is encoded behind {corpus.seen:,.0f} tokens of its "
+            f"document on average, which makes {1 + corpus.seen / mean:.1f} times the tokens to encode."
+        )
     parts = {"start": seconds.start, "read": seconds.read, "encode": seconds.encode, "embed": seconds.embed}
     shown = ", ".join(f"{name} {_time(value)}" for name, value in {**parts, "write": seconds.write}.items() if value)
     rates = f"{1 / plan.encode_seconds:,.0f} tokens/s encoded"

@@ -720,7 +720,8 @@ class Ingester:
 
     def _identity(self, encoding: Encoding, prepared: _Prepared, at: int) -> KVIdentity:
         """The key of the KV of a document's chunk number `at`."""
-        chunk, seen, recipe = prepared.chunks[at], (), self._recipe
+        chunk, recipe = prepared.chunks[at], self._recipe
+        seen: tuple[int, ...] = ()
         if encoding is Encoding.CONTEXT:
             before = (prepared.chunks[number] for number in range(at - 1, -1, -1))
             seen = seen_before(

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 After: TypeAlias = list[DeferredWrite]
 """Collects the writes to do after an answer's first token."""
 
+_Seen: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""A chunk's tokens, and those that it sees of its document."""
+MOST_SEEN = 1024
+"""Chunks for which these are kept, about."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -67,6 +72,8 @@ class KVLoader:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._store = index.store
+        self._seen: tuple[int, dict[str, _Seen]] = -1, {}
+        """What chunks see of their documents, at a generation of the store."""
 
     def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
         """The store key for these tokens' KV."""
@@ -76,21 +83,32 @@ class KVLoader:
         """The store keys of these chunks' KV. A chunk that is not one of the index's has no document that it could
         see: its key is that of `prefixed` KV.
         """
-        index, seen = self._index, dict[str, tuple[tuple[int, ...], tuple[int, ...]]]()
-        if encoding is Encoding.CONTEXT:
-            window, prompt, tokens = index.config.encoding.context, index.prompt, index.model.tokens
-
-            def look(document: Document, chunk: Chunk, before: Iterator[Chunk]) -> None:
-                found = seen_before(chunk, before, document.title, window, prompt, tokens)
-                seen[chunk.chunk_id] = chunk.token_ids, found
-
-            self._store.with_preceding(dict.fromkeys(chunk.chunk_id for chunk in chunks), look)
+        index, seen = self._index, self._seen_by(chunks) if encoding is Encoding.CONTEXT else {}
         made = []
         for chunk in chunks:
             ids, before = seen.get(chunk.chunk_id, ((), ()))
             mine = before if ids == chunk.token_ids else ()
             made.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine))
         return made
+
+    def _seen_by(self, chunks: Sequence[Chunk]) -> Mapping[str, _Seen]:
+        """The tokens of these chunks of the index, and those that they see of their documents, by their ids.
+
+        They are kept until the documents change, because a question asks for them several times.
+        """
+        generation, window, prompt = self._store.generation, self._index.config.encoding.context, self._index.prompt
+        tokens, (known_at, known) = self._index.model.tokens, self._seen
+        if known_at != generation or len(known) > MOST_SEEN:
+            self._seen = _, known = generation, {}
+
+        def look(document: Document, chunk: Chunk, before: Iterator[Chunk]) -> None:
+            ids = seen_before(chunk, before, document.title, window, prompt, tokens)
+            known[chunk.chunk_id] = chunk.token_ids, ids
+
+        wanted = dict.fromkeys(chunk.chunk_id for chunk in chunks)
+        if new := [chunk_id for chunk_id in wanted if chunk_id not in known]:
+            self._store.with_preceding(new, look)
+        return known
 
     def prefix(self, after: After | None = None) -> ChunkKV | None:
         """The prefix's standalone KV, from the store after its first use. None for a prompt without a prefix.

@@ -10,7 +10,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ import torch
 
 from ragkv.config import NONE
 from ragkv.engines import ContextChunk, Request, make_engine
-from ragkv.ingest import chunk_vectors
+from ragkv.ingest import chunk_vectors, encode_identities
+from ragkv.ingest.context import chunk_identity
 from ragkv.ingest.ingester import BATCH_TOKENS
 from ragkv.runtime import Stream
 from ragkv.store import KVIdentity, Store, codec_from_config
@@ -153,9 +154,22 @@ class ChunkCalibration:
     `encode` has the seconds per token of one encoding. A step that has begun by the `deadline` is finished.
     """
 
-    def __init__(self, rag: RagKV, chunks: Sequence[TrialChunk], folder: Path, *, now: Clock, deadline: float) -> None:
-        """Encode distinct chunks as an ingest does, after a warm-up: what a question reads, if there is time for it."""
+    def __init__(
+        self,
+        rag: RagKV,
+        chunks: Sequence[TrialChunk],
+        folder: Path,
+        *,
+        now: Clock,
+        deadline: float,
+        seen: int = 0,
+    ) -> None:
+        """Encode distinct chunks as an ingest does, after a warm-up: what a question reads, if there is time for it.
+
+        In `context` encoding every chunk sees the same `seen` tokens, because only their number costs time.
+        """
         self._rag, self._folder, self._now, self._deadline = rag, folder, now, deadline
+        self._seen = tuple(islice(cycle(i for _, ids in chunks for i in ids), seen))
         self.prefix_ids = rag.prompt.prefix_ids(rag.model.tokens)
         self._prefix = rag.model.encode([self.prefix_ids])[0] if self.prefix_ids else None
         self._records: dict[KVIdentity, ChunkKV] = {}
@@ -199,12 +213,12 @@ class ChunkCalibration:
 
     def _made(self, wanted: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
         """The KV of these chunks, encoded by the model; all in one encoding."""
-        prefix = self._prefix if wanted[0].encoding is Encoding.PREFIXED else None
-        return dict(zip(wanted, self._rag.model.encode([i.chunk_ids for i in wanted], prefix=prefix), strict=True))
+        return encode_identities(self._rag.model, wanted, lambda: self._prefix)
 
     def _identity(self, encoding: Encoding, ids: tuple[int, ...]) -> KVIdentity:
-        before = self.prefix_ids if encoding is Encoding.PREFIXED else ()
-        return KVIdentity(model="plan", encoding=encoding, prefix_ids=before, chunk_ids=ids)
+        return chunk_identity(
+            "plan", encoding, self.prefix_ids, ids, self._seen if encoding is Encoding.CONTEXT else ()
+        )
 
     def _finish(self) -> None:
         if self._rag.model.device.type == "cuda":
@@ -337,8 +351,8 @@ class ChunkCalibration:
     def _answer(self, store: Store, name: str, chunks: Sequence[TrialChunk], suffix: tuple[int, ...]) -> float:
         """The seconds to load KV, read the question, and choose the first token."""
         rag = self._rag
-        engine = make_engine(name, rag.config.tuning)
-        encoding = engine.encoding
+        engine = make_engine(name, rag.config.tuning, context=rag.config.encoding.context)
+        encoding = engine.reads
         chunks = chunks[: engine.most_chunks]
         started = self._now()
         found: dict[KVIdentity, ChunkKV] = {}

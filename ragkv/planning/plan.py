@@ -20,6 +20,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -68,7 +69,8 @@ class Estimate:
 class CorpusEstimate:
     """What an ingest of these files would make.
 
-    `tokens` counts the tokens of all chunks; `distinct` is the share that has to be encoded, because equal chunks share
+    `tokens` counts the tokens of all chunks; `seen` are those before a chunk in its document that are within the window
+    of `[encoding] context`, on average; `distinct` is the share that has to be encoded, because equal chunks share
     one KV. `read_seconds` is the time to read and cut everything, including the start of the parsers. `chunks_read` are
     the sample's chunks (text and tokens) in random order. `read_sources` and `read_bytes` describe the files that the
     estimate is based on. `whole`: all files were read. `cut_short`: time ran out before all planned files were read.
@@ -85,6 +87,7 @@ class CorpusEstimate:
     chunks: Estimate
     tokens: Estimate
     distinct: float
+    seen: float
     read_seconds: float
     chunks_read: tuple[tuple[str, Ids], ...]
 
@@ -98,6 +101,8 @@ class _Draw:
     tokens: float
     seconds: float
     texts: tuple[tuple[str, Ids], ...]
+    seen: int = 0
+    """Tokens within the windows of all `texts`."""
 
 
 def estimate_corpus(
@@ -106,6 +111,7 @@ def estimate_corpus(
     chunk_ids: Callable[[str], Ids],
     max_tokens: int,
     sample_bytes: int,
+    window: int = 0,
     seed: int = 0,
     seconds: float = math.inf,
     now: Clock | None = None,
@@ -113,11 +119,11 @@ def estimate_corpus(
 ) -> CorpusEstimate:
     """Count the files in `paths`: all of them if they have at most `sample_bytes`, else a sample of about that size.
 
-    `chunk_ids` returns a chunk's tokens as in the prompt. After `seconds` no further file is read, unless none had text
-    so far. Raises UsageError for a missing path, or if no file can be read.
+    `chunk_ids` returns a chunk's tokens as in the prompt, and `window` is `[encoding] context`. After `seconds` no
+    further file is read, unless none had text so far. Raises UsageError for a missing path, or if no file can be read.
     """
     with SourceReader() as reader:
-        cutter = _Cutter(reader, chunk_ids, max_tokens, now or perf_counter)
+        cutter = _Cutter(reader, chunk_ids, max_tokens, window, now or perf_counter)
         return _count(paths, cutter, sample_bytes=sample_bytes, seed=seed, seconds=seconds, on_step=on_step)
 
 
@@ -128,6 +134,7 @@ class _Cutter:
     reader: SourceReader
     chunk_ids: Callable[[str], Ids]
     max_tokens: int
+    window: int
     now: Clock
 
     def draw(self, source: SourceFile, generator: random.Random, *, window: int | None) -> _Draw | UnreadableSource:
@@ -146,8 +153,9 @@ class _Cutter:
         spans = split_text(text, count_tokens=lambda t: len(self.chunk_ids(t)), max_tokens=self.max_tokens)
         texts = [(span.text, self.chunk_ids(span.text)) for span in spans]
         cut = self.now() - started
-        tokens = sum(len(ids) for _, ids in texts)
-        return _Draw(source.size, len(texts) / share, tokens / share, read + cut / share, tuple(texts))
+        ends = list(accumulate(len(ids) for _, ids in texts))
+        seen, tokens = sum(min(end, self.window) for end in ends[:-1]), ends[-1] if ends else 0
+        return _Draw(source.size, len(texts) / share, tokens / share, read + cut / share, tuple(texts), seen)
 
     def warm_up(self, sources: Sequence[SourceFile]) -> float:
         """Load the parsers of all formats, as an ingest does once, and return the seconds that it took."""
@@ -220,7 +228,8 @@ def _count(
     cut_short, drawn = len(draws) < len(drawn), drawn[: len(draws)]
     failed = {of: found for of, found in sorted(kept.items()) if isinstance(found, UnreadableSource)}
     unread = {of: Skipped(path=Path(of), reason=found.reason) for of, found in failed.items()}
-    texts = [text for draw in {id(draw): draw for draw in draws}.values() for text in draw.texts]
+    distinct = {id(draw): draw for draw in draws}.values()
+    texts = [text for draw in distinct for text in draw.texts]
     if not texts:
         reasons = "; ".join(f"{s.path}: {s.reason}" for s in list(unread.values())[:3])
         raise UsageError(f"Nothing to plan for: {reasons or 'no text found'}; name other files.")
@@ -246,6 +255,7 @@ def _count(
         chunks=estimate([draw.chunks for draw in draws]),
         tokens=estimate([draw.tokens for draw in draws]),
         distinct=sum(len(ids) for ids in {ids for _, ids in texts}) / tokens,
+        seen=sum(draw.seen for draw in distinct) / len(texts),
         read_seconds=startup + estimate([draw.seconds for draw in draws]).value,
         chunks_read=tuple(texts),
     )
@@ -422,6 +432,7 @@ class Plan:
             "chunks": corpus.chunks.to_json(),
             "tokens": corpus.tokens.to_json(),
             "distinct": round(corpus.distinct, 4),
+            "context_tokens": round(corpus.seen, 1),
             "encode_tokens_per_second": round(1 / self.encode_seconds, 1),
             "recompute_us_per_token": round(self.recompute_seconds * MILLION, 3),
             "encode_us_per_token": self.encode.to_json(1e-6),
@@ -495,6 +506,7 @@ def plan_ingest(
             chunk_ids=lambda text: rag.prompt.chunk_ids(rag.model.tokens, text),
             max_tokens=rag.config.chunk_tokens,
             sample_bytes=sample_bytes,
+            window=rag.index.recipe.context,
             seed=seed,
             seconds=seconds * _READING,
             now=now,
@@ -503,7 +515,9 @@ def plan_ingest(
         codecs = [rag.config.codec, *(c for c in CODECS if c != rag.config.codec and c in codec_names())]
         steps = len(codecs) + 3
         step(0, steps, "encoding")
-        trial = ChunkCalibration(rag, corpus.chunks_read, Path(name), now=now, deadline=begun + seconds)
+        trial = ChunkCalibration(
+            rag, corpus.chunks_read, Path(name), now=now, deadline=begun + seconds, seen=round(corpus.seen)
+        )
         step(1, steps, "embedding")
         embedding = trial.embedding()
         per_document = corpus.chunks.value / max(1.0, corpus.documents.value)
