@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rankthreads import on_ranks
+from steady import steady
 
 from ragkv import RagKV
-from ragkv.config import EncodingConfig
-from ragkv.engines import make_engine
+from ragkv.config import EncodingConfig, IndexConfig
+from ragkv.distributed.session import IndexRankBackend
+from ragkv.engines import make_engine, require_supported
 from ragkv.engines.block import BlockAttention
+from ragkv.errors import ConfigError, UnsupportedModelError
+from ragkv.index.answer import AnswerStream, validate_task
+from ragkv.index.create import _fitting
 from ragkv.ingest import ReadyChunk, ReadyDocument, encode_identities
 from ragkv.ingest.context import LINE_TOKENS, seen_before
-from ragkv.runtime import Stream
-from ragkv.types import Chunk, Document, Encoding, ScoredChunk
+from ragkv.planning.plan import plan_ingest
+from ragkv.runtime import Runtime, Stream
+from ragkv.types import Capability, Chunk, Document, Encoding, ScoredChunk
 
 TEXT = "".join(
     f"Company {n} makes valves in town {n}. It was founded by its owner in {1900 + n}.\n\n" for n in range(4)
@@ -345,3 +353,101 @@ def test_text_that_is_not_from_the_index_sees_the_prefix_alone(tmp_path, model_f
         found = rag.kv_loader.identities(Encoding.CONTEXT, [own, chunk.chunk, renamed])
         assert [identity.encoding.value for identity in found] == ["prefixed", "context", "prefixed"]
         assert found[2].prefix_ids == rag.index.prefix_ids
+
+
+def test_ranks_answer_as_one_process(tmp_path, model_folder):
+    """Each rank knows where the others' chunks were encoded, though it has none of what they saw."""
+    (tmp_path / "works.txt").write_text(TEXT)
+    with created(tmp_path / "index", model_folder, context=40, chunk_tokens=64, top_k=4) as rag:
+        rag.ingest(tmp_path / "works.txt")
+        for engine in ("ape", "pced"):
+            wanted = rag.query(QUESTION, engine=engine, max_new_tokens=4)
+
+            def work(group, engine=engine):
+                backend = IndexRankBackend(rag.index, shards=False).backend(group, Runtime(rag.model, ranks=group))
+                given, request = [], backend.request
+                backend.request = lambda *asked: given.append(request(*asked)) or given[-1]
+                stream = AnswerStream(backend, validate_task(rag.config, QUESTION, engine=engine, max_new_tokens=4))
+                list(stream)
+                kvs = [chunk.kv for chunk in given[0][0].chunks]
+                return stream.answer, [kv.encoded_at for kv in kvs], [kv.here for kv in kvs]
+
+            (one, places, here), (other, others, there) = on_ranks(2, work)
+            assert one.text == other.text == wanted.text
+            assert (one.kv.hits, one.kv.misses) == (len(here), 0)
+            assert places == others
+            assert len(set(places)) > 1
+            assert [not is_here for is_here in here] == there
+
+
+# ---- refusals
+
+
+def test_a_model_that_cannot_move_chunks_is_refused_by_name(tmp_path):
+    model = SimpleNamespace(
+        missing_capabilities={Capability.MOVE: "its positions are fixed"}, checkpoint=SimpleNamespace(name="m")
+    )
+    require_supported(make_engine("ape", {}), model)
+    for name in ("ape", "pced", "mapreduce"):
+        with pytest.raises(
+            UnsupportedModelError, match=f"'{name}' cannot run on model 'm': its .* use engine 'full', or set context"
+        ):
+            require_supported(make_engine(name, {}, context=1), model)
+    require_supported(make_engine("full", {}, context=1), model)
+    with pytest.raises(UnsupportedModelError, match=r"'block' cannot run .*; use engine 'full'"):
+        require_supported(make_engine("block", {}, context=1), model)
+    assert make_engine("apb", {}, context=1).reads is Encoding.PREFIXED
+    with pytest.raises(UnsupportedModelError, match=r"context = 8 does not fit model 'm': its .*; leave it out"):
+        _fitting(IndexConfig(encoding=EncodingConfig(context=8)), {}, model)
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ("context = -1", "encoding.context is a number of tokens from 0 to 65536"),
+        ("context = 65537", "encoding.context is a number of tokens"),
+        ('context = "all"', "context = 'all' has the wrong type"),
+        ("window = 3", "unknown key 'window'; known are context"),
+    ],
+)
+def test_a_wrong_setting_is_refused(table, reason):
+    with pytest.raises(ConfigError, match=reason):
+        IndexConfig.from_toml(f"[encoding]\n{table}\n")
+    assert "encoding" not in IndexConfig().to_toml()
+    config = IndexConfig(encoding=EncodingConfig(context=7))
+    assert IndexConfig.from_toml(config.to_toml()) == config
+
+
+def test_a_window_that_the_model_has_no_positions_for_is_refused(tmp_path, model_folder):
+    (tmp_path / "works.txt").write_text(TEXT)
+    with (
+        created(tmp_path / "index", model_folder, context=4000) as rag,
+        pytest.raises(ConfigError, match=r"context = 4000 makes chunks .* bears 512; lower it by \d+"),
+    ):
+        rag.ingest(tmp_path / "works.txt")
+    assert not list(tmp_path.glob("index/derived/*"))
+
+
+# ---- what it costs
+
+
+def test_a_plan_counts_what_chunks_see(tmp_path, model_folder):
+    """Chunks of 78 tokens or so: with a window of 40, all but the first of each document see 40 tokens."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name + TEXT)
+    settings = {"model": str(model_folder), "device": "cpu", "engines": ("ape",), "chunk_tokens": 96}
+    plan = plan_ingest(
+        tmp_path / "a.txt",
+        tmp_path / "b.txt",
+        encoding=EncodingConfig(context=40),
+        now=steady(),
+        seconds=1e6,
+        **settings,
+    )
+    chunks = plan.corpus.chunks.value
+    assert plan.corpus.seen == pytest.approx(40 * (chunks - 2) / chunks)
+    assert plan.encodings == ("context",)
+    assert plan.to_json()["context_tokens"] == round(plan.corpus.seen, 1)
+    plain = plan_ingest(tmp_path / "a.txt", now=steady(), seconds=1e6, **settings)
+    assert (plain.corpus.seen, plain.encodings) == (0, ("prefixed",))
+    assert plain.codecs[0].bytes_per_million_tokens == pytest.approx(plan.codecs[0].bytes_per_million_tokens)
