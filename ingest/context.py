@@ -10,7 +10,7 @@ document's text. Neither the stored bytes nor the work of a question change.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ragkv.ingest.parser import HEADING_SEPARATOR
 from ragkv.model.prompt import Prompt, Tokens
@@ -19,7 +19,6 @@ from ragkv.types import Chunk, Encoding
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
-    from ragkv.ingest.ingester import Encoder
 
 LINE_TOKENS = 64
 """The most tokens of the line with title and headings."""
@@ -65,6 +64,14 @@ def chunk_identity(
         encoding = Encoding.PREFIXED
     before = () if encoding is Encoding.STANDALONE else prefix_ids + seen
     return KVIdentity(model=model, encoding=encoding, prefix_ids=before, chunk_ids=chunk_ids)
+
+
+class Encoder(Protocol):
+    """The part of a model that encodes chunks; an ingest loads it only when there is something to encode."""
+
+    tokens: Tokens
+
+    def encode(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> list[ChunkKV]: ...
 
 
 def encode_in_context(

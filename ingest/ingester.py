@@ -17,18 +17,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ragkv.config import IndexConfig
 from ragkv.errors import IngestError, StoreError, UsageError
 from ragkv.ingest.chunker import chunk_id, split_text
-from ragkv.ingest.context import chunk_identity, encode_in_context, encoded_tokens, seen_before
+from ragkv.ingest.context import Encoder, chunk_identity, encode_in_context, encoded_tokens, seen_before
 from ragkv.ingest.long_document import Blocks, make_blocks, plan_blocks
 from ragkv.ingest.parser import ParseLimits, Unreadable, check_text, limited
 from ragkv.ingest.parser import limits as limits_in_force
 from ragkv.ingest.sandbox import SourceReader, SourceText, UnreadableSource
 from ragkv.ingest.source import Skipped, SourceFile, find_sources, os_reason
-from ragkv.model.prompt import Prompt, Tokens
+from ragkv.model.prompt import Prompt
 from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
 from ragkv.store.data_file import mapped_bytes
@@ -398,14 +398,6 @@ WAITING_CHARACTERS = 4 << 20  # of documents waiting for their batch; a blank do
 MEMORY = 1 << 30  # held besides the models: a quarter for KV, half for pages of the store
 TOGETHER_BYTES = 16 << 20  # of small documents committed in one transaction
 HOLD_BYTES = 256 << 20  # KV held in memory until its document is complete; more is committed ahead
-
-
-class Encoder(Protocol):
-    """The part of a model that the ingester uses; it is loaded only when there is something to encode."""
-
-    tokens: Tokens
-
-    def encode(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> list[ChunkKV]: ...
 
 
 @dataclass(slots=True)
