@@ -14,7 +14,6 @@ from ragkv import RagKV
 from ragkv.config import EncodingConfig, IndexConfig
 from ragkv.distributed.session import IndexRankBackend
 from ragkv.engines import make_engine, require_supported
-from ragkv.engines.block import BlockAttention
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.index.answer import AnswerStream, validate_task
 from ragkv.index.create import _fitting
@@ -72,12 +71,6 @@ def same(one, other, tolerance=1e-5):
 def first_scores(rag: RagKV, engine, chunks: list[ScoredChunk]):
     request, _ = rag.request(engine, QUESTION, chunks)
     return Stream(rag.index.runtime, engine, request).scores.clone()
-
-
-class PrefixedBlock(BlockAttention):
-    """Block placement over the encoding that `ape` and `pced` read."""
-
-    encoding = Encoding.PREFIXED
 
 
 # ---- the tokens
@@ -183,8 +176,7 @@ def test_a_document_in_its_order_is_full_attention(tmp_path, model_folder):
             rag.ingest(tmp_path / "works.txt")
             chunks = scored(rag, "works.txt")
             assert len(chunks) > 1
-            block = PrefixedBlock()
-            block.context = context > 0
+            block = make_engine("block", {"block": {"over": "prefixed"}}, context=context)
             found[context] = first_scores(rag, block, chunks)
             full = first_scores(rag, make_engine("full", {}), chunks)
     same(found[250], full)
