@@ -69,7 +69,11 @@ def doctor(
     ] = None,
     engines: Annotated[
         str | None,
-        typer.Option(help="Engines to judge.", show_default="the index's", autocompletion=engine_lists),
+        typer.Option(
+            help='Engines to judge, with options in parentheses: "block(over=standalone),pced".',
+            show_default="the index's, and those that could replace them",
+            autocompletion=engine_lists,
+        ),
     ] = None,
     codecs: Annotated[
         str | None,
@@ -85,6 +89,10 @@ def doctor(
         bool,
         typer.Option("--quick", help="8 questions, 16 tokens, only the index's codec: rarely enough for a verdict."),
     ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw quality against the time to the first token into this file, .svg or .png."),
+    ] = None,
     health: Annotated[
         bool, typer.Option("--health", help="Only check the machine, the models and the index; compare nothing.")
     ] = False,
@@ -96,22 +104,26 @@ def doctor(
 
     Every engine and codec is compared on your own documents: KL of next tokens, agreement of the most likely token,
     equal answers, and accuracy if gold answers are given, each with a 95 % interval. From these follows a verdict
-    (good, fair, poor, or not enough to tell), which is kept in the index and shown by `ragkv stats`. A poor verdict is
-    a result, so the exit code is 0. Without an index, or with --health, nothing is compared.
+    (good, fair, poor, or not enough to tell), which is kept in the index and shown by `ragkv stats`. Times to the first
+    token stand beside them, and one setting is proposed. A poor verdict is a result, so the exit code is 0. Without an
+    index, or with --health, nothing is compared.
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
     from ragkv.evaluation.doctor import Doctor, Environment, JudgedModel, models_present, remedies
-    from ragkv.evaluation.quality import keep_quality
+    from ragkv.evaluation.io import parse_specs
+    from ragkv.evaluation.quality import check_plot, keep_quality, plot_quality
     from ragkv.evaluation.questions import made_questions, read_questions
     from ragkv.evaluation.statistics import draw_sample
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_names
 
-    asked_for = model is not None or questions is not None or engines is not None or codecs is not None or quick
+    asked_for = any(given is not None for given in (model, questions, engines, codecs, plot)) or quick
     if health and asked_for:
         raise UsageError("--health compares nothing; leave out the options of the comparison, or --health.")
-    judged = None if engines is None else given_names("--engines", engines)
+    judged = None if engines is None else parse_specs(engines)
+    if plot is not None:
+        check_plot(plot)
     coded = None if codecs is None else [] if codecs.strip() == "none" else given_names("--codecs", codecs)
     environment = Environment.look()
     if not (index / CONFIG_FILE).exists() and index == DEFAULT_INDEX and not asked_for:
@@ -159,6 +171,8 @@ def doctor(
         source = "made from the index's own chunks" if read is None else str(questions)
         with steps("doctor", silent=quiet or as_json) as on_progress:
             quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
+        if plot is not None:
+            plot_quality(quality.to_json(), plot)
         kept = True
         try:
             keep_quality(rag.store, quality.to_json())
@@ -272,20 +286,23 @@ def _show_quality(quality: Quality) -> None:
         f"full attention, top {quality.top_k}, seed {quality.seed}"
         + (f"; {quality.skipped} found no chunk" if quality.skipped else "")
     )
-    table = plain("engine", "verdict", "KL", "top-1", "answers")
+    table = plain("engine", "verdict", "first token", "KV read", "KL", "top-1", "answers")
     if quality.gold:
         table.add_column("right")
         table.add_column("lost, points")
-        table.add_row("full", "", "", "", "", share(quality.full_accuracy))
+    right = [share(quality.full_accuracy)] if quality.gold else []
+    table.add_row("full", "", _milliseconds(quality.full_first_token), "", "", "", "", *right)
     for row in quality.engines:
         shares = [share(row.top1, row.ci95["top1"]), share(row.answers, row.ci95["answers"])]
         if row.accuracy is not None and quality.full_accuracy is not None:
             lost = f"{100 * (quality.full_accuracy - row.accuracy):+.1f}"
             shares += [share(row.accuracy), between(lost, row.ci95["loss"])]
-        table.add_row(row.engine, _word(row.verdict), f"{row.kl:.3f}", *shares)
+        read = (_milliseconds(row.first_token), size(row.kv_bytes))
+        table.add_row(row.label, _word(row.verdict), *read, f"{row.kl:.3f}", *shares)
     draw(table)
     for row in quality.engines:
-        echo(f"{row.engine}: {row.advice}")
+        echo(f"{row.label}: {row.advice}")
+    echo(quality.proposal)
     note("In brackets: 95 % intervals over questions; the verdicts follow from these (docs/quality.md).")
     if quality.codecs:
         echo()
@@ -298,6 +315,10 @@ def _show_quality(quality: Quality) -> None:
         draw(table)
         for name, advice in {row.codec: row.advice for row in quality.codecs if not row.exact}.items():
             echo(f"{name}: {advice}")
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms"
 
 
 def _show_conversation(quality: Quality, setting: str) -> None:

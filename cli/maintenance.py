@@ -85,7 +85,7 @@ def stats(
             table.add_row(key.replace("_", " "), _shown(key, value))
     for report in quality:
         for row in report["engines"]:
-            table.add_row(f"quality of {row['engine']}", _quality(row, report))
+            table.add_row(f"quality of {row.get('label', row['engine'])}", _quality(row, report))
     if unread:
         table.add_row("quality", "kept in a form that this version does not read: run ragkv doctor again")
     elif not quality:

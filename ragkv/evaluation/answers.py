@@ -9,6 +9,7 @@ chunk is encoded once, and answers can be saved, so that a stopped run continues
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -282,7 +283,8 @@ class ExampleResult:
 
     If the prompt was too long for the model, `score` is None and `text` is empty; without gold answers `score` is None
     too. `chunks` is the number of chunks that were read. `trace` has the text of every token and the position of the
-    chunk whose expert proposed it, for an engine with experts (PCED Figure 2).
+    chunk whose expert proposed it, for an engine with experts (PCED Figure 2). Where logits are compared, `first_token`
+    is the seconds from the request, its KV in memory, to the first token's scores, and `kv_bytes` that KV's size.
     """
 
     task: str
@@ -293,6 +295,8 @@ class ExampleResult:
     chunks: int
     trace: tuple[tuple[str, int | None], ...] = ()
     comparison: Comparison | None = None
+    first_token: float | None = None
+    kv_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1020,27 +1024,31 @@ class _CandidateRun:
         max_new_tokens: int,
         *,
         only_kv: bool,
-    ) -> tuple[LogitTrace, Comparison | None]:
-        """Its own answer after the earlier `turns`, and how it follows the reference if there is one.
+    ) -> tuple[LogitTrace, dict[str, Any]]:
+        """Its own answer after the earlier `turns`, and the `ExampleResult`'s fields of a comparison.
 
         `only_kv`: it differs from the reference in its KV only, so with the same KV it gives the same answer.
         """
         model = self._loaded.model
         request, through = self._request(example, turns, coded=only_kv)
 
-        def stream() -> Stream:
-            return Stream(runtime_of(model), self._engine, request)
+        def answer(stream: Stream) -> LogitTrace:
+            return greedy(model, stream, max_new_tokens=max_new_tokens, decoding=self._decoding)
 
-        if reference is None:
-            return greedy(model, stream(), max_new_tokens=max_new_tokens, decoding=self._decoding), None
-        if only_kv and through is not None and through.exact:
+        if reference is not None and only_kv and through is not None and through.exact:
             steps = len(reference.ids)
-            compared, trace = Comparison(kl=(0.0,) * steps, agreed=(True,) * steps), reference
-        else:
-            compared, trace = follow(model, stream(), reference)
-            if not all(compared.agreed):
-                trace = greedy(model, stream(), max_new_tokens=max_new_tokens, decoding=self._decoding)
-        return trace, replace(compared, same=trace.text == reference.text, through=through)
+            return reference, {"comparison": Comparison(kl=(0.0,) * steps, agreed=(True,) * steps, through=through)}
+        started = time.perf_counter()
+        stream = Stream(runtime_of(model), self._engine, request)
+        found: dict[str, Any] = {"first_token": time.perf_counter() - started}
+        # equal chunks share their KV
+        found["kv_bytes"] = sum({id(kv): kv.nbytes for each in request.chunks if (kv := each.kv) is not None}.values())
+        if reference is None:
+            return answer(stream), found
+        compared, trace = follow(model, stream, reference)
+        if not all(compared.agreed):
+            trace = answer(Stream(runtime_of(model), self._engine, request))
+        return trace, found | {"comparison": replace(compared, same=trace.text == reference.text, through=through)}
 
     def _request(
         self, example: Example, turns: Sequence[Turn] = (), *, coded: bool = False
@@ -1114,7 +1122,7 @@ class _LogitComparison:
             if not (read := each.positions(example)):
                 continue
             turns = turns[len(turns) - each.candidate.turns :]
-            trace, compared = each.compare(example, traces.get(followed), turns, max_new_tokens, only_kv=only_kv)
+            trace, measured = each.compare(example, traces.get(followed), turns, max_new_tokens, only_kv=only_kv)
             if at in self._followed:
                 traces[at] = trace
                 self._turns[at].append(Turn(question=example.question, answer=trace.text))
@@ -1125,7 +1133,7 @@ class _LogitComparison:
                 text=trace.text,
                 score=score(task.metric, trace.text, example) if example.answers else None,
                 chunks=len(read),
-                comparison=compared,
+                **measured,
             )
 
 

@@ -8,10 +8,12 @@ attention stands in for accuracy. The newest report of each model is kept in the
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,9 +24,10 @@ import torch
 
 import ragkv
 from ragkv.config import NONE, IndexConfig
+from ragkv.engines import engine_names, make_engine, unsupported_reason
 from ragkv.errors import RagkvError, RetrievalError, UsageError
 from ragkv.evaluation.answers import Candidate, ExampleResult, IndexSource, LoadedModel, run_candidates
-from ragkv.evaluation.io import Progress
+from ragkv.evaluation.io import Progress, Spec
 from ragkv.evaluation.metrics import Task
 from ragkv.evaluation.quality import UNKNOWN, Verdict
 from ragkv.evaluation.questions import Question
@@ -287,6 +290,9 @@ class AgreementCounts:
         self.agreed = [sum(each.agreed) for each in compared]
         self.same = [each.same for each in compared]
         self.right = [bool(result.score) for result in results if result.score is not None]
+        times = [result.first_token for result in results if result.first_token is not None]
+        self.first_token = statistics.median(times) if times else 0.0
+        self.kv_bytes = sum(result.kv_bytes for result in results) // max(1, len(times))
         self.exact = all(each.exact for each in coded)
         self.size = sum(each.stored_bytes for each in coded) / max(1, sum(each.raw_bytes for each in coded))
 
@@ -326,6 +332,28 @@ class AgreementCounts:
         }
 
 
+def proposed(rows: Sequence[EngineRow], full_first_token: float) -> str:
+    """The one setting that the report proposes, in a sentence.
+
+    Of the engines with the best verdict, if that is good or fair, it is the one whose first token comes soonest; of
+    those within a tenth of that, the one that reads the fewest bytes. None that is slower than `full` is proposed.
+    """
+    for verdict in ("good", "fair"):
+        able = [row for row in rows if row.verdict == verdict and row.first_token < full_first_token]
+        if able:
+            soonest = min(row.first_token for row in able)
+            best = min((row for row in able if row.first_token <= 1.1 * soonest), key=lambda row: row.kv_bytes)
+            lines = [f'default_engine = "{best.engine}"']
+            if best.options:
+                words = ", ".join(f"{name} = {json.dumps(value)}" for name, value in best.options.items())
+                lines.append(f"{words} under [tuning.{best.engine}]")
+            return (
+                f"Proposed: {' and '.join(lines)} in ragkv.toml. Its answers are {verdict} beside full attention, and "
+                f"its first token comes {full_first_token / best.first_token:.1f} times sooner."
+            )
+    return "Proposed: --engine full, because no engine is shown to answer like it; more questions may show one."
+
+
 EARLIER = 4
 """A question is asked again after this many earlier turns, to see whether the model can hold a conversation."""
 
@@ -334,11 +362,16 @@ EARLIER = 4
 class EngineRow:
     """An engine compared with `full`: shares in [0, 1], `kl` in nats per token, `accuracy` None without gold answers.
 
+    `options` are those that differ from the index's `[tuning.<engine>]`, and `label` is the engine with them.
+    `first_token` is the median of seconds to the first token with KV in memory, `kv_bytes` the mean size of that KV.
+
     `ci95` has the 95 % intervals of `kl`, `top1`, `answers` and `loss` (the accuracy of `full` minus the engine's; None
     without gold answers). `by` says what the verdict is based on: "accuracy" or "agreement".
     """
 
     engine: str
+    label: str
+    options: dict[str, Any]
     verdict: Verdict
     by: Literal["accuracy", "agreement"]
     advice: str
@@ -347,6 +380,8 @@ class EngineRow:
     answers: float
     accuracy: float | None
     ci95: dict[str, Interval | None]
+    first_token: float
+    kv_bytes: int
     settings: dict[str, Any]
 
 
@@ -410,6 +445,8 @@ class Quality:
     top_k: int
     max_new_tokens: int
     full_accuracy: float | None
+    full_first_token: float
+    proposal: str
     engines: tuple[EngineRow, ...]
     codecs: tuple[CodecRow, ...]
     conversation: ConversationRow | None
@@ -432,36 +469,42 @@ class Doctor:
         rag: RagKV,
         model: str | None = None,
         *,
-        engines: Sequence[str] | None = None,
+        engines: Sequence[str | Spec] | None = None,
         codecs: Sequence[str] = (),
         top_k: int | None = None,
         max_new_tokens: int = 64,
         device: str | None = None,
     ) -> None:
-        """`model` defaults to the index's, and `engines` to those with KV in the index.
+        """`model` defaults to the index's. `engines` defaults to those with KV in the index, `block` over the other
+        chunk KV, and `blend`, as far as the model runs them; the options of a `Spec` override `[tuning.<engine>]`.
 
         Raises UsageError for an unknown engine or codec.
         """
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
-        names = dict.fromkeys(rag.config.engines if engines is None else engines)
-        names.pop("full", None)  # the others are compared with it
-        if not names:
-            raise UsageError("There is no engine to compare with full; name some, such as --engines ape,block,pced.")
         self._rag = rag
         self._source = IndexSource(rag, device=device)
         self.subject = self._source.model(model or rag.config.model)
         self._max_new_tokens = max_new_tokens
+        named = _usual(rag.config, self.subject) if engines is None else engines
+        specs = {str(one): one if isinstance(one, Spec) else Spec(one) for one in named}
+        specs.pop("full", None)  # the others are compared with it
+        if not specs:
+            raise UsageError("There is no engine to compare with full; name some, such as --engines ape,block,pced.")
         candidate = partial(self._source.candidate, model=self.subject.name, top_k=top_k or rag.config.top_k)
-        self._full = candidate("full")
-        self._engines = [candidate(name) for name in names]
+        self._full = candidate("full", name="full")
+        self._engines = [
+            candidate(one.name, options={**rag.config.tuning.get(one.name, {}), **one.options}, name=label)
+            for label, one in specs.items()
+        ]
+        self._options = {label: dict(one.options) for label, one in specs.items()}
         self._coded = [
-            candidate(one.engine, codec=codec, name=f"{one.engine}, {codec}")
+            replace(one, codec=codec, name=f"{one.label}, {codec}")
             for one in self._engines
             if one.make().encoding is not None
             for codec in dict.fromkeys(codecs)
         ]
-        usual = rag.config.default_engine if rag.config.default_engine in names else "full"
+        usual = rag.config.default_engine if rag.config.default_engine in specs else "full"
         self._talking = candidate(usual, turns=EARLIER, name="conversation")
 
     def examine(
@@ -470,7 +513,7 @@ class Doctor:
         """Ask all questions; nothing is written. Raises RetrievalError if no question finds a chunk."""
         candidates = [self._full]
         for one in self._engines:
-            candidates += [one, *(coded for coded in self._coded if coded.engine == one.engine)]
+            candidates += [one, *(coded for coded in self._coded if coded.name == f"{one.label}, {coded.codec}")]
         results = run_candidates(
             [Task.of(questions)],
             [*candidates, self._talking],
@@ -487,9 +530,23 @@ class Doctor:
     def _report(self, results: Sequence[ExampleResult], *, source: str, seed: int, questions: int) -> Quality:
         full = self._counts(results, self._full)
         engines = [(one, one.make(), self._counts(results, one)) for one in self._engines]
-        judged = {one.engine: counts.judged(full.right, joined=made.counts_winners) for one, made, counts in engines}
-        good = next((name for name, each in judged.items() if each["verdict"] == "good"), None)
+        judged = {one.label: counts.judged(full.right, joined=made.counts_winners) for one, made, counts in engines}
+        good = next((one.engine for one in self._engines if judged[one.label]["verdict"] == "good"), None)
         tuned = bool(self.subject.model.checkpoint.recommended.get("block_tuned"))
+        rows = tuple(
+            EngineRow(
+                engine=one.engine,
+                label=one.label,
+                options=self._options[one.label],
+                advice=engine_advice(one.engine, judged[one.label]["verdict"], tuned_for_blocks=tuned, other=good),
+                settings=asdict(made.config),
+                first_token=counts.first_token,
+                kv_bytes=counts.kv_bytes,
+                **judged[one.label],
+                **counts.figures(),
+            )
+            for one, made, counts in engines
+        )
         return Quality(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             ragkv=ragkv.__version__,
@@ -505,16 +562,9 @@ class Doctor:
             top_k=self._full.top_k or 0,
             max_new_tokens=self._max_new_tokens,
             full_accuracy=full.accuracy,
-            engines=tuple(
-                EngineRow(
-                    engine=one.engine,
-                    advice=engine_advice(one.engine, judged[one.engine]["verdict"], tuned_for_blocks=tuned, other=good),
-                    settings=asdict(made.config),
-                    **judged[one.engine],
-                    **counts.figures(),
-                )
-                for one, made, counts in engines
-            ),
+            full_first_token=full.first_token,
+            proposal=proposed(rows, full.first_token),
+            engines=rows,
             codecs=tuple(_codec_row(one, self._counts(results, one)) for one in self._coded),
             conversation=self._conversation_row(results),
         )
@@ -527,7 +577,7 @@ class Doctor:
         if not talked.questions:
             return None
         asked = {result.example.example_id for result in results if result.candidate is self._talking}
-        [usual] = [one for one in (self._full, *self._engines) if one.engine == self._talking.engine]
+        [usual] = [one for one in (self._full, *self._engines) if one.label == self._talking.engine]
         alone = self._counts([result for result in results if result.example.example_id in asked], usual)
         judged = talked.judged(alone.right, joined=usual.make().counts_winners)
         return ConversationRow(
@@ -541,10 +591,20 @@ class Doctor:
         )
 
 
+def _usual(config: IndexConfig, subject: LoadedModel) -> list[str | Spec]:
+    """The index's engines, and what could replace them: `block` over the other chunk KV, and `blend`."""
+    block = make_engine("block", config.tuning).config
+    more = [Spec(name) for name in ("block", "blend") if name in engine_names()]
+    if block.preset != "no-positions":
+        more.append(Spec("block", {"over": "standalone" if block.over == "prefixed" else "prefixed"}))
+    able = [one for one in more if unsupported_reason(make_engine(one.name, {}), subject.model) is None]
+    return [*config.engines, *able]
+
+
 def _codec_row(candidate: Candidate, counts: AgreementCounts) -> CodecRow:
     verdict = codec_verdict(counts.agreement, exact=counts.exact)
     return CodecRow(
-        engine=candidate.engine,
+        engine=candidate.label.rpartition(", ")[0],
         codec=candidate.codec,
         verdict=verdict,
         advice=codec_advice(candidate.codec, verdict, exact=counts.exact),

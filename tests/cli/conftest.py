@@ -38,7 +38,11 @@ def documents(tmp_path) -> Path:
 
 @pytest.fixture
 def index(tmp_path, documents, model_folder) -> Path:
-    with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
+    """Two chunks, each with its KV in two encodings."""
+    tuning = {"block": {"over": "standalone"}}
+    with RagKV.create(
+        tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128, tuning=tuning
+    ) as rag:
         rag.ingest(documents)
     return tmp_path / "index"
 

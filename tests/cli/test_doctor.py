@@ -66,7 +66,8 @@ def test_json_holds_what_is_kept_and_stats_tell_when_it_is_old(ragkv, index, doc
     [
         (("--questions", "/no/file"), 2, "No such file: /no/file"),
         (("--engines", "warp"), 2, "Unknown engine 'warp'"),
-        (("--engines", ","), 2, "--engines is empty"),
+        (("--engines", ","), 2, "names nothing; write a list"),
+        (("--plot", "quality.pdf"), 2, "--plot writes .svg or .png"),
         (("--engines", "full"), 2, "no engine to compare with full"),
         (("--codecs", "brotli"), 2, "brotli"),
         (("--model", "/no/model"), 1, "No model folder at"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -13,15 +13,17 @@ from ragkv.evaluation.answers import Comparison, ExampleResult, IndexSource, Rou
 from ragkv.evaluation.doctor import (
     Agreement,
     Doctor,
+    EngineRow,
     codec_advice,
     codec_verdict,
     engine_advice,
     engine_verdict,
     loss_verdict,
+    proposed,
     remedies,
 )
 from ragkv.evaluation.metrics import Task
-from ragkv.evaluation.quality import UNKNOWN, keep_quality, kept_quality, outdated, unread_quality
+from ragkv.evaluation.quality import UNKNOWN, keep_quality, kept_quality, outdated, plot_quality, unread_quality
 from ragkv.evaluation.questions import Question
 from ragkv.index.conversation import proved_history
 from ragkv.runtime import Stream
@@ -61,6 +63,64 @@ def test_figures_are_those_of_the_streams(rag):
         assert row.top1 == pytest.approx(agreed / tokens)
         assert row.answers == same / len(ASKED)
         assert quality.tokens == tokens
+
+
+def row_of(label, verdict, first_token, kv_bytes=1, **options):
+    figures = {"kl": 0.0, "top1": 0.9, "answers": 1.0, "accuracy": 0.5}
+    ci95 = {"kl": (0.0, 0.1), "top1": (0.8, 0.95), "answers": (0.9, 1.0), "loss": (-0.1, 0.2)}
+    return EngineRow(
+        engine=label.partition("(")[0], label=label, options=options, verdict=verdict, by="agreement", advice="",
+        ci95=ci95, first_token=first_token, kv_bytes=kv_bytes, settings={}, **figures,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([("ape", "good", 0.3), ("pced", "good", 0.2), ("single", "fair", 0.1)], 'default_engine = "pced" in'),
+        ([("ape", "good", 0.105, 1), ("pced", "good", 0.1, 9)], 'default_engine = "ape" in'),  # fewer bytes
+        (
+            [("ape", "poor", 0.1), ("single", "fair", 0.25)],
+            "answers are fair beside full attention, and its first token",
+        ),
+        ([("ape", "good", 1.5), ("pced", "not enough to tell", 0.1)], "--engine full"),  # one slower, one unknown
+        ([("ape", "poor", 0.1)], "--engine full"),
+    ],
+)
+def test_one_setting_is_proposed(rows, says):
+    assert says in proposed([row_of(*row) for row in rows], 1.0)
+
+
+def test_a_proposal_names_the_options_and_how_much_sooner():
+    found = proposed([row_of("block(over=prefixed)", "good", 0.25, over="prefixed")], 1.0)
+    assert 'default_engine = "block" and over = "prefixed" under [tuning.block] in ragkv.toml' in found
+    assert "4.0 times sooner" in found
+
+
+def test_the_engines_of_the_index_and_those_that_could_replace_them(rag):
+    quality = examine(rag, codecs=["raw"])
+    assert [row.label for row in quality.engines] == ["ape", "block", "pced", "block(over=standalone)"]
+    ape, block, _, alone = quality.engines
+    assert (alone.engine, alone.options, alone.settings["over"]) == ("block", {"over": "standalone"}, "standalone")
+    assert (block.options, block.settings["over"]) == ({}, "prefixed")
+    assert block.kl != alone.kl
+    assert 0 < ape.kv_bytes == block.kv_bytes == alone.kv_bytes
+    assert min(row.first_token for row in quality.engines) > 0
+    assert quality.full_first_token > 0
+    assert [row.engine for row in quality.codecs] == [row.label for row in quality.engines]
+    assert quality.proposal.startswith("Proposed: ")
+
+
+@pytest.mark.parametrize("gold", [None, 0.75])
+@pytest.mark.parametrize("name", ["quality.svg", "quality.png"])
+def test_quality_is_drawn_over_the_time_to_the_first_token(tmp_path, gold, name):
+    rows = [asdict(row_of("ape", "good", 0.02)), asdict(row_of("block(over=standalone)", "poor", 0.03))]
+    facts = {"full_accuracy": gold, "full_first_token": 0.4, "model": "m", "questions": 9, "top_k": 4}
+    plot_quality(facts | {"engines": rows}, tmp_path / name)
+    found = (tmp_path / name).read_bytes()
+    assert found.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+    with pytest.raises(UsageError, match=r"\.svg or \.png, not 'quality\.pdf'"):
+        plot_quality(facts | {"engines": rows}, tmp_path / "quality.pdf")
 
 
 def test_ape_with_one_chunk_and_nothing_tuned_is_full_attention(rag):
@@ -188,7 +248,7 @@ def test_progress_ends_where_it_said(rag):
     assert result[0] == (0, 8, "full")
     # no question has enough turns before it, so the step of a conversation is passed over
     assert [done for done, _, _ in result] == [0, 1, 2, 4, 5, 6, 8]
-    assert {what for _, _, what in result} == {"full", "block(over=prefixed)", "block, raw", ""}
+    assert {what for _, _, what in result} == {"full", "block", "block, raw", ""}
 
 
 @pytest.mark.parametrize(
