@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import lzma
+import shutil
+from pathlib import Path
+
 import numpy as np
 import torch
 
@@ -97,3 +101,17 @@ def vectors_of(chunk: Chunk) -> ChunkVectors:
 def kv_of(identity: KVIdentity) -> ChunkKV:
     """A KV that is a function of the identity, so that a test can tell whose it was given."""
     return make_kv(len(identity.chunk_ids), seed=int.from_bytes(identity.key()[:4], "big"))
+
+
+def unpack(fixture: Path, folder: Path) -> Path:
+    """The store of an earlier format, from `tests/store/fixtures`, as an index in `folder`."""
+    (folder / "store").mkdir()
+    with lzma.open(fixture / "data.mdb.xz") as packed, (folder / "store" / "data.mdb").open("wb") as data:
+        shutil.copyfileobj(packed, data)
+    return folder
+
+
+def big(n: int, tokens: int = 1000) -> tuple[KVIdentity, ChunkKV]:
+    """The n-th of many records, 1 KB per token and tensor."""
+    tensor = torch.full((4, tokens, 128), n, dtype=torch.bfloat16)
+    return identity(n, *range(tokens - 1)), ChunkKV(keys=(tensor,), values=(tensor,))
