@@ -14,42 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from storekit import chunk, document, identity, kv_of
 from watchedlock import Alone
 
-from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store, Use
 from ragkv.store.codecs import Int8
 from ragkv.store.maintenance.eviction import HALF_LIFE, NEVER, elapsed, eviction_score, simulate, used
 from ragkv.store.tables import digest
-from ragkv.types import Chunk, Document, Encoding
 
-PER_TOKEN = 2 * 4 * 16 * 4
-
-
-"""Bytes of the KV of one token below."""
-
-
-def identity(*ids, encoding=Encoding.STANDALONE):
-    return KVIdentity(
-        model="m", encoding=encoding, prefix_ids=(9,) if encoding is Encoding.PREFIXED else (), chunk_ids=ids
-    )
-
-
-def kv_of(of):
-    generator = torch.Generator().manual_seed(int.from_bytes(of.key()[:4], "big"))
-    tensor = torch.randn(4, len(of.chunk_ids), 16, generator=generator)
-    return ChunkKV(keys=(tensor,), values=(-tensor,), encoded_at=len(of.prefix_ids))
+PER_TOKEN = kv_of(identity(1)).nbytes
 
 
 def write(store, name, *tokens, needs=False):
     """A document of chunks with these token ids; with `needs`, all of their KV."""
-    chunks = [
-        Chunk(chunk_id=f"{name}#{n}", document_id=name, ordinal=n, text="t", token_ids=ids, start=n, end=n)
-        for n, ids in enumerate(tokens)
-    ]
+    chunks = [chunk(name, n, ids) for n, ids in enumerate(tokens)]
     needed = {chunk.chunk_id: [identity(*chunk.token_ids)] for chunk in chunks} if needs else {}
     store.write_document(
-        Document(document_id=name, source=name, content_hash=str(tokens)),
+        document(name, str(tokens)),
         "text",
         chunks,
         recipe="r",
@@ -58,25 +39,19 @@ def write(store, name, *tokens, needs=False):
     )
 
 
-def use(of, chunk, **counts):
-    return {of.key(): Use(tokens=len(of.chunk_ids), nbytes=kv_of(of).nbytes, owner=digest(chunk), **counts)}
+def use(of, chunk_id, **counts):
+    return {of.key(): Use(tokens=len(of.chunk_ids), nbytes=kv_of(of).nbytes, owner=digest(chunk_id), **counts)}
 
 
-def ask(store, of, chunk):
+def ask(store, of, chunk_id):
     """What a question does: find the KV or make it, and say so. Whether it was there."""
     found = store.get_kv(of)
-    store.record_uses(use(of, chunk, hits=1) if found else use(of, chunk, misses=1))
+    store.record_uses(use(of, chunk_id, hits=1) if found else use(of, chunk_id, misses=1))
     if found is None:
-        store.put_kv(of, kv_of(of), chunk_id=chunk)
+        store.put_kv(of, kv_of(of), chunk_id=chunk_id)
     else:
         assert torch.equal(found.keys[0], kv_of(of).keys[0])
     return found is not None
-
-
-@pytest.fixture
-def store(tmp_path):
-    with Store.create(tmp_path / "index") as made:
-        yield made
 
 
 def sound(store):
@@ -107,40 +82,6 @@ def test_a_chunk_of_other_tokens_never_comes_to_need_the_record(store):
     assert sound(store)
 
 
-def test_chunks_of_the_same_tokens_share_what_was_made_for_one_of_them(store):
-    for name in ("a", "b"):
-        write(store, name, (1, 2))
-    ask(store, identity(1, 2), "a#0")
-    assert ask(store, identity(1, 2), "b#0")
-    assert [record.shared_by for record in store.kv_of("b#0")] == [2]
-    store.delete_document("a")
-    assert ask(store, identity(1, 2), "b#0")
-    assert sound(store)
-
-
-def test_what_is_used_least_leaves_first(store):
-    chunks = [(n, n) for n in range(1, 5)]
-    write(store, "a", *chunks)
-    store.set_budget(3 * 2 * PER_TOKEN)
-    for n, times in ((0, 3), (1, 1), (2, 2)):
-        for _ in range(times):
-            ask(store, identity(*chunks[n]), f"a#{n}")
-    ask(store, identity(*chunks[3]), "a#3")
-    assert [bool(store.kv_of(f"a#{n}")) for n in range(4)] == [True, False, True, True]
-    assert store.kv_bytes == store.budget
-    assert store.ledger().evictions == 1
-    assert sound(store)
-
-
-def test_of_what_is_used_as_often_the_one_used_longer_ago_leaves(store):
-    chunks = [(n,) for n in range(1, 5)]
-    write(store, "a", *chunks)
-    store.set_budget(2 * PER_TOKEN)
-    for n in range(4):
-        ask(store, identity(*chunks[n]), f"a#{n}")
-    assert [bool(store.kv_of(f"a#{n}")) for n in range(4)] == [False, False, True, True]
-
-
 def test_what_several_chunks_need_leaves_all_of_them(store):
     for name in ("a", "b"):
         write(store, name, (1, 2), needs=True)
@@ -151,7 +92,7 @@ def test_what_several_chunks_need_leaves_all_of_them(store):
 
 def test_what_no_question_has_used_leaves_before_all_else_also_of_another_encoding(store):
     write(store, "a", (1, 2), (3, 4), needs=True)
-    prefixed = identity(1, 2, encoding=Encoding.PREFIXED)
+    prefixed = identity(1, 2, prefix_ids=(9,))
     store.set_budget(store.kv_bytes)
     store.record_uses(use(identity(3, 4), "a#1", hits=1))
     assert not ask(store, prefixed, "a#0")
@@ -182,13 +123,6 @@ def test_what_is_being_read_stays_whatever_it_is_worth(store):
     assert store.has_kv(identity(1))
     read.clear()
     assert store.set_budget(0) == 1
-    assert store.kv_bytes == 0
-
-
-def test_kv_of_a_chunk_that_is_gone_is_not_let_in(store):
-    write(store, "a", (1,))
-    store.delete_document("a")
-    assert not store.put_kv(identity(1), kv_of(identity(1)), chunk_id="a#0")
     assert store.kv_bytes == 0
 
 
@@ -328,8 +262,8 @@ def test_what_is_asked_for_again_and_again_gets_in(store):
 
 def test_the_ledger_adds_up(store):
     write(store, "a", (1, 2), (3, 4, 5))
-    for of, chunk in ((identity(1, 2), "a#0"), (identity(3, 4, 5), "a#1"), (identity(3, 4, 5), "a#1")):
-        ask(store, of, chunk)
+    for of, chunk_id in ((identity(1, 2), "a#0"), (identity(3, 4, 5), "a#1"), (identity(3, 4, 5), "a#1")):
+        ask(store, of, chunk_id)
     store.record_uses(use(identity(1, 2), "a#0", hits=4), seconds_per_token=0.5)
     found = store.ledger()
     assert (found.hits, found.misses, found.hit_tokens) == (5, 2, 3 + 8)
@@ -456,9 +390,9 @@ class BudgetMachine(RuleBasedStateMachine):
     def equal(self):
         assert {ids for ids in TOKENS if self.store.has_kv(identity(*ids))} == self.held.keys()
         assert self.store.kv_bytes == self.total()
-        for ids, chunks in self.held.items():
+        for ids, names in self.held.items():
             with self.store._database.read() as txn:
-                assert set(txn.values("references", identity(*ids).key())) == {digest(chunk) for chunk in chunks}
+                assert set(txn.values("references", identity(*ids).key())) == set(map(digest, names))
         pinned = sum(PER_TOKEN * len(ids) for ids in self.pinned & self.held.keys())
         assert self.budget is None or self.store.kv_bytes <= max(self.budget, pinned)
         assert self.store.verify().findings == ()
@@ -469,8 +403,6 @@ class BudgetMachine(RuleBasedStateMachine):
 
 
 TestBudget = BudgetMachine.TestCase
-
-
 TestBudget.settings = settings(max_examples=30, stateful_step_count=25)
 
 
