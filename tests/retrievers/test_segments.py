@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import sys
 import tokenize
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mutation import mutants
+from package import run_fresh
 
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, Hit, SparseIndex, VectorIndex
@@ -31,14 +34,8 @@ from ragkv.retrievers.dense import make
 from ragkv.util import files as ownmark
 
 POOL = 320
-
-
 DIMENSION = 16
-
-
 IDS = [f"c{number:03}" for number in range(POOL)]
-
-
 random.Random(3).shuffle(IDS)  # rows and ids in different orders
 
 
@@ -58,8 +55,6 @@ DENSE |= dict.fromkeys(IDS[:3], np.zeros(DIMENSION, dtype=np.float32))
 
 
 _rng = random.Random(4)
-
-
 SPARSE: dict[str, dict[str, float]] = {
     chunk_id: {token: _rng.choice([0.1, 0.25, 0.5, 0.7]) for token in _rng.sample(string.ascii_lowercase, 6)}
     for chunk_id in IDS
@@ -76,11 +71,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "sq8": lambda: DenseIndex(DenseConfig(factory="SQ8", exact_below=20)),
     "sparse": SparseIndex,
 }
-
-
 EXACT = ("flat", "ivf", "sparse")  # the others may miss something, and may do nothing else
-
-
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -366,17 +357,7 @@ def test_faiss_that_cannot_write_is_one_sentence(tmp_path, monkeypatch):
 # ---- hostile
 
 WIDTH = 8
-
-
 NAMES = [f"c{n}" for n in range(12)]
-
-
-Made = tuple[type[Any], Path, Callable[[Any], object]]
-
-
-def unit(seed: int) -> np.ndarray:
-    vector = np.random.default_rng(seed).standard_normal(WIDTH).astype("f4")
-    return vector / np.linalg.norm(vector)
 
 
 def fill(kind: str) -> tuple[Any, Callable[[Any], object]]:
@@ -390,20 +371,98 @@ def fill(kind: str) -> tuple[Any, Callable[[Any], object]]:
         index, question = SparseIndex(), {"all": 1.0, "tc3": 0.5}
         vectors = [{f"t{name}": 0.5, "all": 1.0} for name in NAMES]
     else:
-        index, question = DenseIndex(DenseConfig(factory=kind, exact_below=1)), unit(3)
-        vectors = [unit(n) for n in range(len(NAMES))]
+        index, vectors = DenseIndex(DenseConfig(factory=kind, exact_below=1)), [*unit_vectors(len(NAMES), WIDTH)]
+        question = vectors[3]
     pairs = list(zip(NAMES, vectors, strict=True))
     for run, gone in ((pairs[:10], ()), (pairs[10:], NAMES[:1])):
         index.update(run, gone, generation=3, embedder="e")
     return index, lambda index: index.search(question, 5)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """An index that was saved in `folder`, two folders below `root`, and what is done with it."""
+
+    kind: type[Any]
+    search: Callable[[Any], object]
+    root: Path
+
+    @property
+    def folder(self) -> Path:
+        return self.root / "a" / "b" / "index"
+
+    @property
+    def data(self) -> Path:
+        [found] = self.folder.glob("data-*")
+        return found
+
+    def manifest(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / "manifest.json").read_text())
+        return found
+
+    def files(self, end: str) -> list[Path]:
+        return [self.data / name for name in self.manifest()["files"] if name.endswith(end)]
+
+    def copy(self, root: Path) -> Saved:
+        """Another one, with somebody's file beside the folders."""
+        made = replace(self, root=root)
+        shutil.rmtree(made.folder, ignore_errors=True)
+        shutil.copytree(self.folder, made.folder)
+        (root / "outside").mkdir(exist_ok=True)
+        (root / "outside" / "precious").write_text("precious")
+        return made
+
+    def reseal(self, manifest: Any = None, *, files: bool = True) -> None:
+        """Write a manifest, its checksums those of the files that it names as far as they are there."""
+        manifest = self.manifest() if manifest is None else manifest
+        if files and isinstance(manifest, dict) and isinstance(manifest.get("files"), dict):
+            for name in manifest["files"]:
+                path = self.data / name
+                if "/" not in name and path.is_file():
+                    manifest["files"][name] = xxhash.xxh3_128(path.read_bytes()).hexdigest()
+        (self.folder / "manifest.json").write_text(json.dumps(manifest))
+
+    def surroundings(self) -> dict[str, tuple[int, bytes]]:
+        """Every file that is not of the index, with its links and content."""
+        return {
+            str(path): (path.lstat().st_nlink, path.read_bytes()) if path.is_file() else (0, b"")
+            for path in sorted(self.root.rglob("*"))
+            if self.folder not in path.parents and path != self.folder
+        }
+
+    def use(self) -> str:
+        """What comes of opening, searching, changing and saving; nothing but RetrievalError may, nothing outside."""
+        before = self.surroundings()
+        try:
+            index = self.kind.load(self.folder)
+        except RetrievalError:
+            outcome = "damaged"
+        else:
+            self.search(index)
+            index.update([], NAMES[:2], generation=4, embedder=index.embedder)
+            index.save(self.folder)
+            self.search(self.kind.load(self.folder))
+            outcome = "used"
+        assert self.surroundings() == before
+        return outcome
+
+    def refuse(self, path: Path, *contents: bytes) -> None:
+        """Require that each of these contents of a file, under right checksums, is damage; then put it back."""
+        honest = path.read_bytes()
+        for content in contents:
+            path.write_bytes(content)
+            self.reseal()
+            assert self.use() == "damaged"
+        path.write_bytes(honest)
+        self.reseal()
+
+
 @pytest.fixture(scope="module", params=["bm25", "Flat", "HNSW8", "sparse"])
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     index, search = fill(request.param)
-    folder = tmp_path_factory.mktemp("kept") / "index"
-    index.save(folder)
-    return type(index), folder, search
+    saved = Saved(type(index), search, tmp_path_factory.mktemp("kept"))
+    index.save(saved.folder)
+    return saved
 
 
 @pytest.fixture
@@ -413,143 +472,95 @@ def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def arena(made: Made, tmp_path: Path) -> Path:
-    """A copy of the index, two folders down, with somebody's file beside them."""
-    folder = tmp_path / "a" / "b" / "index"
-    shutil.copytree(made[1], folder)
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "precious").write_text("precious")
-    return folder
+def arena(made: Saved, tmp_path: Path) -> Saved:
+    return made.copy(tmp_path)
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-    return found
-
-
-def reseal(folder: Path, manifest: Any, *, files: bool = True) -> None:
-    """Write a manifest, its checksums those of the files that it names as far as they are there."""
-    if files and isinstance(manifest, dict) and isinstance(manifest.get("files"), dict):
-        [data] = folder.glob("data-*")
-        for name in manifest["files"]:
-            path = data / name
-            if "/" not in name and path.is_file():
-                manifest["files"][name] = xxhash.xxh3_128(path.read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def surroundings(root: Path, index: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file that is not of the index, with its links and content."""
-    return {
-        str(path): (path.lstat().st_nlink, path.read_bytes()) if path.is_file() else (0, b"")
-        for path in sorted(root.rglob("*"))
-        if index not in path.parents and path != index
-    }
-
-
-def use(made: Made, folder: Path, root: Path) -> str:
-    """What comes of opening, searching, changing and saving; nothing but RetrievalError may, and nothing outside."""
-    kind, _, search = made
-    before = surroundings(root, folder)
-    try:
-        index = kind.load(folder)
-    except RetrievalError:
-        outcome = "damaged"
-    else:
-        search(index)
-        index.update([], NAMES[:2], generation=4, embedder=index.embedder)
-        index.save(folder)
-        search(kind.load(folder))
-        outcome = "used"
-    assert surroundings(root, folder) == before
-    return outcome
+def npy(array: np.ndarray, **options: Any) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array, **options)
+    return out.getvalue()
 
 
 @pytest.mark.parametrize("name", [".", "..", "../../../outside/precious", "", "x" * 17, "0123456789abcdef\n"])
-def test_a_segments_name_leads_nowhere(made, arena, tmp_path, name):
+def test_a_segments_name_leads_nowhere(arena, name):
     """The attack: all that begins with "." is the segment's own, linked to where its name leads, and deleted there."""
-    manifest = manifest_of(arena)
-    data = arena / manifest["data"]
+    manifest = arena.manifest()
     old = manifest["segments"][0]
-    table = json.loads((data / "table.json").read_text())
+    table = json.loads((arena.data / "table.json").read_text())
     table["hidden"][name] = table["hidden"].pop(old)
-    (data / "table.json").write_text(json.dumps(table))
+    (arena.data / "table.json").write_text(json.dumps(table))
     for file in [file for file in manifest["files"] if file.startswith(old)]:
         own = f"{name}{file.removeprefix(old)}"
         manifest["files"][own] = manifest["files"].pop(file)
         if "/" not in own:
-            (data / file).rename(data / own)
+            (arena.data / file).rename(arena.data / own)
     manifest["segments"][0] = name
     manifest["files"]["../../../outside/precious"] = "0" * 32
-    reseal(arena, manifest)
-    assert use(made, arena, tmp_path) == "damaged"
+    arena.reseal(manifest)
+    assert arena.use() == "damaged"
 
 
 @pytest.mark.parametrize("name", ["..", ".", "/", "../index/DATA", "DATA/", "DATA/../DATA", "data-0", "DATA\n"])
-def test_the_data_folders_name_leads_nowhere(made, arena, tmp_path, name):
-    manifest = manifest_of(arena)
+def test_the_data_folders_name_leads_nowhere(arena, name):
+    manifest = arena.manifest()
     manifest["data"] = name.replace("DATA", manifest["data"])
-    reseal(arena, manifest)
-    assert use(made, arena, tmp_path) == "damaged"
+    arena.reseal(manifest)
+    assert arena.use() == "damaged"
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "device", "folder"])
-def test_files_that_are_none_count_as_damage(made, arena, tmp_path, kind):
-    data = arena / manifest_of(arena)["data"]
-    for path in (*data.iterdir(), arena / "manifest.json"):
-        shutil.move(path, tmp_path / "outside" / "moved")
+def test_files_that_are_none_count_as_damage(arena, tmp_path, kind):
+    moved = tmp_path / "outside" / "moved"
+    for path in (*arena.data.iterdir(), arena.folder / "manifest.json"):
+        shutil.move(path, moved)
         if kind == "pipe":
             os.mkfifo(path)
         elif kind == "folder":
             path.mkdir()
         else:
-            path.symlink_to(tmp_path / "outside" / "moved" if kind == "link" else "/dev/zero")
-        assert use(made, arena, tmp_path) == "damaged"
+            path.symlink_to(moved if kind == "link" else "/dev/zero")
+        assert arena.use() == "damaged"
         path.rmdir() if kind == "folder" else path.unlink()
-        shutil.move(tmp_path / "outside" / "moved", path)
-    assert use(made, arena, tmp_path) == "used"
+        shutil.move(moved, path)
+    assert arena.use() == "used"
 
 
 def test_folders_that_are_links_are_replaced_and_not_written_through(made, arena, tmp_path):
-    kind, folder, search = made
-    index = kind.load(folder)
+    index, folder = made.kind.load(made.folder), arena.folder
     other = tmp_path / "outside" / "index"
-    shutil.move(arena, other)
-    arena.symlink_to(other)
+    shutil.move(folder, other)
+    folder.symlink_to(other)
     (other / "data-1234").mkdir()
-    before = surroundings(tmp_path, arena)
+    before = arena.surroundings()
     with pytest.raises(RetrievalError):
-        kind.load(arena)
-    index.save(arena)
-    assert not arena.is_symlink()
-    (arena / "data-link").symlink_to(other)
-    index.save(arena)
-    assert not os.path.lexists(arena / "data-link")
-    assert surroundings(tmp_path, arena) == before
-    search(kind.load(arena))
+        made.kind.load(folder)
+    index.save(folder)
+    assert not folder.is_symlink()
+    (folder / "data-link").symlink_to(other)
+    index.save(folder)
+    assert not os.path.lexists(folder / "data-link")
+    assert arena.surroundings() == before
+    made.search(made.kind.load(folder))
 
 
 @pytest.mark.usefixtures("no_sync")
 def test_mutated_json_is_damage_or_harmless(made, tmp_path):
     rng = random.Random(1)
-    files = ["manifest.json", *(name for name in manifest_of(made[1])["files"] if name.endswith(".json"))]
     outcomes = set()
-    for file in files:
-        folder = tmp_path / "a" / "b" / "index"
-        source = made[1] / file if file == "manifest.json" else made[1] / manifest_of(made[1])["data"] / file
-        for what, changed in mutants(json.loads(source.read_text()), rng, 30 if file == "manifest.json" else 8):
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(made[1], folder)
-            manifest = manifest_of(folder)
-            if file == "manifest.json":
-                reseal(folder, changed, files="/files" not in what)
+    for source in (made.folder / "manifest.json", *made.files(".json")):
+        whole = source.name == "manifest.json"
+        for what, changed in mutants(json.loads(source.read_text()), rng, 30 if whole else 8):
+            saved = made.copy(tmp_path)
+            if whole:
+                saved.reseal(changed, files="/files" not in what)
             else:
-                (folder / manifest["data"] / file).write_text(json.dumps(changed))
-                reseal(folder, manifest)
+                (saved.data / source.name).write_text(json.dumps(changed))
+                saved.reseal()
             try:
-                outcomes.add(use(made, folder, tmp_path))
+                outcomes.add(saved.use())
             except Exception as error:
-                raise AssertionError(f"{file}: {what}") from error
+                raise AssertionError(f"{source.name}: {what}") from error
     assert "damaged" in outcomes
 
 
@@ -557,9 +568,8 @@ def test_mutated_json_is_damage_or_harmless(made, tmp_path):
 def test_mutated_arrays_are_damage_or_harmless(made, tmp_path):
     """Numbers of the arrays, and whole arrays of other types and lengths."""
     rng = np.random.default_rng(2)
-    files = [name for name in manifest_of(made[1])["files"] if name.endswith(".npy")]
-    for file in files:
-        source = np.load(made[1] / manifest_of(made[1])["data"] / file)
+    for path in made.files(".npy"):
+        source = np.load(path)
         other = source.astype("S8" if source.dtype.kind == "S" else "f8")
         others = [source[:-1], other, source[None], np.zeros(0, source.dtype), np.array(["a"] * 3)]
         for value in (-1, 12, 1 << 30, -(1 << 31)):
@@ -569,13 +579,10 @@ def test_mutated_arrays_are_damage_or_harmless(made, tmp_path):
         if source.dtype.kind == "f":
             others += [np.full_like(source, np.nan), np.full_like(source, np.inf)]
         for changed in others:
-            folder = tmp_path / "a" / "b" / "index"
-            shutil.rmtree(folder, ignore_errors=True)
-            shutil.copytree(made[1], folder)
-            manifest = manifest_of(folder)
-            np.save(folder / manifest["data"] / file, changed)
-            reseal(folder, manifest)
-            use(made, folder, tmp_path)
+            saved = made.copy(tmp_path)
+            (saved.data / path.name).write_bytes(npy(changed))
+            saved.reseal()
+            saved.use()
 
 
 @pytest.mark.parametrize(
@@ -596,106 +603,64 @@ def test_mutated_arrays_are_damage_or_harmless(made, tmp_path):
         ("lengths", lambda array: array + 1),
     ],
 )
-def test_arrays_that_contradict_each_other_are_damage(made, arena, tmp_path, file, change):
-    manifest = manifest_of(arena)
-    for path in sorted((arena / manifest["data"]).glob(f"*.{file}.npy")):
-        honest = path.read_bytes()
+def test_arrays_that_contradict_each_other_are_damage(arena, file, change):
+    for path in arena.files(f".{file}.npy"):
         changed = change(np.load(path))
-        if changed.dtype.kind == "f":
-            continue  # weights of 0 are no damage: nothing is found by them
-        np.save(path, changed)
-        reseal(arena, manifest)
-        assert use(made, arena, tmp_path) == "damaged"
-        path.write_bytes(honest)
-    reseal(arena, manifest)
-    assert use(made, arena, tmp_path) == "used"
+        if changed.dtype.kind != "f":  # weights of 0 are no damage: nothing is found by them
+            arena.refuse(path, npy(changed))
+    assert arena.use() == "used"
 
 
-def test_arrays_of_pickles_of_holes_and_of_more_than_the_file_are_damage(made, arena, tmp_path):
-    manifest = manifest_of(arena)
-    for file in [name for name in manifest["files"] if name.endswith(".npy")]:
-        path = arena / manifest["data"] / file
-        honest = path.read_bytes()
-        np.save(path, np.array([{}], dtype=object), allow_pickle=True)
-        reseal(arena, manifest)
-        assert use(made, arena, tmp_path) == "damaged"
-        head = b"{'descr': '<i4', 'fortran_order': False, 'shape': (4611686018427387904,), }"
-        path.write_bytes(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head)
-        reseal(arena, manifest)
-        assert use(made, arena, tmp_path) == "damaged"
-        path.write_bytes(honest)
-        reseal(arena, manifest)
+def test_arrays_of_pickles_of_holes_and_of_more_than_the_file_are_damage(arena):
+    head = b"{'descr': '<i4', 'fortran_order': False, 'shape': (4611686018427387904,), }"
+    huge = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head
+    for path in arena.files(".npy"):
+        arena.refuse(path, npy(np.array([{}], dtype=object), allow_pickle=True), huge)
     # A terabyte that takes no room on the disk would be read for an hour, to know its checksum.
-    manifest = manifest_of(arena)
-    os.truncate(arena / manifest["data"] / next(iter(manifest["files"])), 1 << 40)
-    assert use(made, arena, tmp_path) == "damaged"
+    os.truncate(arena.files("")[0], 1 << 40)
+    assert arena.use() == "damaged"
 
 
-def test_the_head_of_a_flat_index_is_checked_byte_by_byte(made, arena, tmp_path):
-    manifest = manifest_of(arena)
-    for file in [name for name in manifest["files"] if name.endswith(".flat")]:
-        path = arena / manifest["data"] / file
-        honest = path.read_bytes()
+def test_the_head_of_a_flat_index_is_checked_byte_by_byte(arena):
+    for path in arena.files(".flat"):
+        honest, wrong = path.read_bytes(), []
         for at, what in ((0, "<4s"), (4, "<i"), (8, "<q"), (32, "<B"), (33, "<i"), (37, "<Q")):
             for value in [b"IxF2", b"Iwfl"] if what == "<4s" else [0, 1, 5, 100]:
                 changed = bytearray(honest)
                 struct.pack_into(what, changed, at, value)
-                if changed != honest:
-                    path.write_bytes(changed)
-                    reseal(arena, manifest)
-                    assert use(made, arena, tmp_path) == "damaged"
-        path.write_bytes(honest)
-        reseal(arena, manifest)
-    assert use(made, arena, tmp_path) == "used"
+                wrong.append(bytes(changed))
+        arena.refuse(path, *(content for content in wrong if content != honest))
+    assert arena.use() == "used"
 
 
-def test_an_approximate_index_of_somebody_else_is_not_given_to_faiss(made, arena, tmp_path, monkeypatch):
+def test_an_approximate_index_of_somebody_else_is_not_given_to_faiss(arena, tmp_path, monkeypatch):
     """Changed, without a mark, with a mark of another file or of another user: FAISS sees none of it."""
-    import faiss
-
-    manifest = manifest_of(arena)
-    near = sorted((arena / manifest["data"]).glob("*.near"))
+    near = sorted(arena.files(".near"))
     if not near:
         pytest.skip("has none")
     read: set[str] = set()
     honestly = faiss.read_index
-
-    def noted(path: str, *more: object) -> object:
-        read.add(path)
-        return honestly(path, *more)
-
-    monkeypatch.setattr(faiss, "read_index", noted)
-    honest = {path: path.read_bytes() for path in (arena / manifest["data"]).iterdir()}
-    marks = [path.with_suffix(".mark") for path in near]
-    changed = bytearray(honest[near[0]])
+    monkeypatch.setattr(faiss, "read_index", lambda path, *more: read.add(path) or honestly(path, *more))
+    manifest, marks = arena.manifest(), [path.with_suffix(".mark") for path in near]
+    mark, changed = marks[0].read_bytes(), bytearray(near[0].read_bytes())
     changed[-1] ^= 1
-    for path, content in (
-        (near[0], bytes(changed)),
-        (near[0], b""),
-        (marks[0], b""),
-        (marks[0], b"0" * 64),
-        (marks[0], b"\xff" * 64),
-        (marks[0], bytes(1 << 16)),
-        (marks[0], honest[marks[-1]] if len(marks) > 1 else b"0"),
-    ):
-        path.write_bytes(content)
-        reseal(arena, manifest)
-        assert use(made, arena, tmp_path) == "damaged"
-        path.write_bytes(honest[path])
+    arena.refuse(near[0], bytes(changed), b"")
+    other = marks[-1].read_bytes() if len(marks) > 1 else b"0"
+    arena.refuse(marks[0], b"", b"0" * 64, b"\xff" * 64, bytes(1 << 16), other)
     marks[0].unlink()
     del manifest["files"][marks[0].name]
-    reseal(arena, manifest)
-    assert use(made, arena, tmp_path) == "damaged"
-    marks[0].write_bytes(honest[marks[0]])
+    arena.reseal(manifest)
+    assert arena.use() == "damaged"
+    marks[0].write_bytes(mark)
     manifest["files"][marks[0].name] = ""
-    reseal(arena, manifest)
+    arena.reseal(manifest)
     ownmark._key.cache_clear()
     with monkeypatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path.parent / "another"))
-        assert use(made, arena, tmp_path) == "damaged"
+        assert arena.use() == "damaged"
     ownmark._key.cache_clear()
     assert str(near[0]) not in read
-    assert use(made, arena, tmp_path) == "used"
+    assert arena.use() == "used"
     assert str(near[0]) in read
 
 
@@ -731,8 +696,7 @@ for factory in sys.argv[1:]:
     except ConfigError as error:
         assert "none of the kinds that ragkv knows" in str(error), error
 """
-    done = subprocess.run([sys.executable, "-c", code, *factories], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert run_fresh(code, *factories)[0] == ""
 
 
 HEADS = [
@@ -755,25 +719,19 @@ HEADS = [
 
 
 @pytest.mark.parametrize("head", HEADS, ids=range(len(HEADS)))
-def test_whatever_describes_an_array_is_damage(made, arena, tmp_path, head):
-    manifest = manifest_of(arena)
-    for number, file in enumerate(name for name in manifest["files"] if name.endswith(".npy")):
-        path = arena / manifest["data"] / file
-        honest, version = path.read_bytes(), 1 + number % 3
+def test_whatever_describes_an_array_is_damage(arena, head):
+    for number, path in enumerate(arena.files(".npy")):
+        version = 1 + number % 3
         size = struct.pack("<H" if version == 1 else "<I", len(head))
-        path.write_bytes(b"\x93NUMPY" + bytes([version, 0]) + size + head + honest[128:])
-        reseal(arena, manifest)
-        assert use(made, arena, tmp_path) == "damaged"
-        path.write_bytes(honest)
-    reseal(arena, manifest)
-    assert use(made, arena, tmp_path) == "used"
+        arena.refuse(path, b"\x93NUMPY" + bytes([version, 0]) + size + head + path.read_bytes()[128:])
+    assert arena.use() == "used"
 
 
 @pytest.mark.parametrize("error", [tokenize.TokenError, SyntaxError, MemoryError, RecursionError, AssertionError])
-def test_whatever_reading_raises_is_damage(made, arena, monkeypatch, error):
+def test_whatever_reading_raises_is_damage(made, monkeypatch, error):
     def fail(*_: object) -> None:
         raise error("of a library")
 
-    monkeypatch.setattr(made[0], "_read", fail)
+    monkeypatch.setattr(made.kind, "_read", fail)
     with pytest.raises(RetrievalError, match="rebuild it"):
-        made[0].load(arena)
+        made.kind.load(made.folder)

@@ -1,10 +1,11 @@
-"""A package that is installed beside ragkv for one fresh interpreter, with entry points of its own."""
+"""What a fresh interpreter prints, also beside a package of ours with entry points of its own."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -16,7 +17,13 @@ def run_beside(folder: Path, name: str, source: str, points: str, code: str, *ar
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(points)
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    return run_fresh(code, *arguments, PYTHONPATH=path)
+
+
+def run_fresh(code: str, *arguments: object, before: Sequence[str] = (), **variables: str) -> tuple[str, str]:
+    """What `code` prints and logs, behind the command `before`; it has to end well."""
+    quiet = ("-W", "ignore::DeprecationWarning")  # Python's own, of a fork beside threads
+    command = [*before, sys.executable, *quiet, "-c", code, *map(str, arguments)]
+    run = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout, run.stderr
