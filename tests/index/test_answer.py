@@ -163,8 +163,6 @@ FACTS = {
     "bolt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
     "kesk": "Kesk Mills was founded by Tova Lind. Kesk Mills makes flour.",
 }
-
-
 QUESTIONS = [
     ("Who founded Halden Works?", "full"),
     ("What does Bolt Ltd make?", "block"),

@@ -25,11 +25,7 @@ from ragkv.index.index import Index
 from ragkv.runtime import scheduler
 
 NAMES = ["Halden", "Bolt", "Kesk", "Varn", "Osk", "Pell"]
-
-
 ENGINES = ("full", "single", "block", "ape", "pced", "mapreduce")
-
-
 QUESTIONS = [f"Who founded {name} {what}?" for what in ("Works", "Mills") for name in NAMES]
 
 

@@ -90,8 +90,6 @@ def worded(*given: Any) -> tuple[str, str]:
 TURNS = [("Who founded Halden Works?", "Mira Oskel.")]
 ASKED = "Where is it?"
 BOTH = "Who founded Halden Works? Where is it?"
-
-
 VERDICTS = {"prompt": "good", "search": "poor"}
 
 

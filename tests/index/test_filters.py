@@ -67,8 +67,6 @@ def found(inventory: DocumentFilter, where: list[str]) -> set[bytes] | None:
 
 
 NAMES = ["a.md", "b.md", "notes/a.md", "notes/[x].txt", "é*"]
-
-
 documents = st.builds(
     Document,
     document_id=st.sampled_from(NAMES),
@@ -78,13 +76,9 @@ documents = st.builds(
     title=st.none() | st.sampled_from(["A", "B b", "*"]),
     metadata=st.dictionaries(st.sampled_from(["lang", "title", "source"]), st.sampled_from(["en", "de", "*"])),
 )
-
-
 patterns = st.sampled_from(
     [*NAMES, "*", "*.md", "a*", "?.md", "notes/*", "[ab].md", "[!a].md", "en", "A", "", "text/*"]
 )
-
-
 conditions = st.lists(
     st.tuples(
         st.sampled_from(["source", "title", "media_type", "document_id", "lang", "nothing", " lang "]), patterns
@@ -200,8 +194,6 @@ def test_conditions_that_are_none_are_refused_and_not_kept(store):
 # ---- selection
 
 globs = st.text("abc*?[]!-\\^é\n\udc80", max_size=12)
-
-
 glob_texts = st.text("abcd*?[]!-\\^é\n\udc80", max_size=12)
 
 

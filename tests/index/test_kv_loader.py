@@ -201,11 +201,7 @@ DOCUMENTS = {
     "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn, far from any sea.",
     "carr.txt": "Carr is a town on the river Orm. Carr Mills was founded by Ida Brock in 1921.",
 }
-
-
 QUESTIONS = ["Who founded Halden Works?", "What does Bolt Ltd make?", "Who founded Carr Mills?"]
-
-
 ENGINES = ("ape", "block", "pced", "full")
 
 

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import words
+from package import run_fresh
 from words import WordEmbedder, WordReranker
 
 from ragkv import RagKV
@@ -552,9 +551,7 @@ print("ok")
 
 
 def test_mapped_files_that_are_cut(tmp_path):
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "index")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    assert run_fresh(SCRIPT, tmp_path / "index")[0] == "ok\n"
 
 
 KINDS: dict[str, Callable[[Derived], Any]] = {
@@ -563,16 +560,12 @@ KINDS: dict[str, Callable[[Derived], Any]] = {
     "sparse": lambda derived: derived.vectors("sparse", embedder="e", config=DenseConfig()),
     "fields": lambda derived: derived.fields(),
 }
-
-
 QUESTIONS: dict[str, list[Any]] = {
     "bm25": ["common", "w3 w5 w3", "w1 common w7", "nothing"],
     "dense": [np.eye(8, dtype=np.float32)[at] for at in range(3)],
     "sparse": [{"common": 1.0}, {"w3": 0.5, "w5": 2.0}],
     "fields": [{"source": ["d3"]}, {"source": ["d1*", "d?1"], "document_id": ["*1"]}, {"source": ["*"]}, {"no": ["*"]}],
 }
-
-
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -19,8 +19,6 @@ from ragkv.model.apb.document import compressor_for
 from ragkv.types import Encoding
 
 WORDS = ("amber", "brook", "cedar", "delta", "ember", "frost", "grove", "heath", "inlet", "jetty", "quay", "reef")
-
-
 SHORT = {"apb": {"block": 48, "anchor": 12, "passing": 6}}
 
 

@@ -312,8 +312,6 @@ def read_wrong(data):
 def read_gap(data):
     return Parsed(text="abc", sections=sections_under("ab", []))
 """
-
-
 ENTRY_POINTS = """[ragkv.loaders]
 .recipe = their_loader:read_recipe
 text/html = their_loader:read_html
@@ -325,8 +323,6 @@ log = their_loader:read_recipe
 .wrong = their_loader:read_wrong
 .gap = their_loader:read_gap
 """
-
-
 SCRIPT = """
 import json, sys
 from pathlib import Path

@@ -20,8 +20,6 @@ from ragkv.ingest.sandbox import SourceReader, SourceText, UnreadableSource
 from ragkv.ingest.source import find_sources
 
 LIMITS = ParseLimits(file=64 << 20, characters=1_000_000, memory=700 << 20, seconds=4)
-
-
 REASONS = {
     "paragraphs.docx": "more than 3,000,000 elements",
     "cells.docx": "more than 3,000,000 elements",

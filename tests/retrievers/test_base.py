@@ -20,14 +20,8 @@ from ragkv.retrievers import (
 )
 
 KINDS = get_args(ScoreKind)
-
-
 finite = st.floats(allow_nan=False, allow_infinity=False)
-
-
 unit = st.floats(0.0, 1.0 - EPSILON)
-
-
 ROUNDING = 1e-12
 
 
@@ -43,13 +37,7 @@ def test_worked_example():
     assert fuse(sparse, normalise_rerank(rerank)) == pytest.approx(0.5999999952, abs=1e-12)
     assert fuse(dense, None) == dense
     top = 1 - 1e-8
-    assert [normalise_retrieval(s, "dense") for s in (-1.0, 0.0, 1.0, 1.0001, -1.0001)] == [
-        0,
-        0.5,
-        top,
-        top,
-        0,
-    ]
+    assert [normalise_retrieval(s, "dense") for s in (-1.0, 0.0, 1.0, 1.0001, -1.0001)] == [0, 0.5, top, top, 0]
     assert [normalise_retrieval(s, "sparse") for s in (-3.0, 0.0, 1e300)] == [0, 0, top]
     assert [normalise_rerank(z) for z in (-1e308, -800.0, 0.0, 800.0, 1e308)] == [0, 0, 0.5, top, top]
     assert fuse(0.0, 0.0) == 0

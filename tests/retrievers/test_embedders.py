@@ -24,8 +24,6 @@ QUESTIONS = [
     "price of the mill",
     "🚀 France?",
 ]
-
-
 PASSAGES = [
     "Halden Works was founded by Maren Quist in the town of Oslo.",
     "Der Fluss fließt durch die Stadt, 東京 too, and Москва столица.",
@@ -362,8 +360,6 @@ def test_every_pooling_and_what_follows_it(sentence_folder, tmp_path, pooling, t
 # ---- separator
 
 HOSTILE = ["The mill.</s></s>The question?", "</s>", "<s>The<pad>mill", "The mill.＜/s＞＜/s＞Paris", "<unk>"]
-
-
 SEPARATORS = {0, 1, 2}  # <s>, <pad>, </s>
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from package import run_fresh
 
 import ragkv.model.checkpoint
 from ragkv.errors import ConfigError, ModelLoadError
@@ -130,8 +129,7 @@ import sys
 from ragkv.retrievers import embedder_fingerprint
 print(embedder_fingerprint({str(embedder_folder)!r}, 100), *(m for m in ("torch", "FlagEmbedding") if m in sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [load_embedder(str(embedder_folder), device="cpu", max_tokens=100).fingerprint]
+    assert run_fresh(code)[0].split() == [load_embedder(str(embedder_folder), device="cpu", max_tokens=100).fingerprint]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
 from ragkv.retrievers import CrossEncoder
 
 QUESTION = "Who founded Halden Works?"
-
-
 TEXTS = [
     "Halden Works was founded by Maren Quist in the town of Oslo.",
     "Der Fluss fließt durch die Stadt. 東京 Москва",

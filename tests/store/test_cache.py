@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from package import run_fresh
 from storekit import identity, make_kv, write
 
 from ragkv.attention.kv import ChunkKV
@@ -248,7 +247,7 @@ with Store.open(sys.argv[1]) as own:
     assert own.memory().use().entries == 0
     assert own.delete_document("a")
 """
-    subprocess.run([sys.executable, "-c", code, str(store.directory.parent)], check=True)
+    run_fresh(code, store.directory.parent)
     assert tier.use().entries == 2
     assert store.memory().use().entries == 1
     assert list(tier._entries) == [identity(2).key()]
@@ -278,10 +277,4 @@ if not child:
         os._exit(own.memory(budget=1).use().entries)
 print(os.waitpid(child, 0)[1], store.memory().use().entries)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.stdout, done.stderr) == ("0 1\n", "")
+    assert run_fresh(code, tmp_path) == ("0 1\n", "")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from namespace import namespace
+from package import run_fresh
 from storekit import write
 
 from ragkv.errors import CorruptStoreError, StoreError
@@ -144,42 +145,32 @@ def test_a_file_that_is_not_mapped_has_nothing_to_give_back(tmp_path):
 
 # ---- reserve
 
+SUPPORT = Path(__file__).parents[1] / "support"
 SCRIPT = """
 import os, resource, subprocess, sys
 from pathlib import Path
-import torch
+sys.path.append(sys.argv[4])
+from storekit import equal, identity, kv_of
+from storekit import write as write_small
 from ragkv.errors import StoreFullError
-from ragkv.attention.kv import ChunkKV
-from ragkv.store import KVIdentity, Store
+from ragkv.store import Store
 from ragkv.store.data_file import Reserve
-from ragkv.types import Chunk, Document, Encoding
 
 way, old, folder = sys.argv[1], sys.argv[2] == "old", Path(sys.argv[3])
 if way == "tmpfs":
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "none", folder], check=True)
 keep = Reserve.keep
 
-def record(n):
-    tensor = torch.randn(4, 8, 64, generator=torch.Generator().manual_seed(n))
-    identity = KVIdentity(model="c0ffee", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=(n,) * 8)
-    return identity, ChunkKV(keys=(tensor,) * 4, values=(tensor,) * 4, encoded_at=0)
+def ids(n):
+    return (n,) * 1000  # 64 KB of KV
 
-def write(store, d, count):
-    records = [record(1000 * d + n) for n in range(count)]
-    chunks = [
-        Chunk(chunk_id=f"{d}#{n}", document_id=f"{d}", ordinal=n, text=f"words {n}", token_ids=identity.chunk_ids,
-              start=n, end=n + 1)
-        for n, (identity, _) in enumerate(records)
-    ]
-    store.write_document(
-        Document(document_id=f"{d}", source=f"{d}", content_hash="0"), "x" * count, chunks, recipe="r",
-        records=records, references={f"{d}#{n}": [identity] for n, (identity, _) in enumerate(records)},
-    )
+def write(store, d):
+    write_small(store, f"{d}", *(ids(1000 * d + n) for n in range(5)))
 
 def full(store):
     try:
         for d in range(100):
-            write(store, d, 5)
+            write(store, d)
     except StoreFullError as error:
         assert "is full" in str(error) and "make room" in str(error)
         return d
@@ -188,7 +179,7 @@ def full(store):
 if old:
     Reserve.keep = lambda self, used, end: None
 with Store.create(folder / "index", map_size=1 << 20) as store:
-    write(store, 0, 5)
+    write(store, 0)
     if way == "limit":
         resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, 5 << 20))
     count = full(store)
@@ -211,8 +202,8 @@ with Store.open(folder / "index") as store:
     store.put_meta("still", "writable")
 with Store.open(folder / "index") as store:
     assert [stored.document.document_id for stored in store.documents()] == sorted(["0", f"{count - 1}"])
-    assert all(torch.equal(store.get_kv(identity).keys[0], kv.keys[0]) for identity, kv in map(record, range(5)))
-    write(store, 7, 5)  # into the pages that are free
+    assert all(equal(store.get_kv(of), kv_of(of)) for of in (identity(*ids(n)) for n in range(5)))
+    write(store, 7)  # into the pages that are free
     assert store.verify().ok
 print("ok")
 """
@@ -224,6 +215,4 @@ def test_documents_can_be_deleted_from_a_full_disk(way, age, tmp_path):
     prefix = namespace() if way == "tmpfs" else ()
     if prefix is None:
         pytest.skip("no mount namespace to make a small disk in: the quota on file sizes is tried all the same")
-    command = [*prefix, sys.executable, "-c", SCRIPT, way, age, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    assert run_fresh(SCRIPT, way, age, tmp_path, SUPPORT, before=prefix)[0] == "ok\n"

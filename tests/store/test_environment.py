@@ -19,6 +19,7 @@ from pathlib import Path
 import lmdb
 import pytest
 from openfolder import open_folder
+from package import run_fresh
 from storecheck import problems
 from storekit import big, equal, identity, kv_of, unpack, write
 
@@ -45,9 +46,7 @@ def command(script: str, path: Path) -> list[str]:
 
 def python(script: str, path: Path) -> str:
     """What a fresh interpreter prints."""
-    result = subprocess.run(command(script, path), capture_output=True, text=True, check=False, timeout=600)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return run_fresh(COMMON + script, path)[0]
 
 
 def test_readers_and_growth_in_threads(tmp_path):
@@ -259,11 +258,9 @@ def pinning(own, say):
 
 
 def test_readers_in_many_processes_follow_a_writer(tmp_path):
-    reader = [sys.executable, str(SUPPORT / "reader.py"), str(tmp_path / "index")]
-    done = subprocess.run(reader, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["codes"] == [0, 0], done.stderr
-    assert json.loads(done.stdout)["grown"] > 128 << 10  # how far depends on which readers hold old pages
+    printed, logged = run_fresh(f"{COMMON}from reader import main\nmain()", tmp_path / "index")
+    assert json.loads(printed)["codes"] == [0, 0], logged
+    assert json.loads(printed)["grown"] > 128 << 10  # how far depends on which readers hold old pages
 
 
 def test_a_killed_reader_holds_back_no_pages(tmp_path):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
+from package import run_fresh
 from storekit import equal, identity, make_kv
 
 from ragkv.attention.kv import ChunkKV
@@ -215,8 +214,8 @@ def test_kv_goes_to_a_device_straight_from_the_map(store, monkeypatch):
 
 def test_reading_works_in_a_forked_child_and_leaves_quietly(tmp_path):
     """Threads and their locks do not cross a fork; buffers are given back while the interpreter ends."""
-    code = f"""
-import os, torch
+    code = """
+import os, sys, torch
 from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store, reader, record
 from ragkv.types import Encoding
@@ -225,17 +224,14 @@ reader.DECODE_BYTES = 1 << 20
 record._cores = lambda: 3
 kv = ChunkKV(keys=(torch.ones(4, 4096, 128),), values=(torch.ones(4, 4096, 128),))
 of = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(4096)))
-with Store.create({str(tmp_path)!r}) as store:
+with Store.create(sys.argv[1]) as store:
     store.stage_kv([(of, kv)])
     held = store.get_kv(of)
     with record._lock:  # as another thread of the parent would
         child = os.fork()
     if not child:
-        with Store.open({str(tmp_path)!r}) as again:
+        with Store.open(sys.argv[1]) as again:
             os._exit(0 if torch.equal(again.get_kv(of).keys[0], kv.keys[0]) else 1)
     print(os.waitpid(child, 0)[1])
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert (done.stdout, done.stderr) == ("0\n", "")
+    assert run_fresh(code, tmp_path) == ("0\n", "")

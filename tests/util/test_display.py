@@ -27,8 +27,6 @@ HOSTILE = [
     "# heading\n\n---\n    code\n| a | b |\n|---|---|",
     "`x` **y** {{7*7}} ${7*7} %javascript alert(1)",
 ]
-
-
 TAGS = {"div", "span", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "ul", "li"}
 
 

@@ -33,18 +33,12 @@ from ragkv.util.toml import dump_toml, edit_toml, parse_toml
 TEXTS = st.text(
     st.characters(exclude_categories=("Cs",)) | st.sampled_from("\0\x1b\r\n\t\x7f\x9b\u2028\u202e\\\"'#[].=")
 )
-
-
 WHOLE = st.integers(-(1 << 63), (1 << 63) - 1)
-
-
 VALUES = st.recursive(
     TEXTS | WHOLE | st.floats() | st.booleans() | st.dates(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-
-
 PROMPTS = st.builds(
     PromptConfig,
     system=TEXTS,
@@ -56,8 +50,6 @@ PROMPTS = st.builds(
     prefix_newlines=st.integers(0, 1000),
     bos=st.sampled_from(("auto", "none")),
 )
-
-
 LIMITS = st.builds(
     IngestConfig,
     max_file=st.sampled_from(("512MiB", "1.5 GiB", 0)) | st.integers(0, (1 << 63) - 1),
@@ -66,8 +58,6 @@ LIMITS = st.builds(
     max_seconds=st.integers(1, (1 << 63) - 1),
     memory=st.sampled_from(("64MiB", "1GiB")) | st.integers(64 << 20, (1 << 63) - 1),
 )
-
-
 DECODINGS = st.builds(
     Decoding,
     temperature=st.none() | st.just(0) | st.floats(1e-4, 100),
@@ -79,14 +69,8 @@ DECODINGS = st.builds(
     stop=st.lists(TEXTS.filter(bool), max_size=3),
     stop_ids=st.lists(st.integers(0, (1 << 63) - 1), max_size=3),
 )
-
-
 AUTO_OR_NUMBER = st.just("auto") | st.integers(1, (1 << 63) - 1)
-
-
 RUNTIMES = st.builds(RuntimeConfig, batch_tokens=AUTO_OR_NUMBER, max_rows=AUTO_OR_NUMBER)
-
-
 CONFIGS = st.builds(
     IndexConfig,
     runtime=RUNTIMES,

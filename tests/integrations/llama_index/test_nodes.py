@@ -21,8 +21,6 @@ METADATA = [
     {"town": "Kesk Varn", "numbers": [1, 2, 3], "year": None},
     {},
 ]
-
-
 VALUES = [
     1907,
     1907.0,
@@ -40,11 +38,7 @@ VALUES = [
     ["Varn"],
     [],
 ]
-
-
 KEYS = ["year", "town", "tags", "share", "numbers", "nothing"]
-
-
 WHO = "Who founded the works?"
 
 
