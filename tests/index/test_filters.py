@@ -92,7 +92,7 @@ conditions = st.lists(
 steps = st.lists(st.tuples(documents, st.none() | st.integers(0, 4), conditions), min_size=1, max_size=8)
 
 
-@settings(max_examples=60 if NIGHTLY else 20)
+@settings(max_examples=60 if NIGHTLY else 14)
 @given(steps=steps, again=conditions, merged=st.sets(st.integers(0, 7)))
 def test_it_finds_what_reading_all_documents_finds(steps, again, merged, tmp_path_factory):
     """Three processes ask: one that saves, one that cannot, and one that begins now. `merged`: in which steps the first

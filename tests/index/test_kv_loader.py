@@ -202,7 +202,6 @@ DOCUMENTS = {
     "carr.txt": "Carr is a town on the river Orm. Carr Mills was founded by Ida Brock in 1921.",
 }
 QUESTIONS = ["Who founded Halden Works?", "What does Bolt Ltd make?", "Who founded Carr Mills?"]
-ENGINES = ("ape", "block", "pced", "full")
 
 
 def made(tmp_path, name="index", **settings):
@@ -226,7 +225,7 @@ def stored(rag):
 def test_answers_are_those_of_kv_that_an_ingest_made(tmp_path):
     """Asked once and again, on demand, and with room for two chunks, and for none."""
     with made(tmp_path, "all") as rag:
-        expected = {(q, e): ask(rag, q, e).text for q in QUESTIONS[:2] for e in ENGINES}
+        expected = {(q, e): ask(rag, q, e).text for q in QUESTIONS[:2] for e in ("ape", "block")}
         token = rag.index.shape.token_bytes
     for number, settings in enumerate(
         ({"kv": "on-demand"}, {"kv": "on-demand", "kv_budget": 60 * token}, {"kv_budget": 0}, {"memory_budget": 0})

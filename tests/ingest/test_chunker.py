@@ -71,7 +71,7 @@ def texts(source: SourceText, limit: int) -> list[str]:
 PROSE = st.text(st.sampled_from("abcdé漢 .,\n\n\t-)\u00a0👩\u200d"), max_size=400)
 
 
-@settings(max_examples=600 if NIGHTLY else 150)
+@settings(max_examples=600 if NIGHTLY else 100)
 @given(
     st.one_of(PROSE, st.text(max_size=200)),
     st.lists(st.integers(0, 400), max_size=8),

@@ -153,6 +153,7 @@ def test_questions_about_a_file_encode_it_for_themselves(tmp_path, counted, capl
 
 # ---- append
 
+BLOCKS = 60
 QUESTION = f"What stands after {book(1)}?"
 
 
@@ -176,31 +177,31 @@ def planned(rag: RagKV) -> Blocks:
 
 def answered(rag: RagKV) -> str:
     answer = rag.query(QUESTION, engine="apb", max_new_tokens=8)
-    assert (answer.kv.hits, answer.kv.misses) == (201, 0)
+    assert (answer.kv.hits, answer.kv.misses) == (BLOCKS + 1, 0)
     return answer.text
 
 
-def test_a_book_of_200_blocks_and_one_encodes_one(tmp_path, model):
+def test_a_book_that_grows_by_a_block_encodes_one(tmp_path, model):
     source = tmp_path / "book.txt"
-    source.write_text(book(200))
+    source.write_text(book(BLOCKS))
     with made_long(tmp_path / "index", model) as rag:
         whole = rag.ingest(source)
         old = planned(rag)
-        assert (old.layout.tokens, old.layout.blocks) == (200 * BLOCK, 200)
-        assert (whole.kv_encoded, whole.kv_reused) == (201, 0)  # the anchor too
-        source.write_text(book(201))
+        assert (old.layout.tokens, old.layout.blocks) == (BLOCKS * BLOCK, BLOCKS)
+        assert (whole.kv_encoded, whole.kv_reused) == (BLOCKS + 1, 0)  # the anchor too
+        source.write_text(book(BLOCKS + 1))
         more = rag.ingest(source)
-        assert (more.kv_encoded, more.kv_reused, more.tokens) == (1, 201, BLOCK)
+        assert (more.kv_encoded, more.kv_reused, more.tokens) == (1, BLOCKS + 1, BLOCK)
         new = planned(rag)
         assert new.anchor == old.anchor
-        assert new.identities[:200] == old.identities
+        assert new.identities[:BLOCKS] == old.identities
         assert rag.store.has_many([*new.all]) == {*new.all}
-        assert rag.store.stats().kv_records == 202
+        assert rag.store.stats().kv_records == BLOCKS + 2
         assert not rag.store.verify().findings
         grown = [rag.store.get_kv(identity) for identity in new.all]
         text = answered(rag)
     with made_long(tmp_path / "fresh", model) as rag:
-        assert rag.ingest(source).kv_encoded == 202
+        assert rag.ingest(source).kv_encoded == BLOCKS + 2
         assert planned(rag).all == new.all
         for identity, kept in zip(new.all, grown, strict=True):
             fresh = rag.store.get_kv(identity)

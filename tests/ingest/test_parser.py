@@ -11,6 +11,7 @@ from fpdf import FPDF
 from fpdf.enums import EncryptionMethod
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 from package import run_beside
 from pypdf.errors import DependencyError
 from reading import read, reason
@@ -241,7 +242,7 @@ def test_pdf_reasons(tmp_path, caplog):
     assert not [record for record in caplog.records if record.name.startswith("pypdf")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60 if NIGHTLY else 30)
 @given(st.randoms(use_true_random=False))
 def test_damaged_pdf_is_read_or_refused(tmp_path_factory, rng):
     data = bytearray(pdf([PARAGRAPHS, PARAGRAPHS]))

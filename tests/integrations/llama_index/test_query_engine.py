@@ -50,7 +50,8 @@ def test_an_answer_is_the_commands(rag, command, result, questions, engine):
     assert {k: metadata[k] for k in ("engine", "finish_reason")} == {k: wanted[k] for k in ("engine", "finish_reason")}
     assert (metadata["kv"]["hits"], metadata["kv"]["misses"]) == (wanted["kv"]["hits"], wanted["kv"]["misses"])
     timing = metadata["timing_ms"]
-    assert timing["total"] >= timing["retrieve"] + timing["load"] + timing["first_token"] > 0
+    stages = timing["retrieve"] + timing["load"] + timing["first_token"]
+    assert timing["total"] + 0.01 >= stages > 0  # each is rounded to a microsecond
 
 
 def test_a_source_node_says_where_it_stands(rag, questions):
@@ -175,15 +176,6 @@ def test_from_index_and_bad_settings(rag, questions):
 
 # ---- composition
 
-ONE = [
-    "QueryStartEvent",
-    "RetrievalStartEvent",
-    "RetrievalEndEvent",
-    "SynthesizeStartEvent",
-    "SynthesizeEndEvent",
-    "QueryEndEvent",
-]
-
 
 def test_query_engine_tool(rag, command, result, questions):
     tool = QueryEngineTool.from_defaults(RagKVQueryEngine(rag, engine="block"), name="companies", description="Firms.")
@@ -191,9 +183,9 @@ def test_query_engine_tool(rag, command, result, questions):
     output = tool.call(questions[0])
     assert output.content == wanted["answer"]
     assert [n.node_id for n in output.raw_output.source_nodes] == [s["chunk_id"] for s in wanted["sources"]]
-    assert result.names() == ONE
+    assert result.names() == SEQUENCE
     assert asyncio.run(tool.acall(input=questions[0])).content == wanted["answer"]
-    assert result.names() == ONE * 2
+    assert result.names() == SEQUENCE * 2
 
 
 def test_condense_question_chat_engine(rag, command, result, questions):
@@ -205,14 +197,14 @@ def test_condense_question_chat_engine(rag, command, result, questions):
     reply = chat.chat("And what does it make?")
     assert str(reply) == second
     assert reply.source_nodes[0].metadata["document"] == "halillex-robotics.md"
-    assert result.among(*ONE) == ONE * 2
-    assert result.events[len(ONE) :][-1].query.query_str == questions[2]
+    assert result.among(*SEQUENCE) == SEQUENCE * 2
+    assert result.events[len(SEQUENCE) :][-1].query.query_str == questions[2]
 
     streaming = RagKVQueryEngine(rag, engine="ape", streaming=True)
     chat = CondenseQuestionChatEngine.from_defaults(streaming, llm=llm, memory=memory)
     pieces = list(chat.stream_chat("And what does it make?").response_gen)
     assert "".join(pieces).strip() == second
-    assert result.among(*ONE) == ONE * 3
+    assert result.among(*SEQUENCE) == SEQUENCE * 3
 
 
 # ---- pickle

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from nightly import NIGHTLY
 from storekit import chunk, document, identity, kv_of
 from watchedlock import Alone
 
@@ -403,7 +404,7 @@ class BudgetMachine(RuleBasedStateMachine):
 
 
 TestBudget = BudgetMachine.TestCase
-TestBudget.settings = settings(max_examples=30, stateful_step_count=25)
+TestBudget.settings = settings(max_examples=30 if NIGHTLY else 20, stateful_step_count=25)
 
 
 # ---- worth
