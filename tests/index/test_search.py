@@ -9,6 +9,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ragkv.errors import ConfigError, CorruptStoreError, RetrievalError, UsageEr
 from ragkv.evaluation.retrieval import Settings, index_searches
 from ragkv.index.index import kinds_of
 from ragkv.index.kv_loader import Prefetch
-from ragkv.index.search import Derived, OnCount, Searcher, stale_derived
+from ragkv.index.search import Derived, Searcher, stale_derived
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, Embedding, SparseIndex
 from ragkv.retrievers.segments import SavedElsewhereError, Segmented
 from ragkv.store import ChunkVectors, Store
@@ -554,11 +555,11 @@ def test_mapped_files_that_are_cut(tmp_path):
     assert run_fresh(SCRIPT, tmp_path / "index")[0] == "ok\n"
 
 
-KINDS: dict[str, Callable[[Derived], Any]] = {
-    "bm25": lambda derived: derived.bm25(),
-    "dense": lambda derived: derived.vectors("dense", embedder="e", config=DenseConfig()),
-    "sparse": lambda derived: derived.vectors("sparse", embedder="e", config=DenseConfig()),
-    "fields": lambda derived: derived.fields(),
+KINDS: dict[str, Callable[..., Any]] = {
+    "bm25": Derived.bm25,
+    "dense": partial(Derived.vectors, kind="dense", embedder="e", config=DenseConfig()),
+    "sparse": partial(Derived.vectors, kind="sparse", embedder="e", config=DenseConfig()),
+    "fields": Derived.fields,
 }
 QUESTIONS: dict[str, list[Any]] = {
     "bm25": ["common", "w3 w5 w3", "w1 common w7", "nothing"],
@@ -620,10 +621,8 @@ def fresh(kind: str, store: Store, tmp_path: Path) -> list[Any]:
 
 def no_rebuild(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
     """From now on, nothing may read all chunks or vectors."""
-    if hasattr(store, "chunks"):
-        monkeypatch.setattr(store, "vectors", lambda *_: pytest.fail("all vectors are read"))
-        monkeypatch.setattr(store, "chunks", lambda *_: pytest.fail("all chunks are read"))
-        monkeypatch.setattr(store, "places", lambda *_: pytest.fail("all places are read"))
+    for name in ("vectors", "chunks", "places"):
+        monkeypatch.setattr(store, name, lambda *_, name=name: pytest.fail(f"all {name} are read"))
 
 
 @every_kind
@@ -651,14 +650,6 @@ def test_any_changes_by_any_process_are_followed_and_equal_a_fresh_build(kind, s
                 assert answers(kind, KINDS[kind](one)) == expected
 
 
-TOLD: dict[str, Callable[[Derived, OnCount], Any]] = {
-    "bm25": lambda derived, notify: derived.bm25(notify),
-    "dense": lambda derived, notify: derived.vectors("dense", embedder="e", config=DenseConfig(), notify=notify),
-    "sparse": lambda derived, notify: derived.vectors("sparse", embedder="e", config=DenseConfig(), notify=notify),
-    "fields": lambda derived, notify: derived.fields(notify),
-}
-
-
 @every_kind
 def test_how_far_it_is_is_told_and_who_is_told_may_end_it(kind, store, tmp_path, monkeypatch):
     """An index that is built, and one that takes up changes, is as it was when that was ended."""
@@ -673,15 +664,15 @@ def test_how_far_it_is_is_told_and_who_is_told_may_end_it(kind, store, tmp_path,
     fill(store, 9, chunks=2)
     for _ in range(2):  # all of it, then what changed
         with pytest.raises(InterruptedError):
-            TOLD[kind](asked, end)
+            KINDS[kind](asked, notify=end)
         size = result[0][1]
         assert result == [(0, size), (4, size)]
         result.clear()
-        TOLD[kind](asked, lambda done, total: result.append((done, total)))
+        KINDS[kind](asked, notify=lambda done, total: result.append((done, total)))
         assert result == [*((done, size) for done in range(0, size, 4)), (size, size)]
         assert answers(kind, KINDS[kind](asked)) == fresh(kind, store, tmp_path)
         result.clear()
-        TOLD[kind](asked, end)  # nothing to do, and nothing to tell
+        KINDS[kind](asked, notify=end)  # nothing to do, and nothing to tell
         assert result == []
         for number in range(5):
             write(store, f"d{number}", [f"common w{number} again", "w1"], salt=1)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
 import pytest
-from storekit import chunk, vectors_of, write
+from storekit import chunk, unpack, vectors_of, write
 
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store import ChunkVectors, Store
-from ragkv.store.tables import TABLES
 from ragkv.types import Chunk, Document
 
 
@@ -86,19 +85,15 @@ def test_damage_is_an_error_that_says_what_to_do(store, kind):
 
 
 def test_a_store_of_format_1_has_no_vectors_until_it_is_opened_for_writing(tmp_path):
-    with Store.create(tmp_path) as store:
-        write(store, "a", (1, 2))
-    with lmdb.open(str(store.directory), max_dbs=len(TABLES)) as env:
-        vectors, meta = env.open_db(b"vectors"), env.open_db(b"meta")
-        with env.begin(write=True) as txn:
-            txn.drop(vectors)
-            txn.put(b"format", b"1", db=meta)
+    unpack(Path(__file__).parent / "fixtures" / "store-v1", tmp_path)
     for readonly, version in ((True, 1), (False, 3), (True, 3)):
         with Store.open(tmp_path, readonly=readonly) as store:
             assert list(store.vectors("dense")) == []
-            assert store.vector_many("sparse", ["a#0"]) == {}
-            assert store.chunk("a#0") is not None
+            assert store.vector_many("sparse", ["a.pdf#0"]) == {}
+            assert store.chunk("a.pdf#0") is not None
             assert store.stats().format_version == version
+            found = store.verify()
+            assert (found.ok, found.checked["vectors"]) == (True, 0)
     with Store.open(tmp_path) as store:
         write(store, "a", (1, 2))
         assert len(dict(store.vectors("dense"))) == 1

@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from storekit import chunk, document, equal, identity, kv_of
 
-from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError, RagkvError
 from ragkv.store import KVIdentity, Store, Zstd
 from ragkv.store.documents import drop_document
 from ragkv.store.tables import digest
-from ragkv.types import Chunk, Document, Encoding
+from ragkv.types import Chunk, Document
 
 PAGE = mmap.PAGESIZE
 BATCH = 40
@@ -53,17 +53,6 @@ class Case:
     write: bool
 
 
-def kv_of(identity: KVIdentity) -> ChunkKV:
-    generator = torch.Generator().manual_seed(int.from_bytes(identity.key()[:4], "big"))
-    shape = (2, len(identity.chunk_ids), 4)
-    tensors = [torch.randn(shape, generator=generator).bfloat16() for _ in range(4)]
-    return ChunkKV(keys=tuple(tensors[:2]), values=tuple(tensors[2:]), encoded_at=len(identity.prefix_ids))
-
-
-def identity_of(ids: tuple[int, ...]) -> KVIdentity:
-    return KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=ids)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Content:
     """A document as the store should have it."""
@@ -74,24 +63,12 @@ class Content:
 
     @classmethod
     def make(cls, name: str, chunks: list[tuple[int, ...]], text: str = "") -> Content:
-        document = Document(document_id=name, source=f"{name}.txt", content_hash="00", metadata={"author": "A"})
-        rows = [
-            Chunk(
-                chunk_id=f"{name}#{n}",
-                document_id=name,
-                ordinal=n,
-                text=f"t{n}",
-                token_ids=ids,
-                start=n,
-                end=n + 1,
-            )
-            for n, ids in enumerate(chunks)
-        ]
-        return cls(document, text or f"the text of {name}", rows)
+        rows = [dataclasses.replace(chunk(name, n, ids), text=f"t{n}") for n, ids in enumerate(chunks)]
+        return cls(document(name), text or f"the text of {name}", rows)
 
     @property
     def identities(self) -> list[KVIdentity]:
-        return list({identity_of(chunk.token_ids): None for chunk in self.chunks})
+        return list({identity(*chunk.token_ids): None for chunk in self.chunks})
 
     def write(self, store: Store) -> None:
         store.write_document(
@@ -99,8 +76,8 @@ class Content:
             self.text,
             self.chunks,
             recipe="r",
-            records=[(identity, kv_of(identity)) for identity in self.identities],
-            references={chunk.chunk_id: [identity_of(chunk.token_ids)] for chunk in self.chunks},
+            records=[(of, kv_of(of)) for of in self.identities],
+            references={chunk.chunk_id: [identity(*chunk.token_ids)] for chunk in self.chunks},
         )
 
 
@@ -128,7 +105,7 @@ def make_store(path: Path) -> None:
         for name in STORED[2:]:
             CONTENTS[name].write(store)
         # As many references as fill a tree of their own.
-        key, names = identity_of((7, 8)).key(), [f"elsewhere#{n}" for n in range(50)]
+        key, names = identity(7, 8).key(), [f"elsewhere#{n}" for n in range(50)]
         store._live().write(lambda txn: [txn.put("references", key, digest(name)) for name in names])
         store.delete_document("gone")
         store.put_meta("model", "c0ffee")
@@ -146,13 +123,6 @@ def excused() -> Iterator[None]:
         yield
 
 
-def equal(left: ChunkKV, right: ChunkKV) -> bool:
-    pairs = zip((*left.keys, *left.values), (*right.keys, *right.values), strict=True)
-    return left.encoded_at == right.encoded_at and all(
-        a.shape == b.shape and torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs
-    )
-
-
 def read(store: Store) -> None:
     """Every read there is: what comes is right, or nothing comes, or an error that says so."""
     for name, content in CONTENTS.items():
@@ -166,12 +136,12 @@ def read(store: Store) -> None:
         with excused():
             found = store.chunk_many([chunk.chunk_id for chunk in content.chunks])
             require(all(found.get(chunk.chunk_id, chunk) == chunk for chunk in content.chunks), f"chunks {name}")
-        for identity in content.identities:
+        for of in content.identities:
             with excused():
-                kv = store.get_kv(identity)
-                require(kv is None or equal(kv, KVS[identity]), f"tensor of {name}")
+                kv = store.get_kv(of)
+                require(kv is None or equal(kv, KVS[of]), f"tensor of {name}")
             with excused():
-                store.has_kv(identity)
+                store.has_kv(of)
     documents = [content.document for content in CONTENTS.values()]
     with excused():
         require(all(stored.document in documents for stored in store.documents()), "documents")
@@ -192,7 +162,7 @@ def read(store: Store) -> None:
             call()
 
 
-KVS = {identity: kv_of(identity) for content in CONTENTS.values() for identity in content.identities}
+KVS = {of: kv_of(of) for content in CONTENTS.values() for of in content.identities}
 
 
 def sound(store: Store) -> bool:
@@ -220,7 +190,7 @@ def attempt(path: Path, data: bytes, case: Case) -> str:
             lambda: store._live().write(lambda txn: [drop_document(txn, name) for name in gone[8:50]]),
             lambda: CONTENTS["new"].write(store),
             lambda: store.delete_document("large"),
-            lambda: store.put_kv(identity_of((3,)), KVS[identity_of((3,))], chunk_id="few#1"),
+            lambda: store.put_kv(identity(3), KVS[identity(3)], chunk_id="few#1"),
             lambda: store.put_meta("model", "decaf"),
             lambda: store.delete_document("many"),
         ]
@@ -340,7 +310,7 @@ def main() -> None:
     if options.deep:
         CONTENTS.update(DEEP)
         STORED.extend(DEEP)
-        KVS.update((identity, kv_of(identity)) for content in DEEP.values() for identity in content.identities)
+        KVS.update((of, kv_of(of)) for content in DEEP.values() for of in content.identities)
     with tempfile.TemporaryDirectory(dir=quick_folder()) as name:
         folder = Path(name)
         os.environ["XDG_STATE_HOME"] = str(folder / "state")

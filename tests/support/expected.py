@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from storekit import chunk, document, equal, identity
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
 from ragkv.store.record import Manifest
 from ragkv.store.tables import INDEX_OWNER, digest
-from ragkv.types import Chunk, Document, Encoding
+from ragkv.types import Chunk
 
 NAMES = [f"document {n}" for n in range(5)]
 TOKENS = [tuple(range(start, start + length)) for start, length in enumerate((1, 2, 3, 8, 13, 21, 34, 40))]
@@ -46,41 +47,22 @@ def operation(number: int, kind: str | None = None) -> Operation:
     return operation
 
 
-def standalone(ids: tuple[int, ...] | list[int]) -> KVIdentity:
-    return KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(ids))
-
-
-def prefixed(ids: tuple[int, ...] | list[int]) -> KVIdentity:
-    return KVIdentity(model="m", encoding=Encoding.PREFIXED, prefix_ids=(7, 8), chunk_ids=tuple(ids))
-
-
-def kv_of(identity: KVIdentity, number: int) -> ChunkKV:
+def kv_of(of: KVIdentity, number: int) -> ChunkKV:
     """Up to 120 KB that nothing else equals; its first item is the number of the operation that wrote it."""
-    layers, tokens = 1 + number % 3, len(identity.chunk_ids)
-    seed = int.from_bytes(identity.key()[:8], "big") ^ number
+    layers, tokens = 1 + number % 3, len(of.chunk_ids)
+    seed = int.from_bytes(of.key()[:8], "big") ^ number
     items = np.random.Generator(np.random.PCG64(seed)).random((layers, 2, 2, tokens, 64), np.float32)
     items[0, 0, 0, 0, 0] = number
     tensors = torch.from_numpy(items)
     return ChunkKV(
         keys=tuple(layer[0] for layer in tensors),
         values=tuple(layer[1] for layer in tensors),
-        encoded_at=len(identity.prefix_ids),
+        encoded_at=len(of.prefix_ids),
     )
 
 
 def chunks_of(name: str, tokens: list[Any]) -> list[Chunk]:
-    return [
-        Chunk(
-            chunk_id=f"{name}#{ordinal}",
-            document_id=name,
-            ordinal=ordinal,
-            text=f"text {ids}",
-            token_ids=tuple(ids),
-            start=ordinal,
-            end=ordinal + 1,
-        )
-        for ordinal, ids in enumerate(tokens)
-    ]
+    return [chunk(name, ordinal, tuple(ids)) for ordinal, ids in enumerate(tokens)]
 
 
 def perform(store: Store, operation: Operation) -> bool | None:
@@ -89,26 +71,26 @@ def perform(store: Store, operation: Operation) -> bool | None:
     match operation["kind"]:
         case "write":
             chunks = chunks_of(name, operation["tokens"])
-            wanted = {standalone(chunk.token_ids) for chunk in chunks}
+            wanted = {identity(*chunk.token_ids) for chunk in chunks}
             given = {of for of in wanted if operation["all"] or not store.has_kv(of)}
             store.write_document(
-                Document(document_id=name, source=name, content_hash=str(number)),
+                document(name, str(number)),
                 f"{number}",
                 chunks,
                 recipe="recipe",
                 records=((of, kv_of(of, number)) for of in given),
-                references={chunk.chunk_id: [standalone(chunk.token_ids)] for chunk in chunks},
+                references={chunk.chunk_id: [identity(*chunk.token_ids)] for chunk in chunks},
             )
         case "delete":
             return store.delete_document(name)
         case "stage":
-            store.stage_kv((standalone(ids), kv_of(standalone(ids), number)) for ids in operation["tokens"])
+            store.stage_kv((identity(*ids), kv_of(identity(*ids), number)) for ids in operation["tokens"])
         case "put":
             chunk = store.chunk(f"{name}#{operation['ordinal']}")
-            of = prefixed(chunk.token_ids if chunk else (1,))
+            of = identity(*(chunk.token_ids if chunk else (1,)), prefix_ids=(7, 8))
             return store.put_kv(of, kv_of(of, number), chunk_id=f"{name}#{operation['ordinal']}")
         case "keep":
-            of = standalone(operation["tokens"][0])
+            of = identity(*operation["tokens"][0])
             store.keep_kv(of, kv_of(of, number))
         case "meta":
             store.put_meta(name, [number, operation["value"]])
@@ -140,8 +122,8 @@ class Expected:
             case "write":
                 released = new._drop(name)
                 for chunk in chunks_of(name, tokens):
-                    new.needs[chunk.chunk_id] = {standalone(chunk.token_ids)}
-                for of in {standalone(ids) for ids in tokens}:
+                    new.needs[chunk.chunk_id] = {identity(*chunk.token_ids)}
+                for of in {identity(*ids) for ids in tokens}:
                     if operation["all"] or of not in new.records:
                         new.records[of] = number
                 new._collect(released)
@@ -152,18 +134,18 @@ class Expected:
                 new.generation += name in self.documents
                 return new, name in self.documents
             case "stage":
-                new.records |= dict.fromkeys(map(standalone, tokens), number)
+                new.records |= dict.fromkeys((identity(*ids) for ids in tokens), number)
             case "put":
                 owned, ordinal = self.documents.get(name, ([], 0))[0], operation["ordinal"]
                 if ordinal >= len(owned):
                     return new, False
-                of = prefixed(owned[ordinal])
+                of = identity(*owned[ordinal], prefix_ids=(7, 8))
                 new.records[of] = number
                 new.needs[f"{name}#{ordinal}"].add(of)
                 return new, True
             case "keep":
-                new.records[standalone(tokens[0])] = number
-                new.index.add(standalone(tokens[0]))
+                new.records[identity(*tokens[0])] = number
+                new.index.add(identity(*tokens[0]))
             case "meta":
                 new.meta[name] = [number, operation["value"]]
             case "evict":  # all that chunks need; what the index alone needs, and what is staged, stays
@@ -227,12 +209,10 @@ def observe(store: Store) -> dict[str, Any]:
     }
 
 
-def _writer(store: Store, identity: KVIdentity) -> str:
-    kv = store.get_kv(identity)
+def _writer(store: Store, of: KVIdentity) -> str:
+    kv = store.get_kv(of)
     if kv is None:
         return "cannot be read"
     number = int(kv.keys[0][0, 0, 0])
-    wanted = kv_of(identity, number)
-    same = kv.layers == wanted.layers and kv.encoded_at == wanted.encoded_at
-    same = same and all(map(torch.equal, (*kv.keys, *kv.values), (*wanted.keys, *wanted.values)))
-    return str(number) if same else f"a mixture, which begins with {number}"
+    wanted = kv_of(of, number)
+    return str(number) if equal(kv, wanted) else f"a mixture, which begins with {number}"

@@ -13,7 +13,8 @@ import sys
 from multiprocessing.synchronize import Event
 
 import torch
-from expected import kv_of, operation, perform, standalone
+from expected import kv_of, operation, perform
+from storekit import equal, identity
 
 from ragkv.store import Store
 
@@ -31,11 +32,10 @@ def read(path: str, started: Event, done: Event) -> None:
             last = done.is_set()  # one more look after the end
             for stored in store.documents():
                 for chunk in store.chunks(stored.document.document_id):
-                    of = standalone(chunk.token_ids)
+                    of = identity(*chunk.token_ids)
                     kv = store.get_kv(of)
                     if kv is not None:  # else replaced meanwhile
-                        wanted = kv_of(of, int(kv.keys[0][0, 0, 0]))
-                        assert all(map(torch.equal, (*kv.keys, *kv.values), (*wanted.keys, *wanted.values)))
+                        assert equal(kv, kv_of(of, int(kv.keys[0][0, 0, 0])))
                         kvs += 1
             started.set()
             if last:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from storekit import identity, kv_of, make_kv, write
+from storekit import identity, kv_of, make_kv
 
 from ragkv.errors import CorruptStoreError
 from ragkv.store import Progress, Store
@@ -246,24 +246,6 @@ def test_many_values_of_one_key_are_walked_once(library):
     found = library.store.verify()
     assert found.ok
     assert found.checked["references"] == 15 + 2 * 40
-
-
-def test_a_store_of_the_first_format_is_verified_as_it_is(tmp_path):
-    """It has no table of vectors; reading must not bring it up to date."""
-    import lmdb
-
-    with Store.create(tmp_path) as store:
-        write(store, "a", (1, 2))
-    with lmdb.open(str(tmp_path / "store"), max_dbs=16) as env:
-        vectors = env.open_db(b"vectors", create=False)
-        with env.begin(write=True) as txn:
-            txn.drop(vectors)
-            txn.put(b"format", b"1", db=env.open_db(b"meta", txn=txn))
-    with Store.open(tmp_path, readonly=True) as store:
-        found = store.verify()
-        assert found.ok
-        assert found.checked["vectors"] == 0
-        assert store.stats().format_version == 1
 
 
 def test_the_head_of_a_large_value_is_looked_at(tmp_path):
