@@ -498,8 +498,8 @@ Engine = Annotated[
     str | None,
     _option(
         "--engine",
-        help="How the chunks are read: full, single, all, ippd, ippd-stacked, ape, block, pced, mapreduce, apb, or an "
-        "engine of your own.",
+        help="How the chunks are read: full, single, all, ippd, ippd-stacked, ape, block, blend, pced, mapreduce, apb, "
+        "or an engine of your own.",
         setting="default_engine",
         show_default="the index's",
         autocompletion=engines,

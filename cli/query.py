@@ -312,6 +312,7 @@ def show_sources(answer: Answer, index: Path | str) -> None:
     timing, kv = answer.timing, answer.kv
     loaded = f"KV of {count(kv.hits, 'chunk')} loaded ({size(kv.bytes)}), {kv.misses} encoded anew"
     loaded = loaded if kv.hits or kv.misses else "everything prefilled anew"
+    loaded += "" if answer.charge is None else f", {answer.charge:.1%} recomputed"
     note(
         f"{answer.engine} on {index}: first token {timing.load + timing.first_token:.0f} ms "
         f"(load {timing.load:.0f}), total {timing.total:.0f} ms; {loaded}"

@@ -198,6 +198,8 @@ class Answer:
     kv: KVUse
     decoding: Mapping[str, Any] = field(default_factory=dict)
     """`max_new_tokens` and every setting of `Decoding` that was in effect, including a seed that was drawn."""
+    charge: float | None = None
+    """What an engine that recomputes stored KV has computed of it, as a share: tokens times layers (blend)."""
     trace: tuple[TracedToken, ...] = field(default=(), repr=False)
     """The generated tokens; `text` is theirs, stripped at both ends."""
 
@@ -213,6 +215,7 @@ class Answer:
             timing=Timing(**result["timing_ms"]),
             kv=KVUse(**result["kv"]),
             decoding=result["decoding"],
+            charge=result.get("charge"),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -238,6 +241,7 @@ class Answer:
                 "memory_hits": self.kv.memory_hits,
             },
             "decoding": dict(self.decoding),
+            "charge": self.charge,
         }
 
     def _repr_html_(self) -> str:

@@ -70,6 +70,7 @@ def test_an_answer_and_all_that_belongs_to_it(kept, engine):
     found = answer.to_json()
     assert set(found) == {"question", "answer", "engine", "finish_reason", "sources", "timing_ms", "kv", "decoding"}
     assert set(found["timing_ms"]) == {"retrieve", "rerank", "load", "first_token", "total"}
+    assert found["charge"] is None
     assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens", "memory_hits"}
 
 

@@ -28,7 +28,14 @@ from torch import Tensor
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, merge_partials_of
 from ragkv.attention.rope import QueryRotation, QueryRotations, Rotary
-from ragkv.attention.sequence import ArenaBlock, ArenaKVCache, ChunkGroup, StackedSequence, TokenSequence
+from ragkv.attention.sequence import (
+    ArenaBlock,
+    ArenaKVCache,
+    ChunkGroup,
+    RecomputedSequence,
+    StackedSequence,
+    TokenSequence,
+)
 
 Tokens = slice | Tensor
 """Some of a step's tokens, in their order: a slice, or their indices."""
@@ -315,7 +322,8 @@ def prefill_batches(
     others: list[SequenceSlice] = []
     for span in spans:
         short = 1 < span.n <= (MOST_TOKENS if window is None else min(window, MOST_TOKENS))
-        together = short and not span.sequence.cache.length and not isinstance(span.sequence, StackedSequence)
+        placed = isinstance(span.sequence, StackedSequence | RecomputedSequence)
+        together = short and not span.sequence.cache.length and not placed
         (found if together else others).append(span)
     batches: list[list[SequenceSlice]] = []
     tokens = 0
@@ -409,7 +417,7 @@ def decode_batches(
 
 
 class KVComplete(Exception):  # noqa: N818 - no error
-    """Raised to end a pass early: every layer has its keys and values, and the pass is for nothing else."""
+    """Raised to end a pass early: all that it is for has been computed."""
 
 
 class Step:
@@ -417,8 +425,9 @@ class Step:
 
     `counts[i]` tokens belong to `sequences[i]`. The sequences' own KV grows by them, but the tokens only count after
     `commit`. With `last`, the number of the last layer that has keys of its own, the pass computes keys and values
-    alone: that layer raises `KVComplete` as soon as it has them. `shared` maps each layer that reads another layer's
-    keys to that layer. With `ranks`, all ranks take the same step, and each reads the chunks that it holds.
+    alone: that layer raises `KVComplete` as soon as it has them. So does that layer for sequences that are all wanted
+    `until` one. `shared` maps each layer that reads another layer's keys to that layer. With `ranks`, all ranks take
+    the same step, and each reads the chunks that it holds.
     """
 
     def __init__(
@@ -467,14 +476,16 @@ class Step:
         `(1, q_heads, N, head_dim)` in the query's dtype.
         """
         layer, query = call.layer, call.query
+        if layer in self._shared:  # a layer that shares it writes the same numbers again
+            call = replace(call, layer=self._shared[layer])
         if layer == self._last:
             for span in self.spans:
                 _append(span, call)
+            self._observe(layer, call)
             raise KVComplete
-        if layer in self._shared:  # a layer that shares it writes the same numbers again
-            call = replace(call, layer=self._shared[layer])
         device_plan = self._plan_on(query.device)
         own = device_plan.own(call)
+        self._observe(layer, call)
         plan = device_plan.plan
         reads = plan.reads(call.window)
         spread = () if self._ranks is None else plan.spread(call.window)
@@ -497,6 +508,11 @@ class Step:
                 entering = group.lse[..., weight.tokens] * weight.factor + weight.addend
                 groups[0].append((weight.tokens, PartialAttention(group.out[:, :, weight.tokens], entering)))
         return beside_sink(call.sink, merge_partials_of(groups[0], plan.tokens)).to(query.dtype)
+
+    def _observe(self, layer: int, call: LayerCall) -> None:
+        for span in self.spans:
+            if span.sequence.until is not None:
+                span.sequence.observe(layer, call, span.tokens)
 
     def _plan_on(self, device: torch.device) -> _DevicePlan:
         """The plan of the layers on this device; it is made when the first of them needs it."""
@@ -526,6 +542,8 @@ class _DevicePlan:
         for span in alone:
             if isinstance(span.sequence, StackedSequence):
                 partial = _stacked_partial(span, call, self._visible(span, call.window))
+            elif isinstance(span.sequence, RecomputedSequence):
+                partial = _recomputed_partial(span.sequence, span, call)
             else:
                 partial = _own_partial(span, call)
             partials.append((span.tokens, partial))
@@ -542,7 +560,7 @@ class _DevicePlan:
 
 def _append(span: SequenceSlice, call: LayerCall) -> tuple[Tensor, Tensor]:
     """Add a sequence's new tokens to its own KV, and return all its keys and values of the layer."""
-    return span.sequence.cache.append(call.layer, call.key[:, :, span.tokens], call.value[:, :, span.tokens])
+    return span.sequence.append(call, span.tokens)
 
 
 def _read(read: ChunkRead, call: LayerCall, rotation: QueryRotation | None) -> PartialAttention:
@@ -579,6 +597,32 @@ def _stacked_partial(span: SequenceSlice, call: LayerCall, visible: Tensor) -> P
     """Attention of a stacked sequence's new tokens over those of its tokens that they see."""
     keys, values = _append(span, call)
     return call.partial(call.query[:, :, span.tokens], keys, values, mask=visible)
+
+
+ROWS = 256
+"""Recomputed tokens whose keys are read in one call, without a mask up to where the first of them stands."""
+
+
+def _recomputed_partial(sequence: RecomputedSequence, span: SequenceSlice, call: LayerCall) -> PartialAttention:
+    """Attention of recomputed tokens over the context, each up to its own place."""
+    keys, values = _append(span, call)
+    at, places = sequence.places(span.n), sequence.index(span.n, keys.device)
+    all_keys, found = torch.arange(keys.shape[2], device=keys.device), []
+    for start in range(0, span.n, ROWS):
+        some = slice(start, min(start + ROWS, span.n))
+        query = call.query[:, :, span.at + some.start : span.at + some.stop]
+        common, end = (
+            at[start] + 1,
+            at[some.stop - 1] + 1,
+        )  # all of them see the keys before `common`, none from `end` on
+        first = common if call.window is None else max(0, common - call.window)
+        behind = places[some, None] - all_keys[first:end]
+        seen = behind >= 0 if call.window is None else (behind >= 0) & (behind < call.window)
+        partial = call.partial(query, keys[:, :, first:end], values[:, :, first:end], mask=seen)
+        if call.window is None:
+            partial = merge_partials([call.partial(query, keys[:, :, :first], values[:, :, :first]), partial])
+        found.append(partial)
+    return PartialAttention(torch.cat([each.out for each in found], 2), torch.cat([each.lse for each in found], 2))
 
 
 def _merge_by_token(partials: Sequence[tuple[Tokens, PartialAttention]], query: Tensor) -> PartialAttention:

@@ -52,6 +52,10 @@ class LayerCall:
     window: int | None = None
     sink: Tensor | None = None
 
+    def capped(self, scores: Tensor) -> Tensor:
+        """Scores after the layer's softcap, if it has one."""
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
     def partial(
         self, query: Tensor, key: Tensor, value: Tensor, *, temperature: float = 1.0, mask: Mask = None
     ) -> PartialAttention:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk
-from ragkv.attention.partial import PartialAttention
+from ragkv.attention.partial import LayerCall, PartialAttention
 from ragkv.attention.rope import Rotary
 
 
@@ -49,6 +49,19 @@ class KVCache:
         self.reserve = reserve
         self.shared: Mapping[int, int] = {}
         """Layers that hold nothing, because they read what another holds: that one."""
+
+    @classmethod
+    def joined(cls, segments: Sequence[PlacedChunk], rotary: Rotary, *, reserve: int) -> KVCache:
+        """A copy of adjacent chunks, every key rotated to its position in the prompt, as a sequence's own KV.
+
+        `reserve` tokens more have room. Layers that read another layer's keys hold nothing.
+        """
+        cache = cls(reserve=reserve)
+        keys, values = _joined(segments, rotary, reserve)
+        cache._keys = {layer: key[None] for layer, key in enumerate(keys) if key.shape[0]}
+        cache._values = {layer: value[None] for layer, value in enumerate(values) if value.shape[0]}
+        cache.length = sum(segment.kv.tokens for segment in segments)
+        return cache
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write `(1, kv_heads, n, head_dim)` of `layer` after the tokens held; returns views of these and the new ones.
@@ -176,6 +189,18 @@ class TokenSequence:
     def segments(self) -> tuple[PlacedChunk, ...]:
         """All placed chunks of all groups."""
         return tuple(segment for group in self.groups for segment in group.segments)
+
+    @property
+    def until(self) -> int | None:
+        """The layer after which it is not run further, because only something up to there is wanted; None: no layer."""
+        return None
+
+    def append(self, call: LayerCall, tokens: slice) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of its new tokens, which are `tokens` of the pass; returns all of the layer's."""
+        return self.cache.append(call.layer, call.key[:, :, tokens], call.value[:, :, tokens])
+
+    def observe(self, layer: int, call: LayerCall, tokens: slice) -> None:
+        """See a layer of the pass, after `append`; `call.layer` is the layer whose keys it reads."""
 
 
 MOST_TOKENS = 1024
@@ -337,6 +362,145 @@ class StackedSequence(TokenSequence):
         return self.marks[self.cache.length : self.cache.length + n]
 
 
+@dataclass(slots=True, eq=False)
+class RecomputedSequence(TokenSequence):
+    """Some tokens of a context whose KV is stored, computed again: each sees what stands before it in the context.
+
+    `context` holds the KV of positions 0 to its length - 1. The tokens at `at`, ascending, are read; what they compute
+    takes the place of what `context` held there, so that later ones see it. They may be read in several passes. Only
+    keys and values are wanted.
+    """
+
+    context: KVCache = field(kw_only=True)
+    at: Sequence[int] = field(kw_only=True)
+    _index: tuple[tuple[int, int, torch.device], Tensor] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.cache, self.silent = KVCache(reserve=0), True  # the cache only counts the tokens that were read
+
+    def places(self, n: int) -> Sequence[int]:
+        return self.at[self.cache.length : self.cache.length + n]
+
+    def index(self, n: int, device: torch.device) -> Tensor:
+        """`places(n)` on the device."""
+        key = (self.cache.length, n, device)
+        if self._index is None or self._index[0] != key:
+            self._index = key, torch.tensor(self.places(n)).to(device, non_blocking=True)
+        return self._index[1]
+
+    def append(self, call: LayerCall, tokens: slice) -> tuple[Tensor, Tensor]:
+        keys, values = self._stored(call.layer)
+        at = self.index(tokens.stop - tokens.start, keys.device)
+        keys[:, :, at], values[:, :, at] = call.key[:, :, tokens], call.value[:, :, tokens]
+        return keys, values
+
+    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self.context.layers()
+        return keys[layer][:, :, : self.context.length], values[layer][:, :, : self.context.length]
+
+
+@dataclass(slots=True, eq=False)
+class DeviationProbe(RecomputedSequence):
+    """How much the values of a context's tokens differ in one `layer` from those stored (CacheBlend §4.2); it changes
+    nothing.
+
+    In layer 0 keys and values depend on a token and its position alone, so stored ones are as good as new ones.
+    """
+
+    layer: int = field(kw_only=True)
+    _found: dict[int, Tensor] = field(default_factory=dict, init=False)
+
+    @property
+    def until(self) -> int:
+        return self.layer
+
+    def append(self, call: LayerCall, tokens: slice) -> tuple[Tensor, Tensor]:
+        return self._stored(call.layer)
+
+    def observe(self, layer: int, call: LayerCall, tokens: slice) -> None:
+        if layer != self.layer:
+            return
+        keys, values = self._stored(call.layer)
+        new, old = (call.value, values) if values.shape[-1] else (call.key, keys)  # latents are their own values
+        at = self.index(tokens.stop - tokens.start, old.device)
+        apart = new[0, :, tokens].float() - old[0, :, at].float()
+        self._found[self.cache.length] = apart.square().sum((0, 2))
+
+    @property
+    def scores(self) -> Tensor:
+        """The sum of squared differences over heads and dimensions, `(tokens,)`, of the tokens `at`."""
+        return torch.cat([self._found[start] for start in sorted(self._found)])
+
+
+_SCORES = 1 << 25
+"""Attention weights in memory at a time."""
+
+
+@dataclass(slots=True, eq=False)
+class AttentionProbe(TokenSequence):
+    """How much the tokens of a question attend to each token of a context, in some `layers`.
+
+    The context is the beginning of its own KV, and `first` the first token that is scored. With a = exp(s - lse) of
+    score s, `norm` is sqrt(sum over the question of (mean over heads of a)²), with the logsumexp over all that a token
+    sees (InfoFlow §3.2); `sum` is the sum of a over heads and question, with the logsumexp over the scored tokens alone
+    (ProphetKV).
+    """
+
+    layers: frozenset[int] = field(kw_only=True)
+    first: int = field(kw_only=True)
+    rule: Literal["norm", "sum"] = field(kw_only=True)
+    _end: int = field(default=0, init=False)
+    _found: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.silent, self._end = True, self.cache.length
+
+    @property
+    def until(self) -> int:
+        return max(self.layers)
+
+    def observe(self, layer: int, call: LayerCall, tokens: slice) -> None:
+        if layer not in self.layers:
+            return
+        query, held = call.query[0, :, tokens], self.cache.length
+        keys = self.cache.layers()[0][call.layer][0, :, : held + query.shape[1]]
+        group = query.shape[0] // keys.shape[0]
+        most = max(1, _SCORES // (group * keys.shape[1]))
+        places = torch.arange(keys.shape[1], device=keys.device)
+        found = keys.new_zeros(self._end - self.first, dtype=torch.float32)
+        for start in range(0, query.shape[1], most):
+            some = query[:, start : start + most].float()
+            behind = places[held + start : held + start + some.shape[1], None] - places
+            hidden = behind < 0 if call.window is None else (behind < 0) | (behind >= call.window)
+            shares = found.new_zeros((some.shape[1], len(found)))
+            for head, key in enumerate(keys):
+                each = slice(head * group, head * group + group)
+                scores = call.capped(some[each] @ key.float().T * call.scale).masked_fill_(hidden, -torch.inf)
+                sink = None if call.sink is None else call.sink[each]
+                shares += self._weights(scores, sink).sum(0)
+            found += (shares / query.shape[0]).square().sum(0) if self.rule == "norm" else shares.sum(0)
+        self._found[layer, held] = found
+
+    def _weights(self, scores: Tensor, sink: Tensor | None) -> Tensor:
+        """The weights of the scored tokens, `(heads, n, scored)`, from all scores."""
+        scored = scores[..., self.first : self._end]
+        if self.rule == "sum":
+            return torch.softmax(scored, -1).nan_to_num(0.0)  # nan: a window has left them all behind
+        lse = scores.logsumexp(-1)
+        if sink is not None:
+            lse = torch.logaddexp(lse, sink.float()[:, None])
+        return torch.exp(scored - lse[..., None])
+
+    @property
+    def scores(self) -> Tensor:
+        """The mean over the layers, `(context tokens from first on,)`."""
+        layers: dict[int, Tensor] = {}
+        for (layer, _), found in sorted(self._found.items(), key=lambda each: each[0]):
+            layers[layer] = layers[layer] + found if layer in layers else found
+        each = [one.sqrt() if self.rule == "norm" else one for one in layers.values()]
+        return torch.stack([one.to(each[0].device) for one in each]).mean(0)
+
+
 LONG = 1024
 """Chunks of this many tokens are not copied: the cost of a kernel call for each is negligible."""
 
@@ -359,7 +523,13 @@ def join(segments: Sequence[PlacedChunk], rotary: Rotary) -> ChunkKV:
     Keys are rotated in fp32, a chunk at a time (which fits the processor's cache), then rounded once to the stored
     dtype.
     """
-    tokens = sum(segment.kv.tokens for segment in segments)
+    keys, values = _joined(segments, rotary)
+    return ChunkKV(keys=tuple(keys), values=tuple(values), encoded_at=segments[0].start)
+
+
+def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    """`join` as keys and values of every layer, `(kv_heads, tokens + room, head_dim)`; the room is not initialised."""
+    tokens = sum(segment.kv.tokens for segment in segments) + room
     first = segments[0].kv
     turns = {
         (kind, key.device) for kind, key in zip(rotary.kinds, first.keys, strict=True) if kind is not None
@@ -381,7 +551,7 @@ def join(segments: Sequence[PlacedChunk], rotary: Rotary) -> ChunkKV:
             at = end
         keys.append(key)
         values.append(value)
-    return ChunkKV(keys=tuple(keys), values=tuple(values), encoded_at=segments[0].start)
+    return keys, values
 
 
 def _empty_like(like: Tensor, tokens: int) -> Tensor:

@@ -71,9 +71,19 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Argmax:
-    """Choose the best token of each row of `logits` `(rows, vocab)`, for the engine itself. The result: `list[int]`."""
+    """Choose the best token of each row of `logits` `(rows, vocab)`, for the engine itself. The result: `list[int]`.
+
+    With `k`, the k best of each row, best first; the lower index among equals.
+    """
 
     logits: Tensor
+    k: int = 1
+
+    def best(self) -> Tensor:
+        """The choices, `(rows · k,)`, on the device."""
+        if self.k == 1:
+            return self.logits.argmax(-1)
+        return self.logits.sort(dim=-1, descending=True, stable=True).indices[:, : self.k].flatten()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +91,17 @@ class Release:
     """These sequences read no more: free their own KV now, not at the program's end. The result: None."""
 
     rows: Sequence[TokenSequence]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Join:
+    """Copy adjacent chunks, every key rotated to its position, into own KV of a sequence: the engine may overwrite it.
+
+    The result: the `KVCache`, with room for `tokens` and for the answer. UsageError if other ranks hold chunks.
+    """
+
+    segments: Sequence[PlacedChunk]
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +139,7 @@ class Shared:
         return {key: len(ids) for key, ids in zip(self.keys, self.parts, strict=True) if ids}
 
 
-Operation: TypeAlias = Forward | Sample | Argmax | Release | Shared | WaitFor
+Operation: TypeAlias = Forward | Sample | Argmax | Join | Release | Shared | WaitFor
 Program: TypeAlias = Generator[Operation, Any, None]
 
 
@@ -248,6 +269,12 @@ class Engine(ABC):
 
     def warning(self, model: ModelFacts) -> str | None:
         """One sentence that a user should read before trusting this engine on this model; None for none."""
+        return None
+
+    def charge(self, request: Request, model: ModelFacts) -> float | None:
+        """What it computes of the context for one question, beyond the question's own read: tokens times layers, over
+        all tokens of the chunks times all layers. None for an engine whose settings do not bear on it.
+        """
         return None
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:

@@ -111,9 +111,13 @@ class BlockAttention(Engine):
         )
 
     def program(self, request: Request, model: ModelFacts) -> Program:
-        blocks = self._blocks(model, request)
-        row = TokenSequence.over(self._placed(blocks), position=sum(kv.tokens for kv in blocks))
+        placed = self.placed(model, request)
+        row = TokenSequence.over(placed, position=sum(segment.kv.tokens for segment in placed))
         return answer_from(row, request.suffix_ids)
+
+    def placed(self, model: ModelFacts, request: Request) -> tuple[PlacedChunk, ...]:
+        """The sink, if there is one, and the chunks that have tokens, each where it stands in the prompt."""
+        return self._placed(self._blocks(model, request))
 
     def cache(self, model: LanguageModel, request: Request) -> dict[str, Any]:
         """Arguments for transformers' own `generate`, for callers with their own loop: the paper's §2.5, literally.

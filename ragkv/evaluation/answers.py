@@ -282,9 +282,10 @@ class ExampleResult:
     """One answer and its score.
 
     If the prompt was too long for the model, `score` is None and `text` is empty; without gold answers `score` is None
-    too. `chunks` is the number of chunks that were read. `trace` has the text of every token and the position of the
-    chunk whose expert proposed it, for an engine with experts (PCED Figure 2). Where logits are compared, `first_token`
-    is the seconds from the request, its KV in memory, to the first token's scores, and `kv_bytes` that KV's size.
+    too. `chunks` is the number of chunks that were read, and `charge` what was recomputed of them. `trace` has the text
+    of every token and the position of the chunk whose expert proposed it, for an engine with experts (PCED Figure 2).
+    Where logits are compared, `first_token` is the seconds from the request, its KV in memory, to the first token's
+    scores, and `kv_bytes` that KV's size.
     """
 
     task: str
@@ -293,6 +294,7 @@ class ExampleResult:
     text: str
     score: float | None
     chunks: int
+    charge: float | None = None
     trace: tuple[tuple[str, int | None], ...] = ()
     comparison: Comparison | None = None
     first_token: float | None = None
@@ -303,9 +305,10 @@ class ExampleResult:
 class ScoreRow:
     """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval, and the settings that it was made with.
 
-    `kind` is a slice of the task; "" is the whole task. `chunks` is the mean number of chunks read. `difference` is the
-    mean of (this - baseline) over the questions that both answered. The prompts of `too_long` questions did not fit the
-    model; they are not counted, and if none fitted, `value` is None.
+    `kind` is a slice of the task; "" is the whole task. `chunks` is the mean number of chunks read, and `charge` the
+    mean of what an engine recomputed of them (`Engine.charge`). `difference` is the mean of (this - baseline) over the
+    questions that both answered. The prompts of `too_long` questions did not fit the model; they are not counted, and
+    if none fitted, `value` is None.
     """
 
     task: str
@@ -323,6 +326,7 @@ class ScoreRow:
     rerank: bool
     top_k: int | None
     chunks: float
+    charge: float | None = None
     too_long: int = 0
     baseline: str | None = None
     difference: float | None = None
@@ -406,6 +410,7 @@ def _row(
     value = bootstrap_mean([list(scores.values())], drawn) if scores else None
     both = [score - theirs[name] for name, score in scores.items() if name in theirs]
     apart = bootstrap_mean([both], drawn) if both else None
+    charged = [result.charge for result in own if result.charge is not None]
     return ScoreRow(
         task=task.name,
         kind=kind,
@@ -422,6 +427,7 @@ def _row(
         rerank=candidate.rerank,
         top_k=candidate.top_k,
         chunks=sum(result.chunks for result in own) / len(own) if own else 0.0,
+        charge=sum(charged) / len(charged) if charged else None,
         too_long=len(own) - len(scores),
         baseline=None if other is None or apart is None else other.label,
         difference=None if apart is None else apart.value,
@@ -988,6 +994,7 @@ class _CandidateRun:
             text=text or "",
             score=None if text is None else score(task.metric, text, example),
             chunks=known["chunks"],
+            charge=known.get("charge"),
             trace=tuple((text, winner) for text, winner in known.get("trace", ())),
         )
 
@@ -1009,6 +1016,8 @@ class _CandidateRun:
                 raise
             return {"answer": None, "chunks": len(read)}
         found: dict[str, Any] = {"answer": text.strip(), "chunks": len(read)}
+        if (charge := self._engine.charge(request, self._loaded.model)) is not None:
+            found["charge"] = charge
         return {**found, "trace": trace} if self._engine.counts_winners else found
 
     def positions(self, example: Example) -> list[int]:
@@ -1042,6 +1051,7 @@ class _CandidateRun:
         stream = Stream(runtime_of(model), self._engine, request)
         found: dict[str, Any] = {"first_token": time.perf_counter() - started}
         # equal chunks share their KV
+        found["charge"] = self._engine.charge(request, model)
         found["kv_bytes"] = sum({id(kv): kv.nbytes for each in request.chunks if (kv := each.kv) is not None}.values())
         if reference is None:
             return answer(stream), found

@@ -267,6 +267,7 @@ class AnswerStream:
         self._scored: list[ScoredChunk] = []
         self._won: Counter[int] = Counter()
         self._use = KVUse()
+        self._charge: float | None = None
         self._times: dict[str, float] = {}
         self._finish: str | None = None
         self._runtime: Runtime | None = None
@@ -429,6 +430,7 @@ class AnswerStream:
             self._mark("loaded")
             self._job = runtime.submit(task.engine, request, task.generation, owner=backend.owner, lease=lease)
             lease = None  # now owned by the job
+            self._charge = task.engine.charge(request, backend.owner.model)
         finally:
             if prefetch is not None:
                 prefetch.drop()  # KV that was prefetched in vain
@@ -482,6 +484,7 @@ class AnswerStream:
             ),
             kv=self._use,
             decoding={"max_new_tokens": self._task.max_new_tokens, **asdict(self._task.decoding)},
+            charge=self._charge,
             trace=tuple(self.trace),
         )
 

@@ -250,11 +250,33 @@ class LanguageModel:
 
         Returns fp32 logits `(rows, vocab)` of each sequence's last token (of a `StackedSequence`, of the tokens that it
         marks as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with
-        the last keys and values. Nothing is appended when it raises. `seen` is for the self-check. With `ranks`, all
-        ranks take this step, over the chunks that each holds.
+        the last keys and values. Sequences that are wanted `until` a layer are a pass of their own. Nothing is appended
+        when it raises. `seen` is for the self-check. With `ranks`, all ranks take this step, over the chunks that each
+        holds.
         """
-        wanted = every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True))
-        last = None if wanted else self.last_own
+        logits, steps = torch.empty((0, 0)), []
+        for until in sorted({row.until for row in rows}, key=lambda layer: -1 if layer is None else layer):
+            some = [(row, each) for row, each in zip(rows, ids, strict=True) if row.until == until]
+            scores, step = self._pass(*zip(*some, strict=True), until, every=every, seen=seen, ranks=ranks)
+            steps.append(step)
+            logits = scores if until is None else logits
+        for step in steps:
+            step.commit()
+        return logits
+
+    def _pass(
+        self,
+        rows: Sequence[TokenSequence],
+        ids: Sequence[Sequence[int]],
+        until: int | None,
+        *,
+        every: bool,
+        seen: list[LayerMask] | None,
+        ranks: Ranks | None,
+    ) -> tuple[Tensor, Step]:
+        """`step` of sequences that are all wanted `until` the same layer, and the `Step` to commit."""
+        wanted = until is None and (every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True)))
+        last = None if wanted else self.last_own if until is None else until
         counts = [len(each) for each in ids]
         step = Step(rows, counts, self.rotary, self.device, last=last, shared=self.shared, ranks=ranks)
         flat = [i for each in ids for i in each]
@@ -279,8 +301,7 @@ class LanguageModel:
             )
         if len(logits) > len(kept):  # Whisper returns those of every token
             logits = logits[keep]
-        step.commit()
-        return logits
+        return logits, step
 
     @property
     def last_own(self) -> int:

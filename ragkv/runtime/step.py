@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.batch import Ranks
-from ragkv.attention.sequence import KVArena, KVCache, StackedSequence, TokenSequence
-from ragkv.engines.base import Argmax, Forward, Operation, Program, Release, Sample, WaitFor
+from ragkv.attention.sequence import MOST_TOKENS, KVArena, KVCache, StackedSequence, TokenSequence
+from ragkv.engines.base import Argmax, Forward, Join, Operation, Program, Release, Sample, WaitFor
+from ragkv.errors import UsageError
 from ragkv.runtime.decoding import Decoder, Token
 from ragkv.runtime.kv_pool import KVPool, with_shared
 from ragkv.runtime.scheduler import Pace, Scheduler, Ticket
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LEAST_ROOM = 64
+"""Tokens of an answer that joined chunks have room for, at least."""
 AHEAD = 64
 """Tokens that may wait for the caller; then the request pauses, unless others wait for its room."""
 
@@ -132,7 +135,7 @@ class Job:
     def choice(self) -> tuple[Tensor, Tensor | None]:
         """The tokens it chooses, one or one per row, on the device; and whether they could be drawn."""
         if isinstance(self.ask, Argmax):
-            return self.ask.logits.argmax(-1), None
+            return self.ask.best(), None
         assert isinstance(self.ask, Sample)
         assert self.decoder is not None
         return self.decoder.choose(self.ask)
@@ -428,7 +431,10 @@ class Stepper:
         job.torn = True
         try:
             ask = job.send(answer)
-            while isinstance(ask, Release):
+            while isinstance(ask, Release | Join):
+                if isinstance(ask, Join):
+                    ask = job.send(self._joined(job, ask))
+                    continue
                 for sequence in ask.rows:
                     sequence.cache = KVCache()
                 ask = job.send(None)
@@ -440,6 +446,14 @@ class Stepper:
             self._end(job, None)
         except Exception as error:
             self._end(job, error)
+
+    def _joined(self, job: Job, ask: Join) -> KVCache:
+        if any(segment.kv.owner is not None for segment in ask.segments):
+            raise UsageError(
+                "Chunks that other ranks hold cannot be recomputed; ask by engine 'block', or on one rank."
+            )
+        more = 0 if job.decoder is None else min(job.decoder.remaining, MOST_TOKENS)
+        return KVCache.joined(ask.segments, self.model.rotary, reserve=ask.tokens + max(more, LEAST_ROOM))
 
     def _prepare(self, job: Job, ask: Forward) -> None:
         if not ask.rows or not all(ask.ids) or len({id(sequence) for sequence in ask.rows}) < len(ask.rows):

@@ -168,6 +168,9 @@ class AnswerReply(BaseModel):
     timing_ms: Milliseconds
     kv: StoredKV
     decoding: dict[str, Any] = Field(description="The settings that were in effect, with a seed that was drawn.")
+    charge: float | None = Field(
+        description="What an engine that recomputes stored KV has computed of it, as a share (blend)."
+    )
     trace: TraceReply = Field(default=TraceReply(tokens=[]), description="Only with `trace`.")
     citations: list[AnswerCitation] = Field(default=[], description="Only with `citations`.")
     refused: bool = Field(

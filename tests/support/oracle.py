@@ -105,6 +105,55 @@ def block_over_prefixed(
     return out
 
 
+def blend(
+    model: Any,
+    prefix: Ids,
+    chunks: list[Ids],
+    suffix: Ids,
+    steps: int,
+    *,
+    fresh: Ids,
+    over: str,
+    trace: list[Tensor] | None = None,
+    weights: dict[int, Tensor] | None = None,
+) -> Ids:
+    """Block placement with the tokens at positions `fresh` computed again: in one dense sequence, each of them twice.
+
+    The prompt as stored comes first: each block sees itself, and over "prefixed" KV a copy of the prefix right before
+    it, where it stood when the chunk was encoded. Then the fresh tokens, and the question. These see at each position
+    before theirs the fresh token if there is one, else the stored one, and no copies. `model` runs on "ragkv-oracle";
+    `weights` receives every layer's attention of the first step, of the prompt's tokens without the copies.
+    """
+    blocks = [part for part in [prefix, *chunks] if part]
+    stored = [i for part in blocks for i in part]
+    owner = [number for number, part in enumerate(blocks) for _ in part]
+    copies = [number for number in range(1, len(blocks)) if over == "prefixed" and prefix]
+    starts = [sum(map(len, blocks[:number])) for number in copies]
+    before = [start - len(prefix) + i for start in starts for i in range(len(prefix))]
+    owners = torch.tensor(owner + [number for number in copies for _ in prefix])
+    n, m, out = len(stored), len(stored) + len(before), []
+    for _ in range(steps):
+        own = [*suffix, *out]
+        tokens = [*stored, *prefix * len(copies), *(stored[place] for place in fresh), *own]
+        at = torch.tensor([*range(n), *before, *fresh, *range(n, n + len(own))])
+        visible = at[:, None] >= at
+        visible[:m, :m] &= owners[:, None] == owners
+        visible[:m, m:] = False
+        visible[m:, n:m] = False
+        visible[m:, :n] &= ~torch.isin(torch.arange(n), torch.tensor(fresh, dtype=torch.long))
+        seen: dict[int, Tensor] = {}
+        plan = _ordinary(visible, at) | {"weights": seen}
+        logits = model(input_ids=torch.tensor([tokens]), position_ids=at[None], use_cache=False, oracle=plan).logits[
+            0, -1
+        ]
+        if weights is not None and not out:
+            kept = [*range(n), *range(m, len(tokens))]
+            weights |= {layer: each[:, kept][:, :, kept] for layer, each in seen.items()}
+        _note(trace, logits)
+        out.append(int(logits.argmax()))
+    return out
+
+
 def reading(model: Any, blocks: list[Ids], own: Ids) -> Tensor:
     """Logits `(n, vocab)` of `own` tokens after blocks that stand one after another, each of which saw itself alone.
 
@@ -268,7 +317,10 @@ def _dense(
     share = sharp * total.clamp_min(1e-300) ** (oracle["S"] - 1) * oracle["factor"]
     rescaled = torch.where(total > 0, share, 0.0)
     weights[:, :, first:] = torch.where(context, rescaled, weights[:, :, first:])
-    out = (weights / weights.sum(-1, keepdim=True)) @ value
+    weights = weights / weights.sum(-1, keepdim=True)
+    if oracle.get("weights") is not None:
+        oracle["weights"][module.layer_idx] = weights[0]
+    out = weights @ value
     return out.to(query.dtype).transpose(1, 2), None
 
 

@@ -240,6 +240,7 @@ function facts(answer) {
   if (!hits && !misses) parts.push("no stored KV used");
   if (hits) parts.push(`KV of ${hits} stored (${sized(bytes)}${held ? `, ${held} still in memory` : ""})`);
   if (misses) parts.push(`${misses} encoded anew`);
+  if (answer.charge !== null) parts.push(`${(100 * answer.charge).toFixed(1)} % recomputed`);
   if (answer.decoding.temperature) parts.push(`seed ${answer.decoding.seed}`);
   return el("p", { class: "quiet facts" }, parts.join(" · "));
 }

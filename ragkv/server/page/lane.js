@@ -8,6 +8,7 @@ const HELP = {
   all: "What full does, by its name in the papers' tables.",
   apb: "Reads whole long documents in blocks, each with what earlier blocks pass on.",
   ape: "Passages stand side by side, read from stored KV; none has seen another.",
+  blend: "What block does, with the words that matter most to the question computed anew.",
   block: "Passages stand one after another, read from stored KV; none has seen another.",
   full: "All passages in one prompt, computed anew: the yardstick, and the slowest to begin.",
   ippd: "What full does; several questions about the same passages share its work.",

@@ -1,0 +1,220 @@
+"""Blend: block placement, with some of the chunks' tokens computed again in the light of what stands before them.
+
+Which tokens is a setting: those that the question attends to (InfoFlow, ProphetKV, FusionRAG), those whose values
+deviate most from what is stored (CacheBlend), the first ones of every chunk (EPIC), or random ones, the control.
+docs/engines.md says where each differs from its paper and its authors' code.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ragkv.attention.kv import PlacedChunk
+from ragkv.attention.sequence import AttentionProbe, DeviationProbe, KVCache, RecomputedSequence, TokenSequence
+from ragkv.config import one_of
+from ragkv.engines.base import (
+    Argmax,
+    Demand,
+    Engine,
+    Forward,
+    Join,
+    ModelFacts,
+    Operation,
+    Program,
+    Request,
+    answer_from,
+)
+from ragkv.engines.block import OVER, BlockAttention, BlockConfig
+from ragkv.errors import ConfigError
+from ragkv.types import Capability, Encoding
+
+SELECTORS = ("question", "deviation", "first", "random")
+_MIDDLE = {"select": "question", "score": "norm", "layers": "middle", "ratio": 0.15}
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "blend": _MIDDLE,
+    "cacheblend": _MIDDLE | {"select": "deviation", "ratio": 0.16},
+    "epic": _MIDDLE | {"select": "first"},
+    "infoflow": _MIDDLE,
+    "prophet": _MIDDLE | {"score": "sum", "layers": "all", "ratio": 0.20},
+}
+"""What a preset sets, unless the setting itself is given."""
+PROBED = 1
+"""The layer whose values tell `deviation`: the first in which they depend on other tokens (CacheBlend §4.3)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlendConfig:
+    """Which tokens are computed again: `ratio` of the chunks' tokens, chosen by `select`; with "first", the first
+    `first` tokens of every chunk, whatever the ratio.
+
+    `over` is the stored KV that it reads. "question" scores by attention in `layers` ("middle": four from .60 of the
+    depth on; "all", "last", or their numbers, from 0), by `score`. `seed` is that of "random". A `preset` sets what is
+    left "auto".
+    """
+
+    preset: Literal["blend", "cacheblend", "epic", "infoflow", "prophet"] = "blend"
+    over: Literal["standalone", "prefixed"] = "prefixed"
+    select: Literal["auto", "question", "deviation", "first", "random"] = "auto"
+    ratio: float | str = "auto"
+    first: int = 16
+    layers: str | tuple[int, ...] = "auto"
+    score: Literal["auto", "norm", "sum"] = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("blend: preset", self.preset, tuple(PRESETS))
+        one_of("blend: over", self.over, OVER)
+        one_of("blend: select", self.select, ("auto", *SELECTORS))
+        one_of("blend: score", self.score, ("auto", "norm", "sum"))
+        if self.ratio != "auto" and (isinstance(self.ratio, str) or not 0 <= self.ratio <= 1):
+            raise ConfigError('blend: ratio must lie between 0 and 1, or be "auto".')
+        if self.first < 0:
+            raise ConfigError("blend: first must be a number of tokens that is not negative.")
+        if isinstance(self.layers, str):
+            one_of("blend: layers", self.layers, ("auto", "middle", "all", "last"))
+        elif not self.layers or min(self.layers) < 0:
+            raise ConfigError("blend: layers must be numbers of layers, from 0, at least one.")
+
+    def settled(self, name: str) -> Any:
+        """A setting, or what the preset says if it is "auto"."""
+        value = getattr(self, name)
+        return PRESETS[self.preset][name] if value == "auto" else value
+
+    def tapped(self, layers: int) -> frozenset[int]:
+        """The layers, of so many, whose attention scores the tokens. ConfigError names one that there is not."""
+        wanted = self.settled("layers")
+        if wanted == "all":
+            return frozenset(range(layers))
+        if wanted == "last":
+            return frozenset({layers - 1})
+        if wanted == "middle":
+            first = round(0.6 * layers)
+            return frozenset(range(min(first, layers - 1), min(first + 4, layers)))
+        if max(wanted) >= layers:
+            raise ConfigError(f"blend: layers names layer {max(wanted)}, but the model has {layers}, counted from 0.")
+        return frozenset(wanted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Context:
+    """The placed blocks of one question, and their token ids.
+
+    `first`: the position of the first candidate; all tokens from there on are candidates, up to `end`.
+    """
+
+    blocks: tuple[PlacedChunk, ...]
+    ids: tuple[int, ...]
+    chunks: tuple[PlacedChunk, ...]
+
+    @property
+    def end(self) -> int:
+        return len(self.ids)
+
+    @property
+    def tokens(self) -> int:
+        """All tokens of the chunks."""
+        return sum(chunk.kv.tokens for chunk in self.chunks)
+
+    @property
+    def candidates(self) -> tuple[PlacedChunk, ...]:
+        """The chunks whose tokens may be computed again: all but a first one that stands where it was encoded."""
+        return self.chunks[1:] if self.chunks and self.chunks[0].offset == 0 else self.chunks
+
+    @property
+    def first(self) -> int:
+        return self.candidates[0].start if self.candidates else self.end
+
+
+class Blend(Engine):
+    """Rows S of the context are computed again at their places, each over all that stands before it: what of that is in
+    S as computed again, the rest as stored. The question then reads the result as it reads that of `block`.
+    """
+
+    name = "blend"
+    Config = BlendConfig
+
+    @property
+    def encoding(self) -> Encoding:
+        return Encoding(self.config.over)
+
+    @property
+    def needs(self) -> frozenset[Capability]:
+        return frozenset({Capability.MERGE, Capability.MOVE})
+
+    def charge(self, request: Request, model: ModelFacts) -> float | None:
+        config: BlendConfig = self.config
+        context = self._context(request, model)
+        if not context.tokens:
+            return 0.0
+        layers = context.chunks[0].kv.layers
+        scored, fresh = self._budget(context), layers * self._recomputed(context)
+        if scored and config.settled("select") == "question":
+            fresh += len(request.suffix_ids) * (max(config.tapped(layers)) + 1)
+        elif scored and config.settled("select") == "deviation":
+            fresh += (context.end - context.first) * min(PROBED + 1, layers)
+        return fresh / (layers * context.tokens)
+
+    def demand(self, request: Request, max_new_tokens: int) -> Demand:
+        return Demand(rows=1, tokens=request.tokens + max_new_tokens)
+
+    def program(self, request: Request, model: ModelFacts) -> Program:
+        context, ids = self._context(request, model), request.suffix_ids
+        if not self._recomputed(context):
+            return answer_from(TokenSequence.over(context.blocks, position=context.end), ids)
+        return self._blended(context, ids)
+
+    def _blended(self, context: _Context, ids: Sequence[int]) -> Program:
+        cache: KVCache = yield Join(context.blocks, len(ids))
+        chosen = yield from self._chosen(context, cache, ids)
+        fresh = RecomputedSequence((), chosen[0], context=cache, at=chosen)
+        yield Forward((fresh,), ([context.ids[place] for place in chosen],))
+        yield from answer_from(TokenSequence((), context.end, cache), ids)
+
+    def _chosen(self, context: _Context, cache: KVCache, ids: Sequence[int]) -> Generator[Operation, Any, list[int]]:
+        """The positions of the tokens to compute again, ascending."""
+        config: BlendConfig = self.config
+        select, everything = config.settled("select"), range(context.first, context.end)
+        if select == "first":
+            return [place for chunk in context.candidates for place in range(chunk.start, chunk.end)[: config.first]]
+        k = self._recomputed(context)
+        if not self._budget(context):
+            return list(everything)
+        if select == "random":
+            return sorted(random.Random(config.seed).sample(everything, k))
+        probe: AttentionProbe | DeviationProbe
+        if select == "question":
+            layers = config.tapped(context.chunks[0].kv.layers)
+            rule = config.settled("score")
+            probe = AttentionProbe((), context.end, cache, layers=layers, first=context.first, rule=rule)
+            yield Forward((probe,), (ids,))
+            cache.length = context.end  # the question reads the context once more, after the change
+        else:
+            layer = min(PROBED, context.chunks[0].kv.layers - 1)
+            probe = DeviationProbe((), context.first, context=cache, at=everything, layer=layer)
+            yield Forward((probe,), (context.ids[context.first :],))
+        scores: Tensor = probe.scores
+        found: list[int] = yield Argmax(scores[None], k)
+        return sorted(context.first + place for place in found)
+
+    def _recomputed(self, context: _Context) -> int:
+        """How many tokens are computed again."""
+        config: BlendConfig = self.config
+        if config.settled("select") == "first":
+            return sum(min(config.first, chunk.kv.tokens) for chunk in context.candidates)
+        return min(int(config.settled("ratio") * context.tokens + 1e-9), context.end - context.first)
+
+    def _budget(self, context: _Context) -> bool:
+        """Whether there is a choice: some candidates are computed again, and some are not."""
+        return 0 < self._recomputed(context) < context.end - context.first
+
+    def _context(self, request: Request, model: ModelFacts) -> _Context:
+        blocks = BlockAttention(BlockConfig(over=self.config.over)).placed(model, request)
+        chunks = blocks[len(blocks) - len(request.filled) :]
+        ids = request.prefix_ids[: chunks[0].start if chunks else 0]
+        ids += tuple(i for index in request.filled for i in request.chunks[index].token_ids)
+        return _Context(blocks=blocks, ids=ids, chunks=chunks)

@@ -1,0 +1,383 @@
+"""Blend: recomputed tokens against one dense masked pass, and each selector against its formula, written out."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import oracle
+import pytest
+import torch
+from asking import request, run
+
+from ragkv.attention import batch
+from ragkv.attention.batch import Step
+from ragkv.attention.sequence import RecomputedSequence
+from ragkv.engines import blend as blending
+from ragkv.engines import make_engine
+from ragkv.errors import ConfigError, UsageError
+from ragkv.runtime import Generation, Runtime, Stream, runtime_of
+
+# chunks shorter and longer than the test models' windows of 8 tokens; positions 4 to 27 are theirs
+PREFIX = [0, 41, 42, 43]
+CHUNKS = [[50, 51, 52, 53, 54], [60, 61], [70 + i for i in range(13)], [90, 91, 92, 93]]
+SUFFIX = [100, 101, 102]
+CONTEXT = [*PREFIX, *(i for chunk in CHUNKS for i in chunk)]
+ASKED = {"prefix": PREFIX, "chunks": CHUNKS, "scores": [0.31, 0.44, 0.82, 0.57], "suffix": SUFFIX, "steps": 3}
+SECOND = len(PREFIX) + len(CHUNKS[0])
+"""Where the second chunk begins: the first candidate over prefixed KV."""
+SELECTED = [
+    {"select": "question"},
+    {"select": "deviation"},
+    {"select": "random", "seed": 3},
+    {"select": "first", "first": 2},
+]
+
+
+@pytest.fixture
+def selected(monkeypatch):
+    """The sequences of recomputed tokens, in the order in which they were made."""
+    made = []
+
+    class Recorded(RecomputedSequence):
+        __slots__ = ()
+
+        def __post_init__(self):
+            RecomputedSequence.__post_init__(self)
+            made.append(self)
+
+    monkeypatch.setattr(blending, "RecomputedSequence", Recorded)
+    return made
+
+
+@pytest.fixture
+def forced(monkeypatch):
+    """Choose the set of positions."""
+
+    def force(places):
+        def chosen(self, context, cache, ids):
+            yield from ()
+            return sorted(places)
+
+        monkeypatch.setattr(blending.Blend, "_chosen", chosen)
+        monkeypatch.setattr(blending.Blend, "_recomputed", lambda self, context: len(places))
+
+    return force
+
+
+def blended(model, steps=3, **tuning):
+    trace = []
+    run(model, "blend", tuning=tuning, trace=trace, **ASKED | {"steps": steps})
+    return torch.stack(trace)
+
+
+def dense(model, fresh, over, steps=3, weights=None):
+    trace = []
+    with model.plain() as plain:
+        plain.set_attn_implementation("ragkv-oracle")
+        oracle.blend(plain, PREFIX, CHUNKS, SUFFIX, steps, fresh=list(fresh), over=over, trace=trace, weights=weights)
+    return torch.stack(trace)
+
+
+def same(found, expected):
+    reach = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, atol=3e-5 * reach, rtol=0)
+
+
+@pytest.mark.parametrize("over", ["prefixed", "standalone"])
+def test_every_selection_equals_a_masked_dense_pass(family, over, make_model, selected):
+    model = make_model(family)
+    for tuning in SELECTED:
+        found = blended(model, over=over, ratio=0.3, **tuning)
+        same(found, dense(model, selected[-1].at, over))
+        assert selected[-1].at[0] >= (SECOND if over == "prefixed" else len(PREFIX))
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma3n", "gemma2-unwindowed", "qwen2-moe-sliding"])
+def test_everything_recomputed_is_full_attention(family, make_model):
+    """Sinks, layers that share keys, soft caps, and windows that only the mask knows."""
+    model, full = make_model(family), []
+    run(model, "full", trace=full, **ASKED)
+    for over in ("prefixed", "standalone"):
+        same(blended(model, over=over, ratio=1.0), torch.stack(full))
+
+
+@pytest.mark.parametrize("select", blending.SELECTORS)
+def test_ratio_one_is_full_and_ratio_nought_is_block(unlike_family, select, make_model):
+    model, full, block = make_model(unlike_family), [], []
+    run(model, "full", trace=full, **ASKED)
+    run(model, "block", trace=block, **ASKED)
+    for over in ("prefixed", "standalone"):
+        same(blended(model, over=over, select=select, ratio=1.0, first=99), torch.stack(full))
+    assert torch.equal(blended(model, over="standalone", select=select, ratio=0.0, first=0), torch.stack(block))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek3"])
+def test_any_set_in_calls_of_any_size(family, rows, make_model, forced, monkeypatch):
+    monkeypatch.setattr(batch, "ROWS", rows)
+    model = make_model(family)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        places = sorted((torch.randperm(len(CONTEXT) - SECOND, generator=generator)[: 4 + 3 * seed] + SECOND).tolist())
+        forced(places)
+        same(blended(model), dense(model, places, "prefixed"))
+
+
+def test_what_is_recomputed_from_the_start_on_is_what_full_attention_has(make_model, forced, selected):
+    """A set without gaps: its keys and values are those of a plain prefill, and later ones stay as stored."""
+    model, end = make_model("qwen3"), SECOND + 9
+    forced(range(SECOND, end))
+    blended(model, steps=1)
+    [plain] = model.encode([CONTEXT])
+    keys, values = selected[-1].context.layers()
+    for layer in range(model.layers):
+        for found, expected in ((keys, plain.keys), (values, plain.values)):
+            torch.testing.assert_close(found[layer][0, :, :end], expected[layer][:, :end], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(values[5][0, :, end : len(CONTEXT)], plain.values[5][:, end:], atol=1e-2)
+
+
+def test_a_later_chunk_changes_no_earlier_number(make_model, forced, selected):
+    model, places = make_model("gemma3"), [10, 12, 13, 20, 25, 26]
+    forced(places)
+    for last in (CHUNKS[-1], [i + 100 for i in CHUNKS[-1]]):
+        run(model, "blend", **ASKED | {"chunks": [*CHUNKS[:-1], last], "steps": 1})
+    first, second = (sequence.context.layers() for sequence in selected)
+    before = len(CONTEXT) - len(CHUNKS[-1])
+    for layer in range(model.layers):
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one[layer][:, :, :before], other[layer][:, :, :before])
+            assert not torch.equal(one[layer][:, :, before:], other[layer][:, :, before:])
+
+
+@pytest.mark.parametrize("tuning", SELECTED, ids=str)
+def test_stored_numbers_stay_as_they_are(tuning, make_model):
+    model = make_model("llama")
+    engine = make_engine("blend", {"blend": {"ratio": 0.5, **tuning}})
+    asked = request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX)
+    stored = [asked.prefix, *(chunk.kv for chunk in asked.chunks)]
+    before = [[t.clone() for t in kv.tensors] for kv in stored]
+    list(runtime_of(model).decode(engine, asked, Generation(max_new_tokens=3)))
+    assert all(
+        torch.equal(a, b)
+        for kv, kept in zip(stored, before, strict=True)
+        for a, b in zip(kv.tensors, kept, strict=True)
+    )
+
+
+def attention(model, over):
+    """What the question's tokens attend to over block placement, `(heads, question, all tokens)` of each layer."""
+    weights = {}
+    dense(model, [], over, steps=1, weights=weights)
+    return {layer: each[:, len(CONTEXT) :] for layer, each in weights.items()}
+
+
+def best(scores, k):
+    """Positions of the k highest of `{position: score}`."""
+    return sorted(sorted(scores, key=lambda place: (-scores[place], place))[:k])
+
+
+@pytest.mark.parametrize("over", ["prefixed", "standalone"])
+@pytest.mark.parametrize("layers", ["middle", "all", "last", [0, 3]], ids=str)
+def test_question_chooses_what_infoflows_formula_does(unlike_family, over, layers, make_model, selected):
+    """sqrt of the sum over question tokens of (mean over heads of the attention)², the mean over layers."""
+    model = make_model(unlike_family)
+    blended(model, steps=1, over=over, ratio=0.25, **{} if layers == "middle" else {"layers": layers})
+    numbers = {"middle": [5, 6, 7, 8], "all": range(9), "last": [8]}.get(
+        layers if isinstance(layers, str) else "", layers
+    )
+    weights, scores = attention(model, over), {}
+    for place in range(SECOND if over == "prefixed" else len(PREFIX), len(CONTEXT)):
+        each = []
+        for layer in numbers:
+            total = 0.0
+            for row in range(len(SUFFIX)):
+                mean = sum(float(head[row, place]) for head in weights[layer]) / len(weights[layer])
+                total += mean**2
+            each.append(total**0.5)
+        scores[place] = sum(each) / len(each)
+    assert selected[-1].at == best(scores, 6)  # a quarter of 24, also where chunk 1 is no candidate
+
+
+def test_sum_chooses_what_prophetkvs_formula_does(unlike_family, make_model, selected):
+    """The sum over question tokens and heads of attention within the candidates, the mean over all layers."""
+    model = make_model(unlike_family)
+    blended(model, steps=1, preset="prophet")
+    weights, scores = attention(model, "prefixed"), Counter()
+    for layer in weights.values():
+        for head in layer:
+            for row in head:
+                total = float(row[SECOND : len(CONTEXT)].sum())
+                for place in range(SECOND, len(CONTEXT)):
+                    scores[place] += float(row[place]) / total if total else 0.0
+    assert selected[-1].at == best({place: scores[place] for place in range(SECOND, len(CONTEXT))}, 4)  # 20 % of 24
+
+
+@pytest.mark.parametrize("over", ["prefixed", "standalone"])
+def test_deviation_chooses_the_values_that_change_most_in_layer_1(over, make_model, selected):
+    """CacheBlend: the new values are those of a prefill of the whole prompt, which transformers computes here."""
+    for family in ("llama", "gemma3", "qwen3-yarn", "cohere2"):
+        model = make_model(family)
+        blended(model, steps=1, over=over, preset="cacheblend")
+        whole = []
+        with model.plain() as plain:
+            project = plain.model.layers[1].self_attn.v_proj
+            project.register_forward_hook(lambda module, given, out, whole=whole: whole.append(out[0]))
+            plain(input_ids=torch.tensor([CONTEXT]), use_cache=False)
+        new = whole[0][len(PREFIX) :].unflatten(1, (-1, 16 if family != "qwen3-yarn" else 32)).transpose(0, 1)
+        engine = make_engine("blend", {"blend": {"over": over}})
+        stored = torch.cat(
+            [chunk.kv.values[1] for chunk in request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX).chunks], 1
+        )
+        apart = (new - stored).square().sum((0, 2))
+        first = SECOND if over == "prefixed" else len(PREFIX)
+        scores = {place: float(apart[place - len(PREFIX)]) for place in range(first, len(CONTEXT))}
+        assert selected[-1].at == best(scores, 3)  # 16 % of 24
+
+
+def test_first_takes_the_beginning_of_every_candidate_chunk(make_model, selected):
+    model = make_model("llama")
+    blended(model, steps=1, preset="epic", first=3)
+    assert selected[-1].at == [9, 10, 11, 12, 13, 24, 25, 26]
+    blended(model, steps=1, preset="epic", first=3, over="standalone")
+    assert selected[-1].at == [4, 5, 6, 9, 10, 11, 12, 13, 24, 25, 26]
+
+
+def test_random_is_known_by_its_seed(make_model, selected):
+    model = make_model("llama")
+    for seed in (1, 1, 2):
+        blended(model, steps=1, select="random", ratio=0.4, seed=seed)
+    one, again, other = (sequence.at for sequence in selected)
+    assert one == again != other
+    assert len(one) == len(other) == 9
+    assert min(one) >= SECOND
+
+
+def test_the_first_chunk_is_recomputed_unless_it_is_exact(make_model, selected):
+    """Behind nothing, a chunk that was encoded alone stands where it was encoded."""
+    model = make_model("llama")
+    for prefix, first in ((PREFIX, len(PREFIX)), ([], len(CHUNKS[0]))):
+        run(model, "blend", tuning={"over": "standalone", "ratio": 1.0}, **ASKED | {"prefix": prefix, "steps": 1})
+        assert selected[-1].at[0] == first
+    count = len(selected)
+    run(model, "blend", tuning={"ratio": 1.0}, **ASKED | {"chunks": CHUNKS[:1], "scores": [0.5], "steps": 1})
+    assert len(selected) == count  # nothing to recompute
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [*SELECTED, {"select": "question", "layers": "all"}, {"ratio": 1.0}, {"ratio": 0.0}, {"over": "standalone"}],
+    ids=str,
+)
+def test_the_charge_counts_every_token_in_every_layer(tuning, make_model, monkeypatch):
+    model = make_model("llama")
+    counted, attend = Counter(), Step.attend
+
+    def counting(self, call):
+        for span in self.spans:
+            counted[type(span.sequence).__name__] += span.n
+        return attend(self, call)
+
+    monkeypatch.setattr(Step, "attend", counting)
+    engine = make_engine("blend", {"blend": {"ratio": 0.4, **tuning}})
+    asked = request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX)
+    counted.clear()
+    Stream(runtime_of(model), engine, asked)
+    fresh = sum(counted.values()) - counted["TokenSequence"]
+    assert counted["TokenSequence"] == len(SUFFIX) * model.layers
+    assert engine.charge(asked, model) == pytest.approx(fresh / (model.layers * 24))
+    assert make_engine("block", {}).charge(asked, model) is None
+
+
+def test_beside_other_engines_in_small_steps(make_model):
+    """Tokens and scores are those of each request alone, however the steps cut what is read and recomputed."""
+    for family in ("llama", "gemma3"):
+        model = make_model(family)
+        asked = [("blend", {"ratio": 0.5, **tuning}) for tuning in SELECTED] + [
+            ("block", {}),
+            ("pced", {}),
+            ("full", {}),
+        ]
+        engines = [make_engine(name, {name: tuning}) for name, tuning in asked]
+        requests = [request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX) for engine in engines]
+        alone = [
+            [token.token_id for token in Runtime(model).decode(engine, one, Generation(max_new_tokens=5))]
+            for engine, one in zip(engines, requests, strict=True)
+        ]
+        for batch_tokens in (2, 7, 40):
+            runtime = Runtime(model, batch_tokens=batch_tokens)
+            jobs = [
+                runtime.submit(engine, one, Generation(max_new_tokens=5))
+                for engine, one in zip(engines, requests, strict=True)
+            ]
+            found = [[token.token_id for token in runtime.tokens(job)] for job in jobs]
+            assert found == alone
+            assert runtime.idle
+
+
+def test_a_pass_that_failed_is_read_again(make_model, monkeypatch):
+    """The numbers of a broken pass are overwritten: the answer is that of an undisturbed one."""
+    model, attend = make_model("llama"), Step.attend
+    engine = make_engine("blend", {"blend": {"ratio": 0.5}})
+    other = make_engine("block", {})
+    requests = [request(model, each, CHUNKS, ASKED["scores"], SUFFIX, PREFIX) for each in (engine, other)]
+    expected = [t.token_id for t in Runtime(model).decode(engine, requests[0], Generation(max_new_tokens=4))]
+    for kind in ("AttentionProbe", "RecomputedSequence"):
+        failed = []
+
+        def failing(self, call, kind=kind, failed=failed):
+            out = attend(self, call)
+            if call.layer == 4 and not failed and any(type(s.sequence).__name__ == kind for s in self.spans):
+                failed.append(True)
+                raise RuntimeError("no memory")
+            return out
+
+        monkeypatch.setattr(Step, "attend", failing)
+        runtime = Runtime(model)
+        jobs = [
+            runtime.submit(each, one, Generation(max_new_tokens=4))
+            for each, one in zip((engine, other), requests, strict=True)
+        ]
+        assert [t.token_id for t in runtime.tokens(jobs[0])] == expected
+        assert failed
+        list(runtime.tokens(jobs[1]))
+
+
+def test_settings(make_model):
+    for wrong in (
+        {"preset": "mix"},
+        {"over": "long"},
+        {"select": "all"},
+        {"ratio": 1.1},
+        {"ratio": "much"},
+        {"ratio": -0.1},
+        {"first": -1},
+        {"layers": "first"},
+        {"layers": []},
+        {"layers": [-1]},
+        {"score": "max"},
+    ):
+        with pytest.raises(ConfigError):
+            make_engine("blend", {"blend": wrong})
+    with pytest.raises(ConfigError, match="names layer 9, but the model has 9"):
+        run(make_model("llama"), "blend", tuning={"layers": [2, 9]}, **ASKED)
+    config = make_engine("blend", {"blend": {"preset": "prophet", "ratio": 0.1}}).config
+    assert (config.settled("ratio"), config.settled("score"), config.settled("layers")) == (0.1, "sum", "all")
+    middle = make_engine("blend", {}).config
+    assert [sorted(middle.tapped(layers)) for layers in (1, 2, 4, 12, 28, 32)] == [
+        [0],
+        [1],
+        [2, 3],
+        [7, 8, 9, 10],
+        [17, 18, 19, 20],
+        [19, 20, 21, 22],
+    ]
+
+
+def test_chunks_of_other_ranks_are_refused(make_model):
+    from dataclasses import replace
+
+    model, engine = make_model("llama"), make_engine("blend", {})
+    asked = request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX)
+    chunks = tuple(replace(chunk, kv=replace(chunk.kv, owner=1)) for chunk in asked.chunks)
+    with pytest.raises(UsageError, match="other ranks hold"):
+        Stream(runtime_of(model), engine, replace(asked, chunks=chunks))
