@@ -152,7 +152,7 @@ class Blend(Engine):
         if not context.tokens:
             return 0.0
         layers = context.chunks[0].kv.layers
-        scored, fresh = self._budget(context), layers * self._recomputed(context)
+        scored, fresh = self._selects(context), layers * self._recomputed(context)
         if scored and config.settled("select") == "question":
             fresh += len(request.suffix_ids) * (max(config.tapped(layers)) + 1)
         elif scored and config.settled("select") == "deviation":
@@ -182,7 +182,7 @@ class Blend(Engine):
         if select == "first":
             return [place for chunk in context.candidates for place in range(chunk.start, chunk.end)[: config.first]]
         k = self._recomputed(context)
-        if not self._budget(context):
+        if not self._selects(context):
             return list(everything)
         if select == "random":
             return sorted(random.Random(config.seed).sample(everything, k))
@@ -208,7 +208,7 @@ class Blend(Engine):
             return sum(min(config.first, chunk.kv.tokens) for chunk in context.candidates)
         return min(int(config.settled("ratio") * context.tokens + 1e-9), context.end - context.first)
 
-    def _budget(self, context: _Context) -> bool:
+    def _selects(self, context: _Context) -> bool:
         """Whether there is a choice: some candidates are computed again, and some are not."""
         return 0 < self._recomputed(context) < context.end - context.first
 

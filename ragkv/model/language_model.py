@@ -256,8 +256,10 @@ class LanguageModel:
         """
         logits, steps = torch.empty((0, 0)), []
         for until in sorted({row.until for row in rows}, key=lambda layer: -1 if layer is None else layer):
-            some = [(row, each) for row, each in zip(rows, ids, strict=True) if row.until == until]
-            scores, step = self._pass(*zip(*some, strict=True), until, every=every, seen=seen, ranks=ranks)
+            some = [at for at, row in enumerate(rows) if row.until == until]
+            scores, step = self._pass(
+                [rows[at] for at in some], [ids[at] for at in some], until, every=every, seen=seen, ranks=ranks
+            )
             steps.append(step)
             logits = scores if until is None else logits
         for step in steps:

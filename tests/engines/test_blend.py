@@ -83,12 +83,12 @@ def same(found, expected):
     torch.testing.assert_close(found, expected, atol=3e-5 * reach, rtol=0)
 
 
-@pytest.mark.parametrize("over", ["prefixed", "standalone"])
-def test_every_selection_equals_a_masked_dense_pass(family, over, make_model, selected):
+def test_every_selection_equals_a_masked_dense_pass(family, make_model, selected):
     model = make_model(family)
-    for tuning in SELECTED:
-        found = blended(model, over=over, ratio=0.3, **tuning)
-        same(found, dense(model, selected[-1].at, over))
+    for at, tuning in enumerate(SELECTED):
+        over = ("prefixed", "standalone")[(at + len(family)) % 2]
+        found = blended(model, over=over, ratio=0.3, steps=2, **tuning)
+        same(found, dense(model, selected[-1].at, over, steps=2))
         assert selected[-1].at[0] >= (SECOND if over == "prefixed" else len(PREFIX))
 
 
@@ -171,20 +171,21 @@ def attention(model, over):
     return {layer: each[:, len(CONTEXT) :] for layer, each in weights.items()}
 
 
-def best(scores, k):
-    """Positions of the k highest of `{position: score}`."""
-    return sorted(sorted(scores, key=lambda place: (-scores[place], place))[:k])
+def require_best(chosen, scores, k):
+    """The chosen positions are the k highest of `{position: score}`, but for differences of rounding."""
+    others = scores.keys() - set(chosen)
+    assert len(chosen) == len(set(chosen)) == k
+    assert set(chosen) <= scores.keys()
+    assert min(scores[place] for place in chosen) > max(scores[place] for place in others) * (1 - 1e-4)
 
 
 @pytest.mark.parametrize("over", ["prefixed", "standalone"])
-@pytest.mark.parametrize("layers", ["middle", "all", "last", [0, 3]], ids=str)
+@pytest.mark.parametrize("layers", ["middle", [0, 3]], ids=str)
 def test_question_chooses_what_infoflows_formula_does(unlike_family, over, layers, make_model, selected):
     """sqrt of the sum over question tokens of (mean over heads of the attention)², the mean over layers."""
     model = make_model(unlike_family)
     blended(model, steps=1, over=over, ratio=0.25, **{} if layers == "middle" else {"layers": layers})
-    numbers = {"middle": [5, 6, 7, 8], "all": range(9), "last": [8]}.get(
-        layers if isinstance(layers, str) else "", layers
-    )
+    numbers = [5, 6, 7, 8] if layers == "middle" else layers
     weights, scores = attention(model, over), {}
     for place in range(SECOND if over == "prefixed" else len(PREFIX), len(CONTEXT)):
         each = []
@@ -195,7 +196,7 @@ def test_question_chooses_what_infoflows_formula_does(unlike_family, over, layer
                 total += mean**2
             each.append(total**0.5)
         scores[place] = sum(each) / len(each)
-    assert selected[-1].at == best(scores, 6)  # a quarter of 24, also where chunk 1 is no candidate
+    require_best(selected[-1].at, scores, 6)  # a quarter of 24, also where chunk 1 is no candidate
 
 
 def test_sum_chooses_what_prophetkvs_formula_does(unlike_family, make_model, selected):
@@ -209,7 +210,7 @@ def test_sum_chooses_what_prophetkvs_formula_does(unlike_family, make_model, sel
                 total = float(row[SECOND : len(CONTEXT)].sum())
                 for place in range(SECOND, len(CONTEXT)):
                     scores[place] += float(row[place]) / total if total else 0.0
-    assert selected[-1].at == best({place: scores[place] for place in range(SECOND, len(CONTEXT))}, 4)  # 20 % of 24
+    require_best(selected[-1].at, {place: scores[place] for place in range(SECOND, len(CONTEXT))}, 4)  # 20 % of 24
 
 
 @pytest.mark.parametrize("over", ["prefixed", "standalone"])
@@ -231,7 +232,7 @@ def test_deviation_chooses_the_values_that_change_most_in_layer_1(over, make_mod
         apart = (new - stored).square().sum((0, 2))
         first = SECOND if over == "prefixed" else len(PREFIX)
         scores = {place: float(apart[place - len(PREFIX)]) for place in range(first, len(CONTEXT))}
-        assert selected[-1].at == best(scores, 3)  # 16 % of 24
+        require_best(selected[-1].at, scores, 3)  # 16 % of 24
 
 
 def test_first_takes_the_beginning_of_every_candidate_chunk(make_model, selected):
