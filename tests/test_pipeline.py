@@ -14,7 +14,7 @@ from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, IngestError, KVMismatchError, ModelLoadError, RetrievalError, UsageError
 from ragkv.ingest import from_bytes
 
-ENGINES = ["full", "ape", "block", "pced"]
+ENGINES = ["full", "ape", "blend", "block", "pced"]
 
 
 def written(folder: Path) -> Path:
@@ -68,9 +68,10 @@ def test_an_answer_and_all_that_belongs_to_it(kept, engine):
     else:
         assert won == [None, None]
     found = answer.to_json()
-    assert set(found) == {"question", "answer", "engine", "finish_reason", "sources", "timing_ms", "kv", "decoding"}
+    parts = {"question", "answer", "engine", "finish_reason", "sources", "timing_ms", "kv", "decoding", "charge"}
+    assert set(found) == parts
     assert set(found["timing_ms"]) == {"retrieve", "rerank", "load", "first_token", "total"}
-    assert found["charge"] is None
+    assert (found["charge"] is not None and found["charge"] > 0) == (engine == "blend")
     assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens", "memory_hits"}
 
 

@@ -33,7 +33,7 @@ def sentence(found):
     return "".join(choice["delta"].get("content", "") for each in found for choice in each.get("choices", ()))
 
 
-@pytest.mark.parametrize("engine", ["full", "ape", "block", "pced"])
+@pytest.mark.parametrize("engine", ["full", "ape", "blend", "block", "pced"])
 def test_an_answer_is_that_of_a_single_query(rag, chat, engine):
     expected = rag.query(QUESTION, engine=engine, max_new_tokens=6)
     result = chat(model=f"ragkv/two:{engine}").json()

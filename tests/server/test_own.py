@@ -46,7 +46,7 @@ def ask(call):
     return asked
 
 
-@pytest.mark.parametrize("engine", ["full", "ape", "block", "pced"])
+@pytest.mark.parametrize("engine", ["full", "ape", "blend", "block", "pced"])
 def test_an_answer_is_that_of_a_single_query(rag, ask, call, engine):
     expected = rag.query(QUESTION, engine=engine, max_new_tokens=6)
     payload = ask(engine=engine).json()

@@ -49,7 +49,7 @@ dispatcher = instrument.get_dispatcher(__name__)
 
 
 class RagKVQueryEngine(BaseQueryEngine):
-    """Answers from the stored KV of an index. A response's metadata has engine, finish_reason, kv and timing_ms.
+    """Answers from the stored KV of an index. A response's metadata has engine, finish_reason, kv, timing_ms and charge.
 
     `top_k` (or `similarity_top_k`), `filters` and `search` go to a `RagKVRetriever`. Any retriever of LlamaIndex
     can be given instead. Nodes that are chunks of the index (same id and text) use stored KV; others are encoded for
@@ -249,7 +249,7 @@ class _Request:
 
     def finish(self, answer: Answer) -> None:
         result = answer.to_json()
-        self.metadata.update({key: result[key] for key in ("finish_reason", "kv", "timing_ms", "decoding")})
+        self.metadata.update({key: result[key] for key in ("finish_reason", "kv", "timing_ms", "decoding", "charge")})
         timing = self.metadata["timing_ms"]  # without retrieval, because the answer was given its chunks
         timing["retrieve"], timing["total"] = self.retrieve_ms, round(timing["total"] + self.retrieve_ms, 3)
         won = {source.chunk_id: source.tokens_won for source in answer.sources}
