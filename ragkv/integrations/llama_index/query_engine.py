@@ -49,7 +49,9 @@ dispatcher = instrument.get_dispatcher(__name__)
 
 
 class RagKVQueryEngine(BaseQueryEngine):
-    """Answers from the stored KV of an index. A response's metadata has engine, finish_reason, kv, timing_ms and charge.
+    """Answers from the stored KV of an index.
+
+    A response's metadata has engine, finish_reason, kv, timing_ms, decoding and charge.
 
     `top_k` (or `similarity_top_k`), `filters` and `search` go to a `RagKVRetriever`. Any retriever of LlamaIndex
     can be given instead. Nodes that are chunks of the index (same id and text) use stored KV; others are encoded for
