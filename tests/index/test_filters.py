@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,16 +164,6 @@ def test_files_that_are_damaged_or_stale_are_made_again(store, length):
     manifest = store.directory.parent / "derived" / "fields" / "manifest.json"
     manifest.write_text("{")
     assert found(inventory_of(store), ["source=d?.md"]) == literally(store, ["source=d?.md"])
-
-
-def test_a_change_that_is_not_known_any_more(store, monkeypatch):
-    for number in range(3):
-        write(store, Document(document_id=f"d{number}", source=f"d{number}.md", content_hash="0"))
-    inventory = inventory_of(store)
-    assert found(inventory, ["source=d1.md"]) == literally(store, ["source=d1.md"])
-    write(store, replace(Document(document_id="d1", source="d1.md", content_hash="0"), title="x"), 3)
-    monkeypatch.setattr(store, "changes", lambda since: None)
-    assert found(inventory, ["source=d1.md"]) == literally(store, ["source=d1.md"])
 
 
 def test_conditions_that_are_none_are_refused_and_not_kept(store):

@@ -753,15 +753,6 @@ def test_an_index_that_is_being_saved_is_not_saved_by_another(kind, store, tmp_p
     assert (folder / "manifest.json").read_text() != saved
 
 
-def test_bm25_counts_every_chunk_without_words_and_ties_are_by_id(store, tmp_path):
-    write(store, "a", ["", "...", "w1"])
-    asked = derived(store)
-    assert len(asked.bm25()) == 3
-    write(store, "b", ["w1", ""])
-    assert [hit.chunk_id for hit in asked.bm25().search("w1", 5)] == ["a/2", "b/0"]
-    assert answers("bm25", asked.bm25()) == fresh("bm25", store, tmp_path)
-
-
 @every_kind
 def test_files_of_the_format_before_are_replaced(kind, store):
     fill(store, 3)

@@ -46,6 +46,9 @@ def test_scores_are_those_of_flag_embedding():
         other = vectors[int(hit.chunk_id[1:]) + 1]
         score = M3Embedder.compute_lexical_matching_score(None, vectors[0], other)  # type: ignore[arg-type]
         assert hit.score == pytest.approx(score, abs=1e-6)
+    query, documents = unit_rows(11, 99), [unit_rows(tokens, tokens) for tokens in (1, 30, 7)]
+    expected = [float(M3Embedder.colbert_score(None, query, document)) for document in documents]  # type: ignore[arg-type]
+    assert colbert_scores(query, documents) == pytest.approx(expected, abs=1e-6)
 
 
 def test_ties_are_broken_by_id_even_when_thousands_tie():
@@ -113,15 +116,6 @@ def test_scores_are_those_of_the_definition(dtype, batch_rows, monkeypatch):
     ]
     assert colbert_scores(query, documents) == pytest.approx(expected, abs=1e-6)
     assert colbert_scores(query, documents[::-1]) == pytest.approx(expected[::-1], abs=1e-6)
-
-
-@pytest.mark.slow  # FlagEmbedding takes ten seconds to import
-def test_colbert_scores_are_those_of_flag_embedding():
-    from FlagEmbedding.inference.embedder.encoder_only.m3 import M3Embedder
-
-    query, documents = unit_rows(11, 99), [unit_rows(tokens, tokens) for tokens in (1, 30, 7)]
-    expected = [float(M3Embedder.colbert_score(None, query, document)) for document in documents]  # type: ignore[arg-type]
-    assert colbert_scores(query, documents) == pytest.approx(expected, abs=1e-6)
 
 
 def test_colbert_by_hand():

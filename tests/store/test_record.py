@@ -180,27 +180,6 @@ def test_a_manifest_of_another_kind_version_or_size_is_refused():
         Manifest.parse(written([(2, 4, 5)], [(0, 108, 9)], prefix=17 << 18))
 
 
-def test_a_manifest_says_what_was_packed():
-    """Every field comes back as its own: prefix and chunk ids, key and value widths, raw and stored bytes."""
-    kv = ChunkKV(
-        keys=(torch.zeros(2, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 3, 8, dtype=torch.bfloat16)),
-        values=(torch.zeros(2, 3, 5, dtype=torch.bfloat16), torch.zeros(1, 3, 6, dtype=torch.bfloat16)),
-        encoded_at=7,
-    )
-    of = identity(11, 12, 13, prefix_ids=(1, 2))
-    record = encode_record(kv, of, Zstd())
-    parsed = Manifest.parse(record.manifest)
-    assert (parsed.identity, parsed.dtype, parsed.encoded_at, parsed.tokens) == (of, "bfloat16", 7, 3)
-    assert parsed.shapes == ((2, 4, 5), (1, 8, 6))
-    assert parsed.shape == kv.shape
-    assert parsed.codec == {"id": "zstd", "level": 1}
-    assert parsed.raw_bytes == kv.nbytes == sum(map(parsed.layer_bytes, range(2)))
-    stored = [memoryview(payload).nbytes for payload in record.segments]
-    assert [segment.stored for segment in parsed.segments] == stored
-    assert parsed.stored_bytes == record.stored_bytes == sum(stored) != parsed.raw_bytes
-    assert record.key == of.key()
-
-
 def test_the_shape_that_a_store_keeps_tells_models_apart():
     """Equal bytes for equal shapes and no others: not for another dtype, and not for keys and values exchanged."""
     shapes = [

@@ -19,6 +19,7 @@ from ragkv.config import (
     CONFIG_FILE,
     MODES,
     VECTORS,
+    EncodingConfig,
     IndexConfig,
     IngestConfig,
     PromptConfig,
@@ -70,10 +71,12 @@ DECODINGS = st.builds(
     stop_ids=st.lists(st.integers(0, (1 << 63) - 1), max_size=3),
 )
 AUTO_OR_NUMBER = st.just("auto") | st.integers(1, (1 << 63) - 1)
+ENCODINGS = st.builds(EncodingConfig, context=st.integers(0, 1 << 16))
 RUNTIMES = st.builds(RuntimeConfig, batch_tokens=AUTO_OR_NUMBER, max_rows=AUTO_OR_NUMBER)
 CONFIGS = st.builds(
     IndexConfig,
     runtime=RUNTIMES,
+    encoding=ENCODINGS,
     model=TEXTS,
     dtype=st.sampled_from(("auto", "float32", "bfloat16", "float16")),
     chunk_tokens=st.integers(8, 1 << 16),
@@ -110,11 +113,9 @@ def result(value: Any) -> str:
 
 
 def test_every_setting_is_drawn():
-    assert {field.name for field in fields(IndexConfig)} == CONFIGS.wrapped_strategy.kwargs.keys()
-    assert {field.name for field in fields(PromptConfig)} == PROMPTS.wrapped_strategy.kwargs.keys()
-    assert {field.name for field in fields(RuntimeConfig)} == RUNTIMES.wrapped_strategy.kwargs.keys()
-    assert {field.name for field in fields(IngestConfig)} == LIMITS.wrapped_strategy.kwargs.keys()
-    assert {field.name for field in fields(Decoding)} == DECODINGS.wrapped_strategy.kwargs.keys()
+    for drawn in (CONFIGS, PROMPTS, RUNTIMES, ENCODINGS, LIMITS, DECODINGS):
+        made = drawn.wrapped_strategy
+        assert {field.name for field in fields(made.target)} == made.kwargs.keys()
 
 
 @given(CONFIGS)

@@ -156,6 +156,8 @@ RESTORED = [
         drop("kv", key("a", 1)), drop("references", key("a", 1)))),
     case("reference missing", "mismatch", "needs", drop("references", key("a", 0), owner("b", 0))),
     case("reference to nothing", "mismatch", "references", add("references", key("a", 0), elsewhere)),
+    case("reference of the index missing", "mismatch", "needs", drop(
+        "references", lambda library: library.prefix.key(), lambda _: INDEX_OWNER)),
     case("need missing", "mismatch", "references", drop("needs", owner("a", 0), key("a", 0))),
     case("need of nothing", "mismatch", "needs", add("needs", elsewhere, key("a", 0))),
     case("need of other tokens", "mismatch", "needs", both(
@@ -435,11 +437,3 @@ def test_long_ids_are_found_by_their_rows(library):
     assert len(report.dropped) == 1
     assert library.store.verify().ok
     assert not any(name in stored.document.document_id for stored in library.store.documents())
-
-
-def test_the_index_keeps_what_it_owns(library):
-    library.edit(lambda txn: txn.delete("references", library.prefix.key(), INDEX_OWNER))
-    assert [f.table for f in library.store.verify().findings] == ["needs"]
-    assert library.store.repair(library).ok
-    assert library.store.has_kv(library.prefix)
-    assert library.prefix.key() not in set(library.store.orphans())
