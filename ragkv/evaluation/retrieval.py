@@ -518,7 +518,7 @@ def _parse(row: FileRow, number: int) -> _Wanted:
         question_id=row.name("id") if "id" in row.values else str(number),
         question=question.text,
         documents=_texts(row, _NAMES),
-        texts=evidence or question.answers,
+        texts=question.answers if row.values.get("evidence") is None else evidence,
         where=row.where,
     )
 

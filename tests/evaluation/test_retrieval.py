@@ -281,6 +281,14 @@ def test_an_answer_or_evidence_is_looked_for_in_every_chunk(rag, judged):
     assert all(found.values())
 
 
+def test_empty_evidence_marks_a_question_that_nothing_answers(rag, judged):
+    task, found = judged(
+        {"question": "a", "answer": "Tarn", "evidence": [], "sources": []},
+        {"question": "b", "answer": "Tarn", "evidence": None},
+    )
+    assert (list(task.unjudged), list(found)) == (["1"], ["2"])
+
+
 def test_a_named_document_with_an_answer_gives_the_chunks_of_it_that_hold_it(rag, judged):
     task, found = judged(
         {"question": "a", "document": "corvo.txt", "answer": "Tarn"},

@@ -1,0 +1,397 @@
+"""Makes `questions.jsonl` from `documents/` and `written.jsonl`: questions from the documents' structure, and written
+ones.
+
+apt-get download python3.11-doc && dpkg-deb -x python3.11-doc_*.deb unpacked
+python benchmarks/debian/questions.py unpacked/usr/share/doc/python3.11/html
+
+The pages of other modules of Python, which are not among the documents, give the questions that nothing answers.
+Each question has four passages to be read: those that it needs, and what BM25 takes for most like them and does not
+hold the answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import runpy
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import bm25s
+
+from ragkv.evaluation.questions import normal
+
+HERE = Path(__file__).parent
+page = runpy.run_path(str(HERE / "documents.py"))["page"]
+
+LONG = 700
+"""Characters after which a passage ends with its block."""
+CHUNKS = 4
+REFUSALS = (
+    *("do not say", "does not say", "do not mention", "does not mention", "not mentioned", "do not provide"),
+    *("does not provide", "not provided", "do not specify", "does not specify", "not specified", "do not state"),
+    *("does not state", "not stated", "do not contain", "does not contain", "no information", "not enough information"),
+    *("cannot be answered", "do not know", "don't know", "is not given", "is unknown"),
+)
+"""What an answer says to a question that no passage answers: any of these counts."""
+LIMITS = {"default": 70, "version": 60, "function": 80, "constant": 45, "definition": 75, "date": 25}
+"""The most questions of a kind."""
+ABSENT = ("json", "zipfile", "configparser", "socketserver", "poplib", "smtplib", "tarfile", "bz2", "shlex", "cmd")
+
+
+@dataclass(frozen=True)
+class Passage:
+    document: str
+    heading: str
+    text: str
+
+    @property
+    def chunk(self) -> str:
+        return f"{self.heading}\n\n{self.text}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """A question; its passages hold `evidence`, and the last of them holds an answer."""
+
+    kind: str
+    question: str
+    answers: tuple[str, ...]
+    documents: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()
+
+
+def passages(document: str, text: str) -> Iterator[Passage]:
+    """The document in order, cut at headings, and between blocks when there is enough."""
+    title = heading = ""
+    held: list[str] = []
+    listing = ""
+    for block in text.rstrip("\n").split("\n\n"):
+        if listing or (block.startswith("```") and not block.endswith("```")):  # a listing with empty lines in it
+            listing = f"{listing}\n\n{block}" if listing else block
+            if not block.endswith("```"):
+                continue
+            block, listing = listing, ""
+        if block.startswith("#"):
+            if held:
+                yield Passage(document, heading, "\n\n".join(held))
+            held, heading = [], block.lstrip("# ")
+            title = title or heading
+            heading = heading if heading == title else f"{title}: {heading}"
+            continue
+        begins = block.startswith("**")
+        size = sum(map(len, held))
+        if held and (size + len(block) > LONG or (begins and size > LONG // 3)) and not held[-1].startswith("**"):
+            yield Passage(document, heading, "\n\n".join(held))
+            held = []
+        held.append(block)
+    if held:
+        yield Passage(document, heading, "\n\n".join(held))
+
+
+_SIGNATURE = re.compile(r"\*\*(?:class |classmethod |staticmethod )?([A-Za-z_][\w.]*)\((.*)\)\*\*")
+_CONSTANT = re.compile(r"\*\*(\w+\.[A-Z_][A-Z0-9_]+)\*\*")
+_EXCEPTION = re.compile(r"\*\*exception (\w+)\*\*")
+_TERM = re.compile(r"\*\*([a-z][\w .-]{2,30})\*\*")
+_ITEM = re.compile(r"- ([\w/.~*+ -]{2,28}): ([a-zA-Z][^\n]{15,150}?)[;.,]?")
+_ROW = re.compile(r"\| (%\w) \| ([^|]{15,90}?)\.? \|")
+_NEW = re.compile(r"New in version (3\.\d+)\.?")
+_YEAR = re.compile(r"\b(19[6-9]\d|20[0-2]\d)\b")
+_SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z“])")
+
+
+def first_sentence(text: str) -> str:
+    return _SENTENCE.split(text)[0].rstrip(".:")
+
+
+def lower(text: str) -> str:
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
+
+
+def pick(options: tuple[str, ...], key: str) -> str:
+    """One of the wordings, always the same for a key."""
+    return options[int(hashlib.sha256(key.encode()).hexdigest(), 16) % len(options)]
+
+
+def of_python(document: str, found: list[str]) -> Iterator[Made]:
+    """Defaults, versions, functions, constants, exceptions and terms of a page of Python's documentation."""
+    module = Path(document).stem
+    for block, after in pairwise(found):
+        says = first_sentence(after)
+        if match := _SIGNATURE.fullmatch(block):
+            name, inside = match.groups()
+            evidence = block.strip("*")
+            for parameter, value in re.findall(r"(\w+)=('[^']*'|-?[\w.]+(?:\(\w+\))?)", inside):
+                if len(value) > 1 and value not in ("None", "True", "False"):
+                    question = pick(
+                        (
+                            "What is the default of {p} in {n}()?",
+                            "If I call {n}() without {p}, which value is used for it?",
+                            "Which value does the parameter {p} of {n}() have by default?",
+                            "{n}() takes a parameter {p}. What is it if I leave it out?",
+                            "What does {p} default to when {n}() is called?",
+                            "Tell me the default value of {n}()'s argument {p}.",
+                        ),
+                        name + parameter,
+                    ).format(p=parameter, n=name)
+                    yield Made("default", question, (value.strip("'"),), (document,), (evidence,))
+            short = name.rpartition(".")[2]
+            if 25 < len(says) < 150 and says[0].isupper() and short.lower() not in says.lower() and "." in name:
+                question = pick(
+                    (
+                        "Which function or class of Python's {m} fits this description: {s}?",
+                        "I need this from the {m} module: {s}. What is it called?",
+                        "What in the module {m} does the following: {s}?",
+                        "Name what {m} offers for this: {s}.",
+                        "In {m}, what is there to {l}?",
+                        "Which part of {m} is for this purpose: “{s}”?",
+                    )
+                    if not says.startswith(("Return", "Get", "Copy", "Create", "Set", "Remove", "Move", "Register"))
+                    else (
+                        "Which function of {m} should I call to {l}?",
+                        "I want to {l}. Which function of Python's {m} module does that?",
+                        "What do I use from {m} in order to {l}?",
+                        "Name the function in {m} that can {l}.",
+                    ),
+                    name,
+                ).format(m=module, s=says, l=lower(says))
+                yield Made("function", question, (short,), (document,), (after,))
+        elif match := _CONSTANT.fullmatch(block):
+            short = match[1].rpartition(".")[2]
+            if 15 < len(says) < 160 and short not in says:
+                question = pick(
+                    (
+                        "Which constant of the module {m} means: {s}?",
+                        "What is the name of {m}'s constant for this: {s}?",
+                        "In Python's {m} module, which constant is described as “{s}”?",
+                        "Which name from {m} stands for the following: {s}?",
+                    ),
+                    short,
+                ).format(m=module, s=says)
+                yield Made("constant", question, (short,), (document,), (after,))
+        elif (match := _EXCEPTION.fullmatch(block)) and says.startswith("Raised ") and match[1] not in says:
+            question = pick(
+                (
+                    "Which exception is {s}?",
+                    "What built-in exception of Python is {s}?",
+                    "Name the exception that is {s}.",
+                    "How is Python's exception called that is {s}?",
+                ),
+                match[1],
+            ).format(s=lower(says))
+            yield Made("definition", question, (match[1],), (document,), (after,))
+        elif module == "glossary" and (match := _TERM.fullmatch(block)):
+            term = match[1]
+            if 30 < len(says) < 170 and term.lower() not in says.lower():
+                question = pick(
+                    (
+                        "What does Python's glossary call this: {s}?",
+                        "Which term means “{s}” in Python?",
+                        "What is the word for the following in Python: {s}?",
+                        "{s} — which term is defined like this?",
+                        "Python programmers have a term for this: {s}. Which one?",
+                    ),
+                    term,
+                ).format(s=says)
+                yield Made("definition", question, (term,), (document,), (after,))
+    yield from versions(document, found)
+    for block in found:
+        for code, says in _ROW.findall(block):
+            question = pick(
+                (
+                    "Which directive of strftime gives this: {s}?",
+                    "What do I write in a time format for: {s}?",
+                    "Which format code stands for “{s}”?",
+                ),
+                code,
+            ).format(s=says.strip())
+            yield Made("constant", question, (code,), (document,), (f"| {code} | {says}",))
+
+
+def versions(document: str, found: list[str]) -> Iterator[Made]:
+    """Since when something is there, and when a change came."""
+    name = ""
+    for block in found:
+        if match := _SIGNATURE.fullmatch(block):
+            name, signature = match[1], block.strip("*")
+        elif block.startswith(("#", "**")):
+            name = ""
+        elif name and (match := _NEW.fullmatch(block)):
+            question = pick(
+                (
+                    "Since which version of Python is there {n}()?",
+                    "In which Python version was {n}() added?",
+                    "Which release of Python brought {n}()?",
+                    "From which Python version on can I use {n}()?",
+                ),
+                name,
+            ).format(n=name)
+            yield Made("version", question, (match[1],), (document,), (signature,))
+        elif name and (match := re.fullmatch(r"Changed in version (3\.\d+): Added the (\w+) parameter\.", block)):
+            question = pick(
+                (
+                    "Which Python version gave {n}() its parameter {p}?",
+                    "Since when (which version of Python) does {n}() take {p}?",
+                    "In what release was the parameter {p} added to {n}()?",
+                ),
+                name,
+            ).format(n=name, p=match[2])
+            yield Made("version", question, (match[1],), (document,), (signature,))
+
+
+def of_debian(document: str, found: list[str]) -> Iterator[Made]:
+    """Items of lists, and the years in running text, of a page of the handbook or the FAQ."""
+    heading = ""
+    for block in found:
+        if block.startswith("#"):
+            heading = re.sub(r"^[#\s]*[\dAB]*[\d.]*\.? *", "", block).rstrip("?")
+        elif match := _ITEM.fullmatch(block):
+            name, says = match.groups()
+            if name.lower() not in says.lower() and "--" not in says:
+                question = pick(
+                    (
+                        "On “{h}”: what is this: {s}?",
+                        "Under “{h}”, what has this description: {s}?",
+                        "Which item, regarding “{h}”, is for the following: {s}?",
+                        "{h}: which of them is described by “{s}”?",
+                        "What is described as “{s}” (the topic is “{h}”)?",
+                    ),
+                    name,
+                ).format(h=heading, s=says)
+                yield Made("definition", question, (name,), (document,), (block.removeprefix("- "),))
+        elif match := re.fullmatch(r"- (\w+) \(Debian ([\d.]+)\) was (.+?)[,.]", block):
+            name, number, who = match.groups()
+            question, answer = pick_pair(
+                (
+                    (f"What is the codename of Debian {number}?", name),
+                    (f"Which release of Debian was named after {who}?", name),
+                    (f"Which number did the Debian release have that was called {name}?", number),
+                ),
+                name,
+            )
+            yield Made("definition", question, (answer,), (document,), (block.removeprefix("- "),))
+        elif not block.startswith(("```", "**", "|")):
+            for sentence in _SENTENCE.split(block):
+                if len(years := _YEAR.findall(sentence)) == 1 and 50 < len(sentence) < 260:
+                    gap = sentence.replace(years[0], "____").removeprefix("- ")
+                    question = pick(
+                        (
+                            "Which year belongs in the gap: “{s}”",
+                            "What year is left out here? {s}",
+                            "Fill in the year: “{s}”",
+                        ),
+                        gap,
+                    ).format(s=gap)
+                    yield Made("date", question, (years[0],), (document,), (sentence.removeprefix("- "),))
+
+
+def pick_pair(options: tuple[tuple[str, str], ...], key: str) -> tuple[str, str]:
+    return options[int(hashlib.sha256(key.encode()).hexdigest(), 16) % len(options)]
+
+
+def absent(html: Path, texts: dict[str, str]) -> Iterator[Made]:
+    """Questions about modules that are not among the documents, and whose names stand nowhere in them."""
+    everything = "\n".join(texts.values())
+    for module in ABSENT:
+        for made in of_python(f"python/{module}.md", page(html / "library" / f"{module}.html").split("\n\n")):
+            name = re.search(rf"\b{module}\.\w+(?:\.\w+)?", made.question)
+            if made.kind in ("default", "version") and name and name[0] not in everything:
+                yield Made("unanswerable", made.question, REFUSALS)
+
+
+def written(texts: dict[str, str]) -> Iterator[Made]:
+    for line in (HERE / "written.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        yield Made(
+            row["kind"],
+            row["question"],
+            tuple(row.get("answers", REFUSALS)),
+            tuple(row.get("sources", ())),
+            tuple(row.get("evidence", ())),
+        )
+
+
+class Search:
+    """The passages by document, and by BM25."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self.passages = [passage for name, text in texts.items() for passage in passages(name, text)]
+        self._bm25 = bm25s.BM25()
+        self._bm25.index(self._tokens([passage.chunk for passage in self.passages]), show_progress=False)
+
+    def holding(self, documents: tuple[str, ...], evidence: str) -> list[Passage]:
+        return [p for p in self.passages if p.document in documents and evidence in p.text]
+
+    def like(self, question: str) -> list[Passage]:
+        found, _ = self._bm25.retrieve(self._tokens([question]), k=100, show_progress=False)
+        return [self.passages[int(i)] for i in found[0]]
+
+    @staticmethod
+    def _tokens(texts: list[str]) -> Any:
+        return bm25s.tokenize(texts, stopwords="en", show_progress=False)
+
+
+def row(made: Made, search: Search) -> dict[str, Any] | None:
+    """The line of a question; None if its evidence is in several passages or in none, or does not hold the answer."""
+    gold = []
+    for evidence in made.evidence:
+        held = search.holding(made.documents, evidence)
+        if len(held) != 1:
+            return None
+        gold += [passage for passage in held if passage not in gold]
+    answers = [normal(answer) for answer in made.answers]
+    if gold and not any(answer in normal(passage.text) for passage in gold for answer in answers):
+        return None
+    others = [
+        passage
+        for passage in search.like(made.question)
+        if passage not in gold and (not gold or not any(answer in normal(passage.chunk) for answer in answers))
+    ]
+    chosen = gold + others[: CHUNKS - len(gold)]
+    if len(chosen) < CHUNKS:
+        return None
+    random.Random(made.question).shuffle(chosen)
+    line: dict[str, Any] = {
+        "id": hashlib.sha256(made.question.encode()).hexdigest()[:8],
+        "kind": made.kind,
+        "question": made.question,
+        "answers": list(made.answers),
+    }
+    line |= {"sources": list(made.documents), "evidence": list(made.evidence)}
+    if gold:
+        line["needed"] = [i for i, passage in enumerate(chosen) if passage in gold]
+    return {**line, "chunks": [passage.chunk for passage in chosen]}
+
+
+def main(html: Path) -> None:
+    files = sorted((HERE / "documents").glob("*/*.md"))
+    texts = {path.relative_to(HERE / "documents").as_posix(): path.read_text(encoding="utf-8") for path in files}
+    search = Search(texts)
+    rows = [line for made in written(texts) if (line := row(made, search))]
+    made: dict[str, dict[str, Any]] = {}
+    for name, text in texts.items():
+        find = of_python if name.startswith("python/") else of_debian
+        for each in find(name, text.split("\n\n")):
+            if line := row(each, search):
+                made.setdefault(each.question, line)
+    for each in absent(html, texts):
+        if line := row(each, search):
+            made.setdefault(each.question, line)
+    for kind, limit in (*LIMITS.items(), ("unanswerable", 40)):
+        of_kind = [line for line in made.values() if line["kind"] == kind]
+        random.Random(kind).shuffle(of_kind)
+        rows += of_kind[:limit]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in rows)
+    (HERE / "questions.jsonl").write_text(text, encoding="utf-8")
+    kinds = [line["kind"] for line in rows]
+    print(len(rows), {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
