@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, cast
 
 import typer
 
-from ragkv.cli.console import echo, echo_piece, fail, note, note_text, print_json_line
+from ragkv.cli.console import echo, echo_delta, fail, note, note_text, print_json_line
 from ragkv.cli.options import (
     DEFAULT_INDEX,
     DecodingOptions,
@@ -241,10 +241,10 @@ class _Session:
         stream = self._backend.reply(question, self.engine, self._turns)
         shown = False
         with _stopped_by_ctrl_c(stream.cancel) if sys.stdin.isatty() else nullcontext():
-            for piece in stream:
+            for delta in stream:
                 if not self._as_json:
-                    echo_piece(piece if shown else piece.lstrip())
-                    shown = shown or bool(piece.strip())
+                    echo_delta(delta if shown else delta.lstrip())
+                    shown = shown or bool(delta.strip())
         answer = self._last = replace(stream.answer, question=question)
         cancelled = answer.finish_reason == "cancelled"
         if answer.text and not cancelled:

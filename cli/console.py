@@ -110,7 +110,7 @@ def echo_text(body: str) -> None:
     _out(visible(body) + "\n")
 
 
-def echo_piece(part: str) -> None:
+def echo_delta(part: str) -> None:
     """Print the next part of an answer that is streamed."""
     _out(visible(part))
 

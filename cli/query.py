@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from ragkv.cli.console import beginning, count, echo_piece, echo_text, note, print_json, size
+from ragkv.cli.console import beginning, count, echo_delta, echo_text, note, print_json, size
 from ragkv.cli.ingest import MINI_NOTE, show_skipped
 from ragkv.cli.main import brief
 from ragkv.cli.options import (
@@ -241,9 +241,9 @@ def query(
             for warning in [] if quiet else question_warnings(rag, reply):
                 note(warning)
         held.callback(reply.close)
-        for piece in reply:
+        for delta in reply:
             if stream:
-                echo_piece(piece)
+                echo_delta(delta)
         answer = reply.answer
     if as_json:
         print_json(answer.to_json())

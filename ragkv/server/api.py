@@ -102,7 +102,7 @@ class QueryFormatter:
         if self._warnings:
             yield event({"warnings": self._warnings}, "warnings")
 
-    def on_text(self, piece: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
+    def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
         if not self._found:
             self._found = True
             # the same at any time: how many tokens each source won is only known at the end
@@ -323,9 +323,9 @@ async def receive_files(request: Request, folder: Path, *, most_bytes: int) -> l
     form = _Form(folder, most_bytes)
     parser = MultipartParser(boundary, form.callbacks())
     try:
-        async for piece in request.stream():
-            if piece:
-                await asyncio.to_thread(parser.write, piece)
+        async for data in request.stream():
+            if data:
+                await asyncio.to_thread(parser.write, data)
     except FormParserError as error:
         raise ApiError(400, "The form is not well-formed multipart/form-data.", param="files") from error
     except ClientDisconnect as error:

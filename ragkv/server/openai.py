@@ -64,7 +64,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ContentPart(BaseModel):
-    """A piece of a message's content; only text is understood."""
+    """A part of a message's content; only text is understood."""
 
     model_config = ConfigDict(extra="allow")
     type: str
@@ -230,7 +230,7 @@ class Completion:
         return self._chunk({"role": "assistant", "content": "", "refusal": None})
 
     def delta(self, text: str) -> dict[str, Any]:
-        """The object for a piece of the answer."""
+        """The object for a delta of the answer."""
         return self._chunk({"content": text})
 
     def last(self, answer: Answer, content: str) -> dict[str, Any]:
@@ -330,8 +330,8 @@ class ChatFormatter:
     def on_start(self) -> Iterator[bytes]:
         yield event(self._completion.role())
 
-    def on_text(self, piece: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
-        if shown := self._trimmed.take(piece):
+    def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
+        if shown := self._trimmed.take(delta):
             yield self._delta(shown)
 
     def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:
@@ -370,10 +370,10 @@ class ChatStream(AsyncAnswerStream):
         return found if self._cited else replace(found, sources=())
 
     async def _run(self) -> AsyncGenerator[str]:
-        pieces = super()._run()
+        deltas = super()._run()
         try:
-            async for piece in pieces:
-                yield piece
+            async for delta in deltas:
+                yield delta
         except NothingFoundError as error:
             assert self._stream is not None
             self._stream.cancel()
@@ -384,7 +384,7 @@ class ChatStream(AsyncAnswerStream):
         except (UsageError, RetrievalError) as error:
             raise to_api_error(error, self._asked.names) from error
         finally:
-            await pieces.aclose()
+            await deltas.aclose()
 
 
 class ModelCard(BaseModel):

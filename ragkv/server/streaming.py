@@ -39,8 +39,8 @@ class Formatter(Protocol):
     def on_start(self) -> Iterable[bytes]:
         """The events before the first text."""
 
-    def on_text(self, piece: str, stream: AsyncAnswerStream) -> Iterable[bytes]:
-        """The events for a piece of text."""
+    def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterable[bytes]:
+        """The events for a delta of text."""
 
     def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterable[bytes]:
         """The last events of a complete answer."""
@@ -50,15 +50,15 @@ class Formatter(Protocol):
 
 
 class TrimmedText:
-    """Strips white space at both ends of a streamed text, so that the pieces together equal `Answer.text`."""
+    """Strips white space at both ends of a streamed text, so that the deltas together equal `Answer.text`."""
 
     def __init__(self) -> None:
         self._begun = False
         self._blank = ""
 
-    def take(self, piece: str) -> str:
+    def take(self, delta: str) -> str:
         """The text to show now. Trailing white space is held back until more text follows."""
-        text = self._blank + piece
+        text = self._blank + delta
         if not self._begun:
             text = text.lstrip()
         shown = text.rstrip()
@@ -75,7 +75,7 @@ class AnswerResponse:
         self.tracker = tracker
         self._formatter = formatter
         self._first: str | None = None
-        self._pieces = aiter(stream)
+        self._deltas = aiter(stream)
         self._ended_early = False
         self.streams = False
         """Whether a streamed response is still running."""
@@ -83,7 +83,7 @@ class AnswerResponse:
 
     async def begin(self) -> None:
         """Wait for the first text, so that an error before it sets the status of the response."""
-        self._first = await anext(self._pieces, None)
+        self._first = await anext(self._deltas, None)
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer as one object."""
@@ -103,8 +103,8 @@ class AnswerResponse:
         for event in self._formatter.on_start():
             yield event
         try:
-            async for piece in self._all():
-                for event in self._formatter.on_text(piece, self._stream):
+            async for delta in self._all():
+                for event in self._formatter.on_text(delta, self._stream):
                     yield event
             ending = list(self._formatter.on_end(self._complete(), self._stream))
             await self.close(finished=True)
@@ -131,14 +131,14 @@ class AnswerResponse:
     async def _all(self) -> AsyncIterator[str]:
         if self._first is not None:
             yield self._begun(self._first)
-        async for piece in self._pieces:
-            yield self._begun(piece)
+        async for delta in self._deltas:
+            yield self._begun(delta)
         self.tracker.began()
 
-    def _begun(self, piece: str) -> str:
-        if piece:  # an empty text only signals that retrieval is done
+    def _begun(self, delta: str) -> str:
+        if delta:  # an empty text only signals that retrieval is done
             self.tracker.began()
-        return piece
+        return delta
 
     def _complete(self) -> Answer:
         answer = self._stream.answer
