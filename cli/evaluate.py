@@ -399,6 +399,7 @@ def _of_index(rag: RagKV, choice: _Choice) -> tuple[list[Candidate], Any]:
         top_k=choice.top_k or config.top_k,
         prompt=config.prompt,
         tuning=config.tuning,
+        context=config.encoding.context,
     )
     return asked, IndexSource(rag, device=choice.device)
 

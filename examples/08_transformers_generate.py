@@ -8,7 +8,7 @@ from ragkv.engines import make_engine
 QUESTION = "In which year was Parinphor Brewery founded?"
 
 with RagKV.open(os.environ.get("RAGKV_INDEX", "example-index")) as rag:
-    engine = make_engine("block", rag.config.tuning)
+    engine = make_engine("block", rag.config.tuning, context=rag.config.encoding.context)
     chunks = rag.retrieve(QUESTION, top_k=4)[::-1]  # the best chunk stands next to the question
     request, use = rag.request(engine, QUESTION, chunks)
     inputs = engine.cache(rag.model, request)  # input_ids, attention_mask, past_key_values

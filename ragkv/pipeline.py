@@ -363,7 +363,10 @@ class RagKV:
         )
 
     def request(self, engine: Engine, question: str, scored: Sequence[ScoredChunk]) -> tuple[Request, KVUse]:
-        """An engine's request, for programs that run an engine themselves, and how much of its KV was stored."""
+        """An engine's request, for programs that run an engine themselves, and how much of its KV was stored.
+
+        Make the engine with `context=rag.config.encoding.context` to read the KV that the index stores for it.
+        """
         return index_request(self.index, self.kv_loader, engine, question, scored)
 
     # Maintenance (docs/operations.md)

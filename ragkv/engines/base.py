@@ -152,11 +152,15 @@ def answer_from(row: TokenSequence, ids: Sequence[int]) -> Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextChunk:
-    """One retrieved chunk as an engine receives it; `kv` is None for an engine that needs no stored KV."""
+    """One retrieved chunk as an engine receives it; `kv` is None for an engine that needs no stored KV.
+
+    `seen` is for who encodes it: the tokens of its document that it shall see (`ragkv.ingest.context`).
+    """
 
     token_ids: tuple[int, ...]
     score: float
     kv: ChunkKV | None = None
+    seen: tuple[int, ...] = ()
 
     def stored(self) -> ChunkKV:
         """The KV, which the caller must have loaded for this engine's encoding."""

@@ -34,6 +34,8 @@ from ragkv.evaluation.statistics import bootstrap_mean
 from ragkv.index.conversation import Conversation, Turn
 from ragkv.index.index import indexes_of, kinds_of, useful_kinds
 from ragkv.index.search import Searcher
+from ragkv.ingest import encode_identities
+from ragkv.ingest.context import chunk_identity, seen_before
 from ragkv.model.apb.document import SequentialExecutor, document_for_question
 from ragkv.model.checkpoint import HEADS, MINI, digest_files, resolve
 from ragkv.model.prompt import Prompt, render
@@ -50,7 +52,7 @@ from ragkv.retrievers import (
 from ragkv.runtime import Generation, Stream, runtime_of
 from ragkv.store import Codec, KVIdentity, MemoryTier, codec_from_config
 from ragkv.store.record import Manifest, decode_record, encode_record
-from ragkv.types import Encoding
+from ragkv.types import Chunk, Document, Encoding
 
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
@@ -87,6 +89,8 @@ class Candidate:
     name: str = ""
     turns: int = 0
     change: KVChange | None = None
+    context: int = 0
+    """`[encoding] context`: how much of its document a chunk of an index has seen."""
 
     def __post_init__(self) -> None:
         made = self.make()
@@ -116,9 +120,11 @@ class Candidate:
         """A new engine. Raises UsageError if it is unknown, and ConfigError for options that it does not have."""
         kind = engine_class(self.engine)
         try:
-            return kind(build_config(kind.Config, dict(self.options), f"engine {self.engine}"))
+            engine = kind(build_config(kind.Config, dict(self.options), f"engine {self.engine}"))
         except TypeError as error:
             raise ConfigError(f"engine {self.engine}: the options do not fit: {error}.") from error
+        engine.context = self.context > 0
+        return engine
 
 
 def all_candidates(
@@ -132,6 +138,7 @@ def all_candidates(
     dtype: str | None = None,
     prompt: PromptConfig | None = None,
     tuning: Mapping[str, Mapping[str, Any]] | None = None,
+    context: int = 0,
 ) -> list[Candidate]:
     """Every combination of the arguments, once each. An option of a spec overrides one of `tuning`.
 
@@ -152,6 +159,7 @@ def all_candidates(
             top_k=top_k,
             prompt=_prompt_config(prompt or resolve(model).tuned_words(PromptConfig()), words, spec),
             name=str(spec) if words else "",
+            context=context,
         )
         if one not in found:
             found.append(one)
@@ -522,17 +530,17 @@ class Reader:
             question=question,
             prompt=self.prompt,
         )
-        if engine.encoding is None:
+        if engine.reads is None:
             return request
-        encoding = engine.encoding
+        encoding = engine.reads
 
-        def coded(kv: ChunkKV, ids: tuple[int, ...], encoding: Encoding = encoding) -> ChunkKV:
-            return kv if through is None else through(kv, self._identity(encoding, ids)).to(self.model.place)
+        def coded(kv: ChunkKV, identity: KVIdentity) -> ChunkKV:
+            return kv if through is None else through(kv, identity).to(self.model.place)
 
         def alone(texts: Sequence[ContextChunk]) -> list[ContextChunk]:
-            found = self._kv(encoding, [text.token_ids for text in texts])
-            made = {ids: coded(kv, ids) for ids, kv in found.items()}  # equal chunks share their KV
-            return [replace(text, kv=made[text.token_ids]) for text in texts]
+            identities = [self._identity(encoding, text.token_ids, text.seen) for text in texts]
+            made = {identity: coded(kv, identity) for identity, kv in self._kv(identities).items()}  # equal ones share
+            return [replace(text, kv=made[identity]) for text, identity in zip(texts, identities, strict=True)]
 
         def blocks(text: ContextChunk) -> list[ContextChunk]:
             """The blocks of a text, or the text if it is no longer than one. They are of this question only."""
@@ -544,44 +552,41 @@ class Reader:
             for number, block in enumerate(SequentialExecutor().run(document)):
                 span = document.layout.span(number)
                 ids = text.token_ids[span.start : span.stop]
-                found.append(ContextChunk(token_ids=ids, score=text.score, kv=coded(block.kv, ids)))
+                found.append(
+                    ContextChunk(token_ids=ids, score=text.score, kv=coded(block.kv, self._identity(encoding, ids)))
+                )
             return found
 
         prefix = self._prefix()
         if prefix is not None:
-            prefix = coded(prefix, self._prefix_ids, Encoding.STANDALONE)
+            prefix = coded(prefix, self._identity(Encoding.STANDALONE, self._prefix_ids))
         long = whole and engine.whole_documents
         filled = [block for text in chunks for block in blocks(text)] if long else alone(chunks)
         return replace(request, prefix=prefix, chunks=tuple(filled))
 
     def _prefix(self) -> ChunkKV | None:
         """The KV of the prefix, or None for an empty prefix."""
-        ids = self._prefix_ids
-        return self._kv(Encoding.STANDALONE, [ids])[ids] if ids else None
+        if not self._prefix_ids:
+            return None
+        identity = self._identity(Encoding.STANDALONE, self._prefix_ids)
+        return self._kv([identity])[identity]
 
-    def _kv(self, encoding: Encoding, chunks: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], ChunkKV]:
+    def _kv(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
         """The KV of each chunk on the model's device, whether it is in memory, found or encoded now."""
-        by_key = {identity.key(): identity for identity in (self._identity(encoding, ids) for ids in chunks)}
+        by_key = {identity.key(): identity for identity in identities}
 
         def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
             known = {} if self._lookup is None else {key: self._lookup(by_key[key]) for key in keys}
             found = {key: kv.to(self.model.place) for key, kv in known.items() if kv is not None}
-            if lost := [key for key in keys if key not in found]:
-                prefix = self._prefix() if encoding is Encoding.PREFIXED else None
-                encoded = self.model.encode([by_key[key].chunk_ids for key in lost], prefix=prefix)
-                found.update(zip(lost, encoded, strict=True))
-            return found
+            lost = [by_key[key] for key in keys if key not in found]
+            made = encode_identities(self.model, lost, self._prefix)
+            return found | {identity.key(): kv for identity, kv in made.items()}
 
         found, _ = self._memory.get_many(by_key, load)
-        return {identity.chunk_ids: found[key] for key, identity in by_key.items()}
+        return {identity: found[key] for key, identity in by_key.items()}
 
-    def _identity(self, encoding: Encoding, ids: tuple[int, ...]) -> KVIdentity:
-        return KVIdentity(
-            model=self._fingerprint,
-            encoding=encoding,
-            prefix_ids=self._prefix_ids if encoding is Encoding.PREFIXED else (),
-            chunk_ids=ids,
-        )
+    def _identity(self, encoding: Encoding, ids: tuple[int, ...], seen: tuple[int, ...] = ()) -> KVIdentity:
+        return chunk_identity(self._fingerprint, encoding, self._prefix_ids, ids, seen)
 
 
 class LoadedModel:
@@ -751,7 +756,7 @@ class IndexSource(ChunkSource):
     def __init__(self, rag: RagKV, *, device: str | None = None, stored: bool = False) -> None:
         super().__init__(device=device, rag=rag, stored=stored)
         self._rag = rag
-        self._known: dict[tuple[str, str, str, bool, int | None], list[ContextChunk]] = {}
+        self._known: dict[tuple[str, str, str, bool, int | None, int], list[ContextChunk]] = {}
 
     def candidate(self, engine: str, **settings: Any) -> Candidate:
         """A candidate that answers as the index is configured, but for `settings`."""
@@ -763,6 +768,7 @@ class IndexSource(ChunkSource):
             "rerank": config.rerank and config.reranker != NONE,
             "top_k": config.top_k,
             "prompt": config.prompt,
+            "context": config.encoding.context,
         }
         return Candidate(engine=engine, **(usual | settings))
 
@@ -771,10 +777,12 @@ class IndexSource(ChunkSource):
             raise UsageError(f"An index has no chunks in a given order; --retrieval is one of {', '.join(MODES)}.")
 
     def facts(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Any:
-        return [(chunk.token_ids, chunk.score) for _, chunk in self.chunks(loaded, example, candidate)]
+        found = [chunk for _, chunk in self.chunks(loaded, example, candidate)]
+        return [(chunk.token_ids, chunk.score, *([chunk.seen] if chunk.seen else [])) for chunk in found]
 
     def chunks(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Placed:
-        key = (loaded.name, example.question, candidate.retrieval, candidate.rerank, candidate.top_k)
+        window = candidate.context if candidate.make().reads is Encoding.CONTEXT else 0
+        key = (loaded.name, example.question, candidate.retrieval, candidate.rerank, candidate.top_k, window)
         if key not in self._known:
             prompt = loaded.reader(self._rag.config.prompt).prompt
             found = self._rag.retrieve(
@@ -783,10 +791,19 @@ class IndexSource(ChunkSource):
                 retrieval=cast("Mode", candidate.retrieval),
                 rerank=candidate.rerank,
             )
+
+            def cut(chunk: Chunk) -> Chunk:
+                return chunk if loaded.current else replace(chunk, token_ids=loaded.chunk_ids(prompt, chunk.text))
+
+            def look(document: Document, chunk: Chunk, before: Iterator[Chunk]) -> tuple[str, tuple[int, ...]]:
+                tokens = loaded.model.tokens
+                return chunk.chunk_id, seen_before(chunk, map(cut, before), document.title, window, prompt, tokens)
+
+            names = [each.chunk.chunk_id for each in found] if window else []
+            seen = dict(self._rag.store.with_preceding(names, look))
             self._known[key] = [
                 ContextChunk(
-                    token_ids=each.chunk.token_ids if loaded.current else loaded.chunk_ids(prompt, each.chunk.text),
-                    score=each.score,
+                    token_ids=cut(each.chunk).token_ids, score=each.score, seen=seen.get(each.chunk.chunk_id, ())
                 )
                 for each in reversed(found)
             ]

@@ -106,7 +106,7 @@ class Tuner:
         self._top_k = top_k or rag.config.top_k
         self._max_new_tokens = max_new_tokens
         self._decoding = replace(rag.config.decoding, temperature=0.0)  # greedy, with the index's stop strings
-        engine = make_engine("ape", rag.config.tuning)
+        engine = make_engine("ape", rag.config.tuning, context=rag.config.encoding.context)
         require_supported(engine, self._subject.model)
         config = engine.config
         self._scale_mode: str = config.scale_mode

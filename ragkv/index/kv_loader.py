@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
-from ragkv.errors import RagkvError
+from ragkv.errors import CorruptStoreError, RagkvError
 from ragkv.index.index import DeferredWrite, Index, memory_budget
 from ragkv.ingest import encode_identities
 from ragkv.ingest.context import chunk_identity, seen_before
@@ -88,6 +88,11 @@ class KVLoader:
         for chunk in chunks:
             ids, before = seen.get(chunk.chunk_id, ((), ()))
             mine = before if ids == chunk.token_ids else ()
+            if mine and not index.has_tokens(mine):  # the index may be untrusted
+                raise CorruptStoreError(
+                    f"what stands before chunk {chunk.chunk_id!r} in the index at {index.folder} holds tokens that its "
+                    "model does not have: delete its document, or ingest into a new index"
+                )
             made.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine))
         return made
 

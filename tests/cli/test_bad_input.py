@@ -85,10 +85,16 @@ TABLE: list[tuple[str, int, str]] = [
     ("ingest {folder}/nothing --index {index}", 1, "no supported files found"),
     ("ingest {documents} --index {index} --model mini", 1, "was made with model ="),
     ("ingest {documents} --index {index} --chunk-tokens 64", 1, "was made with chunk_tokens = 128, not 64"),
+    (
+        "ingest {documents} --index {index} --context-tokens 64",
+        1,
+        "was made with encoding = context 0, not context 64; use another --index, or leave --context-tokens out",
+    ),
     ("ingest {documents} --model /no/model --index {new}", 1, "No model folder at"),
     (INTO + " --engines warp", 2, "Unknown engine 'warp'"),
     (INTO + " --codec brotli", 2, "unknown codec 'brotli'"),
     (INTO + " --chunk-tokens 2", 2, "chunk_tokens must lie between"),
+    (INTO + " --context-tokens -1", 2, "encoding.context is a number of tokens from 0 to 65536"),
     (INTO + " --dtype float8", 2, "dtype must be one of"),
     (INTO + " --retrieval dense", 2, "needs an embedder"),
     # what is asked

@@ -40,6 +40,27 @@ def state(folder: Path) -> dict[str, str]:
     }
 
 
+def test_chunks_that_saw_their_document(ragkv, tmp_path, model_folder):
+    """Asked for at an ingest, kept by the index, and shown by what counts."""
+    text = "".join(f"Part {n}. It is made by company number {n}.\n\n" for n in range(8))
+    (tmp_path / "parts.txt").write_text(text)
+    index = tmp_path / "index"
+    chosen = ("--model", model_folder, "--device", "cpu", "--engines", "ape", "--chunk-tokens", 64)
+    made = ("ingest", tmp_path / "parts.txt", "--index", index, *chosen)
+    assert ragkv(*made, "--context-tokens", 40).code == 0
+    assert "[encoding]\ncontext = 40\n" in (index / "ragkv.toml").read_text()
+    assert json.loads(ragkv(*made, "--json").out)["unchanged"] == [str(tmp_path / "parts.txt")]
+    settings = json.loads(ragkv("config", "show", "--index", index, "--json").out)["settings"]
+    [shown] = [one for one in settings if one["name"] == "encoding.context"]
+    assert (shown["value"], shown["origin"]) == (40, "index")
+    encodings = json.loads(ragkv("stats", "--index", index, "--json").out)["kv_bytes_by_encoding"]
+    assert encodings.keys() == {"context", "prefixed"}  # nothing stands before the first
+    assert ragkv("query", "Who makes it?", "--index", index, "--engine", "pced", "--max-new-tokens", 1).code == 0
+    plan = ragkv("plan", tmp_path / "parts.txt", *chosen, "--context-tokens", 40, "--seconds", 1).out
+    assert "is encoded behind" in plan
+    assert "KV in context encoding" in plan
+
+
 # ---- stdin
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,13 +15,18 @@ from ragkv import RagKV
 from ragkv.config import EncodingConfig, IndexConfig
 from ragkv.distributed.session import IndexRankBackend
 from ragkv.engines import make_engine, require_supported
-from ragkv.errors import ConfigError, UnsupportedModelError
+from ragkv.errors import ConfigError, CorruptStoreError, UnsupportedModelError
+from ragkv.evaluation.answers import IndexSource
+from ragkv.evaluation.metrics import Example
 from ragkv.index.answer import AnswerStream, validate_task
 from ragkv.index.create import _fitting
+from ragkv.index.maintenance import IndexRepairSource
 from ragkv.ingest import ReadyChunk, ReadyDocument, encode_identities
 from ragkv.ingest.context import LINE_TOKENS, seen_before
 from ragkv.planning.plan import plan_ingest
 from ragkv.runtime import Runtime, Stream
+from ragkv.store.rows import pack_chunk
+from ragkv.store.tables import chunk_key, digest
 from ragkv.types import Capability, Chunk, Document, Encoding, ScoredChunk
 
 TEXT = "".join(
@@ -372,6 +378,32 @@ def test_ranks_answer_as_one_process(tmp_path, model_folder):
             assert [not is_here for is_here in here] == there
 
 
+def test_what_is_evaluated_is_what_the_index_reads(tmp_path, model_folder):
+    """The stored KV, and nothing encoded; without the setting, the KV of chunks that saw the prefix."""
+    (tmp_path / "works.txt").write_text(TEXT)
+    with created(tmp_path / "index", model_folder, context=40, chunk_tokens=64) as rag:
+        rag.ingest(tmp_path / "works.txt")
+        rag.query(QUESTION, engine="ape", max_new_tokens=1)
+        rag.settle()
+        source = IndexSource(rag, stored=True)
+        example = Example(example_id="1", question=QUESTION, chunks=(), answers=())
+        chosen = source.candidate("ape", top_k=3)
+        loaded = source.model(chosen.model, chosen.dtype)
+        places = {}
+        for one in (chosen, source.candidate("ape", top_k=3, context=0), source.candidate("full", top_k=3)):
+            given = [chunk for _, chunk in source.chunks(loaded, example, one)]
+            request = loaded.reader(one.prompt).request(one.make(), QUESTION, given)
+            places[one.engine, one.context] = [kv and kv.encoded_at for kv in (chunk.kv for chunk in request.chunks)]
+            assert [len(fact) for fact in source.facts(loaded, example, one)] == [2 + bool(c.seen) for c in given]
+        found = [each.chunk for each in reversed(rag.retrieve(QUESTION, top_k=3))]
+        expected = rag.kv_loader.identities(Encoding.CONTEXT, found)
+        prefix = len(rag.index.prefix_ids)
+        assert places["ape", 40] == [identity.position for identity in expected] != [prefix] * 3
+        assert places["ape", 0] == [prefix] * 3
+        assert places["full", 40] == [None] * 3
+        assert rag.store.has_many(expected) == set(expected)
+
+
 # ---- refusals
 
 
@@ -391,6 +423,20 @@ def test_a_model_that_cannot_move_chunks_is_refused_by_name(tmp_path):
     assert make_engine("apb", {}, context=1).reads is Encoding.PREFIXED
     with pytest.raises(UnsupportedModelError, match=r"context = 8 does not fit model 'm': its .*; leave it out"):
         _fitting(IndexConfig(encoding=EncodingConfig(context=8)), {}, model)
+
+
+def test_tokens_that_the_model_lacks_are_refused_before_they_are_encoded(tmp_path, model_folder):
+    """An index may come from anyone: also what stands before a chunk that is asked for is checked."""
+    (tmp_path / "works.txt").write_text(TEXT)
+    with created(tmp_path / "index", model_folder, context=40, chunk_tokens=64, kv="on-demand") as rag:
+        rag.ingest(tmp_path / "works.txt")
+        first, second, *_ = [each.chunk for each in scored(rag, "works.txt")]
+        key = chunk_key(digest(first.document_id), first.ordinal)
+        rag.store._live().write(lambda txn: txn.put("chunks", key, pack_chunk(replace(first, token_ids=(5, 10**6)))))
+        with pytest.raises(CorruptStoreError, match="what stands before chunk .* tokens that its model does not have"):
+            rag.kv_loader.identities(Encoding.CONTEXT, [second])
+        source = IndexRepairSource(rag.index, rag.kv_loader)
+        assert source.identities(second) == []
 
 
 @pytest.mark.parametrize(
