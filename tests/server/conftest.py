@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from contextlib import ExitStack
 from functools import partial
 
 import httpx
 import pytest
 from guarded import guarded
+from live import PATIENCE
 
 from ragkv import RagKV
+from ragkv.errors import RetrievalError
+from ragkv.index.answer import AnswerStream
+from ragkv.ingest.ingester import Ingester
+from ragkv.server import local
 from ragkv.server.app import make_app
 from ragkv.server.jobs import JobManager
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
+from ragkv.server.settings import add_key
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_commands():
+    """A command waits for a server that is up, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local, "ANSWER_SECONDS", PATIENCE)
+        patch.setattr(local, "SILENT_SECONDS", PATIENCE)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +51,16 @@ def rag(folder):
         yield opened
 
 
+@pytest.fixture(scope="module")
+def key(tmp_path_factory):
+    """A file of keys, and the key that is in it."""
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    return path, add_key(path, "ann")
+
+
 @pytest.fixture
 def limiter():
-    return ConcurrencyLimiter(8)
+    return ConcurrencyLimiter(8, patience=0.0)
 
 
 @pytest.fixture
@@ -97,3 +120,59 @@ def chat(call):
         )
 
     return asked
+
+
+def _answers(monkeypatch, after_two):
+    """Call `after_two` with every answer that has come to its third piece."""
+    whole = AnswerStream._run
+
+    def run(self):
+        for count, piece in enumerate(whole(self)):
+            if count == 2:
+                after_two(self)
+            yield piece
+
+    monkeypatch.setattr(AnswerStream, "_run", run)
+
+
+@pytest.fixture
+def torn(monkeypatch):
+    """Answers break after their second piece."""
+
+    def tear(answer):
+        raise RetrievalError("It broke.")
+
+    _answers(monkeypatch, tear)
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """Answers stop after their second piece, until the event is set or they are cancelled."""
+    resume = threading.Event()
+
+    def stop(answer):
+        while not resume.wait(0.01) and not answer._cancelled.is_set():
+            continue
+
+    _answers(monkeypatch, stop)
+    yield resume
+    resume.set()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Holds ingests at their first document: wait for `begun`, then set `go`."""
+
+    class Held:
+        begun, go = threading.Event(), threading.Event()
+
+    run = Ingester.run
+
+    def waiting(ingester, *arguments, **more):
+        Held.begun.set()
+        assert Held.go.wait(600)
+        return run(ingester, *arguments, **more)
+
+    monkeypatch.setattr(Ingester, "run", waiting)
+    yield Held
+    Held.go.set()

@@ -7,41 +7,30 @@ an ordinary request is answered.
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import logging
 import re
 import select
+import shutil
 import socket
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import pytest
-from live import PATIENCE, live, received
+from live import PATIENCE, PATIENT, live, received
 
 from ragkv import RagKV
 from ragkv.server.app import Idle
-from ragkv.server.settings import Keys, ServerLimits, add_key
+from ragkv.server.settings import Keys, ServerLimits
 
 pytestmark = pytest.mark.slow
 
 QUESTION = "Who founded Halden Works, secretly?"
 CHAT = "/v1/chat/completions"
 SECRETS = ("secretly", "Mira Oskel", "Ann Lee")
-HURRIED = ServerLimits(
-    body_bytes=4096,
-    head_seconds=0.5,
-    body_seconds=0.5,
-    upload_bytes=4096,
-    upload_seconds=0.5,
-    unread_seconds=0.5,
-)
-
-
-@pytest.fixture(scope="module")
-def key(tmp_path_factory):
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    return path, add_key(path, "ann")
+SERVERS = ("keyed", "patient", "hurried_heads", "hurried_bodies")
 
 
 @pytest.fixture(scope="module")
@@ -52,25 +41,37 @@ def keyed(folder, key):
         yield server
 
 
-@pytest.fixture(scope="module")
-def hurried(folder):
-    """A server without keys whose patience is short, with room for one answer."""
-    with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, requests=1, limits=HURRIED) as server:
+@contextmanager
+def limited(folder, **seconds):
+    """A server without keys with room for one answer, which waits for a client as long as a test does but for these."""
+    limits = ServerLimits(body_bytes=4096, upload_bytes=4096, idle=200, **{**PATIENT, **seconds})
+    with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, requests=1, limits=limits) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def patient(folder):
-    """A server with room for one answer that waits for a request as long as a test does."""
-    limits = ServerLimits(head_seconds=PATIENCE, body_seconds=PATIENCE, idle=200)
-    with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, requests=1, limits=limits) as server:
+    with limited(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hurried_heads(folder):
+    with limited(folder, head_seconds=0.5) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hurried_bodies(folder, tmp_path_factory):
+    own = shutil.copytree(folder, tmp_path_factory.mktemp("own") / "two")  # the jobs of an index are one server's
+    with limited(own, body_seconds=0.5, upload_seconds=0.5, unread_seconds=0.5) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
 def sound(request, caplog, key):
     """The server that a test uses is as before, and its log holds what it may."""
-    used = [request.getfixturevalue(name) for name in ("keyed", "hurried", "patient") if name in request.fixturenames]
+    used = [request.getfixturevalue(name) for name in SERVERS if name in request.fixturenames]
     with caplog.at_level(logging.INFO):
         yield
         for server in used:
@@ -168,35 +169,26 @@ def test_every_key_is_compared_in_constant_time(monkeypatch):
 @pytest.mark.parametrize(
     "length", ["1099511627776", "4097", "-1", "+5", "1e3", "0x10", " ", "5, 6", "9" * 5000, "\u0665"], ids=repr
 )
-def test_a_length_that_cannot_be_is_refused_before_the_body(hurried, length):
-    answer = hurried.send(
+def test_a_length_that_cannot_be_is_refused_before_the_body(patient, length):
+    answer = patient.send(
         f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode()
         + f"content-length: {length}\r\n\r\n".encode()
     )
     assert statuses(answer) in ([400], [413])
 
 
-def test_a_body_without_end_is_refused(hurried):
-    with hurried.connect() as connection:
-        connection.sendall(post(b"", "transfer-encoding: chunked\r\n", length=False))
-        with suppress(ConnectionError):
-            while not select.select([connection], [], [], 0)[0]:
-                connection.sendall(b"400\r\n" + b" " * 1024 + b"\r\n")
-        assert statuses(received(connection)) in ([413], [])  # a reset may overtake the answer
-
-
 @pytest.mark.parametrize(
     "body", [b"zz\r\n", b"FFFFFFFFFFFFFFFFFFFFFF\r\n", b"-1\r\n", b"5\r\nabcdefgh\r\n", b"2;" + b"x" * 70000,
      b"0\r\nbad trailer\r\n\r\n"]
 )  # fmt: skip
-def test_chunks_that_are_none_are_refused(hurried, body):
-    answer = hurried.send(post(body, "transfer-encoding: chunked\r\n", length=False))
+def test_chunks_that_are_none_are_refused(patient, body):
+    answer = patient.send(post(body, "transfer-encoding: chunked\r\n", length=False))
     assert statuses(answer)[:1] in ([400], [413])
 
 
-def test_two_lengths_of_one_body_are_refused_or_close_the_connection(hurried):
+def test_two_lengths_of_one_body_are_refused_or_close_the_connection(patient):
     smuggled = get("/v1/models")
-    answer = hurried.send(post(b"0\r\n\r\n" + smuggled, "transfer-encoding: chunked\r\n"))
+    answer = patient.send(post(b"0\r\n\r\n" + smuggled, "transfer-encoding: chunked\r\n"))
     assert statuses(answer) == [400]
 
 
@@ -210,8 +202,8 @@ def test_two_lengths_of_one_body_are_refused_or_close_the_connection(hurried):
     ],
     ids=lambda body: repr(body)[:40],
 )  # fmt: skip
-def test_bad_json_is_refused(hurried, body):
-    assert statuses(hurried.send(post(body))) == [400]
+def test_bad_json_is_refused(patient, body):
+    assert statuses(patient.send(post(body))) == [400]
 
 
 DEEP = json.loads("[" * 900 + "]" * 900)
@@ -221,7 +213,7 @@ DEEP = json.loads("[" * 900 + "]" * 900)
     "more",
     [
         {"metadata": {"a": DEEP}}, {"tools": DEEP}, {"stop": [""]}, {"stop": ["a"] * 300}, {"stop": ["\ud800"]},
-        {"seed": 10**400}, {"seed": -(2**63)}, {"seed": 2**64}, {"max_tokens": 10**400},
+        {"seed": 10**400}, {"seed": -(2**63)}, {"seed": 2**64}, {"max_tokens": 10**400, "stop": ["m", "z"]},
         {"temperature": 10**400}, {"temperature": 1e308}, {"top_p": -1}, {"top_k": 2**63}, {"top_k": -1},
         {"candidates": 10**30}, {"where": ["source=" + "*" * 500]}, {"where": ["=", "a=b=c"]},
         {"where": ["source=\x00"]},
@@ -234,16 +226,16 @@ DEEP = json.loads("[" * 900 + "]" * 900)
     ],
     ids=lambda more: repr(more)[:40],
 )  # fmt: skip
-def test_no_parameter_breaks_the_server(hurried, more):
-    [status] = statuses(hurried.send(post(asked(stream=True, **more))))
+def test_no_parameter_breaks_the_server(patient, more):
+    [status] = statuses(patient.send(post(asked(stream=True, **more))))
     assert status < 500
 
 
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx", "a" * 9000]
 )
-def test_other_kinds_of_bodies_are_refused(hurried, kind):
-    assert statuses(hurried.send(post(asked(), kind=kind))) == [415]
+def test_other_kinds_of_bodies_are_refused(patient, kind):
+    assert statuses(patient.send(post(asked(), kind=kind))) == [415]
 
 
 # uploads
@@ -274,74 +266,69 @@ def part(name, content=b"text"):
     ],
     ids=lambda body: repr(body[50:90]),
 )  # fmt: skip
-def test_a_form_that_is_none_leaves_nothing(hurried, folder, body):
-    assert statuses(hurried.send(form(body))) == [400]
+def test_a_form_that_is_none_leaves_nothing(patient, folder, body):
+    assert statuses(patient.send(form(body))) == [400]
     assert {path.name for path in (folder / "jobs").iterdir()} <= {"lock", "journal.json"}
     assert not (folder.parent / "up.txt").exists()
 
 
-def test_a_form_without_end_is_refused(hurried, folder):
-    with hurried.connect() as connection:
-        connection.sendall(form(b"", "transfer-encoding: chunked\r\n", length=False))
+MORE = "content-length: 4000\r\n"
+
+
+@pytest.mark.parametrize(("request_of", "data"), [(post, b" "), (form, part("a.txt"))], ids=["body", "form"])
+def test_a_body_of_chunks_without_end_is_refused(patient, folder, request_of, data):
+    with patient.connect() as connection:
         with suppress(ConnectionError):
+            connection.sendall(request_of(b"", "transfer-encoding: chunked\r\n", length=False))
             while not select.select([connection], [], [], 0)[0]:
-                connection.sendall(b"400\r\n" + part("a.txt").ljust(1024) + b"\r\n")
+                connection.sendall(b"400\r\n" + data.ljust(1024) + b"\r\n")
         assert statuses(received(connection)) in ([413], [400], [])  # a reset may overtake the answer
-    with hurried.connect() as connection:
-        connection.sendall(form(part("a.txt"), "content-length: 4000\r\n", length=False))
-        assert statuses(dripped(connection, b"drop")) == [408]
     assert {path.name for path in (folder / "jobs").iterdir()} <= {"lock", "journal.json"}
 
 
 # slowness
 
 
-def dripped(connection, data):
-    """All that comes back while the client sends `data`, again and again, byte by byte."""
-    while True:
-        for byte in data:
+def dripped(connection, first, data):
+    """All that comes back while the client sends `first`, and then `data` again and again, byte by byte."""
+    with suppress(ConnectionError):
+        connection.sendall(first)
+        for byte in itertools.cycle(data):
             if select.select([connection], [], [], 0.01)[0]:
-                return received(connection)
-            try:
-                connection.sendall(bytes([byte]))
-            except ConnectionError:
-                return received(connection)
+                break
+            connection.sendall(bytes([byte]))
+    return received(connection)
 
 
-def test_headers_that_do_not_end_are_hung_up_on(hurried):
-    with hurried.connect() as connection:
-        connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n")
-        assert dripped(connection, b"x-a: b\r\n") == b""
+@pytest.mark.parametrize("first", [b"", b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n"])
+def test_headers_that_do_not_end_are_hung_up_on(hurried_heads, first):
+    with hurried_heads.connect() as connection:
+        assert (dripped(connection, first, b"x-a: b\r\n") if first else received(connection)) == b""
 
 
-def test_nothing_at_all_is_hung_up_on(hurried):
-    with hurried.connect() as connection:
-        assert received(connection) == b""
+def test_a_later_request_of_a_connection_has_no_more_time(hurried_heads):
+    for _ in waiting():
+        with hurried_heads.connect() as connection, suppress(ConnectionError):
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            if statuses(connection.recv(1 << 16)) == [200]:  # else this process was stopped meanwhile
+                assert statuses(dripped(connection, b"GET /v1/models HTTP/1.1\r\n", b"x-a: b\r\n")) == []
+                break
 
 
-def test_a_later_request_of_a_connection_has_no_more_time(hurried):
-    with hurried.connect() as connection:
-        connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        first = connection.recv(1 << 16)
-        assert statuses(first) == [200]
-        connection.sendall(b"GET /v1/models HTTP/1.1\r\n")
-        assert statuses(dripped(connection, b"x-a: b\r\n")) == []
+def test_a_body_that_does_not_end_is_told_so(hurried_bodies):
+    for part_of_one in (post(b"", MORE, length=False), form(part("a.txt"), MORE, length=False)):
+        with hurried_bodies.connect() as connection:
+            assert statuses(dripped(connection, part_of_one, b" drop")) == [408]
 
 
-def test_a_body_that_does_not_end_is_told_so(hurried):
-    with hurried.connect() as connection:
-        connection.sendall(post(b"", "content-length: 4000\r\n", length=False))
-        assert statuses(dripped(connection, b" ")) == [408]
-
-
-def test_an_answer_that_is_not_read_is_given_up(hurried):
+def test_an_answer_that_is_not_read_is_given_up(hurried_bodies):
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(PATIENCE)
-        connection.connect(hurried.address)
+        connection.connect(hurried_bodies.address)
         poll = select.poll()
         poll.register(connection, 0)  # tells of the end alone
-        many = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
+        many = b"GET /page/purify.min.js HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
         connection.setblocking(False)
         for _ in waiting():
             if poll.poll(10):
@@ -379,44 +366,43 @@ def test_an_answer_that_is_not_read_is_given_up(hurried):
     ],
     ids=lambda each: repr(each)[:40],
 )  # fmt: skip
-def test_what_is_no_request_is_refused(hurried, data):
-    [status] = statuses(hurried.send(data, half=True))
+def test_what_is_no_request_is_refused(patient, data):
+    [status] = statuses(patient.send(data, half=True))
     assert 400 <= status < 500
 
 
-def test_requests_in_a_row_are_answered_in_a_row(hurried):
+def test_requests_in_a_row_are_answered_in_a_row(patient):
     many = [b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n", post(asked(), close=False), post(b"{", close=False)]
-    assert statuses(hurried.send(b"".join(many) + get("/none"))) == [200, 200, 400, 404]
-
-
-def test_garbage_after_a_request_that_runs_ends_the_connection(hurried):
-    for stream in (False, True):
-        with hurried.connect() as connection:
-            connection.sendall(post(asked(stream=stream, max_tokens=24), close=False) + b"\x00garbage\r\n\r\n")
-            assert statuses(received(connection)) in ([200, 400], [200], [])
+    assert statuses(patient.send(b"".join(many) + get("/none"))) == [200, 200, 400, 404]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_body_that_breaks_while_it_is_read_is_refused(hurried, stream):
+def test_garbage_after_a_request_that_runs_ends_the_connection(patient, stream):
+    answer = patient.send(post(asked(stream=stream, max_tokens=24), close=False) + b"\x00garbage\r\n\r\n")
+    assert statuses(answer) in ([200, 400], [200], [])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_that_breaks_while_it_is_read_is_refused(patient, stream):
     body = asked(stream=stream)
-    with hurried.connect() as connection:
+    with patient.connect() as connection:
         connection.sendall(post(b"%x\r\n%b\r\n" % (len(body), body), "transfer-encoding: chunked\r\n", length=False))
         connection.sendall(b"zz\r\n")
         assert statuses(received(connection)) == [400]
 
 
-def test_http_1_0(hurried):
+def test_http_1_0(patient):
     body = asked(stream=True)
     head = f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
-    answer = hurried.send(head.encode() + b"\r\n\r\n" + body)
+    answer = patient.send(head.encode() + b"\r\n\r\n" + body)
     assert answer.startswith(b"HTTP/1.1 200")
     assert b"transfer-encoding" not in answer.lower()
     assert answer.endswith(b"data: [DONE]\n\n")
-    assert statuses(hurried.send(b"GET /healthz HTTP/1.0\r\nhost: localhost\r\n\r\n")) == [200]
+    assert statuses(patient.send(b"GET /healthz HTTP/1.0\r\nhost: localhost\r\n\r\n")) == [200]
 
 
-def test_a_client_that_waits_for_leave_gets_it(hurried):
-    with hurried.connect() as connection:
+def test_a_client_that_waits_for_leave_gets_it(patient):
+    with patient.connect() as connection:
         body = asked()
         connection.sendall(post(b"", f"expect: 100-continue\r\ncontent-length: {len(body)}\r\n", length=False))
         assert statuses(connection.recv(1 << 16)) == [100]
@@ -424,9 +410,9 @@ def test_a_client_that_waits_for_leave_gets_it(hurried):
         assert statuses(received(connection)) == [200]
 
 
-def test_an_upgrade_is_not_made(hurried):
+def test_an_upgrade_is_not_made(patient):
     wanted = "connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: a\r\n"
-    answer = hurried.send(f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n{wanted}\r\n".encode(), half=True)
+    answer = patient.send(f"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n{wanted}\r\n".encode(), half=True)
     assert 101 not in statuses(answer)
 
 
@@ -514,8 +500,8 @@ def test_idle_connections_are_counted_by_address():
         "/%", "/%zz", "/v1//models",
     ],
 )  # fmt: skip
-def test_no_path_leads_out(hurried, path):
-    answer = hurried.send(get(path))
+def test_no_path_leads_out(patient, path):
+    answer = patient.send(get(path))
     [status] = statuses(answer)
     assert status in (200, 307, 400, 404, 422)
     assert b"root:" not in answer
@@ -549,23 +535,23 @@ def test_a_page_that_may_ask_is_told_so_and_reads_refusals(keyed, key):
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "https://page.example.evil.example", "*"])
-def test_another_page_is_not(keyed, hurried, origin):
-    for server in (keyed, hurried):
+def test_another_page_is_not(keyed, patient, origin):
+    for server in (keyed, patient):
         assert b"access-control-allow-origin" not in preflight(server, origin)
         assert b"access-control-allow-origin" not in server.send(get("/healthz", f"origin: {origin}\r\n")).lower()
 
 
-def test_head_tells_the_headers_of_get_and_options_are_not_answered(hurried):
+def test_head_tells_the_headers_of_get_and_options_are_not_answered(patient):
     """Load balancers ask so whether a server lives."""
     for path in ("/healthz", "/", "/v1/models", "/none"):
-        result = hurried.send(get(path))
+        result = patient.send(get(path))
         body = result.partition(b"\r\n\r\n")[2]
-        answer = hurried.send(get(path).replace(b"GET", b"HEAD", 1))
+        answer = patient.send(get(path).replace(b"GET", b"HEAD", 1))
         assert statuses(answer) == statuses(result)
         assert answer.endswith(b"\r\n\r\n")
         assert b"content-length: %d\r\n" % len(body) in answer
     for method in ("OPTIONS", "PUT", "DELETE", "PATCH"):
-        answer = hurried.send(get("/v1/models").replace(b"GET", method.encode()))
+        answer = patient.send(get("/v1/models").replace(b"GET", method.encode()))
         assert statuses(answer)[0] in (405, 415)
 
 

@@ -18,10 +18,13 @@ from ragkv.server.local import FOLDER, is_free
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = "from ragkv.cli.main import main; main()"
-LOADED = """
+PROGRAM = """
 import sys
 from ragkv.cli.main import main
+from ragkv.server import local
+local.ANSWER_SECONDS = 600.0  # however busy the machine is
+"""
+LOADED = f"""{PROGRAM}
 try:
     main()
 finally:
@@ -40,7 +43,7 @@ def run(index, tmp_path):
     """Type a command; its log goes below the test's folder."""
     around = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
 
-    def typed(*words, program=PROGRAM):
+    def typed(*words, program=f"{PROGRAM}\nmain()"):
         command = [sys.executable, "-c", program, *map(str, words), "--index", str(index)]
         return subprocess.run(command, capture_output=True, text=True, env=around, check=False)
 

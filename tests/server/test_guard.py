@@ -7,7 +7,7 @@ import logging
 import stat
 
 import pytest
-from guarded import guarded
+from guarded import guarded, post_scope
 
 from ragkv.errors import ConfigError, UsageError
 from ragkv.server.settings import Keys, ServerSettings, add_key, named_folders
@@ -140,8 +140,8 @@ def test_a_large_body_is_refused(call, pieces, status):
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("/v1/chat/completions", b"application/json"),
-        ("/api/indexes/two/documents", b"multipart/form-data; boundary=X"),
+        ("/v1/chat/completions", "application/json"),
+        ("/api/indexes/two/documents", "multipart/form-data; boundary=X"),
     ],
 )
 def test_a_body_that_does_not_come_is_refused(app, rag, path, kind):
@@ -154,12 +154,7 @@ def test_a_body_that_does_not_come_is_refused(app, rag, path, kind):
         async def send(message):
             found.append(message)
 
-        scope = {
-            "type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": "",
-            "headers": [(b"content-type", kind)], "http_version": "1.1", "scheme": "http",
-            "raw_path": b"/", "server": ("localhost", 80), "client": None, "asgi": {"version": "3.0"},
-        }  # fmt: skip
-        await guarded(app, body_seconds=0.0)(scope, receive, send)
+        await guarded(app, body_seconds=0.0)(post_scope(path, kind), receive, send)
 
     asyncio.run(tracker())
     assert found[0]["status"] == 408

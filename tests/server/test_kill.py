@@ -35,7 +35,7 @@ def ended(client, job):
 
 
 def asking(child):
-    return httpx.Client(base_url=f"{child.live.root}/api/indexes/own", timeout=10 * PATIENCE)
+    return httpx.Client(base_url=f"{child.live.root}/api/indexes/own", timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("commits", [pytest.param(0, marks=pytest.mark.nightly), 3])

@@ -9,12 +9,10 @@ import stat
 from types import SimpleNamespace
 
 import pytest
+from live import PATIENCE
 
 from ragkv.server import local
 from ragkv.server.local import FOLDER, LocalSocket, connect, is_free
-
-PATIENCE = 600.0
-
 
 OTHER = os.geteuid() + 1
 

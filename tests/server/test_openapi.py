@@ -6,16 +6,14 @@ import shutil
 from contextlib import closing
 from unittest.mock import patch
 
-import numpy as np
 import pytest
-from guarded import guarded
+from guarded import Lengths, guarded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY
 
 from ragkv import RagKV
 from ragkv.ingest import from_bytes
-from ragkv.retrievers import Embedding
 from ragkv.server.app import make_app
 from ragkv.server.jobs import JobManager
 from ragkv.server.metrics import ConcurrencyLimiter
@@ -54,21 +52,6 @@ MODES = {
     "fitting": schemathesis.GenerationMode.POSITIVE,
     "not fitting": schemathesis.GenerationMode.NEGATIVE,
 }
-
-
-class Lengths:
-    """An embedder and a reranker."""
-
-    modes = frozenset({"dense"})
-
-    def embed_documents(self, texts):
-        return Embedding(dense=np.array([[len(text), 1] for text in texts], dtype=np.float32))
-
-    def embed_query(self, text):
-        return self.embed_documents([text])
-
-    def score(self, question, texts):
-        return [float(len(text)) for text in texts]
 
 
 @pytest.fixture(scope="module")

@@ -7,23 +7,13 @@ from dataclasses import replace
 from urllib.parse import quote
 
 import pytest
+from guarded import events
 from heldmodel import HeldModel
 
 from ragkv import RagKV
-from ragkv.errors import RetrievalError
-from ragkv.index.answer import AnswerStream
 from ragkv.index.batch import AsyncAnswerStream
 
 QUESTION = "Who founded Halden Works?"
-
-
-def events(response):
-    """Pairs of name and data of a stream."""
-    found = []
-    for block in filter(None, response.text.split("\n\n")):
-        name, data = block.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found
 
 
 def untimed(payload):
@@ -221,16 +211,7 @@ def test_a_question_that_cannot_be_answered_is_told_why(ask, change, status, par
     assert error["message"]
 
 
-def test_an_error_under_way_is_an_event(ask, monkeypatch):
-    whole = AnswerStream._run
-
-    def torn(self):
-        for count, piece in enumerate(whole(self)):
-            if count == 2:
-                raise RetrievalError("It broke.")
-            yield piece
-
-    monkeypatch.setattr(AnswerStream, "_run", torn)
+def test_an_error_under_way_is_an_event(ask, torn):
     found = events(ask(stream=True))
     assert found[0][0] == "sources"
     assert found[-1] == (

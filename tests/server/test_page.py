@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import threading
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
@@ -21,8 +20,7 @@ from live import live
 from ragkv import RagKV
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.ingest import from_bytes
-from ragkv.ingest.ingester import Ingester
-from ragkv.server.settings import Keys, add_key
+from ragkv.server.settings import Keys
 
 pytestmark = pytest.mark.slow
 
@@ -41,12 +39,6 @@ VIEWS = [
     pytest.param(("light", PHONE), id="phone", marks=pytest.mark.nightly),
     pytest.param(("dark", PHONE), id="dark-phone", marks=pytest.mark.nightly),
 ]
-
-
-@pytest.fixture(scope="module")
-def key(tmp_path_factory):
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    return path, add_key(path, "ann")
 
 
 @pytest.fixture(scope="module")
@@ -613,20 +605,11 @@ def test_files_are_dropped_watched_asked_about_and_deleted(page, rag):
     assert rag.store.document("stdin:kesk.md") is None
 
 
-def test_an_upload_that_waits_is_cancelled(page, rag, monkeypatch):
-    begun, go = threading.Event(), threading.Event()
-    run = Ingester.run
-
-    def waiting(ingester, *arguments, **more):
-        begun.set()
-        assert go.wait(600)
-        return run(ingester, *arguments, **more)
-
-    monkeypatch.setattr(Ingester, "run", waiting)
+def test_an_upload_that_waits_is_cancelled(page, rag, held):
     try:
         page.get_by_role("link", name="Documents").click()
         page.locator("#files").set_input_files({"name": "a.txt", "mimeType": "text/plain", "buffer": b"One."})
-        assert begun.wait(600)
+        assert held.begun.wait(600)
         first = page.locator(".job", has_text="a.txt").first  # the latest
         shown(first.locator("progress")).to_have_attribute("aria-label", "Progress of a.txt")
         shown(first.locator(".job-state")).to_have_text("Encoding, 0 %")
@@ -638,7 +621,7 @@ def test_an_upload_that_waits_is_cancelled(page, rag, monkeypatch):
         page.reload()  # who comes back sees what still runs
         shown(first.locator(".job-state")).to_have_text("Encoding, 0 %")
     finally:
-        go.set()
+        held.go.set()
     shown(first.locator(".job-state")).to_contain_text("1 added")
     assert rag.store.document("stdin:b.txt") is None
     rag.delete("stdin:a.txt")

@@ -9,8 +9,6 @@ import socket
 import pytest
 from clichild import CliChild
 
-from ragkv.server.settings import add_key
-
 pytestmark = pytest.mark.slow
 
 openai = pytest.importorskip("openai")
@@ -18,19 +16,9 @@ ASKED = {"messages": [{"role": "user", "content": "Who founded Halden Works?"}],
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory):
-    return tmp_path_factory.mktemp("keys") / "keys"
-
-
-@pytest.fixture(scope="module")
-def key(keys):
-    return add_key(keys, "ann")
-
-
-@pytest.fixture(scope="module")
-def url(folder, keys, key):
+def url(folder, key):
     """Where a server answers, which Ctrl-C ends in the end."""
-    words = ("--index", f"two={folder}", "--index", f"again={folder}", "--keys", keys)
+    words = ("--index", f"two={folder}", "--index", f"again={folder}", "--keys", key[0])
     server = CliChild("serve", "--port", 0, "--device", "cpu", *words)
     yield server.line().split()[-1]
     code, _, message = server.end(signal.SIGINT)
@@ -39,16 +27,7 @@ def url(folder, keys, key):
 
 @pytest.fixture
 def client(url, key):
-    return openai.OpenAI(base_url=url, api_key=key, max_retries=0)
-
-
-def test_openai_asks(client, rag):
-    expected = rag.query("Who founded Halden Works?", max_new_tokens=6)
-    result = client.chat.completions.create(model="ragkv/two", **ASKED)
-    assert result.choices[0].message.content == expected.text
-    assert result.choices[0].message.annotations[0].url_citation.title
-    assert result.sources[0]["chunk_id"] == expected.sources[0].chunk_id
-    assert result.usage.prompt_tokens > result.usage.prompt_tokens_details.cached_tokens > 0
+    return openai.OpenAI(base_url=url, api_key=key[1], max_retries=0)
 
 
 def test_openai_streams(client, rag):
@@ -64,7 +43,7 @@ def test_openai_asks_many_at_once(url, key, rag):
     expected = [rag.query("Who founded Halden Works?", engine=engine, max_new_tokens=6).text for engine in engines]
 
     async def ask():
-        async with openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as asker:
+        async with openai.AsyncOpenAI(base_url=url, api_key=key[1], max_retries=0) as asker:
             asked = (asker.chat.completions.create(model=f"ragkv/two:{engine}", **ASKED) for engine in engines)
             return [result.choices[0].message.content for result in await asyncio.gather(*asked)]
 

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 
 import pytest
@@ -14,9 +13,7 @@ from live import PATIENCE, live, received
 from servechild import ServeChild
 
 from ragkv import RagKV
-from ragkv.index.answer import AnswerStream
 from ragkv.server import app
-from ragkv.server.settings import ServerLimits
 
 pytestmark = pytest.mark.slow
 
@@ -24,28 +21,11 @@ QUESTION = "Who founded Halden Works?"
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """Answers wait after their second piece, until the event is set or they are cancelled."""
-    whole, resume = AnswerStream._run, threading.Event()
-
-    def run(self):
-        for count, piece in enumerate(whole(self)):
-            if count == 2:
-                for _ in range(int(PATIENCE * 100)):
-                    if resume.wait(0.01) or self._cancelled.is_set():
-                        break
-            yield piece
-
-    monkeypatch.setattr(AnswerStream, "_run", run)
-    yield resume
-    resume.set()
-
-
-@pytest.fixture
 def serve(folder, monkeypatch):
-    monkeypatch.setattr(app, "GRACE", 1)
+    """A server; `grace` is the time that its connections have to bring their last word when it stops."""
 
-    def served(**settings):
+    def served(*, grace=int(PATIENCE), **settings):
+        monkeypatch.setattr(app, "GRACE", grace)
         return live({"two": RagKV.open(folder, device="cpu")}, **settings)
 
     return served
@@ -70,7 +50,7 @@ def asked(server, *, stream, model="two"):
     return connection
 
 
-def test_streams_finish(serve, ask, held):
+def test_streams_finish(serve, ask, stopped):
     with serve(stop_seconds=int(PATIENCE)) as server:
         streams = [ask(server, stream=True) for _ in range(4)]
         server.stop()
@@ -79,7 +59,7 @@ def test_streams_finish(serve, ask, held):
                 server.connect().close()
             except OSError:
                 break
-        held.set()
+        stopped.set()
         for connection in streams:
             result = received(connection)
             assert b'"finish_reason":"length"' in result
@@ -87,7 +67,7 @@ def test_streams_finish(serve, ask, held):
             assert b'"error"' not in result
 
 
-def test_streams_that_do_not_finish_are_told_why(serve, ask, held, caplog):
+def test_streams_that_do_not_finish_are_told_why(serve, ask, stopped, caplog):
     with serve(stop_seconds=0) as server:
         streams = [ask(server, stream=True) for _ in range(4)]
         whole = ask(server, stream=False)
@@ -109,7 +89,7 @@ def test_streams_that_do_not_finish_are_told_why(serve, ask, held, caplog):
 
 def test_whoever_only_waits_holds_up_nothing(serve, caplog):
     """Connections without a request, with half of its head, with half of its body, and with one that is not read."""
-    with serve(stop_seconds=0, limits=ServerLimits(head_seconds=PATIENCE, body_seconds=PATIENCE)) as server:
+    with serve(stop_seconds=0, grace=0) as server:
         begun = [server.connect() for _ in range(4)]
         begun[1].sendall(b"GET /v1/models HTTP/1.1\r\n")
         head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -129,28 +109,31 @@ def test_whoever_only_waits_holds_up_nothing(serve, caplog):
 
 def test_a_process_ends_whatever_runs(folder):
     """An answer that never comes to its next token."""
-    child = ServeChild(folder, 0, stop_seconds=0)
+    child = ServeChild(folder, 0, stop_seconds=0, grace=0.2)
     try:
         with asked(child.live, stream=True, model="own") as connection:
-            assert child.stop() == 0
+            assert child.stop() in (0, -signal.SIGALRM)  # the second, if the process was stopped for that long itself
             received(connection)
     finally:
         child.kill()
 
 
 @pytest.mark.parametrize(
-    ("busy", "status"),
+    ("busy", "seconds", "status"),
     [
-        ("threading.Event().wait()", 0),
-        ("while True: pass", 0),
-        ("re.match('(a+)+$', 'a' * 99 + 'b')", -signal.SIGALRM),  # holds the interpreter: the system ends it
+        ("threading.Event().wait()", (0.1, 600), 0),
+        ("while True: pass", (0.1, 600), 0),
+        ("re.match('(a+)+$', 'a' * 99 + 'b')", (600, 0.1), -signal.SIGALRM),  # holds the interpreter
     ],
 )
-def test_the_last_second_comes_even_if_no_thread_may_run(busy, status):
+def test_the_last_second_comes_even_if_no_thread_may_run(busy, seconds, status):
+    """A thread of the process ends it; if none may run, the system does, which gives it a second more for that."""
+    assert app.LastSecond(0.5)._alarm == 1.5
     code = f"""
 import re, threading
 from ragkv.server.app import LastSecond
-last = LastSecond(0.5)
+last = LastSecond({seconds[0]})
+last._alarm = {seconds[1]}
 last.begin()
 def work():
     {busy}

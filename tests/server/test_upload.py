@@ -13,7 +13,7 @@ from urllib.parse import quote
 import docx
 import pytest
 from fpdf import FPDF
-from guarded import guarded
+from guarded import events, guarded
 from heldmodel import HeldModel
 
 from ragkv import RagKV
@@ -78,30 +78,6 @@ def ended(call):
         return last["job"]
 
     return wait
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Holds ingests at their first document: wait for `begun`, then set `go`."""
-
-    class Held:
-        begun, go = threading.Event(), threading.Event()
-
-    run = Ingester.run
-
-    def waiting(ingester, *arguments, **more):
-        Held.begun.set()
-        assert Held.go.wait(600)
-        return run(ingester, *arguments, **more)
-
-    monkeypatch.setattr(Ingester, "run", waiting)
-    yield Held
-    Held.go.set()
-
-
-def events(response):
-    blocks = [block.split("\n") for block in response.text.split("\n\n") if block and not block.startswith(":")]
-    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
 
 
 def names(rag):
@@ -546,9 +522,9 @@ def test_a_damaged_journal_is_begun_anew(own, call, send, ended, journal):
 
 
 def test_a_large_journal_is_read_as_far_as_a_server_writes_one(own, call):
-    """Whoever made the index wrote it: 15 MB of jobs, or one job of as many files."""
+    """Whoever made the index wrote it: 1.5 MB of jobs, or one job of as many files."""
     job = {"files": [], "done": 0, "total": 0, "report": None, "error": None, "created": 0, "ended": 1}
-    many = [{"before": {}, "job": {**job, "id": f"{n:016x}", "state": "done"}} for n in range(80_000)]
+    many = [{"before": {}, "job": {**job, "id": f"{n:016x}", "state": "done"}} for n in range(8000)]
     (own.folder / "jobs").mkdir()
     (own.folder / "jobs" / "journal.json").write_text(json.dumps({"format": 1, "jobs": many}))
     result = call("GET", JOBS).json()["jobs"]
@@ -558,7 +534,7 @@ def test_a_large_journal_is_read_as_far_as_a_server_writes_one(own, call):
 
 def test_a_job_of_more_files_than_are_taken_is_none(own, call):
     job = {"done": 0, "total": 0, "report": None, "error": None, "created": 0, "ended": None}
-    row = {"before": {}, "job": {**job, "id": "0" * 16, "state": "running", "files": ["a"] * 1_000_000}}
+    row = {"before": {}, "job": {**job, "id": "0" * 16, "state": "running", "files": ["a"] * 100_000}}
     (own.folder / "jobs").mkdir()
     (own.folder / "jobs" / "journal.json").write_text(json.dumps({"format": 1, "jobs": [row]}))
     assert call("GET", JOBS).json() == {"jobs": []}
@@ -594,25 +570,3 @@ def test_what_looks_after_an_index_leaves_jobs_alone(own, send, ended, tmp_path)
     assert not (tmp_path / "copy" / "jobs").exists()
     with RagKV.open(tmp_path / "copy", device="cpu") as copy:
         assert "a.txt" in names(copy)
-
-
-def test_an_index_that_was_deleted_hides_no_other_and_stops_with_its_server(
-    own, folder, limiter, desk_of, call_on, tmp_path, caplog
-):
-    """Somebody deletes its folder while a server is up."""
-    lost = shutil.copytree(folder, tmp_path / "lost", ignore=shutil.ignore_patterns("jobs"))
-    with RagKV.open(lost, device="cpu") as rag:
-        desk = desk_of(lost=rag, own=own)
-        app = make_app(ServedIndexes({"lost": rag, "own": own}), limiter, desk)
-        desk.queue("lost")
-        shutil.rmtree(lost)
-        result = call_on(app, "GET", "/api/indexes")
-        assert [each["name"] for each in result.json()["indexes"]] == ["own"]
-        for method, path in (("GET", "documents"), ("POST", "query"), ("DELETE", "documents/a"), ("GET", "chunks/a")):
-            body = {"json": {"question": "What does Bolt Ltd make?"}} if method == "POST" else {}
-            answer = call_on(app, method, f"/api/indexes/lost/{path}", **body)
-            assert answer.status_code >= 400
-            assert answer.json()["error"]["message"]
-        desk.close()
-        assert not lost.exists()
-    assert [record.getMessage() for record in caplog.records if record.exc_info] == []

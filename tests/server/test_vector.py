@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 import httpx
 import numpy as np
 import pytest
-from guarded import guarded
+from guarded import guarded, post_scope
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,13 +125,7 @@ def asked(path, body, gone=None):
     async def send(message):
         answer.append(message)
 
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "server": ("localhost", 80), "client": ("localhost", 1),
-        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
-    }  # fmt: skip
-    return scope, receive, send, answer
+    return post_scope(path), receive, send, answer
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
@@ -182,7 +176,8 @@ def test_questions_are_answered_beside_embeddings_and_a_full_executor(app, limit
             await asyncio.to_thread(held.begun.wait, WAIT)
             asyncio.get_running_loop()._default_executor = Refusing()
             chat = await client.post("/v1/chat/completions", json=question)
-            own = await client.post("/api/indexes/two/query", json={"question": "Who founded Halden Works?"})
+            body = {"question": "Who founded Halden Works?", "max_new_tokens": 3}
+            own = await client.post("/api/indexes/two/query", json=body)
             assert not held.go_on.is_set()
             held.go_on.set()
             return [chat.status_code, own.status_code, *[(await each).status_code for each in beside]]

@@ -12,7 +12,7 @@ ARGUMENTS = [
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),
 ]
-PATIENCE = 60_000
+PATIENCE = 600_000
 """Milliseconds after which a test that waits for the page fails."""
 
 

@@ -13,13 +13,15 @@ __all__ = ["ServeChild"]
 
 class ServeChild:
     """`run_server` over the index in `folder`. With `commits`, ingests hold still after so many, and answers after
-    their second piece. `stop_seconds` as the server's.
+    their second piece. `stop_seconds` and `grace` as the server's.
     """
 
-    def __init__(self, folder: Path, commits: int | None = None, *, stop_seconds: int = 20) -> None:
+    def __init__(self, folder: Path, commits: int | None = None, *, stop_seconds: int = 20, grace: float = 600) -> None:
         context = forkserver()
         self._pipe, there = context.Pipe(duplex=False)
-        self.process = context.Process(target=_serve, args=(there, str(folder), commits, stop_seconds), daemon=True)
+        self.process = context.Process(
+            target=_serve, args=(there, str(folder), commits, stop_seconds, grace), daemon=True
+        )
         self.process.start()
         there.close()
         self.live = Live(self.heard(), self.process.terminate)
@@ -40,13 +42,13 @@ class ServeChild:
         return self.process.exitcode
 
 
-def _serve(there, folder, commits, stop_seconds):
+def _serve(there, folder, commits, stop_seconds, grace):
     import torch
 
     from ragkv import RagKV
     from ragkv.index.answer import AnswerStream
     from ragkv.ingest import ingester
-    from ragkv.server.app import run_server
+    from ragkv.server import app
     from ragkv.server.schemas import ServedIndexes
     from ragkv.server.settings import ServerSettings
 
@@ -55,7 +57,8 @@ def _serve(there, folder, commits, stop_seconds):
         ingester.BATCH_TOKENS = 64  # a document or two
         _hold(ingester.Ingester, "_commit", commits, lambda: there.send("held"))
         _hold_answers(AnswerStream)
-    run_server(
+    app.GRACE = grace
+    app.run_server(
         ServedIndexes({"own": RagKV.open(folder, device="cpu")}),
         ServerSettings(port=0, stop_seconds=stop_seconds),
         there.send,
