@@ -11,14 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from rankthreads import WAIT
 
 from ragkv.config import IndexConfig
 from ragkv.distributed.group import Handshake, Heartbeat, meet, require_alike
 from ragkv.distributed.session import Session, settings_to_compare
 from ragkv.errors import RanksError
 from ragkv.runtime import RuntimeLimits
-
-WAIT = 600.0
 
 
 class Store:

@@ -17,7 +17,16 @@ import torch.distributed as dist
 from ragkv import RagKV
 
 QUESTION = "Who founded Kesk Mills?"
-WAIT = 300
+WAIT = 600
+START = """
+import runpy, sys
+from pathlib import Path
+from ragkv.distributed.group import Heartbeat
+
+gone = Path(sys.argv.pop(1))
+Heartbeat._gone = property(lambda watch: float(gone.read_text()), lambda watch, seconds: None)
+runpy.run_module("ragkv.distributed", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +44,27 @@ def index(tmp_path_factory, model_folder):
 class Ranks:
     """Processes that meet in a store of this one, as those of torchrun do; or in rank 0's, with `own_store`."""
 
-    def __init__(self, size, *, own_store=False):
+    def __init__(self, size, folder, *, own_store=False):
+        self._gone = folder / "gone"
+        self.lost_after(WAIT)
         store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
         self.port, self.store = store.port, None if own_store else store
         self.size, self.running = size, []
 
+    def lost_after(self, seconds):
+        """The seconds without a sign after which a rank is lost: longer than a machine is busy, until one has gone."""
+        new = self._gone.with_suffix(".new")
+        new.write_text(str(seconds))
+        new.replace(self._gone)
+
     def start(self, rank, index, *more):
         result = {"RANK": rank, "WORLD_SIZE": self.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
         result |= {"TORCHELASTIC_USE_AGENT_STORE": self.store is not None, "OMP_NUM_THREADS": 1}
+        result |= {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # as it is set before torch is loaded
         command = ["query", "-", "--index", index, "--engine", "block", "--max-new-tokens", "4", "--json", *more]
+        command += ["--timeout", WAIT, "--patience", WAIT]
         process = subprocess.Popen(
-            [sys.executable, "-m", "ragkv.distributed", *map(str, command)],
+            [sys.executable, "-c", START, *map(str, [self._gone, *command])],
             env=os.environ | {name: str(value) for name, value in result.items()},
             stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -57,8 +76,8 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(size, **more):
-    ranks = Ranks(size, **more)
+def ranks_of(size, folder, **more):
+    ranks = Ranks(size, folder, **more)
     try:
         yield ranks
     finally:
@@ -78,14 +97,15 @@ def message(process):
     return process.returncode, out, err
 
 
-def test_a_killed_rank_is_named(index):
+def test_a_killed_rank_is_named(index, tmp_path):
     folder, wanted = index
-    with ranks_of(2) as ranks:
+    with ranks_of(2, tmp_path) as ranks:
         first, second = ranks.start(0, folder), ranks.start(1, folder)
         ask(first)
         assert json.loads(first.stdout.readline())["answer"] == wanted
         second.kill()
         second.wait()
+        ranks.lost_after(2.5)
         # it notices by itself: its standard input stays open, and nothing is asked
         first.wait(WAIT)
         code, out, err = message(first)
@@ -94,18 +114,19 @@ def test_a_killed_rank_is_named(index):
 
 
 @pytest.mark.nightly
-def test_a_hanging_rank_is_named_and_one_started_again_joins(index):
+def test_a_hanging_rank_is_named_and_one_started_again_joins(index, tmp_path):
     folder, wanted = index
-    more = ("--keep", "--timeout", "10")
-    with ranks_of(3) as ranks:
-        first, second, third = (ranks.start(rank, folder, *more) for rank in range(3))
+    with ranks_of(3, tmp_path) as ranks:
+        first, second, third = (ranks.start(rank, folder, "--keep") for rank in range(3))
         ask(first)
         assert json.loads(first.stdout.readline())["answer"] == wanted
         second.send_signal(signal.SIGSTOP)
+        ranks.lost_after(2.5)
         ask(first)
         assert "ank 1 (" in json.loads(first.stdout.readline())["error"]
         second.kill()
-        ranks.start(1, folder, *more)
+        ranks.lost_after(WAIT)
+        ranks.start(1, folder, "--keep")
         ask(first)
         assert json.loads(first.stdout.readline())["answer"] == wanted
         first.stdin.close()
@@ -121,7 +142,7 @@ def test_a_rank_with_another_model_is_named(index, tmp_path, make_folder, own_st
     (tmp_path / "a.txt").write_text("Bolt Ltd makes valves.")
     with RagKV.create(tmp_path / "other", model=str(make_folder("qwen3")), device="cpu", chunk_tokens=128) as made:
         made.ingest(tmp_path / "a.txt")
-    with ranks_of(3, own_store=own_store) as ranks:
+    with ranks_of(3, tmp_path, own_store=own_store) as ranks:
         for process in [ranks.start(rank, each) for rank, each in enumerate((folder, tmp_path / "other", folder))]:
             code, out, err = message(process)
             assert (code, out) == (1, "")

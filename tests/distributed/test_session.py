@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 
 import pytest
 import torch.distributed as dist
-from rankthreads import on_ranks
+from rankthreads import WAIT, on_ranks
 
-import ragkv.retrievers
 from ragkv import RagKV
 from ragkv.config import IndexConfig
 from ragkv.distributed import sharding
@@ -19,7 +17,6 @@ from ragkv.errors import RagkvError, RanksError, RetrievalError, UsageError
 from ragkv.index.answer import AnswerStream, validate_task
 from ragkv.index.contexts import Contexts
 from ragkv.index.search import search_settings
-from ragkv.model import self_check
 from ragkv.runtime import Runtime
 
 FACTS = {
@@ -32,18 +29,6 @@ FACTS = {
 SHARDS = [["halden", "orrin", "sella"], [], ["bolt", "kesk"]]  # one is empty, none of equal size
 QUESTION = "Who founded Kesk Mills?"
 MODES = ["bm25", "dense", "sparse", "colbert", "hybrid"]
-WAIT = 120.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once():
-    """The indexes of this file share their models: each rank of its own would load them for itself."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_check, "load_model", functools.cache(self_check.load_model))
-        for name in ("load_embedder", "load_reranker"):
-            once = functools.cache(getattr(ragkv.retrievers, name))
-            patch.setattr(ragkv.retrievers, name, once)
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +37,8 @@ def places(tmp_path_factory):
     for name, text in FACTS.items():
         (folder / f"{name}.txt").write_text(text)
     for place, names in [("whole", FACTS), *((f"shard-{rank}", names) for rank, names in enumerate(SHARDS))]:
-        with RagKV.create(folder / place, model="mini", dtype="float32", device="cpu", rerank=False) as made:
+        settings = {"dtype": "float32", "rerank": False, "tuning": {"mapreduce": {"summary_tokens": 4}}}
+        with RagKV.create(folder / place, model="mini", device="cpu", **settings) as made:
             if names:
                 made.ingest(*(folder / f"{name}.txt" for name in names))
     return folder
@@ -80,6 +66,12 @@ def together(indexes, work, *, shards=True):
     for thread in threads:
         thread.join()
     return found
+
+
+def answered(session, **options):
+    stream = session.stream(QUESTION, options)
+    list(stream)
+    return stream.answer
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +108,7 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
         found = [facts(backend._finder.find(QUESTION, each)) for each in settings]
         answers = []
         for engine in engines:
-            stream = session.stream(QUESTION, {"engine": engine, "max_new_tokens": 12})
-            for _ in stream:
-                continue
-            answers.append(stream.answer)
+            answers.append(answered(session, engine=engine, max_new_tokens=4))
         with pytest.raises(UsageError, match="No document"):
             backend._finder.find(QUESTION, search_settings(whole.config, 3, where=("source=nobody.txt",)))
         with pytest.raises(RetrievalError):
@@ -133,15 +122,12 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
         for theirs, mine in zip(rank[0], wanted, strict=True):
             same_but_for_noise(theirs, mine)
         for engine, answer in zip(engines, rank[1], strict=True):
-            mine = whole.query(QUESTION, engine=engine, max_new_tokens=12)
+            mine = whole.query(QUESTION, engine=engine, max_new_tokens=4)
             assert answer.text == mine.text
             assert [source.chunk_id for source in answer.sources] == [source.chunk_id for source in mine.sources]
             assert [source.tokens_won for source in answer.sources] == [source.tokens_won for source in mine.sources]
-            assert (answer.kv.hits, answer.kv.misses, answer.kv.tokens) == (
-                mine.kv.hits,
-                mine.kv.misses,
-                mine.kv.tokens,
-            )
+            for count in ("hits", "misses", "tokens"):
+                assert getattr(answer.kv, count) == getattr(mine.kv, count)
 
 
 def same_but_for_noise(theirs, mine):
@@ -159,12 +145,7 @@ def test_one_index_is_split_by_hash(whole, monkeypatch):
     drawn = {"engine": "block", "max_new_tokens": 12, "decoding": {"temperature": 1.5, "seed": 3}}
 
     def work(session):
-        stream = session.stream(
-            QUESTION, {"engine": "block", "max_new_tokens": 12, "decoding": {"temperature": 1.5, "seed": 3}}
-        )
-        for _ in stream:
-            continue
-        return stream.answer, set(session._backend._owners.values()), session.group.sent
+        return answered(session, **drawn), set(session._backend._owners.values()), session.group.sent
 
     wanted = whole.query(QUESTION, **drawn)
     for answer, owners, sent in together([whole.index] * 3, work, shards=False):
@@ -191,10 +172,7 @@ def test_ranks_meet_again_after_one_was_lost(whole):
     store, size, sentences, answers, open_still = dist.HashStore(), 3, {}, {}, []
 
     def answer(session):
-        stream = session.stream(QUESTION, {"engine": "block", "max_new_tokens": 4})
-        for _ in stream:
-            continue
-        answers[session.rank] = stream.answer.text
+        answers[session.rank] = answered(session, engine="block", max_new_tokens=4).text
 
     def make(rank):
         return Session(IndexRankBackend(whole.index, shards=False), store, rank, size, timeout=WAIT, patience=WAIT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from ragkv.distributed.sharding import RankExecutor
 from ragkv.engines import make_engine
 from ragkv.errors import PromptTooLongError, UsageError
 from ragkv.index.answer import AnswerStream, validate_task
-from ragkv.model import self_check
 from ragkv.model.apb.compressors import KeyNorm, Random
 from ragkv.model.apb.document import BlockLayout, BlockLengths, LongDocument, SequentialExecutor, query_aware_compressor
 from ragkv.model.language_model import LanguageModel
@@ -210,14 +208,6 @@ NOTE = "A note on reefs."
 QUESTION = f"What is between {long_text(1)}, {long_text(1, 6)} and reefs?"
 ASKED = {"engine": "apb", "max_new_tokens": 8}
 BLOCKS = 30 + 22 + 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once():
-    """The indexes of this file share their model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_check, "load_model", functools.cache(self_check.load_model))
-        yield
 
 
 @pytest.fixture(scope="module")
