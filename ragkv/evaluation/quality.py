@@ -121,7 +121,7 @@ def plot_quality(report: dict[str, Any], path: Path) -> None:
     gold, full = report["full_accuracy"], report["full_first_token"]
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    points = [("full", full, 1.0 if gold is None else gold, None)]
+    points: list[tuple[str, Any, Any, list[float] | None]] = [("full", full, 1.0 if gold is None else gold, None)]
     for row in report["engines"]:
         ends = row["ci95"]["top1"] if gold is None else [gold - end for end in reversed(row["ci95"]["loss"])]
         points.append((row["label"], row["first_token"], row["top1"] if gold is None else row["accuracy"], ends))
