@@ -19,6 +19,7 @@ from ragkv.types import Chunk, Encoding
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
+    from ragkv.model.packet import Packet
 
 LINE_TOKENS = 64
 """The most tokens of the line with title and headings."""
@@ -54,15 +55,23 @@ def seen_before(
 
 
 def chunk_identity(
-    model: str, encoding: Encoding, prefix_ids: tuple[int, ...], chunk_ids: tuple[int, ...], seen: tuple[int, ...] = ()
+    model: str,
+    encoding: Encoding,
+    prefix_ids: tuple[int, ...],
+    chunk_ids: tuple[int, ...],
+    seen: tuple[int, ...] = (),
+    packet: Packet | None = None,
 ) -> KVIdentity:
-    """The key of a chunk's KV. `prefix_ids` are the prompt's, `seen` those of the chunk's document in `context`.
+    """The key of a chunk's KV. `prefix_ids` are the prompt's, `seen` those of the chunk's document in `context`, and
+    `packet` is the one around it in `packet`.
 
     A chunk of which nothing stands before it is a `prefixed` one.
     """
     if encoding is Encoding.CONTEXT and not seen:
         encoding = Encoding.PREFIXED
     before = () if encoding is Encoding.STANDALONE else prefix_ids + seen
+    if encoding is Encoding.PACKET and packet is not None:
+        before = packet.words(prefix_ids)
     return KVIdentity(model=model, encoding=encoding, prefix_ids=before, chunk_ids=chunk_ids)
 
 
@@ -71,7 +80,9 @@ class Encoder(Protocol):
 
     tokens: Tokens
 
-    def encode(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> list[ChunkKV]: ...
+    def encode(
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, packet: Packet | None = None
+    ) -> list[ChunkKV]: ...
 
 
 def encode_in_context(
@@ -96,4 +107,4 @@ def encode_in_context(
 def encoded_tokens(identity: KVIdentity) -> int:
     """The tokens that a pass reads for a chunk besides the prompt's prefix, at most."""
     seen = len(identity.prefix_ids) if identity.encoding is Encoding.CONTEXT else 0
-    return seen + len(identity.chunk_ids)
+    return seen + identity.tokens

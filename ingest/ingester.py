@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ragkv.engines.apb import APBConfig
     from ragkv.model.apb.compressors import Compressor
     from ragkv.model.language_model import LanguageModel
+    from ragkv.model.packet import Packet
 
 EVERY = 1 << 16
 """Characters tokenised between two calls: some tenths of a second."""
@@ -136,6 +137,8 @@ class IngestFingerprint:
     """How long documents are cut into blocks (`ragkv.engines.apb`); None for an index without blocks."""
     context: int = 0
     """`[encoding] context`, where an encoding depends on it."""
+    packet: Packet | None = None
+    """The vectors around every chunk, for the encoding `packet`."""
 
     @classmethod
     def of(
@@ -147,6 +150,7 @@ class IngestFingerprint:
         encodings: Sequence[Encoding],
         embedder: str | None = None,
         blocks: Mapping[str, object] | None = None,
+        packet: Packet | None = None,
     ) -> IngestFingerprint:
         return cls(
             model=model,
@@ -158,6 +162,7 @@ class IngestFingerprint:
             vectors=() if embedder is None else tuple(sorted(config.vectors)),
             blocks=blocks,
             context=config.encoding.context if Encoding.CONTEXT in encodings else 0,
+            packet=packet,
         )
 
     def digest(self) -> str:
@@ -166,7 +171,8 @@ class IngestFingerprint:
         It must not change for old indexes, so fields that were added later only enter it if they differ from the
         default.
         """
-        prefixed = not {Encoding.PREFIXED, Encoding.CONTEXT}.isdisjoint(self.encodings)
+        seeing = {Encoding.PREFIXED, Encoding.CONTEXT}
+        prefixed = not seeing.isdisjoint(self.encodings) or (self.packet is not None and self.packet.prefixed)
         facts: dict[str, object] = {
             "model": self.model,
             "prefix": self.prompt.before_contexts if prefixed else "",
@@ -183,6 +189,8 @@ class IngestFingerprint:
             facts |= {"embedder": self.embedder, "vectors": self.vectors}
         if self.blocks is not None:
             facts |= {"blocks": dict(self.blocks), "prefix": self.prompt.before_contexts}
+        if self.packet is not None:
+            facts["packet"] = self.packet.digest.hex()
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -676,7 +684,7 @@ class Ingester:
 
     def _affordable(self, missing: list[KVIdentity], report: IngestReport) -> list[KVIdentity]:
         """The first of these identities, as many as have room for their KV."""
-        found = missing[: self._afford([len(identity.chunk_ids) for identity in missing])]
+        found = missing[: self._afford([identity.tokens for identity in missing])]
         report.kv_later += len(missing) - len(found)
         return found
 
@@ -693,11 +701,11 @@ class Ingester:
             if batch[0].encoding is Encoding.LONG:
                 encoded = dict([next(making)])
             else:
-                encoded = encode_identities(self._load(), batch, self._prefix_kv)
+                encoded = encode_identities(self._load(), batch, self._prefix_kv, self._recipe.packet)
             report.encode_seconds += time.perf_counter() - started
             records |= encoded
             report.kv_encoded += len(encoded)
-            report.tokens += sum(len(identity.chunk_ids) for identity in batch)
+            report.tokens += sum(identity.tokens for identity in batch)
             report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
             if sum(kv.nbytes for kv in records.values()) > min(HOLD_BYTES, self._memory // 4):
                 self._store.stage_kv(records.items())  # invisible until a document refers to it
@@ -720,7 +728,7 @@ class Ingester:
                 chunk, before, prepared.document.title, recipe.context, recipe.prompt, self._load().tokens
             )
         prefix_ids = () if encoding is Encoding.STANDALONE else self._prompt_prefix()
-        return chunk_identity(recipe.model, encoding, prefix_ids, chunk.token_ids, seen)
+        return chunk_identity(recipe.model, encoding, prefix_ids, chunk.token_ids, seen, recipe.packet)
 
     def _in_blocks(self, prepared: _Prepared, config: APBConfig, report: IngestReport) -> list[KVIdentity]:
         """The block records of a document, which its chunks then need."""
@@ -783,21 +791,26 @@ class Ingester:
 
 
 def encode_identities(
-    model: Encoder, identities: Sequence[KVIdentity], prefix: Callable[[], ChunkKV | None]
+    model: Encoder,
+    identities: Sequence[KVIdentity],
+    prefix: Callable[[], ChunkKV | None],
+    packet: Packet | None = None,
 ) -> dict[KVIdentity, ChunkKV]:
     """Encode the chunks of these identities, in one batch per encoding.
 
-    `prefix` returns the KV of the prompt's prefix and is not called for standalone identities.
+    `prefix` returns the KV of the prompt's prefix and is not called for identities that saw none; `packet` is that of
+    packets.
     """
     made: dict[KVIdentity, ChunkKV] = {}
     for encoding in sorted({identity.encoding for identity in identities}):
         group = [identity for identity in identities if identity.encoding is encoding]
-        before = None if encoding is Encoding.STANDALONE else prefix()
+        before = prefix() if group[0].position else None
         if encoding is Encoding.CONTEXT:
             for batch in batches_of(group):  # the KV of what the chunks see is dropped after each
                 made.update(encode_in_context(model, batch, before))
             continue
-        kvs = model.encode([identity.chunk_ids for identity in group], prefix=before)
+        around = packet if encoding is Encoding.PACKET else None
+        kvs = model.encode([identity.chunk_ids for identity in group], prefix=before, packet=around)
         made.update(zip(group, kvs, strict=True))
     return made
 

@@ -30,6 +30,9 @@ class Encoding(StrEnum):
     LONG = "long"
     """The prefix, the anchor and the tokens that earlier blocks pass on: a block of a long document (APB)."""
 
+    PACKET = "packet"
+    """None, or the prefix, but it stands between trained vectors whose KV is stored with its own (KV Packet)."""
+
 
 class Capability(StrEnum):
     """What an engine does with stored KV that not every model can run exactly."""

@@ -50,6 +50,7 @@ reads an old record. Records that it cannot describe have another version in the
 """
 
 LONG_WORDS = 9
+PACKET_WORDS = 11
 PASSED_ON = "passed on"
 """The name of a layer's state with the tokens that a long document's block passes on."""
 
@@ -61,7 +62,9 @@ class KVIdentity:
     `model` is the model's fingerprint in hex. `prefix_ids` are all tokens that the chunk saw before its own: of a
     `prefixed` chunk those of the prompt, of a `context` one also those of its document. They are empty
     for a `standalone` one, so its record stays valid when the prompt changes. For a `long` block they are the eight
-    words of a digest of everything before it, and its position (`ragkv.ingest.long_document`).
+    words of a digest of everything before it, and its position (`ragkv.ingest.long_document`). For a `packet` they are
+    eight words of a digest of the trained vectors, its position, and the numbers of vectors before and after the chunk
+    (`ragkv.model.packet`).
     """
 
     model: str
@@ -74,11 +77,19 @@ class KVIdentity:
             raise ValueError("a standalone chunk saw no prefix: leave prefix_ids empty")
         if self.encoding is Encoding.LONG and len(self.prefix_ids) != LONG_WORDS:
             raise ValueError(f"the prefix of a long document's block must have {LONG_WORDS} words")
+        if self.encoding is Encoding.PACKET and len(self.prefix_ids) != PACKET_WORDS:
+            raise ValueError(f"the prefix of a packet must have {PACKET_WORDS} words")
 
     @property
     def position(self) -> int:
         """The position of the first token."""
-        return self.prefix_ids[-1] if self.encoding is Encoding.LONG else len(self.prefix_ids)
+        digested = self.encoding in (Encoding.LONG, Encoding.PACKET)
+        return self.prefix_ids[LONG_WORDS - 1] if digested else len(self.prefix_ids)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens' KV it is: the chunk's, and a packet's vectors."""
+        return len(self.chunk_ids) + (sum(self.prefix_ids[LONG_WORDS:]) if self.encoding is Encoding.PACKET else 0)
 
     def may_serve(self, token_ids: tuple[int, ...]) -> bool:
         """Whether a chunk with these tokens may need it: as its own KV, or as a block of its document."""
@@ -204,7 +215,7 @@ _HEAD = struct.Struct("<4sHBBIIIIIII")
 _TYPED_HEAD = struct.Struct("<II")
 _SHAPE = struct.Struct("<III")
 _SEGMENT = struct.Struct("<IIIQ")
-_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED, 3: Encoding.LONG, 4: Encoding.CONTEXT}
+_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED, 3: Encoding.LONG, 4: Encoding.CONTEXT, 5: Encoding.PACKET}
 
 
 class RecordSegment(NamedTuple):
@@ -241,7 +252,7 @@ class Manifest:
 
     @property
     def tokens(self) -> int:
-        return len(self.identity.chunk_ids)
+        return self.identity.tokens
 
     @property
     def shape(self) -> KVShape:
@@ -279,7 +290,7 @@ class Manifest:
             code_of(DTYPE_CODES, self.dtype),
             code_of(_ENCODINGS, self.identity.encoding),
             self.encoded_at,
-            self.tokens,
+            len(self.identity.chunk_ids),
             len(self.identity.prefix_ids),
             len(self.shapes),
             len(self.segments),
@@ -392,6 +403,16 @@ class Summary(NamedTuple):
     def key(self) -> bytes:
         """The key that the record belongs under."""
         return packed_key(self.model, self.encoding, self.prefix_ids, self.chunk_ids)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The position of the first token, and the number of tokens, according to the identity."""
+        words, tokens = len(self.prefix_ids) // 4, len(self.chunk_ids) // 4
+        if self.encoding not in (Encoding.LONG, Encoding.PACKET):
+            return words, tokens
+        before = unpack_ids(self.prefix_ids)
+        vectors = sum(before[LONG_WORDS:]) if self.encoding == Encoding.PACKET else 0
+        return before[LONG_WORDS - 1] if words >= LONG_WORDS else -1, tokens + vectors
 
 
 def summarise(value: Buffer) -> Summary:
@@ -610,8 +631,8 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
     tensors, shape = (*kv.keys, *kv.values), kv.shape
     if shape.dtype not in DTYPE_CODES.values() or any(tensor.dtype != kv.dtype for tensor in tensors):
         raise ValueError(f"a record holds tensors of one dtype out of {list(DTYPE_CODES.values())}")
-    if kv.tokens != len(identity.chunk_ids):
-        raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {len(identity.chunk_ids)}")
+    if kv.tokens != identity.tokens:
+        raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {identity.tokens}")
     segments: list[RecordSegment] = []
     payloads: list[Buffer] = []
     buffer = new_buffer(kv.nbytes)

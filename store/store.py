@@ -581,7 +581,7 @@ class Store:
         for identity, kv, chunk_id in made:
             (record,) = self._encode([(identity, kv)])
             owner = INDEX_OWNER if chunk_id is None else digest(chunk_id)
-            tokens, exact = len(identity.chunk_ids), self.codec.lossless() == self.codec
+            tokens, exact = identity.tokens, self.codec.lossless() == self.codec
             batch.append(Arrival(record=record, tokens=tokens, owner=owner, exact=exact))
             size += record.stored_bytes
             if size >= STAGE_BYTES:

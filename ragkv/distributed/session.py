@@ -310,8 +310,10 @@ class RankContexts(Contexts):
         owner = rank_of(repr(ids), self._group.size)
         if owner == self._group.rank:
             return replace(super()._kv(encoding, ids), owner=owner)
-        at = 0 if encoding is Encoding.STANDALONE else len(self._prefix_ids)
-        return ChunkKV.elsewhere(owner=owner, layers=self.model.layers, tokens=len(ids), encoded_at=at)
+        packet = self._packet if encoding is Encoding.PACKET else None
+        prefixed = encoding is not Encoding.STANDALONE if packet is None else packet.prefixed
+        at, tokens = len(self._prefix_ids) if prefixed else 0, len(ids) + (0 if packet is None else packet.tokens)
+        return ChunkKV.elsewhere(owner=owner, layers=self.model.layers, tokens=tokens, encoded_at=at)
 
 
 class ContextRankBackend:

@@ -584,7 +584,9 @@ class ShardedBackend(IndexBackend):
         encoding, mine = task.engine.reads, self._mine(scored)
         kvs, use = self._kv_loader.chunks(encoding, mine, keep=task.keep, after=after)
         here = {s.chunk.chunk_id: kv for s, kv in zip(mine, kvs, strict=True)}
-        starts = [0 if encoding is Encoding.STANDALONE else len(self._index.prefix_ids)] * len(scored)
+        packet = None if encoding is None else self._kv_loader.packet(encoding)
+        alone = encoding is Encoding.STANDALONE if packet is None else not packet.prefixed
+        starts = [0 if alone else len(self._index.prefix_ids)] * len(scored)
         if encoding is Encoding.CONTEXT and scored:  # only the rank that has a chunk knows what it saw
             own = [here.get(s.chunk.chunk_id) for s in scored]
             starts = self._group.gather(torch.tensor([kv.encoded_at if kv else 0 for kv in own])).sum(0).tolist()
@@ -616,7 +618,11 @@ class ShardedBackend(IndexBackend):
         owner = self._owners[chunk_id]
         if (kv := here.get(chunk_id)) is not None:
             return replace(kv, owner=owner)
-        return ChunkKV.elsewhere(owner=owner, layers=len(self._index.shape.layers), tokens=tokens, encoded_at=start)
+        packet = self._kv_loader.packet(encoding)
+        vectors = 0 if packet is None else packet.tokens
+        return ChunkKV.elsewhere(
+            owner=owner, layers=len(self._index.shape.layers), tokens=tokens + vectors, encoded_at=start
+        )
 
     def _prefix(self, after: After) -> ChunkKV | None:
         """The prefix's KV. Rank 0 sends its own once, so that all ranks have the same bits."""

@@ -369,6 +369,43 @@ def write_world_examples(
     return {"output": str(path), "lines": len(lines), "two_hops": two_hops, "split": split, "seed": seed}
 
 
+_SIZES = (2, 3, 5, 7)
+"""Passages of a question in a mixture, in turn; those of KV Packet's authors."""
+_NEEDLE = "The access code of {name} is {code}."
+
+
+def world_examples(prompt: PromptConfig, *, samples: int, split: Split, seed: int) -> list[TrainingExample]:
+    """`samples` questions about generated worlds: a mixture of tasks and of set sizes, since packets transfer weakly.
+
+    The tasks are questions of one and of two hops, comparisons, lists, questions that the passages do not answer, and a
+    needle (a code that one sentence in one passage states). The same arguments give the same questions.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(lm_path(), local_files_only=True, trust_remote_code=False)
+    found: list[TrainingExample] = []
+    number = 0
+    while len(found) < samples:
+        rng = random.Random(f"{seed}:mixture:{split}:{number}")
+        number += 1
+        world = World.generate(rng.getrandbits(40), split=split, size=max(_SIZES) + rng.randint(1, 10))
+        for count in _SIZES:
+            texts = passages(rng, tokenizer, world)[:count]
+            asked = [(one.question, one.answer) for one in world.ask(rng, world.stated(texts), 1)]
+            name, code = rng.choice(world.documents).title, str(rng.randint(1000, 9999))
+            asked.append((f"What is the access code of {name}?", f"{code}."))
+            question, answer = rng.choice(asked)
+            if question == asked[-1][0]:
+                place = rng.randrange(len(texts))
+                texts[place] = f"{texts[place]} {_NEEDLE.format(name=name, code=code)}"
+            source = f"generated question {len(found) + 1}"
+            blocks = tuple(texts)
+            found.append(
+                TrainingExample(source=source, prompt=prompt, blocks=blocks, question=question, response=answer)
+            )
+    return found[:samples]
+
+
 def _file_units(rng: random.Random, world: World) -> list[tuple[str, ...]]:
     """Group the documents into files of one to four sections. A file is a tuple of headings and sentences."""
     documents = list(world.documents)

@@ -171,7 +171,7 @@ def _train(
     optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, config))
     losses = {"loss_first": math.nan, "loss_last": math.nan}
-    state = _resumed(path, settings, model) if config.resume else None
+    state = load_checkpoint(path, settings, model) if config.resume else None
     first = 0
     if state is not None:
         heads.load_state_dict(state["heads"])
@@ -203,7 +203,8 @@ def _share(step: int, config: RetainingConfig) -> float:
     return max(0.0, (config.steps - step) / max(1, config.steps - config.warmup))
 
 
-def _resumed(path: Path, settings: dict[str, Any], model: LanguageModel) -> dict[str, Any] | None:
+def load_checkpoint(path: Path, settings: dict[str, Any], model: LanguageModel) -> dict[str, Any] | None:
+    """What `save_checkpoint` wrote, or None; UsageError for a damaged one, or one of other `settings`."""
     if not path.exists():
         return None
     try:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ragkv.attention.shape import KVShape
     from ragkv.engines.apb import APBConfig
     from ragkv.model.language_model import LanguageModel
+    from ragkv.model.packet import Packet
     from ragkv.retrievers import Embedder, Reranker
     from ragkv.runtime import Runtime, RuntimeLimits
 
@@ -774,6 +775,16 @@ class Index:
         found = {engine.reads for engine in engines if not engine.whole_documents}
         return sorted(encoding for encoding in found if encoding is not None)
 
+    @cached_property
+    def packet(self) -> Packet | None:
+        """The packet around the chunks that the engine `block` reads; None if `ragkv.toml` names none.
+
+        It is read once, so that KV is never stored as that of a file that was replaced meanwhile.
+        """
+        from ragkv.engines import make_engine
+
+        return make_engine("block", self.config.tuning).packet
+
     @property
     def blocks(self) -> APBConfig | None:
         """How an ingest cuts long documents into blocks; None if it stores no blocks."""
@@ -793,6 +804,7 @@ class Index:
             encodings=self.encodings,
             embedder=self.encoders.fingerprint,
             blocks=None if self.blocks is None else asdict(self.blocks),
+            packet=self.packet if Encoding.PACKET in self.encodings else None,
         )
 
     def record_provenance(self) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
     from ragkv.engines import ContextChunk, Engine, Request
     from ragkv.model.apb.compressors import Compressor
+    from ragkv.model.packet import Packet
 
 After: TypeAlias = list[DeferredWrite]
 """Collects the writes to do after an answer's first token."""
@@ -77,14 +78,16 @@ class KVLoader:
 
     def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
         """The store key for these tokens' KV."""
-        return chunk_identity(self._index.fingerprint, encoding, self._index.prefix_ids, chunk_ids)
+        return chunk_identity(
+            self._index.fingerprint, encoding, self._index.prefix_ids, chunk_ids, packet=self.packet(encoding)
+        )
 
     def identities(self, encoding: Encoding, chunks: Sequence[Chunk]) -> list[KVIdentity]:
         """The store keys of these chunks' KV. A chunk that is not one of the index's has no document that it could
         see: its key is that of `prefixed` KV.
         """
         index, seen = self._index, self._seen_by(chunks) if encoding is Encoding.CONTEXT else {}
-        made = []
+        made, packet = [], self.packet(encoding)
         for chunk in chunks:
             ids, before = seen.get(chunk.chunk_id, ((), ()))
             mine = before if ids == chunk.token_ids else ()
@@ -93,7 +96,7 @@ class KVLoader:
                     f"what stands before chunk {chunk.chunk_id!r} in the index at {index.folder} holds tokens that its "
                     "model does not have: delete its document, or ingest into a new index"
                 )
-            made.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine))
+            made.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine, packet))
         return made
 
     def _seen_by(self, chunks: Sequence[Chunk]) -> Mapping[str, _Seen]:
@@ -114,6 +117,10 @@ class KVLoader:
         if new := [chunk_id for chunk_id in wanted if chunk_id not in known]:
             self._store.with_preceding(new, look)
         return known
+
+    def packet(self, *encodings: Encoding) -> Packet | None:
+        """The packet around the index's chunks, if one of these encodings has it."""
+        return self._index.packet if Encoding.PACKET in encodings else None
 
     def prefix(self, after: After | None = None) -> ChunkKV | None:
         """The prefix's standalone KV, from the store after its first use. None for a prompt without a prefix.
@@ -163,9 +170,9 @@ class KVLoader:
 
         def encode(missing: Sequence[KVIdentity]) -> list[ChunkKV]:
             lost.update(missing)
-            prefix = None if encoding is Encoding.STANDALONE else self.prefix(after)
+            prefix = self.prefix(after) if missing[0].position else None
             started = time.perf_counter()
-            found = encode_identities(self._index.model, missing, lambda: prefix)
+            found = encode_identities(self._index.model, missing, lambda: prefix, self.packet(encoding))
             made = [(identity, found[identity]) for identity in missing]
             self._index.write_behind.note_encoded(sum(kv.tokens for _, kv in made), time.perf_counter() - started)
             self.write(lambda: self._store_made(made, owners, keep=keep), made, after)
@@ -197,10 +204,9 @@ class KVLoader:
             names = {each.chunk.document_id for each in scored}
             stored = {name: self._store.document(name) for name in names}
             return {("document", name): shape.nbytes(found.tokens) for name, found in stored.items() if found}
-        identities = self.identities(encoding, [each.chunk for each in scored])
-        read = {identity: len(identity.chunk_ids) for identity in identities}
-        read[self.identity(Encoding.STANDALONE, self._index.prefix_ids)] = len(self._index.prefix_ids)
-        return {identity.key(): shape.nbytes(tokens) for identity, tokens in read.items()}
+        read = set(self.identities(encoding, [each.chunk for each in scored]))
+        read.add(self.identity(Encoding.STANDALONE, self._index.prefix_ids))
+        return {identity.key(): shape.nbytes(identity.tokens) for identity in read}
 
     def memory(self) -> MemoryTier:
         """The cache of the index's KV on the model's device."""

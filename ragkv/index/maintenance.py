@@ -80,7 +80,9 @@ class IndexRepairSource:
 
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         """The KV of each identity, in order."""
-        made = encode_identities(self._index.model, identities, self._kv_loader.prefix)
+        loader = self._kv_loader
+        packet = loader.packet(*(identity.encoding for identity in identities))
+        made = encode_identities(self._index.model, identities, loader.prefix, packet)
         return [made[identity] for identity in identities]
 
     def embed(self, chunks: Sequence[Chunk]) -> Mapping[str, ChunkVectors] | None:
@@ -279,7 +281,8 @@ def of_the_most_used(index: Index, kv_loader: KVLoader, count: int, encodings: S
     wanted: Wanted = {}
     for owner in best:
         if owner in chunks:
-            each = {kind: kv_loader.identities(kind, [chunks[owner]])[0] for kind in (Encoding.STANDALONE, after)}
+            kinds = dict.fromkeys((Encoding.STANDALONE, after, *encodings))
+            each = {kind: kv_loader.identities(kind, [chunks[owner]])[0] for kind in kinds}
             seen = [kind for kind, identity in each.items() if identity.key() in keys]
             wanted |= {each[kind]: (chunks[owner].chunk_id, 1) for kind in seen or encodings}
     return wanted
@@ -299,8 +302,9 @@ def warm(
     encoded = 0
     for batch in batches_of(order):
         started = time.perf_counter()
-        encoded += sum(len(identity.chunk_ids) for identity in batch)
-        made = encode_identities(index.model, batch, kv_loader.prefix)
+        encoded += sum(identity.tokens for identity in batch)
+        packet = kv_loader.packet(*(identity.encoding for identity in batch))
+        made = encode_identities(index.model, batch, kv_loader.prefix, packet)
         report.seconds += time.perf_counter() - started
         kept = index.store.put_many((identity, kv, missing[identity][0]) for identity, kv in made.items())
         report.made += len(kept)
@@ -323,8 +327,8 @@ def _expected(index: Index, missing: Mapping[KVIdentity, tuple[str, int]]) -> li
     known = {key: row.weight for key, row in index.store.uses_of([identity.key() for identity in missing]).items()}
     new = {
         identity.key(): Use(
-            tokens=len(identity.chunk_ids),
-            nbytes=index.shape.nbytes(len(identity.chunk_ids)),
+            tokens=identity.tokens,
+            nbytes=index.shape.nbytes(identity.tokens),
             owner=digest(owner),
             wanted=times,
         )
@@ -342,5 +346,5 @@ def _within(index: Index, order: Sequence[KVIdentity]) -> list[KVIdentity]:
     budget = index.store.budget
     if budget is None:
         return list(order)
-    ends = accumulate(index.shape.nbytes(len(identity.chunk_ids)) for identity in order)
+    ends = accumulate(index.shape.nbytes(identity.tokens) for identity in order)
     return [identity for identity, end in zip(order, ends, strict=True) if end <= budget]

@@ -26,12 +26,13 @@ from ragkv.attention.batch import KVComplete, Ranks, Step
 from ragkv.attention.kv import ChunkKV, Place, PlacedChunk
 from ragkv.attention.sequence import TokenSequence
 from ragkv.attention.shape import KVShape
-from ragkv.errors import PromptTooLongError
+from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from ragkv.model.attention_hook import NAME, AttentionBackend, LayerMask, attention_backend
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.families import adapt, read_whole, rotaries_of, without_rotary
 from ragkv.model.loading import reach, refuse_by_name
 from ragkv.model.mla import LatentAttention, latents_of
+from ragkv.model.packet import Packet, embed
 from ragkv.model.prompt import Tokens
 from ragkv.types import Capability
 
@@ -245,6 +246,7 @@ class LanguageModel:
         every: bool = False,
         seen: list[LayerMask] | None = None,
         ranks: Ranks | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
         """One forward pass: append `ids[i]` to `rows[i]`; the sequences may differ in length, position and context.
 
@@ -252,14 +254,13 @@ class LanguageModel:
         marks as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with
         the last keys and values. Sequences that are wanted `until` a layer are a pass of their own. Nothing is appended
         when it raises. `seen` is for the self-check. With `ranks`, all ranks take this step, over the chunks that each
-        holds.
+        holds. `vectors` stand at the negative ids (`ragkv.model.packet`).
         """
         logits, steps = torch.empty((0, 0)), []
         for until in sorted({row.until for row in rows}, key=lambda layer: -1 if layer is None else layer):
             some = [at for at, row in enumerate(rows) if row.until == until]
-            scores, step = self._pass(
-                [rows[at] for at in some], [ids[at] for at in some], until, every=every, seen=seen, ranks=ranks
-            )
+            of, given = [rows[at] for at in some], [ids[at] for at in some]
+            scores, step = self._pass(of, given, until, every=every, seen=seen, ranks=ranks, vectors=vectors)
             steps.append(step)
             logits = scores if until is None else logits
         for step in steps:
@@ -275,6 +276,7 @@ class LanguageModel:
         every: bool,
         seen: list[LayerMask] | None,
         ranks: Ranks | None,
+        vectors: Tensor | None,
     ) -> tuple[Tensor, Step]:
         """`step` of sequences that are all wanted `until` the same layer, and the `Step` to commit."""
         wanted = until is None and (every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True)))
@@ -289,10 +291,13 @@ class LanguageModel:
         logits = torch.empty((0, 0))
         cache = _PackedCache()
         by = LatentAttention(step, self._latents, cache) if self._latents else step
+        given = {"input_ids": tokens[None]}
+        if vectors is not None:
+            given = {"inputs_embeds": embed(self._model.get_input_embeddings(), tokens[None], vectors)}
         with suppress(KVComplete), attention_backend(by, seen=seen):
             logits = (
                 self._model(
-                    input_ids=tokens[None],
+                    **given,
                     position_ids=positions[None],
                     past_key_values=cache,
                     use_cache=False,
@@ -323,13 +328,25 @@ class LanguageModel:
             self._model(input_ids=tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=False)
 
     def encode(
-        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
+        self,
+        chunks: Sequence[Sequence[int]],
+        *,
+        prefix: ChunkKV | None = None,
+        batch_tokens: int = 2048,
+        packet: Packet | None = None,
     ) -> list[ChunkKV]:
         """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings.
 
-        Chunks of any length share a step of at most `batch_tokens` tokens (or one chunk).
+        With a `packet`, each stands between its vectors, whose KV is part of the result. Chunks of any length share a
+        step of at most `batch_tokens` tokens (or one chunk). Raises what `require_packet` raises.
         """
-        return list(self.encode_each(chunks, prefix=prefix, batch_tokens=batch_tokens))
+        if packet is None:
+            return list(self.encode_each(chunks, prefix=prefix, batch_tokens=batch_tokens))
+        self.require_packet(packet)
+        if any(not ids for ids in chunks):
+            raise ValueError("a chunk without tokens has no KV")
+        wrapped = [packet.wrap(ids) for ids in chunks]
+        return list(self._encoded(wrapped, prefix, batch_tokens, packet.vectors))
 
     def encode_each(
         self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
@@ -340,13 +357,39 @@ class LanguageModel:
         """
         if any(not ids for ids in chunks):
             raise ValueError("a chunk without tokens has no KV")
+        yield from self._encoded(chunks, prefix, batch_tokens)
+
+    def _encoded(
+        self,
+        chunks: Sequence[Sequence[int]],
+        prefix: ChunkKV | None,
+        batch_tokens: int,
+        vectors: Tensor | None = None,
+    ) -> Iterator[ChunkKV]:
         start = 0 if prefix is None else prefix.tokens
         seen = () if prefix is None else (PlacedChunk(kv=prefix, start=0),)
         for batch in _batches(chunks, batch_tokens):
             rows = [TokenSequence.for_kv(seen, position=start) for _ in batch]
-            self.step(rows, batch)
+            self.step(rows, batch, vectors=vectors)
             for row in rows:
                 yield row.cache.chunk_kv(encoded_at=start)
+
+    def require_vectors(self) -> None:
+        """UnsupportedModelError unless the model reads input vectors as it reads the tokens that they are of."""
+        reason = self.missing_capabilities.get(Capability.MERGE) or self.companion(_no_vectors)
+        if reason is not None:
+            raise UnsupportedModelError(
+                f"Model {self.checkpoint.name!r} cannot read packets: {reason}; use the engine block without one."
+            )
+
+    def require_packet(self, packet: Packet) -> None:
+        """ModelLoadError for a packet of another model, UnsupportedModelError if this one takes no vectors."""
+        if packet.model != self.companion(weights_digest):
+            raise ModelLoadError(
+                f"The packet at {packet.name} was trained for another model than {self.checkpoint.name!r}; train one "
+                "for it by ragkv finetune packet, or remove packet from [tuning.block]."
+            )
+        self.require_vectors()
 
     def cache(self, kv: ChunkKV | None) -> DynamicCache:
         """A plain cache of transformers that holds `kv`, as the model's own code would have filled it."""
@@ -393,6 +436,27 @@ class LanguageModel:
         other._model = shallow_copy(self._model)
         set_windows(other._model, sizes)
         return other
+
+
+def weights_digest(model: LanguageModel) -> str:
+    """`Checkpoint.digest`, for which all weights are read: take it as a `companion`."""
+    return model.checkpoint.digest(model.revision)
+
+
+def _no_vectors(model: LanguageModel) -> str | None:
+    """Why the model cannot be given vectors; None if it can. Layers may read the token itself (Gemma 3n)."""
+    ids = (3, 5, 4, 6, 5)
+    try:
+        none = model.module.get_input_embeddings().weight.new_empty(0)
+        [by_ids], [by_vectors] = model.encode([ids]), model._encoded([ids], None, 8, none)
+        between = embed(model.module.get_input_embeddings(), torch.tensor([ids], device=model.device), none)
+        for _ in model._encoded([(-1, *ids)], None, 8, between.mean(1)):
+            pass  # some families look up which token a vector is of
+    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"it takes token ids alone ({error})"
+    pairs = zip((*by_ids.keys, *by_ids.values), (*by_vectors.keys, *by_vectors.values), strict=True)
+    same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max())) for a, b in pairs if a.numel())
+    return None if same else "it does not read a token's vector as it reads the token"
 
 
 def _batches(chunks: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:

@@ -424,11 +424,14 @@ class StatefulModel(LanguageModel):
         every: bool = False,
         seen: list[LayerMask] | None = None,
         ranks: Ranks | None = None,
+        vectors: Tensor | None = None,
     ) -> Tensor:
         """As `LanguageModel.step`; sequences are batched where that is exact (`ways`).
 
-        A sequence reads one chunk at most, so there is nothing to merge with other `ranks`.
+        A sequence reads one chunk at most, so there is nothing to merge with other `ranks`. It takes no `vectors`.
         """
+        if vectors is not None:
+            raise UnsupportedModelError("a model whose cache is resumed takes token ids alone")
         slices = [
             _Slice(sequence, list(each), at) for at, (sequence, each) in enumerate(zip(sequences, ids, strict=True))
         ]

@@ -170,6 +170,7 @@ class ChunkCalibration:
         """
         self._rag, self._folder, self._now, self._deadline = rag, folder, now, deadline
         self._seen = tuple(islice(cycle(i for _, ids in chunks for i in ids), seen))
+        self._packet = rag.index.packet
         self.prefix_ids = rag.prompt.prefix_ids(rag.model.tokens)
         self._prefix = rag.model.encode([self.prefix_ids])[0] if self.prefix_ids else None
         self._records: dict[KVIdentity, ChunkKV] = {}
@@ -213,12 +214,11 @@ class ChunkCalibration:
 
     def _made(self, wanted: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
         """The KV of these chunks, encoded by the model; all in one encoding."""
-        return encode_identities(self._rag.model, wanted, lambda: self._prefix)
+        return encode_identities(self._rag.model, wanted, lambda: self._prefix, self._packet)
 
     def _identity(self, encoding: Encoding, ids: tuple[int, ...]) -> KVIdentity:
-        return chunk_identity(
-            "plan", encoding, self.prefix_ids, ids, self._seen if encoding is Encoding.CONTEXT else ()
-        )
+        seen = self._seen if encoding is Encoding.CONTEXT else ()
+        return chunk_identity("plan", encoding, self.prefix_ids, ids, seen, self._packet)
 
     def _finish(self) -> None:
         if self._rag.model.device.type == "cuda":

@@ -683,7 +683,9 @@ def plan_budgets(
 
     Raises UsageError if none of the three is available.
     """
-    sizes = {c.chunk_id: (len(c.token_ids), rag.index.shape.nbytes(len(c.token_ids))) for c in rag.store.chunks()}
+    packet = rag.kv_loader.packet(*rag.index.encodings)
+    lengths = {c.chunk_id: len(c.token_ids) + (packet.tokens if packet else 0) for c in rag.store.chunks()}
+    sizes = {chunk_id: (length, rag.index.shape.nbytes(length)) for chunk_id, length in lengths.items()}
     most = rag.config.top_k if top_k is None else top_k
     draw = np.random.default_rng(seed)
     reads = min(10 * len(sizes), READS)

@@ -495,12 +495,12 @@ class _Repairer:
         lost = {key: owners for key, owners in unwanted.items() if key not in wanted}
         self._forget(lost)
         self._report.dropped_records += len(lost)
-        progress = Counter(self._notify, "encode", sum(len(i.chunk_ids) for i, _ in wanted.values()), "tokens")
+        progress = Counter(self._notify, "encode", sum(i.tokens for i, _ in wanted.values()), "tokens")
         for batch in _batches(list(wanted.values())):
             if not self._report.dry_run:
                 self._encode(batch)
             self._report.encoded += len(batch)
-            progress.add(sum(len(identity.chunk_ids) for identity, _ in batch))
+            progress.add(sum(identity.tokens for identity, _ in batch))
 
     def _forget(self, lost: Mapping[bytes, set[bytes]]) -> None:
         """Drop records and their references; `lost` has each record's known owners."""
@@ -587,11 +587,11 @@ def _batches(wanted: Sequence[tuple[KVIdentity, set[bytes]]]) -> Iterator[list[t
     batch: list[tuple[KVIdentity, set[bytes]]] = []
     tokens = 0
     for entry in wanted:
-        if batch and tokens + len(entry[0].chunk_ids) > _BATCH_TOKENS:
+        if batch and tokens + entry[0].tokens > _BATCH_TOKENS:
             yield batch
             batch, tokens = [], 0
         batch.append(entry)
-        tokens += len(entry[0].chunk_ids)
+        tokens += entry[0].tokens
     if batch:
         yield batch
 

@@ -113,7 +113,7 @@ def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
                     key=key.hex(),
                     model=manifest.identity.model,
                     encoding=manifest.identity.encoding.value,
-                    prefix_tokens=len(manifest.identity.prefix_ids),
+                    prefix_tokens=manifest.identity.position,
                     layers=len(manifest.shapes),
                     dtype=manifest.dtype,
                     codec=str(manifest.codec["id"]),

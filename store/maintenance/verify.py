@@ -37,7 +37,7 @@ from ragkv.store.tables import (
     document_digest,
     document_key,
 )
-from ragkv.types import Chunk, Encoding
+from ragkv.types import Chunk
 from ragkv.util.files import parse_json
 
 ProblemKind: TypeAlias = Literal["damaged", "missing", "mismatch", "stray", "pages"]
@@ -457,9 +457,10 @@ class QuickCheck:
     def _fits(self, key: bytes, summary: Summary) -> bool:
         """Whether a record lies under its key, and is as its layout, which was found right before, makes it."""
         sizes = self._layouts.get((summary.model, summary.layout))
-        if sizes is None or summary.key != key or summary.encoded_at != _position(summary):
+        position, tokens = summary.extent
+        if sizes is None or summary.key != key or summary.encoded_at != position:
             return False
-        return summary.raw_bytes == sizes[0] + len(summary.chunk_ids) // 4 * sizes[1]
+        return summary.raw_bytes == sizes[0] + tokens * sizes[1]
 
     def _add_layout(self, layout: bytes, manifest: Manifest) -> None:
         widths = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in manifest.shapes)
@@ -495,13 +496,6 @@ def _is_sealed(value: memoryview) -> bool:
     except DamagedError:
         return False
     return True
-
-
-def _position(summary: Summary) -> int:
-    """The position of the first token according to the identity."""
-    if summary.encoding != Encoding.LONG:
-        return len(summary.prefix_ids) // 4
-    return int.from_bytes(summary.prefix_ids[-4:], "little")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,10 +38,12 @@ def block(
     steps: int,
     *,
     reencode: bool = True,
+    vectors: Tensor | None = None,
     trace: list[Tensor] | None = None,
 ) -> Ids:
     """Block-Attention Figure 1: every block but the last sees itself only; the 4-D mask in one forward.
 
+    Of `vectors`, the one with number i stands where a chunk has the id -1-i (KV Packet).
     Without `reencode` every block but the last has positions from 0 (the ablation "w/o-pos"). transformers puts no
     window on a 4-D mask: a model with windows has to run on "ragkv-oracle".
     """
@@ -62,18 +64,24 @@ def block(
         if model.config._attn_implementation == "ragkv-oracle":
             at = torch.tensor(positions)
             seeing = {"oracle": _ordinary(visible, at)}
-        logits = model(
-            input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), use_cache=False, **seeing
-        ).logits[0, -1]
+        given = _given(model, tokens, vectors)
+        logits = model(**given, position_ids=torch.tensor([positions]), use_cache=False, **seeing).logits[0, -1]
         _note(trace, logits)
         out.append(int(logits.argmax()))
     return out
 
 
 def block_over_prefixed(
-    model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int, *, trace: list[Tensor] | None = None
+    model: Any,
+    prefix: Ids,
+    chunks: list[Ids],
+    suffix: Ids,
+    steps: int,
+    *,
+    vectors: Tensor | None = None,
+    trace: list[Tensor] | None = None,
 ) -> Ids:
-    """Blocks that were encoded after the prefix ("Link0"): the 4-D mask in one forward.
+    """Blocks that were encoded after the prefix ("Link0"): the 4-D mask in one forward; `vectors` as in `block`.
 
     Every chunk has the prefix right before it, which only that chunk sees; the question sees the first one.
     """
@@ -97,9 +105,8 @@ def block_over_prefixed(
         seeing: dict[str, Any] = {"attention_mask": mask}
         if model.config._attn_implementation == "ragkv-oracle":
             seeing = {"oracle": _ordinary(visible, torch.tensor(positions))}
-        logits = model(
-            input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), use_cache=False, **seeing
-        ).logits[0, -1]
+        given = _given(model, tokens, vectors)
+        logits = model(**given, position_ids=torch.tensor([positions]), use_cache=False, **seeing).logits[0, -1]
         _note(trace, logits)
         out.append(int(logits.argmax()))
     return out
@@ -275,6 +282,14 @@ def ape(
         _note(trace, logits)
         out.append(int(logits.argmax()))
     return out
+
+
+def _given(model: Any, tokens: Ids, vectors: Tensor | None) -> dict[str, Tensor]:
+    if vectors is None:
+        return {"input_ids": torch.tensor([tokens])}
+    table = model.get_input_embeddings()
+    rows = [vectors[-1 - i] if i < 0 else table(torch.tensor([i]))[0] for i in tokens]
+    return {"inputs_embeds": torch.stack(rows)[None]}
 
 
 def _note(trace: list[Tensor] | None, scores: Tensor) -> None:

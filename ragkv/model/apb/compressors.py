@@ -14,7 +14,6 @@ odd number. A file without `model` is accepted by its shapes alone; one without 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from ragkv.errors import ModelLoadError
+from ragkv.model.packet import pack_tensors
 from ragkv.util.files import replace_plain, require_plain
 
 if TYPE_CHECKING:
@@ -174,18 +173,7 @@ class RetainingHeads(nn.Module):
         """Write the checkpoint; `model` is `Checkpoint.digest` of the model that the heads were trained for."""
         tensors = {name.removesuffix(".weight"): weight.contiguous() for name, weight in self.state_dict().items()}
         facts = {"format": FORMAT, "pool": str(pool)} | ({} if model is None else {"model": model})
-        replace_plain(path, _ordered(save(tensors, facts)))
-
-
-def _ordered(file: bytes) -> bytes:
-    """A safetensors file with its header in a fixed order; safetensors writes metadata in a different order each time.
-
-    Stored blocks and cached answers refer to the heads by their file's digest.
-    """
-    end = 8 + int.from_bytes(file[:8], "little")
-    header = json.dumps(json.loads(file[8:end]), sort_keys=True, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)  # tensors are aligned
-    return len(header).to_bytes(8, "little") + header + file[end:]
+        replace_plain(path, pack_tensors(tensors, facts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

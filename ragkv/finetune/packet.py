@@ -1,0 +1,360 @@
+"""`ragkv finetune packet`: train the vectors around every chunk for a user's model (KV Packet, arXiv 2604.13226).
+
+The model is frozen. It writes an answer to each question under full attention. The same answer is then read in the
+block layout, in which every chunk stands between the packet's vectors, and these learn to give each of its tokens the
+distribution that it had under full attention: the loss is KL(full ‖ packet). As in the authors' code, the prompt's
+prefix is a block without a packet, all chunks have one, and only the question sees more than its own block.
+
+Rows are laid out by the code that `ragkv finetune block` uses, which places blocks as the engine does.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ragkv.attention.sequence import TokenSequence
+from ragkv.config import PromptConfig, one_of
+from ragkv.engines import make_engine, require_supported
+from ragkv.engines.block import OVER, SINKS
+from ragkv.errors import ConfigError, UsageError
+from ragkv.finetune.block import NAME, RowMask, stop_on_interrupt
+from ragkv.finetune.data import (
+    IGNORED,
+    ExampleTokens,
+    PackedRow,
+    Progress,
+    TrainingExample,
+    collate,
+    file_digest,
+    lay_out,
+    read_examples,
+    tokenise,
+    world_examples,
+)
+from ragkv.finetune.retaining_heads import load_checkpoint, save_checkpoint
+from ragkv.model.checkpoint import pick_device, resolve
+from ragkv.model.language_model import weights_digest
+from ragkv.model.packet import embed, make_packet, wrap
+
+if TYPE_CHECKING:
+    from ragkv.model.language_model import LanguageModel
+
+_SCOPE = ("output", "resume", "device", "checkpoint_every")
+"""Settings that may change when a run is resumed."""
+_HELDOUT = 8
+"""One of so many questions measures what was learnt."""
+_STD = 0.02
+"""Of the vectors at the beginning; the paper's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacketConfig:
+    """The settings of a training; the defaults are the paper's.
+
+    - `data` None means `questions` about generated worlds. The responses in the data are not used, but answers of the
+      model's own, of at most `answer_tokens` tokens.
+    - Without `eval_data`, one question of eight is held out of the data; of generated ones, more are made.
+    - `sink` is the block before the first chunk; `auto` is what the engine `block` uses for the model.
+    - `over` is what a chunk sees while it is encoded: nothing (`standalone`), as in the paper, or the prompt's prefix.
+    - `steps`, or else `epochs` over the data. A step has `batch` × `gradient_accumulation` rows.
+    - `prompt` is the prompt around `{"prompt", "blocks"}` lines, usually an index's.
+    """
+
+    model: str
+    output: Path
+    data: Path | None = None
+    eval_data: Path | None = None
+    questions: int = 384
+    header: int = 8
+    trailer: int = 8
+    sink: Literal["auto", "prefix", "bos", "none"] = "auto"
+    over: Literal["standalone", "prefixed"] = "standalone"
+    answer_tokens: int = 64
+    epochs: float = 30.0
+    steps: int | None = None
+    lr: float = 5e-4
+    batch: int = 8
+    gradient_accumulation: int = 8
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    seed: int = 0
+    checkpoint_every: int = 10
+    resume: bool = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("sink", self.sink, ("auto", *SINKS))
+        one_of("over", self.over, OVER)
+        for name in ("questions", "answer_tokens", "steps", "batch", "gradient_accumulation", "checkpoint_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}.")
+        for name in ("header", "trailer"):
+            if not 0 <= getattr(self, name) <= 256:
+                raise ConfigError(f"{name} must lie between 0 and 256, not {getattr(self, name)}.")
+        if self.header + self.trailer == 0:
+            raise ConfigError("A packet needs a header or a trailer; give one of them at least 1 vector.")
+        for name in ("epochs", "lr"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}.")
+
+
+def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -> dict[str, Any]:
+    """Train a packet for `config.model`, write it to `config.output`, and return a summary.
+
+    The summary has KL(full ‖ block) per answer token and the share of tokens that `full` would have chosen, on held-out
+    questions, without and with the packet. A checkpoint beside the file lets the same settings continue; it is deleted
+    at the end.
+
+    Raises UsageError for bad data or a run of other settings, UnsupportedModelError for a model that the engine `block`
+    does not run exactly or that takes no input vectors, and KeyboardInterrupt if it is interrupted, after writing a
+    checkpoint.
+    """
+    from ragkv.model.self_check import load_model
+
+    output = config.output.expanduser()
+    if output.is_dir() or not output.parent.is_dir():
+        raise UsageError(f"{output} cannot be written; name a file in a folder that is there.")
+    config = replace(config, prompt=resolve(config.model).tuned_words(config.prompt))
+    examples, heldout = _examples(config)
+    device = pick_device(config.device)
+    half = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    model = load_model(config.model, dtype="bfloat16" if half else "float32", device=str(device))
+    require_supported(make_engine("block", {}), model)
+    model.require_vectors()
+    settings = {name: value for name, value in asdict(config).items() if name not in _SCOPE}
+    for name in ("data", "eval_data"):
+        settings[name] = None if (path := getattr(config, name)) is None else file_digest(path)
+    settings |= {"prompt": config.prompt.facts(), "model": weights_digest(model), "half": half}
+    training = PacketTraining(config, model)
+    path = output.with_suffix(".training")
+    state = load_checkpoint(path, settings, model) if config.resume else None
+    asked = [tokenise(model, part) for part in (examples, heldout)]
+    if state is None:
+        state = {"answers": [training.answers(parts) for parts in asked], **training.state()}
+        save_checkpoint(path, {"settings": repr(sorted(settings.items())), **state})
+    training.load_state(state)
+    lessons, unseen = (
+        [_answered(*pair) for pair in zip(parts, answers, strict=True)]
+        for parts, answers in zip(asked, state["answers"], strict=True)
+    )
+    for example, parts in zip([*examples, *heldout], [*lessons, *unseen], strict=True):
+        training.require_positions(example, parts)
+    kept = {"settings": repr(sorted(settings.items())), "answers": state["answers"]}
+    training.run(lessons, lambda: save_checkpoint(path, kept | training.state()), on_progress)
+    parts = training.vectors.detach().split([config.header, config.trailer])
+    packet = make_packet(*parts, weights_digest(model), sink=training.sink, over=config.over)
+    before, after = training.measure(unseen, plain=True), training.measure(unseen)
+    packet.save(output)
+    path.unlink(missing_ok=True)
+    return {
+        "output": str(config.output),
+        "digest": packet.digest.hex(),
+        "bytes": output.stat().st_size,
+        "header": config.header,
+        "trailer": config.trailer,
+        "questions": len(lessons),
+        "heldout": len(unseen),
+        "steps": training.steps(len(lessons)),
+        **training.losses,
+        "kl_block": before[0],
+        "kl_packet": after[0],
+        "agreement_block": before[1],
+        "agreement_packet": after[1],
+    }
+
+
+def _examples(config: PacketConfig) -> tuple[list[TrainingExample], list[TrainingExample]]:
+    """The questions to learn from, and those to measure with."""
+    words = config.prompt
+    if config.data is None:
+        found = world_examples(words, samples=config.questions, split="train", seed=config.seed)
+        count = max(1, config.questions // _HELDOUT)
+        heldout = world_examples(words, samples=count, split="heldout", seed=config.seed)
+    else:
+        found = read_examples(config.data, words)
+        heldout = found[::_HELDOUT]
+    if config.eval_data is not None:
+        heldout = read_examples(config.eval_data, words)
+    elif config.data is not None:
+        found = [example for index, example in enumerate(found) if index % _HELDOUT]
+    if not found:
+        raise UsageError(f"{config.data} has one line, which is held out; add more, or give --eval-data.")
+    return [replace(e, prompt=replace(e.prompt, bos=words.bos)) for e in found], [
+        replace(e, prompt=replace(e.prompt, bos=words.bos)) for e in heldout
+    ]
+
+
+def _answered(parts: ExampleTokens, answer: Sequence[int]) -> ExampleTokens:
+    """The example with this answer instead of its own."""
+    return parts._replace(response=type(parts.response)("i", answer))
+
+
+class PacketTraining:
+    """The vectors `(h + t, hidden)` of a packet in training, with their optimizer and what must be kept of it.
+
+    Blocks are placed as the engine `block` places them for `model`: with the sink and positions that it recommends.
+    """
+
+    def __init__(self, config: PacketConfig, model: LanguageModel) -> None:
+        self._config, self._model = config, model
+        self._learner = model.with_attention(NAME)
+        self._learner.requires_grad_(False)
+        recommended = model.checkpoint.recommended.get("sink", "prefix")
+        self.sink = recommended if config.sink == "auto" else config.sink
+        self._layout: dict[str, Any] = {
+            "sink": self.sink,
+            "reencode": model.checkpoint.recommended.get("positions") != "kept",
+            "over": config.over,
+        }
+        if config.over == "prefixed" and (self.sink != "prefix" or not self._layout["reencode"]):
+            raise ConfigError('over = "prefixed" has seen the whole prefix: keep the sink "prefix" and the positions.')
+        width = self._learner.get_input_embeddings().weight.shape[1]
+        drawn = torch.Generator().manual_seed(config.seed)
+        self.vectors = torch.empty(config.header + config.trailer, width).normal_(0, _STD, generator=drawn)
+        self.vectors = self.vectors.to(model.device).requires_grad_()
+        self._optimizer = torch.optim.AdamW([self.vectors], lr=config.lr, weight_decay=0.0)
+        self.step = 0
+        self.losses = {"loss_first": math.nan, "loss_last": math.nan}
+
+    def state(self) -> dict[str, Any]:
+        """What `load_state` needs to continue to the same vectors."""
+        kept = {"step": self.step, "losses": self.losses, "vectors": self.vectors.detach().clone()}
+        return kept | {"optimizer": self._optimizer.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            self.vectors.copy_(state["vectors"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step, self.losses = state["step"], state["losses"]
+
+    def steps(self, lessons: int) -> int:
+        """All steps of a training on so many questions."""
+        rows = self._config.batch * self._config.gradient_accumulation
+        return self._config.steps or math.ceil(lessons * self._config.epochs / rows)
+
+    def answers(self, asked: Sequence[ExampleTokens]) -> list[list[int]]:
+        """What the model answers under full attention, greedily, with the end token if it comes to one."""
+        found: list[list[int]] = []
+        for start in range(0, len(asked), self._config.batch):
+            some = asked[start : start + self._config.batch]
+            prompts = [[*p.prefix, *(i for chunk in p.chunks for i in chunk), *p.suffix] for p in some]
+            rows = [TokenSequence.over((), position=0) for _ in some]
+            answers: list[list[int]] = [[] for _ in some]
+            live, given = list(range(len(some))), prompts
+            while live:
+                best = self._model.step([rows[i] for i in live], given).argmax(-1).tolist()
+                for i, token in zip(live, best, strict=True):
+                    answers[i].append(token)
+                live = [i for i in live if self._goes_on(answers[i], len(prompts[i]))]
+                given = [answers[i][-1:] for i in live]
+            found += answers
+        return found
+
+    def _goes_on(self, answer: Sequence[int], prompt: int) -> bool:
+        most = self._model.max_positions
+        room = most is None or prompt + len(answer) < most
+        return answer[-1] not in self._model.eos_ids and len(answer) < self._config.answer_tokens and room
+
+    def require_positions(self, example: TrainingExample, parts: ExampleTokens) -> None:
+        """UsageError, which names the example, if it is longer with its packets than the model's positions."""
+        tokens, most = len(self._row(parts).tokens), self._model.max_positions
+        if most is not None and tokens > most:
+            raise UsageError(
+                f"{example.source}: {tokens} tokens with packets, but model {self._model.checkpoint.name!r} has {most} "
+                "positions; shorten the line or leave it out."
+            )
+
+    def run(self, lessons: Sequence[ExampleTokens], save: Any, on_progress: Progress | None) -> None:
+        """Train to the last step; `save` is called after every `checkpoint_every` steps and when interrupted."""
+        steps = self.steps(len(lessons))
+        with stop_on_interrupt() as stop:
+            while self.step < steps:
+                loss = self._advance(lessons, steps)
+                self.step += 1
+                self.losses = {"loss_first": loss if self.step == 1 else self.losses["loss_first"], "loss_last": loss}
+                if on_progress is not None:
+                    on_progress({"step": self.step, "steps": steps, "loss": loss})
+                if stop.asked or self.step % self._config.checkpoint_every == 0 or self.step == steps:
+                    save()
+                if stop.asked and self.step < steps:
+                    raise KeyboardInterrupt
+
+    def _advance(self, lessons: Sequence[ExampleTokens], steps: int) -> float:
+        """One step; the loss per token of its answers."""
+        config = self._config
+        rows = config.batch * config.gradient_accumulation
+        drawn = [
+            lessons[_drawn(config.seed, index, len(lessons))]
+            for index in range(self.step * rows, self.step * rows + rows)
+        ]
+        tokens, total = sum(len(parts.response) for parts in drawn), 0.0
+        for start in range(0, rows, config.batch):
+            divergence, _ = self._compare(drawn[start : start + config.batch])
+            loss = divergence.sum() / tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        for group in self._optimizer.param_groups:
+            group["lr"] = config.lr * (1 - self.step / steps)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return total
+
+    @torch.no_grad()
+    def measure(self, asked: Sequence[ExampleTokens], *, plain: bool = False) -> tuple[float, float]:
+        """The mean over all answer tokens of KL(full ‖ block), and of whether both choose the same; `plain` without a
+        packet."""
+        found = [
+            self._compare(asked[start : start + self._config.batch], plain=plain)
+            for start in range(0, len(asked), self._config.batch)
+        ]
+        divergence, same = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return divergence.mean().item(), same.float().mean().item()
+
+    def _compare(self, some: Sequence[ExampleTokens], *, plain: bool = False) -> tuple[Tensor, Tensor]:
+        """KL(full ‖ block) `(tokens,)` of each answer token of these examples, and whether both choose the same."""
+        with torch.no_grad():
+            expected = self.logits([lay_out(parts, block=False) for parts in some]).log_softmax(-1)
+        found = self.logits([self._row(parts, plain=plain) for parts in some]).log_softmax(-1)
+        divergence = (expected.exp() * (expected - found)).sum(-1)
+        return divergence, expected.argmax(-1) == found.argmax(-1)
+
+    def _row(self, parts: ExampleTokens, *, plain: bool = False) -> PackedRow:
+        """The row of an example as the engine `block` reads it."""
+        if not plain:
+            size = self._config.header, self._config.trailer
+            around = tuple(type(chunk)("i", wrap(chunk, *size)) for chunk in parts.chunks if chunk)
+            parts = parts._replace(chunks=around)
+        return lay_out(parts, block=True, **self._layout)
+
+    def logits(self, rows: Sequence[PackedRow]) -> Tensor:
+        """fp32 logits `(tokens, vocab)` for each answer token of these rows, in order."""
+        columns = {
+            name: value.to(self._model.device) if isinstance(value, Tensor) else value
+            for name, value in collate(rows).items()
+        }
+        mask = RowMask(
+            positions=columns["position_ids"],
+            **{name: columns[name] for name in ("segments", "asks", "copies", "block", "causal")},
+        )
+        found: Tensor = self._learner(
+            inputs_embeds=embed(self._learner.get_input_embeddings(), columns["input_ids"], self.vectors),
+            position_ids=columns["position_ids"],
+            logits_to_keep=columns["logits_to_keep"],
+            use_cache=False,
+            ragkv_rows=mask,
+        ).logits
+        return found[:, :-1][columns["labels"][:, 1:] != IGNORED].float()
+
+
+def _drawn(seed: int, index: int, count: int) -> int:
+    """The question of a row, which depends on nothing else: each epoch has an order of its own."""
+    epoch, place = divmod(index, count)
+    return random.Random(f"{seed}:{epoch}").sample(range(count), count)[place]
