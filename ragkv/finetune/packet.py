@@ -149,8 +149,8 @@ def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -
         training.require_positions(example, parts)
     kept = {"settings": repr(sorted(settings.items())), "answers": state["answers"]}
     training.run(lessons, lambda: save_checkpoint(path, kept | training.state()), on_progress)
-    parts = training.vectors.detach().split([config.header, config.trailer])
-    packet = make_packet(*parts, weights_digest(model), sink=training.sink, over=config.over)
+    header, trailer = torch.tensor_split(training.vectors, [config.header])
+    packet = make_packet(header, trailer, weights_digest(model), sink=training.sink, over=config.over)
     before, after = training.measure(unseen, plain=True), training.measure(unseen)
     packet.save(output)
     path.unlink(missing_ok=True)
@@ -336,7 +336,7 @@ class PacketTraining:
 
     def logits(self, rows: Sequence[PackedRow]) -> Tensor:
         """fp32 logits `(tokens, vocab)` for each answer token of these rows, in order."""
-        columns = {
+        columns: dict[str, Any] = {
             name: value.to(self._model.device) if isinstance(value, Tensor) else value
             for name, value in collate(rows).items()
         }

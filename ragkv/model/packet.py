@@ -92,8 +92,9 @@ def make_packet(
     name: str = "in training",
 ) -> Packet:
     """A packet of these vectors, for the model with this digest."""
-    parts = [part.detach().float().cpu().clone().contiguous() for part in (header, trailer)]
-    return Packet(*parts, model, sink, over, _known_by(_packed(*parts, model, sink, over)), name)
+    before, after = (part.detach().float().cpu().clone().contiguous() for part in (header, trailer))
+    digest = _known_by(_packed(before, after, model, sink, over))
+    return Packet(before, after, model, sink, over, digest, name)
 
 
 def wrap(ids: Sequence[int], header: int, trailer: int) -> tuple[int, ...]:
@@ -145,7 +146,8 @@ def _loaded(path: str, *_stat: int) -> Packet:
     )
     if not fits:
         raise ConfigError(f"{path} is no packet of ragkv ({FORMAT}); name the file that ragkv finetune packet wrote.")
-    return Packet(*parts, *(facts[name] for name in _FACTS), _known_by(content), path)
+    model, sink, over = (facts[name] for name in _FACTS)
+    return Packet(parts[0], parts[1], model, sink, over, _known_by(content), path)
 
 
 def pack_tensors(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
