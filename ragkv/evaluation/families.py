@@ -500,8 +500,9 @@ _SCORES = [0.3, 0.8, 0.55]
 class FamilyVerdict:
     """What came out for one family.
 
-    `errors`: of each engine that runs it, the largest difference from the reference over the largest score. `reasons`:
-    of each that refuses it, the sentence. `models` small models were tried, with these kinds of `layers` and `ropes`.
+    `errors`: of each engine that runs it, the largest difference from the reference over the largest score; `block`
+    stands for `blend` too. `reasons`: of each that refuses it, the sentence. `models` small models were tried, with
+    these kinds of `layers` and `ropes`.
     """
 
     family: str
@@ -614,6 +615,9 @@ def examine(family: str, model: Any, tokenizer: Any, *, seed: int = 0, steps: in
     reasons = {name: reason for name, engine in engines.items() if (reason := _refusal(engine, language))}
     with torch.inference_mode():
         errors = {name: _worst(language, dense, engines[name], steps) for name in ENGINES if name not in reasons}
+        if "block" in errors:  # blend runs where block does; with every token recomputed it is full
+            blend = make_engine("blend", {"blend": {"ratio": 1.0, "over": "standalone"}})
+            errors["block"] = max(errors["block"], _worst(language, dense, blend, steps, like="full"))
     return FamilyVerdict(family=family, errors=errors, reasons=reasons)
 
 
@@ -626,13 +630,15 @@ def _refusal(engine: Engine, language: LanguageModel) -> str:
     return ""
 
 
-def _worst(language: LanguageModel, dense: DenseModel, engine: Engine, steps: int) -> float:
-    """The largest difference of an engine's scores from the reference's, over the largest score."""
+def _worst(language: LanguageModel, dense: DenseModel, engine: Engine, steps: int, *, like: str = "") -> float:
+    """The largest difference of an engine's scores from the reference's (that of engine `like`), over the largest
+    score.
+    """
     stream = Stream(runtime_of(language), engine, _request(language, dense.prompt, engine))
     out: list[int] = []
     worst = 0.0
     for _ in range(steps):
-        expected = dense.scores(engine.name, out)
+        expected = dense.scores(like or engine.name, out)
         off = float((stream.scores - expected).abs().max() / expected.abs().max())
         worst = max(worst, off if math.isfinite(off) else math.inf)
         out.append(int(expected.argmax()))
