@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
+from package import in_child
 
 from ragkv import RagKV
 from ragkv.attention.kv import ChunkKV
@@ -374,11 +374,12 @@ def test_a_child_of_a_fork_waits_for_no_thread_of_the_parent(tmp_path):
 
         write_behind.submit(write_behind.defer(slow, [b"k" * 32], 10))
         held.wait(600)
-        child = os.fork()
-        if not child:
+
+        def settle():
             write_behind.settle(whole=True)
-            os._exit(7 if not write_behind.unstored else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            assert not write_behind.unstored
+
+        assert in_child(settle) == 0
         assert write_behind.unstored
         hold.set()
         rag.settle()

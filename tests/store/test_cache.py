@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from package import run_fresh
+from package import in_child
 from storekit import identity, make_kv, write
 
 from ragkv.attention.kv import ChunkKV
@@ -226,41 +226,29 @@ def test_what_another_process_deleted_is_dropped_at_the_next_look(store):
     write(store, "b", (2,))
     tier = store.memory(budget=1 << 20)
     tier.get_many([identity(n).key() for n in (1, 2)], of_store(store, [identity(1), identity(2)]))
-    code = """
-import sys
-from ragkv.store import Store
-with Store.open(sys.argv[1]) as own:
-    assert own.memory().use().entries == 0
-    assert own.delete_document("a")
-"""
-    run_fresh(code, store.directory.parent)
+
+    def delete() -> None:
+        with Store.open(store.directory.parent) as own:
+            assert own.memory().use().entries == 0
+            assert own.delete_document("a")
+
+    assert in_child(delete) == 0
     assert tier.use().entries == 2
     assert store.memory().use().entries == 1
     assert list(tier._entries) == [identity(2).key()]
 
 
-def test_a_forked_child_begins_with_an_empty_tier(tmp_path):
+def test_a_forked_child_begins_with_an_empty_tier(store):
     """The parent's may be locked by a thread that the child does not have: it cannot be reached there at all."""
-    code = """
-import os, sys, torch
-from ragkv.errors import StoreError
-from ragkv.attention.kv import ChunkKV
-from ragkv.store import Store
-kv = ChunkKV(keys=(torch.ones(1, 1, 1),), values=(torch.ones(1, 1, 1),))
-store = Store.create(sys.argv[1])
-tier = store.memory(budget=1 << 20)
-tier.get_many([b"a"], lambda keys: {b"a": kv})
-with tier._lock:
-    child = os.fork()
-if not child:
-    try:
-        store.memory()
-    except StoreError as error:
-        assert "before a fork" in str(error), error
-    else:
-        os._exit(1)
-    with Store.open(sys.argv[1]) as own:
-        os._exit(own.memory(budget=1).use().entries)
-print(os.waitpid(child, 0)[1], store.memory().use().entries)
-"""
-    assert run_fresh(code, tmp_path) == ("0 1\n", "")
+    tier = store.memory(budget=1 << 20)
+    tier.get_many(names("a"), Loader(lambda _: make_kv(1)))
+
+    def look() -> None:
+        with pytest.raises(StoreError, match="before a fork"):
+            store.memory()
+        with Store.open(store.directory.parent) as own:
+            assert own.memory(budget=1).use().entries == 0
+
+    with tier._lock:
+        assert in_child(look) == 0
+    assert store.memory().use().entries == 1

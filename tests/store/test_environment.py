@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,14 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import lmdb
 import pytest
 from openfolder import open_folder
-from package import run_fresh
+from package import in_child, run_fresh
 from storecheck import problems
 from storekit import big, equal, identity, kv_of, unpack, write
 
@@ -549,49 +551,6 @@ def test_the_lock_is_freed_and_names_its_holder(store):
 
 # ---- truncation
 
-SCRIPT = """
-import json, os, shutil, sys
-from pathlib import Path
-from ragkv.errors import StoreError
-from ragkv.store import Store
-
-sound, index, cases = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
-
-def look(readonly, file, size):
-    uses = {
-        "documents": lambda store: list(store.documents()),
-        "text": lambda store: store.text("a"),
-        "stats": lambda store: store.stats(),
-        "verify": lambda store: store.verify(),
-        "backup": lambda store: store.copy(index / "copy"),
-        "compact": lambda store: store.copy(index / "compacted", compact=True),
-        "generation": lambda store: store.generation,
-    }
-    if not readonly:
-        uses["put"] = lambda store: store.put_meta("a", 1)
-        uses["delete"] = lambda store: store.delete_document("a")
-    with Store.open(index, readonly=readonly) as store:
-        assert store.text("a")
-        os.truncate(index / "store" / file, size)
-        for name, use in uses.items():
-            try:
-                use(store)
-                print("WRONG", name, "said nothing", flush=True)
-            except StoreError as error:
-                if file not in str(error) or "too short" not in str(error) and "cut short" not in str(error):
-                    print("WRONG", name, error, flush=True)
-    assert (index / "store" / file).stat().st_size == size, "a writer has made it long again"
-
-for case in cases:
-    shutil.rmtree(index, ignore_errors=True)
-    shutil.copytree(sound, index)
-    pid = os.fork()  # importing takes longer than the rest
-    if not pid:
-        look(*case)
-        os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
 
 @pytest.fixture
 def cut(tmp_path: Path) -> Path:
@@ -607,12 +566,27 @@ def used(index: Path) -> int:
 
 
 def test_a_file_that_is_cut_while_it_is_open(cut, tmp_path):
-    sizes = [0, 1, 4096, used(cut) // 2, used(cut) - 4096]
-    cases = [[readonly, "data.mdb", size] for readonly in (True, False) for size in sizes]
-    cases += [[readonly, "lock.mdb", 0] for readonly in (True, False)]
-    script = [sys.executable, "-c", SCRIPT, str(cut), str(tmp_path / "open"), json.dumps(cases)]
-    done = subprocess.run(script, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["0"] * len(cases), (done.stdout, done.stderr)  # a signal would be negative
+    cases = [("data.mdb", size) for size in (0, 1, 4096, used(cut) // 2, used(cut) - 4096)] + [("lock.mdb", 0)]
+    for number, (readonly, (name, size)) in enumerate(itertools.product((True, False), cases)):
+        index = shutil.copytree(cut, tmp_path / str(number))
+        assert in_child(partial(use_a_cut_file, index, readonly, name, size)) == 0
+
+
+def use_a_cut_file(index: Path, readonly: bool, name: str, size: int) -> None:
+    with Store.open(index, readonly=readonly) as store:
+        uses: list[Callable[[], object]] = [
+            *(lambda: list(store.documents()), lambda: store.text("a"), store.stats, store.verify),
+            *(lambda: store.copy(index / "copy"), lambda: store.copy(index / "compacted", compact=True)),
+            *(lambda: store.generation,),
+        ]
+        if not readonly:
+            uses += [lambda: store.put_meta("a", 1), lambda: store.delete_document("a")]
+        assert store.text("a")
+        os.truncate(index / "store" / name, size)
+        for use in uses:
+            with pytest.raises(StoreError, match=rf"{re.escape(name)}.*(too|cut) short|(too|cut) short.*{name}"):
+                use()
+    assert (index / "store" / name).stat().st_size == size, "a writer has made it long again"
 
 
 def test_room_behind_the_last_page_is_no_loss(cut):
@@ -678,20 +652,15 @@ def old(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_process_that_is_killed_in_it_leaves_the_old_format(old, moment):
+def test_a_process_that_is_killed_in_it_leaves_the_old_format(old, moment, monkeypatch):
     def die(txn: Transaction) -> None:
         if moment == "after":
             migrate(txn)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    pid = os.fork()
-    if not pid:
-        try:
-            pytest.MonkeyPatch().setattr("ragkv.store.environment.migrate", die)
-            Store.open(old)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    with monkeypatch.context() as patch:
+        patch.setattr("ragkv.store.environment.migrate", die)
+        assert in_child(lambda: Store.open(old)) == -signal.SIGKILL
     with Store.open(old, readonly=True) as store:
         stats = store.stats()
         assert stats.format_version == 2

@@ -1,11 +1,13 @@
-"""What a fresh interpreter prints, also beside a package of ours with entry points of its own."""
+"""Work in other processes: a fresh interpreter, also beside a package with entry points of its own, and a fork."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -27,3 +29,19 @@ def run_fresh(code: str, *arguments: object, before: Sequence[str] = (), **varia
     run = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout, run.stderr
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """How a forked process ends that does this: 0, 1 after an exception, which it prints, or the signal, negative."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
