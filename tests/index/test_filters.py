@@ -236,13 +236,8 @@ def test_patterns_and_conditions_have_limits():
     with pytest.raises(UsageError, match="FIELD=PATTERN") as failure:
         wanted_values(["x" * 30_000])
     assert len(str(failure.value)) < 400
-    stored = StoredDocument(
-        document=Document(document_id="a.md", source="a.md", content_hash="0"),
-        recipe="r",
-        chunks=0,
-        tokens=0,
-        ingested_at=0,
-    )
+    document = Document(document_id="a.md", source="a.md", content_hash="0")
+    stored = StoredDocument(document=document, recipe="r", chunks=0, tokens=0, ingested_at=0)
     with pytest.raises(UsageError, match="at most 1024 characters"):
         match([stored], ["[a-" * 30_000])
 

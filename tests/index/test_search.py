@@ -605,7 +605,7 @@ def test_any_changes_by_any_process_are_followed_and_equal_a_fresh_build(kind, s
     rng = random.Random(5)
     fill(store, 12)
     one, other = derived(store), derived(store, readonly=True)
-    for step in range(40):
+    for step in range(30):
         name = f"d{rng.randrange(14)}"
         if rng.random() < 0.3:
             store.delete_document(name)

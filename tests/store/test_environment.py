@@ -623,15 +623,18 @@ def test_a_file_that_is_replaced_or_moved_while_it_is_open(cut, tmp_path):
 def test_a_file_that_others_make_longer_is_no_false_alarm(tmp_path):
     script = """
 with Store.open(path) as store:
+    print(flush=True)
     for n in range(40):
         store.stage_kv([big(n, 64)])
 """
     index = tmp_path / "index"
     with Store.create(index, map_size=128 << 10) as store:
         store.put_meta("a", 1)
-        child = subprocess.Popen(command(script, index))
-        while child.poll() is None:
-            assert store.get_meta("a") == 1
+        with subprocess.Popen(command(script, index), stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"\n"
+            while child.poll() is None:
+                assert store.get_meta("a") == 1
         assert child.returncode == 0
         assert store.stats().kv_records == 40
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 
 from ragkv import RagKV
 from ragkv.cli.options import UserFile
@@ -118,6 +119,7 @@ def test_every_setting_is_drawn():
         assert {field.name for field in fields(made.target)} == made.kwargs.keys()
 
 
+@settings(max_examples=100 if NIGHTLY else 50)
 @given(CONFIGS)
 def test_an_index_reads_back_what_it_was_made_with(config):
     text = config.to_toml()

@@ -32,7 +32,7 @@ SEQUENCE = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["full", "block", "ape", "pced", "single"])
+@pytest.mark.parametrize("engine", ["full", "block", "pced"])
 def test_an_answer_is_the_commands(rag, command, result, questions, engine):
     wanted = command(questions[2], "--engine", engine, "--top-k", "4", "--max-new-tokens", "24")
     response = RagKVQueryEngine(rag, engine=engine, top_k=4, max_new_tokens=24).query(questions[2])

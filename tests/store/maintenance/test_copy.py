@@ -132,15 +132,12 @@ def test_a_map_that_another_process_grows_is_no_failure(library, tmp_path, monke
 
 def live(path: Path) -> bytes:
     """All keys and values that an LMDB environment holds, read by nothing of ours."""
-    with lmdb.open(str(path / "store"), max_dbs=32, readonly=True) as env, env.begin() as txn:
-        tables = [bytes(name) for name, _ in txn.cursor()]
-    found = []
     with lmdb.open(str(path / "store"), max_dbs=32, readonly=True) as env:
-        for name in tables:
-            table = env.open_db(name, create=False)
-            with env.begin() as txn:
-                found += [part for entry in txn.cursor(db=table) for part in entry]
-    return b"\0".join(found)
+        with env.begin() as txn:
+            names = [bytes(name) for name, _ in txn.cursor()]
+        tables = [env.open_db(name, create=False) for name in names]
+        with env.begin() as txn:
+            return b"\0".join(part for table in tables for entry in txn.cursor(db=table) for part in entry)
 
 
 @pytest.mark.parametrize("chunks", [40, 74, 300])
