@@ -126,14 +126,17 @@ def test_words_of_another_unicode_version_are_refused(tmp_path, monkeypatch):
         BM25.load(tmp_path)
 
 
-def test_a_word_that_occurs_zero_times_is_refused(tmp_path, monkeypatch):
-    """Whoever wrote the files has given them the right checksums, and a chunk the right length."""
+@pytest.mark.parametrize("what", ["a word that occurs zero times", "a length more than there are chunks"])
+def test_numbers_that_cannot_be_are_refused(tmp_path, monkeypatch, what):
+    """Whoever wrote the files has given them the right checksums, and the chunks the right length altogether."""
     write = BM25._write
 
     def wrong(self: BM25, data: Any, folder: Path, name: str) -> None:
         numbers = data.postings.numbers.copy()
         numbers[:2] = 0, numbers[:2].sum()
-        write(self, replace(data, postings=replace(data.postings, numbers=numbers)), folder, name)
+        zero = replace(data, postings=replace(data.postings, numbers=numbers))
+        more = replace(data, lengths=np.append(data.lengths, np.uint32(0)))
+        write(self, zero if what.startswith("a word") else more, folder, name)
 
     monkeypatch.setattr(BM25, "_write", wrong)
     built(CHUNKS).save(tmp_path)
