@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 import ragkv
-from ragkv.config import NONE, IndexConfig
-from ragkv.engines import engine_names, make_engine, unsupported_reason
+from ragkv.config import NONE, EncodingConfig, IndexConfig
+from ragkv.engines import make_engine, unsupported_reason
 from ragkv.errors import RagkvError, RetrievalError, UsageError
 from ragkv.evaluation.answers import Candidate, ExampleResult, IndexSource, LoadedModel, run_candidates
 from ragkv.evaluation.io import Progress, Spec
@@ -344,9 +344,12 @@ def proposed(rows: Sequence[EngineRow], full_first_token: float) -> str:
             soonest = min(row.first_token for row in able)
             best = min((row for row in able if row.first_token <= 1.1 * soonest), key=lambda row: row.kv_bytes)
             lines = [f'default_engine = "{best.engine}"']
-            if best.options:
-                words = ", ".join(f"{name} = {json.dumps(value)}" for name, value in best.options.items())
+            tuning = {name: value for name, value in best.options.items() if name != "context"}
+            if tuning:
+                words = ", ".join(f"{name} = {json.dumps(value)}" for name, value in tuning.items())
                 lines.append(f"{words} under [tuning.{best.engine}]")
+            if "context" in best.options:
+                lines.append(f"context = {best.options['context']} under [encoding] (then ingest again)")
             return (
                 f"Proposed: {' and '.join(lines)} in ragkv.toml. Its answers are {verdict} beside full attention, and "
                 f"its first token comes {full_first_token / best.first_token:.1f} times sooner."
@@ -362,7 +365,8 @@ EARLIER = 4
 class EngineRow:
     """An engine compared with `full`: shares in [0, 1], `kl` in nats per token, `accuracy` None without gold answers.
 
-    `options` are those that differ from the index's `[tuning.<engine>]`, and `label` is the engine with them.
+    `options` are those that differ from the index's `[tuning.<engine>]`, and `context` if it differs from its
+    `[encoding]`; `label` is the engine with them.
     `first_token` is the median of seconds to the first token with KV in memory, `kv_bytes` the mean size of that KV.
 
     `ci95` has the 95 % intervals of `kl`, `top1`, `answers` and `loss` (the accuracy of `full` minus the engine's; None
@@ -475,8 +479,8 @@ class Doctor:
         max_new_tokens: int = 64,
         device: str | None = None,
     ) -> None:
-        """`model` defaults to the index's. `engines` defaults to those with KV in the index, `block` over the other
-        chunk KV, and `blend`, as far as the model runs them; the options of a `Spec` override `[tuning.<engine>]`.
+        """`model` defaults to the index's, and `engines` to those with KV in the index and those that could replace
+        them (`_alternatives`). Options of a `Spec` override `[tuning.<engine>]`, its `context` that of `[encoding]`.
 
         Raises UsageError for an unknown engine or codec.
         """
@@ -486,22 +490,23 @@ class Doctor:
         self._source = IndexSource(rag, device=device)
         self.subject = self._source.model(model or rag.config.model)
         self._max_new_tokens = max_new_tokens
-        named = _usual(rag.config, self.subject) if engines is None else engines
+        named = (*rag.config.engines, *_alternatives(rag.config, self.subject)) if engines is None else engines
         specs = {str(one): one if isinstance(one, Spec) else Spec(one) for one in named}
         specs.pop("full", None)  # the others are compared with it
         if not specs:
             raise UsageError("There is no engine to compare with full; name some, such as --engines ape,block,pced.")
         candidate = partial(self._source.candidate, model=self.subject.name, top_k=top_k or rag.config.top_k)
         self._full = candidate("full", name="full")
-        self._engines = [
-            candidate(one.name, options={**rag.config.tuning.get(one.name, {}), **one.options}, name=label)
-            for label, one in specs.items()
-        ]
+        self._engines = []
+        for label, one in specs.items():
+            options = {**rag.config.tuning.get(one.name, {}), **one.options}
+            context = EncodingConfig(context=options.pop("context", rag.config.encoding.context)).context
+            self._engines.append(candidate(one.name, options=options, context=context, name=label))
         self._options = {label: dict(one.options) for label, one in specs.items()}
         self._coded = [
             replace(one, codec=codec, name=f"{one.label}, {codec}")
             for one in self._engines
-            if one.make().encoding is not None
+            if one.make().encoding is not None and (engines is not None or one.label in rag.config.engines)
             for codec in dict.fromkeys(codecs)
         ]
         usual = rag.config.default_engine if rag.config.default_engine in specs else "full"
@@ -591,14 +596,22 @@ class Doctor:
         )
 
 
-def _usual(config: IndexConfig, subject: LoadedModel) -> list[str | Spec]:
-    """The index's engines, and what could replace them: `block` over the other chunk KV, and `blend`."""
+WINDOW = 256
+"""The `[encoding] context` that is tried on an index without."""
+
+
+def _alternatives(config: IndexConfig, subject: LoadedModel) -> list[Spec]:
+    """What could replace the index's engines, as far as the model runs it: `block` over the other chunk KV, `blend`,
+    and `block` over chunks that have seen their document.
+    """
     block = make_engine("block", config.tuning).config
-    more = [Spec(name) for name in ("block", "blend") if name in engine_names()]
+    found = [Spec(name) for name in ("block", "blend") if name not in config.engines]
     if block.preset != "no-positions":
-        more.append(Spec("block", {"over": "standalone" if block.over == "prefixed" else "prefixed"}))
-    able = [one for one in more if unsupported_reason(make_engine(one.name, {}), subject.model) is None]
-    return [*config.engines, *able]
+        found.append(Spec("block", {"over": "standalone" if block.over == "prefixed" else "prefixed"}))
+        if not config.encoding.context:
+            over = {} if block.over == "prefixed" else {"over": "prefixed"}
+            found.append(Spec("block", {**over, "context": WINDOW}))
+    return [one for one in found if unsupported_reason(make_engine(one.name, {}), subject.model) is None]
 
 
 def _codec_row(candidate: Candidate, counts: AgreementCounts) -> CodecRow:

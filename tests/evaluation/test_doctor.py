@@ -26,6 +26,7 @@ from ragkv.evaluation.metrics import Task
 from ragkv.evaluation.quality import UNKNOWN, keep_quality, kept_quality, outdated, plot_quality, unread_quality
 from ragkv.evaluation.questions import Question
 from ragkv.index.conversation import proved_history
+from ragkv.ingest import from_bytes
 from ragkv.runtime import Stream
 from ragkv.store import Zstd
 
@@ -92,22 +93,28 @@ def test_one_setting_is_proposed(rows, says):
 
 
 def test_a_proposal_names_the_options_and_how_much_sooner():
+    found = proposed([row_of("block(context=256)", "fair", 0.25, context=256)], 1.0)
+    assert 'default_engine = "block" and context = 256 under [encoding] (then ingest again) in ragkv.toml' in found
     found = proposed([row_of("block(over=prefixed)", "good", 0.25, over="prefixed")], 1.0)
     assert 'default_engine = "block" and over = "prefixed" under [tuning.block] in ragkv.toml' in found
     assert "4.0 times sooner" in found
 
 
 def test_the_engines_of_the_index_and_those_that_could_replace_them(rag):
+    rag.ingest(from_bytes(b"# Halden Works\n\n" + b"Halden Works makes valves for ships. " * 20, name="long.md"))
     quality = examine(rag, codecs=["raw"])
-    assert [row.label for row in quality.engines] == ["ape", "block", "pced", "block(over=standalone)"]
-    ape, block, _, alone = quality.engines
+    labels = ["ape", "block", "pced", "blend", "block(over=standalone)", "block(context=256)"]
+    assert [row.label for row in quality.engines] == labels
+    ape, block, _, _, alone, seeing = quality.engines
+    assert (seeing.options, seeing.settings) == ({"context": 256}, block.settings)
+    assert seeing.kl != block.kl  # these chunks saw what stands before them
     assert (alone.engine, alone.options, alone.settings["over"]) == ("block", {"over": "standalone"}, "standalone")
     assert (block.options, block.settings["over"]) == ({}, "prefixed")
     assert block.kl != alone.kl
     assert 0 < ape.kv_bytes == block.kv_bytes == alone.kv_bytes
     assert min(row.first_token for row in quality.engines) > 0
     assert quality.full_first_token > 0
-    assert [row.engine for row in quality.codecs] == [row.label for row in quality.engines]
+    assert [row.engine for row in quality.codecs] == ["ape", "block", "pced"]
     assert quality.proposal.startswith("Proposed: ")
 
 
