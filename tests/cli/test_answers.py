@@ -91,32 +91,3 @@ def test_tasks_are_listed(ragkv):
     assert {"worlds", "vt"} <= {task["task"] for task in listed}
     assert all(task["about"] and "seed" in task["options"] for task in listed)
     assert "secret-code" in ragkv("eval", "tasks").out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nothing"], "Unknown task 'nothing'"),
-        (["worlds", "--engines", "pced(gama=1)"], "gama"),
-        (["worlds", "--engines", "pced(gamma=1"], "parenthesis"),
-        (["worlds", "--chunks", "0"], "--chunks"),
-        (["worlds", "--baseline", "block", "--engines", "full"], "--baseline block"),
-        (["worlds", "--top-k", "2"], "--retrieval"),
-        (["worlds", "--output", "x.txt"], ".json or .md"),
-        (["worlds", "worlds", "--limit", "1"], "one name"),
-        (["worlds", "--model", str(VANILLA), "--retrieval", "dense"], "--embedder"),
-        (["worlds", "--codecs", "mp3"], "mp3"),
-    ],
-)
-def test_what_is_wrong_is_said_in_a_sentence(ragkv, tmp_path, arguments, message):
-    found = ragkv("eval", "answers", *arguments, "--work", tmp_path)
-    assert (found.code, found.out) == (2, "")
-    assert message in found.err
-    assert found.err.count("\n") == 1
-
-
-def test_an_index_is_asked_as_it_is(ragkv, index, questions):
-    for option, value in (("--embedder", "mini"), ("--dtype", "float32"), ("--metric", "f1"), ("--format", "ruler")):
-        found = ragkv("eval", "answers", questions, "--index", index, option, value)
-        assert (found.code, found.out) == (2, "")
-        assert option in found.err

@@ -3,18 +3,34 @@ no traceback, and nothing half-written."""
 
 from __future__ import annotations
 
+import io
+import json
 import shlex
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarkfolder import beir_folder
 
 from ragkv import RagKV
 from ragkv.errors import RetrievalError
 
+VANILLA = Path(__file__).parents[2] / "examples" / "ablation" / "vanilla"
 ASK = "query 'Who founded Halden Works?' --index {index}"
 INTO = "ingest {documents} --model {model} --index {new}"
+PLAN = "plan {documents} --model {model} --device cpu --engines block"
+TUNE = "tune {folder}/questions.jsonl --index {index}"
+DOCTOR = "doctor --index {index}"
+ANSWERS = "eval answers --work {new} "
+RETRIEVAL = "eval retrieval {folder}/tarn "
+JUDGED = "eval retrieval {folder}/questions.jsonl --index {index}"
+CONTEXT = "query Who? --context {documents}/halden.md --context {documents}/bolt.txt --model {model}"
+FINETUNE = "finetune block --model {model} --data {folder}/data.jsonl --output {new} --steps 1 --lora-rank 2"
+BLOCKS = INTO + " --long-documents apb --engines apb --chunk-tokens 96 --block-tokens="
+MANY = "query --index {index} --questions {folder}/questions.jsonl"
+PIPED = "ingest - --index {new}"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +64,12 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[
     (folder / "strange" / "binary.txt").write_bytes(bytes(range(256)) * 8)
     (folder / "strange" / "broken.pdf").write_bytes(b"%PDF-1.4\nthis is not one")
     (folder / "strange" / "sheet.xlsx").write_bytes(b"PK\x03\x04\x00\x00\x00\x00" + bytes(range(256)))
+    (folder / "strange" / "long.txt").write_text("Halden " * 2000)
     (folder / "lines.jsonl").write_text('{"question": "Who?"}\n{"question": ')
+    (folder / "questions.jsonl").write_text('{"question": "Who founded Halden Works?", "answers": ["Mira"]}\n')
+    (folder / "plain.jsonl").write_text('{"question": "Who?"}\n')
+    (folder / "data.jsonl").write_text(json.dumps({"prompt": "Who?", "blocks": ["Bo.", "Ann."], "response": "Ann."}))
+    beir_folder(folder / "tarn")
     return {"folder": folder, "index": folder / "index", "documents": documents, "model": model_folder}
 
 
@@ -97,6 +118,45 @@ TABLE: list[tuple[str, int, str]] = [
     (INTO + " --context-tokens -1", 2, "encoding.context is a number of tokens from 0 to 65536"),
     (INTO + " --dtype float8", 2, "dtype must be one of"),
     (INTO + " --retrieval dense", 2, "needs an embedder"),
+    # text from a pipe, which here is none
+    (PIPED + " --prune", 2, "- is not a folder"),
+    (PIPED + " -", 2, "give - once"),
+    (PIPED + " --type xlsx", 2, "No loader reads the type 'xlsx'; choose one of csv,"),
+    (PIPED + " --name ''", 2, "choose another --name"),
+    (PIPED + " /no/such", 2, "No such file or folder"),
+    (PIPED.replace("-", "{documents}", 1) + " --name x", 2, "add - to read it"),
+    (PIPED.replace("-", "{documents}", 1) + " --type md", 2, "add - to read it"),
+    ("ingest - --index {index}", 1, "Nothing to ingest: stdin: binary file; say of what kind with --type"),
+    ("ingest - --index {index} --type pdf", 1, "PDF cannot be read"),
+    # long documents
+    (BLOCKS, 2, "as in 4096,1024,512"),
+    (BLOCKS + "long", 2, "as in 4096,1024,512"),
+    (BLOCKS + "64,16", 2, "as in 4096,1024,512"),
+    (BLOCKS + "64,16,8,4", 2, "as in 4096,1024,512"),
+    (BLOCKS + "-64", 2, "as in 4096,1024,512"),
+    (BLOCKS + "64,16.5,8", 2, "as in 4096,1024,512"),
+    (BLOCKS + "0", 2, "a block holds at least 1 token"),
+    (BLOCKS + "64,65,8", 2, "the anchor length must be from 0 to that of a block (64 tokens), not 65"),
+    (BLOCKS + "64,16,65", 2, "the passing length must be from 0 to that of a block"),
+    (BLOCKS + "9" * 5000, 2, "--block-tokens"),
+    (INTO + " --long-documents star", 2, "--long-documents is apb or none, not 'star'."),
+    (INTO + " --block-tokens 64,16,8", 2, "add --long-documents apb"),
+    (INTO + " --long-documents none --engines apb --block-tokens 64,16,8", 2, "add --long-documents apb"),
+    # many questions, or questions about files
+    ("query --index {index} --top-k 2", 2, "Give one question"),
+    (MANY + " Who?", 2, "Give one question"),
+    (MANY, 2, "--questions needs --output"),
+    (ASK + " --output a", 2, "--questions needs --output"),
+    (MANY + " --output a --stream", 2, "--stream is for one question"),
+    (CONTEXT + " --index i", 2, "--index is for searching an index"),
+    (CONTEXT + " --top-k 3", 2, "--top-k is for searching an index"),
+    (CONTEXT + " --where source=x", 2, "--where is for searching an index"),
+    (CONTEXT + " --context nowhere.txt", 2, "No such file"),
+    (CONTEXT + " --context {folder}/strange/empty.txt", 1, "empty file"),
+    (CONTEXT + " --context {folder}/strange/broken.pdf", 1, "broken.pdf"),
+    (CONTEXT + " --context {folder}/strange/long.txt", 2, "positions; give less context"),
+    (CONTEXT + " --engine pced --max-rows 2", 2, "needs 3 rows at a time, but --max-rows is 2"),
+    (CONTEXT + " --engine turbo", 2, "Unknown engine 'turbo'"),
     # what is asked
     (ASK + " --engine warp", 2, "Unknown engine 'warp'; choose one of all, apb, ape, block, full"),
     (ASK + " --model mini", 1, "was made by model"),
@@ -120,6 +180,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("query 'Halden \udcff' --index {index}", 2, "The question is not valid Unicode text"),
     ("query zyzzyva --index {index}", 1, "No chunk of the index matches"),
     ("chat --index {index} --engine warp", 2, "Unknown engine 'warp'"),
+    ("chat --index {index}", 2, "not UTF-8 text"),
     ("chat --index {index} --top-k 0", 2, "--top-k must be at least 1, not 0"),
     # what is looked at, or dropped
     ("show zyzzyva --index {index}", 2, "No chunk's id begins with 'zyzzyva'"),
@@ -134,7 +195,74 @@ TABLE: list[tuple[str, int, str]] = [
     ("delete bolt.txt --index {index}", 2, "needs --yes when stdin is not a terminal"),
     ("delete --where title=X --yes --index {index}", 2, "No document matches --where"),
     ("config show --index {index} --codec int4", 1, "was made with codec = raw, not int4"),
-    ("doctor --index {index} --codecs ,", 2, "--codecs is empty"),
+    (DOCTOR + " --codecs ,", 2, "--codecs is empty"),
+    (DOCTOR + " --plot quality.pdf", 2, "--plot writes .svg or .png"),
+    (DOCTOR + " --codecs brotli", 2, "brotli"),
+    (DOCTOR + " --questions /no/file", 2, "No such file: /no/file"),
+    (DOCTOR + " --engines warp", 2, "Unknown engine 'warp'"),
+    (DOCTOR + " --engines ,", 2, "names nothing; write a list"),
+    (DOCTOR + " --engines full", 2, "no engine to compare with full"),
+    (DOCTOR + " --model /no/model", 1, "No model folder at"),
+    (DOCTOR + " --device abacus", 1, "Device 'abacus' is not available"),
+    ("doctor --index {folder}/hollow", 1, "holds no chunk; run ragkv ingest PATH"),
+    ("doctor --index {folder}/none", 2, "There is no index at"),
+    ("doctor --quick", 2, "There is no index at"),
+    (DOCTOR + " --health --quick", 2, "--health compares nothing"),
+    # what is planned, measured and tuned
+    (PLAN + " --sample much", 2, "--sample must be a number of bytes"),
+    (PLAN + " --folder /nowhere", 2, "/nowhere is not a folder"),
+    (PLAN + " --codec zip", 2, "unknown codec 'zip'"),
+    (PLAN + " --seconds 0", 2, "--seconds"),
+    (PLAN + " --seconds nan", 2, "--seconds"),
+    (PLAN + " --seconds inf", 2, "--seconds must be more than 0, not inf"),
+    (PLAN + " --engines full", 2, "stores no KV, so there is nothing to plan"),
+    (TUNE + " --prefixes 0,x", 2, "is not a list of numbers"),
+    (TUNE + " --prefixes=-1", 2, "is not a list of numbers from 0 to 1000"),
+    ("tune {folder}/plain.jsonl --index {index}", 2, "has no gold answers"),
+    (TUNE + " --holdout", 2, "--holdout needs at least two questions"),
+    (ANSWERS + "nothing", 2, "Unknown task 'nothing'"),
+    (ANSWERS + "worlds --engines 'pced(gama=1)'", 2, "gama"),
+    (ANSWERS + "worlds --engines 'pced(gamma=1'", 2, "parenthesis"),
+    (ANSWERS + "worlds --chunks 0", 2, "--chunks"),
+    (ANSWERS + "worlds --baseline block --engines full", 2, "--baseline block"),
+    (ANSWERS + "worlds --top-k 2", 2, "--retrieval"),
+    (ANSWERS + "worlds --output x.txt", 2, ".json or .md"),
+    (ANSWERS + "worlds worlds --limit 1", 2, "one name"),
+    (ANSWERS + f"worlds --model {VANILLA} --retrieval dense", 2, "--embedder"),
+    (ANSWERS + "worlds --codecs mp3", 2, "mp3"),
+    *(
+        (ANSWERS + f"{{folder}}/questions.jsonl --index {{index}} {option}", 2, option.split()[0])
+        for option in ("--embedder mini", "--dtype float32", "--metric f1", "--format ruler")
+    ),
+    (RETRIEVAL + "--k 0", 2, "--k '0' is not a list of numbers from 1 up"),
+    (RETRIEVAL + "--k a", 2, "--k 'a' is not a list"),
+    (RETRIEVAL + "--modes fast", 2, "--modes are any of dense, sparse, colbert, hybrid, bm25, not 'fast'"),
+    (RETRIEVAL + "--modes ,", 2, "--modes is empty"),
+    (RETRIEVAL + "--modes dense", 1, 'has no dense vectors, which retrieval "dense" needs; it can serve bm25'),
+    (RETRIEVAL + "--rerank", 1, "--rerank needs a reranker: give --reranker"),
+    (RETRIEVAL + "--output r.txt", 2, "--output r.txt must end in .json or .md"),
+    (RETRIEVAL + "--output nowhere/r.md", 2, "there is no folder nowhere"),
+    (RETRIEVAL + "--format trec", 2, "--format must be one of beir, loft"),
+    (RETRIEVAL + "--format loft", 2, '"pid" must be an id'),
+    (RETRIEVAL + "--split train", 2, "choose --split test"),
+    (JUDGED + " --embedder mini", 2, "--embedder is only for BEIR and LOFT folders"),
+    (JUDGED + " --rerank", 1, "--rerank needs a reranker"),
+    ("eval retrieval {folder}/gone.jsonl --index {index}", 2, "No such file"),
+    ("eval retrieval {folder}/questions.jsonl --index {folder}/gone", 2, "There is no index"),
+    ("eval retrieval {folder}/plain.jsonl --index {index}", 1, "No chunk of the index is relevant"),
+    ("models {folder}/none", 1, "No model folder at"),
+    ("models {model} --families all", 2, "not both"),
+    # what is trained
+    (FINETUNE + " --full-weights", 2, "either --lora-rank or --full-weights"),
+    (FINETUNE + " --sink all", 2, "sink must be one of"),
+    (FINETUNE + " --bos never", 2, "prompt.bos must be one of auto, none"),
+    (FINETUNE + " --bos none --sink bos", 2, 'The sink "bos" needs a BOS'),
+    (FINETUNE + " --full-share 2", 2, "full_share must lie between 0 and 1"),
+    (FINETUNE + " --lr nan", 2, "learning_rate must be above 0"),
+    (FINETUNE + " --device abacus", 1, "Device 'abacus' is not available"),
+    (FINETUNE + " --model ./none", 1, "No model folder at './none'"),
+    (FINETUNE + " --eval-data none.jsonl", 2, "none.jsonl cannot be read"),
+    (FINETUNE + " --prompt-of none", 2, "There is no index at none"),
     ("tune {folder}/lines.jsonl --index {index}", 2, "line 2: not valid JSON"),
     ("tune {folder}/absent.jsonl --index {index}", 2, "No such file"),
 ]
@@ -149,22 +277,23 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
-def test_there_are_forty_and_more():
-    assert len(TABLE) == len({line for line, _, _ in TABLE}) >= 40
-
-
-@pytest.mark.parametrize(("line", "code", "says"), TABLE, ids=lambda value: value if isinstance(value, str) else None)
+@pytest.mark.parametrize(
+    ("line", "code", "says"), TABLE, ids=lambda value: value[:99] if isinstance(value, str) else None
+)
 def test_bad_input_is_one_sentence_and_changes_nothing(ragkv: Any, place, tmp_path, monkeypatch, line, code, says):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(bytes(range(256)))))
     arguments = [word.format(**place, new=tmp_path / "new") for word in shlex.split(line)]
     before = state(place["folder"])
     result = ragkv(*arguments)
     assert result.code == code, result.err
     assert says in result.err
-    assert result.out == ""
+    assert not result.out or line.startswith("doctor")  # which tells of the machine first
     assert "Traceback" not in result.err
     errors = [text for text in result.err.splitlines() if text.startswith("ragkv: ")]
     assert errors == [result.sentence]
     assert result.sentence.endswith(".")
+    assert len(result.sentence) < 1000
     assert state(place["folder"]) == before
-    assert not (tmp_path / "new").exists()
+    assert list(tmp_path.iterdir()) == []

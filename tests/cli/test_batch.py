@@ -5,10 +5,9 @@ from __future__ import annotations
 import fcntl
 import json
 import signal
-import subprocess
-import sys
 
 import pytest
+from clichild import CliChild
 from killed import KILLED
 from nightly import NIGHTLY
 
@@ -178,12 +177,10 @@ def test_killed_in_the_middle_of_a_line_and_resumed(ask, index, tmp_path):
     output.unlink()
     done = 0
     for left, part in places:
-        command = [
-            sys.executable, "-c", KILLED, left, part, "query", "--index", index, "--device", "cpu",
-            "--questions", tmp_path / "many.jsonl", "--max-new-tokens", 2, "--output", output,
-        ]  # fmt: skip
-        run = subprocess.run([*map(str, command)], capture_output=True, check=False)
-        assert run.returncode == -signal.SIGKILL, run.stderr.decode()
+        command = ("query", "--index", index, "--device", "cpu", "--max-new-tokens", 2)
+        files = ("--questions", tmp_path / "many.jsonl", "--output", output)
+        code, _, message = CliChild(left, part, *command, *files, program=KILLED).end()
+        assert code == -signal.SIGKILL, message
         done += left
         assert [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:done]] == [*range(done)]
     assert json.loads(ask(MANY, "--json").out)["answered"] in (12 - done, 11 - done)  # the last was whole but its end
@@ -204,19 +201,3 @@ def test_an_output_of_something_else_is_not_touched(ask, tmp_path):
         assert done.code == 2
         assert what in done.err
         assert output.read_text() == text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (["--top-k", 2], "Give one question"),
-        (["Who?", "--questions", "q"], "Give one question"),
-        (["--questions", "q"], "--questions needs --output"),
-        (["Who?", "--output", "a"], "--questions needs --output"),
-        (["--questions", "q", "--output", "a", "--stream"], "--stream is for one question"),
-    ],
-)
-def test_wrong_usage(ragkv, index, arguments, what):
-    done = ragkv("query", "--index", index, *arguments)
-    assert done.code == 2
-    assert what in done.err

@@ -147,10 +147,3 @@ def test_ctrl_c_ends_a_pipe(chat, monkeypatch):
         assert chat("Who founded Dorn Glass?", "Who founded Halden Works?").code == 130
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_input_that_is_no_text_is_one_sentence(chat, monkeypatch, ragkv, index):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8"))
-    ran = ragkv("chat", "--index", index)
-    assert (ran.code, ran.out) == (2, "")
-    assert "not UTF-8 text" in ran.sentence

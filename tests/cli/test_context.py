@@ -69,30 +69,6 @@ def test_what_a_person_reads(about, tmp_path):
     assert MINI_NOTE not in done.err  # it was asked for
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "what"),
-    [
-        (["--index", "i"], 2, "--index is for searching an index"),
-        (["--top-k", 3], 2, "--top-k is for searching an index"),
-        (["--where", "source=x"], 2, "--where is for searching an index"),
-        (["--context", "nowhere.txt"], 2, "No such file"),
-        (["--context", "empty.txt"], 1, "empty file"),
-        (["--context", "broken.pdf"], 1, "broken.pdf"),
-        (["--context", "long.txt"], 2, "positions; give less context"),
-        (["--engine", "pced", "--max-rows", 2], 2, "needs 3 rows at a time, but --max-rows is 2"),
-        (["--engine", "turbo"], 2, "Unknown engine 'turbo'"),
-    ],
-)
-def test_what_cannot_be(about, tmp_path, monkeypatch, arguments, code, what):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
-    (tmp_path / "long.txt").write_text("Halden " * 2000)
-    done = about(QUESTION, *arguments)
-    assert done.code == code
-    assert what in done.err
-
-
 def test_settings_of_the_user_file_hold(about, ragkv, documents, tmp_path, monkeypatch):
     folder = tmp_path / "xdg" / "ragkv"
     folder.mkdir(parents=True)

@@ -168,44 +168,6 @@ def test_figures_are_written_as_markdown_and_json(ragkv, tmp_path):
     assert found.err == printed.err == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (["--k", "0"], 2, "--k '0' is not a list of numbers from 1 up"),
-        (["--k", "a"], 2, "--k 'a' is not a list"),
-        (["--modes", "fast"], 2, "--modes are any of dense, sparse, colbert, hybrid, bm25, not 'fast'"),
-        (["--modes", ","], 2, "--modes is empty"),
-        (["--modes", "dense"], 1, 'has no dense vectors, which retrieval "dense" needs; it can serve bm25'),
-        (["--rerank"], 1, "--rerank needs a reranker: give --reranker"),
-        (["--output", "r.txt"], 2, "--output r.txt must end in .json or .md"),
-        (["--output", "nowhere/r.md"], 2, "there is no folder nowhere"),
-        (["--format", "trec"], 2, "--format must be one of beir, loft"),
-        (["--format", "loft"], 2, '"pid" must be an id'),
-        (["--split", "train"], 2, "choose --split test"),
-    ],
-)
-def test_wrong_use_is_one_sentence(ragkv, tmp_path, arguments, code, says):
-    found = ragkv("eval", "retrieval", beir_folder(tmp_path / "tarn"), *arguments)
-    assert (found.code, found.out) == (code, "")
-    assert says in found.sentence
-
-
-def test_what_belongs_to_benchmarks_is_refused_for_a_file_of_questions(ragkv, index, judged):
-    found = ragkv("eval", "retrieval", judged, "--index", index, "--embedder", "mini")
-    assert found.code == 2
-    assert "--embedder is only for BEIR and LOFT folders" in found.sentence
-    assert "--rerank needs a reranker" in ragkv("eval", "retrieval", judged, "--index", index, "--rerank").sentence
-
-
-def test_a_missing_file_index_or_relevance_is_one_sentence(ragkv, tmp_path, index, judged):
-    assert "No such file" in ragkv("eval", "retrieval", tmp_path / "gone.jsonl", "--index", index).sentence
-    assert "There is no index" in ragkv("eval", "retrieval", judged, "--index", tmp_path / "gone").sentence
-    (tmp_path / "none.jsonl").write_text('{"question": "Who?"}\n')
-    found = ragkv("eval", "retrieval", tmp_path / "none.jsonl", "--index", index)
-    assert (found.code, found.out) == (1, "")
-    assert "No chunk of the index is relevant" in found.sentence
-
-
 def test_the_vectors_of_the_corpus_are_those_that_the_modes_need(ragkv, tmp_path, monkeypatch):
     asked = {}
 

@@ -63,29 +63,6 @@ def test_a_model_that_is_tuned_without_a_bos_is_read_without_one(ragkv, tmp_path
     assert json.loads((tmp_path / "again" / "ragkv.json").read_text())["bos"] == "none"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--full-weights",), "either --lora-rank or --full-weights"),
-        (("--sink", "all"), "sink must be one of"),
-        (("--bos", "never"), "prompt.bos must be one of auto, none"),
-        (("--bos", "none", "--sink", "bos"), 'The sink "bos" needs a BOS'),
-        (("--full-share", 2), "full_share must lie between 0 and 1"),
-        (("--lr", "nan"), "learning_rate must be above 0"),
-        (("--device", "abacus"), "Device 'abacus' is not available"),
-        (("--model", "./none"), "No model folder at './none'"),
-        (("--eval-data", "none.jsonl"), "none.jsonl cannot be read"),
-        (("--prompt-of", "none"), "There is no index at none"),
-    ],
-)
-def test_wrong_usage_is_one_sentence_and_leaves_nothing(ragkv, tmp_path, model_folder, lines, arguments, message):
-    tuned = tmp_path / "tuned"
-    done = ragkv("finetune", "block", "--model", model_folder, "--data", lines, "--output", tuned, *QUICK, *arguments)
-    assert done.code in (1, 2)
-    assert message in done.sentence
-    assert not tuned.exists()
-
-
 def test_worlds_give_a_file_to_tune_on(ragkv, tmp_path):
     command = ("finetune", "data", "--samples", 6, "--fewest", 2, "--most", 3, "--seed", 5)
     done = ragkv(*command, "--output", tmp_path / "a.jsonl", "--json")

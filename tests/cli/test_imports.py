@@ -64,30 +64,28 @@ def test_a_command_loads_no_other_command(index: Path) -> None:
     """And nothing that only a server, a progress bar or a version needs."""
     others = ["bench", "evaluate", "finetune", "doctor", "ingest", "plan", "serve", "chat"]
     needless = [*(f"ragkv.cli.{name}" for name in others), "http.client", "rich.progress", "markdown_it", "ssl"]
-    for command in (["ls", "--index", str(index)], ["config", "show", "--index", str(index)]):
-        assert loaded(command, heavy=[*HEAVY, *needless]) == [[0, "", []]], command
+    commands = [["ls", "--index", str(index)], ["config", "show", "--index", str(index)]]
+    assert loaded(*commands, heavy=[*HEAVY, *needless]) == [[0, "", []]] * 2
     rendering = ["http.client", "ssl", "rich.progress", "importlib.metadata", "ragkv.ingest", "ragkv.store", "numpy"]
     assert loaded(["--help"], heavy=[*HEAVY, *rendering]) == [[0, "", []]]
 
 
 def test_wrong_options_are_refused_before_torch_is_loaded(index: Path) -> None:
     asked = ["query", "Who founded Halden Works?", "--index", str(index)]
-    for wrong, code, says in (
-        (["--top-k", "0"], 2, "--top-k must be at least 1, not 0."),
-        (["--candidates", "0"], 2, "--candidates must be at least 1, not 0."),
-        (["--max-new-tokens", "-1"], 2, "--max-new-tokens must be at least 1, not -1."),
-    ):
-        assert loaded([*asked, *wrong]) == [[code, f"ragkv: {says}\n", []]]
+    options = ("--top-k", "--candidates", "--max-new-tokens")
+    refused = [[2, f"ragkv: {option} must be at least 1, not 0.\n", []] for option in options]
+    assert loaded(*([*asked, option, "0"] for option in options)) == refused
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", [["query", "Who?"], ["chat"], ["doctor"], ["plan", "."], ["serve", "--port", "0"]])
-@pytest.mark.parametrize("device", ["cuda", "cuda:1", "cuda:0,cuda:1"])
-def test_a_gpu_that_cannot_be_there_is_refused_before_torch_is_loaded(command: list[str], device: str) -> None:
-    [(code, result, found)] = loaded([*command, "--device", device])
-    assert (code, found) == (1, [])
-    assert str(result).startswith(f"ragkv: Device '{device}' is not available: ")
-    assert str(result).endswith("leave --device out to use the CPU.\n")
+def test_a_gpu_that_cannot_be_there_is_refused_before_torch_is_loaded() -> None:
+    typed = ("query Who?", "chat", "doctor", "plan .", "serve --port 0")
+    asked = [(line, device) for line in typed for device in ("cuda", "cuda:1", "cuda:0,cuda:1")]
+    results = loaded(*([*line.split(), "--device", device] for line, device in asked))
+    for (line, device), (code, result, found) in zip(asked, results, strict=True):
+        assert (code, found) == (1, []), line
+        assert str(result).startswith(f"ragkv: Device '{device}' is not available: "), line
+        assert str(result).endswith("leave --device out to use the CPU.\n"), line
 
 
 def test_an_index_with_a_lossy_codec_is_listed_without_torch(

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from clichild import CliChild
 
 from ragkv import RagKV
 from ragkv.errors import KVMismatchError
@@ -92,30 +93,6 @@ def test_a_prune_leaves_what_came_by_stdin(ragkv, pipe, index, documents):
     (documents / "bolt.txt").unlink()
     pruned = json.loads(ragkv("ingest", documents, "--prune", "--index", index, "--json").out)["pruned"]
     assert pruned == [str(documents / "bolt.txt")]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"),
-    [
-        (("-", "--prune"), 2, "- is not a folder"),
-        (("-", "-"), 2, "give - once"),
-        (("-", "--type", "xlsx"), 2, "No loader reads the type 'xlsx'; choose one of csv,"),
-        (("-", "--name", ""), 2, "choose another --name"),
-        (("{documents}", "--name", "x"), 2, "add - to read it"),
-        (("{documents}", "--type", "md"), 2, "add - to read it"),
-        (("-", "/no/such"), 2, "No such file or folder"),
-        (("-",), 1, "Nothing to ingest: stdin: binary file; say of what kind with --type"),
-        (("-", "--type", "pdf"), 1, "PDF cannot be read"),
-    ],
-)
-def test_wrong_use_of_stdin(pipe, request, tmp_path, documents, arguments, code, says):
-    index = tmp_path / "none" if code == 2 else request.getfixturevalue("index")
-    given = [str(argument).format(documents=documents) for argument in arguments]
-    result = pipe(bytes(range(256)), "ingest", *given, "--index", index)
-    assert (result.code, result.out) == (code, "")
-    assert says in result.err
-    assert result.sentence.startswith("ragkv: ")
-    assert not (tmp_path / "none").exists()
 
 
 def test_bytes_from_python(index):
@@ -240,7 +217,6 @@ def write_changes(self, changes):
         time.sleep(600)  # until the signal comes
 
 Store.write_changes = write_changes
-sys.argv[0] = "ragkv"
 main()
 """
 
@@ -273,14 +249,10 @@ def test_ctrl_c_says_what_is_done_and_the_next_run_goes_on(ragkv, tmp_path, mode
         (documents / f"{n}.txt").write_text(f"Company {n} makes valves.")
     (documents / "00.txt").write_bytes(bytes(range(256)))  # not a document, and not counted
     arguments = ["ingest", documents, "--index", index, "--model", model_folder, "--quiet"]
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "three\n"
-    child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=600)
-    assert child.returncode == 130
+    child = CliChild(*arguments, program=CHILD)
+    assert child.line() == "three\n"
+    code, _, err = child.end(signal.SIGINT)
+    assert code == 130
     assert err == "ragkv: interrupted; 3 of 8 documents are in the index; run the same command to go on.\n"
     assert ragkv("verify", "--index", index).code == 0
     report = json.loads(ragkv(*arguments, "--json").out)

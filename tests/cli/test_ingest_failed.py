@@ -1,16 +1,22 @@
-"""What a failed first `ragkv ingest` leaves behind: nothing, and what was there before."""
+"""A failed or mistyped `ragkv ingest` leaves what was there before, and nothing that the next one stumbles over."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import words
 
 from ragkv import RagKV
-from ragkv.errors import RetrievalError
+from ragkv.config import PromptConfig, load_config
+from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
 from ragkv.index.create import CreationRollback
+from ragkv.ingest.ingester import Ingester
+from ragkv.model import self_check
 from ragkv.model.language_model import LanguageModel
 from ragkv.store import Store
 from ragkv.store.environment import WriterLock
@@ -37,23 +43,14 @@ def ingest(ragkv, documents, model_folder):
     return run
 
 
-@pytest.mark.parametrize("how", ["model", "embedder", "mode", "first chunk", "Ctrl-C", "nothing to read"])
-def test_a_failed_first_ingest_leaves_nothing(ingest, ragkv, tmp_path, documents, monkeypatch, how):
+@pytest.mark.parametrize(("how", "code"), [("mode", 2), ("first chunk", 1), ("Ctrl-C", 130)])
+def test_a_failed_first_ingest_leaves_nothing(ingest, tmp_path, monkeypatch, how, code):
     words.install(monkeypatch, Broken)
-    index = tmp_path / "deep" / "er" / "index"
-    more: dict[str, tuple[object, ...]] = {
-        "model": ("--model", tmp_path / "none"),
-        "embedder": ("--embedder", tmp_path / "none"),
-        "mode": ("--embedder", "words", "--retrieval", "sparse"),
-        "first chunk": ("--embedder", "words"),
-    }
+    more = {"mode": ("--embedder", "words", "--retrieval", "sparse"), "first chunk": ("--embedder", "words")}
     if how == "Ctrl-C":
         monkeypatch.setattr(LanguageModel, "encode", interrupt)
-    if how == "nothing to read":
-        for path in documents.iterdir():
-            path.write_bytes(b"")
-    result = ingest(index, *more.get(how, ()))
-    assert result.code == {"Ctrl-C": 130, "mode": 2}.get(how, 1)
+    result = ingest(tmp_path / "deep" / "er" / "index", *more.get(how, ()))
+    assert result.code == code
     assert "Traceback" not in result.err
     assert not (tmp_path / "deep").exists()
 
@@ -109,8 +106,8 @@ def test_an_index_that_somebody_else_writes_to_or_had_before_stays(tmp_path, mod
     rollback = CreationRollback.of(folder)
     assert not rollback.remove()
     RagKV.create(folder, model=str(model_folder)).close()
-    with WriterLock(folder / "store").hold("another's ingest"):
-        assert not rollback_in_thread(rollback)
+    with WriterLock(folder / "store").hold("another's ingest"), ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(rollback.remove).result()  # a thread of its own does not share this one's lock
     assert (folder / "ragkv.toml").exists()
     CreationRollback.of(folder).remove()
     assert (folder / "ragkv.toml").exists()
@@ -119,9 +116,136 @@ def test_an_index_that_somebody_else_writes_to_or_had_before_stays(tmp_path, mod
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
 
 
-def rollback_in_thread(rollback: CreationRollback) -> bool:
-    """Its result in another thread, which does not share this one's lock."""
-    from concurrent.futures import ThreadPoolExecutor
+@pytest.fixture
+def place(tmp_path: Path, model_folder: Path, documents: Path) -> dict[str, Path]:
+    """Models that do not load, and documents of which none can be read."""
+    broken = tmp_path / "broken"
+    shutil.copytree(model_folder, broken)
+    (broken / "model.safetensors").write_bytes(b"\x07" * 100)
+    hollow = tmp_path / "hollow"
+    hollow.mkdir()
+    unreadable = tmp_path / "unreadable"
+    unreadable.mkdir()
+    (unreadable / "a.pdf").write_bytes(b"%PDF-1.4\nno")
+    (unreadable / "b.txt").write_bytes(bytes(range(256)))
+    return {
+        "documents": documents,
+        "model": model_folder,
+        "broken": broken,
+        "hollow": hollow,
+        "unreadable": unreadable,
+        "file": broken / "model.safetensors",
+        "new": tmp_path / "new",
+    }
 
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(rollback.remove).result()
+
+WRONG = [
+    ("{documents} --model {documents}/typo", 1, "No model folder at"),
+    ("{documents} --model some/typo", 1, "There is no model folder 'some/typo' here, and HF_HUB_OFFLINE forbids"),
+    ("{documents} --model {file}", 1, "is a file; give the model's folder"),
+    ("{documents} --model {hollow}", 1, "config.json is missing"),
+    ("{documents} --model {broken}", 1, "cannot be loaded"),
+    ("{documents} --model {model} --embedder ./typo", 1, "No model folder at './typo'"),
+    ("{documents} --model {model} --embedder some/typo", 1, "There is no model folder 'some/typo' here"),
+    ("{documents} --model {model} --embedder {model}", 1, "lacks"),
+    ("{documents} --model {model} --reranker some/typo", 1, "There is no model folder 'some/typo' here"),
+    ("{documents} --model {model} --reranker {model}", 1, "has no classification head"),
+    ("{documents} --model {model} --device abacus", 1, "Device 'abacus' is not available"),
+    ("{unreadable} --model {model}", 1, "Nothing to ingest: "),
+    ("{hollow} --model {model}", 1, "no supported files found"),
+    ("{documents}/typo --model {model}", 2, "No such file or folder"),
+]
+
+
+@pytest.mark.parametrize(("line", "code", "says"), WRONG, ids=lambda value: value if isinstance(value, str) else None)
+def test_nothing_is_left_and_the_corrected_command_works(ragkv: Any, place: dict[str, Path], line, code, says):
+    failed = ragkv("ingest", *(word.format(**place) for word in line.split()), "--index", place["new"])
+    assert (failed.code, failed.out) == (code, ""), failed.err
+    assert says in failed.sentence
+    assert not place["new"].exists()
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, MemoryError])
+def test_an_interrupt_while_models_load_leaves_nothing(ragkv, place, monkeypatch, how):
+    def load(*_: Any, **__: Any) -> None:
+        raise how
+
+    command = ("ingest", place["documents"], "--model", place["model"], "--index", place["new"])
+    with monkeypatch.context() as patch:
+        patch.setattr(self_check, "load_model", load)
+        if how is KeyboardInterrupt:
+            assert ragkv(*command).code == 130
+        else:
+            with pytest.raises(how):
+                ragkv(*command)
+    assert not place["new"].exists()
+    assert ragkv(*command).code == 0
+
+
+def test_an_ingest_that_was_stopped_before_its_first_document_binds_nobody(ragkv, place, monkeypatch):
+    command = ("ingest", place["documents"], "--model", place["model"], "--index", place["new"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Ingester, "_add", interrupt)
+        assert ragkv(*command).code == 130
+    assert not place["new"].exists()
+    again = ragkv(*command, "--chunk-tokens", 64, "--codec", "zstd", "--dry-run")
+    assert (again.code, "2 to add" in again.out) == (0, True)
+    again = ragkv(*command, "--chunk-tokens", 64, "--codec", "zstd")
+    assert again.code == 0, again.err
+    assert (load_config(place["new"]).chunk_tokens, load_config(place["new"]).codec) == (64, "zstd")
+    assert ragkv("verify", "--index", place["new"]).code == 0
+    refused = ragkv(*command, "--chunk-tokens", 128)
+    assert (refused.code, "was made with chunk_tokens = 64, not 128" in refused.err) == (1, True)
+    assert ragkv("query", "Who founded Halden Works?", "--index", place["new"], "--max-new-tokens", 1).code == 0
+
+
+def test_an_emptied_index_takes_another_model(ragkv, place, tmp_path):
+    command = ("ingest", place["documents"], "--index", place["new"])
+    assert ragkv(*command, "--model", place["model"]).code == 0
+    assert ragkv("query", "Who founded Halden Works?", "--index", place["new"], "--max-new-tokens", 1).code == 0
+    assert ragkv("delete", "*", "--yes", "--index", place["new"]).code == 0
+    failed = ragkv(*command, "--model", place["broken"])
+    assert (failed.code, "cannot be loaded" in failed.sentence) == (1, True)
+    assert load_config(place["new"]).model == str(place["model"])  # as it was
+    shutil.copytree(place["model"], tmp_path / "other")
+    assert ragkv(*command, "--model", tmp_path / "other", "--engines", "block").code == 0
+    answered = ragkv("query", "Who founded Halden Works?", "--index", place["new"], "--max-new-tokens", 1)
+    assert answered.code == 0, answered.err
+    assert ragkv("verify", "--index", place["new"]).code == 0
+
+
+def test_what_no_flag_can_say_survives(ragkv, place):
+    prompt = PromptConfig(system="Be brief.")
+    RagKV.create(place["new"], model=str(place["model"]), prompt=prompt, memory_budget=0).close()
+    assert (
+        ragkv("ingest", place["documents"], "--index", place["new"], "--model", "mini", "--embedder", "none").code == 0
+    )
+    found = load_config(place["new"])
+    assert (found.model, found.prompt, found.memory_budget) == ("mini", prompt, 0)
+
+
+def test_documents_beyond_the_limits_of_the_user_file_leave_nothing(ragkv, place, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "ragkv").mkdir(parents=True)
+    (tmp_path / "home" / "ragkv" / "config.toml").write_text("[ingest]\nmax_characters = 1\n")
+    found = ragkv("ingest", place["documents"], "--index", place["new"], "--model", place["model"])
+    assert found.code == 1
+    assert "ingest.max_characters" in found.err
+    assert not place["new"].exists()
+
+
+def test_from_python(tmp_path, model_folder, documents):
+    for settings in ({"model": str(tmp_path / "typo")}, {"model": "some/typo"}, {"model": 3}, {"top_k": "many"}):
+        with pytest.raises((ModelLoadError, ConfigError)):
+            RagKV.create(tmp_path / "new", **settings)
+        assert not (tmp_path / "new").exists()
+    with RagKV.create(tmp_path / "new", model=model_folder) as first:  # a Path will do
+        assert first.config.model == str(model_folder)
+        with pytest.raises(ConfigError, match="already"):
+            RagKV.create(tmp_path / "new", model=model_folder)
+        with RagKV.create(tmp_path / "new", model=model_folder, codec="zstd", replace_empty=True) as second:
+            with pytest.raises(ConfigError, match="has another codec in its"):
+                first.ingest(documents)
+            assert len(second.ingest(documents).added) == 2
+        with pytest.raises(ConfigError, match="already"):
+            RagKV.create(tmp_path / "new", model=model_folder, replace_empty=True)

@@ -80,38 +80,3 @@ def test_given_lengths_cut_what_is_short(ragkv, tmp_path, model, source):
     assert other.code == 1
     assert "leave --block-tokens out" in other.sentence
     assert json.loads(ragkv(*command).out)["unchanged"] == [str(source)]
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("", "as in 4096,1024,512"),
-        ("long", "as in 4096,1024,512"),
-        ("64,16", "as in 4096,1024,512"),
-        ("64,16,8,4", "as in 4096,1024,512"),
-        ("-64", "as in 4096,1024,512"),
-        ("64,16.5,8", "as in 4096,1024,512"),
-        ("0", "a block holds at least 1 token"),
-        ("64,65,8", "the anchor length must be from 0 to that of a block (64 tokens), not 65"),
-        ("64,16,65", "the passing length must be from 0 to that of a block"),
-        ("9" * 5000, "--block-tokens"),
-    ],
-)
-def test_wrong_lengths_are_refused_before_anything_is_made(ragkv, tmp_path, model, source, given, says):
-    index = tmp_path / "index"
-    result = ragkv("ingest", source, "--index", index, "--model", model, *APB, "--block-tokens", given)
-    assert (result.code, says in result.sentence) == (2, True), result.err
-    assert len(result.sentence) < 300
-    assert not index.exists()
-
-
-def test_methods_and_lengths_that_do_not_go_together(ragkv, tmp_path, model, source):
-    command = ("ingest", source, "--index", tmp_path / "index", "--model", model)
-    unknown = ragkv(*command, "--long-documents", "star")
-    assert (unknown.code, unknown.sentence) == (2, "ragkv: --long-documents is apb or none, not 'star'.")
-    alone = ragkv(*command, "--block-tokens", GIVEN)
-    assert alone.code == 2
-    assert "add --long-documents apb" in alone.sentence
-    none = ragkv(*command, "--long-documents", "none", "--engines", "apb", "--block-tokens", GIVEN)
-    assert none.code == 2
-    assert not (tmp_path / "index").exists()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from clichild import CliChild
 from killed import KILLED
 from nightly import NIGHTLY
 
@@ -50,7 +49,7 @@ def answered(output: Path) -> list[dict]:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", engine_names())
 def test_questions_by_every_engine(ragkv, example, tmp_path, engine):
-    check(ragkv, example, tmp_path, engine, count=16, compared=3, kill=engine in ("ape", "pced") or NIGHTLY)
+    check(ragkv, example, tmp_path, engine, count=8, compared=2, kill=engine == "pced" or NIGHTLY)
 
 
 @pytest.mark.nightly
@@ -70,8 +69,8 @@ def check(ragkv, example, tmp_path, engine, *, count: int, compared: int, kill: 
     ]  # fmt: skip
     left = chance.randrange(count // 4, count // 2) if kill else 0
     if kill:
-        killed = [sys.executable, "-c", KILLED, left, chance.randrange(2000), *command]
-        assert subprocess.run([*map(str, killed)], capture_output=True, check=False).returncode == -signal.SIGKILL
+        killed = CliChild(left, chance.randrange(2000), *command, program=KILLED)
+        assert killed.end()[0] == -signal.SIGKILL
     done = ragkv(*command, "--json")
     assert done.code == 0, done.err
     summary = json.loads(done.out)

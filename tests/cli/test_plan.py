@@ -54,21 +54,3 @@ def test_a_steady_machine_an_uneven_one_and_one_without_time(plan, monkeypatch):
     assert (found["trust"]["trusted"], found["left_out"]) == (False, [])
     monkeypatch.setattr("ragkv.planning.plan.perf_counter", steady(100.0))
     assert "Left out for lack of time (--seconds 2): Parts of 1 of 2 files were read" in plan("--seconds", 2).out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        (["--sample", "much"], "--sample must be a number of bytes"),
-        (["--folder", "/nowhere"], "/nowhere is not a folder"),
-        (["--codec", "zip"], "unknown codec 'zip'"),
-        (["--seconds", "0"], "--seconds"),
-        (["--seconds", "nan"], "--seconds"),
-        (["--seconds", "inf"], "--seconds must be more than 0, not inf"),
-        (["--engines", "full"], "stores no KV, so there is nothing to plan"),
-    ],
-)
-def test_wrong_usage(plan, arguments, what):
-    done = plan(*arguments)
-    assert done.code == 2
-    assert what in done.err

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from outcome import Result
 
 from ragkv.errors import ModelLoadError
 from ragkv.mini import embedder_path, lm_path, reranker_path
@@ -36,6 +37,7 @@ class Tokenizer(PreTrainedTokenizerFast):
     pass
 """
 
+PACKAGE = "sentence_transformers"
 AUTO_MAP = {
     "AutoConfig": "hostile.Config",
     "AutoModel": "hostile.Model",
@@ -47,8 +49,9 @@ AUTO_MAP = {
 class Trap:
     """Copies of the mini models that carry `hostile.py`, and the file that it would make."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ragkv: Callable[..., Result]) -> None:
         self.folder = folder
+        self._ragkv = ragkv
         self.mark = folder / "ran"
         self.index = folder / "index"
         self.document = folder / "note.md"
@@ -71,71 +74,58 @@ class Trap:
     def edit(path: Path, **changes: object) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """`ragkv` as a user types it, who would answer yes to everything."""
-        done = subprocess.run(
-            [sys.executable, "-c", "from ragkv.cli.main import main; main()", *map(str, arguments)],
-            input="y\n" * 20,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-            cwd=self.folder,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "HF_HOME": str(self.folder / "hub")},
-        )
+    def run(self, *arguments: object) -> Result:
+        done = self._ragkv(*arguments)
         assert not self.mark.exists(), "the checkpoint's code was run"
-        assert "[y/N]" not in done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
+        assert "[y/N]" not in done.out + done.err
+        assert "Traceback" not in done.err
         return done
 
-    def refused(self, *arguments: str) -> str:
+    def refused(self, *arguments: object) -> str:
         done = self.run(*arguments)
-        assert done.returncode == 1, done.stderr
-        [message] = [line for line in done.stderr.splitlines() if "code of its own" in line]
+        assert done.code == 1, done.err
+        [message] = [line for line in done.err.splitlines() if "code of its own" in line]
         return message
 
 
 @pytest.fixture
-def trap(tmp_path: Path) -> Trap:
-    return Trap(tmp_path)
+def trap(tmp_path: Path, ragkv: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Trap:
+    """Whoever asks on stdin fails; he would be answered yes."""
+
+    def asked(*_: object) -> str:
+        raise AssertionError("a question on stdin")
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 20))
+    return Trap(tmp_path, ragkv)
 
 
-@pytest.mark.slow
 def test_a_model_of_no_known_kind_is_refused(trap):
     model = trap.model(lm_path(), known=False)
     assert str(model) in trap.refused("ingest", trap.document, "--index", trap.index, "--model", model)
     assert str(model) in trap.refused("plan", trap.document, "--model", model)
 
 
-@pytest.mark.slow
 def test_an_index_whose_model_turned_hostile_is_refused(trap):
     model = trap.folder / "model"
     shutil.copytree(lm_path(), model)
-    assert trap.run("ingest", trap.document, "--index", trap.index, "--model", model).returncode == 0
+    assert trap.run("ingest", trap.document, "--index", trap.index, "--model", model).code == 0
     trap.edit(model / "config.json", auto_map=AUTO_MAP, model_type="hostile")
     trap.code(model)
     asked = trap.run("query", "Who founded Halden Works?", "--index", trap.index)
-    assert asked.returncode == 1
-    assert "made by another version of model" in asked.stderr  # seen before any of its files is loaded
-    assert trap.run("doctor", "--index", trap.index).returncode != 0
+    assert asked.code == 1
+    assert "made by another version of model" in asked.err  # seen before any of its files is loaded
+    assert trap.run("doctor", "--index", trap.index).code != 0
 
 
-@pytest.fixture
-def nobody_asks(monkeypatch):
-    def asked(*_: object) -> str:
-        raise AssertionError("a question on stdin")
-
-    monkeypatch.setattr("builtins.input", asked)
-
-
-def test_a_known_model_runs_on_transformers_own_code(trap, nobody_asks):
+def test_a_known_model_runs_on_transformers_own_code(trap):
     model = trap.model(lm_path(), known=True)
     assert load_model(str(model), device="cpu").config.model_type == "llama"
     assert not trap.mark.exists()
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_embedders_and_rerankers(trap, nobody_asks, known):
+def test_embedders_and_rerankers(trap, known):
     loaders = {
         trap.model(embedder_path(), known=known): lambda name: load_embedder(name, device="cpu"),
         trap.model(reranker_path(), known=known): lambda name: load_reranker(name, device="cpu"),
@@ -149,26 +139,21 @@ def test_embedders_and_rerankers(trap, nobody_asks, known):
     assert not trap.mark.exists()
 
 
-@pytest.mark.parametrize("kind", ["hostile.Config", "hostile", "os.path", None, "sentence_transformersx.Evil"])
-def test_modules_of_other_packages_are_refused(trap, kind):
+@pytest.mark.parametrize(
+    ("kind", "path", "says"),
+    [
+        *((kind, "", "code of its own") for kind in ("hostile.Config", "hostile", "os.path", None, f"{PACKAGE}x.Evil")),
+        *((f"{PACKAGE}.models.Transformer", path, "outside") for path in ("../elsewhere", "/elsewhere", "1_P/../../x")),
+    ],
+)
+def test_modules_of_other_packages_and_elsewhere_are_refused(trap, kind, path, says):
     embedder = trap.model(embedder_path(), known=True)
     for head in embedder.glob("*_linear.pt"):
         head.unlink()
-    (embedder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": "", "type": kind}]))
-    with pytest.raises(ModelLoadError, match="code of its own"):
+    (embedder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": path, "type": kind}]))
+    with pytest.raises(ModelLoadError, match=says):
         load_embedder(str(embedder), device="cpu")
     assert not trap.mark.exists()
-
-
-@pytest.mark.parametrize("path", ["../elsewhere", "/elsewhere", "1_Pooling/../../x"])
-def test_modules_elsewhere_are_refused(trap, path):
-    embedder = trap.model(embedder_path(), known=True)
-    for head in embedder.glob("*_linear.pt"):
-        head.unlink()
-    kind = "sentence_transformers.models.Transformer"
-    (embedder / "modules.json").write_text(json.dumps([{"idx": 0, "name": "0", "path": path, "type": kind}]))
-    with pytest.raises(ModelLoadError, match="outside"):
-        load_embedder(str(embedder), device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -51,24 +51,3 @@ def test_json_and_a_moved_prefix(ragkv, index, questions):
     assert load_config(index).prompt.prefix_newlines == 0
     (index / CONFIG_FILE).write_text(config)
     assert "run ragkv ingest on your documents again" in tune(ragkv, index, questions).out
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--prefixes", "0,x"), "is not a list of numbers"),
-        (("--prefixes", "-1"), "is not a list of numbers from 0 to 1000"),
-        (("--holdout",), "--holdout needs at least two questions"),
-    ],
-)
-def test_bad_options_are_one_sentence(ragkv, index, questions, options, says):
-    ran = ragkv("tune", questions, "--index", index, *options)
-    assert (ran.code, says in ran.sentence) == (2, True), ran.err
-
-
-def test_questions_without_gold_answers_are_refused(ragkv, index, tmp_path):
-    path = tmp_path / "plain.jsonl"
-    path.write_text('{"question": "Who?"}\n{"question": "Why?}')
-    assert "line 2: not valid JSON" in ragkv("tune", path, "--index", index).sentence
-    path.write_text('{"question": "Who?"}')
-    assert "has no gold answers" in ragkv("tune", path, "--index", index).sentence

@@ -21,6 +21,7 @@ from ragkv.store.tables import Transaction
 from ragkv.types import Encoding
 
 QUESTION = "Who founded Halden Works?"
+BEGAN = time.time()
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +346,7 @@ def test_stats_per_document_add_up(ragkv, index, documents, no_model):
         assert one[key] + two[key] == found[key]
     assert one["kv_bytes_own"] == one["kv_bytes"]
     assert one["text_bytes"] > (documents / "bolt.txt").stat().st_size - 1
-    assert abs(one["ingested_at"] - time.time()) < 3600
+    assert BEGAN <= one["ingested_at"] <= time.time()
     shown = ragkv("stats", "--index", index, "--per-document").out
     assert "halden.md" in shown
     assert "KV of its own" in shown
@@ -380,11 +381,3 @@ def test_what_is_no_index_is_said_in_a_sentence(ragkv, command, tmp_path, docume
     assert (broken.code, broken.out) == (1, "")
     assert "restore a backup" in broken.sentence
     assert not (tmp_path / "somewhere").exists()
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_help_has_an_example(ragkv, command):
-    shown = ragkv(command[0], "--help").out
-    assert "Example" in shown
-    assert "--index" in shown
-    assert "--json" in shown

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from clichild import CliChild
 
 from ragkv import RagKV
 from ragkv.cli.main import main
@@ -37,14 +38,6 @@ def test_no_wait_names_the_holder(index, tmp_path, capsys, monkeypatch):
         assert store.get_meta("x") is None
 
 
-def _started(stack: ExitStack, command: list[object]) -> subprocess.Popen[str]:
-    """A child with pipes that `stack` kills before it waits for it, so that a failed assertion cannot hang."""
-    child = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    stack.enter_context(child)
-    stack.callback(child.kill)
-    return child
-
-
 @pytest.mark.slow
 def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
     holder = subprocess.Popen(
@@ -60,26 +53,22 @@ def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     )
-    ragkv = Path(sys.executable).parent / "ragkv"
     with holder, ExitStack() as stack:
         stack.callback(holder.kill)  # or a failure here would wait for ever
         assert holder.stdout is not None
         assert holder.stdout.readline() == "holding\n"
-        command = [ragkv, "ingest", tmp_path / "halden.md", "--index", index]
-        second = _started(stack, command)
-        assert second.stderr is not None
         waiting = rf"waiting for PID {holder.pid} \(ragkv ingest docs/, since {TIME}\) …\n"
-        assert re.fullmatch(waiting, second.stderr.readline())
-        interrupted = _started(stack, command)
-        assert interrupted.stderr is not None
-        assert re.fullmatch(waiting, interrupted.stderr.readline())
-        interrupted.send_signal(signal.SIGINT)
-        assert interrupted.wait(600) == 130
-        assert interrupted.stderr.read().splitlines()[-1].startswith("ragkv: interrupted")
+        children = [CliChild("ingest", tmp_path / "halden.md", "--index", index) for _ in range(2)]
+        for child in children:
+            stack.callback(child.process.kill)
+            assert re.fullmatch(waiting, child.stderr.readline())
+        code, _, message = children[0].end(signal.SIGINT)
+        assert code == 130
+        assert message.splitlines()[-1].startswith("ragkv: interrupted")
         holder.kill()
-        assert second.wait(600) == 0, second.stderr.read()
-        assert second.stdout is not None
-        assert "1 added" in second.stdout.read()
+        code, shown, message = children[1].end()
+        assert code == 0, message
+        assert "1 added" in shown
 
 
 @pytest.mark.slow
@@ -87,17 +76,9 @@ def test_two_first_ingests_make_one_index(tmp_path, model_folder):
     """Both find no index; one makes it, the other goes on with it."""
     (tmp_path / "a.md").write_text("Halden Works was founded by Mira Oskel in 1907.")
     (tmp_path / "b.md").write_text("Corvo Mills was founded by Ida Brandt in Varn.")
-    ragkv = Path(sys.executable).parent / "ragkv"
-    both = [
-        subprocess.Popen(
-            [ragkv, "ingest", tmp_path / name, "--index", tmp_path / "index", "--model", model_folder, "--quiet"],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in ("a.md", "b.md")
-    ]
-    for process in both:
-        message = process.communicate(timeout=600)[1]
-        assert process.returncode == 0, message
+    command = ("--index", tmp_path / "index", "--model", model_folder, "--quiet")
+    for child in [CliChild("ingest", tmp_path / name, *command) for name in ("a.md", "b.md")]:
+        code, _, message = child.end()
+        assert code == 0, message
     with Store.open(tmp_path / "index") as store:
         assert [stored.document.source for stored in store.documents()] == ["a.md", "b.md"]

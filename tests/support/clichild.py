@@ -9,6 +9,7 @@ from multiprocessing import get_context
 
 __all__ = ["CliChild", "forkserver"]
 
+PROGRAM = "from ragkv.cli.main import main; main()"
 HEAVY = (
     "ragkv.pipeline",
     "ragkv.server.app",
@@ -31,20 +32,23 @@ def forkserver():
 
 
 class CliChild:
-    """`ragkv WORDS`: `say` writes to its stdin, `line` reads the next line of its stdout, `end` waits for it."""
+    """`ragkv WORDS`: `say` writes to its stdin, `line` reads the next line of its stdout, `end` waits for it.
 
-    def __init__(self, *words) -> None:
+    Or another `program`, which finds the words in `sys.argv`.
+    """
+
+    def __init__(self, *words, program: str = PROGRAM) -> None:
         context = forkserver()
         theirs_in, ours_in = context.Pipe(duplex=False)
         ours_out, theirs_out = context.Pipe(duplex=False)
         ours_err, theirs_err = context.Pipe(duplex=False)
         theirs = (theirs_in, theirs_out, theirs_err)
-        given = ([str(word) for word in words], dict(os.environ), *theirs)
+        given = (program, [str(word) for word in words], dict(os.environ), *theirs)
         self.process = context.Process(target=_run, args=given, daemon=True)
         self.process.start()
         for each in theirs:
             each.close()
-        self._stdin, self._stdout, self._stderr = _file(ours_in, "w"), _file(ours_out, "r"), _file(ours_err, "r")
+        self._stdin, self._stdout, self.stderr = _file(ours_in, "w"), _file(ours_out, "r"), _file(ours_err, "r")
 
     def say(self, line: str) -> None:
         self._stdin.write(f"{line}\n")
@@ -53,7 +57,7 @@ class CliChild:
     def line(self) -> str:
         """The next line; what it has said on stderr is the error when it has ended."""
         line = self._stdout.readline()
-        assert line, self._stderr.read()
+        assert line, self.stderr.read()
         return line
 
     def end(self, number=None) -> tuple[int, str, str]:
@@ -63,8 +67,8 @@ class CliChild:
             os.kill(self.process.pid, number)
         self._stdin.close()
         self.process.join()
-        with self._stdout, self._stderr:
-            return self.process.exitcode, self._stdout.read(), self._stderr.read()
+        with self._stdout, self.stderr:
+            return self.process.exitcode, self._stdout.read(), self.stderr.read()
 
 
 def _file(connection, mode):
@@ -73,13 +77,11 @@ def _file(connection, mode):
         return os.fdopen(os.dup(connection.fileno()), mode, encoding="utf-8")
 
 
-def _run(words, variables, into, out, err):
+def _run(program, words, variables, into, out, err):
     os.environ.clear()
     os.environ.update(variables)  # those of this test, not of the one that had the first process
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has all of its children ignore
     import torch
-
-    from ragkv.cli.main import main
 
     os.dup2(into.fileno(), 0)
     os.dup2(out.fileno(), 1)
@@ -90,4 +92,4 @@ def _run(words, variables, into, out, err):
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.argv = ["ragkv", *words]
     torch.set_num_threads(1)
-    main()
+    exec(program, {"__name__": "__main__"})

@@ -22,4 +22,4 @@ def killed(self, text):
 question_files.AnswerFile._write = killed
 main.main()
 """
-"""Run with `python -c`; its first arguments are the two numbers."""
+"""A program for `CliChild`; its first words are the two numbers."""
