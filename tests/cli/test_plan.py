@@ -32,7 +32,7 @@ def test_text_and_json_say_the_same(plan):
     result = plan()
     assert result.code == 0
     found = json.loads(plan("--json").out)
-    assert (found["documents"]["value"], found["sample"]["whole"], found["encodings"]) == (2, True, ["standalone"])
+    assert (found["documents"]["value"], found["sample"]["whole"], found["encodings"]) == (2, True, ["prefixed"])
     assert f"2 documents, {found['chunks']['value']:,.0f} chunks" in result.out
     assert [codec["codec"] for codec in found["codecs"]] == ["raw", "zstd", "int8", "int4"]
     parts = [value for name, value in found["seconds"].items() if name != "total"]

@@ -29,7 +29,8 @@ def index(model_folder: Path) -> Iterator[Path]:
     folder.chmod(0o755)
     shutil.copytree(model_folder, folder / "model")
     (folder / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
-    with RagKV.create(folder / "index", model=str(folder / "model"), device="cpu", engines=("ape",)) as rag:
+    settings = {"engines": ("ape",), "tuning": {"block": {"over": "standalone"}}}
+    with RagKV.create(folder / "index", model=str(folder / "model"), device="cpu", **settings) as rag:
         rag.ingest(folder / "halden.md")
     yield folder / "index"
     subprocess.run(["chmod", "-R", "u+w", folder], check=True)

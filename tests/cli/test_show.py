@@ -34,7 +34,8 @@ def index(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     (folder / "notes" / "halden.md").write_text(f"# Halden Works\n\n{long}\n")
     (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
     (folder / "copy.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128, codec="zstd") as rag:
+    settings = {"chunk_tokens": 128, "codec": "zstd", "tuning": {"block": {"over": "standalone"}}}
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", **settings) as rag:
         rag.ingest(folder / "notes", folder / "bolt.txt", folder / "copy.txt")
     return folder / "index"
 

@@ -32,7 +32,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     documents.mkdir()
     (documents / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
     (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
+    settings = {"chunk_tokens": 128, "tuning": {"block": {"over": "standalone"}}}  # so that there are two encodings
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", **settings) as rag:
         rag.ingest(documents)
         rag.store.copy(folder / "copy")  # not as long as the map, so quick to copy again
     return folder
