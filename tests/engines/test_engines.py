@@ -267,7 +267,7 @@ def test_decoding_stops_at_an_end_token_and_at_the_limit(make_model, monkeypatch
 
 def test_names_and_settings():
     assert {"all", "ape", "apb", "block", "full", "mapreduce", "pced", "single"} <= set(engine_names())
-    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of all, apb, ape, block"):
+    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of all, apb, ape, bl"):
         make_engine("warp", {})
     for name, tuning in (
         ("ape", {"temperature": 0.0}),
