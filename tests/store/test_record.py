@@ -350,7 +350,8 @@ def test_every_bit_comes_back(kind, codec, tokens, shapes, states, encoded_at, s
     )
     record = encode_record(kv, of(tokens), codec)
     parsed = Manifest.parse(record.manifest)
-    assert parsed.shape == kv.shape
+    assert (parsed.identity, parsed.shape, parsed.encoded_at) == (of(tokens), kv.shape, encoded_at)
+    assert parsed.stored_bytes == record.stored_bytes == sum(memoryview(each).nbytes for each in record.segments)
     assert parsed.pack() == record.manifest
     assert parsed.raw_bytes == kv.nbytes == kv.shape.nbytes(tokens)
     assert parsed.kv_bytes == sum(map(parsed.layer_bytes, range(len(shapes))))
