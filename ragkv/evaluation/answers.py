@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.config import MODES, NONE, Mode, PromptConfig, build_config
+from ragkv.config import MODES, NONE, EncodingConfig, Mode, PromptConfig, build_config
 from ragkv.decoding import GREEDY, Decoding
 from ragkv.engines import ContextChunk, Engine, Request, engine_class
 from ragkv.errors import ConfigError, KVMismatchError, PromptTooLongError, UnsupportedModelError, UsageError
@@ -64,6 +64,8 @@ GIVEN = "given"
 
 RAW = "raw"
 _PROMPT = "prompt."
+CONTEXT = "context"
+"""The option of a spec that overrides `[encoding] context` of an index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,11 +146,13 @@ def all_candidates(
     """Every combination of the arguments, once each. An option of a spec overrides one of `tuning`.
 
     Without `prompt`, a checkpoint that was tuned without a BOS is asked without one. Options that begin with `prompt.`
-    set fields of `PromptConfig`: `ape(prompt.prefix_newlines=20)`.
+    set fields of `PromptConfig`: `ape(prompt.prefix_newlines=20)`. `ape(context=256)` overrides `context`.
     """
     found: list[Candidate] = []
     for model, spec, codec, retrieval, reranked in product(models, engines, codecs, retrievals, rerank):
         words, options = _split(spec)
+        changed = words or CONTEXT in options
+        seen = EncodingConfig(context=options.pop(CONTEXT, context)).context
         one = Candidate(
             engine=spec.name,
             options={**(tuning or {}).get(spec.name, {}), **options},
@@ -159,8 +163,8 @@ def all_candidates(
             rerank=reranked,
             top_k=top_k,
             prompt=_prompt_config(prompt or resolve(model).tuned_words(PromptConfig()), words, spec),
-            name=str(spec) if words else "",
-            context=context,
+            name=str(spec) if changed else "",
+            context=seen,
         )
         if one not in found:
             found.append(one)
@@ -739,6 +743,10 @@ class TaskSource(ChunkSource):
         self._scorer = scorer or Scorer(device=device)
 
     def check(self, candidate: Candidate) -> None:
+        if candidate.context:
+            raise UsageError(
+                f"The chunks of a task have no document that they saw: leave {CONTEXT} out, or use --index."
+            )
         self._scorer.check(candidate.retrieval, rerank=candidate.rerank)
 
     def facts(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Any:

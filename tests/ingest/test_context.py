@@ -15,8 +15,9 @@ from ragkv import RagKV
 from ragkv.config import EncodingConfig, IndexConfig
 from ragkv.distributed.session import IndexRankBackend
 from ragkv.engines import make_engine, require_supported
-from ragkv.errors import ConfigError, CorruptStoreError, UnsupportedModelError
-from ragkv.evaluation.answers import IndexSource
+from ragkv.errors import ConfigError, CorruptStoreError, UnsupportedModelError, UsageError
+from ragkv.evaluation.answers import IndexSource, TaskSource, all_candidates
+from ragkv.evaluation.io import Spec
 from ragkv.evaluation.metrics import Example
 from ragkv.index.answer import AnswerStream, validate_task
 from ragkv.index.create import _fitting
@@ -77,6 +78,11 @@ def same(one, other, tolerance=1e-5):
 def first_scores(rag: RagKV, engine, chunks: list[ScoredChunk]):
     request, _ = rag.request(engine, QUESTION, chunks)
     return Stream(rag.index.runtime, engine, request).scores.clone()
+
+
+def over(rag: RagKV, chunks: list[ScoredChunk]):
+    """The question's scores by full attention."""
+    return first_scores(rag, make_engine("full", {}), chunks)
 
 
 # ---- the tokens
@@ -184,7 +190,9 @@ def test_a_document_in_its_order_is_full_attention(tmp_path, model_folder):
             assert len(chunks) > 1
             block = make_engine("block", {"block": {"over": "prefixed"}}, context=context)
             found[context] = first_scores(rag, block, chunks)
-            full = first_scores(rag, make_engine("full", {}), chunks)
+            full = over(rag, chunks)
+            blend = {"blend": {"over": "prefixed", "select": "random", "ratio": 1.0}}
+            same(first_scores(rag, make_engine("blend", blend, context=context), chunks[1:]), over(rag, chunks[1:]))
     same(found[250], full)
     assert (found[40] - full).abs().max() > 1e-3
     assert (found[0] - full).abs().max() > 1e-3
@@ -390,7 +398,13 @@ def test_what_is_evaluated_is_what_the_index_reads(tmp_path, model_folder):
         chosen = source.candidate("ape", top_k=3)
         loaded = source.model(chosen.model, chosen.dtype)
         places = {}
-        for one in (chosen, source.candidate("ape", top_k=3, context=0), source.candidate("full", top_k=3)):
+        [plain] = all_candidates(
+            [Spec("ape", {"context": 0})], models=[chosen.model], retrievals=["bm25"], top_k=3, context=40
+        )
+        assert plain.label == "ape(context=0)"
+        with pytest.raises(UsageError, match=r"leave context out, or use --index"):
+            TaskSource().check(chosen)
+        for one in (chosen, plain, source.candidate("full", top_k=3)):
             given = [chunk for _, chunk in source.chunks(loaded, example, one)]
             request = loaded.reader(one.prompt).request(one.make(), QUESTION, given)
             places[one.engine, one.context] = [kv and kv.encoded_at for kv in (chunk.kv for chunk in request.chunks)]
