@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ragkv import RagKV
-from ragkv.config import load_config, save_config
+from ragkv.config import IndexConfig, load_config, save_config
 from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.evaluation.doctor import _alternatives
+from ragkv.index.contexts import Contexts
 from ragkv.model.packet import make_packet
 from ragkv.model.self_check import load_model
 from ragkv.types import Encoding
@@ -119,6 +122,26 @@ def test_a_packet_of_another_model_makes_no_index(tmp_path, model_folder, packet
     with pytest.raises(ModelLoadError, match="trained for another model"):
         RagKV.create(tmp_path / "index", **settings)
     assert not (tmp_path / "index").exists()
+
+
+def test_texts_without_an_index_stand_in_packets_too(tmp_path, model_folder, packet):
+    model = load_model(str(model_folder), device="cpu")
+    config = IndexConfig(model=str(model_folder), tuning={"block": {"packet": packet(1)}})
+    with Contexts(model, [("carr", "Carr is a town.")], config) as contexts:
+        stream = contexts.stream("What is Carr?", engine="block", max_new_tokens=4)
+        list(stream)
+        [found] = [kv for (encoding, _), kv in contexts._held.items() if encoding is Encoding.PACKET]
+        [fresh] = model.encode([contexts.chunk("Carr is a town.", chunk_id="c").token_ids], packet=contexts._packet)
+    assert stream.answer.kv.misses == 1
+    assert found.tokens == fresh.tokens
+    assert all(torch.equal(one, other) for one, other in zip(found.keys, fresh.keys, strict=True))
+
+
+def test_doctor_does_not_compare_what_a_packets_chunks_see(packet):
+    subject = SimpleNamespace(model=SimpleNamespace(missing_capabilities={}))
+    config = IndexConfig(engines=("block", "blend"))
+    assert {one.name for one in _alternatives(config, subject)} == {"block"}
+    assert _alternatives(replace(config, tuning={"block": {"packet": packet(1)}}), subject) == []
 
 
 def test_warm_and_repair_make_packets_again(index):
