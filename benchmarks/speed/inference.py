@@ -61,7 +61,7 @@ from ragkv.types import Encoding
 CHUNK_TOKENS = 256
 PREFIX_TOKENS = 32
 QUESTION_TOKENS = 50
-ENGINES = ("block", "ape")
+ENGINES = ("block", "ape", "blend")
 
 
 def measure_ttft(

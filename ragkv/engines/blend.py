@@ -214,7 +214,7 @@ class Blend(Engine):
 
     def _context(self, request: Request, model: ModelFacts) -> _Context:
         blocks = BlockAttention(BlockConfig(over=self.config.over)).placed(model, request)
-        chunks = blocks[len(blocks) - len(request.filled) :]
-        ids = request.prefix_ids[: chunks[0].start if chunks else 0]
+        sinks = len(blocks) - len(request.filled)
+        chunks, ids = blocks[sinks:], request.prefix_ids[: sum(block.kv.tokens for block in blocks[:sinks])]
         ids += tuple(i for index in request.filled for i in request.chunks[index].token_ids)
         return _Context(blocks=blocks, ids=ids, chunks=chunks)

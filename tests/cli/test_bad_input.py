@@ -158,7 +158,7 @@ TABLE: list[tuple[str, int, str]] = [
     (CONTEXT + " --engine pced --max-rows 2", 2, "needs 3 rows at a time, but --max-rows is 2"),
     (CONTEXT + " --engine turbo", 2, "Unknown engine 'turbo'"),
     # what is asked
-    (ASK + " --engine warp", 2, "Unknown engine 'warp'; choose one of all, apb, ape, bl"),
+    (ASK + " --engine warp", 2, "Unknown engine 'warp'; choose one of all, apb, ape, blend, block, full"),
     (ASK + " --model mini", 1, "was made by model"),
     (ASK + " --top-k 0", 2, "--top-k must be at least 1, not 0"),
     (ASK + " --max-new-tokens 0", 2, "--max-new-tokens must be at least 1, not 0"),

@@ -166,8 +166,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(unlike_family, make_
             found.append(stream.scores)
         return torch.stack(found)
 
-    for name in ("ape", "block", "full", "pced"):
-        engine = make_engine(name, {})
+    for name in ("ape", "blend", "block", "full", "pced"):
+        # rounding may change what the question attends to most: the recomputed tokens are drawn
+        engine = make_engine(name, {"blend": {"select": "random", "ratio": 0.5}})
         assert off(scores(model, engine), scores(exact, engine)) < 1.5 * stray + 0.01, name
 
 
@@ -182,7 +183,7 @@ def test_chunk_order_does_not_matter(name, make_model):
         assert [order[w] for w in shuffled[1]] == forward[1]
 
 
-@pytest.mark.parametrize("name", ["full", "ape", "block", "pced"])
+@pytest.mark.parametrize("name", ["full", "ape", "blend", "block", "pced"])
 def test_edges(name, make_model):
     model = make_model("llama")
     assert len(run(model, name, suffix=[80])[0]) == STEPS  # a question of one token
@@ -192,7 +193,13 @@ def test_edges(name, make_model):
 
 @pytest.mark.parametrize(
     ("name", "tokens"),
-    [("full", 22), ("block", 22), ("ape", 5 + 7 + 3), ("pced", 5 + 7 + 3)],  # prefix 5, chunks 4, 7 and 3, question 3
+    [
+        ("full", 22),
+        ("blend", 22),
+        ("block", 22),
+        ("ape", 5 + 7 + 3),
+        ("pced", 5 + 7 + 3),
+    ],  # prefix 5, chunks 4, 7 and 3, question 3
 )
 @pytest.mark.parametrize("tuning", [{}, {"group_experts": 1}], ids=str)
 def test_the_models_positions_are_used_to_the_last(name, tokens, tuning, make_model, monkeypatch):
@@ -209,7 +216,7 @@ def test_the_models_positions_are_used_to_the_last(name, tokens, tuning, make_mo
         Stream(runtime_of(model), engine, asked)
 
 
-@pytest.mark.parametrize("name", ["full", "ape", "block", "pced"])
+@pytest.mark.parametrize("name", ["full", "ape", "blend", "block", "pced"])
 def test_an_empty_chunk_adds_nothing(name, make_model):
     """It has no KV; the answer, and the other chunks' wins, are those without it."""
     model = make_model("llama")
@@ -267,7 +274,7 @@ def test_decoding_stops_at_an_end_token_and_at_the_limit(make_model, monkeypatch
 
 def test_names_and_settings():
     assert {"all", "ape", "apb", "block", "full", "mapreduce", "pced", "single"} <= set(engine_names())
-    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of all, apb, ape, bl"):
+    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of all, apb, ape, blend, block"):
         make_engine("warp", {})
     for name, tuning in (
         ("ape", {"temperature": 0.0}),
