@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from nightly import NIGHTLY
 from storekit import chunk, document, identity, kv_of
 from watchedlock import Alone
 
@@ -127,6 +126,13 @@ def test_what_is_being_read_stays_whatever_it_is_worth(store):
     assert store.kv_bytes == 0
 
 
+def test_kv_of_a_chunk_that_is_gone_is_not_let_in(store):
+    write(store, "a", (1,))
+    store.delete_document("a")
+    assert not store.put_kv(identity(1), kv_of(identity(1)), chunk_id="a#0")
+    assert store.kv_bytes == 0
+
+
 def test_what_was_used_since_it_was_found_stays(store):
     write(store, "a", *[(n,) for n in range(5)])
     store.set_budget(3 * PER_TOKEN)
@@ -162,6 +168,7 @@ def test_a_larger_form_of_a_record_makes_room_among_the_others(tmp_path):
     size = 20 * PER_TOKEN
     with Store.create(tmp_path / "index", codec=Int8()) as small:
         write(small, "a", (1,) * 20, (2,) * 20, needs=True)
+        small.put_kv(second, kv_of(first), chunk_id=f"a#{second.chunk_ids[0] - 1}")  # so that both are as long
         smaller = small.kv_bytes // 2
     assert smaller < size
     with Store.open(tmp_path / "index") as store:
@@ -404,7 +411,7 @@ class BudgetMachine(RuleBasedStateMachine):
 
 
 TestBudget = BudgetMachine.TestCase
-TestBudget.settings = settings(max_examples=30 if NIGHTLY else 20, stateful_step_count=25)
+TestBudget.settings = settings(max_examples=30, stateful_step_count=25)
 
 
 # ---- worth
