@@ -490,7 +490,9 @@ class Doctor:
         self._source = IndexSource(rag, device=device)
         self.subject = self._source.model(model or rag.config.model)
         self._max_new_tokens = max_new_tokens
-        named = (*rag.config.engines, *_alternatives(rag.config, self.subject)) if engines is None else engines
+        named: Sequence[str | Spec] = engines or ()
+        if engines is None:
+            named = (*rag.config.engines, *_alternatives(rag.config, self.subject))
         specs = {str(one): one if isinstance(one, Spec) else Spec(one) for one in named}
         specs.pop("full", None)  # the others are compared with it
         if not specs:
