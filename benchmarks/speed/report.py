@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -211,6 +211,18 @@ def vocabulary() -> list[str]:
     return [syllables[at % base] + "n" + syllables[at // base % base] for at in range(VOCABULARY)]
 
 
+@cache
+def _words() -> np.ndarray[Any, np.dtype[np.str_]]:
+    return np.array(vocabulary())
+
+
+@cache
+def _shares() -> np.ndarray[Any, np.dtype[np.float64]]:
+    weights = 1 / (np.arange(VOCABULARY) + 10.0)
+    shares: np.ndarray[Any, np.dtype[np.float64]] = np.cumsum(weights) / weights.sum()
+    return shares
+
+
 @dataclass(frozen=True)
 class Corpus:
     """`size` chunks in documents of `CHUNKS`, the last one with what is left. The same numbers give the same texts."""
@@ -222,21 +234,11 @@ class Corpus:
         """How many documents there are."""
         return -(-self.size // CHUNKS)
 
-    @cached_property
-    def _words(self) -> np.ndarray[Any, np.dtype[np.str_]]:
-        return np.array(vocabulary())
-
-    @cached_property
-    def _shares(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        weights = 1 / (np.arange(VOCABULARY) + 10.0)
-        shares: np.ndarray[Any, np.dtype[np.float64]] = np.cumsum(weights) / weights.sum()
-        return shares
-
     def document(self, number: int, version: int = 0) -> ReadyDocument:
         """The document with this number; another version has other texts, and other chunk ids."""
         count = min(CHUNKS, self.size - number * CHUNKS)
         rng = np.random.default_rng([number, version])
-        drawn = self._words[np.searchsorted(self._shares, rng.random((count, WORDS - 1))) % VOCABULARY]
+        drawn = _words()[np.searchsorted(_shares(), rng.random((count, WORDS - 1))) % VOCABULARY]
         texts = [f"{self.name(number)} {' '.join(row)}." for row in drawn.tolist()]
         starts = [sum(len(text) + 2 for text in texts[:at]) for at in range(count)]
         return ReadyDocument(
@@ -263,7 +265,7 @@ class Corpus:
     def question(self, number: int) -> str:
         """A question about the document with this number, in eight words."""
         rng = np.random.default_rng([number, 1 << 31])
-        words = self._words[np.searchsorted(self._shares, rng.random(7)) % VOCABULARY]
+        words = _words()[np.searchsorted(_shares(), rng.random(7)) % VOCABULARY]
         return f"{' '.join(words.tolist())} {self.name(number)}?"
 
 

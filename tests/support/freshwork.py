@@ -1,4 +1,4 @@
-"""Work for a fresh process (`ragkv.benchmarks.speed.report`) that imports next to nothing."""
+"""Work for a fresh process (`ragkv.benchmarks.speed.report`), which is forked from one that has imported this."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any
 
+import ragkv.benchmarks.speed.report  # noqa: F401 - else each process would import it
 from ragkv.errors import UsageError
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ragkv.benchmarks.speed import batch
 from ragkv.benchmarks.speed.batch import SHAPES, IPPDMethod, IPPDShape, measure_ippd, work_of
 from ragkv.runtime import Runtime
 
@@ -20,28 +21,31 @@ SMALL = IPPDShape(
 )
 
 
-def test_all_candidates_give_the_same_answers(make_model):
-    model = make_model("llama")
-    generation, ends = model.module.generation_config, model.eos_ids
+@pytest.fixture
+def model(make_model, monkeypatch):
+    """One whose answers are all of one length."""
+    made = make_model("llama")
+    monkeypatch.setattr(made.module.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(made, "eos_ids", frozenset())
+    return made
+
+
+def test_all_candidates_give_the_same_answers(model):
     candidate, work = IPPDMethod(model), work_of(SMALL, 300)
-    eos, generation.eos_token_id, model.eos_ids = generation.eos_token_id, None, frozenset()
-    try:
-        runtime = Runtime(model)
-        found = candidate.ippd(work, runtime)
-        assert [len(ids) for ids in found] == [3] * 5
-        assert candidate.ippd(work, runtime) == found
-        assert candidate.generate(work, 2) == found
-        assert candidate.generate(work, 5) == found
-        caches = candidate.caches(work)
-        assert candidate.one_by_one(work, caches) == found
-        assert candidate.one_by_one(work, caches) == found
-    finally:
-        generation.eos_token_id, model.eos_ids = eos, ends
+    runtime = Runtime(model)
+    found = candidate.ippd(work, runtime)
+    assert [len(ids) for ids in found] == [3] * 5
+    assert candidate.ippd(work, runtime) == found
+    assert candidate.generate(work, 2) == found
+    assert candidate.generate(work, 5) == found
+    caches = candidate.caches(work)
+    assert candidate.one_by_one(work, caches) == found
+    assert candidate.one_by_one(work, caches) == found
 
 
-@pytest.mark.slow
-def test_every_figure_stands_beside_its_baseline():
-    message: list[str] = []
+def test_every_figure_stands_beside_its_baseline(model, monkeypatch):
+    monkeypatch.setattr(batch, "random_llama", lambda *_: model)
+    message = []
     report = measure_ippd(shapes=(SMALL,), rounds=1, device="cpu", on_step=message.append).to_json()
     assert report["bench"] == "ippd"
     assert [row["name"] for row in report["rows"]] == [

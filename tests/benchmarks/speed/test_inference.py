@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
 from rounding import fits
+from steady import stopwatches
 from typer.testing import CliRunner
 
-from ragkv.benchmarks.speed import inference
+from ragkv.benchmarks.speed import inference, report
 from ragkv.benchmarks.speed.inference import _step, measure_decode, random_llama, random_request
 from ragkv.cli.bench import app
 from ragkv.engines.block import BlockAttention
@@ -34,22 +34,30 @@ def test_both_sides_continue_with_the_same_tokens():
         ids = torch.tensor([[token]])
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
 def test_every_figure_stands_beside_its_baseline():
-    report = measure_decode("300", rounds=1, device="cpu").to_json()
-    assert report["bench"] == "decode"
-    assert [(row["name"], row["baseline"]) for row in report["rows"]] == [
-        ("token, 300 tokens", "transformers DynamicCache"),
-        ("token, 300 tokens", "transformers StaticCache"),
-        ("second token, 300 tokens", "transformers DynamicCache"),
+    found = measure_decode("90", rounds=1, device="cpu").to_json()
+    assert found["bench"] == "decode"
+    assert [(row["name"], row["baseline"]) for row in found["rows"]] == [
+        ("token, 90 tokens", "transformers DynamicCache"),
+        ("token, 90 tokens", "transformers StaticCache"),
+        ("second token, 90 tokens", "transformers DynamicCache"),
     ]
-    for row in report["rows"]:
+    for row in found["rows"]:
         assert fits(row, digits=2), row
 
 
-def test_rows_are_told_beside_their_baselines(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick(make_model, monkeypatch):
+    """A tiny model, and clocks that never stand still."""
     monkeypatch.setattr(inference, "random_llama", lambda *_: make_model("llama"))
     monkeypatch.setattr(inference, "WARM", 16)
+    for module in (inference, report):
+        stopwatches(monkeypatch, module)
+
+
+@pytest.mark.usefixtures("quick")
+def test_rows_are_told_beside_their_baselines():
     result = CliRunner().invoke(app, ["apb", "--lengths", "96", "--json"])
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
@@ -63,10 +71,9 @@ def test_rows_are_told_beside_their_baselines(make_model: Any, monkeypatch: pyte
     assert 1.5 < share["ratio"] < 2
 
 
-def test_lengths_of_blocks_are_those_given(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inference, "random_llama", lambda *_: make_model("llama"))
-    monkeypatch.setattr(inference, "WARM", 16)
-    cuts: list[Any] = []
+@pytest.mark.usefixtures("quick")
+def test_lengths_of_blocks_are_those_given(monkeypatch):
+    cuts = []
     within = inference._in_blocks
     monkeypatch.setattr(inference, "_in_blocks", lambda *given: cuts.append(given[2]) or within(*given))
     arguments = ["apb", "--lengths", "96", "--block-tokens", "32,8,4", "--ranks", "1", "--json"]
@@ -78,7 +85,7 @@ def test_lengths_of_blocks_are_those_given(make_model: Any, monkeypatch: pytest.
     assert isinstance(wrong.exception, UsageError)
 
 
-def test_short_blocks_save_more_operations_than_the_papers(make_model: Any) -> None:
+def test_short_blocks_save_more_operations_than_the_papers(make_model):
     assert inference.block_lengths(4096) == BlockLengths(block=512, anchor=128, passing=32)
     short = inference.block_lengths(32768)
     assert short == BlockLengths(block=2048, anchor=512, passing=128)
