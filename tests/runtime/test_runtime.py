@@ -16,10 +16,10 @@ from itertools import accumulate, cycle
 
 import pytest
 import torch
-from crowd import TUNINGS, Asked, alone, engine, generation, request, together
+from crowd import TUNINGS, Asked, alone, engine, generation, literal, request, together
 from crowd import Recorder as Quiet
 from crowd import asked as drawn_requests
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY
 
@@ -1063,6 +1063,17 @@ def test_a_crowd_gets_the_answers_of_one_by_one(family, crowd, batch_tokens, max
     runtime, found = together(model, crowd, batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens)
     as_alone(model, crowd, found)
     assert runtime.idle
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(each, marks=pytest.mark.nightly) for each in OTHERS)])
+@drawn(8)
+@given(one=drawn_requests())
+def test_who_asks_alone_gets_what_the_equations_give(family, one, make_model):
+    assume(one.engine[0] != "mapreduce")  # tests/engines/test_mapreduce.py has its two stages
+    model = make_model(family)
+    tokens, scores = alone(model, one)
+    found, wanted = torch.stack(scores), torch.stack(literal(model, one)[: len(tokens)])
+    torch.testing.assert_close(found, wanted, atol=3e-5 * float(wanted[wanted.isfinite()].abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -1,7 +1,8 @@
 """Requests of every engine over one bank of chunks, drawn at random; their answers alone, and in a crowd.
 
 What is asked of a crowd is what is asked of one: the same tokens, logits within 1e-4. Requests come at steps of their
-own, some are cancelled, and the runtime is given little room, so that questions are cut and rows wait.
+own, some are cancelled, and the runtime is given little room, so that questions are cut and rows wait. What is asked
+of one is what the paper's equations give (`literal`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import single
+import oracle
 import torch
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from ragkv.model.prompt import Prompt
 from ragkv.runtime import Generation, Job, Runtime
 from ragkv.types import Encoding
 
-__all__ = ["Asked", "Common", "Recorder", "alone", "asked", "request", "together"]
+__all__ = ["Asked", "Common", "Recorder", "alone", "asked", "literal", "request", "together"]
 
 LENGTHS = (1, 2, 3, 5, 8, 9, 13, 21)
 PROMPT = Prompt(prefix="", before_question="Q ", after_question=":", separator=".")
@@ -123,6 +124,10 @@ def engine(one: Asked) -> Engine:
     return Common() if name == "common" else make_engine(name, {name: dict(tuning)})
 
 
+def _score(chunk: int) -> float:
+    return 0.2 + 0.09 * chunk
+
+
 def request(model: Any, one: Asked) -> Request:
     encoding = engine(one).encoding
     prefix, kvs = (None, [None] * len(LENGTHS)) if encoding is None else _bank(model, encoding, one.prefix)
@@ -133,7 +138,7 @@ def request(model: Any, one: Asked) -> Request:
         chunks=tuple(
             ContextChunk(
                 token_ids=() if i < 0 else _texts()[i],
-                score=0.2 + 0.09 * i,
+                score=_score(i),
                 kv=None if i < 0 else kvs[i],
             )
             for i in one.chunks
@@ -164,15 +169,42 @@ _ALONE: dict[Any, tuple[list[Any], list[torch.Tensor]]] = {}
 
 
 def alone(model: Any, one: Asked) -> tuple[list[Any], list[torch.Tensor]]:
-    """The tokens and their scores of a request that nobody else is beside, by a path without a runtime."""
+    """The tokens and their scores of a request that nobody else is beside."""
     key = (id(model), one.content)
     if key not in _ALONE:
         recorder = Recorder()
-        name, tuning = one.engine
-        stream = single.stream(model, "full" if name == "common" else name, dict(tuning), request(model, one))
-        tokens = list(single.decode(model, stream, generation(one, recorder)))
+        made = make_engine("full", {}) if one.engine[0] == "common" else engine(one)
+        tokens = list(Runtime(model).decode(made, request(model, one), generation(one, recorder)))
         _ALONE[key] = tokens, recorder.scores
     return _ALONE[key]
+
+
+def literal(model: Any, one: Asked) -> list[torch.Tensor]:
+    """The scores of every greedy step by transformers' own forward (`oracle`), end tokens not heeded; no mapreduce."""
+    name, tuning = one.engine[0], dict(one.engine[1])
+    prefix = list(PREFIX) if one.prefix else []
+    chunks, scores = [[] if i < 0 else list(_texts()[i]) for i in one.chunks], [_score(i) for i in one.chunks]
+    found: list[torch.Tensor] = []
+    more: dict[str, Any] = {"steps": one.steps, "trace": found}
+    with model.plain() as plain:
+        if name in ("ape", "block"):
+            plain.set_attn_implementation("ragkv-oracle")
+        if name == "ape":
+            rule = {"temperature": tuning.get("temperature", 1.0), "scale": tuning.get("scale", 1.0)}
+            mode = tuning.get("scale_mode", "power")
+            oracle.ape(plain, prefix, chunks, [*one.suffix], **rule, mode=mode, **more)
+        elif name == "block":
+            sink = {"bos": prefix[:1], "none": []}.get(tuning.get("sink", "prefix"), prefix)
+            kept = tuning.get("preset") == "no-positions"
+            oracle.block(plain, sink, chunks, [*one.suffix], reencode=not kept, **more)
+        elif name == "pced" and any(chunks):
+            rule = {"beta": tuning.get("beta", "per_expert"), "rule": tuning.get("aggregation", "max")}
+            read, of = zip(*((ids, score) for ids, score in zip(chunks, scores, strict=True) if ids), strict=True)
+            oracle.pced(plain, prefix, [*read], [*one.suffix], [*of], **rule, **more)
+        else:
+            read = {"single": chunks[-1:], "pced": []}.get(name, chunks)
+            oracle.full(plain, prefix, read, [*one.suffix], **more)
+    return found
 
 
 def together(

@@ -332,7 +332,10 @@ def _dense(
     share = sharp * total.clamp_min(1e-300) ** (oracle["S"] - 1) * oracle["factor"]
     rescaled = torch.where(total > 0, share, 0.0)
     weights[:, :, first:] = torch.where(context, rescaled, weights[:, :, first:])
-    weights = weights / weights.sum(-1, keepdim=True)
+    whole = weights.sum(-1, keepdim=True)
+    if (sink := rest.get("s_aux")) is not None:  # a score beside those of the keys
+        whole = whole + sink.double().exp()[:, None, None]
+    weights = weights / whole
     if oracle.get("weights") is not None:
         oracle["weights"][module.layer_idx] = weights[0]
     out = weights @ value
