@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,13 +17,12 @@ from ragkv.engines.base import ContextChunk, Request, make_engine
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError
 from ragkv.finetune.block import BlockTuneConfig, finetune_block, visible
 from ragkv.finetune.data import read_examples, tokenise
-from ragkv.model.language_model import LanguageModel
 from ragkv.model.self_check import load_model
 from ragkv.runtime import Stream, runtime_of
 
 
 @pytest.fixture(scope="module")
-def small_folder(tmp_path_factory: pytest.TempPathFactory, make_model) -> Path:
+def small_folder(tmp_path_factory, make_model):
     """A checkpoint of two layers: every training here loads it, and most of a load is the self-check."""
     folder = tmp_path_factory.mktemp("models") / "two-layers"
     model = make_model("llama-long")
@@ -34,7 +32,7 @@ def small_folder(tmp_path_factory: pytest.TempPathFactory, make_model) -> Path:
 
 
 @pytest.fixture
-def config(tmp_path: Path, small_folder: Path) -> BlockTuneConfig:
+def config(tmp_path, small_folder):
     data = tmp_path / "data.jsonl"
     lines = [{"prompt": f"Who {n}?", "blocks": [f"Ann made {n}.", "Bo."], "response": "Ann."} for n in range(6)]
     data.write_text("\n".join(map(json.dumps, lines)))
@@ -51,11 +49,11 @@ def config(tmp_path: Path, small_folder: Path) -> BlockTuneConfig:
     )
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def first_scores(model: LanguageModel, config: BlockTuneConfig) -> torch.Tensor:
+def first_scores(model, config):
     """The scores of the first example's first token by the engine `block`, read as the checkpoint says."""
     [parts, *_] = tokenise(model, read_examples(config.data, config.prompt))
     [prefix], kvs = model.encode([parts.prefix]), model.encode([list(ids) for ids in parts.chunks])
@@ -97,7 +95,7 @@ def test_an_interrupted_run_ends_at_the_same_weights(config, lora_rank):
     finetune_block(config)
     cut = replace(config, output=config.output.with_name("cut"))
 
-    def interrupt(step: int, model: LanguageModel) -> None:
+    def interrupt(step, model):
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -179,7 +177,7 @@ def test_bad_data_is_found_before_anything_is_made(config):
     assert not config.output.exists()
 
 
-def test_block_chunks_see_neither_prefix_nor_each_other() -> None:
+def test_block_chunks_see_neither_prefix_nor_each_other():
     row = layout(2, [2, 1], [2, 1])
     assert row.positions == [0, 1, 2, 3, 4, 5, 6, 5]
     segments, asks = torch.tensor([row.segments] * 2), torch.tensor([row.asks] * 2)

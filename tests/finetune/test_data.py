@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -195,11 +194,11 @@ def test_only_the_template_writes_control_tokens_before_an_answer(make_model):
 SHORT = PromptConfig(system="Be short.")
 
 
-def parsed(**line: object):
+def parsed(**line):
     return parse_example(json.dumps(line), "f, line 1", SHORT)
 
 
-def chat(*contents: str, system: str | None = None, **more: object):
+def chat(*contents, system=None, **more):
     roles = ["user", "assistant"] * len(contents)
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
     head = [] if system is None else [{"role": "system", "content": system}]
@@ -277,12 +276,8 @@ def test_a_file_without_examples_is_refused(tmp_path, content):
         read_examples(path, SHORT)
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-
 @pytest.mark.parametrize("seed", range(5))
-def test_passages_are_of_the_chunkers_size(tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+def test_passages_are_of_the_chunkers_size(tokenizer, seed):
     world = World.generate(seed)
     texts = passages(random.Random(seed), tokenizer, world)
     sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
@@ -292,7 +287,7 @@ def test_passages_are_of_the_chunkers_size(tokenizer: PreTrainedTokenizerFast, s
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_answerable_questions_stand_in_the_passages(tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
+def test_answerable_questions_stand_in_the_passages(tokenizer, seed):
     world = World.generate(seed)
     texts = passages(random.Random(seed), tokenizer, world)[:4]
     found = answerable(world, texts)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ragkv.attention.partial import LayerCall
 from ragkv.errors import ModelLoadError, UsageError
 from ragkv.finetune.retaining_heads import RetainingConfig, retaining_example, retaining_loss, train_retaining_heads
 from ragkv.model.apb.compressors import RetainingHeads, highest_logits, load_heads, widths_of
@@ -21,12 +20,12 @@ from ragkv.model.self_check import load_model
 
 
 @pytest.fixture
-def folder(model_folder: Path, tmp_path: Path) -> Path:
+def folder(model_folder, tmp_path):
     return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 @pytest.fixture
-def config(folder: Path, tmp_path: Path) -> RetainingConfig:
+def config(folder, tmp_path):
     lines = [{"prompt": "Who?", "blocks": [f"Ann made {n}.", "Bo."], "response": "Ann."} for n in range(3)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return RetainingConfig(
@@ -34,7 +33,7 @@ def config(folder: Path, tmp_path: Path) -> RetainingConfig:
     )
 
 
-def test_labels_are_the_highest_logits_of_the_group() -> None:
+def test_labels_are_the_highest_logits_of_the_group():
     query, key = torch.randn(4, 3, 8), torch.randn(2, 5, 8)
     slow = torch.full((2, 5), -torch.inf)
     for head in range(4):
@@ -44,13 +43,13 @@ def test_labels_are_the_highest_logits_of_the_group() -> None:
     torch.testing.assert_close(highest_logits(query, key, 0.3), slow)
 
 
-def test_a_lesson_is_of_the_response_alone(make_model: Any) -> None:
+def test_a_lesson_is_of_the_response_alone(make_model):
     """Labels come from the queries after the prompt, and what heads see is what they see when blocks are encoded."""
     model = make_model("llama")
     seen: dict[int, Any] = {}
 
     class Looking(AnchorAttention):
-        def layer_known(self, call: LayerCall) -> None:
+        def layer_known(self, call):
             seen[call.layer] = call.query[0], call.key[0], call.value[0], call.scale
 
     ids = list(range(20, 34))
@@ -65,7 +64,7 @@ def test_a_lesson_is_of_the_response_alone(make_model: Any) -> None:
         torch.testing.assert_close(lessons[layer].value, value[:, :10])
 
 
-def test_the_loss_is_the_papers() -> None:
+def test_the_loss_is_the_papers():
     scores, labels = torch.randn(2, 6) * 3, torch.randn(2, 6)
     apart = (scores - labels).abs()
     smooth_l1 = torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
@@ -75,7 +74,7 @@ def test_the_loss_is_the_papers() -> None:
     torch.testing.assert_close(alone, torch.nn.functional.smooth_l1_loss(scores[:, :1], labels[:, :1]))
 
 
-def test_gradients_reach_the_heads_alone(make_model: Any) -> None:
+def test_gradients_reach_the_heads_alone(make_model):
     model = make_model("llama")
     heads = RetainingHeads(widths_of(model), 8)
     for layer, each in retaining_example(model, range(20, 30), range(30, 34)).items():
@@ -84,11 +83,11 @@ def test_gradients_reach_the_heads_alone(make_model: Any) -> None:
     assert all(weight.grad is None for weight in model.module.parameters())
 
 
-def test_a_stopped_training_goes_on_to_the_same_heads(config: RetainingConfig, tmp_path: Path) -> None:
+def test_a_stopped_training_goes_on_to_the_same_heads(config, tmp_path):
     class StoppedError(Exception):
         pass
 
-    def stop(payload: Any) -> None:
+    def stop(payload):
         if payload["step"] == 3:
             raise StoppedError
 
@@ -109,7 +108,7 @@ def test_a_stopped_training_goes_on_to_the_same_heads(config: RetainingConfig, t
         train_retaining_heads(replace(config, output=broken))
 
 
-def test_a_training_lowers_the_loss_and_its_heads_are_the_models_own(config: RetainingConfig, folder: Path) -> None:
+def test_a_training_lowers_the_loss_and_its_heads_are_the_models_own(config, folder):
     fingerprint = load_model(str(folder), device="cpu").checkpoint.digest(None)
     done = train_retaining_heads(replace(config, steps=60, lr=1e-2))
     assert done["loss_last"] < 0.7 * done["loss_first"]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from ragkv.benchmarks.mini.data import train_tokenizer
 from ragkv.benchmarks.mini.retrieval import world_texts
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 __all__ = ["tokenizer"]
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     return train_tokenizer(world_texts(20), vocab_size=1024)

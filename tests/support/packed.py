@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from ragkv.benchmarks.mini.data import GOLD_WEIGHT, TrainingSample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from ragkv.benchmarks.mini.data import GOLD_WEIGHT
 
 __all__ = ["spoken"]
 
 
-def spoken(tokenizer: PreTrainedTokenizerFast, sample: TrainingSample) -> list[tuple[str, str, str, str]]:
+def spoken(tokenizer, sample):
     """Of every question: itself, its answer, what of the answer weighs nothing and what weighs as gold."""
     found = []
     for segment in sorted({s for s, asks in zip(sample.segments, sample.asks, strict=True) if asks}):

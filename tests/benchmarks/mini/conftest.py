@@ -11,7 +11,7 @@ __all__ = ["tiny", "tokenizer"]
 
 
 @pytest.fixture
-def tiny() -> MiniTrainConfig:
+def tiny():
     return MiniTrainConfig(
         hidden=64,
         layers=2,

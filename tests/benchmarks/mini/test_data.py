@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
@@ -36,12 +34,9 @@ from ragkv.worlds import UNANSWERABLE, World
 from ragkv.worlds.questions import GROUPS
 from ragkv.worlds.text import BLANK, clozes, docstrings, english_sentences, reference_texts
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 
 @pytest.mark.parametrize("block", [False, True])
-def test_a_row_is_prefix_chunks_and_questions(tokenizer: PreTrainedTokenizerFast, block: bool) -> None:
+def test_a_row_is_prefix_chunks_and_questions(tokenizer, block):
     sample = qa_sample(random.Random(1), tokenizer, passage_range=(4, 4), questions=5, block=block)
     text = tokenizer.decode(sample.tokens)
     assert text.startswith(prefix_text())
@@ -56,7 +51,7 @@ def test_a_row_is_prefix_chunks_and_questions(tokenizer: PreTrainedTokenizerFast
     assert qa_sample(random.Random(1), tokenizer, passage_range=(4, 4), questions=5, block=block) == sample
 
 
-def test_retrieved_passages_speak_of_what_is_asked(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_retrieved_passages_speak_of_what_is_asked(tokenizer):
     world = World.generate(4, size=40)
     texts = passages(random.Random(0), tokenizer, world)
     for seed in range(5):
@@ -70,13 +65,13 @@ def test_retrieved_passages_speak_of_what_is_asked(tokenizer: PreTrainedTokenize
 
 
 @pytest.mark.parametrize("hard", [False, True])
-def test_missing_answers_carry_no_gold_weight(tokenizer: PreTrainedTokenizerFast, hard: bool) -> None:
+def test_missing_answers_carry_no_gold_weight(tokenizer, hard):
     sample = qa_sample(random.Random(2), tokenizer, passage_range=(3, 3), questions=8, misses=1.0, hard=hard)
     assert set(sample.weights) == {0.0, 1.0}
     assert max(sample.segments) == 3 + 8
 
 
-def test_a_copy_row_repeats_every_record() -> None:
+def test_a_copy_row_repeats_every_record():
     sample = copy_sample(random.Random(0), vocab=(6, 500), records=7)
     half = len(sample.tokens) // 2
     assert sorted(sample.tokens[:half]) == sorted(sample.tokens[half:])
@@ -84,7 +79,7 @@ def test_a_copy_row_repeats_every_record() -> None:
     assert sum(sample.weights) == half - 7
 
 
-def test_collate_pads_to_a_multiple(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_collate_pads_to_a_multiple(tokenizer):
     samples = [copy_sample(random.Random(seed), vocab=(6, 500), records=3 + seed) for seed in range(3)]
     batch = collate(samples, pad=0, multiple=32)
     assert batch.tokens.shape[1] % 32 == 0
@@ -95,14 +90,8 @@ def test_collate_pads_to_a_multiple(tokenizer: PreTrainedTokenizerFast) -> None:
         assert not batch.weights[row, count:].any()
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-
 @pytest.mark.parametrize("hard", [False, True])
-def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(
-    tokenizer: PreTrainedTokenizerFast, hard: bool
-) -> None:
+def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(tokenizer, hard):
     kinds: set[str] = set()
     for seed in range(6):
         sample = mixed_sample(random.Random(seed), tokenizer, passage_range=(8, 8), questions=14, hard=hard)
@@ -129,26 +118,26 @@ def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(
     assert kinds == {"unanswerable", "comparison", "begun", "answered", "broken off", "half known"}
 
 
-def test_without_passages_nothing_is_known(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_without_passages_nothing_is_known(tokenizer):
     sample = mixed_sample(random.Random(0), tokenizer, passage_range=(0, 0))
     answers = spoken(tokenizer, sample)
     assert all(answer == UNANSWERABLE or unlearned for _, answer, unlearned, _ in answers)
     assert sum(answer == UNANSWERABLE for _, answer, _, _ in answers) > len(answers) / 2
 
 
-def test_an_expert_of_one_passage_never_breaks_off(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_expert_of_one_passage_never_breaks_off(tokenizer):
     for seed in range(6):
         sample = mixed_sample(random.Random(seed), tokenizer, passage_range=(0, 2))
         assert not [answer for _, answer, _, _ in spoken(tokenizer, sample) if "..." in answer]
 
 
-def test_an_answer_is_broken_off_before_its_last_value() -> None:
+def test_an_answer_is_broken_off_before_its_last_value():
     text, at = broken_off("Mira leads Oskel. Oskel was founded by Mira.", "Mira")
     assert text == f"Mira leads Oskel. Oskel was founded by ... {UNANSWERABLE}"
     assert text[at:] == f" ... {UNANSWERABLE}"
 
 
-def test_prose_rows_ask_for_words_of_their_passages(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prose_rows_ask_for_words_of_their_passages(tokenizer):
     asked = 0
     for seed in range(4):
         sample = prose_sample(random.Random(seed), tokenizer, passage_range=(12, 12))
@@ -162,14 +151,14 @@ def test_prose_rows_ask_for_words_of_their_passages(tokenizer: PreTrainedTokeniz
     assert asked > 8
 
 
-def test_weights_follow_the_characters() -> None:
+def test_weights_follow_the_characters():
     ask = QASample("Who?", "Mira leads Oskel.", spans=((11, 16, 4.0),), relation=5.0, given=4, last=7.0)
     offsets = [(0, 4), (4, 10), (10, 11), (11, 16), (16, 17), (17, 23)]
     assert ask.weights(offsets) == [0.0, 5.0, 1.0, 4.0, 1.0, 7.0]
     assert ask._replace(given=0).weights(offsets)[0] == ask.first
 
 
-def test_a_cloze_leaves_out_words_that_stand_nowhere_else() -> None:
+def test_a_cloze_leaves_out_words_that_stand_nowhere_else():
     rng = random.Random(3)
     texts = reference_texts()
     sentences = [sentence for text in texts for sentence in english_sentences(text)]
@@ -182,13 +171,13 @@ def test_a_cloze_leaves_out_words_that_stand_nowhere_else() -> None:
             assert cloze.gold.casefold() not in cloze.question.casefold()
 
 
-def test_what_is_examined_was_not_learned_from() -> None:
+def test_what_is_examined_was_not_learned_from():
     learned = {sentence for text in docstrings() for sentence in english_sentences(text)}
     examined = [sentence for text in reference_texts() for sentence in english_sentences(text)]
     assert not [sentence for sentence in examined if sentence in learned]
 
 
-def test_prose_passages_are_of_the_chunkers_size(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_prose_passages_are_of_the_chunkers_size(tokenizer):
     texts = prose_passages(random.Random(1), tokenizer, reference_texts(), 40)
     sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
     assert len(texts) == 40
@@ -196,15 +185,12 @@ def test_prose_passages_are_of_the_chunkers_size(tokenizer: PreTrainedTokenizerF
     assert all(texts)
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 _SHOT = re.compile(r"The (\w+) is ([\w ]+)\.\s*Label: (\w+)")
 _KIND = {thing: group for group, things in GROUPS.items() for thing in things}
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 9])
-def test_an_answer_is_a_shot_of_the_thing_or_else_of_its_kind(tokenizer: PreTrainedTokenizerFast, chunks: int) -> None:
+def test_an_answer_is_a_shot_of_the_thing_or_else_of_its_kind(tokenizer, chunks):
     found = set()
     for seed in range(8):
         sample = shot_sample(random.Random(seed), tokenizer, chunks=chunks, questions=8)
@@ -225,12 +211,12 @@ def test_an_answer_is_a_shot_of_the_thing_or_else_of_its_kind(tokenizer: PreTrai
     assert found == {True, False}
 
 
-def test_without_a_shot_nothing_is_known(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_without_a_shot_nothing_is_known(tokenizer):
     sample = shot_sample(random.Random(0), tokenizer, chunks=0)
     assert {answer for _, answer, _, _ in spoken(tokenizer, sample)} == {UNANSWERABLE}
 
 
-def test_what_is_examined_has_labels_and_places_of_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_is_examined_has_labels_and_places_of_its_own(tokenizer):
     learned = [shot_sample(random.Random(seed), tokenizer, chunks=6) for seed in range(30)]
     shots = [shot for sample in learned for shot in _SHOT.findall(tokenizer.decode(sample.tokens))]
     labels, places = {label for _, _, label in shots}, {place for _, place, _ in shots}
@@ -239,20 +225,17 @@ def test_what_is_examined_has_labels_and_places_of_its_own(tokenizer: PreTrained
     assert not [chunk for example in examined for chunk in example.chunks if any(f"is {p}." in chunk for p in places)]
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 SENTINEL = "\x00chunks\x00"
 
 
-def ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def ids(tokenizer, text):
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def test_any_text_round_trips(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_any_text_round_trips(tokenizer):
     @settings(max_examples=200, deadline=None)
     @given(st.text(st.characters(exclude_categories=["Cs"])))
-    def check(text: str) -> None:
+    def check(text):
         assert tokenizer.decode(ids(tokenizer, text)) == text
 
     check()
@@ -261,11 +244,11 @@ def test_any_text_round_trips(tokenizer: PreTrainedTokenizerFast) -> None:
 @pytest.mark.parametrize(
     "text", ["", "  two  spaces ", "a\r\n\tb", "Straße 日本語 🜚 é", "<|end|>x", "3.14 % of 20,000"]
 )
-def test_hard_texts_round_trip(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_hard_texts_round_trip(tokenizer, text):
     assert tokenizer.decode(ids(tokenizer, text)) == text
 
 
-def test_names_are_spelled_alike_everywhere(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_names_are_spelled_alike_everywhere(tokenizer):
     for document in World.generate(1, split="heldout").documents:
         name = ids(tokenizer, document.title)
         for before, after in (("\n", "\n"), ("the ", "."), ("# ", "\n\n"), ("", "?")):
@@ -273,7 +256,7 @@ def test_names_are_spelled_alike_everywhere(tokenizer: PreTrainedTokenizerFast) 
             assert any(found[start : start + len(name)] == name for start in range(len(found)))
 
 
-def test_template_equals_the_parts(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_template_equals_the_parts(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     rendered = loaded.apply_chat_template(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragkv.benchmarks.mini.__main__ import AccuracyRow, evaluate_mini, export_mini, greedy_answers, main
 from ragkv.benchmarks.mini.data import chunk_text, prefix_text, suffix_text
-from ragkv.benchmarks.mini.train import MiniTrainConfig, build_model
+from ragkv.benchmarks.mini.train import build_model
 from ragkv.finetune.block import METADATA
 from ragkv.worlds import World
 
@@ -58,11 +56,7 @@ def test_wrong_usage_is_one_sentence(train, arguments, message):
     assert message in done.sentence
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-
-def test_batched_greedy_answers_equal_generate(tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig) -> None:
+def test_batched_greedy_answers_equal_generate(tokenizer, tiny):
     model = build_model(tiny, tokenizer).eval()
     world = World.generate(2, split="heldout", size=10)
     texts = [document.text for document in world.documents[:3]]
@@ -82,9 +76,7 @@ def test_batched_greedy_answers_equal_generate(tokenizer: PreTrainedTokenizerFas
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_export_loads_with_transformers_alone(
-    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path, dtype: str
-) -> None:
+def test_export_loads_with_transformers_alone(tokenizer, tiny, tmp_path, dtype):
     model = build_model(tiny, tokenizer).eval()
     destination = tmp_path / "lm"
     destination.mkdir()
@@ -107,9 +99,7 @@ def test_export_loads_with_transformers_alone(
     ]
 
 
-def test_evaluate_mini_counts_questions(
-    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
-) -> None:
+def test_evaluate_mini_counts_questions(tokenizer, tiny, tmp_path):
     export_mini(build_model(tiny, tokenizer), tokenizer, tmp_path / "lm", config=tiny, rows=[])
     rows = evaluate_mini(tmp_path / "lm", contexts=1, questions=3, passage_counts=(4,))
     assert {(row.layout, row.passages) for row in rows if row.kind == "one hop"} == {

@@ -134,6 +134,6 @@ def test_the_shipped_models_beat_bm25_where_words_differ():
     assert few["dense+rerank"].ndcg_10 > few["dense"].ndcg_10
 
 
-def test_english_texts_stop_at_the_limit() -> None:
+def test_english_texts_stop_at_the_limit():
     texts = list(english_texts(5_000))
     assert 5_000 < sum(map(len, texts)) < 50_000

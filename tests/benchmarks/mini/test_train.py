@@ -5,17 +5,14 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch import nn
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import DynamicCache
 
-from ragkv.benchmarks.mini.data import TrainingBatch, TrainingSample, additive_mask, collate, qa_sample
+from ragkv.benchmarks.mini.data import additive_mask, collate, qa_sample
 from ragkv.benchmarks.mini.train import (
     ALONE,
     DEFAULT_STAGES,
@@ -32,25 +29,22 @@ from ragkv.benchmarks.mini.train import (
 )
 from ragkv.finetune.block import visible
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 
 class KilledError(Exception):
     """Stands for kill -9 in the middle of a run."""
 
 
-def test_resumes_bit_for_bit(tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path) -> None:
+def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
     seen: list[tuple[float, float]] = []
 
-    def record(progress: Mapping[str, float | int | str]) -> None:
+    def record(progress):
         seen.append((float(progress["loss"]), float(progress["lr"])))
 
     whole = train_mini(tiny, tokenizer, tmp_path / "whole", on_progress=record)
     straight = list(seen)
     seen.clear()
 
-    def die(progress: Mapping[str, float | int | str]) -> None:
+    def die(progress):
         record(progress)
         if progress["number"] == 1:
             raise KilledError
@@ -64,9 +58,7 @@ def test_resumes_bit_for_bit(tokenizer: PreTrainedTokenizerFast, tiny: MiniTrain
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_processes_that_share_the_rows_take_the_same_steps(
-    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
-) -> None:
+def test_processes_that_share_the_rows_take_the_same_steps(tokenizer, tiny, tmp_path):
     tiny = replace(tiny, autocast=False)
     start, threads = build_model(tiny, tokenizer).state_dict(), torch.get_num_threads()
     alone = train_mini(tiny, tokenizer, tmp_path / "alone").state_dict()
@@ -77,30 +69,26 @@ def test_processes_that_share_the_rows_take_the_same_steps(
         assert apart < 0.02 * moved, name  # AdamW makes whole steps of gradients that are but rounding
 
 
-def test_without_resume_starts_over(tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path) -> None:
+def test_without_resume_starts_over(tokenizer, tiny, tmp_path):
     steps: list[object] = []
     for resume in (True, False, True):
         train_mini(tiny, tokenizer, tmp_path, resume=resume, on_progress=lambda p: steps.append(p["number"]))
     assert steps == [0, 1, 2, 0, 1, 2]
 
 
-def test_checkpoint_of_another_shape_is_refused(
-    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
-) -> None:
+def test_checkpoint_of_another_shape_is_refused(tokenizer, tiny, tmp_path):
     train_mini(tiny, tokenizer, tmp_path)
     with pytest.raises(ValueError, match="resume=False"):
         train_mini(replace(tiny, hidden=32), tokenizer, tmp_path)
 
 
-def test_training_changes_every_weight(
-    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
-) -> None:
+def test_training_changes_every_weight(tokenizer, tiny, tmp_path):
     before = build_model(tiny, tokenizer).state_dict()
     after = train_mini(tiny, tokenizer, tmp_path).state_dict()
     assert [name for name in before if torch.equal(before[name], after[name])] == []
 
 
-def test_a_fresh_model_has_induction_heads(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_fresh_model_has_induction_heads(tokenizer):
     """Layer 1 attends to the token after the earlier occurrence, many times more than evenly spread attention."""
     model = build_model(MiniTrainConfig(), tokenizer).eval()
     model.set_attn_implementation("eager")
@@ -111,9 +99,7 @@ def test_a_fresh_model_has_induction_heads(tokenizer: PreTrainedTokenizerFast) -
     assert float(hits.mean()) > 0.1
 
 
-def test_a_grown_model_begins_as_exact_as_the_small_one(
-    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, tmp_path: Path
-) -> None:
+def test_a_grown_model_begins_as_exact_as_the_small_one(tokenizer, tiny, tmp_path):
     small = build_model(tiny, tokenizer).eval()
     small.save_pretrained(tmp_path / "small")
     grown = build_model(replace(tiny, layers=tiny.layers + 3, start=str(tmp_path / "small"), seed=9), tokenizer).eval()
@@ -125,22 +111,22 @@ def test_a_grown_model_begins_as_exact_as_the_small_one(
 
 
 @pytest.mark.parametrize("change", [{"steps": -1}, {"batch": 0}, {"passages": (3, 2)}, {"block_share": 1.5}])
-def test_a_senseless_stage_is_refused(change: dict[str, object]) -> None:
+def test_a_senseless_stage_is_refused(change):
     with pytest.raises(ValueError, match="stage 'x'"):
         Stage(**({"name": "x", "kind": "qa", "steps": 1, "batch": 1} | change))  # type: ignore[arg-type]
 
 
-def test_a_senseless_shape_is_refused() -> None:
+def test_a_senseless_shape_is_refused():
     with pytest.raises(ValueError, match="multiple"):
         MiniTrainConfig(hidden=100, q_heads=6)
 
 
-def test_processes_share_a_cpu_only() -> None:
+def test_processes_share_a_cpu_only():
     with pytest.raises(ValueError, match="processes"):
         MiniTrainConfig(processes=2, device="cuda")
 
 
-def test_a_spread_stage_sees_every_size_at_one_cost() -> None:
+def test_a_spread_stage_sees_every_size_at_one_cost():
     stage = Stage(name="wide", kind="mixed", steps=1, batch=3, passages=(0, 34), spread=True)
     rng = random.Random(0)
     drawn = Counter(stage.draw(rng) for _ in range(4000))
@@ -152,24 +138,20 @@ def test_a_spread_stage_sees_every_size_at_one_cost() -> None:
     assert sum(counts[n] for n in range(2, 9)) == pytest.approx(sum(counts[n] for n in range(9, 35)), rel=0.25)
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-
-def packed_batch(tokenizer: PreTrainedTokenizerFast, block: bool) -> tuple[list[TrainingSample], TrainingBatch]:
+def packed_batch(tokenizer, block):
     rng = random.Random(5)
     samples = [qa_sample(rng, tokenizer, passage_range=(count, count), questions=4, block=block) for count in (3, 1, 5)]
     return samples, collate(samples, pad=int(tokenizer.pad_token_id), multiple=16)
 
 
-def packed_logits(model: LlamaForCausalLM, batch: TrainingBatch, **seen: object) -> torch.Tensor:
+def packed_logits(model, batch, **seen):
     with torch.inference_mode():
         output = model(input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **seen)
     logits: torch.Tensor = output.logits  # (rows, tokens, vocab)
     return logits
 
 
-def alone(model: LlamaForCausalLM, sample: TrainingSample, segment: int) -> torch.Tensor:
+def alone(model, sample, segment):
     """Logits of one question by forwards without any 4-D mask, (question tokens, vocab)."""
     segments, tokens = torch.tensor(sample.segments), torch.tensor(sample.tokens)
     context = ~torch.tensor(sample.asks)
@@ -197,9 +179,7 @@ def alone(model: LlamaForCausalLM, sample: TrainingSample, segment: int) -> torc
 
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("kernel", ["sdpa", "packed"])
-def test_packed_logits_equal_separate_forwards(
-    tokenizer: PreTrainedTokenizerFast, tiny: MiniTrainConfig, block: bool, kernel: str
-) -> None:
+def test_packed_logits_equal_separate_forwards(tokenizer, tiny, block, kernel):
     model = build_model(tiny, tokenizer).eval()
     samples, batch = packed_batch(tokenizer, block)
     columns = (batch.segments, batch.asks, batch.block)
@@ -219,7 +199,7 @@ _ROWS = torch.arange(15.0).reshape(5, 3) / 7
 _WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.25, 2.0])
 
 
-def _gradients(peer: Peer) -> list[torch.Tensor]:
+def _gradients(peer):
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     own = list(peer.rows(len(_ROWS)))
@@ -230,23 +210,23 @@ def _gradients(peer: Peer) -> list[torch.Tensor]:
     return [value.grad for value in model.parameters() if value.grad is not None]
 
 
-def _die(peer: Peer) -> None:
+def _die(peer):
     os._exit(3)
 
 
-def test_every_row_is_one_process_s() -> None:
+def test_every_row_is_one_process_s():
     taken = [row for rank in range(3) for row in Peer(rank, 3).rows(10)]
     assert sorted(taken) == list(range(10))
 
 
-def test_gradients_are_those_of_all_rows() -> None:
+def test_gradients_are_those_of_all_rows():
     with peers(2, _gradients) as peer:
         shared = _gradients(peer)
     for here, there in zip(shared, _gradients(ALONE), strict=True):
         torch.testing.assert_close(here, there)
 
 
-def test_a_process_that_dies_ends_the_others_wait() -> None:
+def test_a_process_that_dies_ends_the_others_wait():
     threads = torch.get_num_threads()
     with pytest.raises(RuntimeError), peers(2, _die) as peer:
         _gradients(peer)
@@ -254,23 +234,23 @@ def test_a_process_that_dies_ends_the_others_wait() -> None:
     assert not torch.distributed.is_initialized()
 
 
-def test_from_nothing_the_whole_curriculum_is_taken() -> None:
+def test_from_nothing_the_whole_curriculum_is_taken():
     assert chosen_stages(goes_on=False, full_only=False) == DEFAULT_STAGES
     assert chosen_stages(goes_on=False, full_only=True) == FULL_STAGES
 
 
-def test_a_model_that_reads_goes_on_with_all_kinds_of_question() -> None:
+def test_a_model_that_reads_goes_on_with_all_kinds_of_question():
     names = [stage.name for stage in chosen_stages(goes_on=True, full_only=False)]
     assert names == [stage.name for stage in DEFAULT_STAGES if stage.kind == "mixed"]
 
 
-def test_full_only_has_no_row_in_the_block_layout() -> None:
+def test_full_only_has_no_row_in_the_block_layout():
     stages = chosen_stages(goes_on=True, full_only=True)
     assert {stage.block_share for stage in stages} == {0.0}
     assert max(stage.passages[1] for stage in stages) == max(stage.passages[1] for stage in DEFAULT_STAGES)
 
 
-def test_scale_multiplies_steps_and_leaves_one_at_least() -> None:
+def test_scale_multiplies_steps_and_leaves_one_at_least():
     scaled = chosen_stages(goes_on=True, full_only=False, scale=0.1)
     assert {stage.name: stage.steps for stage in scaled}["near"] == 100
     assert {stage.steps for stage in chosen_stages(goes_on=False, full_only=False, scale=1e-6)} == {1}
