@@ -191,11 +191,7 @@ def test_longbench_sets_without_a_metric_here(tmp_path, caplog):
 
 def test_every_data_set_of_longbench_has_a_metric_that_exists():
     assert len(LONGBENCH) == 21
-    assert {name for name, made in LONGBENCH.items() if made.metric is None} == {
-        "multifieldqa_zh",
-        "dureader",
-        "vcsum",
-    }
+    assert {name for name, made in LONGBENCH.items() if made.metric is None} == {"multifieldqa_zh", "dureader", "vcsum"}
     assert {made.metric for made in LONGBENCH.values()} - {None} <= set(METRICS)
     first_line = {name for name in LONGBENCH if LONGBENCH[name].metric in ("classification", *_first_line_metrics())}
     assert first_line == {"trec", "triviaqa", "samsum", "lsht"}

@@ -208,12 +208,7 @@ def test_a_pass_that_fails_appends_nothing(make_model, monkeypatch):
 
 def test_chunks_of_one_step_equal_one_by_one(make_model):
     model = make_model("llama")
-    chunks = [
-        [5] * 3,
-        [7, 1, 2, 9],
-        [4] * 11,
-        [6],
-    ]  # 1 is the eos token, 2 the pad token: text like any other
+    chunks = [[5] * 3, [7, 1, 2, 9], [4] * 11, [6]]  # 1 is the eos token, 2 the pad token: text like any other
     together = model.encode(chunks, batch_tokens=14)
     for ids, kv in zip(chunks, together, strict=True):
         [alone] = model.encode([ids])

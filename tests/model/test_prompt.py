@@ -11,12 +11,11 @@ import unicodedata
 from dataclasses import replace
 
 import pytest
-from controlled import BYTES, KINDS, NAMES, SPACES, controlled
+from controlled import BYTES, KINDS, NAMES, SPACES, controlled, tokens_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
-from vocabulary import tokens_of
 
 from ragkv import RagKV
 from ragkv.config import PromptConfig, load_config, save_config
@@ -336,7 +335,7 @@ def test_newlines_are_counted_in_tokens_where_they_merge_in_text(newlines, token
 
 def test_newlines_after_the_prefix_where_a_tokenizer_marks_the_start_of_a_text():
     """Llama 2's puts a space before every text that it is given: it must not stand before each newline."""
-    tokens = tokens_of("byte fallback")
+    tokens = tokens_of("metaspace BPE, prefixed")
     assert len(tokens.encode("\n")) == 2  # the mark, then the newline
     config = PromptConfig(system="", context="", prefix_newlines=4)
     ids = render(config, tokens).prefix_ids(tokens)

@@ -390,10 +390,7 @@ def test_a_cache_is_a_layers_kv_and_states_and_back():
     own = [t[:, :, 5:] if leaf.tokens else t for leaf, t in zip(tree.leaves, tree.read(whole), strict=True)]
     chunk = packing.pack(own, 4, 5)
     assert (chunk.tokens, chunk.encoded_at) == (4, 5)
-    assert [(state.layer, state.name) for state in chunk.states] == [
-        (0, "layers.0.states.0"),
-        (1, "layers.1.states.0"),
-    ]
+    assert [(state.layer, state.name) for state in chunk.states] == [(0, "layers.0.states.0"), (1, "layers.1.states.0")]
     assert chunk.shape.token_bytes == 2 * HEADS * WIDTH * 4
     assert chunk.shape.state_bytes == 2 * 5 * 4
     for found, expected in zip(packing.unpack([prefix, chunk]), tree.read(whole), strict=True):

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from controlled import tokens_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from script import NOTHING, Fixed, Script
-from vocabulary import KINDS, tokens_of
 
 from ragkv.config import build_config
 from ragkv.decoding import Decoding
@@ -223,10 +223,7 @@ def test_what_others_raise_is_raised_where_the_answer_is_read(make_model):
 def test_scores_that_are_no_numbers_are_refused(scores, make_model):
     model, drawn = make_model("llama"), Decoding(temperature=1.0, seed=11)
     alone = answer(model, "full", drawn)
-    refused, beside = (
-        decode(model, Fixed(scores), NOTHING, 4, drawn),
-        decode(model, *asked(model, "full"), 12, drawn),
-    )
+    refused, beside = (decode(model, Fixed(scores), NOTHING, 4, drawn), decode(model, *asked(model, "full"), 12, drawn))
     ids = [next(beside).token_id]
     with pytest.raises(UnsupportedModelError, match="not finite"):
         list(refused)
@@ -288,6 +285,10 @@ def test_a_seed_is_drawn_where_none_was_given_and_repeats_the_answer(make_model)
     assert Decoding().settled() == Decoding(temperature=0.0)
 
 
+KINDS = ["mini", "byte-level BPE", "metaspace BPE", "metaspace BPE, prefixed", "Unigram"]
+"""Every way that decoders put text together."""
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
@@ -322,7 +323,7 @@ def test_text_comes_at_once_and_from_a_short_window(kind, monkeypatch):
 
 def test_a_run_of_byte_tokens_waits_until_it_is_judged():
     """A later bad byte turns the whole run into U+FFFD, so that no part of it may be shown before."""
-    tokens = tokens_of("byte fallback")
+    tokens = tokens_of("metaspace BPE")
     good = [tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "漢".encode()]
     bad = tokens._tokenizer.convert_tokens_to_ids("<0xFF>")
     [word] = tokens._tokenizer.convert_tokens_to_ids(["▁the"])
@@ -332,7 +333,7 @@ def test_a_run_of_byte_tokens_waits_until_it_is_judged():
 
 
 def test_what_waited_comes_out_once():
-    tokens = tokens_of("byte fallback")
+    tokens = tokens_of("metaspace BPE")
     detokenizer, gate = Detokenizer(tokens), StopGate(["##"])
     assert detokenizer.push(tokens._tokenizer.convert_tokens_to_ids("<0xE5>")) == ""
     assert [detokenizer.flush(), detokenizer.flush()] == ["\ufffd", ""]
@@ -410,7 +411,7 @@ class Facts(SimpleNamespace):
 
 def test_a_stop_string_that_only_the_end_completes():
     """A run of byte tokens is judged when it is over; at the limit that makes the stop string, which is not shown."""
-    tokens = tokens_of("byte fallback")
+    tokens = tokens_of("metaspace BPE")
     ids = [*tokens.encode("at "), *(tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "字".encode())]
     model = Facts(
         tokens=tokens,

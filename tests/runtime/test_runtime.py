@@ -27,12 +27,7 @@ from ragkv import RagKV
 from ragkv.attention.kv import ChunkKV
 from ragkv.attention.sequence import KVCache
 from ragkv.engines import Engine, Forward, PlacedChunk, Release, Sample, Shared, TokenSequence, answer_from
-from ragkv.errors import (
-    AnswerInterruptedError,
-    PromptTooLongError,
-    StoreError,
-    UsageError,
-)
+from ragkv.errors import AnswerInterruptedError, PromptTooLongError, StoreError, UsageError
 from ragkv.model import attention_hook
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of, scheduler
 from ragkv.runtime import step as stepper

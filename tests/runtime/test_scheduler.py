@@ -23,10 +23,7 @@ def ticket(rows=1, tokens=10, reads=()):
 
 
 tickets = st.builds(
-    ticket,
-    rows=st.integers(1, 6),
-    tokens=st.integers(1, 140),
-    reads=st.frozensets(st.integers(0, 4), max_size=3),
+    ticket, rows=st.integers(1, 6), tokens=st.integers(1, 140), reads=st.frozensets(st.integers(0, 4), max_size=3)
 )
 
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-)
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ragkv.model.checkpoint import resolve
+from ragkv.model.prompt import Tokens
 
 KINDS = [
     "byte-level BPE",
@@ -53,6 +49,12 @@ def controlled(kind: str, *, flags: frozenset[str] = frozenset(), inside: bool =
     return PreTrainedTokenizerFast(
         tokenizer_object=bare, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
     )
+
+
+@functools.cache
+def tokens_of(kind: str) -> Tokens:
+    """Of the tokenizer of this kind, or of the bundled model's ("mini")."""
+    return Tokens(AutoTokenizer.from_pretrained(resolve(kind).location) if kind == "mini" else controlled(kind))
 
 
 def _bare(kind: str, names: list[str], words: list[str]) -> Tokenizer:

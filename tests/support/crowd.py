@@ -136,11 +136,7 @@ def request(model: Any, one: Asked) -> Request:
         prefix_ids=PREFIX if one.prefix else (),
         prefix=prefix,
         chunks=tuple(
-            ContextChunk(
-                token_ids=() if i < 0 else _texts()[i],
-                score=_score(i),
-                kv=None if i < 0 else kvs[i],
-            )
+            ContextChunk(token_ids=() if i < 0 else _texts()[i], score=_score(i), kv=None if i < 0 else kvs[i])
             for i in one.chunks
         ),
         suffix_ids=one.suffix,

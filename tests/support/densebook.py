@@ -5,13 +5,10 @@ Nothing is cached, cut or merged: the tests of `ragkv.model.apb` compare with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-from ragkv.attention.partial import LayerCall
 
 Score = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 """(layer, query, key, value of some tokens `(heads, n, head_dim)`, position of the first) -> `(kv_heads, n)`."""
@@ -20,9 +17,7 @@ Score = Callable[[int, Tensor, Tensor, Tensor, int], Tensor]
 class DenseBook:
     """What attends: tokens of kind 0 prefix, 1 anchor, 2 + h block h, and -1 the question after the document."""
 
-    def __init__(
-        self, prefix: int, anchor: int, head: int, blocks: Sequence[int], question: int, passing: int, score: Score
-    ) -> None:
+    def __init__(self, prefix, anchor, head, blocks, question, passing, score):
         tokens = sum(blocks)
         kinds = [0] * prefix + [1] * anchor + [2 + h for h, n in enumerate(blocks) for _ in range(n)]
         self.kind = torch.tensor(kinds + [-1] * question)
@@ -30,7 +25,7 @@ class DenseBook:
         self.position = torch.tensor([*range(prefix), *range(prefix, prefix + anchor), *document])
         self.head, self.passing, self.score = head, passing, score
 
-    def attend(self, call: LayerCall) -> Tensor:
+    def attend(self, call):
         query, key, value = call.query, call.key, call.value
         kind, place = self.kind, self.position
         heads, n = key.shape[1], len(kind)
@@ -60,7 +55,7 @@ class DenseBook:
             scores = torch.cat([scores, call.sink.float()[None, :, None, None].expand(1, -1, n, 1)], -1)
         return (scores.softmax(-1)[..., :n] @ values).to(query.dtype)
 
-    def _passed(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _passed(self, layer, query, key, value):
         """`(kv_heads, n)`: which tokens their block passes on."""
         found = torch.zeros(key.shape[0], len(self.kind), dtype=torch.bool)
         for block in range(2, int(self.kind.max()) + 1):
@@ -76,7 +71,7 @@ class DenseBook:
         return found
 
 
-def dense_logits(model: Any, dense: DenseBook, ids: Sequence[int], question: int) -> Tensor:
+def dense_logits(model, dense, ids, question):
     """fp32 logits `(question, vocab)` of the question's tokens; `ids` are all tokens in the order of `dense`."""
     logits: Tensor = model.whole(torch.tensor([ids]), dense.position[None], dense)[0]
     return logits[-question:]

@@ -6,31 +6,27 @@ Whether the cancelling thread or the computing one is quicker is then no matter 
 from __future__ import annotations
 
 import threading
-from typing import Any
 
-import pytest
-
-from ragkv import RagKV
 from ragkv.index.answer import AnswerStream
 
 
 class HeldModel:
     """`steps` counts the model's; from the `last` on, each waits for a cancel. `begun` is set at that one."""
 
-    def __init__(self, rag: RagKV, monkeypatch: pytest.MonkeyPatch, *, last: int) -> None:
+    def __init__(self, rag, monkeypatch, *, last):
         self.steps = 0
         self.begun = threading.Event()
         self.cancelled = threading.Event()
         step, cancel = rag.model.step, AnswerStream.cancel
 
-        def held(*arguments: Any, **more: Any) -> Any:
+        def held(*arguments, **more):
             self.steps += 1
             if self.steps >= last:
                 self.begun.set()
                 assert self.cancelled.wait(600), "nobody cancelled the answer"
             return step(*arguments, **more)
 
-        def noted(stream: AnswerStream) -> None:
+        def noted(stream):
             cancel(stream)
             self.cancelled.set()
 

@@ -11,15 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 Ids = list[int]
 
 
-def full(
-    model: Any, prefix: Ids, chunks: list[Ids], suffix: Ids, steps: int, *, trace: list[Tensor] | None = None
-) -> Ids:
+def full(model, prefix, chunks, suffix, steps, *, trace=None):
     """One causal sequence."""
     tokens = [*prefix, *(i for chunk in chunks for i in chunk), *suffix]
     out: Ids = []
@@ -30,17 +27,7 @@ def full(
     return out
 
 
-def block(
-    model: Any,
-    prefix: Ids,
-    chunks: list[Ids],
-    suffix: Ids,
-    steps: int,
-    *,
-    reencode: bool = True,
-    vectors: Tensor | None = None,
-    trace: list[Tensor] | None = None,
-) -> Ids:
+def block(model, prefix, chunks, suffix, steps, *, reencode=True, vectors=None, trace=None):
     """Block-Attention Figure 1: every block but the last sees itself only; the 4-D mask in one forward.
 
     Of `vectors`, the one with number i stands where a chunk has the id -1-i (KV Packet).
@@ -71,16 +58,7 @@ def block(
     return out
 
 
-def block_over_prefixed(
-    model: Any,
-    prefix: Ids,
-    chunks: list[Ids],
-    suffix: Ids,
-    steps: int,
-    *,
-    vectors: Tensor | None = None,
-    trace: list[Tensor] | None = None,
-) -> Ids:
+def block_over_prefixed(model, prefix, chunks, suffix, steps, *, vectors=None, trace=None):
     """Blocks that were encoded after the prefix ("Link0"): the 4-D mask in one forward; `vectors` as in `block`.
 
     Every chunk has the prefix right before it, which only that chunk sees; the question sees the first one.
@@ -161,7 +139,7 @@ def blend(
     return out
 
 
-def reading(model: Any, blocks: list[Ids], own: Ids) -> Tensor:
+def reading(model, blocks, own):
     """Logits `(n, vocab)` of `own` tokens after blocks that stand one after another, each of which saw itself alone.
 
     `model` runs on "ragkv-oracle".
@@ -176,19 +154,7 @@ def reading(model: Any, blocks: list[Ids], own: Ids) -> Tensor:
     return model(input_ids=torch.tensor([tokens]), use_cache=False, oracle=plan).logits[0, start:].detach().float()
 
 
-def pced(
-    model: Any,
-    prefix: Ids,
-    chunks: list[Ids],
-    suffix: Ids,
-    scores: list[float],
-    steps: int,
-    *,
-    gamma: float = 2.5,
-    beta: float | str = "per_expert",
-    rule: str = "max",
-    trace: list[Tensor] | None = None,
-) -> tuple[Ids, list[int]]:
+def pced(model, prefix, chunks, suffix, scores, steps, *, gamma=2.5, beta="per_expert", rule="max", trace=None):
     """PCED Eqs. 2-3 with N+1 separate plain forwards; β by AdaCAD at the first token, fixed thereafter.
 
     `released` leaves AdaCAD's divergence unsummed; `moe` and `poe` are Table 7's rules over softmax(β-contrasted).
@@ -228,25 +194,14 @@ def pced(
     return out, winners
 
 
-def _jsd(a: Tensor, b: Tensor) -> Tensor:
+def _jsd(a, b):
     """The divergence's terms, one per token; their sum is the divergence."""
     p, q = torch.softmax(a.double(), -1), torch.softmax(b.double(), -1)
     m = (p + q) / 2
     return 0.5 * (p * (p / m).log() + q * (q / m).log())
 
 
-def ape(
-    model: Any,
-    prefix: Ids,
-    chunks: list[Ids],
-    suffix: Ids,
-    steps: int,
-    *,
-    temperature: float,
-    scale: float,
-    mode: str = "power",
-    trace: list[Tensor] | None = None,
-) -> Ids:
+def ape(model, prefix, chunks, suffix, steps, *, temperature, scale, mode="power", trace=None):
     """APE Eq. 5 with dense masks and reused positions; the exponent is S·T, as §4.4 searches it.
 
     In `log` mode the context's sum Z enters as S·Z^T.
@@ -284,7 +239,7 @@ def ape(
     return out
 
 
-def _given(model: Any, tokens: Ids, vectors: Tensor | None) -> dict[str, Tensor]:
+def _given(model, tokens, vectors):
     if vectors is None:
         return {"input_ids": torch.tensor([tokens])}
     table = model.get_input_embeddings()
@@ -292,12 +247,12 @@ def _given(model: Any, tokens: Ids, vectors: Tensor | None) -> dict[str, Tensor]
     return {"inputs_embeds": torch.stack(rows)[None]}
 
 
-def _note(trace: list[Tensor] | None, scores: Tensor) -> None:
+def _note(trace, scores):
     if trace is not None:
         trace.append(scores.detach().float())
 
 
-def _ordinary(visible: Tensor, positions: Tensor) -> dict[str, Any]:
+def _ordinary(visible, positions):
     """What `_dense` needs where nothing is reweighed."""
     nothing = torch.zeros(len(positions), dtype=torch.bool)
     behind = positions[:, None] - positions
@@ -305,17 +260,7 @@ def _ordinary(visible: Tensor, positions: Tensor) -> dict[str, Any]:
     return {"visible": visible, "behind": behind, **ordinary}
 
 
-def _dense(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    *,
-    scaling: float,
-    oracle: Any,
-    **rest: Any,
-):
+def _dense(module, query, key, value, mask, *, scaling, oracle, **rest):
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
     scores = query.double() @ key.transpose(-1, -2) * scaling

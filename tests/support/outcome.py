@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-
-import pytest
 
 __all__ = ["Result", "typed"]
 
@@ -19,17 +16,15 @@ class Result:
     err: str
 
     @property
-    def sentence(self) -> str:
+    def sentence(self):
         """The last line on stderr: the error."""
         return self.err.strip().splitlines()[-1] if self.err.strip() else ""
 
 
-def typed(
-    main: Callable[[], None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Result]:
+def typed(main, capsys, monkeypatch):
     """`main` as a function of the words that follow the program's name."""
 
-    def run(*arguments: object) -> Result:
+    def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, arguments)])
         capsys.readouterr()
         handlers = logging.root.handlers[:]

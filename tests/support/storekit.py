@@ -10,23 +10,14 @@ import numpy as np
 import torch
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.store import ChunkVectors, KVIdentity, Store
+from ragkv.store import ChunkVectors, KVIdentity
 from ragkv.types import Chunk, Document, Encoding
 
 
-def make_kv(
-    tokens: int,
-    *,
-    layers: int = 2,
-    kv_heads: int = 2,
-    head_dim: int = 4,
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 0,
-    encoded_at: int = 0,
-) -> ChunkKV:
+def make_kv(tokens, *, layers=2, kv_heads=2, head_dim=4, dtype=torch.bfloat16, seed=0, encoded_at=0):
     generator = torch.Generator().manual_seed(seed)
 
-    def tensor() -> torch.Tensor:
+    def tensor():
         return torch.randn(kv_heads, tokens, head_dim, generator=generator).to(dtype)
 
     return ChunkKV(
@@ -36,16 +27,16 @@ def make_kv(
     )
 
 
-def identity(*chunk_ids: int, prefix_ids: tuple[int, ...] = (), model: str = "c0ffee") -> KVIdentity:
+def identity(*chunk_ids, prefix_ids=(), model="c0ffee"):
     encoding = Encoding.PREFIXED if prefix_ids else Encoding.STANDALONE
     return KVIdentity(model=model, encoding=encoding, prefix_ids=prefix_ids, chunk_ids=chunk_ids)
 
 
-def document(name: str, content_hash: str = "00") -> Document:
+def document(name, content_hash="00"):
     return Document(document_id=name, source=f"{name}.txt", content_hash=content_hash, metadata={"author": "A"})
 
 
-def chunk(name: str, ordinal: int, token_ids: tuple[int, ...]) -> Chunk:
+def chunk(name, ordinal, token_ids):
     return Chunk(
         chunk_id=f"{name}#{ordinal}",
         document_id=name,
@@ -59,7 +50,7 @@ def chunk(name: str, ordinal: int, token_ids: tuple[int, ...]) -> Chunk:
     )
 
 
-def equal(left: ChunkKV | None, right: ChunkKV) -> bool:
+def equal(left, right):
     return (
         left is not None
         and left.encoded_at == right.encoded_at
@@ -72,7 +63,7 @@ def equal(left: ChunkKV | None, right: ChunkKV) -> bool:
     )
 
 
-def write(store: Store, name: str, *token_ids: tuple[int, ...], content_hash: str = "00") -> list[Chunk]:
+def write(store, name, *token_ids, content_hash="00"):
     """A document of one chunk per tuple of ids, each with its standalone record."""
     chunks = [chunk(name, ordinal, ids) for ordinal, ids in enumerate(token_ids)]
     identities = {chunk.chunk_id: identity(*chunk.token_ids) for chunk in chunks}
@@ -88,7 +79,7 @@ def write(store: Store, name: str, *token_ids: tuple[int, ...], content_hash: st
     return chunks
 
 
-def vectors_of(chunk: Chunk) -> ChunkVectors:
+def vectors_of(chunk):
     """Vectors that are a function of the chunk."""
     numbers = np.random.default_rng([chunk.ordinal, *chunk.token_ids])
     return ChunkVectors(
@@ -98,7 +89,7 @@ def vectors_of(chunk: Chunk) -> ChunkVectors:
     )
 
 
-def kv_of(identity: KVIdentity) -> ChunkKV:
+def kv_of(identity):
     """A KV that is a function of the identity, so that a test can tell whose it was given."""
     return make_kv(len(identity.chunk_ids), seed=int.from_bytes(identity.key()[:4], "big"))
 

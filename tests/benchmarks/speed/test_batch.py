@@ -9,15 +9,7 @@ from ragkv.benchmarks.speed.batch import SHAPES, IPPDMethod, IPPDShape, measure_
 from ragkv.runtime import Runtime
 
 SMALL = IPPDShape(
-    number=2,
-    name="small",
-    instruction=5,
-    context=9,
-    question=4,
-    answer=3,
-    contexts=2,
-    questions=(2, 3),
-    batches=(2, 4),
+    number=2, name="small", instruction=5, context=9, question=4, answer=3, contexts=2, questions=(2, 3), batches=(2, 4)
 )
 
 

@@ -160,8 +160,7 @@ def test_a_question_in_the_anchor(make_model: Any, family: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "family",
-    ["gemma2", "cohere2", "smollm3", "phi4-partial", "llama-yarn", "qwen2-tied-sliding", "gpt-oss"],
+    "family", ["gemma2", "cohere2", "smollm3", "phi4-partial", "llama-yarn", "qwen2-tied-sliding", "gpt-oss"]
 )
 def test_other_families(make_model: Any, family: str) -> None:
     long_document = book_of(make_model(family), drawn(75), lengths(20, 6, 4), Random(seed=5), asked=QUESTION)
