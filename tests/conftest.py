@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -289,6 +290,29 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def model_folder(make_folder: Callable[[str], Path]) -> Path:
     """A random Llama's checkpoint folder."""
     return make_folder("llama")
+
+
+@pytest.fixture
+def folder(model_folder: Path, tmp_path: Path) -> Path:
+    """A copy of that folder, for a test that changes it."""
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+@pytest.fixture
+def steps_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[Any, Any]]]:
+    """Of a model, a list to which every later step appends its rows and their token ids."""
+
+    def watched(model: Any) -> list[tuple[Any, Any]]:
+        steps, step = [], model.step
+
+        def noted(rows: Any, ids: Any, **more: Any) -> Any:
+            steps.append((list(rows), [list(each) for each in ids]))
+            return step(rows, ids, **more)
+
+        monkeypatch.setattr(model, "step", noted)
+        return steps
+
+    return watched
 
 
 @pytest.fixture(scope="module")

@@ -80,16 +80,11 @@ def test_a_stack_of_one(make_model):
     _equal(_alone(model, "ippd-stacked"), _alone(model))
 
 
-def test_it_is_one_row_and_one_pass_per_token(make_model, monkeypatch):
-    model, passes = make_model("llama"), []
-    step = model.step
-
-    def counted(rows, ids, **options):
-        passes.append([len(each) for each in ids])
-        return step(rows, ids, **options)
-
-    monkeypatch.setattr(model, "step", counted)
+def test_it_is_one_row_and_one_pass_per_token(make_model, steps_of):
+    model = make_model("llama")
+    steps = steps_of(model)
     lengths = [len(tokens) for tokens in _together(model)[0]]
+    passes = [[len(each) for each in ids] for _, ids in steps]
     contexts = sum(len(ids) for chunks in CONTEXTS for ids in chunks)
     header = 5 + contexts + len(CONTEXTS) * sum(map(len, QUESTIONS))
     assert passes == [[header], *([sum(n > step for n in lengths)] for step in range(1, max(lengths)))]
@@ -219,38 +214,21 @@ def test_settings_are_checked(tuning):
 GREEDY = Generation(max_new_tokens=5)
 
 
-def test_instruction_and_contexts_are_read_once(make_model, monkeypatch):
-    model, read = make_model("llama"), []
-    step = model.step
-
-    def counted(rows, ids, **options):
-        read.extend(ids)
-        return step(rows, ids, **options)
-
-    monkeypatch.setattr(model, "step", counted)
+def test_instruction_and_contexts_are_read_once(make_model, steps_of):
+    """And what is shared takes no place beside the questions: room for many rows as long as a context would be made,
+    and filled with zeros, for the one row that reads it."""
+    model = make_model("llama")
+    steps = steps_of(model)
     _together(model, name="ippd")
     whole = [tuple(i for chunk in chunks for i in chunk) for chunks in CONTEXTS]
-    long = [tuple(ids) for ids in read if len(ids) > 1]
+    read = [(tuple(each), type(row.cache)) for rows, ids in steps for row, each in zip(rows, ids, strict=True)]
+    long = [ids for ids, _ in read if len(ids) > 1]
     assert long.count(tuple(PREFIX)) == 1
     assert [long.count(each) for each in whole] == [1, 1]
     asked = [tuple(ids) for ids in QUESTIONS for _ in CONTEXTS if len(ids) > 1]
     assert sorted(long) == sorted([tuple(PREFIX), *whole, *asked])
-
-
-def test_what_is_shared_takes_no_place_beside_the_questions(make_model, monkeypatch):
-    """Room for many rows as long as a context would be made, and filled with zeros, for the one row that reads it."""
-    model, own = make_model("llama"), {}
-    step = model.step
-
-    def watched(rows, ids, **options):
-        own.update({tuple(each): type(row.cache) for row, each in zip(rows, ids, strict=True) if len(each) > 1})
-        return step(rows, ids, **options)
-
-    monkeypatch.setattr(model, "step", watched)
-    _together(model, name="ippd")
-    assert own.pop(tuple(PREFIX)) is KVCache
-    assert all(own.pop(tuple(i for chunk in chunks for i in chunk)) is KVCache for chunks in CONTEXTS)
-    assert set(own.values()) == {ArenaKVCache}
+    for ids, cache in read:
+        assert len(ids) == 1 or cache is (ArenaKVCache if ids in asked else KVCache)
 
 
 def test_the_shared_program_without_a_model():

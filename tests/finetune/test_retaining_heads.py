@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,6 @@ from ragkv.finetune.retaining_heads import RetainingConfig, retaining_example, r
 from ragkv.model.apb.compressors import RetainingHeads, highest_logits, load_heads, widths_of
 from ragkv.model.apb.document import AnchorAttention
 from ragkv.model.self_check import load_model
-
-
-@pytest.fixture
-def folder(model_folder, tmp_path):
-    return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 @pytest.fixture

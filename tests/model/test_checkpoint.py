@@ -150,11 +150,6 @@ def test_a_hub_that_is_not_there_is_told_with_the_folder(hub: list[str], monkeyp
     assert hub == []
 
 
-@pytest.fixture
-def folder(model_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(model_folder, tmp_path / "model"))
-
-
 def say(folder: Path, **result: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | result))

@@ -217,17 +217,11 @@ def test_chunks_of_one_step_equal_one_by_one(make_model):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_chunks_of_one_step_hold_no_more_tokens_than_told(make_model, monkeypatch):
+def test_chunks_of_one_step_hold_no_more_tokens_than_told(make_model, steps_of):
     model = make_model("llama")
-    honest, taken = model.step, []
-
-    def watched(rows, ids, **rest):
-        taken.append([len(each) for each in ids])
-        return honest(rows, ids, **rest)
-
-    monkeypatch.setattr(model, "step", watched)
+    steps = steps_of(model)
     model.encode([[5] * n for n in (3, 4, 11, 1, 20, 2)], batch_tokens=14)
-    assert taken == [[3, 4], [11, 1], [20], [2]]
+    assert [[len(each) for each in ids] for _, ids in steps] == [[3, 4], [11, 1], [20], [2]]
     with pytest.raises(ValueError, match="without tokens"):
         model.encode([[5], []])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,11 +24,6 @@ from ragkv.model.self_check import check_model, load_model
 from ragkv.store import Store
 from ragkv.store.record import KVIdentity
 from ragkv.types import Encoding
-
-
-@pytest.fixture
-def folder(model_folder: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 def change(folder: Path, **changes: object) -> None:

@@ -95,31 +95,22 @@ class Bad(Engine):
         return self._program(request, model)
 
 
-def _raises(request, model):
-    yield Forward((TokenSequence((), 0),), ((5,),))
+def _raises(ask=None):
+    if ask is not None:
+        yield ask
     raise ArithmeticError("the engine's own")
 
 
-def _empty(request, model):
-    yield Forward((TokenSequence((), 0),), ((),))
-
-
-def _nobody(request, model):
-    yield Forward((), ())
-
-
-def _twice(request, model):
-    row = TokenSequence((), 0)
-    yield Forward((row, row), ((5,), (6,)))
-
-
-def _nonsense(request, model):
-    yield "logits, please"
-
-
-def _at_once(request, model):
-    raise ArithmeticError("the engine's own")
-    yield
+ROW = TokenSequence((), 0)
+WRONG = {
+    "raises": lambda *_: _raises(Forward((TokenSequence((), 0),), ((5,),))),
+    "at once": lambda *_: _raises(),
+    "an empty row": lambda *_: _raises(Forward((TokenSequence((), 0),), ((),))),
+    "nobody": lambda *_: _raises(Forward((), ())),
+    "twice": lambda *_: _raises(Forward((ROW, ROW), ((5,), (6,)))),
+    "nonsense": lambda *_: _raises("logits, please"),
+    "no such token": lambda *_: _raises(Forward((TokenSequence((), 0),), ((10**6,),))),
+}
 
 
 def _unclosed(request, model):
@@ -131,19 +122,16 @@ def _unclosed(request, model):
         raise ArithmeticError("at the very end")
 
 
-def _beyond(request, model):
-    yield Forward((TokenSequence((), 0),), ((10**6,),))  # no such token
-
-
-@pytest.mark.parametrize("program", [_raises, _empty, _nobody, _twice, _nonsense, _at_once, _beyond])
+@pytest.mark.parametrize("program", WRONG)
 def test_an_engine_that_is_wrong_fails_alone(program, make_model):
     model = make_model("llama")
     runtime = Runtime(model)
     jobs = [submit(runtime, model, asked) for asked in CROWD]
-    jobs.insert(2, runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=4)))
+    jobs.insert(2, runtime.submit(Bad(WRONG[program]), request(model, CROWD[3]), Generation(max_new_tokens=4)))
     found = finish(runtime, jobs)
     assert found[2][0] == []
     assert isinstance(found[2][1], ArithmeticError | IndexError | TypeError | ValueError)
+    assert (type(found[2][1]) is ArithmeticError) == (program in ("raises", "at once"))  # the others go no further
     del found[2]
     undisturbed(runtime, model, found)
 
@@ -490,15 +478,12 @@ def test_nobody_takes_kv_before_those_who_wait_for_it(make_model):
     assert wanted[0] is not full
 
 
-def test_a_sequence_is_prefilled_once_and_taken_over(make_model, monkeypatch):
+def test_a_sequence_is_prefilled_once_and_taken_over(make_model, steps_of):
     """Who prefills it is cancelled half-way: the next one does, and the others wait for that."""
     model = make_model("llama")
     asked = [one("common", chunks=(7, 6), suffix=(80 + i, 81)) for i in range(5)]
     runtime = Runtime(model, batch_tokens=4)
-    read, step = [], model.step
-    monkeypatch.setattr(
-        model, "step", lambda rows, ids, **more: (read.append(sum(map(len, ids))), step(rows, ids, **more))[1]
-    )
+    steps = steps_of(model)
     jobs = [submit(runtime, model, each) for each in asked]
     for _ in range(3):
         runtime.advance()
@@ -506,11 +491,12 @@ def test_a_sequence_is_prefilled_once_and_taken_over(make_model, monkeypatch):
     found = finish(runtime, jobs[1:])
     assert [ids(tokens) for tokens, _ in found] == [expected(model, each) for each in asked[1:]]
     before = 7 + 21 + 13
-    assert sum(read) == 4 + before + 4 * (2 + 5)  # what was cut off, the sequence once, questions and tokens
-    read.clear()
+    # what was cut off, the sequence once, questions and tokens
+    assert sum(len(each) for _, ids in steps for each in ids) == 4 + before + 4 * (2 + 5)
+    steps.clear()
     [(tokens, _)] = finish(runtime, [submit(runtime, model, asked[0])])  # it is still there
     assert ids(tokens) == expected(model, asked[0])
-    assert sum(read) == 2 + 5
+    assert sum(len(each) for _, ids in steps for each in ids) == 2 + 5
     assert runtime.idle
 
 
@@ -1088,22 +1074,16 @@ def test_how_long_steps_take_changes_no_answer(family, crowd, seconds, make_mode
     as_alone(model, crowd, found)
 
 
-def test_a_long_question_is_read_in_parts_beside_one_that_decodes(make_model, monkeypatch):
+def test_a_long_question_is_read_in_parts_beside_one_that_decodes(make_model, steps_of, monkeypatch):
     """A clock by which every token takes a hundredth of a second: no step is longer than what the first one showed."""
-    model, seconds, steps = make_model("llama"), [0.0], []
-    step = model.step
-
-    def timed(rows, ids, **more):
-        seconds[0] += 0.01 * sum(map(len, ids))
-        steps.append([len(each) for each in ids])
-        return step(rows, ids, **more)
-
-    monkeypatch.setattr(model, "step", timed)
-    monkeypatch.setattr(stepper, "perf_counter", lambda: seconds[0])
+    model = make_model("llama")
+    read = steps_of(model)
+    monkeypatch.setattr(stepper, "perf_counter", lambda: 0.01 * sum(len(each) for _, ids in read for each in ids))
     short = Asked(engine=("full", ()), prefix=True, chunks=(), suffix=(3, 4), steps=40, heat=0.0)
     long = replace(short, suffix=tuple(range(3, 300)), steps=2, at=4)
     _, ((_, tokens, _), (_, few, _)) = together(model, [short, long])
     assert (len(tokens), len(few)) == (40, 2)
+    steps = [[len(each) for each in ids] for _, ids in read]
     parts = [each for each in steps if 1 in each and max(each) > 1]
     assert [max(each) for each in parts[:2]] == [2 * scheduler.LEAST_PREFILL, scheduler.LEAST_PREFILL]
     assert max(map(sum, parts)) == 2 * scheduler.LEAST_PREFILL + 1
