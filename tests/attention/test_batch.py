@@ -79,40 +79,26 @@ def same(found, truth):
 
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize(
-    "own",
+    ("shared", "own"),
     [
-        [["c"], [], ["c", "d"]],  # two groups in one row; the highest and the lowest row are neither first nor last
-        [[], ["cd"], ["e"]],  # two chunks in one group
-        [["d"], ["c"], ["b"], ["e"]],
-        [["c"], [], ["d"], ["e"]],  # a row between two that sees nothing of its own
-        [["cd"], ["dc"], ["ecd"], ["ce"]],  # the same chunks at different distances, read once for all
-        [["cc"], ["c"], [], ["ccc"]],  # one chunk at several places of a row
-        [[], [], []],
+        ("ab", [["c"], [], ["c", "d"]]),  # two groups in a row; the highest and lowest are neither first nor last
+        ("ab", [[], ["cd"], ["e"]]),  # two chunks in one group
+        ("ab", [["d"], ["c"], ["b"], ["e"]]),
+        ("ab", [["c"], [], ["d"], ["e"]]),  # a row between two that sees nothing of its own
+        ("ab", [["cd"], ["dc"], ["ecd"], ["ce"]]),  # the same chunks at different distances, read once for all
+        ("ab", [["cc"], ["c"], [], ["ccc"]]),  # one chunk at several places of a row
+        ("ab", [[], [], []]),
+        ("", [["a"], ["c"], ["b"], ["e"]]),
+        ("", [["a"], [], ["b"], ["d"]]),  # a row that sees nothing at all, and stands at position 0
+        ("", [["a"], ["cd"], ["b"]]),
+        ("", [["d"], ["d"], ["bd"]]),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_see_the_shared_chunks_and_their_own(family, own, settled, make_model):
+def test_rows_see_the_shared_chunks_and_their_own(family, shared, own, settled, make_model):
     model = make_model(family)
-    same(logits(model, Library(model).rows("ab", own), settled=settled), expected(model, "ab", own))
-
-
-@pytest.mark.parametrize("settled", [False, True])
-@pytest.mark.parametrize(
-    "own",
-    [
-        [["a"], ["c"], ["b"], ["e"]],
-        [["a"], [], ["b"], ["d"]],  # a row that sees nothing at all, and stands at position 0
-        [["b"], ["c"], ["a"]],
-        [["a"], ["cd"], ["b"]],
-        [["d"], ["d"], ["bd"]],
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("family", ["llama-yarn", "gemma2-unwindowed", "mistral-sliding"])
-def test_rows_that_see_nothing_shared(family, own, settled, make_model):
-    model = make_model(family)
-    same(logits(model, Library(model).rows("", own), settled=settled), expected(model, "", own))
+    same(logits(model, Library(model).rows(shared, own), settled=settled), expected(model, shared, own))
 
 
 @pytest.mark.parametrize("weights", [{"temperature": 0.5}, {"scale": 0.7}])
@@ -141,15 +127,9 @@ def test_a_weighed_group_of_a_row_keeps_its_weight(weights, settled, make_model)
         first = model.step([row], [QUESTIONS[index][:1]], every=True)
         rest = model.step([row], [QUESTIONS[index][1:]], every=True)
         same(together[index], torch.cat([first, rest]))
-    same(together[1], plainly(model, "ab", 1))
+    same(together[1], expected(model, "ab", [[], []])[1])
     for other in (0, 2):
         assert not torch.allclose(together[other], together[1], atol=1e-3)
-
-
-def plainly(model, names, question):
-    with model.plain() as plain:
-        plain.set_attn_implementation("ragkv-oracle")
-        return oracle.reading(plain, [BLOCKS[name] for name in names], QUESTIONS[question])
 
 
 def test_a_chunk_is_read_once_for_all_rows_that_see_it(make_model, monkeypatch):
@@ -189,15 +169,9 @@ def batches_of(counts, *, window=None, rows=None):
     return [[span.n for span in batch._spans] for batch in batches], [span.n for span in alone]
 
 
-def test_rows_of_about_one_length_are_read_together():
+def test_rows_of_about_one_length_are_read_together_and_others_alone():
     assert batches_of([5, 17, 4, 16, 5]) == ([[17, 16], [5, 5, 4]], [])
-
-
-def test_a_row_unlike_the_others_is_read_alone():
     assert batches_of([5, 40, 5]) == ([[5, 5]], [40])
-
-
-def test_single_tokens_long_rows_and_rows_longer_than_a_window_are_read_alone():
     assert batches_of([1, 1, 513, 513]) == ([], [1, 1, 513, 513])
     assert batches_of([9, 9, 8, 8], window=8) == ([[8, 8]], [9, 9])
 

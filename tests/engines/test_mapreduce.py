@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import asking
 import oracle
 import pytest
 import torch
+from asking import CHUNKS, PREFIX, STEPS
 from script import by_hand
 
 from ragkv.engines import ContextChunk, Release, Request, make_engine
@@ -15,26 +17,16 @@ from ragkv.errors import ConfigError, UsageError
 from ragkv.model.prompt import Prompt
 from ragkv.runtime import Generation, Stream, runtime_of
 
-PREFIX = (0, 40, 41, 42, 43)
-CHUNKS = ((50, 51, 52, 53), (60, 61, 62, 63, 64, 65, 66), (70, 1, 71))
 QUESTION = "Why?"
 PROMPT = Prompt(prefix="", before_question="Q: ", after_question="<eos>\nA:", separator="\n\n")
-STEPS = 6
 
 
-def request(model, *, chunks=CHUNKS, **changes) -> Request:
-    prefix = model.encode([PREFIX])[0]
-    kvs = model.encode(chunks, prefix=prefix)
-    return Request(
-        prefix_ids=PREFIX,
-        prefix=prefix,
-        chunks=tuple(
-            ContextChunk(token_ids=c, score=0.2 + i / 10, kv=kv)
-            for i, (c, kv) in enumerate(zip(chunks, kvs, strict=True))
-        ),
-        suffix_ids=PROMPT.suffix_ids(model.tokens, QUESTION),
-        **({"question": QUESTION, "prompt": PROMPT} | changes),
+def request(model, *, chunks=CHUNKS, prompt=PROMPT) -> Request:
+    suffix, scores = PROMPT.suffix_ids(model.tokens, QUESTION), [0.2, 0.3, 0.4]
+    made = asking.request(
+        model, make_engine("mapreduce", {}), chunks=chunks, scores=scores[: len(chunks)], suffix=suffix
     )
+    return replace(made, question=QUESTION, prompt=prompt)
 
 
 def greedy(model, engine, wanted, steps=STEPS) -> list[int]:

@@ -482,6 +482,7 @@ def test_a_sequence_is_prefilled_once_and_taken_over(make_model, steps_of):
     """Who prefills it is cancelled half-way: the next one does, and the others wait for that."""
     model = make_model("llama")
     asked = [one("common", chunks=(7, 6), suffix=(80 + i, 81)) for i in range(5)]
+    wanted = [expected(model, each) for each in asked]
     runtime = Runtime(model, batch_tokens=4)
     steps = steps_of(model)
     jobs = [submit(runtime, model, each) for each in asked]
@@ -489,13 +490,13 @@ def test_a_sequence_is_prefilled_once_and_taken_over(make_model, steps_of):
         runtime.advance()
     runtime.cancel(jobs[0])
     found = finish(runtime, jobs[1:])
-    assert [ids(tokens) for tokens, _ in found] == [expected(model, each) for each in asked[1:]]
+    assert [ids(tokens) for tokens, _ in found] == wanted[1:]
     before = 7 + 21 + 13
     # what was cut off, the sequence once, questions and tokens
     assert sum(len(each) for _, ids in steps for each in ids) == 4 + before + 4 * (2 + 5)
     steps.clear()
     [(tokens, _)] = finish(runtime, [submit(runtime, model, asked[0])])  # it is still there
-    assert ids(tokens) == expected(model, asked[0])
+    assert ids(tokens) == wanted[0]
     assert sum(len(each) for _, ids in steps for each in ids) == 2 + 5
     assert runtime.idle
 
@@ -1052,8 +1053,9 @@ def test_a_crowd_gets_the_answers_of_one_by_one(family, crowd, batch_tokens, max
 def test_who_asks_alone_gets_what_the_equations_give(family, one, make_model):
     assume(one.engine[0] != "mapreduce")  # tests/engines/test_mapreduce.py has its two stages
     model = make_model(family)
-    tokens, scores = alone(model, one)
-    found, wanted = torch.stack(scores), torch.stack(literal(model, one)[: len(tokens)])
+    _, scores = alone(model, one)
+    assume(scores)  # it did not end at once
+    found, wanted = torch.stack(scores), torch.stack(literal(model, one)[: len(scores)])
     torch.testing.assert_close(found, wanted, atol=3e-5 * float(wanted[wanted.isfinite()].abs().max()), rtol=0)
 
 

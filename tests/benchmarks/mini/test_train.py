@@ -53,8 +53,10 @@ def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
         train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=die)
     resumed = train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=record)
     assert seen == straight
+    before = build_model(tiny, tokenizer).state_dict()
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
+        assert not torch.equal(value, before[name]), name  # every weight learns
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -69,23 +71,13 @@ def test_processes_that_share_the_rows_take_the_same_steps(tokenizer, tiny, tmp_
         assert apart < 0.02 * moved, name  # AdamW makes whole steps of gradients that are but rounding
 
 
-def test_without_resume_starts_over(tokenizer, tiny, tmp_path):
+def test_without_resume_it_starts_over_and_another_shape_is_refused(tokenizer, tiny, tmp_path):
     steps: list[object] = []
     for resume in (True, False, True):
         train_mini(tiny, tokenizer, tmp_path, resume=resume, on_progress=lambda p: steps.append(p["number"]))
     assert steps == [0, 1, 2, 0, 1, 2]
-
-
-def test_checkpoint_of_another_shape_is_refused(tokenizer, tiny, tmp_path):
-    train_mini(tiny, tokenizer, tmp_path)
     with pytest.raises(ValueError, match="resume=False"):
         train_mini(replace(tiny, hidden=32), tokenizer, tmp_path)
-
-
-def test_training_changes_every_weight(tokenizer, tiny, tmp_path):
-    before = build_model(tiny, tokenizer).state_dict()
-    after = train_mini(tiny, tokenizer, tmp_path).state_dict()
-    assert [name for name in before if torch.equal(before[name], after[name])] == []
 
 
 def test_a_fresh_model_has_induction_heads(tokenizer):
@@ -116,12 +108,9 @@ def test_a_senseless_stage_is_refused(change):
         Stage(**({"name": "x", "kind": "qa", "steps": 1, "batch": 1} | change))  # type: ignore[arg-type]
 
 
-def test_a_senseless_shape_is_refused():
+def test_a_senseless_shape_and_processes_on_another_device_are_refused():
     with pytest.raises(ValueError, match="multiple"):
         MiniTrainConfig(hidden=100, q_heads=6)
-
-
-def test_processes_share_a_cpu_only():
     with pytest.raises(ValueError, match="processes"):
         MiniTrainConfig(processes=2, device="cuda")
 
@@ -200,6 +189,7 @@ _WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.25, 2.0])
 
 
 def _gradients(peer):
+    """Those of all rows, of which `peer` has its own."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     own = list(peer.rows(len(_ROWS)))
@@ -210,7 +200,8 @@ def _gradients(peer):
     return [value.grad for value in model.parameters() if value.grad is not None]
 
 
-def _die(peer):
+def _gradients_once(peer):
+    _gradients(peer)
     os._exit(3)
 
 
@@ -219,35 +210,25 @@ def test_every_row_is_one_process_s():
     assert sorted(taken) == list(range(10))
 
 
-def test_gradients_are_those_of_all_rows():
-    with peers(2, _gradients) as peer:
-        shared = _gradients(peer)
-    for here, there in zip(shared, _gradients(ALONE), strict=True):
-        torch.testing.assert_close(here, there)
-
-
-def test_a_process_that_dies_ends_the_others_wait():
-    threads = torch.get_num_threads()
-    with pytest.raises(RuntimeError), peers(2, _die) as peer:
-        _gradients(peer)
+def test_gradients_are_those_of_all_rows_and_a_process_that_dies_ends_the_others_wait():
+    threads, alone = torch.get_num_threads(), _gradients(ALONE)
+    with peers(2, _gradients_once) as peer:
+        for here, there in zip(_gradients(peer), alone, strict=True):
+            torch.testing.assert_close(here, there)
+        with pytest.raises(RuntimeError):
+            _gradients(peer)
     assert torch.get_num_threads() == threads
     assert not torch.distributed.is_initialized()
 
 
-def test_from_nothing_the_whole_curriculum_is_taken():
+def test_stages_are_the_whole_curriculum_or_the_questions_of_all_kinds():
     assert chosen_stages(goes_on=False, full_only=False) == DEFAULT_STAGES
     assert chosen_stages(goes_on=False, full_only=True) == FULL_STAGES
-
-
-def test_a_model_that_reads_goes_on_with_all_kinds_of_question():
     names = [stage.name for stage in chosen_stages(goes_on=True, full_only=False)]
     assert names == [stage.name for stage in DEFAULT_STAGES if stage.kind == "mixed"]
-
-
-def test_full_only_has_no_row_in_the_block_layout():
-    stages = chosen_stages(goes_on=True, full_only=True)
-    assert {stage.block_share for stage in stages} == {0.0}
-    assert max(stage.passages[1] for stage in stages) == max(stage.passages[1] for stage in DEFAULT_STAGES)
+    full = chosen_stages(goes_on=True, full_only=True)
+    assert {stage.block_share for stage in full} == {0.0}
+    assert max(stage.passages[1] for stage in full) == max(stage.passages[1] for stage in DEFAULT_STAGES)
 
 
 def test_scale_multiplies_steps_and_leaves_one_at_least():
