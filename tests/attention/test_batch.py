@@ -9,7 +9,6 @@ import oracle
 import pytest
 import torch
 
-import ragkv.attention.partial
 from ragkv.attention.batch import SequenceSlice, prefill_batches
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, StackedSequence, TokenMark, TokenSequence
@@ -130,24 +129,6 @@ def test_a_weighed_group_of_a_row_keeps_its_weight(weights, settled, make_model)
     same(together[1], expected(model, "ab", [[], []])[1])
     for other in (0, 2):
         assert not torch.allclose(together[other], together[1], atol=1e-3)
-
-
-def test_a_chunk_is_read_once_for_all_rows_that_see_it(make_model, monkeypatch):
-    """Whatever the distances: once per layer and step, with the queries of all its rows."""
-    model = make_model("llama-yarn")
-    library = Library(model)
-    rows = library.rows("a", [["cd"], ["dc"], ["ecd"], ["ce"]])
-    honest, read = ragkv.attention.partial.partial_attention, []
-
-    def watched(query, key, value, **rest):
-        read.append((key.untyped_storage().data_ptr(), query.shape[2]))
-        return honest(query, key, value, **rest)
-
-    monkeypatch.setattr(ragkv.attention.partial, "partial_attention", watched)
-    model.step(rows, QUESTIONS)
-    for name, count in (("a", 4), ("c", 4), ("d", 3), ("e", 2)):
-        for keys in library.placed(name)[0].kv.keys:
-            assert [n for pointer, n in read if pointer == keys.untyped_storage().data_ptr()] == [3 * count]
 
 
 CPU = torch.device("cpu")

@@ -118,9 +118,9 @@ def test_block_without_positions_is_the_ablation(family, make_model):
 
 @pytest.mark.parametrize("rule", ["max", "moe", "poe"])
 @pytest.mark.parametrize("beta", ["per_expert", "shared", "released", 0.3])
-@pytest.mark.parametrize("group", [0, 2])
+@pytest.mark.parametrize("group", [0, 1, 3])
 def test_pceds_rules_and_groups(rule, beta, group, make_model):
-    """Groups of two experts: what one group leaves behind for the next is part of the scores."""
+    """Groups of one expert, and of three and one: what a group leaves behind for the next is part of the scores."""
     tuning = {"aggregation": rule, "beta": beta, "group_experts": group}
     compare(make_model("llama"), "pced", tuning=tuning, literal={"rule": rule, "beta": beta})
 

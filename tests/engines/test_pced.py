@@ -19,26 +19,6 @@ MANY = [[50 + i + j for j in range(3 + i % 4)] for i in range(7)]
 RELEVANCE = [0.4, 0.9, 0.35, 0.8, 0.8, 0.1, 0.6]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("rule", ["max", "moe", "poe"])
-@pytest.mark.parametrize("beta", ["per_expert", "shared", "released"])
-def test_groups_change_nothing(size, rule, beta, make_model):
-    model = make_model("llama-long")
-    settings = {"aggregation": rule, "beta": beta}
-    asked = {"chunks": MANY, "scores": RELEVANCE, "steps": 4}
-    grouped = run(model, "pced", tuning=settings | {"group_experts": size}, **asked)
-    assert grouped == run(model, "pced", tuning=settings, **asked)
-
-
-def test_without_contrast_and_prior_one_expert_is_single(make_model):
-    model = make_model("smollm3")
-    alone = {"chunks": [CHUNKS[1]], "scores": [0.9]}
-    single = run(model, "full", **alone)[0]
-    for rule in ("max", "moe", "poe"):
-        settings = {"beta": 0.0, "gamma": 0.0, "aggregation": rule}
-        assert run(model, "pced", tuning=settings, **alone)[0] == single
-
-
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_ties_go_to_the_higher_score_then_the_earlier_expert(size, make_model):
     """Made-up logits: every expert says the same."""

@@ -80,7 +80,6 @@ def test_no_metric_judges_without_a_gold_answer(name):
         ("code_sim", "import os", ("import sys",), 0.84),
         ("code_sim", "x = foo(a, b)", ("x = foo(b, a)",), 0.85),
         ("code_sim", "# only a comment", ("x = 1",), 0.0),
-        ("rouge_l", "the cat sat on the mat.", ("the cat was on the mat.",), 0.7999999950000002),
         ("rouge_l", "a b c d", ("x", "d c b a"), 0.24999999500000009),
         ("rouge_l_first_line", "a b\nDialogue: c", ("a b",), 0.999999995),
         # NVIDIA/RULER scripts/eval/synthetic/constants.py
@@ -221,17 +220,12 @@ def test_figures_of_the_package(found, gold, expected):
     assert rouge_l(found, gold) == expected
 
 
-@settings(deadline=None)  # no test asserts on time
-@given(text=ENGLISH)
-def test_equal_texts_have_one(text):
-    assert rouge_l(text, text) == pytest.approx(1.0, abs=1e-8)
-
-
 @settings(deadline=None)
 @given(found=ENGLISH, gold=ENGLISH)
 def test_range_and_blindness_to_white_space(found, gold):
     value = rouge_l(found, gold)
     assert 0.0 <= value < 1.0
+    assert rouge_l(gold, gold) == pytest.approx(1.0, abs=1e-8)
     assert rouge_l(found.replace(" ", "\n  "), gold) == value
     assert (value == 0.0) == (not set(found.replace(".", "").split()) & set(gold.replace(".", "").split()))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 
 import numpy as np
@@ -76,8 +75,3 @@ def test_the_interval_covers_the_truth_about_95_times_in_100():
     samples = rng.random((200, 60))  # mean 0.5
     covered = sum(low <= 0.5 <= high for low, high in (bootstrap_mean([row.tolist()], 0).ci95 for row in samples))
     assert 180 <= covered <= 198
-
-
-def test_the_interval_narrows_with_the_square_root_of_n():
-    few, many = (bootstrap_mean([[0.0, 1.0] * n], 0).ci95 for n in (20, 320))
-    assert (few[1] - few[0]) / (many[1] - many[0]) == pytest.approx(math.sqrt(16), rel=0.15)

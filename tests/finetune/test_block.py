@@ -22,13 +22,9 @@ from ragkv.runtime import Stream, runtime_of
 
 
 @pytest.fixture(scope="module")
-def small_folder(tmp_path_factory, make_model):
+def small_folder(make_folder):
     """A checkpoint of two layers: every training here loads it, and most of a load is the self-check."""
-    folder = tmp_path_factory.mktemp("models") / "two-layers"
-    model = make_model("llama-long")
-    model.module.save_pretrained(folder)
-    model.tokens._tokenizer.save_pretrained(folder)
-    return folder
+    return make_folder("llama-long")
 
 
 @pytest.fixture
@@ -115,8 +111,9 @@ def test_an_interrupted_run_ends_at_the_same_weights(config, lora_rank):
     assert whole.keys() == resumed.keys()
     for name, weight in whole.items():
         torch.testing.assert_close(resumed[name], weight, atol=0, rtol=0, msg=name)
-    assert finetune_block(cut)["loss_last"] == done["loss_last"]  # finished: nothing to do but to write it again
-    assert finetune_block(replace(cut, steps=1, resume=False))["steps_done"] == 1
+    if lora_rank is not None:
+        assert finetune_block(cut)["loss_last"] == done["loss_last"]  # finished: nothing to do but to write it again
+        assert finetune_block(replace(cut, steps=1, resume=False))["steps_done"] == 1
 
 
 def test_the_layouts_teach_different_things_and_epochs_count_examples(config):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ from ragkv.finetune.retaining_heads import RetainingConfig, retaining_example, r
 from ragkv.model.apb.compressors import RetainingHeads, highest_logits, load_heads, widths_of
 from ragkv.model.apb.document import AnchorAttention
 from ragkv.model.self_check import load_model
+
+
+@pytest.fixture
+def folder(make_folder, tmp_path):
+    """A checkpoint of two layers, which are quick to check."""
+    return shutil.copytree(make_folder("llama-long"), tmp_path / "model")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ArenaKVCache, KVArena, KVCache, TokenSequence
 from ragkv.attention.shape import LayerShape
 from ragkv.engines import supported_engines
-from ragkv.errors import UnsupportedModelError, UsageError
+from ragkv.errors import UsageError
 from ragkv.model.self_check import check_model
 from ragkv.types import Capability
 
@@ -254,14 +254,6 @@ def test_the_self_check_moves_no_chunk_by_a_wrong_rotation(make_model):
     assert "layer 0 do not follow" in model.missing_capabilities[Capability.MOVE]
     assert "block" not in supported_engines(model)
     assert {"ape", "full", "pced"} <= set(supported_engines(model))
-
-
-def test_the_self_check_refuses_wrong_logits(make_model, monkeypatch):
-    model = make_model("llama")
-    honest = model.step
-    monkeypatch.setattr(model, "step", lambda *a, **k: honest(*a, **k) * 1.01)
-    with pytest.raises(UnsupportedModelError, match="differs from transformers"):
-        check_model(model)
 
 
 def test_prompts_beyond_the_positions_are_refused(make_model):

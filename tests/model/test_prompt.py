@@ -376,14 +376,6 @@ def test_what_stands_between_header_and_answer_and_after_it(tokenizer):
         closing(with_template(tokenizer, drops))
 
 
-def test_a_prompt_is_kept_with_all_that_it_says(tokenizer):
-    """Identities and the index's file are made of it; a `bos` of "auto" is left out, as before there was a choice."""
-    tokens = with_template(tokenizer, TURNS)
-    facts = render(CONFIG, tokens).facts()
-    assert sorted(facts) == ["after_question", "before_question", "prefix", "prefix_newlines", "separator"]
-    assert render(PromptConfig(bos="none"), tokens).facts()["bos"] == "none"
-
-
 ENGINES = ["full", "ape", "block", "pced", "mapreduce"]
 ONCE = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}[assistant]"
 EACH = "{% for m in messages %}{{ bos_token }}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}{{ bos_token }}[a]"
@@ -408,27 +400,23 @@ def ids_of(tokenizer, bos, **words):
 def test_one_or_none_where_the_tokenizer_adds_one(tokenizer, template):
     adding(tokenizer).chat_template = template
     (one, suffix), (none, same) = ids_of(tokenizer, "auto"), ids_of(tokenizer, "none")
-    assert one == (0, *none)
+    assert (one, suffix) == ((0, *none), same)
     assert 0 not in none
-    assert suffix == same
 
 
-@pytest.mark.parametrize("bos", ["auto", "none"])
-def test_a_tokenizer_that_adds_none(tokenizer, bos):
-    """What its template writes at the beginning is a BOS; what it writes before every turn is a marker of turns."""
-    tokenizer.chat_template = NEVER
-    assert 0 not in ids_of(tokenizer, bos)[0]
-    tokenizer.chat_template = ONCE
-    assert ids_of(tokenizer, bos)[0].count(0) == (bos == "auto")
-    tokenizer.chat_template = EACH
-    prefix, suffix = ids_of(tokenizer, bos)
-    assert (prefix.count(0), suffix.count(0)) == (2, 1)
-
-
-def test_a_template_that_writes_the_tokenizers_own_bos_before_every_turn(tokenizer):
-    adding(tokenizer).chat_template = EACH
-    assert [part.count(0) for part in ids_of(tokenizer, "auto")] == [2, 1]
-    assert [part.count(0) for part in ids_of(tokenizer, "none")] == [0, 0]
+@pytest.mark.parametrize(
+    ("adds", "template", "auto", "none"),
+    [
+        (False, NEVER, [0, 0], [0, 0]),
+        (False, ONCE, [1, 0], [0, 0]),  # what its template writes at the beginning is a BOS
+        (False, EACH, [2, 1], [2, 1]),  # what it writes before every turn is a marker of turns
+        (True, EACH, [2, 1], [0, 0]),  # unless it is the tokenizer's own
+    ],
+)
+def test_how_many_a_template_writes(tokenizer, adds, template, auto, none):
+    (adding(tokenizer) if adds else tokenizer).chat_template = template
+    found = ([part.count(0) for part in ids_of(tokenizer, bos)] for bos in ("auto", "none"))
+    assert [*found] == [auto, none]
 
 
 def test_an_end_token_that_begins_texts_too_still_ends_turns(tokenizer):
@@ -439,7 +427,12 @@ def test_an_end_token_that_begins_texts_too_still_ends_turns(tokenizer):
     assert (none.count(0), same.count(0)) == (1, 1)  # of the system's turn, and of the user's
 
 
-def test_auto_is_the_identity_that_there_always_was():
+def test_a_prompt_is_kept_with_all_that_it_says(tokenizer):
+    """Identities and the index's file are made of it; a `bos` of "auto" is left out, as before there was a choice."""
+    tokens = with_template(tokenizer, TURNS)
+    facts = render(CONFIG, tokens).facts()
+    assert sorted(facts) == ["after_question", "before_question", "prefix", "prefix_newlines", "separator"]
+    assert render(PromptConfig(bos="none"), tokens).facts()["bos"] == "none"
     prompt = PromptConfig()
     assert set(prompt.facts()) == {"system", "context", "question", "separator", "prefix_newlines"}
     assert PromptConfig(bos="none").facts() == {**prompt.facts(), "bos": "none"}

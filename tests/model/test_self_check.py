@@ -81,7 +81,7 @@ READS, WEIGHTS, BY, QUARTER, OWN = (
     Rotary.quarter,
     _DevicePlan.own,
 )
-POSITIONS = Step.positions.fget
+POSITIONS, STEP = Step.positions.fget, LanguageModel.step
 
 
 def calls(change):
@@ -161,6 +161,10 @@ def swapped_own(self, *args, **rest):
     return PartialAttention(part.out[:, :, order], part.lse[:, :, order])
 
 
+def a_percent_more(self, *args, **rest):
+    return STEP(self, *args, **rest) * 1.01
+
+
 def begun_anew(step):
     return [i - step.spans[0].sequence.cache.length for i in POSITIONS(step)]
 
@@ -202,6 +206,7 @@ FAULTS = {
         QUESTION,
         (Step, "positions", property(lambda step: sorted(POSITIONS(step)))),
     ),
+    "logits of one percent more": (LLAMA, "differs from transformers", (LanguageModel, "step", a_percent_more)),
     "key heads that are mixed up": (LLAMA, "causal pass", calls(lambda call: replace(call, value=call.value.flip(1)))),
 }
 CASES = [

@@ -60,49 +60,36 @@ SAMPLED = [
 ]
 
 
+def generated(model, decoding):
+    """By transformers' `generate` after `torch.manual_seed`; its repetition penalty told to skip the prompt."""
+    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+    own, drawn = LogitsProcessorList(), {}
+    if decoding.repetition_penalty != 1:
+        own.append(RepetitionPenaltyLogitsProcessor(decoding.repetition_penalty, prompt_ignore_length=len(PROMPT)))
+    if decoding.heat:
+        drawn = {"temperature": decoding.heat, "top_k": decoding.top_k_tokens or 0, "min_p": decoding.min_p}
+        drawn["top_p"] = decoding.top_p or 1.0
+    mask = torch.ones(1, len(PROMPT), dtype=torch.long)
+    with model.plain() as plain, torch.random.fork_rng():
+        torch.manual_seed(decoding.seed or 0)
+        how = {"do_sample": bool(drawn), "max_new_tokens": 12, "logits_processor": own, **drawn}
+        whole = plain.generate(torch.tensor([PROMPT]), attention_mask=mask, **how)
+    return whole[0, len(PROMPT) :].tolist()
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("decoding", SAMPLED, ids=lambda d: f"seed{d.seed}")
 def test_full_draws_what_generate_draws(family, decoding, make_model):
-    """`generate(do_sample=True)` after `torch.manual_seed`; its repetition penalty told to skip the prompt."""
-    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
-
     model = make_model(family)
-    own = LogitsProcessorList()
-    if decoding.repetition_penalty != 1:
-        own.append(RepetitionPenaltyLogitsProcessor(decoding.repetition_penalty, prompt_ignore_length=len(PROMPT)))
-    with model.plain() as plain, torch.random.fork_rng():
-        torch.manual_seed(decoding.seed)
-        whole = plain.generate(
-            torch.tensor([PROMPT]),
-            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
-            do_sample=True,
-            max_new_tokens=12,
-            temperature=decoding.heat,
-            top_k=decoding.top_k_tokens or 0,
-            top_p=decoding.top_p or 1.0,
-            min_p=decoding.min_p,
-            logits_processor=own,
-        )
-    assert answer(model, "full", decoding) == whole[0, len(PROMPT) :].tolist()
+    assert answer(model, "full", decoding) == generated(model, decoding)
 
 
 @pytest.mark.parametrize("penalty", [1.3, 3.0, 0.5])
 def test_greedy_with_a_repetition_penalty_is_generates(penalty, make_model):
-    from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
-
-    model = make_model("llama")
-    with model.plain() as plain:
-        whole = plain.generate(
-            torch.tensor([PROMPT]),
-            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
-            do_sample=False,
-            max_new_tokens=12,
-            logits_processor=LogitsProcessorList(
-                [RepetitionPenaltyLogitsProcessor(penalty, prompt_ignore_length=len(PROMPT))]
-            ),
-        )
-    found = answer(model, "full", Decoding(repetition_penalty=penalty))
-    assert found == whole[0, len(PROMPT) :].tolist()
+    model, decoding = make_model("llama"), Decoding(repetition_penalty=penalty)
+    found = answer(model, "full", decoding)
+    assert found == generated(model, decoding)
     if penalty == 3.0:
         assert found != answer(model, "full")
 

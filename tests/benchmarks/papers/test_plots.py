@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ragkv.benchmarks.papers import plots
-from ragkv.benchmarks.papers.plots import Bar, Bars, Curve, Curves, Picture, TokenTracePicture, require_matplotlib, save
+from ragkv.benchmarks.papers.plots import Bar, Bars, Curve, Curves, TokenTracePicture, require_matplotlib, save
 from ragkv.errors import MissingExtraError, RagkvError
 
 CURVES = Curves(
@@ -39,8 +39,16 @@ TRACE = TokenTracePicture(
 )
 
 
-@pytest.mark.parametrize("drawn", [CURVES, BARS, TRACE], ids=lambda one: type(one).__name__)
-def test_the_same_bytes_each_time_and_the_command_below(drawn: Picture, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("drawn", "labels"),
+    [
+        (CURVES, {"fine-tuning steps", "right answers", "full", "block", "100%"}),
+        (BARS, {"one hop", "two hops", "ape", "90.0", "50.0", "25.0"}),
+        (TRACE, {"Mira Oskel", "Veldran", "Mira", "␣was", "⏎", "Question: Where was Mira Oskel born?"}),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_labels_the_same_bytes_each_time_and_the_command_below(drawn, labels, tmp_path):
     command = "python -m ragkv.benchmarks.papers block-4 --limit 3"
     files = save(drawn, tmp_path / "one.two", command=command, notes=["3 questions"])
     assert [path.name for path in files] == ["one.two.svg", "one.two.png"]
@@ -50,8 +58,7 @@ def test_the_same_bytes_each_time_and_the_command_below(drawn: Picture, tmp_path
     written = files[0].read_text(encoding="utf-8")
     ElementTree.fromstring(written)
     assert "<dc:date>" not in written
-    message = said_in(written)
-    assert {drawn.title, "3 questions", f"made by: {command}"} <= message
+    assert {drawn.title, "3 questions", f"made by: {command}", *labels} <= said_in(written)
     assert len(list(tmp_path.iterdir())) == 4  # nothing half-written is left
 
 
@@ -62,17 +69,6 @@ def said_in(svg: str) -> set[str]:
         for found in re.findall(r"<!--(.*?)-->", svg, re.DOTALL)
         for line in found.split("\n")
     }
-
-
-def test_what_is_drawn_is_labelled(tmp_path: Path):
-    texts = {
-        type(drawn).__name__: said_in(save(drawn, tmp_path / "x", command="c")[0].read_text(encoding="utf-8"))
-        for drawn in (CURVES, BARS, TRACE)
-    }
-    assert {"fine-tuning steps", "right answers", "full", "block", "100%"} <= texts["Curves"]
-    assert {"one hop", "two hops", "ape", "90.0", "50.0", "25.0"} <= texts["Bars"]
-    drawn = texts["TokenTracePicture"]
-    assert {"Mira Oskel", "Veldran", "Mira", "␣was", "⏎", "Question: Where was Mira Oskel born?"} <= drawn
 
 
 def test_a_long_answer_goes_on_below():
