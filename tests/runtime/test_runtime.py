@@ -749,7 +749,7 @@ def _stored(rag, answer):
     from ragkv.types import Encoding
 
     chunk = next(c for c in rag.store.chunks() if c.chunk_id == answer.sources[0].chunk_id)
-    return Encoding.STANDALONE, chunk.token_ids
+    return Encoding.PREFIXED, chunk.token_ids
 
 
 def test_closing_ends_all_who_wait(place, monkeypatch):
