@@ -468,7 +468,8 @@ def ask(index, **options):
 @pytest.mark.parametrize("words", [{"system": "Be.", "context": "D:\n"}, {"system": "", "context": ""}])
 def test_a_change_is_a_miss_and_a_new_encoding(words, base_model, note, tmp_path):
     index = tmp_path / "index"
-    with RagKV.create(index, model=str(base_model), device="cpu", prompt=PromptConfig(**words)) as rag:
+    tuning = {"block": {"over": "standalone"}}
+    with RagKV.create(index, model=str(base_model), device="cpu", prompt=PromptConfig(**words), tuning=tuning) as rag:
         rag.ingest(note)
         assert "bos" not in {**rag.store.get_meta("prompt")["config"], **rag.store.get_meta("prompt")["parts"]}
     hit, prefix = ask(index, engine="ape")

@@ -22,7 +22,7 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, Int4, Int8, KVIdentity, KVSlice, Raw, Store, Zstd, codec_from_config, codec_names, codecs
 from ragkv.store.codecs import DamagedError
-from ragkv.store.record import LONG_WORDS, Manifest, decode_record, encode_record
+from ragkv.store.record import LONG_WORDS, PACKET_WORDS, Manifest, decode_record, encode_record
 from ragkv.types import Encoding
 
 CODECS = [Raw(), Zstd(), Zstd(level=3)]
@@ -494,10 +494,11 @@ def test_records_of_every_shape(codec, dtype, encoding, tokens, shapes, seed):
         values=tuple(like_keys(heads, tokens, dim, seed + 1).to(dtype) for heads, _, dim in shapes),
         encoded_at=7,
     )
+    words = {Encoding.PREFIXED: 2, Encoding.CONTEXT: 3, Encoding.LONG: LONG_WORDS, Encoding.PACKET: PACKET_WORDS}
     identity = KVIdentity(
         model="m",
         encoding=encoding,
-        prefix_ids=tuple(range({Encoding.PREFIXED: 2, Encoding.LONG: LONG_WORDS}.get(encoding, 0))),
+        prefix_ids=(0,) * words.get(encoding, 0),
         chunk_ids=tuple(range(tokens)),
     )
     record = encode_record(kv, identity, codec)
