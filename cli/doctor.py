@@ -87,7 +87,9 @@ def doctor(
     seed: Annotated[int, typer.Option(help="Seed of the draw of questions.")] = 0,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="8 questions, 16 tokens, only the index's codec: rarely enough for a verdict."),
+        typer.Option(
+            "--quick", help="8 questions, 16 tokens, the index's engines and codec: rarely enough for a verdict."
+        ),
     ] = False,
     plot: Annotated[
         Path | None,
@@ -111,7 +113,7 @@ def doctor(
     Example: `ragkv doctor --questions questions.jsonl`
     """
     from ragkv.evaluation.doctor import Doctor, Environment, JudgedModel, models_present, remedies
-    from ragkv.evaluation.io import parse_specs
+    from ragkv.evaluation.io import Spec, parse_specs
     from ragkv.evaluation.quality import check_plot, keep_quality, plot_quality
     from ragkv.evaluation.questions import made_questions, read_questions
     from ragkv.evaluation.statistics import draw_sample
@@ -149,6 +151,7 @@ def doctor(
             return
         if quick:
             limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
+            judged = judged or [Spec(name) for name in rag.config.engines]
         if coded is None:
             coded = [rag.config.codec] if quick else codec_names()
         read = None if questions is None else read_questions(questions)
@@ -286,20 +289,26 @@ def _show_quality(quality: Quality) -> None:
         f"full attention, top {quality.top_k}, seed {quality.seed}"
         + (f"; {quality.skipped} found no chunk" if quality.skipped else "")
     )
-    table = plain("engine", "verdict", "first token", "KV read", "KL", "top-1", "answers")
+    table = plain("engine", "verdict", "KL", "top-1", "answers")
+    table.columns[0].no_wrap = True
     if quality.gold:
         table.add_column("right")
         table.add_column("lost, points")
-    right = [share(quality.full_accuracy)] if quality.gold else []
-    table.add_row("full", "", _milliseconds(quality.full_first_token), "", "", "", "", *right)
+        table.add_row("full", "", "", "", "", share(quality.full_accuracy))
     for row in quality.engines:
         shares = [share(row.top1, row.ci95["top1"]), share(row.answers, row.ci95["answers"])]
         if row.accuracy is not None and quality.full_accuracy is not None:
             lost = f"{100 * (quality.full_accuracy - row.accuracy):+.1f}"
             shares += [share(row.accuracy), between(lost, row.ci95["loss"])]
-        read = (_milliseconds(row.first_token), size(row.kv_bytes))
-        table.add_row(row.label, _word(row.verdict), *read, f"{row.kl:.3f}", *shares)
+        table.add_row(row.label, _word(row.verdict), f"{row.kl:.3f}", *shares)
     draw(table)
+    echo()
+    table = plain("engine", "first token", "KV read")
+    table.add_row("full", _milliseconds(quality.full_first_token), "")
+    for row in quality.engines:
+        table.add_row(row.label, _milliseconds(row.first_token), size(row.kv_bytes))
+    draw(table)
+    echo()
     for row in quality.engines:
         echo(f"{row.label}: {row.advice}")
     echo(quality.proposal)
