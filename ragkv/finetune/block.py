@@ -226,8 +226,8 @@ def finetune_block(
     KeyboardInterrupt if it is interrupted, after writing a checkpoint.
     """
     _require("accelerate", *([] if config.lora_rank is None else ["peft"]))
-    examples = read_examples(config.data, config.prompt)
-    heldout = [] if config.eval_data is None else read_examples(config.eval_data, config.prompt)
+    examples = read_examples(config.data, config.prompt, packed=True)
+    heldout = [] if config.eval_data is None else read_examples(config.eval_data, config.prompt, packed=True)
     check_output(config.output.expanduser())
     config = replace(config, prompt=resolve(config.model).tuned_words(config.prompt))
     examples, heldout = (
@@ -425,7 +425,7 @@ def _summary(config: BlockTuneConfig, trainer: Any, examples: list[TrainingExamp
     summary: dict[str, Any] = {
         "output": str(config.output),
         "steps_done": trainer.state.global_step,
-        "lessons": len(examples),
+        "lessons": sum(1 + len(example.others) for example in examples),
         "rows": trainer.state.global_step * config.batch * config.gradient_accumulation * trainer.args.world_size,
         "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "loss_first": losses[0],

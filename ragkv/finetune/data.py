@@ -1,10 +1,12 @@
 """Training data: examples from a user's JSONL file or from generated worlds, and the rows of token ids made from them.
 
-A file has one of two forms, both read as blocks | question | response (Block-Attention §2.2: independent parts are
+A line has one of three forms, both read as blocks | question | response (Block-Attention §2.2: independent parts are
 blocks):
 
 - `{"prompt", "blocks", "response"}`: a question, its retrieved passages, the answer. The prompt around them is that of
   `ragkv query`.
+- `{"questions", "blocks"}`: several questions about the same passages, each `{"prompt", "response"}`. `finetune block`
+  reads them in one row, in which none sees another, so that the passages are computed once.
 - `{"messages"}`, optionally with `"documents"`: a chat, rendered as it is written. Without `documents`, the first
   message of the user is cut at its blank lines: the last paragraph is the question, those before it are blocks. Fenced
   code is never cut. As in `ragkv chat`, earlier turns are part of the question.
@@ -20,7 +22,7 @@ import json
 import random
 import re
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -47,23 +49,35 @@ _AS_WRITTEN = PromptConfig(system="", context="", question="{question}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingExample:
-    """One line of the file: the blocks, the question and the answer. `prompt` is the text around them."""
+    """A question, its blocks and its answer. `prompt` is the text around them; `others` are more questions about the
+    same blocks, with their answers.
+    """
 
     source: str
     prompt: PromptConfig
     blocks: tuple[str, ...]
     question: str
     response: str
+    others: tuple[tuple[str, str], ...] = ()
+
+    def apart(self) -> Iterator[TrainingExample]:
+        """An example for each question."""
+        for question, response in ((self.question, self.response), *self.others):
+            yield replace(self, question=question, response=response, others=())
 
 
-def read_examples(path: Path, prompt: PromptConfig) -> list[TrainingExample]:
-    """The examples in `path`. Raises UsageError, which names the file and the first bad line."""
-    examples = []
+def read_examples(path: Path, prompt: PromptConfig, *, packed: bool = False) -> list[TrainingExample]:
+    """The examples in `path`: one for each question, or if `packed` one for each line.
+
+    Raises UsageError, which names the file and the first bad line.
+    """
+    examples: list[TrainingExample] = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    examples.append(parse_example(line, f"{path}, line {number}", prompt))
+                    example = parse_example(line, f"{path}, line {number}", prompt)
+                    examples += [example] if packed else example.apart()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read ({error}); give a JSONL file in UTF-8.") from error
     if not examples:
@@ -77,16 +91,17 @@ def parse_example(line: str, source: str, prompt: PromptConfig) -> TrainingExamp
         found = json.loads(line)
     except ValueError as error:
         raise UsageError(f"{source}: not JSON ({error}).") from error
-    if not isinstance(found, dict) or ("messages" in found) == ("prompt" in found):
-        raise UsageError(f'{source}: a line is one JSON object with either "messages" or "prompt".')
+    if not isinstance(found, dict) or sum(form in found for form in ("messages", "questions", "prompt")) != 1:
+        raise UsageError(f'{source}: a line is one JSON object with one of "messages", "questions" and "prompt".')
     if "messages" in found:
         return _chat(found, source, prompt)
+    asked = found["questions"] if "questions" in found else [found]
+    if not isinstance(asked, list) or not asked or not all(isinstance(one, dict) for one in asked):
+        raise UsageError(f'{source}: "questions" must be a list of objects with "prompt" and "response".')
+    (question, response), *others = [(_text(one, "prompt", source), _text(one, "response", source)) for one in asked]
+    blocks = _texts(found, "blocks", source)
     return TrainingExample(
-        source=source,
-        prompt=prompt,
-        blocks=_texts(found, "blocks", source),
-        question=_text(found, "prompt", source),
-        response=_text(found, "response", source),
+        source=source, prompt=prompt, blocks=blocks, question=question, response=response, others=tuple(others)
     )
 
 
@@ -161,12 +176,15 @@ _MULTIPLE = 8  # rows are padded to a multiple of it, which matrix units prefer
 
 
 class ExampleTokens(NamedTuple):
-    """An example in token ids. `response` includes the end token. Arrays save memory: a file may have 1e8 tokens."""
+    """An example in token ids. A response includes the end token; `others` has a suffix and a response for each further
+    question. Arrays save memory: a file may have 1e8 tokens.
+    """
 
     prefix: tuple[int, ...]
     chunks: tuple[array[int], ...]
     suffix: array[int]
     response: array[int]
+    others: tuple[tuple[array[int], array[int]], ...] = ()
 
 
 class PackedRow(NamedTuple):
@@ -201,10 +219,15 @@ def tokenise(model: LanguageModel, examples: Iterable[TrainingExample]) -> list[
             prompts[example.prompt] = prompt, prompt.prefix_ids(tokens)
         prompt, prefix = prompts[example.prompt]
         chunks = [array("i", prompt.chunk_ids(tokens, text)) for text in example.blocks]
-        suffix = array("i", prompt.suffix_ids(tokens, example.question))
-        response = array("i", (*_response_ids(tokens, lead, example.response), *end))
-        parts = ExampleTokens(prefix, tuple(chunks), suffix, response)
-        count = len(prefix) + sum(map(len, parts.chunks)) + len(parts.suffix) + len(parts.response)
+        (suffix, response), *others = [
+            (
+                array("i", prompt.suffix_ids(tokens, question)),
+                array("i", (*_response_ids(tokens, lead, answer), *end)),
+            )
+            for question, answer in ((example.question, example.response), *example.others)
+        ]
+        parts = ExampleTokens(prefix, tuple(chunks), suffix, response, tuple(others))
+        count = len(prefix) + sum(map(len, chunks)) + max(len(a) + len(b) for a, b in ((suffix, response), *others))
         if model.max_positions is not None and count > model.max_positions:
             raise UsageError(
                 f"{example.source}: {count} tokens, but model {model.checkpoint.name!r} has {model.max_positions} "
@@ -239,7 +262,8 @@ def _end_ids(tokens: Tokens, after: str, model: LanguageModel) -> tuple[int, ...
 def lay_out(
     parts: ExampleTokens, *, block: bool, sink: str = "prefix", reencode: bool = True, over: str = "standalone"
 ) -> PackedRow:
-    """The row of an example as the engine `block` or `full` reads it, followed by the answer (teacher forcing).
+    """The row of an example as the engine `block` or `full` reads it, followed by the answer (teacher forcing). Further
+    questions and their answers follow, each placed right after the chunks.
 
     Over `prefixed` chunk KV, every chunk but the first, which follows the prefix, has a copy of the prefix right before
     it. Only the chunk sees it, so one pass computes what the engine reads: positions count by their differences alone.
@@ -265,8 +289,10 @@ def lay_out(
         if prefixed and index > 1:
             add(first, index, start - len(first), copy=True)
         add(ids, 0 if prefixed and index == 1 else index, start)
-    row.labels.extend([IGNORED] * (len(row.tokens) + len(parts.suffix)) + [*parts.response])
-    add([*parts.suffix, *parts.response], len(blocks), context, ask=True)
+    row.labels.extend([IGNORED] * len(row.tokens))
+    for index, (suffix, response) in enumerate(((parts.suffix, parts.response), *parts.others), start=len(blocks)):
+        row.labels.extend([IGNORED] * len(suffix) + [*response])
+        add([*suffix, *response], index, context, ask=True)
     return row
 
 
@@ -274,14 +300,14 @@ def collate(rows: Sequence[PackedRow]) -> dict[str, Any]:
     """Pad rows on the left, so that all answers end in the last column and only the last logits are needed.
 
     Returns `input_ids`, `position_ids`, `segments`, `asks`, `copies` (rows, tokens); `labels` (rows, kept); `block`
-    (rows,); `logits_to_keep` = kept; and `causal`, which is True if no row is padded or in blocks, so that none needs a
-    mask.
+    (rows,); `logits_to_keep` = kept; and `causal`, which is True if no row is padded, in blocks or has several questions,
+    so that none needs a mask.
     """
     import torch
 
     longest = max(len(row.tokens) for row in rows)
     width = longest if len(rows) == 1 else -(-longest // _MULTIPLE) * _MULTIPLE
-    kept = 1 + max(sum(label != IGNORED for label in row.labels) for row in rows)
+    kept = 1 + max(len(row.labels) - next(i for i, label in enumerate(row.labels) if label != IGNORED) for row in rows)
 
     def column(values: Iterable[Sequence[int]], fill: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor([[fill] * (width - len(row)) + list(row) for row in values], dtype=dtype)
@@ -295,7 +321,7 @@ def collate(rows: Sequence[PackedRow]) -> dict[str, Any]:
         "labels": column([row.labels for row in rows], IGNORED)[:, -kept:].contiguous(),
         "block": torch.tensor([row.block for row in rows]),
         "logits_to_keep": kept,
-        "causal": all(len(row.tokens) == width and not row.block for row in rows),
+        "causal": all(row.positions == list(range(width)) and not row.block for row in rows),
     }
 
 

@@ -108,6 +108,20 @@ def test_rows_over_prefixed_chunk_kv_are_what_the_engine_reads(make_model, famil
     assert not torch.allclose(row_logits(model, [lay_out(parts, block=True)]), expected, atol=1e-3)
 
 
+@pytest.mark.parametrize("block", [False, True])
+def test_a_packed_question_is_answered_as_if_asked_alone(make_model, block):
+    model = make_model("mistral-sliding")
+    first, second = parts_of(model), parts_of(model, prompt="Who made it, and why?", response="Ann Bo.")
+    packed = first._replace(others=((second.suffix, second.response),))
+    longer = lay_out(parts_of(model, prompt="Who? " * 30), block=False)  # so that the row is padded
+    alone = [row_logits(model, [lay_out(one, block=block, over="prefixed")]) for one in (first, second)]
+    row = lay_out(packed, block=block, over="prefixed")
+    for rows in ([row], [row, longer]):
+        found = row_logits(model, rows)  # from before the first answer to the end of the row
+        torch.testing.assert_close(found[: len(alone[0])], alone[0], atol=1e-5, rtol=0)
+        torch.testing.assert_close(found[-len(alone[1]) :], alone[1], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize(("family", "sink", "reencode"), CASES)
 def test_rows_are_what_the_engines_read(make_model, family, sink, reencode):
     model = make_model(family)
@@ -217,6 +231,20 @@ def test_a_chat_is_cut_at_its_blank_lines_and_rendered_as_it_is_written():
     assert example.prompt == PromptConfig(system="Obey.", context="", question="{question}")
 
 
+def test_questions_of_one_line_are_examples_of_their_own_unless_packed(tmp_path):
+    asked = [{"prompt": "Who?", "response": "Ann."}, {"prompt": "Where?", "response": "Varn."}]
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"blocks": ["One."], "questions": asked}) + "\n")
+    apart = read_examples(path, SHORT)
+    assert [(one.question, one.response, one.blocks) for one in apart] == [
+        ("Who?", "Ann.", ("One.",)),
+        ("Where?", "Varn.", ("One.",)),
+    ]
+    [packed] = read_examples(path, SHORT, packed=True)
+    assert packed.others == (("Where?", "Varn."),)
+    assert list(packed.apart()) == apart
+
+
 def test_code_is_never_cut():
     code = "Look:\n```\na = 1\n\nb = 2\n\n```"
     assert chat(f"{code}\n\nWhat is b?", "2").blocks == (code,)
@@ -238,9 +266,12 @@ def test_earlier_turns_stand_where_a_conversation_puts_them():
 
 BAD = {
     "no json": ("{", "not JSON"),
-    "no object": ("[1]", 'either "messages" or "prompt"'),
-    "neither form": ('{"text": "x"}', 'either "messages" or "prompt"'),
-    "both forms": ('{"prompt": "a", "messages": []}', 'either "messages" or "prompt"'),
+    "no object": ("[1]", 'one of "messages", "questions" and "prompt"'),
+    "no form": ('{"text": "x"}', 'one of "messages", "questions" and "prompt"'),
+    "two forms": ('{"prompt": "a", "messages": []}', 'one of "messages", "questions" and "prompt"'),
+    "no questions": ('{"questions": [], "blocks": []}', '"questions" must be a list of objects'),
+    "a question as text": ('{"questions": ["Who?"], "blocks": []}', '"questions" must be a list of objects'),
+    "a question without response": ('{"questions": [{"prompt": "a"}], "blocks": []}', '"response" must be a text'),
     "no response": ('{"prompt": "a", "blocks": []}', '"response" must be a text'),
     "blank response": ('{"prompt": "a", "blocks": [], "response": " "}', '"response" must be a text'),
     "blocks as text": ('{"prompt": "a", "blocks": "x", "response": "y"}', '"blocks" must be a list'),
