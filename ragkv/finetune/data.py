@@ -95,7 +95,7 @@ def parse_example(line: str, source: str, prompt: PromptConfig) -> TrainingExamp
         raise UsageError(f'{source}: a line is one JSON object with one of "messages", "questions" and "prompt".')
     if "messages" in found:
         return _chat(found, source, prompt)
-    asked = found["questions"] if "questions" in found else [found]
+    asked = found.get("questions", [found])
     if not isinstance(asked, list) or not asked or not all(isinstance(one, dict) for one in asked):
         raise UsageError(f'{source}: "questions" must be a list of objects with "prompt" and "response".')
     (question, response), *others = [(_text(one, "prompt", source), _text(one, "response", source)) for one in asked]
@@ -300,8 +300,8 @@ def collate(rows: Sequence[PackedRow]) -> dict[str, Any]:
     """Pad rows on the left, so that all answers end in the last column and only the last logits are needed.
 
     Returns `input_ids`, `position_ids`, `segments`, `asks`, `copies` (rows, tokens); `labels` (rows, kept); `block`
-    (rows,); `logits_to_keep` = kept; and `causal`, which is True if no row is padded, in blocks or has several questions,
-    so that none needs a mask.
+    (rows,); `logits_to_keep` = kept; and `causal`, which is True if no row needs a mask: none is padded, in blocks, or
+    has several questions.
     """
     import torch
 
