@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import atexit
 import errno
+import functools
 import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Annotated, Any, cast
@@ -34,10 +35,7 @@ _MOVED = {
     ("ragkv finetune", "mini"): "python -m ragkv.benchmarks.mini trains mini now, in a checkout of ragkv's repository "
     "(docs/mini.md).",
     **{
-        (
-            "ragkv finetune",
-            name,
-        ): f"python -m ragkv.benchmarks.mini {name} trains the bundled {name} now, in a "
+        ("ragkv finetune", name): f"python -m ragkv.benchmarks.mini {name} trains the bundled {name} now, in a "
         "checkout of ragkv's repository (docs/mini.md)."
         for name in ("embedder", "reranker")
     },
@@ -176,6 +174,7 @@ _PANELS = {
     "Models": "models finetune",
 }
 """The commands below each heading of the help; "!": without arguments, a command shows its help."""
+_COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 _MODULES = {
     "eval": "evaluate",
     "models": "plan",
@@ -187,49 +186,31 @@ _MODULES = {
 """The module of a command, where it is not named like the command."""
 
 
-class _Commands(MutableMapping[str, Any]):
-    """The commands by name. A command is imported when it is asked for: all of them take a tenth of a second."""
-
-    def __init__(self) -> None:
-        self._panels = {name: panel for panel, names in _PANELS.items() for name in names.split()}
-        self._made: dict[str, Any] = dict.fromkeys(name.rstrip("!") for name in self._panels)
-
-    def __getitem__(self, name: str) -> Any:
-        if self._made[name] is None:
-            self._made[name] = self._make(name)
-        return self._made[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._made[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
-
-    def _make(self, name: str) -> Any:
-        module = import_module(f"ragkv.cli.{_MODULES.get(name, name)}")
-        helps = f"{name}!" in self._panels
-        panel = self._panels[f"{name}!" if helps else name]
-        alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
-        if isinstance(group := getattr(module, "app", None), typer.Typer):
-            alone.add_typer(group, name=name, rich_help_panel=panel)
-        else:
-            alone.command(name=name, no_args_is_help=helps, rich_help_panel=panel)(getattr(module, name))
-        return typer.main.get_group(alone).commands[name]
-
-
 class _Root(CommandGroup):
+    """Imports a command when it is asked for: all of them take a tenth of a second."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _Commands()
+        self.commands: Any = dict.fromkeys(name.rstrip("!") for name in _COMMANDS)
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*self.commands]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _command(cmd_name) if cmd_name in self.commands else None
+
+
+@functools.cache
+def _command(name: str) -> Any:
+    module = import_module(f"ragkv.cli.{_MODULES.get(name, name)}")
+    helps = f"{name}!" in _COMMANDS
+    panel = _COMMANDS[f"{name}!" if helps else name]
+    alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
+    if isinstance(group := getattr(module, "app", None), typer.Typer):
+        alone.add_typer(group, name=name, rich_help_panel=panel)
+    else:
+        alone.command(name=name, no_args_is_help=helps, rich_help_panel=panel)(getattr(module, name))
+    return typer.main.get_group(alone).commands[name]
 
 
 app = typer.Typer(
