@@ -15,9 +15,18 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from ragkv.benchmarks.mini.data import (
     additive_mask,
@@ -46,10 +55,6 @@ from ragkv.finetune.data import Progress, passages
 from ragkv.worlds import QuestionKind, World
 from ragkv.worlds.text import Cloze, clozes, english_sentences, reference_texts
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
 LayoutName = Literal["full", "block", "single"]
 Kind = Literal[QuestionKind, "cloze"]
 
@@ -67,9 +72,6 @@ class AccuracyRow:
 
 def evaluate_mini(model_dir: Path | str, **settings: Any) -> list[AccuracyRow]:
     """Measure the checkpoint in `model_dir`, in fp32 on the CPU; the settings are those of `measure`."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=False).eval()
     return measure(model, tokenizer, **settings)
@@ -130,9 +132,6 @@ def greedy_answers(
     max_new_tokens: int = 96,
 ) -> list[str]:
     """Greedy answers to questions on one context, which is run once; the questions are one batch."""
-    import torch
-    from transformers import DynamicCache
-
     if not questions:
         return []
 
@@ -198,8 +197,6 @@ def build_mini(
     Each row has layout, passages, kind, accuracy and n. The tokenizer and a checkpoint are kept in `output`, so that a
     killed run continues.
     """
-    from transformers import AutoTokenizer
-
     folder = output / "tokenizer"
     if not (folder / "tokenizer.json").exists() and config.start is not None:
         AutoTokenizer.from_pretrained(config.start, trust_remote_code=False).save_pretrained(folder)
@@ -228,9 +225,6 @@ def export_mini(
 
     `model` itself is not changed. `rows` are the held-out accuracies to record.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-
     metadata = {
         "block_tuned": any(stage.block_share > 0 for stage in config.stages),
         "sink": "prefix",

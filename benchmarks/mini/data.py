@@ -32,19 +32,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from ragkv.config import PromptConfig
 from ragkv.finetune.data import PAD_SEGMENT, answerable, passages
 from ragkv.worlds import UNANSWERABLE, Fact, World, WorldQuestion, comparisons, lists, unanswerable, unstated
-from ragkv.worlds.questions import Shots, neutral_sentence, shot_text
-from ragkv.worlds.text import clozes, docstrings, english_sentences
+from ragkv.worlds.text import Shots, clozes, docstrings, english_sentences, neutral_sentence, shot_text
 from ragkv.worlds.world import listed
-
-if TYPE_CHECKING:
-    import torch
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, BOS, END, "<|system|>", "<|user|>", "<|assistant|>")
@@ -78,8 +77,6 @@ def train_bpe(
     **bpe: Any,
 ) -> Tokenizer:
     """Train byte-level BPE on `texts`, normalised and cut by `splits`; `bpe` are settings of the model."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
     core = Tokenizer(models.BPE(**bpe))
     if normalizer is not None:
         core.normalizer = normalizer
@@ -96,9 +93,6 @@ def train_bpe(
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 3072) -> PreTrainedTokenizerFast:
     """Train a tokenizer on `texts`, with the special tokens and the chat template."""
-    from tokenizers import AddedToken, Regex, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     core = train_bpe(
         texts,
         vocab_size,
@@ -140,10 +134,8 @@ def layout(prefix: int, chunks: Sequence[int], questions: Sequence[int]) -> Samp
     return SampleLayout(segments, asks, positions)
 
 
-def additive_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """`mask` as 0 and the most negative finite number of `dtype`, converted once instead of in every layer."""
-    import torch
-
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
@@ -187,12 +179,12 @@ class TrainingSample(NamedTuple):
 class TrainingBatch(NamedTuple):
     """Rows padded to one length: tokens, segments, positions (rows, tokens) int64; weights float32; block (rows,)."""
 
-    tokens: torch.Tensor
-    segments: torch.Tensor
-    asks: torch.Tensor
-    positions: torch.Tensor
-    weights: torch.Tensor
-    block: torch.Tensor
+    tokens: Tensor
+    segments: Tensor
+    asks: Tensor
+    positions: Tensor
+    weights: Tensor
+    block: Tensor
 
 
 def retrieved(rng: random.Random, world: World, texts: Sequence[str], count: int) -> list[str]:
@@ -356,12 +348,10 @@ def copy_sample(rng: random.Random, *, vocab: tuple[int, int], records: int = 40
 
 def collate(samples: Sequence[TrainingSample], *, pad: int, multiple: int = 64) -> TrainingBatch:
     """Pad the rows to one length, a multiple of `multiple` tokens."""
-    import torch
-
     longest = max(len(sample.tokens) for sample in samples)
     width = -(-longest // multiple) * multiple
 
-    def column(values: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> torch.Tensor:
+    def column(values: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> Tensor:
         return torch.tensor([[*row, *[fill] * (width - len(row))] for row in values], dtype=dtype)
 
     return TrainingBatch(
@@ -403,7 +393,7 @@ def mixed_sample(
     block: bool = False,
     hard: bool = False,
 ) -> TrainingSample:
-    """Pack `questions` questions of all kinds on passages of one training world (`sample.draw_context`)."""
+    """Pack `questions` questions of all kinds on passages of one training world (`draw_context`)."""
     world, texts = draw_context(rng, tokenizer, rng.randint(*passage_range), hard=hard)
     pools = _pools(rng, world, texts)
     for pool in pools.values():

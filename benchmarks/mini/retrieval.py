@@ -18,31 +18,32 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, cast
+
+import torch
+from tokenizers import Regex, normalizers, pre_tokenizers, processors
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    XLMRobertaConfig,
+    XLMRobertaForSequenceClassification,
+    XLMRobertaModel,
+)
 
 from ragkv.benchmarks.mini.data import train_bpe
-from ragkv.evaluation.ranking import ndcg_at
+from ragkv.evaluation.ranking import Passage, RetrievalTask, hit_at, ndcg_at
+from ragkv.evaluation.retrieval import Settings, corpus_searches
 from ragkv.finetune.block import replace_folder
 from ragkv.finetune.data import Progress, passages
 from ragkv.finetune.retaining_heads import save_checkpoint
-from ragkv.retrievers import BM25, colbert_scores, load_embedder, load_reranker
+from ragkv.retrievers import load_embedder, load_reranker
 from ragkv.worlds import Split, World
-from ragkv.worlds.questions import paraphrases, shared_words
 from ragkv.worlds.text import module_docstrings
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-    from torch import nn
-    from transformers import (
-        PreTrainedTokenizerFast,
-        XLMRobertaConfig,
-        XLMRobertaForSequenceClassification,
-        XLMRobertaModel,
-    )
-
-    from ragkv.retrievers import Embedding
+from ragkv.worlds.world import paraphrases, shared_words
 
 MAX_TOKENS = 512
 """The longest text, with special tokens. Positions start after the padding id, as in XLM-R."""
@@ -70,8 +71,6 @@ class EncoderShape:
 
 def encoder_config(shape: EncoderShape, vocab: int, **more: Any) -> XLMRobertaConfig:
     """XLM-R's configuration for `vocab` tokens. `more` are further fields, such as `num_labels=1`."""
-    from transformers import XLMRobertaConfig
-
     return XLMRobertaConfig(
         vocab_size=vocab,
         hidden_size=shape.hidden,
@@ -93,9 +92,6 @@ def encoder_config(shape: EncoderShape, vocab: int, **more: Any) -> XLMRobertaCo
 
 def train_encoder_tokenizer(texts: Iterable[str], vocab: int) -> PreTrainedTokenizerFast:
     """Train a tokenizer on `texts`. It encodes a text as `<s> A </s>` and a pair as `<s> A </s></s> B </s>`."""
-    from tokenizers import Regex, normalizers, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     core = train_bpe(
         texts,
         vocab,
@@ -242,69 +238,41 @@ class RetrievalRow:
     n: int
 
 
+SYSTEMS = ("bm25", "dense", "sparse", "colbert", "dense+rerank")
+
+
 def measure_retrieval(
     embedder: Path, reranker: Path | None, *, seeds: Sequence[int] = range(4), size: int = 60, asks: int = 160
 ) -> list[RetrievalRow]:
     """Ask up to `asks` questions per seed about the passages of one held-out world of `size` entities."""
-    import numpy as np
-    from transformers import AutoTokenizer
-
     model = load_embedder(str(embedder), device="cpu")
     judge = None if reranker is None else load_reranker(str(reranker), device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(embedder, trust_remote_code=False)
-    ranks: dict[tuple[str, str], list[tuple[list[int], tuple[int, ...]]]] = {}
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for seed in seeds:
         rng = random.Random(f"ragkv-retrieval-measure:{seed}")
         step = world_step(rng, tokenizer, split="heldout", worlds=1, size=size, asks=asks)
-        message = model.embed_documents(step.passages)
-        dense, sparse, colbert = _parts(message)
-        words = BM25()
-        words.build(((str(place), text) for place, text in enumerate(step.passages)), 1)
-        for ask in step.asks:
-            query = model.embed_query(ask.question)
-            asked = _parts(query)
-            found = {
-                "bm25": [int(hit.chunk_id) for hit in words.search(ask.question, 50)],
-                "dense": _order(dense @ asked[0][0]),
-                "sparse": _order(np.array([_inner(asked[1][0], weights) for weights in sparse])),
-                "colbert": _order(np.array(colbert_scores(asked[2][0], colbert))),
-            }
-            if judge is not None:
-                best = found["dense"][:RERANKED]
-                logits = judge.score(ask.question, [step.passages[place] for place in best])
-                found["dense+rerank"] = [place for _, place in sorted(zip((-x for x in logits), best, strict=True))]
-            for system, order in found.items():
-                ranks.setdefault((_slice(ask, step.passages), system), []).append((order, ask.answers))
+        corpus = [Passage(passage_id=str(place), text=text) for place, text in enumerate(step.passages)]
+        task = RetrievalTask(name="worlds", judgements=(), passages=corpus)
+        with TemporaryDirectory(prefix="ragkv-") as work:
+            searches = corpus_searches(task, Settings(candidates=RERANKED), model, judge, work=Path(work))
+            for ask in step.asks:
+                relevant = {str(place): 1.0 for place in ask.answers}
+                for system in [system for system in SYSTEMS if system in searches]:
+                    ranked = searches[system](ask.question, 10)
+                    figures = hit_at(ranked, relevant, 5), ndcg_at(ranked, relevant, 10)
+                    found.setdefault((_slice(ask, step.passages), system), []).append(figures)
     return [
-        RetrievalRow(
-            slice=name,
-            system=system,
-            recall_5=sum(any(p in answers for p in order[:5]) for order, answers in asked) / len(asked),
-            ndcg_10=sum(ndcg_at([*map(str, order)], {str(p): 1.0 for p in answers}, 10) for order, answers in asked)
-            / len(asked),
-            n=len(asked),
-        )
-        for (name, system), asked in sorted(ranks.items())
+        RetrievalRow(slice=name, system=system, recall_5=fmean(hits), ndcg_10=fmean(gains), n=len(hits))
+        for (name, system), figures in sorted(found.items())
+        for hits, gains in [zip(*figures, strict=True)]
     ]
-
-
-def _parts(message: Embedding) -> tuple[Any, Any, Any]:
-    """The dense, sparse and ColBERT vectors, which our embedder always returns."""
-    return message.dense, message.sparse, message.colbert
 
 
 def _slice(ask: RetrievalQuery, passages: Sequence[str]) -> str:
     if all(shared_words(ask.question, passages[place]) <= FEW_WORDS for place in ask.answers):
         return "few"
     return "named" if ask.named else "described"
-
-
-def _order(scores: NDArray[np.floating]) -> list[int]:
-    return [int(place) for place in (-scores).argsort(kind="stable")[:50]]
-
-
-def _inner(a: Mapping[str, float], b: Mapping[str, float]) -> float:
-    return sum(weight * b[token] for token, weight in a.items() if token in b)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +298,7 @@ class TrainConfig:
 def run_training(
     config: TrainConfig,
     modules: Mapping[str, nn.Module],
-    step: Callable[[int], tuple[torch.Tensor, Mapping[str, float]]],
+    step: Callable[[int], tuple[Tensor, Mapping[str, float]]],
     output: Path,
     *,
     resume: bool,
@@ -342,8 +310,6 @@ def run_training(
     ValueError if it has another shape or number of steps. After every step, `on_progress` receives step, steps, loss,
     the figures of `step`, lr and seconds.
     """
-    import torch
-
     for module in modules.values():
         module.to(config.device)
     parameters = [parameter for module in modules.values() for parameter in module.parameters()]
@@ -429,10 +395,10 @@ class TrainingVectors(NamedTuple):
     `counts` (n,) is the number of ColBERT rows of each text.
     """
 
-    dense: torch.Tensor
-    sparse: torch.Tensor
-    colbert: torch.Tensor
-    counts: torch.Tensor
+    dense: Tensor
+    sparse: Tensor
+    colbert: Tensor
+    counts: Tensor
 
 
 class M3:
@@ -447,7 +413,7 @@ class M3:
     def modules(self) -> dict[str, nn.Module]:
         return {"encoder": self.encoder, "sparse": self.sparse, "colbert": self.colbert}
 
-    def __call__(self, ids: torch.Tensor, mask: torch.Tensor) -> TrainingVectors:
+    def __call__(self, ids: Tensor, mask: Tensor) -> TrainingVectors:
         """The vectors of ids and mask (n, tokens), in fp32."""
         import torch
         from torch.nn import functional as F
@@ -465,10 +431,6 @@ class M3:
 
 def build_embedder(config: EmbedderTrainConfig, vocab: int) -> M3:
     """A new embedder in fp32, initialised from the seed."""
-    import torch
-    from torch import nn
-    from transformers import XLMRobertaModel
-
     torch.manual_seed(config.seed)
     encoder = XLMRobertaModel(encoder_config(config.shape, vocab), add_pooling_layer=False)
     pool_at_start(encoder)
@@ -481,8 +443,6 @@ def pool_at_start(encoder: XLMRobertaModel) -> None:
 
     With an embedding of its own it would start equal for all texts, and the dense head learns nothing in 100 steps.
     """
-    import torch
-
     with torch.no_grad():
         embeddings = encoder.embeddings
         embeddings.word_embeddings.weight[encoder.config.bos_token_id] = 0
@@ -502,12 +462,10 @@ def train_embedder(
 
     The figures dense, sparse and colbert are the shares of questions whose best passage is right.
     """
-    import torch
-
     model = build_embedder(config, len(tokenizer))
     prose = list(english_texts(1_200_000))
 
-    def step(number: int) -> tuple[torch.Tensor, Mapping[str, float]]:
+    def step(number: int) -> tuple[Tensor, Mapping[str, float]]:
         data = _embedder_step(config, tokenizer, prose, number)
         with torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16, enabled=config.autocast):
             asked = model(*pad(tokenizer, [ask.question for ask in data.asks], config.device))
@@ -527,7 +485,7 @@ def _embedder_step(
     return world_step(rng, tokenizer, worlds=config.worlds, size=config.size, asks=config.asks)
 
 
-def pad(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def pad(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], device: str) -> tuple[Tensor, Tensor]:
     """Tokenise texts to (ids, mask), both (n, tokens), truncated to `MAX_TOKENS`."""
     batch = tokenizer(list(texts), padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
     return batch["input_ids"].to(device), batch["attention_mask"].to(device)
@@ -535,10 +493,8 @@ def pad(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], device: str) -
 
 def _loss(
     config: EmbedderTrainConfig, data: TrainingStep, asked: TrainingVectors, read: TrainingVectors
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[Tensor, dict[str, float]]:
     """The sum of the heads' losses. The sparse head is trained on questions that share words with their passage."""
-    import torch
-
     right = torch.zeros(len(data.asks), len(data.passages), dtype=torch.bool)
     for row, ask in enumerate(data.asks):
         right[row, list(ask.answers)] = True
@@ -555,15 +511,15 @@ def _loss(
     best = {
         name: right.gather(1, score.argmax(1, keepdim=True)).float().mean().item() for name, score in scores.items()
     }
-    return cast("torch.Tensor", sum(losses)), best
+    return cast("Tensor", sum(losses)), best
 
 
-def _nce(scores: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _nce(scores: Tensor, right: Tensor) -> Tensor:
     """The negative log of the softmax mass on the right passages, per question."""
     return scores.logsumexp(1) - scores.masked_fill(~right, float("-inf")).logsumexp(1)
 
 
-def _late(asked: TrainingVectors, read: TrainingVectors) -> torch.Tensor:
+def _late(asked: TrainingVectors, read: TrainingVectors) -> Tensor:
     """Late interaction (questions, passages): the mean over a question's tokens of their best match in the passage."""
     questions, tokens, width = asked.colbert.shape
     passages, longest, _ = read.colbert.shape
@@ -603,9 +559,6 @@ class RerankerTrainConfig(TrainConfig):
 
 def build_reranker(config: RerankerTrainConfig, embedder: M3) -> XLMRobertaForSequenceClassification:
     """A cross-encoder in fp32: the embedder's layers, new ones that start as its late interaction, and a new head."""
-    import torch
-    from transformers import XLMRobertaForSequenceClassification
-
     torch.manual_seed(config.seed)
     vocab = embedder.encoder.config.vocab_size
     shape = replace(config.shape, layers=config.shape.layers + config.added)
@@ -622,8 +575,6 @@ def _start_matching(attention: nn.Module, embedder: M3) -> None:
     A cross-encoder first has to see that a word of the question is also in the passage, but no layer of the embedder
     compares tokens. Without this start, 80 steps had no effect.
     """
-    import torch
-
     with torch.no_grad():
         typical = (
             embedder.colbert.weight.norm()
@@ -648,16 +599,13 @@ def train_reranker(
     The figure first is the share of questions whose right passage is ranked first in its group; off is the mean squared
     error of the tokens' predictions.
     """
-    import torch
-    from torch.nn import functional as F
-
     model = build_reranker(config, embedder)
     for module in embedder.modules.values():
         module.to(config.device)
     token_head = torch.nn.Linear(config.shape.hidden, 1)
     prose = list(english_texts(1_200_000))
 
-    def step(number: int) -> tuple[torch.Tensor, Mapping[str, float]]:
+    def step(number: int) -> tuple[Tensor, Mapping[str, float]]:
         rng = random.Random(f"ragkv-reranker:{config.seed}:{number}")
         data = _reranker_step(config, rng, tokenizer, prose, number)
         with torch.inference_mode():
@@ -704,11 +652,9 @@ def _reranker_step(
 
 
 def _groups(
-    config: RerankerTrainConfig, rng: random.Random, data: TrainingStep, likes: torch.Tensor
-) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    config: RerankerTrainConfig, rng: random.Random, data: TrainingStep, likes: Tensor
+) -> tuple[list[tuple[int, int]], Tensor]:
     """Pairs of (question, passage) indices, and a mask (questions, group) of the right ones, which come first."""
-    import torch
-
     pairs: list[tuple[int, int]] = []
     groups = 0
     for number, (ask, order) in enumerate(zip(data.asks, likes.argsort(1, descending=True).tolist(), strict=True)):
@@ -723,16 +669,12 @@ def _groups(
     return pairs, right
 
 
-def _matches(
-    asked: TrainingVectors, read: TrainingVectors, pairs: Sequence[tuple[int, int]], width: int
-) -> torch.Tensor:
+def _matches(asked: TrainingVectors, read: TrainingVectors, pairs: Sequence[tuple[int, int]], width: int) -> Tensor:
     """The cosine of each token's best match in the other text, (pairs, width); -1 for special tokens and padding.
 
     In a pair, the question's tokens begin at 1 and the passage's tokens two after the question's `</s>`. In `Vectors`,
     row i belongs to token i + 1, and the last counted row to `</s>`.
     """
-    import torch
-
     found = torch.full((len(pairs), width), -1.0, device=asked.dense.device)
     for row, (ask, place) in enumerate(pairs):
         question = asked.colbert[ask, : int(asked.counts[ask]) - 1]
@@ -752,8 +694,6 @@ def export_embedder(
     model: M3, tokenizer: PreTrainedTokenizerFast, destination: Path, *, notes: Mapping[str, Any]
 ) -> None:
     """Write bge-m3's layout in fp16: the encoder, `sparse_linear.pt`, `colbert_linear.pt` and the tokenizer."""
-    import torch
-
     with replace_folder(destination) as folder:
         _half(model.encoder, folder)
         for name, head in (("sparse_linear", model.sparse), ("colbert_linear", model.colbert)):
@@ -781,8 +721,6 @@ def build_mini_embedder(
 
     The tokenizer and a checkpoint are kept in `output`, so that a killed run continues.
     """
-    from transformers import AutoTokenizer
-
     folder = output / "tokenizer"
     if not (folder / "tokenizer.json").exists():
         logger.info("training the tokenizer")
@@ -800,9 +738,6 @@ def build_mini_reranker(
     config: RerankerTrainConfig, embedder: Path, output: Path, *, on_progress: Progress | None = None
 ) -> list[dict[str, Any]]:
     """Train in the folder `output` from the embedder in the training folder `embedder`, and write `output/model`."""
-    import torch
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(embedder / "tokenizer", trust_remote_code=False)
     start = build_embedder(EmbedderTrainConfig(shape=config.shape), len(tokenizer))
     saved = torch.load(embedder / "checkpoint.pt", map_location="cpu", weights_only=True)
@@ -822,8 +757,6 @@ def _finish(tokenizer: PreTrainedTokenizerFast, folder: Path, notes: Mapping[str
 
 def _half(model: Any, folder: Path) -> None:
     """Write the weights in fp16, which halves their size. `model` itself is not changed."""
-    import torch
-
     state = {key: value.detach().cpu().half().contiguous() for key, value in model.state_dict().items()}
     model.save_pretrained(folder, state_dict=state)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -39,7 +39,18 @@ from datetime import timedelta
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, distributed, multiprocessing, nn
+from torch.nn import functional as F
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from ragkv.benchmarks.mini.data import (
     FIRST_WEIGHT,
@@ -61,11 +72,6 @@ from ragkv.finetune.block import visible
 from ragkv.finetune.data import PAD_SEGMENT, Progress
 from ragkv.finetune.retaining_heads import save_checkpoint
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -79,13 +85,13 @@ class Stage:
     questions: int = 16
     block_share: float = 0.0
     misses: float = 0.0
-    """The least share of questions that the context does not answer (`sample.qa_sample`)."""
+    """The least share of questions that the context does not answer (`qa_sample`)."""
     hard: float = 0.0
     """The share of rows whose passages are drawn from a large world, as a retriever would."""
     prose: float = 0.0
-    """The share of "mixed" rows that ask for words left out of English prose (`mixture.prose_sample`)."""
+    """The share of "mixed" rows that ask for words left out of English prose (`prose_sample`)."""
     shots: float = 0.0
-    """The share of "mixed" rows that ask for the labels of many-shot learning (`labelled.shot_sample`)."""
+    """The share of "mixed" rows that ask for the labels of many-shot learning (`shot_sample`)."""
     spread: bool = False
     """Draw the number of passages log-uniformly. `batch` rows have the most passages; of shorter rows there are as
     many as cost the same."""
@@ -254,8 +260,8 @@ class RowPacking(NamedTuple):
     block: bool
 
 
-def packings(segments: torch.Tensor, asks: torch.Tensor, block: torch.Tensor) -> list[RowPacking]:
-    """The layout of every row, from the columns that `mask.visible` takes: (rows, tokens) twice, and (rows,)."""
+def packings(segments: Tensor, asks: Tensor, block: Tensor) -> list[RowPacking]:
+    """The layout of every row, from the columns that `visible` takes: (rows, tokens) twice, and (rows,)."""
     found = []
     for row, asked, alone in zip(segments.tolist(), asks.tolist(), block.tolist(), strict=True):
         runs = [(key, len(list(run))) for key, run in groupby(zip(row, asked, strict=True))]
@@ -269,21 +275,19 @@ def packings(segments: torch.Tensor, asks: torch.Tensor, block: torch.Tensor) ->
 
 def packed_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     packing: Sequence[RowPacking] = (),
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention of `query` (rows, q_heads, tokens, head_dim) on `key` and `value` (rows, kv_heads, tokens, head_dim).
 
     `packing` says which tokens each row's tokens see; `attention_mask` is ignored. Returns (rows, tokens, q_heads,
     head_dim), transformers' order. Outputs of padding are zero.
     """
-    import torch
-
     group = query.shape[1] // key.shape[1]
     query = query * scaling
     key = key.repeat_interleave(group, dim=1)  # (rows, q_heads, tokens, head_dim)
@@ -301,7 +305,7 @@ def packed_attention(
     return torch.stack(outputs).transpose(1, 2), None
 
 
-def _strips(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+def _strips(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
     """Causal attention over (heads, tokens, head_dim), one strip of queries at a time. `q` is already scaled."""
     found = []
     for start in range(0, q.shape[1], _STRIP):
@@ -311,7 +315,7 @@ def _strips(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Ten
     return found
 
 
-def _alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+def _alone(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """Causal attention of each part of a row over itself, (heads, tokens, head_dim). `sizes` are the parts' lengths."""
     places, taken = _places(sizes)
     own_q, own_k, own_v = (part[:, places].flatten(0, 1) for part in (q, k, v))  # (heads x parts, longest, head_dim)
@@ -319,14 +323,12 @@ def _alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sizes: tuple[int, 
 
 
 def _behind(
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    qkv: tuple[Tensor, Tensor, Tensor],
     sizes: tuple[int, ...],
-    shared_k: torch.Tensor,
-    shared_v: torch.Tensor,
-) -> torch.Tensor:
+    shared_k: Tensor,
+    shared_v: Tensor,
+) -> Tensor:
     """As `_alone`, but each part also sees all of `shared_k` and `shared_v` (heads, shared, head_dim) before itself."""
-    import torch
-
     q, shared = qkv[0], shared_k.shape[1]
     heads = q.shape[0]
     places, taken = _places(sizes)
@@ -337,29 +339,23 @@ def _behind(
     return weights[..., :shared] @ shared_v + _unpadded(from_own, heads, taken)
 
 
-def _unpadded(padded: torch.Tensor, heads: int, taken: torch.Tensor) -> torch.Tensor:
+def _unpadded(padded: Tensor, heads: int, taken: Tensor) -> Tensor:
     """Reshape (heads x parts, longest, width) to (heads, tokens, width) and drop the padding of short parts."""
     return padded.reshape(heads, -1, padded.shape[-1])[:, taken]
 
 
-def _causal_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def _causal_scores(q: Tensor, k: Tensor) -> Tensor:
     """q·kᵀ with a causal mask; the queries belong to the last tokens of the keys."""
-    import torch
-
     return torch.baddbmm(_ahead(q.shape[1], k.shape[1]), q, k.transpose(-1, -2))
 
 
-def _ahead(queries: int, keys: int) -> torch.Tensor:
+def _ahead(queries: int, keys: int) -> Tensor:
     """An additive causal mask, (queries, keys): the most negative number where a key follows the query."""
-    import torch
-
     return torch.full((queries, keys), torch.finfo(torch.float32).min).triu_(1 + keys - queries)
 
 
-def _places(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """The index of each part's tokens, (parts, longest), padded with its first, and which of them are no padding."""
-    import torch
-
     longest = max(sizes)
     lengths = torch.tensor(sizes)
     starts = lengths.cumsum(0) - lengths
@@ -370,8 +366,6 @@ def _places(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 
 def register() -> str:
     """Register the function and its mask with transformers, and return its name."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     AttentionInterface.register(NAME, packed_attention)
     AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
@@ -401,8 +395,6 @@ def start_induction(model: LlamaForCausalLM) -> None:
     Needs at least two layers, tied embeddings and an even head_dim; at least a quarter of the rotary pairs should turn
     slowly (rope_theta 1e6 for a head_dim of 32).
     """
-    import torch
-
     config = model.config
     hidden, kv_heads = config.hidden_size, config.num_key_value_heads
     group = config.num_attention_heads // kv_heads
@@ -441,13 +433,11 @@ def start_induction(model: LlamaForCausalLM) -> None:
                 high.o_proj.weight[:, start : start + width] = values.T
 
 
-def _look_back(frequencies: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _look_back(frequencies: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """A query and a key (head_dim,) whose RoPE score over `frequencies` peaks at the previous token.
 
     transformers rotates the pair (i, i + head_dim / 2) as one complex number; the query is rotated back by one step.
     """
-    import torch
-
     pairs, half = len(frequencies), width // 2
     query, key = torch.zeros(width), torch.zeros(width)
     query[:pairs], query[half : half + pairs] = torch.cos(frequencies), -torch.sin(frequencies)
@@ -500,9 +490,6 @@ def peers(count: int, work: Callable[[Peer], object]) -> Iterator[Peer]:
     if count == 1:
         yield ALONE
         return
-    import torch
-    from torch import distributed, multiprocessing
-
     threads = torch.get_num_threads()
     own = max(1, threads // count)
     context = multiprocessing.get_context("spawn")
@@ -540,9 +527,6 @@ def _work(work: Callable[[Peer], object], peer: Peer, group: str, threads: int) 
 
 
 def _join(peer: Peer, group: str, threads: int) -> None:
-    import torch
-    from torch import distributed
-
     torch.set_num_threads(threads)
     distributed.init_process_group("gloo", init_method=group, rank=peer.rank, world_size=peer.count, timeout=_PATIENCE)
 
@@ -557,9 +541,6 @@ logger = logging.getLogger(__name__)
 
 def build_model(config: MiniTrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """A new Llama with tied embeddings in fp32, initialised from the seed."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(config.seed)
     shape = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -587,8 +568,6 @@ def grow(model: LlamaForCausalLM, source: LlamaForCausalLM) -> None:
     The new layers are spread among those of `source`. Their output projections are zero, so they add nothing to the
     residual stream until they are trained, and the grown model first computes exactly what `source` computes.
     """
-    import torch
-
     have, want = len(source.model.layers), len(model.model.layers)
     if have > want:
         raise ValueError(f"the model to start from has {have} layers, more than {want}")
@@ -604,17 +583,12 @@ def grow(model: LlamaForCausalLM, source: LlamaForCausalLM) -> None:
                 layer.mlp.down_proj.weight.zero_()
 
 
-def weighted_loss(
-    model: LlamaForCausalLM, batch: TrainingBatch, *, autocast: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def weighted_loss(model: LlamaForCausalLM, batch: TrainingBatch, *, autocast: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted mean cross-entropy over the target tokens of a packed batch, with `correct` and `weights`.
 
     `correct` (targets,) bool says where the argmax equals the target; `weights` (targets,) tell the kinds of token
     apart. Only hidden states that predict a weighted token go through the output matrix.
     """
-    import torch
-    from torch.nn import functional as F
-
     device = batch.tokens.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
         columns = (batch.segments, batch.asks, batch.block)
@@ -661,8 +635,6 @@ def _train(
     on_progress: Progress | None = None,
 ) -> LlamaForCausalLM:
     """The part of `train_mini` that runs in each process."""
-    import torch
-
     model = build_model(config, tokenizer).to(config.device).train()
     if config.device == "cpu":
         model.set_attn_implementation(register())
@@ -770,8 +742,6 @@ def _mixed_row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrain
 
 def _optimizer(config: MiniTrainConfig, model: LlamaForCausalLM) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices and none on norms."""
-    import torch
-
     matrices = [value for value in model.parameters() if value.ndim >= 2]
     vectors = [value for value in model.parameters() if value.ndim < 2]
     groups: list[dict[str, Any]] = [
@@ -789,8 +759,6 @@ def _shape(config: MiniTrainConfig) -> dict[str, Any]:
 
 def _restore(path: Path, config: MiniTrainConfig, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
     """Load the checkpoint and return the number of steps that it has done."""
-    import torch
-
     state = torch.load(path, map_location=config.device, weights_only=True)
     if state["shape"] != _shape(config):
         raise ValueError(f"{path} was written for {state['shape']}; move it away or pass resume=False")
