@@ -16,8 +16,8 @@ from ragkv.config import MODES
 from ragkv.index.search import Searcher
 from ragkv.mini import embedder_path
 from ragkv.retrievers import BM25, DenseIndex, SparseIndex, load_embedder, load_reranker
-from ragkv.worlds.questions import shared_words
 from ragkv.worlds.text import clozes, english_sentences, reference_texts
+from ragkv.worlds.world import shared_words
 
 EMBEDDER = load_embedder("mini", device="cpu")
 RERANKER = load_reranker("mini", device="cpu")

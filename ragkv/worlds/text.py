@@ -1,4 +1,4 @@
-"""Synthetic reading tasks: cloze questions about English text, and lists of variables.
+"""Synthetic reading tasks: cloze questions about English text, lists of variables, and labels learned from examples.
 
 To answer a cloze question, a model has to find the sentence in the retrieved text and read the missing words. The
 documents are texts of Python itself, because they are installed everywhere: docstrings of the standard library for
@@ -10,6 +10,8 @@ attract attention. The list begins with terms, to which any later line may refer
 … river7) and refer within their own. A variable may get another value later, and every term finally does; a line that
 referred to it keeps the first one, as in a program. So a model that reads a line without the earlier ones cannot make
 up for that at the end.
+
+The examples of many-shot learning are sentences labelled by an arbitrary rule.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import math
 import random
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -236,3 +238,52 @@ def variable_list(rng: random.Random, count: int, *, refer: float = 0.6, overwri
 def _stated(rng: random.Random, name: str) -> VariableLine:
     value = rng.choice(VALUES)
     return VariableLine(name, value, value)
+
+
+GROUPS: Mapping[str, Sequence[str]] = {
+    "animal": listed(
+        "horse dog cat cow goat sheep lion tiger bear wolf fox rabbit eagle owl duck goose whale shark frog"
+    ),
+    "tool": listed("hammer saw drill chisel wrench pliers screwdriver axe shovel rake ladder crowbar file clamp lathe"),
+    "fruit": listed("apple pear plum cherry peach grape lemon orange banana mango melon fig apricot papaya kiwi"),
+    "clothing": listed("coat shirt hat glove scarf sock boot skirt jacket sweater belt vest cap sandal apron"),
+    "vehicle": listed("car truck bus train tram bicycle boat ferry canoe airplane tractor scooter van wagon sled"),
+    "instrument": listed("piano violin flute drum guitar trumpet harp cello clarinet banjo oboe tuba organ lute viola"),
+}
+_HELD_OUT = 5  # things per group that are in no shot
+
+
+class Shots:
+    """Sentences about things, each with the label of the thing's group.
+
+    The label depends only on the group. `shown` are the (group, thing) pairs in order; `labels` maps groups to labels.
+    """
+
+    def __init__(self, rng: random.Random, *, count: int, classes: int, labels: Sequence[str]) -> None:
+        groups = rng.sample(sorted(GROUPS), classes)
+        self.labels = dict(zip(groups, rng.sample(labels, classes), strict=True))
+        self._things = {group: rng.sample(GROUPS[group], len(GROUPS[group])) for group in groups}
+        turns = [groups[at % classes] for at in range(count)]  # every label about as often
+        rng.shuffle(turns)
+        self.shown = [(group, rng.choice(self._things[group][_HELD_OUT:])) for group in turns]
+
+    def fresh(self, rng: random.Random) -> tuple[str, str]:
+        """A pair (group, thing) that is in no shot."""
+        group = rng.choice(list(self.labels))
+        return group, rng.choice(self._things[group][:_HELD_OUT])
+
+    def chunks(self, sentences: Sequence[str], size: int) -> list[str]:
+        """All shots as texts of `size` shots. `sentences` are in the order of `shown`."""
+        labels = [self.labels[group] for group, _ in self.shown]
+        lines = [f"{shot_text(message)} {label}" for message, label in zip(sentences, labels, strict=True)]
+        return ["\n\n".join(lines[at : at + size]) for at in range(0, len(lines), size)]
+
+
+def neutral_sentence(rng: random.Random, thing: str, places: Sequence[str]) -> str:
+    """A sentence about `thing` that does not reveal its label."""
+    return f"The {thing} is {rng.choice(places)}."
+
+
+def shot_text(message: str) -> str:
+    """The text before a label."""
+    return f"Input: {message}\nLabel:"

@@ -5,17 +5,23 @@ Names are invented and composed of syllables, so no model knows them. A stable h
 sentence names its entity in full, so a chunk is understandable wherever it is cut. Whether a list is complete or a
 question unanswerable depends on the context, so these questions are made from the facts in a given context. A world is
 determined by (seed, split, size).
+
+Paraphrases ask without the words of the passage that answers them: they describe an entity by one or two of its facts
+("the animal doctor who is good at the big brass slide"). The wordings are fixed tables, which a small model learns from
+worlds of the training split; names and combinations of the held-out split are new to it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections import defaultdict
+import tomllib
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 Split = Literal["train", "heldout"]
 Kind = Literal["company", "product", "person", "town"]
@@ -29,28 +35,9 @@ def listed(text: str, separator: str | None = None) -> tuple[str, ...]:
     return tuple(text.split(separator))
 
 
-_STARTS = listed(
-    "Al An Ar As Bal Bar Bel Ben Ber Bor Bran Bre Cal Cam Car Cas Cor Cul Dal Dan Dar Del Dor Dun Ed El Em Er Fal "
-    "Far Fel Fen Fin For Gal Gar Gil Gor Gra Hal Han Har Hel Hol Il In Is Jar Jen Jor Kal Kar Kel Ken Kir Kol Lam "
-    "Lan Lar Len Lin Lor Mal Mar Mel Mer Min Mor Nal Nar Nel Nor Ol Or Os Pal Par Pel Per Por Quin Ral Ran Rel Ren "
-    "Ros Sal San Sel Sor Sul Tal Tam Tar Tel Tor Tul Ul Ur Val Var Vel Ven Vor Wal Wen Wil Yar Yel Zan Zel Zor"
-)
-_MIDDLES = listed("a e i o an en in on ar er ol il ad os am et")
-_ENDS: Mapping[str, Sequence[str]] = {
-    "first": listed("a ia ina ek io is ra la na on ro do mi sa en ette us ko da ric win bert ya ly mond lo"),
-    "last": listed(
-        "kel man sen berg strom ski dal vik nik mann quist field wood stone ter ler ner lund zar dek rick gard"
-    ),
-    "town": listed("by ford wick mere ton ham burgh holm stead dale port bridge haven brook cliff gate hurst minster"),
-    "company": listed("den tek dyne mont cor tan vex lex nova via sol tra max phor gen dra bix lith quor zon"),
-    "product": listed("vane bex tix mio dora ska lume rix pod zia flex nia trix jet lux dex quo bri wing pax"),
-    "river": listed("der ne we ster th ven low wash run gle ble ver se bourn sk re"),
-    "region": listed("land shire mark wald ria nia marsh moor vale fell"),
-}
-_COMPANY_WORDS = listed(
-    "Works Labs Motors Foods Glass Press Mills Tools Systems Textiles Instruments Shipyards Ceramics Paper Clocks "
-    "Optics Brewery Furniture Pumps Robotics"
-)
+TABLES: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+"""The words and sentences that worlds are made of."""
+_NAMES = TABLES["names"]
 
 
 def split_of(word: str) -> Split:
@@ -61,9 +48,11 @@ def split_of(word: str) -> Split:
 
 @cache
 def _words(part: str, split: Split) -> tuple[str, ...]:
-    """Every word of one kind (a key of `_ENDS`) that belongs to `split`."""
-    middles = ("", *_MIDDLES) if part not in ("first", "river") else ("", *_MIDDLES[:4])
-    words = {start + middle + end for start in _STARTS for middle in middles for end in _ENDS[part]}
+    """Every word of one kind (a key of `names.ends`) that belongs to `split`."""
+    middles = _NAMES["middles"].split()
+    middles = ["", *(middles[:4] if part in ("first", "river") else middles)]
+    starts, ends = _NAMES["starts"].split(), _NAMES["ends"][part].split()
+    words = {start + middle + end for start in starts for middle in middles for end in ends}
     return tuple(sorted(word for word in words if split_of(word) == split))
 
 
@@ -87,144 +76,23 @@ class Names:
         if kind == "person":
             return f"{self.word('first')} {self.word('last')}"
         if kind == "company":
-            return f"{self.word('company')} {self._rng.choice(_COMPANY_WORDS)}"
+            return f"{self.word('company')} {self._rng.choice(_NAMES['company'].split())}"
         return self.word(kind)
 
 
-PROFESSIONS = listed(
-    "chemist|engineer|architect|geologist|physician|clockmaker|botanist|lawyer|teacher|carpenter|pilot|surveyor|"
-    "economist|historian|mathematician|glassblower|baker|journalist|translator|biologist|blacksmith|librarian|"
-    "astronomer|tailor|sailor|nurse|potter|veterinarian|photographer|printer|dentist|welder",
-    "|",
-)
-INSTRUMENTS = listed(
-    "cello|violin|flute|piano|accordion|trumpet|harp|oboe|guitar|clarinet|mandolin|banjo|drums|organ|viola|bassoon|"
-    "saxophone|lute|trombone|zither",
-    "|",
-)
-KINDS = listed(
-    "folding bicycle|desk lamp|water pump|camping stove|pocket radio|coffee grinder|sewing machine|rain coat|"
-    "fishing reel|hand drill|wall clock|microscope|garden tractor|electric kettle|snow blower|bread oven|"
-    "pressure gauge|sailing boat|reading chair|typewriter|hearing aid|milk separator|weather station|cable winch|"
-    "tea set|paper cutter|road roller|wheel loader|air compressor|film camera|cargo trailer|barometer",
-    "|",
-)
-MATERIALS = listed(
-    "brass|oak|aluminium|copper|bamboo|steel|leather|walnut|cork|glass|titanium|cast iron|ash wood|bronze|linen|"
-    "carbon fibre|pine|zinc|stoneware|maple",
-    "|",
-)
-KNOWN_FOR = listed(
-    "smoked trout|iron bridge|lavender fields|salt mines|blue pottery|stone lighthouse|cherry orchards|paper mills|"
-    "winter market|old observatory|apple cider|wool carpets|glass museum|goat cheese|clock tower|thermal baths|"
-    "honey cakes|botanical garden|puppet theatre|copper roofs|walnut bread|ferry festival|rose gardens|silk weavers|"
-    "slate quarries|chess tournament|horse fair|pepper sauce|wooden churches|kite festival",
-    "|",
-)
+VALUES: Mapping[str, tuple[str, ...]] = {relation: tuple(values) for relation, values in TABLES["values"].items()}
+"""By relation: the values that are common to both splits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Relation:
     """Two wordings of a sentence and up to three of its question; `{s}` subject, `{v}` value."""
 
-    sentences: tuple[str, str]
-    questions: tuple[str, ...]
+    sentences: list[str]
+    questions: list[str]
 
 
-RELATIONS: Mapping[str, Relation] = {
-    "company.town": Relation(
-        ("{s} is based in {v}.", "{s} has its head office in {v}."),
-        ("Where is {s} based?", "In which town is {s} based?", "Where does {s} have its head office?"),
-    ),
-    "company.founder": Relation(
-        ("{s} was founded by {v}.", "{s} was started by {v}."),
-        ("Who founded {s}?", "Who started {s}?", "By whom was {s} founded?"),
-    ),
-    "company.year": Relation(
-        ("{s} was founded in {v}.", "{s} was set up in the year {v}."),
-        ("In which year was {s} founded?", "When was {s} founded?", "When was {s} set up?"),
-    ),
-    "company.product": Relation(
-        ("{s} makes the {v}.", "{s} is the maker of the {v}."),
-        ("What does {s} make?", "Which product does {s} make?", "What is {s} the maker of?"),
-    ),
-    "company.chief": Relation(
-        ("{s} is led by {v}.", "{s} has {v} as chief executive."),
-        ("Who leads {s}?", "Who is the chief executive of {s}?", "By whom is {s} led?"),
-    ),
-    "company.staff": Relation(
-        ("{s} employs {v} people.", "{s} has a staff of {v}."),
-        ("How many people does {s} employ?", "How many people work at {s}?", "How large is the staff of {s}?"),
-    ),
-    "person.birthplace": Relation(
-        ("{s} was born in {v}.", "{s} comes from {v}."),
-        ("Where was {s} born?", "In which town was {s} born?", "Where does {s} come from?"),
-    ),
-    "person.profession": Relation(
-        ("{s} trained as a {v}.", "{s} is a {v} by profession."),
-        ("What did {s} train as?", "What is the profession of {s}?", "What is {s} by profession?"),
-    ),
-    "person.instrument": Relation(
-        ("{s} plays the {v}.", "{s} is a lover of the {v}."),
-        ("Which instrument does {s} play?", "What does {s} play?"),
-    ),
-    "person.founded": Relation(
-        ("{s} is the founder of {v}.", "{s} founded {v}."),
-        ("Which company did {s} found?", "What is {s} the founder of?"),
-    ),
-    "person.leads": Relation(
-        ("{s} is the chief executive of {v}.", "{s} leads {v}."),
-        ("Which company does {s} lead?", "Of which company is {s} the chief executive?"),
-    ),
-    "person.designed": Relation(
-        ("{s} is the designer of the {v}.", "{s} designed the {v}."),
-        ("Which product did {s} design?", "What is {s} the designer of?"),
-    ),
-    "person.mayor": Relation(
-        ("{s} is the mayor of {v}.", "{s} serves as mayor of {v}."),
-        ("Of which town is {s} the mayor?", "Where does {s} serve as mayor?"),
-    ),
-    "town.river": Relation(
-        ("{s} lies on the river {v}.", "{s} stands on the banks of the {v}."),
-        ("On which river does {s} lie?", "Which river flows through {s}?", "Which river does {s} stand on?"),
-    ),
-    "town.known": Relation(
-        ("{s} is known for its {v}.", "{s} is famous for its {v}."),
-        ("What is {s} known for?", "What is {s} famous for?"),
-    ),
-    "town.mayor": Relation(
-        ("{s} has {v} as mayor.", "{s} is governed by {v}."),
-        ("Who is the mayor of {s}?", "Who governs {s}?"),
-    ),
-    "town.region": Relation(
-        ("{s} belongs to the region of {v}.", "{s} is a town in {v}."),
-        ("To which region does {s} belong?", "In which region is {s}?"),
-    ),
-    "town.people": Relation(
-        ("{s} has {v} inhabitants.", "{s} is home to {v} people."),
-        ("How many inhabitants does {s} have?", "How many people live in {s}?"),
-    ),
-    "product.kind": Relation(
-        ("{s} is a kind of {v}.", "{s} is sold as a {v}."),
-        ("What kind of product is {s}?", "What is {s} sold as?"),
-    ),
-    "product.maker": Relation(
-        ("{s} is made by {v}.", "{s} is a product of {v}."),
-        ("Who makes {s}?", "Which company makes {s}?", "By which company is {s} made?"),
-    ),
-    "product.year": Relation(
-        ("{s} was released in {v}.", "{s} came onto the market in {v}."),
-        ("In which year was {s} released?", "When was {s} released?", "When did {s} come onto the market?"),
-    ),
-    "product.designer": Relation(
-        ("{s} was designed by {v}.", "{s} was drawn up by {v}."),
-        ("Who designed {s}?", "By whom was {s} designed?", "Who drew up {s}?"),
-    ),
-    "product.material": Relation(
-        ("{s} is built from {v}.", "{s} has a body of {v}."),
-        ("What is {s} built from?", "Which material is {s} built from?"),
-    ),
-}
+RELATIONS = {name: Relation(**fields) for name, fields in TABLES["relations"].items()}
 
 OPTIONAL = {
     "company.year", "company.staff", "person.instrument", "person.profession", "town.people", "town.region",
@@ -232,76 +100,12 @@ OPTIONAL = {
 }  # fmt: skip
 """Facts that a document may leave out; the others carry the two-hop chains."""
 
-CHAINS: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("company.founder", "person.birthplace"): (
-        "In which town was the founder of {s} born?",
-        "Where was the founder of {s} born?",
-    ),
-    ("company.founder", "person.profession"): (
-        "What is the profession of the founder of {s}?",
-        "What did the founder of {s} train as?",
-    ),
-    ("company.chief", "person.birthplace"): (
-        "In which town was the chief executive of {s} born?",
-        "Where was the chief executive of {s} born?",
-    ),
-    ("company.chief", "person.profession"): ("What did the chief executive of {s} train as?",),
-    ("company.town", "town.river"): (
-        "On which river lies the town where {s} is based?",
-        "Which river flows through the town where {s} is based?",
-    ),
-    ("company.town", "town.mayor"): ("Who is the mayor of the town where {s} is based?",),
-    ("company.town", "town.known"): ("What is the town where {s} is based known for?",),
-    ("company.product", "product.designer"): ("Who designed the product that {s} makes?",),
-    ("product.maker", "company.town"): (
-        "In which town is the maker of {s} based?",
-        "Where is the company that makes {s} based?",
-    ),
-    ("product.maker", "company.founder"): (
-        "Who founded the maker of {s}?",
-        "Who founded the company that makes {s}?",
-    ),
-    ("product.designer", "person.birthplace"): (
-        "In which town was the designer of {s} born?",
-        "Where was the designer of {s} born?",
-    ),
-    ("town.mayor", "person.profession"): ("What did the mayor of {s} train as?",),
-    ("town.mayor", "person.birthplace"): ("Where was the mayor of {s} born?",),
-    ("person.birthplace", "town.river"): ("On which river lies the town where {s} was born?",),
-    ("person.founded", "company.town"): ("Where is the company that {s} founded based?",),
+CHAINS: Mapping[tuple[str, str], list[str]] = {
+    (bridge, target): questions
+    for chain, questions in TABLES["chains"].items()
+    for bridge, _, target in [chain.partition(" > ")]
 }
-
-FILLERS: Mapping[Kind, Sequence[str]] = {
-    "company": (
-        "{s} opens its doors to visitors once a year.",
-        "{s} keeps a small museum beside its office.",
-        "{s} trains young people from the whole area.",
-        "{s} is often mentioned in the local newspaper.",
-        "{s} moved to a larger building some time ago.",
-        "{s} has a long tradition of careful work.",
-    ),
-    "product": (
-        "{s} can be found in many homes.",
-        "{s} is easy to repair with simple tools.",
-        "{s} comes with a printed manual.",
-        "{s} won a prize at the national fair.",
-        "{s} is sold in three sizes.",
-    ),
-    "person": (
-        "{s} likes long walks in the hills.",
-        "{s} wrote a short book about early years.",
-        "{s} gives a talk every spring.",
-        "{s} is a friendly guest at local fairs.",
-        "{s} collects old maps and letters.",
-    ),
-    "town": (
-        "{s} is a quiet place in winter.",
-        "{s} has a railway station and two schools.",
-        "{s} welcomes many visitors in summer.",
-        "{s} was rebuilt after a great fire.",
-        "{s} has a market on every Saturday.",
-    ),
-}
+_EARLIER, _SAME, _LISTS = TABLES["earlier"], TABLES["same"], TABLES["lists"]
 
 
 def article(sentence: str) -> str:
@@ -368,50 +172,6 @@ class WorldQuestion:
 
 UNANSWERABLE = "The documents do not say."
 """The right answer if the context does not contain the fact."""
-
-_EARLIER: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "company.year": (
-        ("Which was founded first, {a} or {b}?", "Which is older, {a} or {b}?"),
-        "{w} was founded first.",
-    ),
-    "product.year": (
-        ("Which was released first, {a} or {b}?", "Which came onto the market first, {a} or {b}?"),
-        "{w} was released first.",
-    ),
-}
-"""Questions whose answer is the entity with the smaller value."""
-
-_SAME: Mapping[str, tuple[tuple[str, ...], str, str]] = {
-    "company.town": (
-        ("Are {a} and {b} based in the same town?", "Do {a} and {b} have their head office in the same town?"),
-        "Both are in the same town.",
-        "They are in different towns.",
-    ),
-    "person.birthplace": (
-        ("Were {a} and {b} born in the same town?", "Do {a} and {b} come from the same town?"),
-        "Both come from the same town.",
-        "They come from different towns.",
-    ),
-    "person.profession": (
-        ("Do {a} and {b} have the same profession?", "Did {a} and {b} train as the same?"),
-        "Both have the same profession.",
-        "They have different professions.",
-    ),
-    "person.instrument": (
-        ("Do {a} and {b} play the same instrument?",),
-        "Both play the same instrument.",
-        "They play different instruments.",
-    ),
-}
-"""Questions, the answer if the values are equal, and the answer if they differ."""
-
-_LISTS: Mapping[str, tuple[str, ...]] = {
-    "company.town": ("Which companies are based in {v}?", "Which companies have their head office in {v}?"),
-    "person.birthplace": ("Who was born in {v}?", "Who comes from {v}?"),
-    "person.profession": ("Who is a {v} by profession?", "Who trained as a {v}?"),
-    "person.instrument": ("Who plays the {v}?", "Who is a lover of the {v}?"),
-    "product.material": ("Which products are built from {v}?", "Which products have a body of {v}?"),
-}
 
 _INVERSE: Mapping[str, str] = {
     "company.founder": "person.founded",
@@ -481,14 +241,14 @@ def comparisons(rng: random.Random, facts: Sequence[Fact], count: int) -> list[W
 
 def _compare(rng: random.Random, first: Fact, second: Fact) -> WorldQuestion:
     if first.relation in _EARLIER:
-        wordings, closing = _EARLIER[first.relation]
-        closing = closing.format(w=min(first, second, key=lambda fact: int(fact.value)).subject)
+        asked = _EARLIER[first.relation]
+        closing = asked["answer"].format(w=min(first, second, key=lambda fact: int(fact.value)).subject)
     else:
-        wordings, same, different = _SAME[first.relation]
-        closing = same if first.value == second.value else different
+        asked = _SAME[first.relation]
+        closing = asked["equal" if first.value == second.value else "different"]
     answer = f"{first.sentence} {second.sentence} {closing}"
     return WorldQuestion(
-        question=rng.choice(wordings).format(a=first.subject, b=second.subject),
+        question=rng.choice(asked["questions"]).format(a=first.subject, b=second.subject),
         answer=answer,
         rephrased=answer,
         gold=closing.rstrip("."),
@@ -659,11 +419,11 @@ def _populate(rng: random.Random, split: Split, size: int) -> tuple[dict[str, di
             "company.staff": str(rng.randint(12, 999)),
         }
         values[product] |= {
-            "product.kind": rng.choice(KINDS),
+            "product.kind": rng.choice(VALUES["product.kind"]),
             "product.maker": company,
             "product.year": str(rng.randint(year, 2024)),
             "product.designer": designer,
-            "product.material": rng.choice(MATERIALS),
+            "product.material": rng.choice(VALUES["product.material"]),
         }
         values[founder].setdefault("person.founded", company)
         values[chief].setdefault("person.leads", company)
@@ -671,7 +431,7 @@ def _populate(rng: random.Random, split: Split, size: int) -> tuple[dict[str, di
     for town, mayor in zip(towns, mayors, strict=True):
         values[town] |= {
             "town.river": names.word("river"),
-            "town.known": rng.choice(KNOWN_FOR),
+            "town.known": rng.choice(VALUES["town.known"]),
             "town.mayor": mayor,
             "town.region": names.word("region"),
             "town.people": str(rng.randint(12, 980) * 100),
@@ -680,8 +440,8 @@ def _populate(rng: random.Random, split: Split, size: int) -> tuple[dict[str, di
     for person in people:
         values[person] |= {
             "person.birthplace": rng.choice(towns),
-            "person.profession": rng.choice(PROFESSIONS),
-            "person.instrument": rng.choice(INSTRUMENTS),
+            "person.profession": rng.choice(VALUES["person.profession"]),
+            "person.instrument": rng.choice(VALUES["person.instrument"]),
         }
     kinds: dict[str, Kind] = {}
     for kind, members in (("company", companies), ("product", products), ("person", people), ("town", towns)):
@@ -706,7 +466,7 @@ def _write(
     facts = [_state(title, relation, values[relation], rng.randrange(2)) for relation in relations]
     sentences = [fact.sentence for fact in facts]
     fillers = max(4 - len(sentences), int(len(sentences) < 7 and rng.random() < 0.6))
-    for filler in rng.sample(FILLERS[kind], fillers):
+    for filler in rng.sample(TABLES["fillers"][kind], fillers):
         sentences.insert(rng.randint(0, len(sentences)), filler.format(s=title))
     return facts, omitted, sentences
 
@@ -718,3 +478,84 @@ def _state(subject: str, relation: str, value: str, wording: int) -> Fact:
     return Fact(
         relation=relation, subject=subject, value=value, sentence=sentence, rephrased=rephrased, document=subject
     )
+
+
+_DESCRIBED = TABLES["described"]
+_STOP_WORDS = (
+    "a an and as at by did does for from has have how in is it its of on that the their to was were what when where "
+    "which who whose with"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paraphrase:
+    """A question that describes its entity. `title` is the only document of its world that answers it.
+
+    `fact` is the sentence that answers it, `traits` are the sentences that identify the entity.
+    """
+
+    question: str
+    title: str
+    gold: str
+    relation: str
+    fact: str
+    traits: tuple[str, ...]
+
+
+def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Paraphrase, ...]:
+    """Up to `wordings` questions about every askable fact of every entity that its traits identify."""
+    rng = random.Random(f"ragkv-paraphrase:{world.split}:{world.seed}:{seed}")
+    by_entity: dict[str, list[Fact]] = defaultdict(list)
+    for fact in world.facts:
+        by_entity[fact.subject].append(fact)
+    result = Counter(pair for facts in by_entity.values() for pair in _subsets(facts))
+    found = []
+    for facts in by_entity.values():
+        for asked in facts:
+            choices = [
+                traits for traits in _subsets([fact for fact in facts if fact is not asked]) if result[traits] == 1
+            ]
+            if asked.relation in _DESCRIBED["questions"] and choices:
+                for _ in range(wordings):
+                    traits = rng.choice(choices)
+                    found.append(
+                        Paraphrase(
+                            question=_ask(rng, asked.relation, traits),
+                            title=asked.document,
+                            gold=asked.value,
+                            relation=asked.relation,
+                            fact=asked.sentence,
+                            traits=tuple(f.sentence for f in facts if (f.relation, f.value) in traits),
+                        )
+                    )
+    return tuple(dict.fromkeys(found))
+
+
+def shared_spoken(question: str, passage: str) -> int:
+    """The number of words, without stop words, that a question shares with a passage."""
+    return len(_spoken(question) & _spoken(passage))
+
+
+def _spoken(text: str) -> set[str]:
+    return {word for raw in text.lower().split() if (word := raw.strip(".,?!'#"))} - set(_STOP_WORDS.split())
+
+
+Trait = tuple[str, str]
+
+
+def _subsets(facts: Sequence[Fact]) -> Iterator[tuple[Trait, ...]]:
+    """All single traits and pairs of traits for which there is a wording."""
+    traits = sorted((fact.relation, fact.value) for fact in facts if fact.relation in TABLES["values"])
+    for index, trait in enumerate(traits):
+        yield (trait,)
+        yield from ((trait, other) for other in traits[index + 1 :])
+
+
+def _ask(rng: random.Random, relation: str, traits: Sequence[Trait]) -> str:
+    noun = rng.choice(_DESCRIBED["nouns"][traits[0][0].split(".")[0]])
+    clauses = []
+    for trait, value in rng.sample(list(traits), len(traits)):
+        frame = rng.choice(_DESCRIBED["frames"][trait])
+        clauses.append(frame.format(w=rng.choice(TABLES["values"][trait][value])))
+    question: str = rng.choice(_DESCRIBED["questions"][relation])
+    return question.format(d=f"{noun} {' and '.join(clauses)}")

@@ -11,8 +11,7 @@ import pytest
 from ragkv.errors import UsageError
 from ragkv.evaluation.io import Spec
 from ragkv.evaluation.metrics import score
-from ragkv.evaluation.tasks.catalog import TASKS, described, make_task
-from ragkv.evaluation.tasks.worlds import passages
+from ragkv.evaluation.tasks.catalog import TASKS, described, make_task, passages
 from ragkv.worlds import QuestionKind, World
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -194,22 +195,20 @@ def _answers(row: FileRow) -> tuple[str, ...]:
     return row.texts("answers")
 
 
-_PASSAGE = re.compile(r"^Passage \d+:", re.MULTILINE)
-_PARAGRAPH = re.compile(r"^(?:Paragraph \d+:|段落\d+[:：])", re.MULTILINE)
-_BRIEF = "{input}\nGive only the answer."
+_TABLES = tomllib.loads(Path(__file__).with_name("files.toml").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
     """How the questions of a data set are asked and judged. `metric` is None if ragkv does not have it.
 
-    `mark` begins a passage, or with `shots` a worked example. `code` is cut at lines.
+    The pattern `mark` begins a passage, or with `shots` a worked example. `code` is cut at lines.
     """
 
-    metric: str | None
+    metric: str | None = None
     tokens: int
     ask: str
-    mark: re.Pattern[str] | None = None
+    mark: str | None = None
     shots: bool = False
     code: bool = False
 
@@ -218,78 +217,10 @@ class DataSet:
             return cutter.code(text)
         if self.mark is None:
             return cutter.prose(text)
-        return (cutter.examples if self.shots else cutter.passages)(text, self.mark)
+        return (cutter.examples if self.shots else cutter.passages)(text, re.compile(self.mark, re.MULTILINE))
 
 
-LONGBENCH = {
-    "narrativeqa": DataSet(metric="qa_f1", tokens=128, ask="{input}\nAnswer with a single phrase if possible."),
-    "qasper": DataSet(
-        metric="qa_f1",
-        tokens=128,
-        ask='{input}\nAnswer with a phrase or a sentence; a yes/no question with "yes" or "no"; '
-        'write "unanswerable" if the article does not tell.',
-    ),
-    "multifieldqa_en": DataSet(metric="qa_f1", tokens=64, ask=_BRIEF),
-    "multifieldqa_zh": DataSet(metric=None, tokens=64, ask="{input}\n只告诉我答案。"),
-    "hotpotqa": DataSet(metric="qa_f1", tokens=32, ask=_BRIEF, mark=_PASSAGE),
-    "2wikimqa": DataSet(metric="qa_f1", tokens=32, ask=_BRIEF, mark=_PASSAGE),
-    "musique": DataSet(metric="qa_f1", tokens=32, ask=_BRIEF, mark=_PASSAGE),
-    "dureader": DataSet(metric=None, tokens=128, ask="{input}", mark=re.compile(r"^文章\d+", re.MULTILINE)),
-    "gov_report": DataSet(metric="rouge_l", tokens=512, ask="{input}\nWrite a one-page summary of the report."),
-    "qmsum": DataSet(metric="rouge_l", tokens=512, ask="{input}\nAnswer in one or more sentences."),
-    "multi_news": DataSet(
-        metric="rouge_l", tokens=512, ask="{input}\nWrite a one-page summary of all the news.", mark=_PASSAGE
-    ),
-    "vcsum": DataSet(metric=None, tokens=512, ask="{input}\n写一段总结，总结会议的内容。"),
-    "trec": DataSet(
-        metric="classification",
-        tokens=64,
-        ask="Determine the type of the question, as in the examples.\n\n{input}",
-        mark=re.compile(r"^Question:", re.MULTILINE),
-        shots=True,
-    ),
-    "triviaqa": DataSet(
-        metric="qa_f1_first_line",
-        tokens=32,
-        ask="Answer the question, as in the examples, and give only the answer.\n\n{input}",
-        mark=re.compile(r"^Passage:", re.MULTILINE),
-        shots=True,
-    ),
-    "samsum": DataSet(
-        metric="rouge_l_first_line",
-        tokens=128,
-        ask="Summarize the dialogue into a few short sentences, as in the examples.\n\n{input}",
-        mark=re.compile(r"^Dialogue:", re.MULTILINE),
-        shots=True,
-    ),
-    "lsht": DataSet(
-        metric="classification",
-        tokens=64,
-        ask="判断给定新闻的类别，如例子所示。\n\n{input}",
-        mark=re.compile(r"^新闻内容[:：]", re.MULTILINE),
-        shots=True,
-    ),
-    "passage_count": DataSet(
-        metric="count",
-        tokens=32,
-        ask="{input}\nHow many different paragraphs are there, without their repetitions? Give only the number.",
-        mark=_PARAGRAPH,
-    ),
-    "passage_retrieval_en": DataSet(
-        metric="retrieval",
-        tokens=32,
-        ask='{input}\n\nWhich paragraph is this the abstract of? Answer as "Paragraph 1", "Paragraph 2", etc.',
-        mark=_PARAGRAPH,
-    ),
-    "passage_retrieval_zh": DataSet(
-        metric="retrieval",
-        tokens=32,
-        ask="{input}\n\n以上摘要出自哪一段？按“段落1”、“段落2”等格式回答。",
-        mark=_PARAGRAPH,
-    ),
-    "lcc": DataSet(metric="code_sim", tokens=64, ask="{input}\nWrite the next line of the code.", code=True),
-    "repobench-p": DataSet(metric="code_sim", tokens=64, ask="{input}\nWrite the next line of the code.", code=True),
-}
+LONGBENCH = {name: DataSet(**fields) for name, fields in _TABLES["longbench"].items()}
 
 
 def longbench_file(path: Path, found: Iterator[FileRow], reading: ReadOptions) -> TaskFile:
@@ -349,53 +280,19 @@ _SPLITS = ("validation", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskTemplate:
-    """The tasks of one template: `head` precedes the haystack, `tail` follows it. `found`: it contains the answers."""
+    """The tasks of one template: the pattern `head` precedes the haystack, `tail` follows it.
+
+    `found`: the haystack contains the answers.
+    """
 
     metric: str
     tokens: int
-    head: re.Pattern[str]
-    tail: re.Pattern[str]
+    head: str
+    tail: str
     found: bool = False
 
 
-def _family(metric: str, tokens: int, head: str, tail: str, *, found: bool = False) -> TaskTemplate:
-    return TaskTemplate(metric=metric, tokens=tokens, head=re.compile(head), tail=re.compile(tail), found=found)
-
-
-RULER = {
-    "niah": _family(
-        "string_match_all",
-        128,
-        r"(?:A|Some) special magic \w+ (?:is|are) hidden within the following text\.[^\n]{,120}? afterwards\.",
-        r"What (?:is|are)(?: all)? the special magic \w+ for ",
-        found=True,
-    ),
-    "vt": _family(
-        "string_match_all",
-        30,
-        r"Memorize and track the chain\(s\) of variable assignment hidden in the following text\.",
-        r"Question: Find all variables that are assigned the value",
-        found=True,
-    ),
-    "cwe": _family(
-        "string_match_all",
-        120,
-        r"Below is a numbered list of words\.[^\n]{,120}? that appear most often\.",
-        r"Question: What are the \d+ most common words in the above list\?",
-    ),
-    "fwe": _family(
-        "string_match_all",
-        50,
-        r"Read the following coded text[^\n]{,60}? each coded word\.[^\n]{,60}? coded words\.",
-        r"Question: Do not provide any explanation\. Please ignore the dots",
-    ),
-    "qa": _family(
-        "string_match_part",
-        32,
-        r"Answer the question based on the given documents\.[^\n]{,80}\s+The following are given documents\.",
-        r"Answer the question based on the given documents\.(?![^\n]{,80}\s+The following are given documents\.)",
-    ),
-}
+RULER = {name: TaskTemplate(**fields) for name, fields in _TABLES["ruler"].items()}
 
 
 def ruler_file(path: Path, found: Iterator[FileRow], reading: ReadOptions) -> TaskFile:
@@ -448,9 +345,9 @@ def _family_of(row: FileRow) -> tuple[str, TaskTemplate]:
     return name, RULER[name]
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+def _last(pattern: str, text: str) -> re.Match[str] | None:
     last = None
-    for last in pattern.finditer(text):  # noqa: B007 - the last one is what is wanted
+    for last in re.finditer(pattern, text):  # noqa: B007 - the last one is what is wanted
         pass
     return last
 

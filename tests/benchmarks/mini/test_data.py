@@ -28,11 +28,10 @@ from ragkv.benchmarks.mini.data import (
     shot_sample,
     suffix_text,
 )
-from ragkv.evaluation.tasks.worlds import icl
+from ragkv.evaluation.tasks.catalog import icl
 from ragkv.finetune.data import passages
 from ragkv.worlds import UNANSWERABLE, World
-from ragkv.worlds.questions import GROUPS
-from ragkv.worlds.text import BLANK, clozes, docstrings, english_sentences, reference_texts
+from ragkv.worlds.text import BLANK, GROUPS, clozes, docstrings, english_sentences, reference_texts
 
 
 @pytest.mark.parametrize("block", [False, True])
