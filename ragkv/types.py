@@ -6,7 +6,7 @@ This module imports only the standard library. Key/value tensors are in `ragkv.a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
 from typing import Any, Self
@@ -109,12 +109,12 @@ class Source:
     chunk_id: str
     text: str
     page: int | None
+    heading: str | None = None
     score: float
     retrieval_score: float
     rerank_score: float | None
     stages: Mapping[str, float] = field(default_factory=dict)
     tokens_won: int | None = None
-    heading: str | None = None
 
     @property
     def title(self) -> str:
@@ -124,18 +124,7 @@ class Source:
 
     def to_json(self) -> dict[str, Any]:
         """The source as `ragkv query --json` prints it."""
-        return {
-            "document": self.document,
-            "chunk_id": self.chunk_id,
-            "text": self.text,
-            "page": self.page,
-            "heading": self.heading,
-            "score": self.score,
-            "retrieval_score": self.retrieval_score,
-            "rerank_score": self.rerank_score,
-            "stages": dict(self.stages),
-            "tokens_won": self.tokens_won,
-        }
+        return asdict(replace(self, stages=dict(self.stages)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,20 +218,8 @@ class Answer:
             "engine": self.engine,
             "finish_reason": self.finish_reason,
             "sources": [source.to_json() for source in self.sources],
-            "timing_ms": {
-                "retrieve": self.timing.retrieve,
-                "rerank": self.timing.rerank,
-                "load": self.timing.load,
-                "first_token": self.timing.first_token,
-                "total": self.timing.total,
-            },
-            "kv": {
-                "hits": self.kv.hits,
-                "misses": self.kv.misses,
-                "bytes": self.kv.bytes,
-                "tokens": self.kv.tokens,
-                "memory_hits": self.kv.memory_hits,
-            },
+            "timing_ms": asdict(self.timing),
+            "kv": asdict(self.kv),
             "decoding": dict(self.decoding),
             "charge": self.charge,
         }

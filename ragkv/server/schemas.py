@@ -25,7 +25,7 @@ from ragkv.index.index import served
 from ragkv.index.search import DocumentView, list_documents
 from ragkv.server.errors import ApiError
 from ragkv.server.streaming import ConversationText
-from ragkv.types import Chunk, Source
+from ragkv.types import Chunk, KVUse, Source, Timing
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -119,24 +119,6 @@ class AnswerSource(BaseModel):
     url: str = Field(description="Where the chunk itself is found.")
 
 
-class Milliseconds(BaseModel):
-    retrieve: float
-    rerank: float
-    load: float
-    first_token: float = Field(description="Counted from the end of `load`.")
-    total: float
-
-
-class StoredKV(BaseModel):
-    """How much of the context came from stored KV."""
-
-    hits: int
-    misses: int
-    bytes: int
-    tokens: int
-    memory_hits: int
-
-
 class TracedTokenReply(BaseModel):
     """One generated token; `source` is the place among `sources` of the chunk whose expert won it."""
 
@@ -165,8 +147,8 @@ class AnswerReply(BaseModel):
     engine: str
     finish_reason: str
     sources: list[AnswerSource]
-    timing_ms: Milliseconds
-    kv: StoredKV
+    timing_ms: Timing
+    kv: KVUse
     decoding: dict[str, Any] = Field(description="The settings that were in effect, with a seed that was drawn.")
     charge: float | None = Field(
         description="What an engine that recomputes stored KV has computed of it, as a share (blend)."
