@@ -19,13 +19,14 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import typer
 
 from ragkv.cli.console import note_wait
 from ragkv.config import CONFIG_FILE, MODELS, MODES, EncodingConfig, IndexConfig, build_config
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageError
+from ragkv.finetune.config import Setting
 from ragkv.model.checkpoint import lasting
 from ragkv.util.display import one_line
 from ragkv.util.toml import read_toml, shortened
@@ -635,19 +636,20 @@ class DecodingOptions:
 
 
 def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with an option for each field of `SearchOptions` and `DecodingOptions`, where it takes such an object.
+    """`command` with an option for each field of the dataclasses that it takes, and such objects made of their values.
 
-    `Annotated[DecodingOptions, "seed"]` has options for the named fields only; the others keep their defaults.
+    A field is an option if it is annotated with typer's `Option`, or with a `Setting`; others keep their defaults.
+    `Annotated[DecodingOptions, "seed"]` has options for the named fields only.
     """
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
     taken: dict[str, tuple[type, list[str]]] = {}
     for parameter in signature.parameters.values():
         kind, *names = get_args(parameter.annotation) or (parameter.annotation,)
-        if kind not in (SearchOptions, DecodingOptions):
+        if not is_dataclass(kind) or not isinstance(kind, type):
             parameters.append(parameter)
             continue
-        options = inspect.signature(kind, eval_str=True).parameters
+        options = _options_of(kind)
         taken[parameter.name] = kind, names or [*options]
         parameters += [options[name] for name in names or options]
 
@@ -661,3 +663,21 @@ def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
     keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     vars(run)["__signature__"] = signature.replace(parameters=keywords)
     return run
+
+
+def _options_of(kind: type) -> dict[str, inspect.Parameter]:
+    """The parameters of a dataclass that are options. The dataclass checks the values, and choices are texts here."""
+    found = {}
+    for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
+        value, *notes = get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else (None,)
+        setting = next((note for note in notes if isinstance(note, Setting)), None)
+        if setting is not None:
+            flag = f"--{name.replace('_', '-')}"
+            words = [setting.option or flag] if setting.option or parameter.default is False else []
+            default: Any = setting.default or parameter.default is not None
+            option = typer.Option(*words, help=setting.about, show_default=default)
+            value = str if get_origin(value) is Literal else value
+            parameter = parameter.replace(annotation=Annotated[value, option])
+        if notes:
+            found[name] = parameter
+    return found

@@ -24,29 +24,49 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import AttentionInterface, AttentionMaskInterface, Trainer, TrainerCallback
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoTokenizer,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragkv.attention.mask import Visible, require_neutral, window_of
 from ragkv.attention.mask import visible as visible_window
-from ragkv.config import PromptConfig, one_of
-from ragkv.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError, UsageError, install_hint
-from ragkv.finetune.data import PAD_SEGMENT, Progress, TrainingExample, file_digest, read_examples
-from ragkv.model.checkpoint import resolve
+from ragkv.engines import make_engine, require_supported
+from ragkv.errors import MissingExtraError, ModelLoadError, UnsupportedModelError, UsageError, install_hint
+from ragkv.finetune.config import BlockTuneConfig, resumed_settings
+from ragkv.finetune.data import (
+    PAD_SEGMENT,
+    ExampleTokens,
+    Progress,
+    SampledRows,
+    TrainingExample,
+    collate,
+    file_digest,
+    lay_out,
+    read_examples,
+    tokenise,
+)
+from ragkv.model.checkpoint import Checkpoint, pick_device, resolve
 from ragkv.model.language_model import LanguageModel
+from ragkv.model.loading import open_checkpoint, quiet_loading
+from ragkv.model.self_check import load_model
 from ragkv.util.files import is_folder, make_folder, parse_json, read_plain, remove_tree, replace_plain
-
-if TYPE_CHECKING:
-    from ragkv.finetune.data import ExampleTokens
-    from ragkv.model.checkpoint import Checkpoint
 
 METADATA = "ragkv.json"
 """How a tuned model was made, in its folder."""
@@ -108,11 +128,6 @@ def export_tuned(
     learner: Any, output: Path, checkpoint: Checkpoint, revision: str | None, *, metadata: Mapping[str, Any]
 ) -> None:
     """Write peft's adapter, then the merged weights in the dtype of `checkpoint`, its tokenizer, and `ragkv.json`."""
-    import torch
-    from transformers import AutoConfig, AutoTokenizer
-
-    from ragkv.model.loading import open_checkpoint
-
     options = {"local_files_only": checkpoint.local, "revision": revision, "trust_remote_code": False}
     try:
         if checkpoint.file is None:
@@ -135,78 +150,6 @@ def export_tuned(
         module.to(dtype or torch.float32).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
-
-
-_SCOPE = ("output", "resume", "device", "checkpoint_every")
-"""Settings that may change when a run is resumed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockTuneConfig:
-    """The settings of a training. They are written to the tuned model's `ragkv.json`.
-
-    - `steps`, or else `epochs` over the data. A step has `batch` × `gradient_accumulation` rows.
-    - `lora_rank` None tunes all weights.
-    - `learning_rate` None means the paper's 2e-5 for all weights, and 2e-4 for LoRA. It rises over `warmup` steps (at
-      most a tenth of all) and falls linearly to zero.
-    - `dtype` is the dtype of the computation; "auto" is bfloat16 on a GPU that has it, else float32.
-    - `sink` is the block before the first chunk; the engine uses the same one.
-    - `reencode` False is the paper's ablation "w/o-pos".
-    - `over` is the chunk KV that the tuned model is read with: `standalone`, as in the paper, or `prefixed`.
-    - `prompt` is the prompt around `{"prompt", "blocks"}` lines, usually an index's. Its `bos` applies to all lines;
-      "auto" is what the model that is tuned declares.
-    """
-
-    model: str
-    data: Path
-    output: Path
-    eval_data: Path | None = None
-    epochs: float = 1.0
-    steps: int | None = None
-    learning_rate: float | None = None
-    warmup: int = 20
-    batch: int = 1
-    gradient_accumulation: int = 16
-    full_share: float = 0.5
-    lora_rank: int | None = 16
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    gradient_checkpointing: bool = False
-    sink: Literal["prefix", "bos", "none"] = "prefix"
-    reencode: bool = True
-    over: Literal["standalone", "prefixed"] = "standalone"
-    prompt: PromptConfig = field(default_factory=PromptConfig)
-    seed: int = 0
-    checkpoint_every: int = 100
-    resume: bool = True
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        one_of("sink", self.sink, ("prefix", "bos", "none"))
-        one_of("over", self.over, ("standalone", "prefixed"))
-        if self.over == "prefixed" and (self.sink != "prefix" or not self.reencode):
-            raise ConfigError('over = "prefixed" has seen the whole prefix: keep the sink "prefix" and the positions.')
-        for name in ("steps", "lora_rank", "batch", "gradient_accumulation", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}.")
-        if not 0 <= self.full_share <= 1:
-            raise ConfigError(f"full_share must lie between 0 and 1, not {self.full_share}.")
-        for name in ("epochs", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be above 0, not {value}.")
-        if self.sink == "bos" and self.prompt.bos == "none":
-            raise ConfigError('The sink "bos" needs a BOS, but the prompt has none; use the sink "prefix" or "none".')
-        if self.warmup < 0:
-            raise ConfigError(f"warmup must be at least 0, not {self.warmup}.")
-
-    @property
-    def rate(self) -> float:
-        """The highest learning rate."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return 2e-5 if self.lora_rank is None else 2e-4
 
 
 def finetune_block(
@@ -234,14 +177,6 @@ def finetune_block(
         [replace(example, prompt=replace(example.prompt, bos=config.prompt.bos)) for example in part]
         for part in (examples, heldout)
     )
-
-    from transformers import set_seed
-
-    from ragkv.engines import make_engine, require_supported
-    from ragkv.finetune.data import tokenise
-    from ragkv.model.checkpoint import pick_device
-    from ragkv.model.loading import quiet_loading
-    from ragkv.model.self_check import load_model
 
     device = pick_device(config.device)
     if device.index not in (None, 0):
@@ -292,8 +227,6 @@ def _require(*packages: str) -> None:
 
 def _half(config: BlockTuneConfig, device: torch.device) -> bool:
     """Whether to compute in bfloat16."""
-    import torch
-
     able = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     if config.dtype == "bfloat16" and device.type == "cuda" and not able:
         raise UsageError("This GPU has no bfloat16; use --dtype float32.")
@@ -302,8 +235,7 @@ def _half(config: BlockTuneConfig, device: torch.device) -> bool:
 
 def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> dict[str, Any]:
     """The settings that must be equal to resume a run, as JSON stores them."""
-    settings = {name: value for name, value in asdict(config).items() if name not in _SCOPE}
-    settings |= {
+    settings = resumed_settings(config) | {
         "prompt": config.prompt.facts(),
         "data_sha256": file_digest(config.data),
         "eval_data_sha256": None if config.eval_data is None else file_digest(config.eval_data),
@@ -355,10 +287,6 @@ def _train(
     on_step: Callable[[int, LanguageModel], None] | None,
 ) -> tuple[Any, bool]:
     """Run the Trainer. Returns it, and whether all steps were done."""
-    from transformers import PrinterCallback, TrainingArguments
-
-    from ragkv.finetune.data import SampledRows, collate, lay_out
-
     runs = config.output.expanduser() / RUNS
     checkpoint = last_checkpoint(runs, settings, resume=config.resume)
     arguments = TrainingArguments(
@@ -388,9 +316,8 @@ def _train(
         seed=config.seed,
         use_cpu=model.device.type == "cpu",
     )
-    arguments._n_gpu = min(
-        1, arguments.n_gpu
-    )  # several GPUs mean several processes (torchrun), never threads of this one
+    # several GPUs mean several processes (torchrun), never threads of this one
+    arguments._n_gpu = min(1, arguments.n_gpu)
     rows = config.batch * config.gradient_accumulation * arguments.world_size
     steps = config.steps or math.ceil(len(parts) * config.epochs / rows)
     arguments.max_steps = steps
@@ -580,6 +507,9 @@ def stop_on_interrupt() -> Iterator[StopAsked]:
         signal.signal(signal.SIGINT, before)
 
 
+_REPORTED = ("loss", "learning_rate", "grad_norm", "eval_full_loss", "eval_block_loss")
+
+
 class Follower(TrainerCallback):  # type: ignore[misc]
     """Reports every step, passes the model to `on_step`, and ends the training when a stop was requested."""
 
@@ -609,12 +539,7 @@ class Follower(TrainerCallback):  # type: ignore[misc]
         """Report steps and evaluations as they are logged. An evaluation names its layout and has no learning rate."""
         if self._on_progress is None or not state.is_world_process_zero:
             return
-        figures = {
-            name: value for name, value in (logs or {}).items() if name in ("loss", "learning_rate", "grad_norm")
-        }
-        figures |= {
-            name: value for name, value in (logs or {}).items() if name in ("eval_full_loss", "eval_block_loss")
-        }
+        figures = {name: value for name, value in (logs or {}).items() if name in _REPORTED}
         if figures:
             seconds = time.monotonic() - self._began
             self._on_progress({"step": state.global_step, "steps": state.max_steps, **figures, "seconds": seconds})

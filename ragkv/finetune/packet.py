@@ -11,21 +11,18 @@ Rows are laid out by the code that `ragkv finetune block` uses, which places blo
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ragkv.attention.sequence import TokenSequence
-from ragkv.config import PromptConfig, one_of
 from ragkv.engines import make_engine, require_supported
-from ragkv.engines.block import OVER, SINKS
-from ragkv.errors import ConfigError, UsageError
+from ragkv.errors import UsageError
 from ragkv.finetune.block import NAME, RowMask, stop_on_interrupt
+from ragkv.finetune.config import PacketConfig, require_layout, resumed_settings
 from ragkv.finetune.data import (
     IGNORED,
     ExampleTokens,
@@ -39,7 +36,7 @@ from ragkv.finetune.data import (
     tokenise,
     world_examples,
 )
-from ragkv.finetune.retaining_heads import load_checkpoint, save_checkpoint
+from ragkv.finetune.retaining_heads import drawn, load_checkpoint, save_checkpoint
 from ragkv.model.checkpoint import pick_device, resolve
 from ragkv.model.language_model import weights_digest
 from ragkv.model.packet import embed, make_packet, wrap
@@ -47,63 +44,10 @@ from ragkv.model.packet import embed, make_packet, wrap
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
 
-_SCOPE = ("output", "resume", "device", "checkpoint_every")
-"""Settings that may change when a run is resumed."""
 _HELDOUT = 8
 """One of so many questions measures what was learnt."""
 _STD = 0.02
 """Of the vectors at the beginning; the paper's."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PacketConfig:
-    """The settings of a training; the defaults are the paper's.
-
-    - `data` None means `questions` about generated worlds. The responses in the data are not used, but answers of the
-      model's own, of at most `answer_tokens` tokens.
-    - Without `eval_data`, one question of eight is held out of the data; of generated ones, more are made.
-    - `sink` is the block before the first chunk; `auto` is what the engine `block` uses for the model.
-    - `over` is what a chunk sees while it is encoded: nothing (`standalone`), as in the paper, or the prompt's prefix.
-    - `steps`, or else `epochs` over the data. A step has `batch` × `gradient_accumulation` rows.
-    - `prompt` is the prompt around `{"prompt", "blocks"}` lines, usually an index's.
-    """
-
-    model: str
-    output: Path
-    data: Path | None = None
-    eval_data: Path | None = None
-    questions: int = 384
-    header: int = 8
-    trailer: int = 8
-    sink: Literal["auto", "prefix", "bos", "none"] = "auto"
-    over: Literal["standalone", "prefixed"] = "standalone"
-    answer_tokens: int = 64
-    epochs: float = 30.0
-    steps: int | None = None
-    lr: float = 5e-4
-    batch: int = 8
-    gradient_accumulation: int = 8
-    prompt: PromptConfig = field(default_factory=PromptConfig)
-    seed: int = 0
-    checkpoint_every: int = 10
-    resume: bool = True
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        one_of("sink", self.sink, ("auto", *SINKS))
-        one_of("over", self.over, OVER)
-        for name in ("questions", "answer_tokens", "steps", "batch", "gradient_accumulation", "checkpoint_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}.")
-        for name in ("header", "trailer"):
-            if not 0 <= getattr(self, name) <= 256:
-                raise ConfigError(f"{name} must lie between 0 and 256, not {getattr(self, name)}.")
-        if self.header + self.trailer == 0:
-            raise ConfigError("A packet needs a header or a trailer; give one of them at least 1 vector.")
-        for name in ("epochs", "lr"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}.")
 
 
 def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -> dict[str, Any]:
@@ -129,7 +73,7 @@ def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -
     model = load_model(config.model, dtype="bfloat16" if half else "float32", device=str(device))
     require_supported(make_engine("block", {}), model)
     model.require_vectors()
-    settings = {name: value for name, value in asdict(config).items() if name not in _SCOPE}
+    settings = resumed_settings(config)
     for name in ("data", "eval_data"):
         settings[name] = None if (path := getattr(config, name)) is None else file_digest(path)
     settings |= {"prompt": config.prompt.facts(), "model": weights_digest(model), "half": half}
@@ -214,8 +158,7 @@ class PacketTraining:
             "reencode": model.checkpoint.recommended.get("positions") != "kept",
             "over": config.over,
         }
-        if config.over == "prefixed" and (self.sink != "prefix" or not self._layout["reencode"]):
-            raise ConfigError('over = "prefixed" has seen the whole prefix: keep the sink "prefix" and the positions.')
+        require_layout(config.over, self.sink, reencode=self._layout["reencode"])
         width = self._learner.get_input_embeddings().weight.shape[1]
         drawn = torch.Generator().manual_seed(config.seed)
         self.vectors = torch.empty(config.header + config.trailer, width).normal_(0, _STD, generator=drawn)
@@ -291,13 +234,11 @@ class PacketTraining:
         """One step; the loss per token of its answers."""
         config = self._config
         rows = config.batch * config.gradient_accumulation
-        drawn = [
-            lessons[_drawn(config.seed, index, len(lessons))]
-            for index in range(self.step * rows, self.step * rows + rows)
-        ]
-        tokens, total = sum(len(parts.response) for parts in drawn), 0.0
+        first = self.step * rows
+        some = [lessons[drawn(config.seed, index, len(lessons))] for index in range(first, first + rows)]
+        tokens, total = sum(len(parts.response) for parts in some), 0.0
         for start in range(0, rows, config.batch):
-            divergence, _ = self._compare(drawn[start : start + config.batch])
+            divergence, _ = self._compare(some[start : start + config.batch])
             loss = divergence.sum() / tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
@@ -352,9 +293,3 @@ class PacketTraining:
             ragkv_rows=mask,
         ).logits
         return found[:, :-1][columns["labels"][:, 1:] != IGNORED].float()
-
-
-def _drawn(seed: int, index: int, count: int) -> int:
-    """The question of a row, which depends on nothing else: each epoch has an order of its own."""
-    epoch, place = divmod(index, count)
-    return random.Random(f"{seed}:{epoch}").sample(range(count), count)[place]

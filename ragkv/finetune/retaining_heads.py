@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,53 +18,15 @@ from torch import Tensor, nn
 
 from ragkv.attention.partial import LayerCall
 from ragkv.config import PromptConfig
-from ragkv.errors import ConfigError, UsageError
+from ragkv.errors import UsageError
+from ragkv.finetune.config import RetainingConfig, resumed_settings
 from ragkv.finetune.data import ExampleTokens, Progress, file_digest, read_examples, tokenise
-from ragkv.model.apb.compressors import INNER, POOL, RetainingHeads, highest_logits, widths_of
+from ragkv.model.apb.compressors import RetainingHeads, highest_logits, widths_of
 from ragkv.model.apb.document import AnchorAttention
 from ragkv.model.checkpoint import HEADS
 
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
-
-_SCOPE = ("output", "resume", "device", "checkpoint_every")
-"""Settings that may change when a run is resumed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetainingConfig:
-    """The settings of a training; the defaults are the paper's (APB). `output` None: beside the model.
-
-    Lines of more than `max_tokens` tokens are left out. A token has the highest of the scores of `pool` neighbours.
-    """
-
-    model: str
-    data: Path
-    output: Path | None = None
-    steps: int = 3000
-    warmup: int = 300
-    lr: float = 5e-4
-    clip: float = 0.5
-    smooth: float = 0.0025
-    inner: int = INNER
-    pool: int = POOL
-    max_tokens: int = 10240
-    seed: int = 0
-    checkpoint_every: int = 100
-    resume: bool = True
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "inner", "max_tokens", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
-        if not (0 < self.pool < 1000 and self.pool % 2):
-            raise ConfigError(f"pool must be an odd number below 1000, not {self.pool}.")
-        for name in ("lr", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)}.")
-        if self.warmup < 0 or not 0 <= self.smooth < math.inf:
-            raise ConfigError("warmup and smooth must be at least 0.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,8 +96,7 @@ def train_retaining_heads(config: RetainingConfig, *, on_progress: Progress | No
     if not parts:
         raise UsageError(f"All lines of {config.data} are longer than {config.max_tokens} tokens; give --max-tokens.")
     identity = model.checkpoint.digest(model.revision)
-    settings = {name: value for name, value in asdict(config).items() if name not in _SCOPE}
-    settings |= {"data": file_digest(config.data), "model": identity}
+    settings = resumed_settings(config) | {"data": file_digest(config.data), "model": identity}
     torch.manual_seed(config.seed)
     heads = RetainingHeads(widths, config.inner).to(model.device)
     losses = _train(config, model, heads, parts, path.with_suffix(".training"), settings, on_progress)
@@ -179,7 +140,7 @@ def _train(
         schedule.load_state_dict(state["schedule"])
         first, losses = state["step"], state["told"]
     for step in range(first, config.steps):
-        loss = _loss(config, model, heads, parts[_drawn(config.seed, step, len(parts))])
+        loss = _loss(config, model, heads, parts[drawn(config.seed, step, len(parts))])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(heads.parameters(), config.clip)
@@ -217,7 +178,7 @@ def load_checkpoint(path: Path, settings: dict[str, Any], model: LanguageModel) 
     return state
 
 
-def _drawn(seed: int, step: int, count: int) -> int:
+def drawn(seed: int, step: int, count: int) -> int:
     """The example of a step, which depends on nothing else: each epoch has an order of its own."""
     epoch, place = divmod(step, count)
     return random.Random(f"{seed}:{epoch}").sample(range(count), count)[place]

@@ -1,0 +1,208 @@
+"""The settings of `ragkv finetune`, whose commands make an option of every field with a `Setting`; without torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from ragkv.config import PromptConfig, one_of
+from ragkv.errors import ConfigError
+
+_SCOPE = ("output", "resume", "device", "checkpoint_every")
+"""Settings that may change when a run is resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field means. `default`: what an unset one stands for; `option`: its name where it is not the field's."""
+
+    about: str
+    default: str | None = None
+    option: str | None = None
+
+
+Seed = Annotated[int, Setting("Seed of weights and data.")]
+CheckpointEvery = Annotated[int, Setting("Steps between checkpoints.")]
+Resume = Annotated[bool, Setting("Continue from the last checkpoint, or start again.")]
+Steps = Annotated[int | None, Setting("Steps, instead of --epochs.")]
+FrozenModel = Annotated[str, Setting("Model folder or hub id; it is not changed.")]
+
+
+def resumed_settings(config: Any) -> dict[str, Any]:
+    """The settings that must be the same when a run is resumed."""
+    return {name: value for name, value in asdict(config).items() if name not in _SCOPE}
+
+
+def _require(config: Any, *, counts: tuple[str, ...], amounts: tuple[str, ...]) -> None:
+    """ConfigError for a count below 1, and for an amount that is not above 0; None is allowed."""
+    for name in (*counts, *amounts):
+        value = getattr(config, name)
+        if value is not None and name in counts and value < 1:
+            raise ConfigError(f"{name} must be at least 1, not {value}.")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be above 0, not {value}.")
+
+
+def require_layout(over: str, sink: str, *, reencode: bool) -> None:
+    """ConfigError for a layout that no engine reads."""
+    if over == "prefixed" and (sink != "prefix" or not reencode):
+        raise ConfigError('over = "prefixed" has seen the whole prefix: keep the sink "prefix" and the positions.')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTuneConfig:
+    """The settings of a block fine-tuning. They are written to the tuned model's `ragkv.json`.
+
+    A step has `batch` × `gradient_accumulation` rows. `lora_rank` None tunes all weights. `learning_rate` None means
+    the paper's 2e-5 for all weights, and 2e-4 for LoRA. It rises over `warmup` steps (at most a tenth of all) and falls
+    linearly to zero. `reencode` False is the paper's ablation "w/o-pos". `prompt` is the prompt around
+    `{"prompt", "blocks"}` lines, usually an index's. Its `bos` applies to all lines; "auto" is what the model that is
+    tuned declares.
+    """
+
+    model: Annotated[str, Setting("Model folder or hub id to tune; `mini` is the bundled one.")]
+    data: Annotated[Path, Setting("JSONL file to learn from (docs/finetune.md).")]
+    output: Annotated[Path, Setting("Folder for the tuned model; checkpoints are kept in it too.")]
+    eval_data: Annotated[
+        Path | None, Setting("JSONL file whose loss is measured in both layouts, before and after.")
+    ] = None
+    epochs: Annotated[float, Setting("Times that the data is gone through.")] = 1.0
+    steps: Steps = None
+    learning_rate: Annotated[
+        float | None, Setting("Highest learning rate.", "2e-4 for LoRA, 2e-5 for all weights", "--lr")
+    ] = None
+    warmup: int = 20
+    batch: Annotated[int, Setting("Rows at once on a device.")] = 1
+    gradient_accumulation: Annotated[int, Setting("Batches that make one step.")] = 16
+    full_share: Annotated[float, Setting("Share of rows under full attention, so that `full` stays good; 0 to 1.")] = (
+        0.5
+    )
+    lora_rank: int | None = 16
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"], Setting("auto (bfloat16 where the GPU has it), float32 or bfloat16.")
+    ] = "auto"
+    gradient_checkpointing: Annotated[bool, Setting("Compute activations twice instead of keeping them.")] = False
+    sink: Annotated[
+        Literal["prefix", "bos", "none"],
+        Setting("Block before the first document: prefix, bos (its first token) or none."),
+    ] = "prefix"
+    reencode: bool = True
+    over: Annotated[
+        Literal["standalone", "prefixed"],
+        Setting("Chunk KV to tune for: standalone, as in the paper, or prefixed, after the prompt's prefix."),
+    ] = "standalone"
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    seed: Seed = 0
+    checkpoint_every: Annotated[int, Setting("Steps between checkpoints, and between measurements of --eval-data.")] = (
+        100
+    )
+    resume: Resume = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        one_of("sink", self.sink, ("prefix", "bos", "none"))
+        one_of("over", self.over, ("standalone", "prefixed"))
+        require_layout(self.over, self.sink, reencode=self.reencode)
+        _require(
+            self,
+            counts=("steps", "lora_rank", "batch", "gradient_accumulation", "checkpoint_every"),
+            amounts=("epochs", "learning_rate"),
+        )
+        if not 0 <= self.full_share <= 1:
+            raise ConfigError(f"full_share must lie between 0 and 1, not {self.full_share}.")
+        if self.sink == "bos" and self.prompt.bos == "none":
+            raise ConfigError('The sink "bos" needs a BOS, but the prompt has none; use the sink "prefix" or "none".')
+        if self.warmup < 0:
+            raise ConfigError(f"warmup must be at least 0, not {self.warmup}.")
+
+    @property
+    def rate(self) -> float:
+        """The highest learning rate."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 2e-5 if self.lora_rank is None else 2e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetainingConfig:
+    """The settings of a training of retaining heads; the defaults are the paper's (APB)."""
+
+    model: FrozenModel
+    data: Annotated[Path, Setting("JSONL file to learn from (docs/finetune.md).")]
+    output: Annotated[Path | None, Setting("File for the heads.", "beside the model")] = None
+    steps: Annotated[int, Setting("Steps, of one line each.")] = 3000
+    warmup: Annotated[int, Setting("Steps in which the learning rate rises.")] = 300
+    lr: Annotated[float, Setting("Highest learning rate.")] = 5e-4
+    clip: Annotated[float, Setting("Longest gradient.")] = 0.5
+    smooth: Annotated[float, Setting("Weight of the loss of neighbouring scores.")] = 0.0025
+    inner: Annotated[int, Setting("Width of the heads' hidden layer.")] = 1024
+    pool: Annotated[int, Setting("A token gets the highest score of this many neighbours, an odd number.")] = 5
+    max_tokens: Annotated[int, Setting("Longer lines are left out.")] = 10240
+    seed: Seed = 0
+    checkpoint_every: CheckpointEvery = 100
+    resume: Resume = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        _require(self, counts=("steps", "inner", "max_tokens", "checkpoint_every"), amounts=("lr", "clip"))
+        if not (0 < self.pool < 1000 and self.pool % 2):
+            raise ConfigError(f"pool must be an odd number below 1000, not {self.pool}.")
+        if self.warmup < 0 or not 0 <= self.smooth < math.inf:
+            raise ConfigError("warmup and smooth must be at least 0.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacketConfig:
+    """The settings of a training of a packet; the defaults are the paper's.
+
+    The responses in the data are not used, but answers of the model's own. A step has `batch` ×
+    `gradient_accumulation` rows. `prompt` is the prompt around `{"prompt", "blocks"}` lines, usually an index's.
+    """
+
+    model: FrozenModel
+    output: Annotated[Path, Setting("File for the packet.")]
+    data: Annotated[
+        Path | None, Setting("JSONL file of questions to learn from (docs/finetune.md).", "generated ones")
+    ] = None
+    eval_data: Annotated[
+        Path | None, Setting("JSONL file of questions to measure with.", "one of eight is held out")
+    ] = None
+    questions: Annotated[int, Setting("Questions to generate, without --data.")] = 384
+    header: Annotated[int, Setting("Vectors before each chunk.")] = 8
+    trailer: Annotated[int, Setting("Vectors after each chunk.")] = 8
+    sink: Annotated[
+        Literal["auto", "prefix", "bos", "none"],
+        Setting("Block before the first document: prefix, bos, none, or auto, as the engine `block` has it."),
+    ] = "auto"
+    over: Annotated[
+        Literal["standalone", "prefixed"],
+        Setting("What chunks see while they are encoded: standalone, as in the paper, or prefixed."),
+    ] = "standalone"
+    answer_tokens: Annotated[int, Setting("Most tokens of an answer of the model.")] = 64
+    epochs: Annotated[float, Setting("Times that the questions are gone through.")] = 30.0
+    steps: Steps = None
+    lr: Annotated[float, Setting("Learning rate at the first step; it falls to zero.")] = 5e-4
+    batch: Annotated[int, Setting("Rows at once on a device.")] = 8
+    gradient_accumulation: Annotated[int, Setting("Batches that make one step.")] = 8
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    seed: Seed = 0
+    checkpoint_every: CheckpointEvery = 10
+    resume: Resume = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("sink", self.sink, ("auto", "prefix", "bos", "none"))
+        one_of("over", self.over, ("standalone", "prefixed"))
+        _require(
+            self,
+            counts=("questions", "answer_tokens", "steps", "batch", "gradient_accumulation", "checkpoint_every"),
+            amounts=("epochs", "lr"),
+        )
+        for name in ("header", "trailer"):
+            if not 0 <= getattr(self, name) <= 256:
+                raise ConfigError(f"{name} must lie between 0 and 256, not {getattr(self, name)}.")
+        if self.header + self.trailer == 0:
+            raise ConfigError("A packet needs a header or a trailer; give one of them at least 1 vector.")
