@@ -531,7 +531,7 @@ def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Para
     return tuple(dict.fromkeys(found))
 
 
-def shared_spoken(question: str, passage: str) -> int:
+def shared_words(question: str, passage: str) -> int:
     """The number of words, without stop words, that a question shares with a passage."""
     return len(_spoken(question) & _spoken(passage))
 
