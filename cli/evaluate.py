@@ -321,7 +321,8 @@ def answers(
             reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
             found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
             asked, source = _of_tasks(choice, embedder, reranker, dtype)
-        against = None if baseline == "none" or (baseline == "full" and not _has(asked, "full")) else baseline
+        usual = baseline == "full" and all(one.label != "full" for one in asked)
+        against = None if baseline == "none" or usual else baseline
         if against is not None:
             require_baseline(asked, against)
         with kept_steps("eval answers", work, silent=quiet or as_json) as notify:
@@ -427,10 +428,6 @@ def _of_tasks(
     return asked, TaskSource(scorer, device=choice.device)
 
 
-def _has(asked: list[Candidate], name: str) -> bool:
-    return any(one.label == name for one in asked)
-
-
 def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
     """The tasks of a file, or a built-in task at every size."""
     from ragkv.evaluation.io import parse_specs
@@ -530,9 +527,9 @@ def retrieval(
 
     Example: `ragkv eval retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
     """
-    from ragkv.evaluation.beir import read_benchmark
     from ragkv.evaluation.ranking import measure
     from ragkv.evaluation.retrieval import Settings, corpus_searches, index_searches, judged_questions, load_models
+    from ragkv.evaluation.tasks.files import read_benchmark
     from ragkv.pipeline import RagKV
 
     depths = sorted(given_numbers("--k", k))

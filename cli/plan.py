@@ -375,10 +375,6 @@ def _table(found: Survey) -> None:
     echo(f"Families of transformers {found.transformers}: {len(found.verdicts)}; exact: {exact}.")
 
 
-def _context(requirements: ModelRequirements) -> str:
-    return size(1000 * requirements.kv_bytes["raw"])
-
-
 def _show(requirements: ModelRequirements) -> None:
     able = [name for name, reason in requirements.engines.items() if reason is None]
     rows = [
@@ -386,7 +382,8 @@ def _show(requirements: ModelRequirements) -> None:
         ("parameters", f"{requirements.parameters / 1e6:,.1f}M, {requirements.dtype} on {requirements.device}"),
         (
             "memory",
-            f"{size(requirements.weight_bytes)} of weights, {_context(requirements)} for 1,000 tokens of context",
+            f"{size(requirements.weight_bytes)} of weights, {size(1000 * requirements.kv_bytes['raw'])} for 1,000 "
+            "tokens of context",
         ),
         ("positions", "no limit known" if requirements.positions is None else f"{requirements.positions:,}"),
         ("engines", ", ".join(able)),

@@ -245,7 +245,8 @@ def sniff(data: bytes) -> str:
     if b"%PDF-" in data[:1024]:
         return _type("pdf")
     if data.startswith(b"PK\x03\x04"):
-        return _type("docx") if _is_docx(data) else TEXT
+        # a ZIP stores its members' names uncompressed; its directory, which may be huge, is not read
+        return _type("docx") if b"word/" in data else TEXT
     sample = data[:_SAMPLE] if len(data) <= _SAMPLE else data[:_SAMPLE].rpartition(b"\n")[0] or data[:_SAMPLE]
     try:
         text = decode(sample[: len(sample) & ~1] if sample[:2] in (b"\xff\xfe", b"\xfe\xff") else sample)
@@ -265,11 +266,6 @@ def _type(suffix: str) -> str:
     found = media_type_of(suffix)
     assert found is not None  # all types that `sniff` names are built in
     return found
-
-
-def _is_docx(data: bytes) -> bool:
-    """Look for a member's name, which a ZIP stores uncompressed, without reading its directory, which may be huge."""
-    return b"word/" in data
 
 
 def _is_html(text: str) -> bool:

@@ -459,7 +459,7 @@ class WriterLock:
             lease.close()
 
     def _acquire(self, command: str, timeout: float | None, on_wait: Callable[[Holder], None]) -> _Lease:
-        began, pause, payload = time.monotonic(), 0.005, None
+        began, pause, reported = time.monotonic(), 0.005, None
         while True:
             try:
                 lease = _Lease(self._path)
@@ -483,9 +483,9 @@ class WriterLock:
                     f"{self._path.parent} is being written by {holder or 'another process'}: "
                     "wait until that has ended, or stop it; what it has committed stays"
                 )
-            if holder is not None and holder != payload:
+            if holder is not None and holder != reported:
                 on_wait(holder)
-                payload = holder
+                reported = holder
             time.sleep(pause)
             pause = min(2 * pause, _POLL)
 

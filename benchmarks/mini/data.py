@@ -417,16 +417,18 @@ def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, 
     pools: dict[str, list[Callable[[], QASample]]] = {kind: [] for kind in (*_SHARES, *_EXPERT_SHARES)}
     alone = len(texts) <= 2
     unknown = set(unstated(world.facts, facts))
-    message = {fact.sentence: fact for fact in world.facts}
+    stated = {fact.sentence: fact for fact in world.facts}
     for question in _one_wording(rng, world.questions):
         support = [sentence in stands for sentence in question.support]
         if all(support):
             kind = "one" if question.hops == 1 else "two"
             pools[kind].append(partial(hop_ask, question, rephrased=rng.random() < REPHRASED_SHARE))
         elif question.hops == 1:
-            pools["unsure"].append(partial(_unsure_ask, question))
+            # the true answer, which the context lacks: its subject is given, and the rest weighs little
+            given = len(question.titles[0])
+            pools["unsure"].append(partial(QASample, question.question, question.answer, given=given))
         elif support[0]:
-            if alone or message[question.support[1]] in unknown:
+            if alone or stated[question.support[1]] in unknown:
                 pools["half"].append(partial(_half_ask, question, unsure=alone))
         else:
             pools["begun" if support[1] else "lost"].append(partial(_begun_ask, question, known=support[1]))
@@ -449,11 +451,6 @@ def _one_wording(rng: random.Random, questions: Iterable[WorldQuestion]) -> list
     """One wording of each question; wordings of one question follow each other."""
     groups = groupby(questions, key=lambda question: (question.relation, question.support, question.titles))
     return [rng.choice(list(group)) for _, group in groups]
-
-
-def _unsure_ask(question: WorldQuestion) -> QASample:
-    """The true answer, which the context lacks. Its subject is given, and the rest weighs little."""
-    return QASample(question.question, question.answer, given=len(question.titles[0]))
 
 
 def _half_ask(question: WorldQuestion, *, unsure: bool) -> QASample:
@@ -618,8 +615,8 @@ def shot_sample(
     for number in range(questions):
         seen = bool(drawn.shown) and number % 2 == 0
         group, thing = rng.choice(drawn.shown) if seen else drawn.fresh(rng)
-        same = [message for (_, shown), message in zip(drawn.shown, sentences, strict=True) if shown == thing]
-        alike = [message for (kind, _), message in zip(drawn.shown, sentences, strict=True) if kind == group]
+        same = [sentence for (_, shown), sentence in zip(drawn.shown, sentences, strict=True) if shown == thing]
+        alike = [sentence for (kind, _), sentence in zip(drawn.shown, sentences, strict=True) if kind == group]
         question = shot_text(neutral_sentence(rng, thing, _PLACES))
         if alike:
             asks.append(_ask(question, rng.choice(same or alike), drawn.labels[group]))
@@ -628,8 +625,8 @@ def shot_sample(
     return pack(tokenizer, drawn.chunks(sentences, size), asks, block=block)
 
 
-def _ask(question: str, message: str, label: str) -> QASample:
+def _ask(question: str, sentence: str, label: str) -> QASample:
     """The thing and its place decide which shot is read; they weigh half as much as the label, which is the answer."""
-    text = f"{message} Label: {label}"
-    shot = len("The "), len(message) - 1, GOLD_WEIGHT / 2
+    text = f"{sentence} Label: {label}"
+    shot = len("The "), len(sentence) - 1, GOLD_WEIGHT / 2
     return QASample(question, text, (shot, (len(text) - len(label), len(text), GOLD_WEIGHT)))

@@ -170,8 +170,8 @@ def world_step(
                 ask = RetrievalQuery(question=question.question, answers=answers, named=True)
                 (named if question.hops == 1 else bridged).append(ask)
         for other in paraphrases(world, seed=rng.getrandbits(30), wordings=1):
-            result = set(where.any_of(other.traits))
-            if answers := tuple(place for place in where.any_of([other.fact]) if place in result):
+            identified = set(where.any_of(other.traits))
+            if answers := tuple(place for place in where.any_of([other.fact]) if place in identified):
                 described.append(RetrievalQuery(question=other.question, answers=answers, named=False))
     counts = [round(asks * NAMED_SHARE), round(asks * BRIDGE_SHARE)]
     counts.append(asks - sum(counts))
@@ -333,7 +333,7 @@ def run_training(
         first, spent = saved["step"], saved["seconds"]
     started = time.perf_counter() - spent
     for number in range(first, config.steps):
-        loss, result = step(number)
+        loss, figures = step(number)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(parameters, config.clip)
@@ -343,7 +343,7 @@ def run_training(
         seconds = time.perf_counter() - started
         if on_progress is not None:
             done = {"step": number + 1, "steps": config.steps, "loss": loss.item()}
-            on_progress({**done, **result, "lr": lr, "seconds": seconds})
+            on_progress({**done, **figures, "lr": lr, "seconds": seconds})
         if (number + 1) % config.checkpoint_every == 0 or number + 1 == config.steps:
             state = {name: part.state_dict() for name, part in parts.items()}
             facts = {"shape": asdict(config.shape), "steps": config.steps, "step": number + 1, "seconds": seconds}
@@ -624,12 +624,12 @@ def train_reranker(
         with torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16, enabled=config.autocast):
             hidden = model.roberta(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0]
             logits = model.classifier(hidden)
-            result = token_head(hidden).squeeze(-1)  # (pairs, tokens)
+            guessed = token_head(hidden).squeeze(-1)  # (pairs, tokens)
         scores = logits.float().view(right.shape)  # (questions, group)
         ordered = F.cross_entropy(scores, right.float().argmax(1))
         judged = F.binary_cross_entropy_with_logits(scores, right.float())
         known = matched >= 0
-        off = F.mse_loss(result.float()[known], matched[known])
+        off = F.mse_loss(guessed.float()[known], matched[known])
         first = right.gather(1, scores.argmax(1, keepdim=True)).float().mean().item()
         return ordered + judged + MATCH_WEIGHT * off, {"first": first, "off": off.item()}
 

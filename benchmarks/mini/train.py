@@ -237,12 +237,12 @@ def chosen_config(
     if start is None:
         return replace(config, stages=stages, layers=_FULL_LAYERS if full_only else config.layers)
     try:
-        payload = json.loads((start / "config.json").read_text(encoding="utf-8"))
+        stored = json.loads((start / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{start} holds no config.json that can be read; give the folder of a mini model.") from error
     wanted = {"model_type": "llama", **config.shape()}
-    own = payload.get("num_hidden_layers") if isinstance(payload, dict) else None
-    if not isinstance(own, int) or any(payload.get(name) != value for name, value in wanted.items()):
+    own = stored.get("num_hidden_layers") if isinstance(stored, dict) else None
+    if not isinstance(own, int) or any(stored.get(name) != value for name, value in wanted.items()):
         raise UsageError(f"{start} is no mini model: its config.json must have {wanted} and num_hidden_layers.")
     return replace(config, stages=stages, start=str(start), layers=own if full_only else max(own, config.layers))
 
@@ -346,12 +346,9 @@ def _unpadded(padded: Tensor, heads: int, taken: Tensor) -> Tensor:
 
 def _causal_scores(q: Tensor, k: Tensor) -> Tensor:
     """q·kᵀ with a causal mask; the queries belong to the last tokens of the keys."""
-    return torch.baddbmm(_ahead(q.shape[1], k.shape[1]), q, k.transpose(-1, -2))
-
-
-def _ahead(queries: int, keys: int) -> Tensor:
-    """An additive causal mask, (queries, keys): the most negative number where a key follows the query."""
-    return torch.full((queries, keys), torch.finfo(torch.float32).min).triu_(1 + keys - queries)
+    queries, keys = q.shape[1], k.shape[1]
+    ahead = torch.full((queries, keys), torch.finfo(torch.float32).min).triu_(1 + keys - queries)
+    return torch.baddbmm(ahead, q, k.transpose(-1, -2))
 
 
 def _places(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ class TreeCopy:
     """The tracked and new files of the working tree in a folder of its own, and what imports `ragkv` from there."""
 
     def __init__(self, folder: Path) -> None:
-        self.tree, self._site, self.message = folder / "tree", folder / "site", folder / "said.txt"
+        self.tree, self._site, self.output = folder / "tree", folder / "site", folder / "output.txt"
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
         for name in subprocess.check_output(listed, cwd=ROOT, text=True).split("\0"):
             if name and (ROOT / name).is_file():
@@ -92,7 +92,7 @@ class TreeCopy:
 
     def test(self, arguments: tuple[str, ...]) -> int:
         """pytest's exit code for these arguments, or `ENDLESS`."""
-        child = FORKS.Process(target=_pytest, args=(self.tree, self._site, self.message, arguments))
+        child = FORKS.Process(target=_pytest, args=(self.tree, self._site, self.output, arguments))
         child.start()
         try:
             child.join(SECONDS)
@@ -103,11 +103,11 @@ class TreeCopy:
         return ENDLESS if late else child.exitcode or 0
 
 
-def _pytest(tree: Path, site: Path, message: Path, arguments: tuple[str, ...]) -> None:
+def _pytest(tree: Path, site: Path, log: Path, arguments: tuple[str, ...]) -> None:
     """One run of pytest over the copy, in a process that has torch and transformers already."""
     os.setsid()
     os.chdir(tree)
-    with message.open("wb") as output:
+    with log.open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     # the copy before what is installed, and no folder of the caller's: the tree's own `ragkv/` lacks the other folders
@@ -176,7 +176,7 @@ def judge(copy: TreeCopy, mutant: Mutant, unharmed: dict[tuple[str, ...], int]) 
         path.write_text(honest, encoding="utf-8")
     if code == 0:
         return ("equivalent", "") if mutant.equivalent else ("survived", "")
-    by = "not in time" if code == ENDLESS else next(iter(FIRST.findall(copy.message.read_text(errors="replace"))), "")
+    by = "not in time" if code == ENDLESS else next(iter(FIRST.findall(copy.output.read_text(errors="replace"))), "")
     return ("broken", f"the list calls it equivalent: {by}") if mutant.equivalent else ("killed", by)
 
 

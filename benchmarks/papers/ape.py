@@ -88,10 +88,11 @@ def search_gamma(ask: Ask, line: TableRow, *, chunks: int) -> tuple[float, str]:
     lines = [replace(line, engine=f"pced(gamma={gamma:g})") for gamma in _GAMMAS]
     right = dict(zip(_GAMMAS, map(_mean, ask(tasks, lines)), strict=True))
     best = max(_GAMMAS, key=lambda gamma: right[gamma])
+    asked = sum(len(task.examples) for task in tasks)
     swept = ", ".join(f"{100 * right[gamma]:.1f} at {gamma:g}" for gamma in sorted(right))
     return best, (
-        f"γ = {best:g} was chosen on {_counted(tasks)}, {chunks} chunks, half of one hop and half of two: "
-        f"{swept} % right."
+        f"γ = {best:g} was chosen on {asked} questions over training worlds, seed {_SEED}, {chunks} chunks, half of "
+        f"one hop and half of two: {swept} % right."
     )
 
 
@@ -116,10 +117,6 @@ def _portions(tasks: Sequence[Task]) -> list[list[Task]]:
         ]
         for start in range(0, most, _PORTION)
     ]
-
-
-def _counted(tasks: Sequence[Task]) -> str:
-    return f"{sum(len(task.examples) for task in tasks)} questions over training worlds, seed {_SEED}"
 
 
 def _mean(results: Sequence[ExampleResult]) -> float:
@@ -189,10 +186,6 @@ _SHOTS = (0, 4, 16, 64, 256)
 _FEWER = {64: 40, 256: 24}  # questions, because a prompt of 6,000 tokens takes long
 
 
-def _shots(count: int) -> Column:
-    return Column(label=f"{count} shots", task="icl(shots=4)", chunks=count // 4, limit=_FEWER.get(count))
-
-
 _SEARCHED = "APE, T and S searched"
 
 
@@ -210,7 +203,10 @@ APE_3 = Table(
         TableRow(label="block", engine="block"),
         TableRow(label="PCED", engine="pced"),
     ),
-    columns=tuple(_shots(count) for count in _SHOTS),
+    columns=tuple(
+        Column(label=f"{count} shots", task="icl(shots=4)", chunks=count // 4, limit=_FEWER.get(count))
+        for count in _SHOTS
+    ),
     prepare=partial(with_searched_pair, lines=[_SEARCHED], chunks=4, task="icl(shots=4)"),
     paper=tuple(
         Paper(

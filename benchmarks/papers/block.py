@@ -196,10 +196,6 @@ _STEPS = (0, 10, 25, 50, 100, 150, 200)
 _KINDS = ("one hop", "two hops")
 
 
-def _column(kind: str, step: int) -> Column:
-    return Column(label=f"{kind}, step {step}", task=f'passages(kind="{kind}")')
-
-
 BLOCK_4 = Table(
     name="block-4",
     title="Block-Attention Figure 4: accuracy over fine-tuning steps",
@@ -209,7 +205,9 @@ BLOCK_4 = Table(
         TableRow(label=_TUNED, engine="block"),
         TableRow(label=_KEPT, engine="block(preset=no-positions)"),
     ),
-    columns=tuple(_column(kind, step) for kind in _KINDS for step in _STEPS),
+    columns=tuple(
+        Column(label=f"{kind}, step {step}", task=f'passages(kind="{kind}")') for kind in _KINDS for step in _STEPS
+    ),
     models={"": _ABLATION},
     read=read_steps,
     orders=tuple(

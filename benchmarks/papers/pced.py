@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -291,10 +292,6 @@ _SIZES = (8, 16, 32, 64, 128)
 _FEWER = {64: 24, 128: 12}  # questions, because a prompt of 7,000 tokens takes long
 
 
-def _sized(kind: str, size: int) -> Column:
-    return _column(kind, f"{kind}, k={size}", chunks=size, more=", pool=128", limit=_FEWER.get(size))
-
-
 def _at_every_size(kind: str) -> list[str]:
     return [f"{kind}, k={size}" for size in _SIZES]
 
@@ -305,7 +302,11 @@ PCED_6 = Table(
     follows="PCED Figure 6",
     lines=(_line("PCED", "pced"), _line("All", "all"), *_APE),
     prepare=_searched,
-    columns=tuple(_sized(kind, size) for kind in ("one hop", "two hops") for size in _SIZES),
+    columns=tuple(
+        _column(kind, f"{kind}, k={size}", chunks=size, more=", pool=128", limit=_FEWER.get(size))
+        for kind in ("one hop", "two hops")
+        for size in _SIZES
+    ),
     orders=(
         *along(["PCED"], "one hop, k=128", "~", "one hop, k=8", "NQ stays at about 85 from k=8 to 128 (C.5)", within=2),
         *along(["PCED"], "two hops, k=128", "~", "two hops, k=8", "HotpotQA stays within 63 to 65 (C.5)", within=2),
@@ -409,14 +410,6 @@ _CODECS = ("raw", "zstd", "int8", "int4")
 _KINDS = ("one hop", "two hops")
 
 
-def _codec_column(kind: str) -> Column:
-    return Column(label=kind, task=f'passages(kind="{kind}")')
-
-
-def _same(kind: str) -> Column:
-    return Column(label=f"{kind}, same as raw", task=f'passages(kind="{kind}")', measure="same")
-
-
 def _orders(name: str) -> list[Order]:
     exact = "zstd is lossless (docs/formats.md)"
     close = "8 bits keep the answers (docs/formats.md); no table of a paper"
@@ -442,7 +435,10 @@ CODECS = Table(
         for name, engine in _ENGINES.items()
         for codec in _CODECS
     ),
-    columns=(*map(_codec_column, _KINDS), *map(_same, _KINDS)),
+    columns=(
+        *(_column(kind, chunks=8) for kind in _KINDS),
+        *(replace(_column(kind, chunks=8), label=f"{kind}, same as raw", measure="same") for kind in _KINDS),
+    ),
     orders=tuple(order for name in _ENGINES for order in _orders(name)),
     prepare=partial(with_searched_pair, lines=[f"{_CODEC_SEARCH}, {codec}" for codec in _CODECS], chunks=8),
     limit=60,

@@ -126,30 +126,29 @@ def measure_index(
 
 
 def _measured(folder: Path, size: int, parts: Sequence[str], rounds: int, show: Step, run: Run) -> list[Any]:
-
-    def payload(what: str, stage: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+    def measured(what: str, stage: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
         show(0, 0, f"{size:,} chunks: {what}")
         return run(
             stage, folder, size, *arguments, on_progress=lambda done, of: show(done, of, f"{size:,} chunks: {what}")
         )
 
-    found = payload("make", make)
+    found = measured("make", make)
     if "open" in parts:
-        found += payload("open", open_index, "open after the ingest")
-        found += payload("open", open_index, "open")
+        found += measured("open", open_index, "open after the ingest")
+        found += measured("open", open_index, "open")
     for mode in MODES:
         if not is_built(folder, size, mode) and {"ask", "where", "change"} & set(parts):
-            built = payload(f"build {mode}", build, mode)
+            built = measured(f"build {mode}", build, mode)
             found += built if "ask" in parts else []
         if "ask" in parts:
-            found += payload(f"ask {mode}", ask, mode)
+            found += measured(f"ask {mode}", ask, mode)
         if "where" in parts:
-            found += payload(f"ask {mode} --where", filter_by, mode)
+            found += measured(f"ask {mode} --where", filter_by, mode)
     if "change" in parts:
-        found += payload("change", change, MODES, rounds)
+        found += measured("change", change, MODES, rounds)
     for what in ("stats", "verify --quick", "gc --dry-run"):
         if "upkeep" in parts:
-            found += payload(what, check, what)
+            found += measured(what, check, what)
     return found
 
 

@@ -98,7 +98,7 @@ class LoadClient:
             **{_V1_NAMES.get(name, name): value for name, value in asked.items() if name != "question"},
         }
         start = time.perf_counter()
-        first, message, tokens, error = 0.0, [], 0, None
+        first, texts, tokens, error = 0.0, [], 0, None
         async with self._asked("POST", "/v1/chat/completions", json.dumps(body).encode()) as (status, blocks):
             if status != 200:
                 found = json.loads(b"".join([block async for block in blocks]))
@@ -110,11 +110,11 @@ class LoadClient:
                     for choice in event.get("choices", ()):
                         if text := choice["delta"].get("content"):
                             first = first or time.perf_counter() - start
-                            message.append(text)
-                    if leave is not None and len(message) >= leave:
+                            texts.append(text)
+                    if leave is not None and len(texts) >= leave:
                         break
         whole = time.perf_counter() - start
-        return StreamOutcome(status=status, text="".join(message), first=first, whole=whole, tokens=tokens, error=error)
+        return StreamOutcome(status=status, text="".join(texts), first=first, whole=whole, tokens=tokens, error=error)
 
     @asynccontextmanager
     async def _asked(
@@ -385,7 +385,9 @@ def measure_serve(
                         known,
                         seconds=60 * minutes,
                         seed=seed,
-                        text=lambda number: _one_chunk(corpus, 1000 + number)[0].text,
+                        text=lambda number: (
+                            replace(corpus, size=8 * (1001 + number)).document(1000 + number).chunks[0].text
+                        ),
                         memory=server.memory,
                         on_second=lambda at, found: _notify(on_step, at, found),
                     )
@@ -407,10 +409,6 @@ def _indexes(folder: Path, corpus: Corpus, shape: Mapping[str, float], device: s
         with RagKV.create(folder / name, model=str(model), embedder="none", dtype="float32", device=device) as rag:
             rag.add_chunks(content)
     return {"fixed": folder / "fixed", "changing": folder / "changing"}
-
-
-def _one_chunk(corpus: Corpus, number: int) -> Any:
-    return replace(corpus, size=(number + 1) * 8).document(number).chunks
 
 
 def _together(

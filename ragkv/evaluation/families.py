@@ -611,7 +611,8 @@ def examine(family: str, model: Any, tokenizer: Any, *, seed: int = 0, steps: in
         language = load_checked(model, tokenizer, Checkpoint(name=family, location=family, local=True))
     except (UnsupportedModelError, ModelLoadError) as error:
         return FamilyVerdict.refused(family, str(error))
-    engines = {name: make_engine(name, {name: _options(name, prompt)}) for name in ENGINES}
+    tuning = {"ape": {"temperature": prompt.temperature, "scale": prompt.scale}}
+    engines = {name: make_engine(name, tuning) for name in ENGINES}
     reasons = {name: reason for name, engine in engines.items() if (reason := _refusal(engine, language))}
     with torch.inference_mode():
         errors = {name: _worst(language, dense, engines[name], steps) for name in ENGINES if name not in reasons}
@@ -644,10 +645,6 @@ def _worst(language: LanguageModel, dense: DenseModel, engine: Engine, steps: in
         out.append(int(expected.argmax()))
         stream.advance(out[-1])
     return worst
-
-
-def _options(name: str, prompt: TestPrompt) -> dict[str, Any]:
-    return {"temperature": prompt.temperature, "scale": prompt.scale} if name == "ape" else {}
 
 
 def _request(language: LanguageModel, prompt: TestPrompt, engine: Engine) -> Request:

@@ -11,6 +11,7 @@ Rows are laid out by the code that `ragkv finetune block` uses, which places blo
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,7 @@ def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -
         save_checkpoint(path, {"settings": repr(sorted(settings.items())), **state})
     training.load_state(state)
     lessons, unseen = (
-        [_answered(*pair) for pair in zip(parts, answers, strict=True)]
+        [part._replace(response=array("i", answer)) for part, answer in zip(parts, answers, strict=True)]
         for parts, answers in zip(asked, state["answers"], strict=True)
     )
     for example, parts in zip([*examples, *heldout], [*lessons, *unseen], strict=True):
@@ -134,11 +135,6 @@ def _examples(config: PacketConfig) -> tuple[list[TrainingExample], list[Trainin
     return [replace(e, prompt=replace(e.prompt, bos=words.bos)) for e in found], [
         replace(e, prompt=replace(e.prompt, bos=words.bos)) for e in heldout
     ]
-
-
-def _answered(parts: ExampleTokens, answer: Sequence[int]) -> ExampleTokens:
-    """The example with this answer instead of its own."""
-    return parts._replace(response=type(parts.response)("i", answer))
 
 
 class PacketTraining:
@@ -271,7 +267,7 @@ class PacketTraining:
         """The row of an example as the engine `block` reads it."""
         if not plain:
             size = self._config.header, self._config.trailer
-            around = tuple(type(chunk)("i", wrap(chunk, *size)) for chunk in parts.chunks if chunk)
+            around = tuple(array("i", wrap(chunk, *size)) for chunk in parts.chunks if chunk)
             parts = parts._replace(chunks=around)
         return lay_out(parts, block=True, **self._layout)
 

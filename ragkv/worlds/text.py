@@ -275,7 +275,7 @@ class Shots:
     def chunks(self, sentences: Sequence[str], size: int) -> list[str]:
         """All shots as texts of `size` shots. `sentences` are in the order of `shown`."""
         labels = [self.labels[group] for group, _ in self.shown]
-        lines = [f"{shot_text(message)} {label}" for message, label in zip(sentences, labels, strict=True)]
+        lines = [f"{shot_text(sentence)} {label}" for sentence, label in zip(sentences, labels, strict=True)]
         return ["\n\n".join(lines[at : at + size]) for at in range(0, len(lines), size)]
 
 
@@ -284,6 +284,6 @@ def neutral_sentence(rng: random.Random, thing: str, places: Sequence[str]) -> s
     return f"The {thing} is {rng.choice(places)}."
 
 
-def shot_text(message: str) -> str:
+def shot_text(sentence: str) -> str:
     """The text before a label."""
-    return f"Input: {message}\nLabel:"
+    return f"Input: {sentence}\nLabel:"

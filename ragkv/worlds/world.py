@@ -288,9 +288,9 @@ def lists(facts: Sequence[Fact], *, most: int = 4) -> Iterator[WorldQuestion]:
 def unstated(asked: Iterable[Fact], stated: Collection[Fact]) -> Iterator[Fact]:
     """The facts of `asked` that neither are in `stated` nor follow from it."""
     inverse = {**_INVERSE, **{other: relation for relation, other in _INVERSE.items()}}
-    result = {(fact.relation, fact.subject) for fact in stated}
-    result |= {(inverse[fact.relation], fact.value) for fact in stated if fact.relation in inverse}
-    return (fact for fact in asked if (fact.relation, fact.subject) not in result)
+    known = {(fact.relation, fact.subject) for fact in stated}
+    known |= {(inverse[fact.relation], fact.value) for fact in stated if fact.relation in inverse}
+    return (fact for fact in asked if (fact.relation, fact.subject) not in known)
 
 
 def unanswerable(asked: Iterable[Fact], stated: Collection[Fact]) -> Iterator[WorldQuestion]:
@@ -473,8 +473,8 @@ def _write(
 
 def _state(subject: str, relation: str, value: str, wording: int) -> Fact:
     """State a fact in one of its two wordings."""
-    result, other = RELATIONS[relation].sentences[:: -1 if wording else 1]
-    sentence, rephrased = (article(text.format(s=subject, v=value)) for text in (result, other))
+    texts = RELATIONS[relation].sentences[:: -1 if wording else 1]
+    sentence, rephrased = (article(text.format(s=subject, v=value)) for text in texts)
     return Fact(
         relation=relation, subject=subject, value=value, sentence=sentence, rephrased=rephrased, document=subject
     )
@@ -508,13 +508,12 @@ def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Para
     by_entity: dict[str, list[Fact]] = defaultdict(list)
     for fact in world.facts:
         by_entity[fact.subject].append(fact)
-    result = Counter(pair for facts in by_entity.values() for pair in _subsets(facts))
+    having = Counter(traits for facts in by_entity.values() for traits in _subsets(facts))
     found = []
     for facts in by_entity.values():
         for asked in facts:
-            choices = [
-                traits for traits in _subsets([fact for fact in facts if fact is not asked]) if result[traits] == 1
-            ]
+            others = [fact for fact in facts if fact is not asked]
+            choices = [traits for traits in _subsets(others) if having[traits] == 1]
             if asked.relation in _DESCRIBED["questions"] and choices:
                 for _ in range(wordings):
                     traits = rng.choice(choices)

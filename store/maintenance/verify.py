@@ -343,7 +343,7 @@ def _is_owner(txn: Transaction, owner: bytes) -> bool:
 
 
 def _is_of(value: bytes | memoryview, chunk: Chunk) -> bool:
-    """Whether a manifest holds the chunk's tokens; a damaged one passes, since `in_record` reports it."""
+    """Whether a manifest holds the chunk's tokens; a damaged one passes, since `check_record` reports it."""
     try:
         return Manifest.parse(value).identity.may_serve(chunk.token_ids)
     except ValueError:

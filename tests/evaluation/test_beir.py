@@ -9,7 +9,7 @@ import pytest
 from benchmarkfolder import QUESTIONS, beir_folder, loft_folder, write_lines
 
 from ragkv.errors import ConfigError, RagkvError, RetrievalError, UsageError
-from ragkv.evaluation.beir import read_benchmark
+from ragkv.evaluation.tasks.files import read_benchmark
 
 RELEVANT = {"q1": {"d2": 1}, "q2": {"d3": 2, "d1": 1}, "q3": {"d4": 1}}
 

@@ -397,7 +397,7 @@ def _single(part: MetadataFilter) -> _Condition:
             "drop nodes by their score with a SimilarityPostprocessor."
         )
     if operator is FilterOperator.IS_EMPTY:
-        return lambda metadata: _is_empty(metadata.get(key))
+        return lambda metadata: metadata.get(key) in (None, "", [])
     if operator not in _HOLDS and operator not in _ORDER:
         raise UsageError(f"ragkv knows no filter operator {operator!r}; use {', '.join(_known())}.")
     if (wanted := _wanted(operator, value)) is not None:
@@ -442,10 +442,6 @@ def _contains(found: Any, value: Any) -> bool:
     if isinstance(found, str):
         return isinstance(value, str) and value in found
     return isinstance(found, (list, dict)) and value in found
-
-
-def _is_empty(found: Any) -> bool:
-    return found is None or found == "" or found == []
 
 
 class RagKVIngest(TransformComponent):
