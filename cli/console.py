@@ -354,6 +354,6 @@ def kept_steps(title: str, work: Path, *, silent: bool) -> Iterator[Steps]:
     except KeyboardInterrupt:
         note(
             f"ragkv: {title} interrupted after {done:,} of {count(total, 'answer')}; they are kept in {work}, and the "
-            "same command goes on from there."
+            "same command continues from there."
         )
         raise typer.Exit(130) from None

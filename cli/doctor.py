@@ -254,7 +254,7 @@ def _remedies(rag: RagKV, found: _Found) -> list[str]:
     todo = remedies(found.stats, None)
     if not found.verified.ok:
         findings = count(len(found.verified.findings), "finding")
-        todo.append(f"{findings} in the index: ragkv verify --index {found.index} names them, ragkv repair mends them.")
+        todo.append(f"{findings} in the index: ragkv verify --index {found.index} names them; run ragkv repair.")
     todo += [f"The {one.role} {one.name}: {one.what}" for one in found.models if one.state == "missing"]
     fetched = {one.role for one in found.models if one.state == "here" and one.name == rag.config.embedder}
     if found.stats.chunks and "embedder" in fetched:  # checking a model that is not on this machine would download it

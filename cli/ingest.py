@@ -351,8 +351,9 @@ def _index(
 ) -> Iterator[RagKV]:
     """The index at `folder`, made if there is none. Settings that contradict an existing index are refused.
 
-    An index without documents is replaced instead, so that a mistyped first command does not bind anybody. No index is
-    made if none of the sources can be read, and none is left behind if the block fails before anything is stored.
+    An index without documents is replaced instead, so that the settings of a mistyped first command are not kept. No
+    index is made if none of the sources can be read, and none is left behind if the block fails before anything is
+    stored.
     """
     from ragkv.index.create import CreationRollback
     from ragkv.ingest import require_readable

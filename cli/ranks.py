@@ -106,7 +106,7 @@ def query(
         bool,
         typer.Option(
             "--keep",
-            help="When a rank is lost, wait until it was started again, and go on with the next question.",
+            help="When a rank is lost, wait until it was started again, and continue with the next question.",
             rich_help_panel=_RANKS,
         ),
     ] = False,

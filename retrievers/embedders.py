@@ -373,7 +373,7 @@ def in_batches(rows: Sequence[Sequence[int]], size: int, run: Callable[[list[int
             short = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
             if short and len(batch) > 1:
                 half = len(batch) // 2
-                logger.warning("no memory for %d texts at once; going on with %d", len(batch), half)
+                logger.warning("no memory for %d texts at once; continuing with %d", len(batch), half)
                 waiting += [batch[half:], batch[:half]]
                 continue
             remedy = "lower max_tokens" if short else "check the model with a shorter text"

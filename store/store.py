@@ -662,7 +662,7 @@ class Store:
     def stage_kv(self, records: KVRecords) -> int:
         """Commit records ahead of their document, 64 MiB at a time; returns how many.
 
-        This serves documents whose KV does not fit into memory, and lets a killed ingest go on where it was (`has_kv`).
+        This serves documents whose KV does not fit into memory, and a killed ingest continues where it was (`has_kv`).
         The records are orphans until `write_document` refers to them.
         """
         count, size, batch = 0, 0, list[EncodedRecord]()

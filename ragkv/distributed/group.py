@@ -62,7 +62,7 @@ class Handshake:
             return cls(same=same, version=str(found["version"]), host=str(found["host"]), process=int(found["process"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RanksError(
-                f"What rank {rank} says of itself cannot be read ({error}); run the same version of ragkv on all ranks."
+                f"The handshake of rank {rank} cannot be read ({error}); run the same version of ragkv on all ranks."
             ) from error
 
     def named(self, rank: int) -> str:

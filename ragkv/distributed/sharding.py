@@ -30,7 +30,7 @@ from ragkv.errors import RagkvError, RanksError, RetrievalError, UsageError
 from ragkv.index.answer import AnswerTask, IndexBackend
 from ragkv.index.index import Index
 from ragkv.index.kv_loader import After, DocumentBlocks, KVLoader, Prefetch, each_document, given_blocks, planned
-from ragkv.index.search import Finder, Found, Searcher, SearchSettings
+from ragkv.index.search import Finder, Found, Searcher
 from ragkv.ingest.long_document import Blocks, make_blocks, stored_block, with_choice
 from ragkv.model.apb.document import EncodedBlock, LongDocument, PassedKV
 from ragkv.retrievers import BM25, Hit, VectorIndex
@@ -55,31 +55,9 @@ class ShardedSearch(Finder):
     def __init__(self, index: Index, group: RankGroup) -> None:
         super().__init__(index)
         self._group = group
-        self._known: dict[str, ScoredChunk] = {}
+        self._known: dict[str, tuple[Chunk, str]] = {}
         self.owners: dict[str, int] = {}
         """The rank of each chunk that the last question found; the lowest one, if several ranks have it."""
-
-    def find(
-        self,
-        question: str,
-        search: SearchSettings,
-        *,
-        on_candidates: Callable[[list[ScoredChunk]], None] | None = None,
-    ) -> list[ScoredChunk]:
-        """As `Finder.find`, over the chunks of all ranks."""
-        question = search.search_for or question
-        searcher = self.searcher(search.mode, rerank=search.rerank)
-        among = self._among_all(search.where, search.only)
-        pool = max(search.top_k, search.candidates)
-        count = pool if search.rerank else search.top_k
-        found = searcher.candidates(question, mode=search.mode, count=count, pool=pool, among=among)
-        self._fetch(found)
-        there = [each for each in found if each.chunk_id in self._known]
-        if on_candidates is not None:
-            on_candidates(self._with_texts(there[: search.top_k]))
-        if search.rerank and there:
-            there = searcher.rerank(question, there)
-        return self._with_texts(there[: search.top_k])
 
     def searcher(self, mode: Mode, *, rerank: bool) -> _ShardSearcher:
         """A searcher over the indexes of all ranks."""
@@ -90,18 +68,18 @@ class ShardedSearch(Finder):
             embedder=parts["embedder"],
             indexes={kind: _Vectors(group, index) for kind, index in parts["indexes"].items()},
             bm25=None if parts["bm25"] is None else _SharedWords(group, parts["bm25"]),
-            texts=lambda chunk_ids: {each: self._known[each].chunk.text for each in chunk_ids if each in self._known},
+            texts=lambda chunk_ids: {each: self._known[each][0].text for each in chunk_ids if each in self._known},
             colbert=parts["colbert"],
             reranker=None if parts["reranker"] is None else _SharedRerankers(group, parts["reranker"]),
             fusion=parts["fusion"],
         )
 
-    def _among_all(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> IdSet | None:
+    def _among(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> IdSet | None:
         """The chunks of this rank that meet the conditions; UsageError if no document of any rank does."""
         refusal: UsageError | None = None
         among: IdSet | None = None
         try:
-            among = self._among(where, only)
+            among = super()._among(where, only)
         except UsageError as error:
             refusal, among = error, IdSet.of([])
         refusals = gathered(self._group, None if refusal is None else str(refusal))
@@ -109,20 +87,18 @@ class ShardedSearch(Finder):
             raise refusal or UsageError(refusals[0])
         return among
 
-    def _fetch(self, found: Sequence[Found]) -> None:
-        """Get the texts of the found chunks from the ranks that have them."""
+    def _fetch(self, found: Sequence[Found]) -> Mapping[str, tuple[Chunk, str]]:
+        """Get the found chunks from the ranks that have them."""
         wanted = {each.chunk_id for each in found}
-        chunks = self._store.chunk_many(each.chunk_id for each in found)
-        here = self._scored([each for each in found if each.chunk_id in chunks], chunks)
+        own = super()._fetch(found)
+        here = [each.scored(*own[each.chunk_id]) for each in found if each.chunk_id in own]
         self._known, self.owners = {}, {}
         for rank, packed in enumerate(gathered(self._group, pack_arrays(here))):
             for each in unpack_arrays(packed, rank):
                 if each.chunk.chunk_id in wanted:
                     self.owners.setdefault(each.chunk.chunk_id, rank)
-                    self._known.setdefault(each.chunk.chunk_id, each)
-
-    def _with_texts(self, found: Sequence[Found]) -> list[ScoredChunk]:
-        return [each.scored((known := self._known[each.chunk_id]).chunk, known.source) for each in found]
+                    self._known.setdefault(each.chunk.chunk_id, (each.chunk, each.source))
+        return self._known
 
 
 class _ShardSearcher(Searcher):
@@ -199,7 +175,7 @@ def unpack_arrays(packed: Any, rank: int) -> list[ScoredChunk]:
         return [ScoredChunk(**{**fields, "chunk": _chunk(fields["chunk"])}) for fields in packed]
     except (TypeError, ValueError, KeyError) as error:
         raise RanksError(
-            f"What rank {rank} says of its chunks cannot be read ({error}); run the same version of ragkv on all ranks."
+            f"The chunks of rank {rank} cannot be read ({error}); run the same version of ragkv on all ranks."
         ) from error
 
 
@@ -364,7 +340,7 @@ class ShardedDocuments:
                 given += self._given(scored[places[best]].score, blocks, rank, one)
         except (TypeError, ValueError, KeyError) as error:
             raise RanksError(
-                f"What a rank says of its documents cannot be read ({error}); run the same version on all ranks."
+                f"The documents of a rank cannot be read ({error}); run the same version on all ranks."
             ) from error
         return given, sum((one.use for one in found), _NOTHING)
 

@@ -361,8 +361,8 @@ def require_reach(engine: Engine, model: ModelFacts, positions: int) -> None:
     most = model.moves_within
     if most is not None and positions > most and Capability.MOVE in engine.all_needs:
         raise PromptTooLongError(
-            f"Engine {engine.name!r} moves chunks, which model {model.checkpoint.name!r} bears in prompts of up to "
-            f"{most} positions, not {positions}; lower --top-k, or {_remedy(engine, model)}."
+            f"Engine {engine.name!r} moves chunks, which model {model.checkpoint.name!r} allows only in prompts of up "
+            f"to {most} positions, not {positions}; lower --top-k, or {_remedy(engine, model)}."
         )
 
 

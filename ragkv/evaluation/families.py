@@ -417,7 +417,7 @@ _binding: ContextVar[_Plan | dict[int, Tensor] | None] = ContextVar("ragkv_whole
 
 @contextmanager
 def _bound(what: _Plan | dict[int, Tensor]) -> Iterator[None]:
-    """Forward passes attend by this plan, or tell their layers' masks."""
+    """Forward passes attend by this plan, or record their layers' masks."""
     token = _binding.set(what)
     try:
         yield
@@ -474,7 +474,7 @@ def _attention(
         power = bound.scale * bound.temperature
         sharp = sharp + (power - 1) * torch.where(total.isinf(), 0.0, total)
         scores = torch.where(weigh, sharp, scores)
-    if s_aux is not None:  # a sink: one more score in the softmax, whose value is nought
+    if s_aux is not None:  # a sink: one more score in the softmax, whose value is zero
         sink = s_aux.double().reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         shares = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
     else:

@@ -68,7 +68,7 @@ class BlockTuneConfig:
     eval_data: Annotated[
         Path | None, Setting("JSONL file whose loss is measured in both layouts, before and after.")
     ] = None
-    epochs: Annotated[float, Setting("Times that the data is gone through.")] = 1.0
+    epochs: Annotated[float, Setting("Passes over the data.")] = 1.0
     steps: Steps = None
     learning_rate: Annotated[
         float | None, Setting("Highest learning rate.", "2e-4 for LoRA, 2e-5 for all weights", "--lr")
@@ -182,7 +182,7 @@ class PacketConfig:
         Setting("What chunks see while they are encoded: standalone, as in the paper, or prefixed."),
     ] = "standalone"
     answer_tokens: Annotated[int, Setting("Most tokens of an answer of the model.")] = 64
-    epochs: Annotated[float, Setting("Times that the questions are gone through.")] = 30.0
+    epochs: Annotated[float, Setting("Passes over the questions.")] = 30.0
     steps: Steps = None
     lr: Annotated[float, Setting("Learning rate at the first step; it falls to zero.")] = 5e-4
     batch: Annotated[int, Setting("Rows at once on a device.")] = 8

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
 
 _HELDOUT = 8
-"""One of so many questions measures what was learnt."""
+"""One in this many questions is held out to measure the result."""
 _STD = 0.02
 """Of the vectors at the beginning; the paper's."""
 
@@ -175,7 +175,7 @@ class PacketTraining:
         self.step, self.losses = state["step"], state["losses"]
 
     def steps(self, lessons: int) -> int:
-        """All steps of a training on so many questions."""
+        """The steps of a training on this many questions."""
         rows = self._config.batch * self._config.gradient_accumulation
         return self._config.steps or math.ceil(lessons * self._config.epochs / rows)
 

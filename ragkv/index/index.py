@@ -762,7 +762,7 @@ class Index:
         if needed > most:
             raise ConfigError(
                 f"[encoding] context = {config.encoding.context} makes chunks of the index at {self.folder} need "
-                f"{needed} positions, but model {model.checkpoint.name!r} bears {most}; lower it by {needed - most}."
+                f"{needed} positions, but model {model.checkpoint.name!r} has {most}; lower it by {needed - most}."
             )
 
     @property

@@ -736,21 +736,19 @@ class Finder:
     ) -> list[ScoredChunk]:
         """The best chunks, best first; `on_candidates` gets the likely winners before reranking."""
         question = search.search_for or question
-        mode, top_k, rerank = search.mode, search.top_k, search.rerank
-        searcher = self.searcher(mode, rerank=rerank)
+        searcher = self.searcher(search.mode, rerank=search.rerank)
         among = self._among(search.where, search.only)
-        if among is not None and not among:
-            return []
-        pool = max(top_k, search.candidates)
-        found = searcher.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
-        chunks = self._store.chunk_many(each.chunk_id for each in found)
+        pool = max(search.top_k, search.candidates)
+        count = pool if search.rerank else search.top_k
+        found = searcher.candidates(question, mode=search.mode, count=count, pool=pool, among=among)
+        known = self._fetch(found)
         # another process may have deleted a chunk since the search
-        found = [each for each in found if each.chunk_id in chunks]
+        found = [each for each in found if each.chunk_id in known]
         if on_candidates is not None:
-            on_candidates(self._scored(found[:top_k], chunks))
-        if rerank and found:
+            on_candidates([each.scored(*known[each.chunk_id]) for each in found[: search.top_k]])
+        if search.rerank and found:
             found = searcher.rerank(question, found)
-        return self._scored(found[:top_k], chunks)
+        return [each.scored(*known[each.chunk_id]) for each in found[: search.top_k]]
 
     def documents(self, where: Sequence[str]) -> list[StoredDocument]:
         """The documents that meet `where`, ordered by id. UsageError if there is none.
@@ -834,13 +832,12 @@ class Finder:
     def _rows(self, chunk_ids: Sequence[str]) -> dict[str, Any]:
         return self._store.vector_many("colbert", chunk_ids)
 
-    def _scored(self, found: Sequence[Found], chunks: Mapping[str, Chunk]) -> list[ScoredChunk]:
-        documents = {chunks[each.chunk_id].document_id for each in found}
+    def _fetch(self, found: Sequence[Found]) -> Mapping[str, tuple[Chunk, str]]:
+        """The found chunks that are still there, by id, each with its document's source."""
+        chunks = self._store.chunk_many(each.chunk_id for each in found)
+        documents = {chunk.document_id for chunk in chunks.values()}
         sources = {d: stored.document.source for d in documents if (stored := self._store.document(d))}
-        return [
-            each.scored(chunk := chunks[each.chunk_id], sources.get(chunk.document_id, chunk.document_id))
-            for each in found
-        ]
+        return {name: (chunk, sources.get(chunk.document_id, chunk.document_id)) for name, chunk in chunks.items()}
 
     def _among(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> IdSet | None:
         """The chunks that may be found, or None for all. UsageError if no document meets `where`.

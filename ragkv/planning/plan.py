@@ -8,8 +8,8 @@ probability proportional to their size. Then the amount per byte of a draw, time
 (Hansen and Hurwitz), whose error follows from the spread between the draws. If all files should be read but time runs
 out, the files that were read, in random order, are extrapolated by size.
 
-Of an index that there is, `plan_budgets` says which share of KV lookups each KV budget would serve from the store: its
-eviction is simulated over known questions, or over questions that follow Zipf's law.
+For an existing index, `plan_budgets` estimates which share of KV lookups each KV budget would serve from the store. It
+simulates the eviction over known questions, or over questions that follow Zipf's law.
 """
 
 from __future__ import annotations

@@ -119,9 +119,9 @@ def _slow(model: LanguageModel, engines: Mapping[str, str | None]) -> list[str]:
     if packed is not None and packed.unpacked:
         found.append(f"its {packed.method} weights are unpacked here, so they take the memory of ordinary ones")
     if not model.joins:
-        found.append("every row goes on from a cache of its own, so questions share no reading of chunks")
+        found.append("every sequence continues from its own cache, so questions cannot share the reading of chunks")
     if engines.get("block") is not None and engines.get("ape") is not None:
-        found.append("each retrieved chunk is a row of its own (pced), so a question costs as many passes as chunks")
+        found.append("each retrieved chunk has a sequence of its own (pced), so a question costs a pass per chunk")
     if getattr(model.config, "attn_logit_softcapping", None):
         found.append("its soft-capped scores have no fast kernel: attention is a plain matrix product")
     return found

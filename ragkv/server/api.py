@@ -142,7 +142,7 @@ class TurnRequest(BaseModel):
 
 
 class SearchRequest(BaseModel):
-    """A question to search for; what is left out or null is as `ragkv.toml` says."""
+    """A question to search for; a field that is left out or null is as in `ragkv.toml`."""
 
     model_config = ConfigDict(extra="forbid")
     question: str

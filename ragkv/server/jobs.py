@@ -468,7 +468,7 @@ class JobQueue:
         try:
             return committed(self._rag.store, job.sources, job.before)
         except (RagkvError, OSError) as error:
-            logger.warning("what job %s has committed cannot be told: %s", job.facts.id, type(error).__name__)
+            logger.warning("cannot find out what job %s has committed: %s", job.facts.id, type(error).__name__)
             return None
 
     def _end(

@@ -258,10 +258,10 @@ _THIS = "/api/indexes/_/"
 class LocalApp:
     """The server's app at the socket of the index `name`, for processes of the server's user.
 
-    There, the index is called `_` too. The header `Ragkv-Expects` says with which ragkv and settings the command itself
-    would answer; where they differ from the server's, the response is 409 before anything is done. Two routes exist
+    There, the index is called `_` too. The header `Ragkv-Expects` has the version and settings with which the command
+    itself would answer. If they differ from the server's, the response is 409 before anything is done. Two routes exist
     only here: `DELETE /local/answers/ID` ends the answer to the request that had this `id` in the header, and
-    `DELETE /local/server` stops the server and returns what there is to know `about` it.
+    `DELETE /local/server` stops the server and returns the facts `about` it.
     """
 
     def __init__(

@@ -219,7 +219,7 @@ _DECODING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 class QuestionOptions(BaseModel):
-    """How a question is searched for and answered; what is left out or null is as `ragkv.toml` says."""
+    """How a question is searched for and answered; a field that is left out or null is as in `ragkv.toml`."""
 
     engine: str | None = None
     retrieval: str | None = None

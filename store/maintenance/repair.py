@@ -234,7 +234,7 @@ def _found(
     span = repair_source.find_chunk(document, text, ordinal, low, high, lambda name: digest(name) in names)
     if span is None:
         raise UnrepairableError(
-            f"its chunk {ordinal} is damaged, and its text does not tell where that began and ended"
+            f"its chunk {ordinal} is damaged, and its text does not show where the chunk began and ended"
         )
     chunk_id, start, end = span
     next_to = [chunk for chunk in (before, after) if chunk is not None]

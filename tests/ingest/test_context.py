@@ -474,7 +474,7 @@ def test_a_window_that_the_model_has_no_positions_for_is_refused(tmp_path, model
     (tmp_path / "works.txt").write_text(TEXT)
     with (
         created(tmp_path / "index", model_folder, context=4000) as rag,
-        pytest.raises(ConfigError, match=r"context = 4000 makes chunks .* bears 512; lower it by \d+"),
+        pytest.raises(ConfigError, match=r"context = 4000 makes chunks .* has 512; lower it by \d+"),
     ):
         rag.ingest(tmp_path / "works.txt")
     assert not list(tmp_path.glob("index/derived/*"))
