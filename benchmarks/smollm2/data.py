@@ -1,0 +1,240 @@
+"""Makes the training data of smollm2's adapter: `train.jsonl` and `heldout.jsonl`, lines of several questions about the
+same passages (docs/finetune.md).
+
+mkdir debs && cd debs
+apt-get download gnome-user-docs gnucash-docs installation-guide-amd64 apache2-doc git-doc aptitude-doc-en \
+    postgresql-doc-15 debian-policy valgrind
+for package in *.deb; do dpkg-deb -x $package ../unpacked; done
+python benchmarks/smollm2/data.py unpacked build/smollm2
+
+The questions come from three places: `written.jsonl` (written after reading a passage of these packages),
+`documents.jsonl` (short documents that were written for this, with their questions) and `worlds.py` (generated ones).
+None of these documents is among those of `benchmarks/debian` or `examples/documents`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lxml import etree
+
+HERE = Path(__file__).parent
+UNKNOWN = "The documents do not say."
+MOST = 700
+"""Tokens of the passages of a row, about: four characters each."""
+HELDOUT = 12
+"""One passage or document in so many is held out."""
+SHARE = Path("usr/share")
+_MALLARD = ("help/C/gnome-help", "help/C/system-admin-guide")
+_HTML = (
+    ("doc/gnucash-docs/gnucash-guide-en", "gnucash-guide", "*.html"),
+    ("doc/gnucash-docs/gnucash-help-en", "gnucash-help", "*.html"),
+    ("doc/installation-guide-amd64/en", "installation-guide", "*.html"),
+    ("doc/apache2-doc/manual/en", "apache2", "*.html"),
+    ("doc/apache2-doc/manual/en/howto", "apache2", "*.html"),
+    ("doc/apache2-doc/manual/en/misc", "apache2", "*.html"),
+    ("doc/apache2-doc/manual/en/ssl", "apache2", "*.html"),
+    ("doc/apache2-doc/manual/en/programs", "apache2", "*.html"),
+    ("doc/git-doc", "git", "git*.html"),
+    ("doc/aptitude/html/en", "aptitude", "*.html"),
+    ("doc/valgrind/html", "valgrind", "*.html"),
+    ("doc/postgresql-doc-15/html", "postgresql", "*.html"),
+    ("doc/debian-policy", "debian-policy", "**/*.html"),
+)
+_SPACE = re.compile(r"\s+")
+
+
+class Asked(NamedTuple):
+    """A question; `key` is the text that its passage and its answer share, empty if nothing answers it."""
+
+    question: str
+    answer: str
+    key: str
+
+
+class Source(NamedTuple):
+    """Passages of one document, each with the questions that it answers, and questions that it leaves open."""
+
+    passages: tuple[tuple[str, tuple[Asked, ...]], ...]
+    unanswered: tuple[Asked, ...]
+
+
+def mallard(path: Path) -> str:
+    """A page of GNOME's help as Markdown."""
+    root = etree.parse(str(path), etree.XMLParser(resolve_entities=False, recover=True)).getroot()
+    found: list[str] = []
+
+    def text(element: Any) -> str:
+        return _SPACE.sub(" ", "".join(element.itertext())).strip() if isinstance(element.tag, str) else ""
+
+    def walk(element: Any, level: int) -> None:
+        for child in element:
+            tag = child.tag.split("}")[-1] if isinstance(child.tag, str) else "comment"
+            if tag == "title":
+                found.append("#" * level + " " + text(child))
+            elif tag == "p":
+                found.append(text(child))
+            elif tag == "item":
+                found.append(f"- {text(child)}")
+            elif tag == "tr":
+                found.append("| " + " | ".join(text(cell) for cell in child if isinstance(cell.tag, str)) + " |")
+            elif tag in ("code", "screen"):
+                found.append("```\n" + "".join(child.itertext()).strip() + "\n```")
+            elif tag not in ("info", "comment", "links", "media"):
+                walk(child, level + (tag == "section"))
+
+    walk(root, 1)
+    return "\n\n".join(block for block in found if block.strip("#- |")) + "\n"
+
+
+def pages(unpacked: Path) -> Iterator[tuple[str, str]]:
+    """The packages' pages as Markdown, with their names."""
+    html = runpy.run_path(str(HERE.parent / "debian" / "documents.py"))["page"]
+    for folder in _MALLARD:
+        name = folder.rpartition("/")[2].replace("system-admin-guide", "gnome-admin")
+        for path in sorted((unpacked / SHARE / folder).glob("*.page")):
+            yield f"{name}/{path.stem}", mallard(path)
+    for folder, name, pattern in _HTML:
+        for path in sorted((unpacked / SHARE / folder).glob(pattern)):
+            if path.is_file() and not path.name.startswith(("_", "search", "genindex")):
+                try:
+                    yield f"{name}/{path.stem}", html(path)
+                except (TypeError, etree.ParserError) as error:  # a page without a body
+                    print(f"left out: {path} ({error})", file=sys.stderr)
+
+
+def passages_of(unpacked: Path) -> dict[str, str]:
+    """The passages of the packages by id: the page's name and the number of the passage in it."""
+    cut = runpy.run_path(str(HERE.parent / "debian" / "questions.py"))["passages"]
+    found = {}
+    for name, text in pages(unpacked):
+        for number, passage in enumerate(cut(name, text)):
+            if len(passage.text) >= 150 and len(passage.chunk) <= 1600:
+                found.setdefault(f"{name}#{number}", passage.chunk)
+    return found
+
+
+def written(passages: dict[str, str]) -> Iterator[Source]:
+    """The questions about real text, a source for each passage."""
+    asked: dict[str, list[Asked]] = {}
+    for line in (HERE / "written.jsonl").read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        asked.setdefault(found["id"], []).append(Asked(found["question"], found["answer"], found["key"]))
+    for name, some in asked.items():
+        if name not in passages:
+            print(f"no such passage: {name}", file=sys.stderr)
+            continue
+        answered = tuple(one for one in some if one.key)
+        yield Source(((passages[name], answered),), tuple(one for one in some if not one.key))
+
+
+def cut(rng: random.Random, title: str, text: str) -> list[str]:
+    """A document in chunks as an ingest would cut it: at headings and paragraphs, up to a length."""
+    most = rng.choice((400, 600, 900, 1200))
+    chunks: list[str] = []
+    held = ""
+    for block in text.strip().split("\n\n"):
+        if held and (len(held) + len(block) > most or (block.startswith("#") and len(held) > most // 2)):
+            chunks.append(held)
+            held = ""
+        held += ("\n\n" if held else "") + block
+    chunks.append(held)
+    named = rng.random() < 0.5  # a retriever's chunk may be all that tells of its document
+    return [chunk if not number or not named else f"{title}\n\n{chunk}" for number, chunk in enumerate(chunks)]
+
+
+def placed(rng: random.Random, title: str, text: str, questions: Sequence[Asked]) -> Source:
+    """A document in chunks, each question with the one chunk that holds its key; others are left out."""
+    chunks = cut(rng, title, text)
+    answered: list[list[Asked]] = [[] for _ in chunks]
+    for one in questions:
+        holding = [number for number, chunk in enumerate(chunks) if one.key and one.key.lower() in chunk.lower()]
+        if len(holding) == 1:
+            answered[holding[0]].append(one)
+    return Source(
+        tuple((chunk, tuple(some)) for chunk, some in zip(chunks, answered, strict=True)),
+        tuple(one for one in questions if not one.key),
+    )
+
+
+def documents(rng: random.Random) -> Iterator[Source]:
+    """The short documents that were written for this."""
+    for line in (HERE / "documents.jsonl").read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        questions = [Asked(one["question"], one["answer"], one["key"]) for one in found["questions"]]
+        yield placed(rng, found["title"], found["text"], questions)
+
+
+def worlds(rng: random.Random, count: int) -> Iterator[Source]:
+    """Generated documents."""
+    sys.path.insert(0, str(HERE))
+    from worlds import documents as generated  # type: ignore[import-not-found]
+
+    for document in generated(rng.randrange(1 << 30), count):
+        yield placed(rng, document.title, document.text, [Asked(*one) for one in document.questions])
+
+
+def rows(rng: random.Random, sources: Sequence[Source], others: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Rows of one source each: some of its passages among others of the same kind, with up to five questions.
+
+    One row in six has lost the passages that answer its questions.
+    """
+    for source in sources:
+        kept = [(text, asked) for text, asked in source.passages if asked]
+        rng.shuffle(kept)
+        lost = rng.random() < 1 / 6
+        asked = [one for _, some in kept for one in some]
+        rng.shuffle(asked)
+        asked = asked[: rng.randint(3, 4)]
+        texts = [] if lost else [text for text, some in kept if any(one in some for one in asked)]
+        size, room = sum(map(len, texts)), rng.choice((1, 1, 2, 3, 4)) * MOST
+        for text in rng.sample(others, 12):
+            holds = any(one.key and one.key.lower() in text.lower() for one in asked)
+            if not holds and text not in texts and size + len(text) <= room and len(texts) < 8:
+                texts.append(text)
+                size += len(text)
+        if not texts or not asked:
+            continue
+        rng.shuffle(texts)
+        questions = [{"prompt": one.question, "response": UNKNOWN if lost else one.answer} for one in asked]
+        if source.unanswered and not lost:
+            questions.append({"prompt": rng.choice(source.unanswered).question, "response": UNKNOWN})
+        rng.shuffle(questions)
+        yield {"questions": questions, "blocks": texts}
+
+
+def main(unpacked: Path, output: Path) -> None:
+    rng = random.Random(0)
+    passages = passages_of(unpacked)
+    real, own, made = list(written(passages)), list(documents(rng)), list(worlds(rng, 700))
+    kinds = sorted({name.partition("/")[0] for name in passages})
+    prose = [rng.choice([text for name, text in passages.items() if name.startswith(kind)]) for kind in kinds * 150]
+    pools = [
+        [*prose, *(text for source in real for text, _ in source.passages)],
+        [text for source in own for text, _ in source.passages],
+        [text for source in made for text, _ in source.passages],
+    ]
+    train: list[dict[str, Any]] = []
+    heldout: list[dict[str, Any]] = []
+    for sources, pool, times in zip((real, own, made), pools, (2, 4, 1), strict=True):
+        learned = [source for number, source in enumerate(sources) if number % HELDOUT]
+        for _ in range(times):
+            train += rows(rng, learned, pool)
+        heldout += list(rows(rng, sources[::HELDOUT], pool))[:40]
+    rng.shuffle(train)
+    output.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("train", train), ("heldout", heldout)):
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (output / f"{name}.jsonl").write_text(text, encoding="utf-8")
+        print(f"{name}: {len(lines)} rows, {sum(len(line['questions']) for line in lines)} questions")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
