@@ -552,6 +552,9 @@ def _version(txn: Transaction) -> int:
 
 _OLDEST = 1
 _ATTEMPTS = 5  # to check a file that other processes write to meanwhile
+LOOK_SECONDS = 60.0
+"""After how long an open store looks again whether its file is as this user's processes left it."""
+_LOOK_SHARE = 0.01  # the most of a process's time that checks of an open store take
 
 LMDB_FILES = ("data.mdb", "lock.mdb")
 
@@ -572,6 +575,8 @@ class Database:
         self._reserve = Reserve(self._map.data)
         self._users = 0
         self._tiers: dict[str, MemoryTier] = {}
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        self._damage = ""
         try:
             with translated(directory):
                 self._prepare(create=create)
@@ -680,8 +685,28 @@ class Database:
         return self._map.in_place
 
     def read(self) -> AbstractContextManager[Transaction]:
-        """A snapshot, as `FileMap.read`."""
+        """A snapshot, as `FileMap.read`; `CorruptStoreError` if the file was found damaged since it was opened."""
+        self._look_again()
         return self._map.read()
+
+    def _look_again(self) -> None:
+        """Now and then, check the pages again if something else than this user's processes has written to the file.
+
+        LMDB would follow damaged pages, which may end the process.
+        """
+        began = time.monotonic()
+        if began >= self._look_at and self.in_place:
+            self._look_at = began + LOOK_SECONDS  # other threads go on meanwhile
+            self._damage = ""
+            if not self._stamp.holds():
+                try:
+                    self.check_pages(log_progress(self._map.data))
+                except CorruptStoreError as error:
+                    self._damage = str(error)
+                ended = time.monotonic()
+                self._look_at = ended + max(LOOK_SECONDS, (ended - began) / _LOOK_SHARE)
+        if self._damage:
+            raise CorruptStoreError(self._damage)
 
     def sizes(self) -> tuple[int, int]:
         """The bytes that the file takes on the disk, and the bytes of the map."""
@@ -732,6 +757,7 @@ class Database:
         """
         if self.readonly:
             raise StoreError(f"{self.directory} is open read-only: open it with readonly=False to change it")
+        self._look_again()
         while True:
             try:
                 with translated(self.directory), self._map.begin(write=True) as txn:

@@ -259,6 +259,33 @@ def test_a_writer_at_work_is_trusted_and_a_killed_one_is_not(data, checks):
     assert checks == [data]
 
 
+def test_an_open_store_looks_again_at_a_file_that_something_else_wrote_to(data, checks, monkeypatch):
+    """LMDB would follow the damaged page, which may end the process."""
+    _, root = newest(data)
+    sound = bytes(page(data, root))
+    with Store.open(data.parent.parent) as store:
+        listed = list(store.documents())
+        patch(data, root * PAGE + 12, b"\x10")
+        assert checks == []  # not before its time
+
+        monkeypatch.setattr("ragkv.store.environment.LOOK_SECONDS", 0.0)
+        database = store._live()
+        database._look_at = 0.0
+        for _ in range(2):
+            with pytest.raises(CorruptStoreError, match="too few nodes"):
+                list(store.documents())
+            with pytest.raises(CorruptStoreError, match="too few nodes"):
+                store.put_meta("model", "one")
+        monkeypatch.setattr("ragkv.store.environment._LOOK_SHARE", 1e9)
+        database._look_at = 0.0
+        patch(data, root * PAGE, sound)
+        assert list(store.documents()) == listed
+        seen = len(checks)
+        store.put_meta("model", "one")  # its own commit is nothing strange
+        assert list(store.documents()) == listed
+        assert len(checks) == seen
+
+
 def test_a_sparse_file_that_claims_many_pages_fills_no_memory(data):
     with data.open("r+b") as file:
         file.truncate(1 << 40)
