@@ -20,12 +20,14 @@ from ragkv.benchmarks.papers.table import (
     Model,
     Order,
     Paper,
+    RunOptions,
     Table,
     TableRow,
     across,
     printed,
 )
 from ragkv.errors import ConfigError
+from ragkv.evaluation.io import Progress
 
 STEPS_FILE = "steps.json"
 _LINES = {
@@ -36,9 +38,12 @@ _LINES = {
 """The table's label for each (variant, engine)."""
 
 
-def read_steps(table: Table, folder: str) -> KnownFigures:
-    """The table with the steps in `folder`/steps.json. Raises ConfigError if the file is missing or damaged."""
-    path = Path(folder).expanduser() / STEPS_FILE
+def read_steps(table: Table, options: RunOptions, _: Progress | None) -> KnownFigures:
+    """The table with the steps.json in the folder that the options name in place of a model, or in the table's own.
+
+    Raises ConfigError if the file is missing or damaged.
+    """
+    path = Path(options.models.get("", table.models[""])).expanduser() / STEPS_FILE
     try:
         trained = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -209,7 +214,7 @@ BLOCK_4 = Table(
         Column(label=f"{kind}, step {step}", task=f'passages(kind="{kind}")') for kind in _KINDS for step in _STEPS
     ),
     models={"": _ABLATION},
-    read=read_steps,
+    measure=read_steps,
     orders=tuple(
         order
         for kind in _KINDS

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ragkv.benchmarks.papers.apb import APB_3
 from ragkv.benchmarks.papers.ape import APE_3, APE_5
+from ragkv.benchmarks.papers.blend import BLEND_1, BLEND_2
 from ragkv.benchmarks.papers.block import BLOCK_1, BLOCK_4
 from ragkv.benchmarks.papers.pced import (
     CODECS,
@@ -32,6 +32,7 @@ from ragkv.benchmarks.papers.pced import (
 from ragkv.benchmarks.papers.plots import OTHER_FOLDER, Bar, Bars, Curve, Curves, Picture, save
 from ragkv.benchmarks.papers.table import (
     COMMAND,
+    MEASURES,
     Cell,
     Column,
     Difference,
@@ -41,6 +42,7 @@ from ragkv.benchmarks.papers.table import (
     Order,
     Origin,
     Paper,
+    RunOptions,
     Scores,
     Table,
     TableRow,
@@ -56,41 +58,6 @@ from ragkv.evaluation.answers import ExampleResult, Scorer, TaskSource, run_cand
 from ragkv.evaluation.io import Progress, markdown_table, percent, write_whole
 from ragkv.evaluation.metrics import Task
 from ragkv.model.checkpoint import MINI
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """How tables are filled.
-
-    `models` are checkpoints by role; "" is the one that most lines use (None: mini, or the table's own), and lines
-    whose role has none are left out. `limit` caps the questions of each column. Answers are kept in `work`, as
-    `ragkv eval answers` keeps them, so that a stopped run continues.
-    """
-
-    models: Mapping[str, str] = field(default_factory=dict)
-    limit: int | None = None
-    seed: int = 0
-    dtype: str | None = None
-    embedder: str | None = MINI
-    reranker: str | None = MINI
-    device: str | None = None
-    max_new_tokens: int | None = None
-    work: Path | None = None
-
-    def command(self, name: str) -> str:
-        """The command line that fills the table `name` with these options, on any machine and device."""
-        words = [*COMMAND.split(), name]
-        for role, folder in self.models.items():
-            words += ["--model", f"{role}={folder}" if role else folder]
-        for option, value in (
-            ("--limit", self.limit),
-            ("--seed", self.seed or None),
-            ("--dtype", self.dtype),
-            ("--embedder", None if self.embedder == MINI else self.embedder),
-            ("--reranker", None if self.reranker == MINI else self.reranker),
-        ):
-            words += [] if value is None else [option, str(value)]
-        return shlex.join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +86,8 @@ def run_table(table: Table, options: RunOptions | None = None, *, on_progress: P
     if strange := sorted(set(models) - {"", *(line.role for line in table.lines)}):
         roles = ", ".join(sorted({line.role for line in table.lines} - {""})) or "none"
         raise UsageError(f"--model {strange[0]}=…: table {table.name} has no such role; it has {roles}.")
-    if table.read is not None:
-        return _known(table.read(table, models[""]), options.command(table.name))
+    if table.measure is not None:
+        return _known(table.measure(table, options, on_progress), options)
     scorer = Scorer(embedder=options.embedder, reranker=options.reranker, device=options.device)
     source = TaskSource(scorer, device=options.device)
     if table.prepare is not None:
@@ -184,15 +151,17 @@ def run_table(table: Table, options: RunOptions | None = None, *, on_progress: P
     )
 
 
-def _known(known: KnownFigures, command: str) -> TableResult:
-    """A table whose figures were measured elsewhere. The questions are made again to count and name them."""
+def _known(known: KnownFigures, options: RunOptions) -> TableResult:
+    """A table whose figures were measured elsewhere. Unless its tasks are known, they are made again to count them."""
+    table = known.table
+    command, limit = options.command(table.name), options.limit
     return TableResult(
-        table=known.table,
-        lines=known.table.lines,
+        table=table,
+        lines=table.lines,
         cells={cell: figure_of(scores, known.seed) for cell, scores in known.scores.items()},
-        verdicts=tuple(judge(order, known.scores, known.seed) for order in known.table.orders),
-        tasks=_tasks(known.table, known.seed, None),
-        origin=Origin.of(command, seed=known.seed, limit=None, models=known.models, embedder=None, reranker=None),
+        verdicts=tuple(judge(order, known.scores, known.seed) for order in table.orders),
+        tasks=known.tasks or _tasks(table, known.seed, None),
+        origin=Origin.of(command, seed=known.seed, limit=limit, models=known.models, embedder=None, reranker=None),
         results={},
     )
 
@@ -425,7 +394,7 @@ def _row(result: TableResult, cell: Cell, figure: Figure) -> dict[str, Any]:
     return {
         "task": task.name if task else "",
         "engine": next(line.engine for line in result.lines if line.label == cell.line),
-        "metric": "same" if column.measure == "same" else task.metric if task else "mean",
+        "metric": (task.metric if task else "mean") if column.measure == "score" else column.measure,
         "value": figure.value,
         "n": figure.n,
         "ci95": figure.ci95,
@@ -533,7 +502,7 @@ def _facts(result: TableResult) -> list[str]:
             continue
         task = result.tasks[column.label]
         count = sum(column.kind in ("", example.kind) for example in task.examples)
-        metric = "answers that are the same" if column.measure == "same" else task.metric
+        metric = MEASURES.get(column.measure, task.metric)
         chunks = max((len(example.chunks) for example in task.examples), default=0)
         asked = "1 question" if count == 1 else f"{count} questions"
         lines.append(f"{column.label}: {asked} of `{column.task}`, {chunks} chunks, {metric}.")
@@ -617,7 +586,7 @@ TABLES: dict[str, Table] = {
     table.name: table
     for table in (
         *(PCED_1, PCED_2, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7),
-        CODECS,
+        *(CODECS, BLEND_1, BLEND_2),
         *(APE_3, APE_5),
         *(APB_3, BLOCK_1, BLOCK_4),  # last, because they need checkpoints of their own
     )

@@ -8,6 +8,7 @@ models and seed that it was made with.
 from __future__ import annotations
 
 import math
+import shlex
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,10 +19,11 @@ from typing import Any, Literal, TypeAlias
 import ragkv
 from ragkv.evaluation.answers import GIVEN, RAW, Candidate, ExampleResult, all_candidates
 from ragkv.evaluation.doctor import Environment
-from ragkv.evaluation.io import parse_specs
+from ragkv.evaluation.io import Progress, parse_specs
 from ragkv.evaluation.metrics import Task
 from ragkv.evaluation.statistics import bootstrap_mean
 from ragkv.evaluation.tasks.catalog import make_task
+from ragkv.model.checkpoint import MINI
 
 Scores = Mapping[str, Sequence[tuple[str, float]]]
 """For each column, pairs of question id and score in [0, 1]. A mean over columns has several, any other cell one."""
@@ -175,6 +177,41 @@ def _git(folder: Path, *arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How tables are filled.
+
+    `models` are checkpoints by role; "" is the one that most lines use (None: mini, or the table's own), and lines
+    whose role has none are left out. `limit` caps the questions of each column. Answers are kept in `work`, as
+    `ragkv eval answers` keeps them, so that a stopped run continues.
+    """
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    limit: int | None = None
+    seed: int = 0
+    dtype: str | None = None
+    embedder: str | None = MINI
+    reranker: str | None = MINI
+    device: str | None = None
+    max_new_tokens: int | None = None
+    work: Path | None = None
+
+    def command(self, name: str) -> str:
+        """The command line that fills the table `name` with these options, on any machine and device."""
+        words = [*COMMAND.split(), name]
+        for role, folder in self.models.items():
+            words += ["--model", f"{role}={folder}" if role else folder]
+        for option, value in (
+            ("--limit", self.limit),
+            ("--seed", self.seed or None),
+            ("--dtype", self.dtype),
+            ("--embedder", None if self.embedder == MINI else self.embedder),
+            ("--reranker", None if self.reranker == MINI else self.reranker),
+        ):
+            words += [] if value is None else [option, str(value)]
+        return shlex.join(words)
+
+
 Relation = Literal[">", ">=", "~"]
 """Better than; at least as good as; within some points of."""
 
@@ -218,12 +255,25 @@ Ask: TypeAlias = Callable[[Sequence[Task], Sequence[TableRow]], list[list[Exampl
 """A function that answers tasks with lines on the table's own model and returns one list of results per line."""
 
 
+Measure = Literal["score", "same", "gap", "agree", "f1", "charge", "time"]
+MEASURES: Mapping[Measure, str] = {
+    "same": "answers that are the same",
+    "gap": "share of the KL to full attention that is gone",
+    "agree": "tokens that full attention chooses too",
+    "f1": "token F1",
+    "charge": "tokens and layers computed again",
+    "time": "share of full attention's processor time",
+}
+"""What a column shows, in words; a score is named by the task's metric."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
     """A task, a slice of a task (`kind`), or the mean of other columns (`mean_of`), which all weigh the same.
 
     `task` is written as for `ragkv eval answers`. If `limit` is None, the table's limit applies. With `measure` "same",
-    the figure is the share of answers that equal, letter by letter, those of the line that `same_as` names.
+    the figure is the share of answers that equal, letter by letter, those of the line that `same_as` names. Measures
+    other than these two are for tables that `measure` themselves.
     """
 
     label: str
@@ -231,7 +281,7 @@ class Column:
     chunks: int = 8
     kind: str = ""
     limit: int | None = None
-    measure: Literal["score", "same"] = "score"
+    measure: Measure = "score"
     mean_of: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -361,8 +411,8 @@ class Table:
     only minutes. `remarks` tell the reader what differs from the paper. `models` (by role) and `dtype` are used unless
     the user names others.
 
-    `prepare` may ask questions first (a search for settings) and returns the table to be filled. `read` returns figures
-    that were measured elsewhere; it gets the folder that the user named in place of a model.
+    `prepare` may ask questions first (a search for settings) and returns the table to be filled. `measure` takes the
+    place of asking: it returns figures that it measures itself, or that were measured elsewhere.
     """
 
     name: str
@@ -377,7 +427,7 @@ class Table:
     models: Mapping[str, str] = field(default_factory=dict)
     dtype: str | None = None
     prepare: Callable[[Table, Ask], Table] | None = field(default=None, repr=False)
-    read: Callable[[Table, str], KnownFigures] | None = field(default=None, repr=False)
+    measure: Callable[[Table, RunOptions, Progress | None], KnownFigures] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         lines, columns = [line.label for line in self.lines], [column.label for column in self.columns]
@@ -420,13 +470,14 @@ class Table:
 class KnownFigures:
     """Figures that were measured elsewhere: the table with the lines and columns they have, and each cell's scores.
 
-    `seed` made the questions and `models` answered them.
+    `seed` made the questions and `models` answered them. `tasks` are those of the columns, if they are at hand.
     """
 
     table: Table
     scores: Mapping[Cell, Scores]
     models: Mapping[str, Model]
     seed: int
+    tasks: Mapping[str, Task] = field(default_factory=dict)
 
 
 Word = Literal["holds", "does not hold", "not shown", "not measured"]

@@ -50,7 +50,8 @@ PROBED = 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendConfig:
     """Which tokens are computed again: `ratio` of the chunks' tokens, chosen by `select`; with "first", the first
-    `first` tokens of every chunk, whatever the ratio.
+    `first` tokens of every chunk, whatever the ratio. `charge` takes the place of both: as many tokens as can be
+    computed again for that charge, which counts what choosing costs too (`Blend.charge`).
 
     `over` is the stored KV that it reads. "question" scores by attention in `layers` ("middle": four from .60 of the
     depth on; "all", "last", or their numbers, from 0), by `score`. `seed` is that of "random". A `preset` sets what is
@@ -61,6 +62,7 @@ class BlendConfig:
     over: Literal["standalone", "prefixed"] = "prefixed"
     select: Literal["auto", "question", "deviation", "first", "random"] = "auto"
     ratio: float | str = "auto"
+    charge: float | None = None
     first: int = 16
     layers: str | tuple[int, ...] = "auto"
     score: Literal["auto", "norm", "sum"] = "auto"
@@ -73,6 +75,10 @@ class BlendConfig:
         one_of("blend: score", self.score, ("auto", "norm", "sum"))
         if self.ratio != "auto" and (isinstance(self.ratio, str) or not 0 <= self.ratio <= 1):
             raise ConfigError('blend: ratio must lie between 0 and 1, or be "auto".')
+        if self.charge is not None and not 0 <= self.charge <= 1:
+            raise ConfigError("blend: charge must lie between 0 and 1.")
+        if self.charge is not None and self.ratio != "auto":
+            raise ConfigError("blend: give ratio or charge, not both.")
         if self.first < 0:
             raise ConfigError("blend: first must be a number of tokens that is not negative.")
         if isinstance(self.layers, str):
@@ -104,12 +110,14 @@ class BlendConfig:
 class _Context:
     """The placed blocks of one question, and their token ids.
 
-    `first`: the position of the first candidate; all tokens from there on are candidates, up to `end`.
+    `first`: the position of the first candidate; all tokens from there on are candidates, up to `end`. `asked` is the
+    number of the question's tokens.
     """
 
     blocks: tuple[PlacedChunk, ...]
     ids: tuple[int, ...]
     chunks: tuple[PlacedChunk, ...]
+    asked: int
 
     @property
     def end(self) -> int:
@@ -119,6 +127,10 @@ class _Context:
     def tokens(self) -> int:
         """All tokens of the chunks."""
         return sum(chunk.kv.tokens for chunk in self.chunks)
+
+    @property
+    def layers(self) -> int:
+        return self.chunks[0].kv.layers if self.chunks else 1
 
     @property
     def candidates(self) -> tuple[PlacedChunk, ...]:
@@ -147,17 +159,11 @@ class Blend(Engine):
         return frozenset({Capability.MERGE, Capability.MOVE})
 
     def charge(self, request: Request, model: ModelFacts) -> float | None:
-        config: BlendConfig = self.config
         context = self._context(request, model)
         if not context.tokens:
             return 0.0
-        layers = context.chunks[0].kv.layers
-        scored, fresh = self._selects(context), layers * self._recomputed(context)
-        if scored and config.settled("select") == "question":
-            fresh += len(request.suffix_ids) * (max(config.tapped(layers)) + 1)
-        elif scored and config.settled("select") == "deviation":
-            fresh += (context.end - context.first) * min(PROBED + 1, layers)
-        return fresh / (layers * context.tokens)
+        fresh = context.layers * self._recomputed(context) + self._selects(context) * self._choosing(context)
+        return fresh / (context.layers * context.tokens)
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         return Demand(rows=1, tokens=request.tokens + max_new_tokens)
@@ -180,7 +186,8 @@ class Blend(Engine):
         config: BlendConfig = self.config
         select, everything = config.settled("select"), range(context.first, context.end)
         if select == "first":
-            return [place for chunk in context.candidates for place in range(chunk.start, chunk.end)[: config.first]]
+            most = self._heads(context)
+            return [place for chunk in context.candidates for place in range(chunk.start, chunk.end)[:most]]
         k = self._recomputed(context)
         if not self._selects(context):
             return list(everything)
@@ -188,13 +195,13 @@ class Blend(Engine):
             return sorted(random.Random(config.seed).sample(everything, k))
         probe: AttentionProbe | DeviationProbe
         if select == "question":
-            layers = config.tapped(context.chunks[0].kv.layers)
+            layers = config.tapped(context.layers)
             rule = config.settled("score")
             probe = AttentionProbe((), context.end, cache, layers=layers, first=context.first, rule=rule)
             yield Forward((probe,), (ids,))
             cache.length = context.end  # the question reads the context once more, after the change
         else:
-            layer = min(PROBED, context.chunks[0].kv.layers - 1)
+            layer = min(PROBED, context.layers - 1)
             probe = DeviationProbe((), context.first, context=cache, at=everything, layer=layer)
             yield Forward((probe,), (context.ids[context.first :],))
         scores: Tensor = probe.scores
@@ -205,8 +212,31 @@ class Blend(Engine):
         """How many tokens are computed again."""
         config: BlendConfig = self.config
         if config.settled("select") == "first":
-            return sum(min(config.first, chunk.kv.tokens) for chunk in context.candidates)
-        return min(int(config.settled("ratio") * context.tokens + 1e-9), context.end - context.first)
+            most = self._heads(context)
+            return sum(min(most, chunk.kv.tokens) for chunk in context.candidates)
+        return min(self._budget(context), context.end - context.first)
+
+    def _heads(self, context: _Context) -> int:
+        """How many tokens at the beginning of each chunk are computed again for `select = "first"`."""
+        config: BlendConfig = self.config
+        return config.first if config.charge is None else self._budget(context) // max(1, len(context.candidates))
+
+    def _budget(self, context: _Context) -> int:
+        """How many tokens the ratio or the charge allows; a charge for all candidates pays no choice."""
+        config: BlendConfig = self.config
+        k = int((config.settled("ratio") if config.charge is None else config.charge) * context.tokens + 1e-9)
+        if config.charge is None or k >= context.end - context.first:
+            return k
+        return max(0, int(config.charge * context.tokens - self._choosing(context) / context.layers + 1e-9))
+
+    def _choosing(self, context: _Context) -> int:
+        """What it costs to choose: tokens times layers."""
+        config: BlendConfig = self.config
+        if config.settled("select") == "question":
+            return context.asked * (max(config.tapped(context.layers)) + 1)
+        if config.settled("select") == "deviation":
+            return (context.end - context.first) * min(PROBED + 1, context.layers)
+        return 0
 
     def _selects(self, context: _Context) -> bool:
         """Whether there is a choice: some candidates are computed again, and some are not."""
@@ -217,4 +247,4 @@ class Blend(Engine):
         sinks = len(blocks) - len(request.filled)
         chunks, ids = blocks[sinks:], request.prefix_ids[: sum(block.kv.tokens for block in blocks[:sinks])]
         ids += tuple(i for index in request.filled for i in request.chunks[index].token_ids)
-        return _Context(blocks=blocks, ids=ids, chunks=chunks)
+        return _Context(blocks=blocks, ids=ids, chunks=chunks, asked=len(request.suffix_ids))

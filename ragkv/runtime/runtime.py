@@ -121,10 +121,14 @@ class Stream:
         """The position of the next token, in the sequence that is furthest."""
         return self._job.position
 
-    def advance(self, token_id: int) -> None:
-        """Append a token and compute the next scores."""
+    def advance(self, token_id: int, *, wait: bool = True) -> None:
+        """Append a token and compute the next scores. Without `wait` they are computed when any stream's are needed:
+        streams that were advanced before share that step.
+        """
         self._choice()
         self._runtime.answer(self._job, token_id)
+        if wait:
+            self._runtime.wait(self._job)
 
     def best(self) -> int:
         """The greedy choice; the lowest id among equals."""
@@ -314,7 +318,7 @@ class Runtime:
         return self._drive()
 
     def answer(self, job: Job, token_id: int) -> None:
-        """Give a job that pauses at a `Sample` its token; for jobs whose tokens the caller chooses."""
+        """Give a job that pauses at a `Sample` its token; for jobs whose tokens the caller chooses. Computes none."""
         result = False
         while not result:
             with self._locked():
@@ -328,7 +332,6 @@ class Runtime:
                 return True
 
             self._drive(notify)
-        self.wait(job)
 
     def tokens(self, job: Job) -> TokenStream:
         """The answer's tokens as they come; closing the iterator early cancels the rest."""

@@ -1,0 +1,290 @@
+"""Quality without training: what `blend`'s selectors and chunks that saw their document bring back, at equal charge.
+
+No paper has these tables: each has its own selectors, at a nominal ratio. Here every selector may spend the same charge
+(`Engine.charge`), which counts what choosing costs, and stands beside random tokens. Each line is led along the answer
+of full attention; the gap is the KL that block placement has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from ragkv.benchmarks.papers.table import (
+    Cell,
+    Column,
+    KnownFigures,
+    Model,
+    RunOptions,
+    Table,
+    TableRow,
+    across,
+)
+from ragkv.evaluation.answers import (
+    SCHEME,
+    ChunkSource,
+    IndexSource,
+    LoadedModel,
+    TaskSource,
+    greedy,
+    next_token_kl,
+)
+from ragkv.evaluation.io import Progress, ResultCache, digest_of
+from ragkv.evaluation.metrics import Example, Task, score
+from ragkv.evaluation.statistics import draw_sample, mean_interval
+from ragkv.evaluation.tasks.files import load_tasks
+from ragkv.model.checkpoint import MINI
+from ragkv.pipeline import RagKV
+from ragkv.runtime import Generation, Stream, runtime_of
+
+DOCUMENTATION = Path(__file__).parents[1] / "debian"
+FORCED, WRITTEN = 12, 24
+"""Tokens of full attention's answer along which all lines are led, and tokens of a line's own answer."""
+FULL, NONE = "full", "block"
+
+
+def measure(table: Table, options: RunOptions, on_progress: Progress | None) -> KnownFigures:
+    """Ask each question of the table's one task. Questions that were asked before are taken from `options.work`."""
+    name = options.models.get("", table.models[""])
+    count = table.limit if options.limit is None else min(options.limit, table.limit)
+    with ExitStack() as stack:
+        source, task = _source(table, options, name, count, stack)
+        loaded = source.model(name, options.dtype)
+        cache = None if options.work is None else ResultCache(options.work / "answers" / f"{table.name}.jsonl")
+        found = []
+        for at, example in enumerate(task.examples):
+            if on_progress is not None:
+                on_progress(at, len(task.examples), table.name)
+            key = digest_of(
+                [SCHEME, FORCED, WRITTEN, loaded.fingerprint, asdict(example), list(map(asdict, table.lines))]
+            )
+            known = None if cache is None else cache.get(key)
+            if known is None:
+                known = {"lines": _ask(table, source, loaded, example, options.dtype)}
+                if cache is not None:
+                    cache.put(key, **known)
+            found.append(known["lines"])
+        model = Model(name=loaded.name, dtype=loaded.dtype, fingerprint=loaded.fingerprint[:12])
+    return KnownFigures(
+        table=replace(table, remarks=(*table.remarks, *_remarks(found))),
+        scores=dict(_scores(table, task, found)),
+        models={"": model},
+        seed=options.seed,
+        tasks={column.label: task for column in table.columns},
+    )
+
+
+def _source(table: Table, options: RunOptions, model: str, count: int, stack: ExitStack) -> tuple[ChunkSource, Task]:
+    """Where chunks come from. Only an index knows the document of a chunk, so the documentation is ingested."""
+    if table.lines[0].retrieval == "given":
+        return TaskSource(device=options.device), table.columns[0].make(options.seed, count)
+    [task] = load_tasks(DOCUMENTATION / "questions.jsonl")
+    asked = [example for example in task.examples if example.kind != "unanswerable"]
+    folder = stack.enter_context(TemporaryDirectory())
+    settings = {} if options.dtype is None else {"dtype": options.dtype}
+    rag = stack.enter_context(
+        RagKV.create(
+            Path(folder) / "index",
+            device=options.device,
+            model=model,
+            embedder="none",
+            reranker="none",
+            engines=(FULL,),
+            default_engine=FULL,
+            **settings,
+        )
+    )
+    rag.ingest(DOCUMENTATION / "documents")
+    return IndexSource(rag, device=options.device), replace(task, examples=draw_sample(asked, count, options.seed))
+
+
+def _ask(
+    table: Table, source: ChunkSource, loaded: LoadedModel, example: Example, dtype: str | None
+) -> dict[str, dict[str, Any]]:
+    """What each line does with one question, by its label; the first line is full attention.
+
+    Chunk KV is in memory before a clock starts. Lines are led together, so that they share the passes of a step.
+    """
+    model, runtime = loaded.model, runtime_of(loaded.model)
+    found: dict[str, dict[str, Any]] = {}
+    asked, streams = [], []
+    for line in table.lines:
+        candidate = line.candidate(loaded.name, dtype)
+        engine = candidate.make()
+        chunks = [chunk for _, chunk in source.chunks(loaded, example, candidate)]
+        request = loaded.reader(candidate.prompt).request(engine, example.question, chunks)
+        asked.append((line, engine, request))
+        started = time.process_time()
+        streams.append(Stream(runtime, engine, request))
+        held = {id(chunk.kv): chunk.kv.nbytes for chunk in request.chunks if chunk.kv is not None}
+        found[line.label] = {
+            "seconds": time.process_time() - started,
+            "charge": engine.charge(request, model),
+            "bytes": sum(held.values()),
+            "kl": [],
+            "agreed": [],
+        }
+    reference = greedy(model, streams[0], max_new_tokens=FORCED)
+    for step, token_id in enumerate(reference.ids):
+        for line, stream in zip(table.lines[1:], streams[1:], strict=True):
+            log_probs = torch.log_softmax(stream.scores, -1)
+            found[line.label]["kl"].append(next_token_kl(reference.log_probs[step], log_probs))
+            found[line.label]["agreed"].append(stream.best() == token_id)
+        if step + 1 < len(reference.ids):
+            for stream in streams[1:]:
+                stream.advance(token_id, wait=False)
+    found[FULL] |= {"kl": [0.0], "agreed": [True]}
+    streams.clear()
+    answers = [
+        (line, runtime.decode(engine, request, Generation(max_new_tokens=WRITTEN)))
+        for line, engine, request in asked
+        if _answers(line)
+    ]
+    for line, tokens in answers:
+        found[line.label]["text"] = "".join(token.text for token in tokens).strip()
+    return found
+
+
+def _answers(line: TableRow) -> bool:
+    """Whether the line also writes answers of its own: only at the middle charge, because they take long."""
+    return "charge" not in line.engine or f"charge={CHARGES[1]}" in line.engine
+
+
+def _scores(
+    table: Table, task: Task, found: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Cell, dict[str, list[tuple[str, float]]]]]:
+    for line in table.lines:
+        for column in table.columns:
+            own, measured = [each[line.label] for each in found], column.measure
+            if measured in ("score", "f1"):
+                if not _answers(line):
+                    continue
+                metric = task.metric if measured == "score" else "f1"
+                values = [score(metric, each["text"], one) for each, one in zip(own, task.examples, strict=True)]
+            elif measured == "gap":
+                none = [fmean(each[NONE]["kl"]) for each in found]
+                values = _shares([b - fmean(each["kl"]) for each, b in zip(own, none, strict=True)], none)
+            elif measured == "time":
+                values = _shares([each["seconds"] for each in own], [each[FULL]["seconds"] for each in found])
+            elif measured == "charge":
+                if any(each["charge"] is None for each in own):
+                    continue
+                values = [each["charge"] for each in own]
+            else:
+                values = [fmean(each["agreed"]) for each in own]
+            ids = (example.example_id for example in task.examples)
+            yield Cell(line.label, column.label), {column.label: list(zip(ids, values, strict=True))}
+
+
+def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
+    """A number for each question, whose mean is sum(parts) / sum(wholes) and whose spread is that of this ratio.
+
+    (Taylor linearisation, as in `ragkv.evaluation.statistics`.)
+    """
+    mean, ratio = fmean(wholes), sum(parts) / sum(wholes)
+    return [ratio + (part - ratio * whole) / mean for part, whole in zip(parts, wholes, strict=True)]
+
+
+def _remarks(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    none = [fmean(each[NONE]["kl"]) for each in found]
+    low, high = mean_interval(none, [1.0] * len(none))
+    full = sorted(each[FULL]["seconds"] for each in found)[len(found) // 2]
+    size = fmean(each[NONE]["bytes"] for each in found) / 2**20
+    return [
+        f"The gap is KL(full ‖ {NONE}), {fmean(none):.3f} nats per token ({low:.3f} to {high:.3f}).",
+        f"Every line but {FULL} reads the same bytes of chunk KV, {size:.1f} MiB a question; {FULL} reads none. The "
+        f"first token of {FULL} takes {full:.2f} processor seconds (median).",
+    ]
+
+
+CHARGES = (0.05, 0.15, 0.3)
+_SELECTORS = ("question", "deviation", "first", "random")
+_CONTEXT = 256
+
+
+def _blend(select: str, charge: float, context: str = "") -> tuple[str, str]:
+    """The label and the engine of a line."""
+    chosen = "preset=prophet" if select == "prophet" else f"select={select}"
+    more = f", context={_CONTEXT}" if context else ""
+    return f"{select}, {charge:.2f}{context}", f"blend({chosen}, charge={charge}{more})"
+
+
+_SEEN = ", context"
+_ALONE = {
+    FULL: "full",
+    "block over standalone": "block(over=standalone)",
+    NONE: "block(over=prefixed)",
+    **dict(
+        _blend(select, charge)
+        for select in _SELECTORS
+        for charge in CHARGES
+        if (select, charge) != ("deviation", CHARGES[0])  # choosing alone costs more
+    ),
+    **dict([_blend("prophet", CHARGES[1])]),
+}
+_CONTEXTS = {
+    f"{NONE}{_SEEN}": f"block(over=prefixed, context={_CONTEXT})",
+    **dict(_blend(select, charge, _SEEN) for select in ("question", "random") for charge in CHARGES),
+    **dict(_blend(select, CHARGES[1], _SEEN) for select in ("deviation", "first")),
+}
+
+
+def _table(name: str, title: str, task: str, chunks: int, retrieval: str, engines: Mapping[str, str]) -> Table:
+    labels = {"gap recovered": "gap", "same choice": "agree", "right": "score", "F1": "f1"}
+    labels |= {"charge": "charge", "first token": "time"}
+    top_k = None if retrieval == "given" else chunks
+    pairs = [("block", "block over standalone", "issue 30, 1: the prefix is a sink for every chunk")]
+    pairs += [(f"{NONE}{_SEEN}", NONE, "FusionRAG, Table 2: preprocessing lifts every selector")]
+    for mark in ("", _SEEN):
+        for charge in CHARGES:
+            for select in ("question", "deviation", "first", "prophet"):
+                source = "InfoFlow, ProphetKV, CacheBlend, EPIC: better than chance"
+                pairs.append((_blend(select, charge, mark)[0], _blend("random", charge, mark)[0], source))
+    return Table(
+        name=name,
+        title=title,
+        follows="no table of a paper: each has its own selectors, at a nominal ratio",
+        lines=tuple(
+            TableRow(label=label, engine=engine, retrieval=retrieval, top_k=top_k) for label, engine in engines.items()
+        ),
+        columns=tuple(Column(label=label, task=task, chunks=chunks, measure=kind) for label, kind in labels.items()),
+        orders=tuple(
+            order
+            for left, right, source in pairs
+            if left in engines and right in engines
+            for order in across(["gap recovered"], left, ">", right, source)
+        ),
+        models={"": MINI},
+        measure=measure,
+        limit=40,
+        remarks=(
+            f"Lines are led along the first {FORCED} tokens of full attention's answer. gap recovered: "
+            f"1 - KL(full ‖ line) / KL(full ‖ {NONE}), means over questions; {NONE} reads chunks that were encoded "
+            "after the prompt's prefix. same choice: tokens that the line would have chosen too.",
+            f"right and F1: a line's own answer of at most {WRITTEN} tokens. charge: the share of recomputing all tokens "
+            "in all layers. first token: the share of full attention's processor time, with chunk KV in memory.",
+            "A number in a label is the charge that may be spent, choosing included; context: chunks that saw up to "
+            f"{_CONTEXT} tokens of their document.",
+        ),
+    )
+
+
+BLEND_1 = _table(
+    "blend-1",
+    "Quality without training: documentation",
+    "benchmarks/debian/questions.jsonl",
+    4,
+    "bm25",
+    _ALONE | _CONTEXTS,
+)
+BLEND_2 = _table(
+    "blend-2", "Quality without training: passages of generated worlds", 'passages(kind="two hops")', 8, "given", _ALONE
+)
