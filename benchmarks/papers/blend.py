@@ -7,6 +7,7 @@ of full attention; the gap is the KL that block placement has.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ from ragkv.evaluation.answers import (
 )
 from ragkv.evaluation.io import Progress, ResultCache, digest_of
 from ragkv.evaluation.metrics import Example, Task, score
-from ragkv.evaluation.statistics import draw_sample, mean_interval
+from ragkv.evaluation.statistics import mean_interval
 from ragkv.evaluation.tasks.files import load_tasks
 from ragkv.model.checkpoint import MINI
 from ragkv.pipeline import RagKV
@@ -103,7 +104,8 @@ def _source(table: Table, options: RunOptions, model: str, count: int, stack: Ex
         )
     )
     rag.ingest(DOCUMENTATION / "documents")
-    return IndexSource(rag, device=options.device), replace(task, examples=draw_sample(asked, count, options.seed))
+    random.Random(options.seed).shuffle(asked)  # a smaller limit asks the first of the same
+    return IndexSource(rag, device=options.device), replace(task, examples=asked[:count])
 
 
 def _ask(
@@ -154,8 +156,8 @@ def _ask(
 
 
 def _answers(line: TableRow) -> bool:
-    """Whether the line also writes answers of its own: only at the middle charge, because they take long."""
-    return "charge" not in line.engine or f"charge={CHARGES[1]}" in line.engine
+    """Whether the line also writes an answer of its own, which takes long: placement, and `question` beside `random`."""
+    return "charge" not in line.engine or line.label.startswith(_WRITERS)
 
 
 def _scores(
@@ -218,6 +220,7 @@ def _blend(select: str, charge: float, context: str = "") -> tuple[str, str]:
 
 
 _SEEN = ", context"
+_WRITERS = tuple(_blend(select, CHARGES[1])[0] for select in ("question", "random"))
 _ALONE = {
     FULL: "full",
     "block over standalone": "block(over=standalone)",
@@ -269,8 +272,8 @@ def _table(name: str, title: str, task: str, chunks: int, retrieval: str, engine
             f"Lines are led along the first {FORCED} tokens of full attention's answer. gap recovered: "
             f"1 - KL(full ‖ line) / KL(full ‖ {NONE}), means over questions; {NONE} reads chunks that were encoded "
             "after the prompt's prefix. same choice: tokens that the line would have chosen too.",
-            f"right and F1: a line's own answer of at most {WRITTEN} tokens. charge: the share of recomputing all tokens "
-            "in all layers. first token: the share of full attention's processor time, with chunk KV in memory.",
+            f"right and F1: a line's own answer of at most {WRITTEN} tokens. charge: the share of recomputing all "
+            "tokens in all layers. first token: the share of full attention's processor time, with chunk KV in memory.",
             "A number in a label is the charge that may be spent, choosing included; context: chunks that saw up to "
             f"{_CONTEXT} tokens of their document.",
         ),

@@ -289,6 +289,24 @@ def test_the_charge_counts_every_token_in_every_layer(tuning, make_model, monkey
     assert make_engine("block", {}).charge(asked, model) is None
 
 
+@pytest.mark.parametrize("select", blending.SELECTORS)
+def test_a_charge_is_spent_and_not_exceeded(select, make_model, selected):
+    """Choosing is paid from it: what it leaves is as many tokens as fit; one that is too small buys nothing."""
+    model, candidates = make_model("llama"), len(CONTEXT) - SECOND
+    for charge in (0.02, 0.1, 0.5, 0.7, 0.79, 1.0):
+        engine = make_engine("blend", {"blend": {"select": select, "charge": charge}})
+        asked = request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX)
+        count, found = len(selected), engine.charge(asked, model)
+        Stream(runtime_of(model), engine, asked)
+        fresh = len(selected[-1].at) if len(selected) > count else 0
+        chosen = {"question": len(SUFFIX) * 9, "deviation": 2 * candidates}.get(select, 0) / model.layers
+        chosen *= charge < 0.8  # else all are recomputed, and there is nothing to choose
+        assert found <= charge
+        assert found == pytest.approx((fresh + chosen * (fresh > 0)) / 24)
+        if select != "first":
+            assert fresh == min(candidates, max(0, int(charge * 24 - chosen)))
+
+
 def test_beside_other_engines_in_small_steps(make_model):
     """Tokens and scores are those of each request alone, however the steps cut what is read and recomputed."""
     for family in ("llama", "gemma3"):
@@ -352,6 +370,8 @@ def test_settings(make_model):
         {"ratio": "much"},
         {"ratio": -0.1},
         {"first": -1},
+        {"charge": 1.5},
+        {"charge": 0.1, "ratio": 0.1},
         {"layers": "first"},
         {"layers": []},
         {"layers": [-1]},

@@ -1,0 +1,77 @@
+"""The figures of `blend-1` and `blend-2` are those of the evaluation's own comparison with full attention."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from ragkv.benchmarks.papers import blend
+from ragkv.benchmarks.papers.blend import BLEND_1, BLEND_2
+from ragkv.benchmarks.papers.run import RunOptions, run_table, to_markdown
+from ragkv.evaluation.answers import TaskSource, run_candidates
+
+KEPT = ("full", "block over standalone", "block", "question, 0.30", "random, 0.30", "block, context")
+
+
+def few(table):
+    return replace(
+        table,
+        lines=tuple(line for line in table.lines if line.label in KEPT),
+        orders=tuple(order for order in table.orders if {order.left.line, order.right.line} <= set(KEPT)),
+    )
+
+
+def test_lines_that_are_led_together_are_those_that_are_led_alone(model_folder, tmp_path):
+    columns = tuple(replace(column, task="secret-code(words=4)", chunks=3) for column in BLEND_2.columns)
+    table = replace(few(BLEND_2), columns=columns)
+    options = RunOptions(models={"": str(model_folder)}, limit=3, seed=5, work=tmp_path)
+    result = run_table(table, options)
+    task = result.tasks["right"]
+    candidates = [line.candidate(str(model_folder), None) for line in table.lines]
+    alone = run_candidates([task], candidates, source=TaskSource(), compare_logits=True, max_new_tokens=blend.FORCED)
+    kl = {}
+    for line, candidate in zip(table.lines[1:], candidates[1:], strict=True):
+        own = [each for each in alone if each.candidate is candidate]
+        kl[line.label] = fmean(fmean(each.comparison.kl) for each in own)
+        agreed = fmean(fmean(each.comparison.agreed) for each in own)
+        assert result.figure(line.label, "same choice").value == pytest.approx(agreed)
+        if own[0].charge is not None:
+            assert result.figure(line.label, "charge").value == pytest.approx(fmean(each.charge for each in own))
+    for label, value in kl.items():
+        assert result.figure(label, "gap recovered").value == pytest.approx(1 - value / kl["block"], abs=1e-3)
+    assert result.figure("full", "gap recovered").value == pytest.approx(1.0)
+    assert result.figure("full", "first token").value == pytest.approx(1.0)
+
+    again = run_table(table, options)  # nothing is asked twice
+    assert again.cells == result.cells
+    text = to_markdown(result)
+    assert "- gap recovered: 3 questions of `secret-code(words=4)`, 3 chunks, share of the KL" in text
+    assert "| random, 0.30 |" in text
+
+
+def test_chunks_of_the_documentation_come_from_an_index(tmp_path, monkeypatch):
+    folder = tmp_path / "documentation"
+    (folder / "documents").mkdir(parents=True)
+    for name in ("pumps", "valves"):
+        text = " ".join(f"Sentence {at} of {name} says that part {at} is made of brass." for at in range(40))
+        (folder / "documents" / f"{name}.md").write_text(f"# {name}\n\n{text}\n", encoding="utf-8")
+    rows = [
+        {"question": f"What is part {at} of the {name} made of?", "answers": ["brass"], "chunks": ["-"], "kind": kind}
+        for at, name, kind in ((3, "pumps", "written"), (30, "valves", "written"), (99, "pumps", "unanswerable"))
+    ]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    monkeypatch.setattr(blend, "DOCUMENTATION", folder)
+    result = run_table(few(BLEND_1), RunOptions(dtype="float32"))
+    assert {figure.n for figure in result.cells.values()} == {2}
+    assert result.figure("block, context", "gap recovered").value != 0
+    assert result.origin.models[""].dtype == "float32"
+
+
+def test_a_ratio_keeps_its_mean_and_its_spread():
+    shares = blend._shares([1.0, 3.0], [2.0, 2.0])
+    assert fmean(shares) == pytest.approx(1.0)
+    assert shares == pytest.approx([0.5, 1.5])
+    assert blend._shares([1.0, 2.0, 6.0], [2.0, 4.0, 12.0]) == pytest.approx([0.5] * 3)  # the same of each: no spread
