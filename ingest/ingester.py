@@ -33,6 +33,7 @@ from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
 from ragkv.store.data_file import mapped_bytes
 from ragkv.types import Chunk, Document, Encoding
+from ragkv.util.batches import batches
 from ragkv.util.display import as_html, card, details, table
 
 if TYPE_CHECKING:
@@ -782,7 +783,7 @@ class Ingester:
         embedder = self._embedder()  # before the clock starts: loading is not part of `embed_seconds`
         started = time.perf_counter()
         made: dict[str, ChunkVectors] = {}
-        for some in _batched(chunks, lambda chunk: len(chunk.token_ids)):
+        for some in batches(chunks, lambda chunk: len(chunk.token_ids), BATCH_TOKENS):
             if made:
                 self._heartbeat()
             made |= chunk_vectors(embedder, some, self._recipe.vectors)
@@ -831,18 +832,4 @@ def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection
 
 def batches_of(identities: Iterable[KVIdentity]) -> Iterator[list[KVIdentity]]:
     """Identities in batches that are encoded together."""
-    return _batched(identities, encoded_tokens)
-
-
-def _batched(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Batches in order: at most `BATCH_TOKENS` tokens, or one item."""
-    batch: list[T] = []
-    tokens = 0
-    for item in items:
-        if batch and tokens + tokens_of(item) > BATCH_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(item)
-        tokens += tokens_of(item)
-    if batch:
-        yield batch
+    return batches(identities, encoded_tokens, BATCH_TOKENS)

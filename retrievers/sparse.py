@@ -21,6 +21,7 @@ from ragkv.errors import RetrievalError
 from ragkv.retrievers.arrays import Postings, best_rows, term_hashes
 from ragkv.retrievers.base import ScoreKind
 from ragkv.retrievers.segments import IndexSegment, SegmentedIndex
+from ragkv.util.batches import batches
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -133,8 +134,7 @@ def colbert_scores(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> li
     scores = np.full(len(rows), _NOTHING, dtype=np.float32)
     if not len(query):
         return [_NOTHING] * len(rows)
-    batch: list[int] = []
-    size = 0
+    filled: list[int] = []
     for at, document in enumerate(rows):
         if not len(document):
             continue
@@ -143,12 +143,8 @@ def colbert_scores(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> li
                 f"A ColBERT vector of {document.shape[1]} numbers cannot be compared with a query's of "
                 f"{query.shape[1]}: they are of different embedders; embed the documents again."
             )
-        if batch and size + len(document) > _BATCH_ROWS:
-            scores[batch] = _batch(query, [rows[i] for i in batch])
-            batch, size = [], 0
-        batch.append(at)
-        size += len(document)
-    if batch:
+        filled.append(at)
+    for batch in batches(filled, lambda at: len(rows[at]), _BATCH_ROWS):
         scores[batch] = _batch(query, [rows[i] for i in batch])
     return [float(score) for score in scores]
 

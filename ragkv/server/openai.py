@@ -37,6 +37,7 @@ from ragkv.server.streaming import (
     unless_gone,
 )
 from ragkv.types import Answer, ScoredChunk, Source
+from ragkv.util.batches import batches
 
 if TYPE_CHECKING:
     from ragkv.retrievers.base import Embedder, Reranker
@@ -585,25 +586,14 @@ async def _in_batches(
     """The results of `work` for each text, in order, and the sum of its counts."""
     found: list[Any] = [None] * len(texts)
     total = 0
-    for batch in _batches(texts):
+    # texts of like length together, as a model pads them
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    for batch in batches(order, lambda i: len(texts[i]), BATCH_CHARS, count=BATCH_TEXTS):
         values, count = await aside(lambda batch=batch: work([texts[i] for i in batch]))  # type: ignore[misc]
         total += count
         for i, value in zip(batch, values, strict=True):
             found[i] = value
     return found, total
-
-
-def _batches(texts: Sequence[str]) -> Iterator[list[int]]:
-    """The indices of texts, those of like length together, as a model pads them; at least one in each batch."""
-    batch: list[int] = []
-    chars = 0
-    for i in sorted(range(len(texts)), key=lambda i: -len(texts[i])):
-        if batch and (len(batch) == BATCH_TEXTS or chars + len(texts[i]) > BATCH_CHARS):
-            yield batch
-            batch, chars = [], 0
-        batch.append(i)
-        chars += len(texts[i])
-    yield batch
 
 
 def _embedder(chosen: ModelChoice) -> Embedder:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from ragkv.store.data_file import read_header
 from ragkv.store.environment import Database, is_full
 from ragkv.store.maintenance.verify import Counter, Notify
 from ragkv.store.tables import TABLES, Transaction
+from ragkv.util.batches import batches
 from ragkv.util.files import sync_path
 
 _BATCH_BYTES = 64 << 20  # dirty pages are kept in memory until their transaction commits
@@ -43,24 +44,15 @@ def rewrite(source: Transaction, folder: Path, *, size: int, advance: Callable[[
             table = target.open_db(name.encode(), dupsort=several, dupfixed=several)
             if name == "changes":  # only useful to the source's retrieval indexes, and it names deleted documents
                 continue
-            for batch, weight in _batches(source.scan(name)):
+            for batch in batches(source.scan(name), _entry_bytes, _BATCH_BYTES):
                 with target.begin(write=True, db=table) as txn, txn.cursor() as cursor:
                     cursor.putmulti(batch, dupdata=True, append=not several)
-                advance(weight)
+                advance(sum(map(_entry_bytes, batch)))
         target.sync(True)
 
 
-def _batches(entries: Iterator[tuple[bytes, memoryview]]) -> Iterator[tuple[list[tuple[bytes, Any]], int]]:
-    batch: list[tuple[bytes, Any]] = []
-    weight = 0
-    for key, value in entries:
-        batch.append((key, value))
-        weight += len(key) + len(value)
-        if weight >= _BATCH_BYTES:
-            yield batch, weight
-            batch, weight = [], 0
-    if batch:
-        yield batch, weight
+def _entry_bytes(entry: tuple[bytes, memoryview]) -> int:
+    return len(entry[0]) + len(entry[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,6 +63,7 @@ from ragkv.store.tables import (
     document_key,
 )
 from ragkv.types import Chunk, Document, Encoding
+from ragkv.util.batches import batches
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
@@ -496,7 +497,7 @@ class _Repairer:
         self._forget(lost)
         self._report.dropped_records += len(lost)
         progress = Counter(self._notify, "encode", sum(i.tokens for i, _ in wanted.values()), "tokens")
-        for batch in _batches(list(wanted.values())):
+        for batch in batches(wanted.values(), lambda entry: entry[0].tokens, _BATCH_TOKENS):
             if not self._report.dry_run:
                 self._encode(batch)
             self._report.encoded += len(batch)
@@ -580,20 +581,6 @@ def repair(
             return report
     report.left = verify(database, on_progress=on_progress).findings
     return report
-
-
-def _batches(wanted: Sequence[tuple[KVIdentity, set[bytes]]]) -> Iterator[list[tuple[KVIdentity, set[bytes]]]]:
-    """Batches of about `_BATCH_TOKENS` tokens."""
-    batch: list[tuple[KVIdentity, set[bytes]]] = []
-    tokens = 0
-    for entry in wanted:
-        if batch and tokens + entry[0].tokens > _BATCH_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(entry)
-        tokens += entry[0].tokens
-    if batch:
-        yield batch
 
 
 def _move_document(txn: Transaction, key: bytes) -> None:

@@ -362,6 +362,7 @@ UNCHECKED = (
 """The checks that a quick verification leaves out, in words for the user."""
 
 Rows = Iterable[Problem]
+Check = Callable[[Transaction, bytes], Rows]
 Visit = Callable[[Transaction, bytes, memoryview], Rows]
 
 
@@ -643,19 +644,19 @@ class _Walk:
 
     def _walk_tables(self) -> None:
         for table, visit in (
-            ("meta", self._fact),
+            ("meta", self._checked("meta", check_metadata)),
             ("documents", self._document),
             ("texts", self._text),
             ("chunks", self._chunk),
-            ("places", self._place),
+            ("places", self._checked("places", check_place)),
             ("kv", self._record),
             ("segments", self._segment),
-            ("references", self._references),
-            ("needs", self._needs),
+            ("references", self._pairs("references", check_references)),
+            ("needs", self._pairs("needs", check_needs)),
             ("vectors", self._vectors),
             ("unreferenced", self._listed),
-            ("changes", self._change),
-            ("uses", self._use),
+            ("changes", self._checked("changes", check_change)),
+            ("uses", self._checked("uses", check_uses)),
         ):
             try:
                 self._database.walk(table, visit)
@@ -671,7 +672,7 @@ class _Walk:
         """Walk the tables of `QuickCheck`, many rows per snapshot; then check what spans rows."""
         quick = QuickCheck()
         self._counters, self._orphans = quick.counters, quick.orphans
-        self._database.walk("meta", self._fact)
+        self._database.walk("meta", self._checked("meta", check_metadata))
         for table, visit in quick.tables().items():
             try:
                 self._scan(table, visit, quick)
@@ -687,13 +688,13 @@ class _Walk:
         if pairs == needs:
             self._rows["needs"] = needs
         else:
-            self._database.walk("needs", self._needs)
+            self._database.walk("needs", self._pairs("needs", check_needs))
         if segments == quick.segments:
             self._rows["segments"] = segments
         else:
             self._database.walk("segments", self._segment)
         self._database.walk("unreferenced", self._listed)
-        self._database.walk("changes", self._change)
+        self._database.walk("changes", self._checked("changes", check_change))
         self._problems += self._stray()
         self._problems = list(dict.fromkeys(self._problems))  # two rows may lead to the same one
 
@@ -723,8 +724,18 @@ class _Walk:
         self._progress.add(size)
         return size
 
-    def _fact(self, txn: Transaction, key: bytes) -> int:
-        return self._seen("meta", check_metadata(txn, key), _length(txn, "meta", key))
+    def _checked(self, table: str, check: Check) -> Callable[[Transaction, bytes], int]:
+        """A visitor of the rows of a table, each of which is checked by itself."""
+        return lambda txn, key: self._seen(table, check(txn, key), _length(txn, table, key))
+
+    def _pairs(self, table: str, check: Check) -> Callable[[Transaction, bytes], int]:
+        """A visitor of the keys of a table with several values per key."""
+
+        def visit(txn: Transaction, key: bytes) -> int:
+            rows = len(txn.values(table, key))
+            return self._seen(table, check(txn, key), _PAIR_BYTES * rows, rows)
+
+        return visit
 
     def _document(self, txn: Transaction, key: bytes) -> int:
         document = document_digest(key)
@@ -756,9 +767,6 @@ class _Walk:
                 for problem in self._suspects.values():
                     if txn.get(problem.table, problem.key) is not None and problem.key[:32] not in there:
                         yield problem
-
-    def _place(self, txn: Transaction, key: bytes) -> int:
-        return self._seen("places", check_place(txn, key), PLACE_BYTES)
 
     def _record(self, txn: Transaction, key: bytes) -> int:
         size = _length(txn, "kv", key)
@@ -804,20 +812,6 @@ class _Walk:
         if wrong:
             what = "they are not what a count of the rows gives"
             self._problems.append(Problem(kind="mismatch", table="counters", where="the counters", what=what))
-
-    def _references(self, txn: Transaction, key: bytes) -> int:
-        rows = len(txn.values("references", key))
-        return self._seen("references", check_references(txn, key), _PAIR_BYTES * rows, rows)
-
-    def _needs(self, txn: Transaction, key: bytes) -> int:
-        rows = len(txn.values("needs", key))
-        return self._seen("needs", check_needs(txn, key), _PAIR_BYTES * rows, rows)
-
-    def _change(self, txn: Transaction, key: bytes) -> int:
-        return self._seen("changes", check_change(txn, key), _length(txn, "changes", key))
-
-    def _use(self, txn: Transaction, key: bytes) -> int:
-        return self._seen("uses", check_uses(txn, key), _length(txn, "uses", key))
 
     def _vectors(self, txn: Transaction, key: bytes) -> int:
         size = _length(txn, "vectors", key)

@@ -41,6 +41,7 @@ from ragkv.evaluation.io import FileRow, lines, rows
 from ragkv.evaluation.metrics import Example, Task, metric_of, paragraph_number
 from ragkv.evaluation.questions import question_of
 from ragkv.evaluation.ranking import Passage, RetrievalQuestion, RetrievalTask
+from ragkv.util.batches import batches
 
 
 def estimated_tokens(text: str) -> int:
@@ -84,17 +85,7 @@ class Cutter:
 
     def _packed(self, units: Iterable[str]) -> Iterator[str]:
         """Join neighbours up to `chunk_tokens`. A longer unit stays whole."""
-        held: list[str] = []
-        size = 0
-        for unit in units:
-            tokens = self.count_tokens(unit)
-            if held and size + tokens > self.chunk_tokens:
-                yield "".join(held)
-                held, size = [], 0
-            held.append(unit)
-            size += tokens
-        if held:
-            yield "".join(held)
+        return map("".join, batches(units, self.count_tokens, self.chunk_tokens))
 
 
 def _marked(text: str, mark: re.Pattern[str]) -> list[str]:
