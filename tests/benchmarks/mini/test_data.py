@@ -16,12 +16,10 @@ from ragkv.benchmarks.mini.data import (
     GOLD_WEIGHT,
     INSTRUCTION,
     QASample,
-    broken_off,
     collate,
     copy_sample,
     mixed_sample,
     prefix_text,
-    prose_passages,
     prose_sample,
     qa_sample,
     retrieved,
@@ -31,7 +29,7 @@ from ragkv.benchmarks.mini.data import (
 from ragkv.evaluation.tasks.catalog import icl
 from ragkv.finetune.data import passages
 from ragkv.worlds import UNANSWERABLE, World
-from ragkv.worlds.text import BLANK, GROUPS, clozes, docstrings, english_sentences, reference_texts
+from ragkv.worlds.text import BLANK, GROUPS, docstrings, english_sentences, reference_texts
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -61,13 +59,6 @@ def test_retrieved_passages_speak_of_what_is_asked(tokenizer):
         for question in questions:
             if any(question.support[-1] in text for text in texts):
                 assert any(question.support[-1] in text for text in chosen)
-
-
-@pytest.mark.parametrize("hard", [False, True])
-def test_missing_answers_carry_no_gold_weight(tokenizer, hard):
-    sample = qa_sample(random.Random(2), tokenizer, passage_range=(3, 3), questions=8, misses=1.0, hard=hard)
-    assert set(sample.weights) == {0.0, 1.0}
-    assert max(sample.segments) == 3 + 8
 
 
 def test_a_copy_row_repeats_every_record():
@@ -117,25 +108,6 @@ def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(tokenizer, ha
     assert kinds == {"unanswerable", "comparison", "begun", "answered", "broken off", "half known"}
 
 
-def test_without_passages_nothing_is_known(tokenizer):
-    sample = mixed_sample(random.Random(0), tokenizer, passage_range=(0, 0))
-    answers = spoken(tokenizer, sample)
-    assert all(answer == UNANSWERABLE or unlearned for _, answer, unlearned, _ in answers)
-    assert sum(answer == UNANSWERABLE for _, answer, _, _ in answers) > len(answers) / 2
-
-
-def test_an_expert_of_one_passage_never_breaks_off(tokenizer):
-    for seed in range(6):
-        sample = mixed_sample(random.Random(seed), tokenizer, passage_range=(0, 2))
-        assert not [answer for _, answer, _, _ in spoken(tokenizer, sample) if "..." in answer]
-
-
-def test_an_answer_is_broken_off_before_its_last_value():
-    text, at = broken_off("Mira leads Oskel. Oskel was founded by Mira.", "Mira")
-    assert text == f"Mira leads Oskel. Oskel was founded by ... {UNANSWERABLE}"
-    assert text[at:] == f" ... {UNANSWERABLE}"
-
-
 def test_prose_rows_ask_for_words_of_their_passages(tokenizer):
     asked = 0
     for seed in range(4):
@@ -157,31 +129,10 @@ def test_weights_follow_the_characters():
     assert ask._replace(given=0).weights(offsets)[0] == ask.first
 
 
-def test_a_cloze_leaves_out_words_that_stand_nowhere_else():
-    rng = random.Random(3)
-    texts = reference_texts()
-    sentences = [sentence for text in texts for sentence in english_sentences(text)]
-    assert len(sentences) > 500
-    for sentence in rng.sample(sentences, 200):
-        for cloze in clozes(rng, sentence, 2):
-            blanked = sentence[: cloze.start] + BLANK + sentence[cloze.start + len(cloze.gold) :]
-            assert f'"{blanked}"' in cloze.question
-            assert sentence[cloze.start :].startswith(cloze.gold)
-            assert cloze.gold.casefold() not in cloze.question.casefold()
-
-
 def test_what_is_examined_was_not_learned_from():
     learned = {sentence for text in docstrings() for sentence in english_sentences(text)}
     examined = [sentence for text in reference_texts() for sentence in english_sentences(text)]
     assert not [sentence for sentence in examined if sentence in learned]
-
-
-def test_prose_passages_are_of_the_chunkers_size(tokenizer):
-    texts = prose_passages(random.Random(1), tokenizer, reference_texts(), 40)
-    sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    assert len(texts) == 40
-    assert max(sizes) <= 96 + 8
-    assert all(texts)
 
 
 _SHOT = re.compile(r"The (\w+) is ([\w ]+)\.\s*Label: (\w+)")
@@ -210,11 +161,6 @@ def test_an_answer_is_a_shot_of_the_thing_or_else_of_its_kind(tokenizer, chunks)
     assert found == {True, False}
 
 
-def test_without_a_shot_nothing_is_known(tokenizer):
-    sample = shot_sample(random.Random(0), tokenizer, chunks=0)
-    assert {answer for _, answer, _, _ in spoken(tokenizer, sample)} == {UNANSWERABLE}
-
-
 def test_what_is_examined_has_labels_and_places_of_its_own(tokenizer):
     learned = [shot_sample(random.Random(seed), tokenizer, chunks=6) for seed in range(30)]
     shots = [shot for sample in learned for shot in _SHOT.findall(tokenizer.decode(sample.tokens))]
@@ -238,13 +184,6 @@ def test_any_text_round_trips(tokenizer):
         assert tokenizer.decode(ids(tokenizer, text)) == text
 
     check()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "  two  spaces ", "a\r\n\tb", "Straße 日本語 🜚 é", "<|end|>x", "3.14 % of 20,000"]
-)
-def test_hard_texts_round_trip(tokenizer, text):
-    assert tokenizer.decode(ids(tokenizer, text)) == text
 
 
 def test_names_are_spelled_alike_everywhere(tokenizer):

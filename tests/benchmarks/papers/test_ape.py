@@ -56,11 +56,6 @@ def test_the_best_t_then_the_best_s_at_it():
     assert "100.0 % with both" in found.explanation
 
 
-def test_among_equals_the_least_change():
-    found = search_ape(Answers(lambda t, s: float(t > 0.5)))
-    assert (found.temperature, found.scale) == (1.0, 1.0)
-
-
 def test_hopeless_settings_are_given_up_and_the_result_is_the_same(monkeypatch):
     monkeypatch.setattr(ape, "_ASKED", 3)
     monkeypatch.setattr(ape, "_PORTION", 1)
@@ -70,13 +65,6 @@ def test_hopeless_settings_are_given_up_and_the_result_is_the_same(monkeypatch):
     counts = Counter(answers.asked)
     assert counts[0.6, 0.5] == counts[0.6, 1.0] == counts[1.0, 1.0] == 3  # the last is told of
     assert counts[0.1, 1.0] == 1
-
-
-def test_a_table_may_be_searched_on_what_it_asks():
-    answers = Answers(lambda t, s: 1.0)
-    found = search_ape(answers, chunks=2, task="icl(shots=1)")
-    assert answers.tasks == ["icl(shots=1)/2"]
-    assert "2 questions over `icl(shots=1)`, seed 7001, 2 chunks each" in found.explanation
 
 
 def test_it_searches_where_no_column_asks():
@@ -144,18 +132,3 @@ def test_gamma_is_the_best_of_the_papers_sweep_and_the_nearest_to_its_own_among_
     assert all("split=train" in name for name in answers.tasks)
     assert search_gamma(Swept(lambda gamma: float(gamma > 1.7)), line, chunks=5)[0] == 2.5
     assert search_gamma(Swept(lambda gamma: float(gamma in (2, 4))), line, chunks=5)[0] == 2
-
-
-def test_pced_1_has_a_line_with_the_gamma_that_was_found():
-    table = TABLES["pced-1"]
-    assert table.prepare is not None
-    swept, answers = Swept(lambda gamma: float(gamma == 1.5)), Answers(lambda t, s: float((t, s) == (0.8, 1.0)))
-    found = table.prepare(table, lambda tasks, lines: (swept if "gamma" in lines[0].engine else answers)(tasks, lines))
-    changed = [(old, new) for old, new in zip(table.lines, found.lines, strict=True) if old != new]
-    assert [(old.engine, new.engine) for old, new in changed] == [
-        ("ape", "ape(temperature=0.8, scale=1)"),
-        ("pced", "pced(gamma=1.5)"),
-    ]
-    assert "γ = 1.5 was chosen" in found.remarks[-2]
-    assert "100.0 at 1.5" in found.remarks[-2]
-    assert "T = 0.8 and S = 1 were searched" in found.remarks[-1]

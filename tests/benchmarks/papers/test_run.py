@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ragkv.benchmarks.papers.pced import chosen, trace_text, traced
+from ragkv.benchmarks.papers.pced import trace_text, traced
 from ragkv.benchmarks.papers.plots import Bars, Curves, TokenTracePicture
 from ragkv.benchmarks.papers.run import (
     ILLUSTRATIONS,
@@ -24,7 +23,7 @@ from ragkv.benchmarks.papers.run import (
     to_markdown,
     write_table,
 )
-from ragkv.benchmarks.papers.table import Cell, Difference, Figure, Origin, Table, commit_of, decide
+from ragkv.benchmarks.papers.table import Cell, Difference, Figure, Origin, Table, decide
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation import answers
 from ragkv.evaluation.answers import Candidate, ExampleResult
@@ -99,11 +98,6 @@ def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
     assert asked == 15 + 1
 
 
-def test_the_same_seed_makes_the_same_table(fill):
-    assert to_json(fill(work=None)) == to_json(fill())
-    assert fill(seed=3, limit=1).tasks["code"].examples[0] != fill(limit=1).tasks["code"].examples[0]
-
-
 def test_markdown(fill):
     result = fill()
     text = to_markdown(result)
@@ -153,40 +147,6 @@ def test_files_and_what_was_written_by_hand(fill, tmp_path):
         write_table(result, tmp_path / "file")
 
 
-def test_a_prompt_without_room_is_not_counted(fill, small, monkeypatch):
-    from ragkv.model.language_model import LanguageModel
-
-    lines = tuple(replace(line, same_as="") for line in small.lines if line.label == "All")
-    columns = (replace(small.columns[0], chunks=2), replace(small.columns[0], label="long", chunks=40))
-    monkeypatch.setattr(LanguageModel, "max_positions", 700, raising=False)
-    result = fill(replace(small, lines=lines, columns=columns, paper=(), orders=()))
-    long = result.figure("All", "long")
-    assert (long.value, long.n, long.too_long) == (None, 0, 3)
-    assert "no room" in to_markdown(result)
-
-
-def test_the_commit(tmp_path, monkeypatch):
-    import os
-    import subprocess
-
-    for name in ("GIT_CONFIG_GLOBAL", "GIT_CONFIG_SYSTEM"):  # whoever runs the tests may want commits signed
-        monkeypatch.setenv(name, os.devnull)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # temporary files may lie in a checkout
-    assert commit_of(tmp_path) == "unknown"
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "a").write_text("1")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "b").write_text("1")
-    for words in (["init", "-q"], ["add", "a", "docs"], ["commit", "-qm", "m"]):
-        subprocess.run([*git, *words], cwd=tmp_path, check=True)
-    clean = commit_of(tmp_path)
-    assert len(clean) == 12
-    (tmp_path / "docs" / "b").write_text("2")  # what tables write
-    assert commit_of(tmp_path) == clean
-    (tmp_path / "a").write_text("2")
-    assert commit_of(tmp_path) == f"{clean} + changes"
-
-
 ORIGIN = Origin(
     command="python -m ragkv.benchmarks.papers some",
     commit="abc",
@@ -219,10 +179,6 @@ def filled(table: Table, **more: object) -> TableResult:
     return TableResult(**whole)  # type: ignore[arg-type]
 
 
-def test_every_picture_belongs_to_a_table():
-    assert ILLUSTRATIONS.keys() <= TABLES.keys()
-
-
 @pytest.mark.parametrize("name", sorted(ILLUSTRATIONS.keys() - {"pced-2"}))
 def test_what_is_drawn_is_what_was_measured(name):
     result = filled(TABLES[name])
@@ -240,24 +196,6 @@ def test_what_is_drawn_is_what_was_measured(name):
         assert set(curve.y) <= values
     if name not in ("pced-4", "pced-5"):  # there, lines without a number are told in the table alone
         assert {value for curve in shown.picture.curves for value in curve.y} == values
-
-
-def test_a_sweep_is_drawn_in_the_order_of_its_numbers():
-    result = filled(TABLES["pced-5"])
-    curves = {curve.label: curve for curve in illustrate(result).picture.curves}
-    assert curves["two hops"].x == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
-    assert curves["two hops"].y[5] == result.figure("γ=2.5", "two hops").value
-
-
-def test_cells_that_were_not_measured_leave_gaps():
-    result = filled(TABLES["block-1"])
-    lines = tuple(line for line in result.lines if line.role != "no_positions")
-    cells = {cell: figure for cell, figure in result.cells.items() if cell.line in {line.label for line in lines}}
-    bars = illustrate(filled(TABLES["block-1"], lines=lines, cells=cells)).picture.bars
-    assert [bar.label for bar in bars] == [line.label for line in lines]
-    nothing = {cell: Figure(value=None, ci95=None, n=0) for cell in cells}
-    assert illustrate(filled(TABLES["block-1"], cells=nothing)) is None
-    assert illustrate(filled(TABLES["codecs"])) is None
 
 
 EXAMPLE = Example(
@@ -282,13 +220,6 @@ def answer(score: float | None, *winners: int | None) -> ExampleResult:
         chunks=3,
         trace=(*trace, ("", None)),
     )
-
-
-def test_the_answer_shown_is_right_and_hops():
-    wrong, still, hopping = answer(0.0, 0, 2), answer(1.0, 0, 0), answer(1.0, 0, 1, 2)
-    assert chosen([wrong, still, hopping]) is hopping
-    assert chosen([wrong, still]) is still
-    assert chosen([wrong]) is wrong
 
 
 def test_a_trace_in_picture_and_words():
@@ -398,13 +329,6 @@ def test_what_is_no_table_is_told(write, damage):
         revise_table("t", folder)
     with pytest.raises(ConfigError, match=r"no .*u\.json; python -m ragkv\.benchmarks\.papers u makes it"):
         revise_table("u", folder)
-
-
-def test_a_cell_without_questions_is_told(write):
-    with pytest.raises(ConfigError, match="make it again"):
-        revise_table("t", write(result(0.0, 0.0), rows=()))
-    with pytest.raises(ConfigError, match="make it again"):
-        revise_table("t", write(result(0.0, 0.0), rows=(("a", 0), ("b", 0))))
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(RESULTS.glob("*.json"))])

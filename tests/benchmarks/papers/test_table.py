@@ -13,8 +13,6 @@ from ragkv.benchmarks.papers.table import (
     Paper,
     Table,
     TableRow,
-    across,
-    along,
     count_verdicts,
     decide,
     difference_of,
@@ -61,18 +59,6 @@ def test_the_papers_lines_are_in_the_table(name):
         assert any(label == line or label.startswith(f"{line}, ") for label in labels), line
 
 
-def test_some_printed_numbers():
-    mistral, llama = TABLES["pced-1"].paper
-    assert (mistral.value("PCED dense", "NQ"), mistral.value("All", "MuSiQue")) == (81, 28)
-    assert (llama.value("MapReduce", "QAMParI"), llama.value("APE", "Web"), llama.value("Single", "Date")) == (
-        68,
-        61.1,
-        51.1,
-    )
-    assert [paper.value("γ=4", "NQ") for paper in TABLES["pced-5"].paper] == [87, 81]
-    assert [paper.value("β=0.75", "HotpotQA") for paper in TABLES["pced-4"].paper] == [67, 58]
-
-
 PAPER = Paper(caption="P", model="M", columns=("X", "Y"), values={"a": (3, 5), "b": (1, None), "c": (3.5, 5)})
 
 
@@ -87,11 +73,6 @@ def test_orders_are_the_papers_own():
             printed([PAPER], left, relation, right, {"x": (column,)})
     with pytest.raises(ValueError, match="no number for a and b in Y"):
         printed([PAPER], "a", ">", "b", {"x": ("Y",)})
-
-
-def test_lines_across_columns_and_columns_along_lines():
-    assert [str(order) for order in across("xy", "a", ">=", "b", "s")] == ["a (x) >= b (x)", "a (y) >= b (y)"]
-    assert [str(order) for order in along("ab", "x", ">", "y", "s")] == ["a (x) > a (y)", "b (x) > b (y)"]
 
 
 def mean(label, *of):
@@ -113,12 +94,6 @@ def mean(label, *of):
 def test_what_is_not_consistent(settings, message):
     with pytest.raises(ValueError, match=message):
         table(**settings)
-
-
-def test_a_column_has_a_task_or_is_a_mean():
-    for settings in ({}, {"task": "icl", "mean_of": ("x",)}):
-        with pytest.raises(ValueError, match="one of the two"):
-            Column(label="x", **settings)
 
 
 def test_what_the_engine_does_not_have():
@@ -149,14 +124,6 @@ def test_a_figure_is_the_mean_with_its_interval():
     assert figure_of(scores(values), 3) == found
 
 
-def test_columns_of_a_mean_weigh_the_same():
-    found = figure_of(scores([1, 1], "x") | scores([0, 0, 0, 0, 0, 1], "y"), 0)
-    assert found.value == pytest.approx((1 + 1 / 6) / 2)
-    assert found.n == 8
-    assert figure_of(scores([1, 1], "x") | {"y": []}, 0).value is None
-    assert figure_of(scores([1, 1, 1]), 0).ci95 == (1.0, 1.0)
-
-
 def test_the_same_questions_are_compared_one_by_one():
     ours, theirs = scores([1, 1, 0, 1, 0, 1, 1, 0]), scores([1, 0, 0, 1, 0, 1, 1, 0])
     paired = difference_of(ours, theirs, 0)
@@ -167,10 +134,6 @@ def test_the_same_questions_are_compared_one_by_one():
     assert apart.ci95[0] < 0 < apart.ci95[1]
     assert apart.ci95[1] - apart.ci95[0] > paired.ci95[1] - paired.ci95[0]
     assert difference_of(ours, {"x": []}, 0) is None
-
-
-def test_questions_without_room_on_one_side_are_left_out():
-    assert difference_of(scores([1, 1, 1, 0]), scores([0, 1, 1]), 0).value == pytest.approx(1 / 3)
 
 
 def test_an_interval_has_a_width_even_when_no_question_differs():
