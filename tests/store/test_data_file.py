@@ -195,7 +195,7 @@ with Store.open(folder / "index") as store:
     with store.writing("delete", timeout=0):  # writes its name into a file
         for d in range(1, count - 1):
             assert store.delete_document(f"{d}")
-            assert store.verify().ok
+        assert store.verify().ok
         store.collect(in_use=lambda manifest: True)
     store.put_meta("still", "writable")
 with Store.open(folder / "index") as store:

@@ -9,8 +9,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from pathlib import Path
 
 import lmdb
 import pytest
+from clichild import CliChild
 from openfolder import open_folder
 from package import in_child, run_fresh
 from storecheck import problems
@@ -42,13 +41,15 @@ path = sys.argv[1]
 """
 
 
-def command(script: str, path: Path) -> list[str]:
-    return [sys.executable, "-c", COMMON + script, str(path)]
+def process(script: str, path: Path) -> CliChild:
+    return CliChild(path, program=COMMON + script)
 
 
 def python(script: str, path: Path) -> str:
-    """What a fresh interpreter prints."""
-    return run_fresh(COMMON + script, path)[0]
+    """What it prints in a process of its own."""
+    code, out, errors = process(script, path).end()
+    assert code == 0, errors
+    return out
 
 
 def test_readers_and_growth_in_threads(tmp_path):
@@ -87,18 +88,13 @@ for line in sys.stdin:
     print(equal(store.get_kv(identity), kv), flush=True)
 store.stage_kv([big(99)])
 """
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    reader = subprocess.Popen(command(script, tmp_path), text=True, **pipes)
-    with reader, Store.open(tmp_path) as store:
-        assert reader.stdin is not None
-        assert reader.stdout is not None
+    reader = process(script, tmp_path)
+    with Store.open(tmp_path) as store:
         for n in range(4):
             store.stage_kv([big(n)])
-            reader.stdin.write(f"{n}\n")
-            reader.stdin.flush()
-            assert reader.stdout.readline() == "True\n"
-        reader.stdin.close()
-        assert reader.wait(600) == 0
+            reader.say(f"{n}")
+            assert reader.line() == "True\n"
+        assert reader.end() == (0, "", "")
         assert store.has_kv(big(99)[0])  # the other one's write came after our growth, and grew nothing away
 
 
@@ -385,14 +381,13 @@ with Store.open(path) as store, store.writing("ragkv ingest docs/"):
 
 
 @pytest.fixture
-def other(store: Store) -> Iterator[subprocess.Popen[str]]:
+def other(store: Store) -> Iterator[CliChild]:
     """Another process that holds the lock until it reads a line."""
-    hold = command(HOLD, store.directory.parent)
-    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "holding\n"
-        yield process
-        process.kill()
+    child = process(HOLD, store.directory.parent)
+    assert child.line() == "holding\n"
+    yield child
+    child.process.kill()
+    child.end()
 
 
 class Clock:
@@ -412,11 +407,11 @@ def test_a_busy_store_names_its_holder(store, other, monkeypatch):
     monkeypatch.setattr("ragkv.store.environment.time", Clock())
     holder = store.writer()
     assert holder is not None
-    assert (holder.pid, holder.host, holder.command) == (other.pid, socket.gethostname(), "ragkv ingest docs/")
+    assert (holder.pid, holder.host, holder.command) == (other.process.pid, socket.gethostname(), "ragkv ingest docs/")
     result: list[Holder] = []
     for timeout in (0, 0.2):
         with (
-            pytest.raises(StoreBusyError, match=rf"PID {other.pid} \(ragkv ingest docs/, since {TIME}\)"),
+            pytest.raises(StoreBusyError, match=rf"PID {other.process.pid} \(ragkv ingest docs/, since {TIME}\)"),
             store.writing("ragkv gc", timeout=timeout, on_wait=result.append),
         ):
             pytest.fail("two at once")
@@ -429,28 +424,27 @@ def test_single_transactions_do_not_wait(store, other):
     store.keep_kv(identity(9), kv_of(identity(9)))
     store.put_meta("a", 1)
     assert store.stats().kv_records == 3
-    assert other.poll() is None
+    assert other.process.is_alive()
 
 
 @pytest.mark.parametrize("end", ["released", "killed"])
 def test_the_lock_ends_with_its_holder(store, other, end):
     def stop(_: Holder) -> None:
         if end == "killed":
-            other.send_signal(signal.SIGKILL)
+            other.process.kill()
         else:
-            assert other.stdin is not None
-            other.stdin.write("\n")
-            other.stdin.flush()
+            other.say("")
 
     result: list[str] = []
     with store.writing("ragkv gc", on_wait=lambda holder: (result.append(str(holder)), stop(holder))):
         assert len(result) == 1
-        assert re.fullmatch(rf"PID {other.pid} \(ragkv ingest docs/, since {TIME}\)", result[0])
+        assert re.fullmatch(rf"PID {other.process.pid} \(ragkv ingest docs/, since {TIME}\)", result[0])
         mine = store.writer()
         assert mine is not None
         assert (mine.pid, mine.command) == (os.getpid(), "ragkv gc")
     assert store.writer() is None
-    assert other.wait(600) == (-signal.SIGKILL if end == "killed" else 0)
+    other.process.join(600)
+    assert other.process.exitcode == (-signal.SIGKILL if end == "killed" else 0)
 
 
 def test_stores_and_threads_of_one_process_exclude_each_other(store):
@@ -630,12 +624,11 @@ with Store.open(path) as store:
     index = tmp_path / "index"
     with Store.create(index, map_size=128 << 10) as store:
         store.put_meta("a", 1)
-        with subprocess.Popen(command(script, index), stdout=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"\n"
-            while child.poll() is None:
-                assert store.get_meta("a") == 1
-        assert child.returncode == 0
+        child = process(script, index)
+        assert child.line() == "\n"
+        while child.process.is_alive():
+            assert store.get_meta("a") == 1
+        assert child.end() == (0, "", "")
         assert store.stats().kv_records == 40
 
 

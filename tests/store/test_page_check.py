@@ -7,12 +7,11 @@ import os
 import random
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import lmdb
 import pytest
+from clichild import CliChild
 from storekit import identity, write
 
 from ragkv.errors import CorruptStoreError
@@ -172,21 +171,21 @@ def test_opening_while_another_process_commits(tmp_path):
         "    while True:\n"
         "        store.put_meta(f'fact {n % 50}', 'x' * (n % 5000)); n += 1\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"\n"
-        try:
-            seen = set()
-            for n in itertools.count():  # until enough commits were met, however slowly the writer gets its turns
-                with Store.open(tmp_path, readonly=bool(n % 2)) as store:
-                    report = store._live().check_pages()
-                    assert report.unaccounted == 0
-                    seen.add(store._live()._map.env.info()["last_txnid"])
-                assert writer.poll() is None
-                if n >= 30 and len(seen) > 15:
-                    break
-        finally:
-            writer.kill()
+    writer = CliChild(tmp_path, program=script)
+    assert writer.line() == "\n"
+    try:
+        seen = set()
+        for n in itertools.count():  # until enough commits were met, however slowly the writer gets its turns
+            with Store.open(tmp_path, readonly=bool(n % 2)) as store:
+                report = store._live().check_pages()
+                assert report.unaccounted == 0
+                seen.add(store._live()._map.env.info()["last_txnid"])
+            assert writer.process.is_alive()
+            if n >= 20 and len(seen) > 10:
+                break
+    finally:
+        writer.process.kill()
+        writer.end()
 
 
 @pytest.fixture
@@ -248,13 +247,13 @@ def test_a_writer_at_work_is_trusted_and_a_killed_one_is_not(data, checks):
         "with Store.open(sys.argv[1]) as store:\n"
         "    store._live().write(lambda txn: (txn.put('meta', b'model', b'x'), print(flush=True), time.sleep(600)))\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script, data.parent.parent], stdout=subprocess.PIPE) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == b"\n"
-        os.utime(data)  # as LMDB does when it writes pages
-        Store.open(data.parent.parent, readonly=True).close()
-        assert checks == []
-        writer.kill()
+    writer = CliChild(data.parent.parent, program=script)
+    assert writer.line() == "\n"
+    os.utime(data)  # as LMDB does when it writes pages
+    Store.open(data.parent.parent, readonly=True).close()
+    assert checks == []
+    writer.process.kill()
+    writer.end()
     Store.open(data.parent.parent).close()
     assert checks == [data]
 
