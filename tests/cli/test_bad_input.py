@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -270,11 +271,8 @@ TABLE: list[tuple[str, int, str]] = [
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file with its size and when it was written; locks come and go."""
-    return {
-        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
-        for path in folder.rglob("*")
-        if "lock" not in path.name and path.is_file()
-    }
+    paths = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names if "lock" not in name)
+    return {str(path): ((stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths}
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from ragkv.engines.ape import APEConfig
 from ragkv.runtime import Stream, runtime_of
 
 
-def test_at_the_default_one_chunk_is_plain_attention(family, make_model):
+def test_at_the_default_one_chunk_is_plain_attention(unlike_family, make_model):
     """T = S = 1 reweighs nothing: the logits are those of one causal forward, at the question and along an answer."""
-    model = make_model(family)
+    model = make_model(unlike_family)
     forced = [90, 91, 92]
     tokens = [*PREFIX, *CHUNKS[1], *SUFFIX, *forced]
     with model.plain() as plain:

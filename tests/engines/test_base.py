@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from clichild import CliChild
 
 from ragkv.engines import make_engine, require_supported, supported_engines, unsupported_reason
 from ragkv.engines.base import require_reach, supported_or
@@ -63,6 +63,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys
 from pathlib import Path
+sys.path.insert(0, sys.argv[2])
 from ragkv import RagKV
 from ragkv.engines import engine_class, engine_names
 folder = Path(sys.argv[1])
@@ -97,12 +98,9 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_an_engine_in_a_package_of_its_own(site, tmp_path):
     """Found by entry point, its encoding stored at ingest, its settings read, its answer that of the best chunk."""
-    environment = os.environ | {"PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    code, out, errors = CliChild(tmp_path, site, program=SCRIPT).end()
+    assert code == 0, errors
+    found = json.loads(out.splitlines()[-1])
     assert "focus" in found["names"]
     assert found["module"] == "ragkv_focus"
     assert found["answer"] == found["alone"]

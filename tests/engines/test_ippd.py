@@ -56,9 +56,9 @@ def _equal(found, expected):
         torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-4, atol=1e-4)
 
 
-def test_every_answer_is_that_of_full_asked_alone(family, make_model):
+def test_every_answer_is_that_of_full_asked_alone(unlike_family, make_model):
     """Contexts of unlike lengths, questions of unlike lengths, answers that end one after another."""
-    model = make_model(family)
+    model = make_model(unlike_family)
     expected = _alone(model)
     for name in ("ippd", "ippd-stacked"):
         _equal(_together(model, name=name), expected)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from benchmarkfolder import CountingEmbedder
 from hypothesis import given
 from hypothesis import strategies as st
+from package import in_child
 
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.evaluation import retrieval as module
@@ -176,35 +176,23 @@ def test_a_damaged_file_is_made_again(tmp_path, kind, damage):
     assert len(batches.colbert([passage.passage_id for passage in PASSAGES])) == 10
 
 
-KILLED = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-import os, signal
-from benchmarkfolder import CountingEmbedder
-from ragkv.evaluation.retrieval import Batches
-from ragkv.evaluation.ranking import Passage
-passages = [Passage(passage_id=f"p{i}", text=f"passage {i}") for i in range(40)]
-writes, replace = int(sys.argv[3]), Path.replace
-def count(self, target):
-    global writes
-    writes -= 1
-    if writes < 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return replace(self, target)
-Path.replace = count
-Batches(Path(sys.argv[1]), CountingEmbedder(), passages, ["dense", "sparse"], batch=4).embed()
-"""
-
-
 @pytest.mark.parametrize("writes", [0, 1, 7])
 def test_a_killed_run_goes_on_where_it_was(tmp_path, writes):
     """Killed between writing a file and its rename: the whole files count, the torn one does not."""
-    support = str(Path(sys.modules["benchmarkfolder"].__file__).parent)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "work"), support, str(writes)]
-    killed = subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
-    assert killed.returncode == -9, killed.stderr
     passages = [Passage(passage_id=f"p{i}", text=f"passage {i}") for i in range(40)]
+
+    def run() -> None:
+        left, replace = iter(range(writes)), Path.replace
+
+        def counted(self: Path, target: Path) -> Path:
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return replace(self, target)
+
+        Path.replace = counted
+        Batches(tmp_path / "work", CountingEmbedder(), passages, ["dense", "sparse"], batch=4).embed()
+
+    assert in_child(run) == -signal.SIGKILL
     embedder = CountingEmbedder()
     batches = Batches(tmp_path / "work", embedder, passages, ["dense", "sparse"], batch=4)
     assert batches.embed() == 40 - 4 * (writes // 2)

@@ -20,7 +20,7 @@ from ragkv.ingest.sandbox import SourceReader, SourceText, UnreadableSource, rea
 from ragkv.ingest.source import find_sources
 
 VALVES = "<p>Halden Works makes valves.</p>"
-LIMITS = ParseLimits(file=64 << 20, characters=1_000_000, memory=700 << 20, seconds=2)
+LIMITS = ParseLimits(file=64 << 20, characters=1_000_000, memory=700 << 20, seconds=1)
 REASONS = {
     "paragraphs.docx": "more than 3,000,000 elements",
     "cells.docx": "more than 3,000,000 elements",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 
 import httpx
@@ -58,9 +58,19 @@ def key(tmp_path_factory):
     return path, add_key(path, "ann")
 
 
+@pytest.fixture(scope="module")
+def app_of_all(rag):
+    """(the app over the index, its limiter): FastAPI takes longer to make it than most tests to ask it."""
+    served, limiter = ServedIndexes({"two": rag}), ConcurrencyLimiter(8, patience=0.0)
+    with closing(JobManager(served, limiter)) as desk:
+        yield make_app(served, limiter, desk), limiter
+
+
 @pytest.fixture
-def limiter():
-    return ConcurrencyLimiter(8, patience=0.0)
+def limiter(app_of_all):
+    """As new."""
+    app_of_all[1].__init__(8, patience=0.0)
+    return app_of_all[1]
 
 
 @pytest.fixture
@@ -83,8 +93,8 @@ def app_of(limiter, desk_of):
 
 
 @pytest.fixture
-def app(rag, app_of):
-    return app_of(two=rag)
+def app(app_of_all, limiter):
+    return app_of_all[0]
 
 
 @pytest.fixture

@@ -212,7 +212,7 @@ def test_a_question_that_cannot_be_answered_is_told_why(ask, change, status, par
 
 
 def test_an_error_under_way_is_an_event(ask, torn):
-    found = events(ask(stream=True))
+    found = events(ask(stream=True, max_new_tokens=30))
     assert found[0][0] == "sources"
     assert found[-1] == (
         "error",

@@ -60,6 +60,7 @@ def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+@pytest.mark.nightly
 def test_processes_that_share_the_rows_take_the_same_steps(tokenizer, tiny, tmp_path):
     tiny = replace(tiny, autocast=False)
     start, threads = build_model(tiny, tokenizer).state_dict(), torch.get_num_threads()
