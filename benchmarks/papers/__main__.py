@@ -13,7 +13,6 @@ from rich.table import Table as Grid
 from ragkv.benchmarks.papers.plots import require_matplotlib
 from ragkv.benchmarks.papers.run import (
     TABLES,
-    RunOptions,
     TableResult,
     find_table,
     grid,
@@ -24,7 +23,7 @@ from ragkv.benchmarks.papers.run import (
     verdict_line,
     write_table,
 )
-from ragkv.benchmarks.papers.table import COMMAND, Table, Verdict, count_verdicts
+from ragkv.benchmarks.papers.table import COMMAND, RunOptions, Table, Verdict, count_verdicts
 from ragkv.cli.console import draw, echo, kept_steps, note, print_grid, print_json
 from ragkv.cli.evaluate import DEFAULT_WORK
 from ragkv.cli.main import SingleCommand, log_to_stderr, run
