@@ -49,6 +49,7 @@ torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and badly 
 
 VOCABULARY = 320
 LAYERS = 5  # enough for every layer type to occur: SmolLM3 drops RoPE in each fourth; Gemma 3 is global in each sixth
+FAR = 9  # where every layer has a window of 8, a chunk of some tokens before still changes the answer
 
 
 def _shape(**more: Any) -> dict[str, Any]:
@@ -107,7 +108,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-yarn": ("Llama", YARN),
     "llama-linear": ("Llama", _rope("linear", factor=4.0)),
     "mistral": ("Mistral", {"sliding_window": None}),
-    "mistral-sliding": ("Mistral", {"sliding_window": 8}),
+    "mistral-sliding": ("Mistral", {"sliding_window": 8, "num_hidden_layers": FAR}),
     "mistral-nemo": ("Mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied-sliding": (
@@ -119,7 +120,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 24}),
     "gemma3": ("Gemma3Text", {"num_hidden_layers": 7, "sliding_window": 8, "query_pre_attn_scalar": 24}),
     "phi3": ("Phi3", {}),
-    "phi3-sliding": ("Phi3", {"sliding_window": 8}),
+    "phi3-sliding": ("Phi3", {"sliding_window": 8, "num_hidden_layers": FAR}),
     "phi4-partial": ("Phi3", _rope("default", partial_rotary_factor=0.75)),
     "olmo2": ("Olmo2", {}),
     "granite": ("Granite", {"attention_multiplier": 0.2, "residual_multiplier": 0.7}),
@@ -137,7 +138,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2} | EXPERTS,
     ),
-    "phimoe-sliding": ("Phimoe", {"sliding_window": 8, **EXPERTS}),
+    "phimoe-sliding": ("Phimoe", {"sliding_window": 8, "num_hidden_layers": FAR, **EXPERTS}),
     # a score beside those of the keys, in every row of every layer, windows or none
     "gpt-oss": (
         "GptOss",
