@@ -42,6 +42,7 @@ from ragkv.server.schemas import (
     ChunkPage,
     DocumentListing,
     DocumentText,
+    FailFastList,
     IndexListing,
     QueryCheck,
     QuestionOptions,
@@ -150,7 +151,7 @@ class SearchRequest(BaseModel):
     retrieval: str | None = None
     rerank: bool | None = None
     candidates: int | None = None
-    where: list[str] = []
+    where: FailFastList[str] = []
 
 
 class QueryRequest(QuestionOptions):
@@ -163,7 +164,7 @@ class QueryRequest(QuestionOptions):
     question: str
     top_k: int | None = None
     max_new_tokens: int | None = Field(default=None, ge=1)
-    history: list[TurnRequest] = Field(default=[], max_length=4096)
+    history: FailFastList[TurnRequest] = Field(default=[], max_length=4096)
     history_mode: History | None = None
     history_tokens: int = Field(default=512, ge=0)
     trace: bool = False
@@ -228,7 +229,7 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
         limit: Limit = 100,
         after: str = "",
         pattern: Annotated[str, Query(alias="name", max_length=500)] = "",
-        where: Annotated[list[str], Query()] = [],  # noqa: B006 - FastAPI copies it
+        where: Annotated[FailFastList[str], Query()] = [],  # noqa: B006 - FastAPI copies it
     ) -> Json:
         """The documents in the order of their ids; `name` is a part of their source's name, or a pattern (`*.md`)."""
         page = partial(document_page, served.index(index), pattern, where, after=after, limit=limit)

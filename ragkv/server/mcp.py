@@ -21,14 +21,14 @@ from ragkv.index.search import chunk_named
 from ragkv.pipeline import QueryOptions, RagKV
 from ragkv.server.errors import readable_error
 from ragkv.server.local import LocalClient, UnservedError, query_body
-from ragkv.server.schemas import ShownChunk
+from ragkv.server.schemas import FailFastList, ShownChunk
 
 MOST_DOCUMENTS = 1000
 P = ParamSpec("P")
 R = TypeVar("R")
 
 Conditions = Annotated[
-    list[str] | None,
+    FailFastList[str] | None,
     Field(description="Only documents that meet FIELD=PATTERN, as in source=notes/*.md, or a metadata key."),
 ]
 Amount = Annotated[int | None, Field(ge=1, le=256, description="How many passages; unset: as the index is set.")]

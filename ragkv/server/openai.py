@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -26,7 +26,16 @@ from ragkv.index.batch import AsyncAnswerStream
 from ragkv.pipeline import RagKV
 from ragkv.server.errors import ApiError, Json, event, pack_json, readable_error, to_api_error
 from ragkv.server.metrics import ConcurrencyLimiter
-from ragkv.server.schemas import EVENTS, OWNER, AnswerSource, ModelChoice, QuestionOptions, ServedIndexes, chunk_urls
+from ragkv.server.schemas import (
+    EVENTS,
+    OWNER,
+    AnswerSource,
+    FailFastList,
+    ModelChoice,
+    QuestionOptions,
+    ServedIndexes,
+    chunk_urls,
+)
 from ragkv.server.streaming import (
     AnswerResponse,
     ConversationText,
@@ -43,6 +52,7 @@ if TYPE_CHECKING:
     from ragkv.retrievers.base import Embedder, Reranker
 
 MOST_MESSAGES = 512
+MOST_PARTS = 4096
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -77,7 +87,7 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[FailFastList[ContentPart], Field(max_length=MOST_PARTS)] | None = None
 
     def text(self, place: int) -> str:
         """The message's text; ApiError, with the message's index, if it contains anything else."""
@@ -102,7 +112,7 @@ class ChatRequest(QuestionOptions):
 
     model_config = ConfigDict(extra="allow", strict=False)
     model: str
-    messages: list[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: FailFastList[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -467,7 +477,12 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     model: str
-    input: str | list[str] | list[int] | list[list[int]]
+    input: (
+        str
+        | FailFastList[str]
+        | FailFastList[int]
+        | Annotated[FailFastList[FailFastList[int]], Field(max_length=MOST_TEXTS)]
+    )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     input_type: Literal["query", "document"] = "document"
@@ -485,7 +500,7 @@ class RerankRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str
     query: str
-    documents: list[str | RerankDocument] = Field(min_length=1, max_length=MOST_TEXTS)
+    documents: FailFastList[str | RerankDocument] = Field(min_length=1, max_length=MOST_TEXTS)
     top_n: int | None = Field(default=None, ge=1)
     max_tokens_per_doc: int | None = Field(default=None, ge=1)
     """Cohere's parameter: score only this many tokens of each document, counted by the index's language model."""

@@ -20,9 +20,12 @@ from contextlib import contextmanager, suppress
 
 import pytest
 from live import PATIENCE, PATIENT, live, received
+from pydantic import ValidationError
 
 from ragkv import RagKV
+from ragkv.server.api import QueryRequest, SearchRequest
 from ragkv.server.app import Idle
+from ragkv.server.openai import MOST_PARTS, MOST_TEXTS, ChatRequest, EmbeddingRequest, RerankRequest
 from ragkv.server.settings import Keys, ServerLimits
 
 pytestmark = pytest.mark.slow
@@ -483,6 +486,40 @@ def test_idle_connections_are_counted_by_address():
     for one in more:
         idle.add(one)
     assert not any(one.closed for one in more + quiet + others)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 1000}]}),
+        (ChatRequest, {"messages": [{}] * 500}),
+        (ChatRequest, {"stop": [{}] * 1000}),
+        (EmbeddingRequest, {"input": [{}] * 1000}),
+        (EmbeddingRequest, {"input": [[{}] * 1000] * 1000}),
+        (RerankRequest, {"documents": [{}] * 1000}),
+        (QueryRequest, {"history": [{}] * 1000}),
+        (QueryRequest, {"where": [{}] * 1000, "stop": [{}] * 1000}),
+        (SearchRequest, {"where": [{}] * 1000}),
+    ],
+)
+def test_a_list_of_wrong_items_is_refused_at_its_first(kind, body):
+    """A body may hold a million; a server that collects an error for each answers nobody meanwhile."""
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate(body)
+    assert raised.value.error_count() < 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "loc"),
+    [
+        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text"}] * (MOST_PARTS + 1)}]}, "messages"),
+        (EmbeddingRequest, {"input": [[]] * (MOST_TEXTS + 1)}, "input"),
+    ],
+)
+def test_lists_that_cost_more_than_their_bytes_have_a_limit(kind, body, loc):
+    with pytest.raises(ValidationError) as raised:
+        kind.model_validate({"model": "two", **body})
+    assert any(each["type"] == "too_long" and each["loc"][0] == loc for each in raised.value.errors())
 
 
 # paths
