@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import uvicorn
@@ -155,7 +156,14 @@ class LastSecond:
         """Begin to count."""
         if self._mine:
             self._timer.start()
-            # if a thread holds the interpreter, this signal's default action ends the process
+            self.arm()
+
+    def arm(self) -> None:
+        """Set an alarm, whose default action ends the process also if a thread holds the interpreter or the event loop.
+
+        A signal's handler may call this, unlike `begin`, which starts a thread.
+        """
+        if not signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.setitimer(signal.ITIMER_REAL, self._alarm)
 
     def cancel(self) -> None:
@@ -185,8 +193,10 @@ class GracefulServer(uvicorn.Server):
         stopping: Callable[[], None],
         stop: Callable[[], None],
         seconds: float,
+        last: LastSecond,
     ) -> None:
         super().__init__(config)
+        self._last = last
         self._ready = ready
         self._stopping = stopping
         self._stop = stop
@@ -195,6 +205,10 @@ class GracefulServer(uvicorn.Server):
     def end(self) -> None:
         """Stop, as after a signal."""
         self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._last.arm()
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -473,7 +487,7 @@ def _run(
         proxy_headers=False,
         timeout_graceful_shutdown=settings.stop_seconds + GRACE + 1,  # just after connections are cut
     )
-    server = GracefulServer(config, ready, stopping, on_stop, settings.stop_seconds)
+    server = GracefulServer(config, ready, stopping, on_stop, settings.stop_seconds, last)
     sockets = [listening]
     for inner, sock in local(server.end):
         by_address[sock.getsockname()] = Guard(inner, keys=None, hosts=None, limits=settings.limits, most=most)

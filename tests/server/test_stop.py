@@ -142,6 +142,31 @@ threading.Thread(target=work).start()
     assert subprocess.run([sys.executable, "-c", code], timeout=600, capture_output=True).returncode == status
 
 
+def test_the_last_second_comes_even_if_the_event_loop_never_runs_again():
+    code = """
+import uvicorn
+from ragkv.server.app import GracefulServer, LastSecond
+
+def ready():
+    print(flush=True)
+    while True:
+        pass
+
+async def app(scope, receive, send):
+    pass
+
+last = LastSecond(600)
+last._alarm = 0.1
+config = uvicorn.Config(app, port=0, log_config=None, lifespan="off")
+GracefulServer(config, ready, lambda: None, lambda: None, 0, last).run()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"\n"
+        process.terminate()
+        assert process.wait(600) == -signal.SIGALRM
+
+
 def test_what_has_ended_by_itself_is_not_ended():
     code = """
 import signal, threading
