@@ -411,10 +411,13 @@ def shares(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device has units for a dtype; a processor without them is many times slower than in float32."""
     units = _UNITS.get(str(dtype).removeprefix("torch."))
-    if device.type != "cpu" or units is None:
-        return True
+    return device.type != "cpu" or units is None or not processor_units().isdisjoint(units)
+
+
+def processor_units() -> frozenset[str]:
+    """What the processor has of the units that multiply in half types, by their names in cpuinfo."""
     able = _capabilities()
-    return any(able.get(name) for name in units)
+    return frozenset(name for units in _UNITS.values() for name in units if able.get(name))
 
 
 _UNITS = {

@@ -30,6 +30,7 @@ from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelErr
 from ragkv.model.attention_hook import NAME, AttentionBackend, LayerMask, attention_backend
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.families import adapt, read_whole, rotaries_of, without_rotary
+from ragkv.model.linear import read_few_rows
 from ragkv.model.loading import reach, refuse_by_name
 from ragkv.model.mla import LatentAttention, latents_of
 from ragkv.model.packet import Packet, embed
@@ -160,6 +161,7 @@ class LanguageModel:
         adapt(self._model)
         self._model.set_attn_implementation(NAME)
         self._latents = latents_of(model)
+        read_few_rows(self._model)
         self.shared: Mapping[int, int] = {}
         """Layers that read another's keys and values (Gemma 3n): that one's number; the proof on load finds them."""
         self.rotaries = rotaries_of(model, self.config)
