@@ -122,9 +122,9 @@ def merge_partials(partials: Sequence[PartialAttention]) -> PartialAttention:
     top = lse.amax(0)
     weights = torch.exp(lse - torch.where(top.isinf(), 0.0, top))
     total = weights.sum(0)
-    out = partials[0].out.float() * weights[0, ..., None]
+    out = partials[0].out * weights[0, ..., None]
     for partial, weight in zip(partials[1:], weights[1:], strict=True):
-        out.addcmul_(partial.out.float(), weight[..., None])
+        out.addcmul_(partial.out, weight[..., None])  # half types are widened as they are read
     out /= torch.where(total == 0, 1.0, total)[..., None]
     return PartialAttention(out, top + torch.where(total == 0, 1.0, total).log())
 
@@ -147,7 +147,7 @@ def merge_partials_of(partials: Sequence[tuple[slice | Tensor, PartialAttention]
     out = first.out.new_zeros((batch, q_heads, tokens, head_dim), dtype=torch.float32)
     for (which, partial), weight in zip(partials, weights, strict=True):
         if isinstance(which, slice):
-            out[:, :, which].addcmul_(partial.out.float(), weight[:, :, which, None])
+            out[:, :, which].addcmul_(partial.out, weight[:, :, which, None])
         else:
             out.index_add_(2, which, partial.out.float() * weight[:, :, which, None])
     out /= torch.where(total == 0, 1.0, total)[..., None]

@@ -60,6 +60,17 @@ class Rotary:
             return torch.ones(head_dim, dtype=torch.bool, device=device)
         return self.factors(torch.ones(1, dtype=torch.long, device=device), kind, head_dim)[1][0] != 0
 
+    def halves(self, kind: str, head_dim: int) -> tuple[slice, slice] | None:
+        """The two halves of a head of which a rotation mixes the first elements, the second, and so on; None if it
+        leaves elements alone or mixes others. For tensors on the processor.
+        """
+        mixed = self.quarter(torch.arange(1.0, head_dim + 1)[None, None, None], kind).flatten().abs()
+        for halves in (slice(head_dim // 2), slice(head_dim // 2, None)), (slice(0, None, 2), slice(1, None, 2)):
+            first, second = (torch.arange(1.0, head_dim + 1)[half] for half in halves)
+            if head_dim % 2 == 0 and mixed[halves[0]].equal(second) and mixed[halves[1]].equal(first):
+                return halves
+        return None
+
     def quarter(self, states: Tensor, kind: str) -> Tensor:
         """`states` `(batch, heads, n, head_dim)` rotated by 90°; elements that the rotation leaves alone stay as they
         are.
@@ -92,7 +103,7 @@ class QueryRotations:
         if key not in self._factors:
             back = -torch.tensor(list(self._rows)).to(self._device, non_blocking=True)
             self._factors[key] = self._rotary.factors(back, kind, query.shape[-1])
-        wide = query.float()
+        wide = query.contiguous().float()  # so that its heads are folded without a copy, whatever the offset
         return QueryRotation(wide, self._rotary.quarter(wide, kind), *self._factors[key], self._rows, query.dtype)
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.partial import LayerCall, PartialAttention
-from ragkv.attention.rope import Rotary
+from ragkv.attention.rope import Angles, Rotary
 
 
 class KVCache:
@@ -531,12 +531,7 @@ def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> t
     """`join` as keys and values of every layer, `(kv_heads, tokens + room, head_dim)`; the room is not initialised."""
     tokens = sum(segment.kv.tokens for segment in segments) + room
     first = segments[0].kv
-    turns = {
-        (kind, key.device) for kind, key in zip(rotary.kinds, first.keys, strict=True) if kind is not None
-    }  # layers may lie on several devices
-    result = torch.tensor([[segment.offset] for segment in segments])
-    offsets = {device: result.to(device, non_blocking=True) for _, device in turns}
-    angles = {(kind, device): rotary.angles(offsets[device], kind) for kind, device in turns}  # (chunks, 1, dim) each
+    moves = _Moves(rotary, [segment.offset for segment in segments])
     keys, values = [], []
     for layer, kind in enumerate(rotary.kinds):
         key, value = (_empty_like(held[layer], tokens) for held in (first.keys, first.values))
@@ -545,13 +540,61 @@ def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> t
             end = at + segment.kv.tokens
             stored = segment.kv.keys[layer]
             if kind is not None and segment.offset != 0 and stored.numel():
-                cos, sin = (a[index : index + 1] for a in angles[kind, stored.device])
-                stored = rotary.apply(stored[None].float(), cos, sin)[0]
-            key[:, at:end], value[:, at:end] = stored, segment.kv.values[layer]
+                moves.write(key[:, at:end], stored, index, kind)
+            else:
+                key[:, at:end] = stored
+            value[:, at:end] = segment.kv.values[layer]
             at = end
         keys.append(key)
         values.append(value)
     return keys, values
+
+
+class _Moves:
+    """Writes keys rotated by some offsets, in fp32, rounded once.
+
+    On a processor it needs no memory but the result's and that of one chunk in fp32: getting new memory for the model's
+    own function would take longer than its arithmetic.
+    """
+
+    def __init__(self, rotary: Rotary, offsets: Sequence[int]) -> None:
+        self._rotary, self._offsets = rotary, torch.tensor(offsets)
+        self._angles: dict[tuple[str, torch.device], Angles] = {}
+        self._mixed: dict[tuple[str, int], tuple[tuple[slice, slice] | None, Tensor, Tensor]] = {}
+        self._wide = torch.empty(0)
+
+    def write(self, out: Tensor, stored: Tensor, index: int, kind: str) -> None:
+        """`out` = R(offset `index`)·`stored`, `(kv_heads, tokens, head_dim)` each."""
+        if stored.device.type == "cpu":
+            halves, cos, sin = self._mixing(kind, stored.shape[-1])
+            if halves is not None:
+                self._mix(out, stored, halves, cos[index], sin[index])
+                return
+        if (kind, stored.device) not in self._angles:  # layers may lie on several devices
+            offsets = self._offsets[:, None].to(stored.device, non_blocking=True)
+            self._angles[kind, stored.device] = self._rotary.angles(offsets, kind)  # (chunks, 1, dim) each
+        cos, sin = (a[index : index + 1] for a in self._angles[kind, stored.device])
+        out[:] = self._rotary.apply(stored[None].float(), cos, sin)[0]
+
+    def _mixing(self, kind: str, head_dim: int) -> tuple[tuple[slice, slice] | None, Tensor, Tensor]:
+        """The halves of a head, and `(chunks, head_dim)` each: what an element, and the one it is mixed with, count."""
+        if (kind, head_dim) not in self._mixed:
+            cos, sin = self._rotary.factors(self._offsets, kind, head_dim)
+            sign = self._rotary.quarter(torch.ones(1, 1, 1, head_dim), kind).flatten()
+            self._mixed[kind, head_dim] = self._rotary.halves(kind, head_dim), cos, sin * sign
+        return self._mixed[kind, head_dim]
+
+    def _mix(self, out: Tensor, stored: Tensor, halves: tuple[slice, slice], cos: Tensor, sin: Tensor) -> None:
+        wide = out
+        if out.dtype != torch.float32:
+            if self._wide.numel() < out.numel():
+                self._wide = torch.empty(out.numel())
+            wide = self._wide[: out.numel()].view(out.shape)
+        for mine, other in (halves, halves[::-1]):
+            torch.mul(stored[..., mine], cos[mine], out=wide[..., mine])
+            wide[..., mine].addcmul_(stored[..., other], sin[mine])
+        if wide is not out:
+            out.copy_(wide)
 
 
 def _empty_like(like: Tensor, tokens: int) -> Tensor:

@@ -98,6 +98,12 @@ def paired(states, cos, sin):
     return torch.cat([moved * cos + quarter * sin, still], -1)
 
 
+def neighbours(states, cos, sin):
+    """Neighbours are one complex number, in the whole head."""
+    cos, sin = (t[:, None, :, : HEAD_DIM // 2].repeat_interleave(2, -1) for t in (cos, sin))
+    return states * cos + torch.stack([-states[..., 1::2], states[..., 0::2]], -1).flatten(-2) * sin
+
+
 @pytest.mark.parametrize("offset", [7, -3])
 def test_pairs_and_partial_rotations_need_no_code_of_their_own(offset):
     rotary = Rotary(apply=paired, angles=angles, kinds=KINDS)
@@ -138,3 +144,23 @@ def test_keys_that_are_laid_out_are_rounded_once(function):
         for placed, offset in ((key[:, :40], 13), (key[:, 40:], -3)):
             expected = stored if kind is None else exact(stored, kind, offset).bfloat16()
             assert (placed == expected).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("function", "halves"), [(apply, "adjacent"), (neighbours, "paired"), (paired, None)])
+def test_keys_are_laid_out_as_the_model_rotates_them(function, halves, dtype):
+    """Halves, pairs, and what is neither: a rotation of a part of the head, which the model's own function computes."""
+    rotary = Rotary(apply=function, angles=angles, kinds=KINDS)
+    expected = {"adjacent": (slice(4), slice(4, None)), "paired": (slice(0, None, 2), slice(1, None, 2))}.get(halves)
+    assert rotary.halves("near", HEAD_DIM) == expected
+    drawn = [torch.randn(2, 40, HEAD_DIM).to(dtype) for _ in KINDS]
+    kv = ChunkKV(keys=tuple(drawn), values=tuple(drawn), encoded_at=4)
+    whole = join(
+        [PlacedChunk(kv=kv, start=17), PlacedChunk(kv=kv.head(9), start=1), PlacedChunk(kv=kv, start=4)], rotary
+    )
+    for layer, (key, stored) in enumerate(zip(whole.keys, drawn, strict=True)):
+        for placed, offset in ((key[:, :40], 13), (key[:, 40:49], -3), (key[:, 49:], 0)):
+            some = stored[None, :, : placed.shape[1]]
+            moved = rotary.rotate(some, layer, torch.full((1, some.shape[2]), offset))[0]
+            torch.testing.assert_close(placed, moved, atol=1e-5, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
+        torch.testing.assert_close(whole.values[layer][:, 40:49], stored[:, :9], atol=0, rtol=0)
