@@ -33,13 +33,11 @@ from ragkv.benchmarks.speed.inference import CHUNK_TOKENS, PREFIX_TOKENS, QUESTI
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
     BenchRow,
-    HalfDtype,
     OnStep,
     Quick,
     Report,
     alternating,
     described,
-    fast_dtype,
     machine,
     unseen,
     versions,
@@ -57,7 +55,7 @@ def measure_batch(
     questions: Annotated[str, typer.Option(help="Numbers of questions asked together.")] = "16",
     chunks: Annotated[int, typer.Option(help="Chunks of 256 tokens that a question reads.", min=1)] = 8,
     rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 3,
-    dtype: HalfDtype = "bfloat16",
+    dtype: AutoDtype = "auto",
     quick: Quick = False,
     device: Device = None,
     on_step: OnStep = unseen,
@@ -159,7 +157,7 @@ Chunks = Sequence[Sequence[int]]
 def measure_ingest(
     chunks: Annotated[int, typer.Option(help="Chunks of 32 to 512 tokens.", min=1)] = 48,
     rounds: Annotated[int, typer.Option(help="Rounds; medians are shown.", min=1)] = 3,
-    dtype: HalfDtype = "bfloat16",
+    dtype: AutoDtype = "auto",
     quick: Quick = False,
     device: Device = None,
     on_step: OnStep = unseen,
@@ -435,7 +433,7 @@ def measure_ippd(
 
     The four data sets of the IPPD paper in their sizes, the longest scaled down. Example: `ragkv bench ippd --quick`
     """
-    lm = random_llama(fast_dtype() if dtype == "auto" else dtype, device)
+    lm = random_llama(dtype, device)
     lm.eos_ids = frozenset()  # all answers are of one length
     lm.module.generation_config.eos_token_id = None
     on_step(described(lm))

@@ -33,13 +33,11 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
     BenchRow,
-    HalfDtype,
     OnStep,
     Quick,
     Report,
     alternating,
     described,
-    fast_dtype,
     machine,
     rank_seconds,
     unseen,
@@ -50,7 +48,7 @@ from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.engines.block import BlockAttention
 from ragkv.model.apb.compressors import KeyNorm
 from ragkv.model.apb.document import BlockLayout, BlockLengths, LongDocument, SequentialExecutor, lengths_for, star
-from ragkv.model.checkpoint import Checkpoint, pick_device
+from ragkv.model.checkpoint import Checkpoint, computes_in, pick_device
 from ragkv.model.language_model import LanguageModel
 from ragkv.model.self_check import load_model
 from ragkv.planning.requirements import DecoderShape, apb_flops, full_flops
@@ -70,7 +68,7 @@ def measure_ttft(
     model: Annotated[
         str | None, typer.Option(help="Model to measure.", show_default="a random Llama of 100M parameters")
     ] = None,
-    dtype: HalfDtype = "bfloat16",
+    dtype: AutoDtype = "auto",
     quick: Quick = False,
     device: Device = None,
     on_step: OnStep = unseen,
@@ -89,8 +87,11 @@ def measure_ttft(
     return Report(bench="ttft", machine=machine(str(lm.device)), versions=versions("lmdb"), rows=tuple(rows))
 
 
-def random_llama(dtype: str = "bfloat16", device: str | None = None) -> LanguageModel:
-    """A Llama of 100M parameters with seeded random weights: 12 layers, hidden 768, GQA 12/4."""
+def random_llama(dtype: str = "auto", device: str | None = None) -> LanguageModel:
+    """A Llama of 100M parameters with seeded random weights: 12 layers, hidden 768, GQA 12/4.
+
+    "auto" is what a checkpoint in bfloat16 would be run in.
+    """
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -112,7 +113,10 @@ def random_llama(dtype: str = "bfloat16", device: str | None = None) -> Language
         eos_token="</s>",
         unk_token="<unk>",
     )
-    model = LlamaForCausalLM(config).to(getattr(torch, dtype)).to(pick_device(device))
+    place = pick_device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if computes_in(place, torch.bfloat16) else "float32"
+    model = LlamaForCausalLM(config).to(place, getattr(torch, dtype))
     name = "random Llama"
     return LanguageModel(model, tokenizer, Checkpoint(name=name, location=name, local=True))
 
@@ -196,7 +200,7 @@ STEPS = 8
 def measure_decode(
     tokens: Annotated[str, typer.Option(help="Context lengths.")] = "2048,16384",
     rounds: Annotated[int, typer.Option(help="Rounds of 8 tokens per length; medians are shown.", min=1)] = 3,
-    dtype: HalfDtype = "bfloat16",
+    dtype: AutoDtype = "auto",
     quick: Quick = False,
     device: Device = None,
     on_step: OnStep = unseen,
@@ -335,7 +339,7 @@ def measure_apb(
     given = block_tuning(block_tokens)
     cut = make_engine("apb", given).config.lengths(1) if given else None
     sizes = [2048] if quick else given_numbers("--lengths", lengths)
-    model = random_llama(fast_dtype() if dtype == "auto" else dtype, device)
+    model = random_llama(dtype, device)
     ranks = ranks if model.device.type == "cpu" else 1
     generator = torch.Generator().manual_seed(0)
     rows: list[BenchRow] = []

@@ -38,6 +38,7 @@ from ragkv.errors import RagkvError
 from ragkv.ingest import ReadyDocument
 from ragkv.ingest.ingester import ReadyChunk
 from ragkv.model.apb.document import LongDocument
+from ragkv.model.checkpoint import processor_units
 from ragkv.types import Document
 
 if TYPE_CHECKING:
@@ -47,17 +48,13 @@ if TYPE_CHECKING:
 OnStep = Callable[[str], None]
 """Is given a line about each step of a benchmark."""
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at most a minute on two cores.")]
-HalfDtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
-AutoDtype = Annotated[str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16.")]
+AutoDtype = Annotated[
+    str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16 or float16.")
+]
 
 
 def unseen(*_: object) -> None:
     """An `on_step` that shows nothing."""
-
-
-def fast_dtype() -> str:
-    """bfloat16 where the hardware computes it."""
-    return "bfloat16" if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() else "float32"
 
 
 def described(lm: LanguageModel) -> str:
@@ -173,7 +170,7 @@ def shown(number: float) -> str:
 
 
 def machine(device: str) -> str:
-    """A line that names the processor, its cores and the device."""
+    """A line that names the processor, its units for half types, its cores and the device."""
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as stream:  # noqa: PTH123 - not a file of ours
@@ -181,7 +178,8 @@ def machine(device: str) -> str:
     except OSError:
         name = platform.machine()
     gpu = f", {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else ""
-    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
+    units = " ".join(sorted(processor_units())) or "no units for half types"
+    return f"{name} ({units}), {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
 
 
 def versions(*packages: str) -> dict[str, str]:
