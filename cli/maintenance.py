@@ -59,7 +59,10 @@ def stats(
         listed = rag.list_documents(where=where or ()).documents if per_document else ()
         documents = [one.stats for one in listed]
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
+    window = config.encoding.context
     policy = {
+        "context_tokens": window or None,
+        "context_cost": round(1 + window * found.chunks / found.tokens, 1) if window and found.tokens else None,
         "kv": config.kv,
         "kv_budget_bytes": budget,
         "kv_budget_used": None if budget is None else round(found.kv_bytes / max(budget, 1), 4),
@@ -101,6 +104,8 @@ def _shown(key: str, value: Any) -> str:
         return ", ".join(f"{name} {_shown(key, one)}" for name, one in value.items()) or "-"
     if key in ("kv_budget_used", "kv_hit_rate"):
         return share(value)
+    if key == "context_cost":
+        return f"at most {value} times the tokens to encode"
     if not isinstance(value, int):
         return str(value)
     return size(value) if "bytes" in key else f"{value:,}"

@@ -23,13 +23,16 @@ from ragkv.benchmarks.papers.table import (
     Cell,
     Column,
     KnownFigures,
+    Measure,
     Model,
     RunOptions,
     Table,
     TableRow,
     across,
 )
+from ragkv.engines import Engine, Request
 from ragkv.evaluation.answers import (
+    GIVEN,
     SCHEME,
     ChunkSource,
     IndexSource,
@@ -85,12 +88,12 @@ def measure(table: Table, options: RunOptions, on_progress: Progress | None) -> 
 
 def _source(table: Table, options: RunOptions, model: str, count: int, stack: ExitStack) -> tuple[ChunkSource, Task]:
     """Where chunks come from. Only an index knows the document of a chunk, so the documentation is ingested."""
-    if table.lines[0].retrieval == "given":
+    if table.lines[0].retrieval == GIVEN:
         return TaskSource(device=options.device), table.columns[0].make(options.seed, count)
     [task] = load_tasks(DOCUMENTATION / "questions.jsonl")
     asked = [example for example in task.examples if example.kind != "unanswerable"]
     folder = stack.enter_context(TemporaryDirectory())
-    settings = {} if options.dtype is None else {"dtype": options.dtype}
+    settings: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
     rag = stack.enter_context(
         RagKV.create(
             Path(folder) / "index",
@@ -117,7 +120,8 @@ def _ask(
     """
     model, runtime = loaded.model, runtime_of(loaded.model)
     found: dict[str, dict[str, Any]] = {}
-    asked, streams = [], []
+    asked: list[tuple[TableRow, Engine, Request]] = []
+    streams: list[Stream] = []
     for line in table.lines:
         candidate = line.candidate(loaded.name, dtype)
         engine = candidate.make()
@@ -126,9 +130,10 @@ def _ask(
         asked.append((line, engine, request))
         started = time.process_time()
         streams.append(Stream(runtime, engine, request))
+        seconds = time.process_time() - started
         held = {id(chunk.kv): chunk.kv.nbytes for chunk in request.chunks if chunk.kv is not None}
         found[line.label] = {
-            "seconds": time.process_time() - started,
+            "seconds": seconds,
             "charge": engine.charge(request, model),
             "bytes": sum(held.values()),
             "kl": [],
@@ -156,7 +161,7 @@ def _ask(
 
 
 def _answers(line: TableRow) -> bool:
-    """Whether the line also writes an answer of its own, which takes long: placement, and `question` beside `random`."""
+    """Whether it also writes an answer of its own, which takes long: placement, and `question` beside `random`."""
     return "charge" not in line.engine or line.label.startswith(_WRITERS)
 
 
@@ -241,9 +246,15 @@ _CONTEXTS = {
 
 
 def _table(name: str, title: str, task: str, chunks: int, retrieval: str, engines: Mapping[str, str]) -> Table:
-    labels = {"gap recovered": "gap", "same choice": "agree", "right": "score", "F1": "f1"}
-    labels |= {"charge": "charge", "first token": "time"}
-    top_k = None if retrieval == "given" else chunks
+    labels: dict[str, Measure] = {
+        "gap recovered": "gap",
+        "same choice": "agree",
+        "right": "score",
+        "F1": "f1",
+        "charge": "charge",
+        "first token": "time",
+    }
+    top_k = None if retrieval == GIVEN else chunks
     pairs = [("block", "block over standalone", "issue 30, 1: the prefix is a sink for every chunk")]
     pairs += [(f"{NONE}{_SEEN}", NONE, "FusionRAG, Table 2: preprocessing lifts every selector")]
     for mark in ("", _SEEN):
@@ -289,5 +300,5 @@ BLEND_1 = _table(
     _ALONE | _CONTEXTS,
 )
 BLEND_2 = _table(
-    "blend-2", "Quality without training: passages of generated worlds", 'passages(kind="two hops")', 8, "given", _ALONE
+    "blend-2", "Quality without training: passages of generated worlds", 'passages(kind="two hops")', 8, GIVEN, _ALONE
 )

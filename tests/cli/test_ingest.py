@@ -54,7 +54,11 @@ def test_chunks_that_saw_their_document(ragkv, tmp_path, model_folder):
     settings = json.loads(ragkv("config", "show", "--index", index, "--json").out)["settings"]
     [shown] = [one for one in settings if one["name"] == "encoding.context"]
     assert (shown["value"], shown["origin"]) == (40, "index")
-    encodings = json.loads(ragkv("stats", "--index", index, "--json").out)["kv_bytes_by_encoding"]
+    stats = json.loads(ragkv("stats", "--index", index, "--json").out)
+    encodings = stats["kv_bytes_by_encoding"]
+    assert stats["context_cost"] == round(1 + 40 * stats["chunks"] / stats["tokens"], 1) > 1
+    shown = ragkv("stats", "--index", index).out
+    assert f"at most {stats['context_cost']} times the tokens to encode" in shown
     assert encodings.keys() == {"context", "prefixed"}  # nothing stands before the first
     assert ragkv("query", "Who makes it?", "--index", index, "--engine", "pced", "--max-new-tokens", 1).code == 0
     plan = ragkv("plan", tmp_path / "parts.txt", *chosen, "--context-tokens", 40, "--seconds", 1).out
