@@ -58,40 +58,47 @@ FULL, NONE = "full", "block"
 def measure(table: Table, options: RunOptions, on_progress: Progress | None) -> KnownFigures:
     """Ask each question of the table's one task. Questions that were asked before are taken from `options.work`."""
     name = options.models.get("", table.models[""])
-    count = table.limit if options.limit is None else min(options.limit, table.limit)
+    model = LoadedModel(name, options.dtype, device=options.device)  # its fingerprint needs no weights
+    task = _task(table, options)
+    cache = None if options.work is None else ResultCache(options.work / "answers" / f"{table.name}.jsonl")
+    lines = [asdict(line) for line in table.lines]
+    found, source = [], None
     with ExitStack() as stack:
-        source, task = _source(table, options, name, count, stack)
-        loaded = source.model(name, options.dtype)
-        cache = None if options.work is None else ResultCache(options.work / "answers" / f"{table.name}.jsonl")
-        found = []
         for at, example in enumerate(task.examples):
             if on_progress is not None:
                 on_progress(at, len(task.examples), table.name)
-            key = digest_of(
-                [SCHEME, FORCED, WRITTEN, loaded.fingerprint, asdict(example), list(map(asdict, table.lines))]
-            )
+            key = digest_of([SCHEME, FORCED, WRITTEN, model.fingerprint, asdict(example), lines])
             known = None if cache is None else cache.get(key)
             if known is None:
-                known = {"lines": _ask(table, source, loaded, example, options.dtype)}
+                source = source or _source(table, options, name, stack)
+                known = {"lines": _ask(table, source, source.model(name, options.dtype), example, options.dtype)}
                 if cache is not None:
                     cache.put(key, **known)
             found.append(known["lines"])
-        model = Model(name=loaded.name, dtype=loaded.dtype, fingerprint=loaded.fingerprint[:12])
     return KnownFigures(
         table=replace(table, remarks=(*table.remarks, *_remarks(found))),
         scores=dict(_scores(table, task, found)),
-        models={"": model},
+        models={"": Model(name=name, dtype=model.dtype, fingerprint=model.fingerprint[:12])},
         seed=options.seed,
         tasks={column.label: task for column in table.columns},
     )
 
 
-def _source(table: Table, options: RunOptions, model: str, count: int, stack: ExitStack) -> tuple[ChunkSource, Task]:
-    """Where chunks come from. Only an index knows the document of a chunk, so the documentation is ingested."""
+def _task(table: Table, options: RunOptions) -> Task:
+    """The questions. A smaller limit asks the first of the same."""
+    count = table.limit if options.limit is None else min(options.limit, table.limit)
     if table.lines[0].retrieval == GIVEN:
-        return TaskSource(device=options.device), table.columns[0].make(options.seed, count)
+        return table.columns[0].make(options.seed, count)
     [task] = load_tasks(DOCUMENTATION / "questions.jsonl")
     asked = [example for example in task.examples if example.kind != "unanswerable"]
+    random.Random(options.seed).shuffle(asked)
+    return replace(task, examples=asked[:count])
+
+
+def _source(table: Table, options: RunOptions, model: str, stack: ExitStack) -> ChunkSource:
+    """Where chunks come from. Only an index knows the document of a chunk, so the documentation is ingested."""
+    if table.lines[0].retrieval == GIVEN:
+        return TaskSource(device=options.device)
     folder = stack.enter_context(TemporaryDirectory())
     settings: dict[str, Any] = {} if options.dtype is None else {"dtype": options.dtype}
     rag = stack.enter_context(
@@ -107,8 +114,7 @@ def _source(table: Table, options: RunOptions, model: str, count: int, stack: Ex
         )
     )
     rag.ingest(DOCUMENTATION / "documents")
-    random.Random(options.seed).shuffle(asked)  # a smaller limit asks the first of the same
-    return IndexSource(rag, device=options.device), replace(task, examples=asked[:count])
+    return IndexSource(rag, device=options.device)
 
 
 def _ask(
