@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from ragkv.runtime import Runtime
 
 SMALL = "secret-code(words=5)"
 
-VANILLA = Path(__file__).parents[2] / "examples" / "ablation" / "vanilla"
 
 
 @pytest.fixture

@@ -79,15 +79,6 @@ def test_needles_stand_once_and_in_the_order_of_the_chain():
         assert lines[0][1] in example.question
 
 
-def test_a_haystack_of_needles_is_asked_several_times():
-    task = made("niah_multikey_2", limit=10, chunks=3, asks=4)
-    assert len({example.chunks for example in task.examples}) == 3
-    for example in task.examples:
-        key = example.question.split(" for ")[1].split(" ")[0]
-        line = f"numbers for {key} is: {example.answers[0]}."
-        assert [line in chunk for chunk in example.chunks].index(True) == example.needed[0]
-
-
 @pytest.mark.parametrize(("chunks", "times"), [(8, 30), (2, 7), (40, 30)])
 def test_common_words_are_the_ten_most_common(chunks, times):
     for example in made("cwe", limit=3, chunks=chunks).examples:
@@ -157,12 +148,6 @@ def test_cloze_asks_for_words_of_one_chunk_of_a_folder(tmp_path):
         made("cloze", folder=str(tmp_path / "nowhere"))
 
 
-def test_without_shots_nothing_is_read_and_the_same_labels_are_asked_for():
-    none, some = made("icl", limit=4, chunks=0).examples, made("icl", limit=4).examples
-    assert [(example.chunks, example.kind, example.needed) for example in none] == [((), "unseen", ())] * 4
-    assert [len(example.classes) for example in none] == [len(example.classes) for example in some]
-
-
 def test_variables_are_asked_for_by_what_their_line_says():
     for kind in ("value", "reference"):
         task = made("variables", limit=30, chunks=1, words=512, kind=kind)
@@ -222,11 +207,6 @@ def test_contexts_of_one_pool_hold_each_other(kind):
         assert (few.example_id, few.question) == (more.example_id, more.question) == (most.example_id, most.question)
         assert set(few.chunks) < set(more.chunks) < set(most.chunks)
         assert {few.chunks[at] for at in few.needed} <= {more.chunks[at] for at in more.needed}
-
-
-def test_order_says_nothing():
-    places = {example.needed[0] for example in passages(chunks=16, limit=40).examples}
-    assert len(places) > 8  # the evidence may stand anywhere
 
 
 def test_passages_are_of_the_split():
