@@ -208,7 +208,7 @@ def test_a_checkpoint_is_refused_without_its_weights(tmp_path):
         load_model(str(tmp_path))
 
 
-SPLIT = ("llama", "gemma3", "cohere2")  # the last two have tied matrices
+SPLIT = ("llama", pytest.param("gemma3", marks=pytest.mark.nightly), "cohere2")  # the last two have tied matrices
 
 
 @pytest.fixture(scope="module", params=SPLIT)
