@@ -49,7 +49,7 @@ torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and badly 
 
 VOCABULARY = 320
 LAYERS = 5  # enough for every layer type to occur: SmolLM3 drops RoPE in each fourth; Gemma 3 is global in each sixth
-FAR = 9  # where every layer has a window of 8, a chunk of some tokens before still changes the answer
+FAR = 9  # a chunk far before still changes the answer where each layer has a window of 8, and short texts of "llama"
 
 
 def _shape(**more: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ LATENT = {
 
 # family -> (transformers class prefix, config changes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
+    "llama": ("Llama", {"num_hidden_layers": FAR}),
     "llama-mqa": ("Llama", {"num_key_value_heads": 1}),
     "llama-mha-tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "llama3-scaling": ("Llama", LLAMA3),

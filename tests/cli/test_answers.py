@@ -11,7 +11,6 @@ from ragkv.runtime import Runtime
 SMALL = "secret-code(words=5)"
 
 
-
 @pytest.fixture
 def ask(ragkv, model_folder, tmp_path):
     def run(*arguments, engines="full,pced(gamma=1)"):

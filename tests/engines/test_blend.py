@@ -185,7 +185,7 @@ def test_question_chooses_what_infoflows_formula_does(unlike_family, over, layer
     """sqrt of the sum over question tokens of (mean over heads of the attention)², the mean over layers."""
     model = make_model(unlike_family)
     blended(model, steps=1, over=over, ratio=0.25, **{} if layers == "middle" else {"layers": layers})
-    numbers = {5: [3, 4], 7: [4, 5, 6]}[model.layers] if layers == "middle" else layers
+    numbers = {5: [3, 4], 7: [4, 5, 6], 9: [5, 6, 7, 8]}[model.layers] if layers == "middle" else layers
     weights, scores = attention(model, over), {}
     for place in range(SECOND if over == "prefixed" else len(PREFIX), len(CONTEXT)):
         each = []
@@ -379,8 +379,8 @@ def test_settings(make_model):
     ):
         with pytest.raises(ConfigError):
             make_engine("blend", {"blend": wrong})
-    with pytest.raises(ConfigError, match="names layer 5, but the model has 5"):
-        run(make_model("llama"), "blend", tuning={"layers": [2, 5]}, **ASKED)
+    with pytest.raises(ConfigError, match="names layer 9, but the model has 9"):
+        run(make_model("llama"), "blend", tuning={"layers": [2, 9]}, **ASKED)
     config = make_engine("blend", {"blend": {"preset": "prophet", "ratio": 0.1}}).config
     assert (config.settled("ratio"), config.settled("score"), config.settled("layers")) == (0.1, "sum", "all")
     middle = make_engine("blend", {}).config

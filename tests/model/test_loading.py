@@ -213,7 +213,7 @@ SPLIT = ("llama", pytest.param("gemma3", marks=pytest.mark.nightly), "cohere2") 
 
 @pytest.fixture(scope="module", params=SPLIT)
 def pair(request, pretend_device, make_model):
-    """The model on the CPU, and split over two devices: two layers or three here, the others there."""
+    """The model on the CPU, and split over two devices."""
     accelerate = pytest.importorskip("accelerate", reason="what splits a model is not installed")
     whole = make_model(request.param)
     module = copy.deepcopy(whole.module)
