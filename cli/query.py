@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from ragkv.cli.console import beginning, count, echo_delta, echo_text, note, print_json, size
-from ragkv.cli.ingest import MINI_NOTE, show_skipped
+from ragkv.cli.ingest import MINI_NOTE, SMOLLM2_NOTE, show_skipped
 from ragkv.cli.main import brief
 from ragkv.cli.options import (
     DEFAULT_INDEX,
@@ -93,6 +93,7 @@ def context_material(
 ) -> tuple[LanguageModel, list[tuple[str, str]], IndexConfig]:
     """The parts of `Contexts`: the model, the texts by name, and the configuration."""
     from ragkv.index.create import new_config
+    from ragkv.index.ingestion import default_model
     from ragkv.model.self_check import load_model
 
     user = UserFile.read(user_file())
@@ -102,9 +103,9 @@ def context_material(
     chosen["default_engine"] = "ippd"  # all questions read one prefilled context
     if tuning:
         chosen["tuning"] = {**chosen.get("tuning", {}), **tuning}
-    config = new_config(chosen)
+    config = new_config({"model": default_model(paths), **chosen})
     if "model" not in chosen and not quiet:
-        note(MINI_NOTE)
+        note(MINI_NOTE if config.model == "mini" else SMOLLM2_NOTE)
     return load_model(config.model, dtype=config.dtype, device=device), texts, config
 
 

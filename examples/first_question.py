@@ -1,7 +1,9 @@
-"""Print the first question of examples/questions.jsonl: what `make demo` and CI ask every engine."""
+"""Print the first question about examples/corpus, which CI asks every engine, or about the folder that is named."""
 
 import json
+import sys
 from pathlib import Path
 
-first = (Path(__file__).parent / "questions.jsonl").read_text(encoding="utf-8").splitlines()[0]
+name = {"documents": "documents.jsonl"}.get(sys.argv[-1], "questions.jsonl")
+first = (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines()[0]
 print(json.loads(first)["question"])

@@ -29,6 +29,7 @@ OTHERS_VARIABLES = (
 """What whoever runs the tests may have set, and what would change what a command says or does."""
 for name in OTHERS_VARIABLES:
     os.environ.pop(name, None)
+os.environ["RAGKV_DEFAULT_MODEL"] = "mini"  # also where smollm2 is installed
 
 # A process starts with the signals that its parent ignored or held back. In the background (`nohup make test &`) that
 # is Ctrl-C, and the tests that interrupt a command would wait for one that never ends.

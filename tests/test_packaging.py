@@ -21,7 +21,7 @@ MAPPED = PROJECT["tool"]["setuptools"]["package-dir"]
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 NOT_INSTALLED = ("ragkv.benchmarks.mini", "ragkv.benchmarks.papers")
 """In the repository alone: how the bundled model is trained, and the papers' tables."""
-SCRIPTS = {ROOT / "benchmarks" / "debian", ROOT / "benchmarks" / "mutation"}
+SCRIPTS = {ROOT / "benchmarks" / name for name in ("debian", "mutation", "smollm2")}
 """Folders of scripts for those who have the repository."""
 
 

@@ -321,7 +321,7 @@ class Writer:
     def __init__(self, domain: Domain, r: random.Random) -> None:
         self.domain, self.r, self.named = domain, r, False
 
-    def say(self, template: str, about: Thing, value: str = "", second: str = "", full: bool = False) -> str:
+    def fill(self, template: str, about: Thing, value: str = "", second: str = "", full: bool = False) -> str:
         """One sentence from a template."""
         r, slots = self.r, dict(about.slots, v=value, w=second)
         draw = r.random()
@@ -338,7 +338,7 @@ class Writer:
     def fact(self, about: Thing, name: str, full: bool = False) -> str:
         """A statement of a fact."""
         fact, value, second = about.drawn[name]
-        return self.say(self.r.choice(usable(fact.lines[">"], value, second)), about, value, second, full)
+        return self.fill(self.r.choice(usable(fact.lines[">"], value, second)), about, value, second, full)
 
 
 def ask(template: str, about: Thing, r: random.Random, value: str = "", second: str = "") -> str:
@@ -382,13 +382,13 @@ def fitting(answers: list[str], question: str) -> list[str]:
     """The answers that fit the form of a question: "yes" and "no" only where it can be answered so."""
     lead = re.sub(r"^(Quick question: |Hello! |One thing I need to know: |Please tell me: )", "", question).lower()
     polar = re.match(r"(is|are|can|could|does|do|did|may|will|has|have|was|am)\b", lead)
-    said = [each for each in answers if re.match(r"(Yes|No), ", each)]
+    yes_or_no = [each for each in answers if re.match(r"(Yes|No), ", each)]
     if polar:
-        return said or answers
+        return yes_or_no or answers
     if not re.match(r"(what|which|who|how|where|when|why|until|by|in|on|at|from|to|for|up|within)", lead):
         return answers
-    rest = [each for each in answers if each not in said]
-    return rest or [re.sub(r"^(Yes|No), ", "", each) for each in said]
+    rest = [each for each in answers if each not in yes_or_no]
+    return rest or [re.sub(r"^(Yes|No), ", "", each) for each in yes_or_no]
 
 
 HEADINGS = ["At a glance", "Key facts", "Details", "Overview", "In brief", "The essentials", "Facts and figures"]
@@ -420,13 +420,13 @@ def document(domain: Domain, r: random.Random) -> Document:
     chat = r.sample(domain.lines["~"], len(domain.lines["~"]))
     title = sentence(fill(r.choice(domain.lines["title"]), r, main.slots))
     blocks: list[str] = []
-    told: list[tuple[Thing, str]] = [(main, name) for name in stated]
+    written: list[tuple[Thing, str]] = [(main, name) for name in stated]
     listed: list[str] = []
     layout = r.random()
     if layout < 0.55:
         listed = [n for n in stated if main.drawn[n][0].label][: r.randint(3, 5)]
     left = [n for n in stated if n not in listed]
-    paragraph = [writer.say(r.choice(domain.lines["intro"]), main, full=True)]
+    paragraph = [writer.fill(r.choice(domain.lines["intro"]), main, full=True)]
     split = r.randint(0, len(left)) if listed else r.randint(2, max(2, len(left) - 2))
     for place, name in enumerate(left):
         if place == split:
@@ -435,11 +435,11 @@ def document(domain: Domain, r: random.Random) -> Document:
         paragraph.append(writer.fact(main, name, full=not paragraph and r.random() < 0.9))
         template = r.choice(usable(main.drawn[name][0].lines[">"], *sibling.drawn[name][1:]) or [""])
         if r.random() < 0.07 and template.startswith("{T") and sibling.drawn[name][0] is main.drawn[name][0]:
-            paragraph.append(writer.say(template, sibling, *sibling.drawn[name][1:], full=True))
-            told.append((sibling, name))
+            paragraph.append(writer.fill(template, sibling, *sibling.drawn[name][1:], full=True))
+            written.append((sibling, name))
             writer.named = False
         elif r.random() < 0.12:
-            paragraph += [writer.say(chat.pop(), main)] if chat else []
+            paragraph += [writer.fill(chat.pop(), main)] if chat else []
     if paragraph:
         blocks.append(" ".join(paragraph))
     if listed:
@@ -451,7 +451,7 @@ def document(domain: Domain, r: random.Random) -> Document:
                     fact, value, second = each.drawn[name]
                     pair.append(articles(fill(fact.cell or "{v}", r, dict(each.slots, v=value, w=second))))
                     if each is sibling:
-                        told.append((sibling, name))
+                        written.append((sibling, name))
                 cells.append([main.drawn[name][0].label, *pair])
             table = rows(cells, r, (sentence(main.slots["s"]), sentence(sibling.slots["s"])))
         else:
@@ -468,16 +468,16 @@ def document(domain: Domain, r: random.Random) -> Document:
         blocks.insert(0, f"# {title}")
     if r.random() < 0.22:  # a section about another thing, whose facts are not those of the first
         more = r.sample(list(sibling.drawn), r.randint(3, 5))
-        opening = writer.say(r.choice(domain.lines["intro"]), sibling, full=True)
+        opening = writer.fill(r.choice(domain.lines["intro"]), sibling, full=True)
         blocks.append(f"## {sentence(sibling.slots['s'])}")
         blocks.append(" ".join([opening, *(writer.fact(sibling, name) for name in more)]))
-        told += [(sibling, name) for name in more if (sibling, name) not in told]
+        written += [(sibling, name) for name in more if (sibling, name) not in written]
     while chat and len(" ".join(blocks).split()) < 66:
-        blocks.append(writer.say(chat.pop(), main, full=True))
+        blocks.append(writer.fill(chat.pop(), main, full=True))
     text = "\n\n".join(blocks)
-    r.shuffle(told)
-    mine = [pair for pair in told if pair[0] is main]
-    others = [pair for pair in told if pair[0] is not main][:2]
+    r.shuffle(written)
+    mine = [pair for pair in written if pair[0] is main]
+    others = [pair for pair in written if pair[0] is not main][:2]
     asked = others + mine
     goal, questions = r.randint(5, 8), list[tuple[str, str, str]]()
     for each, name in asked + asked * 4:  # again from the start where there are few facts

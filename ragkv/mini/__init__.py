@@ -1,4 +1,4 @@
-"""The bundled mini models, in Hugging Face layout: they make everything run with no download."""
+"""The bundled models in Hugging Face layout, which make everything run with no download, and the adapter of smollm2."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ __all__ = [
     "embedder_path",
     "lm_path",
     "reranker_path",
+    "smollm2_adapter_path",
 ]
 
 
@@ -22,3 +23,8 @@ def embedder_path() -> Path:
 def reranker_path() -> Path:
     """Folder of the bundled reranker, in bge-reranker-v2-m3's layout."""
     return Path(__file__).parent / "reranker"
+
+
+def smollm2_adapter_path() -> Path:
+    """Folder of the bundled LoRA adapter that tunes SmolLM2-135M-Instruct to answer from passages, in peft's layout."""
+    return Path(__file__).parent / "smollm2"

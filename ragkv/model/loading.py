@@ -46,7 +46,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError, UnsupportedModelError, install_hint
-from ragkv.model.checkpoint import Checkpoint, Quantised, shares
+from ragkv.model.checkpoint import ADAPTER, Checkpoint, Quantised, shares
 from ragkv.util.files import make_folder, parse_json, read_plain, remove_tree, sync_path, write_plain
 
 logger = logging.getLogger(__name__)
@@ -177,6 +177,8 @@ def _runs(layers: int, devices: Sequence[torch.device], shares: Sequence[float])
 
 
 _ATTENTION = "eager"  # all families support it; ragkv's own is set afterwards
+_NOT_PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")
+_LORA_A, _LORA_B = ".lora_A.weight", ".lora_B.weight"
 _SLACK = 1.5  # parameters that a configuration may describe for each one in the files
 
 
@@ -188,6 +190,12 @@ def open_checkpoint(
     Raises UnsupportedModelError for what ragkv cannot run exactly, MissingExtraError for a quantised checkpoint whose
     package is not installed, and ModelLoadError for everything else that a broken, foreign or hostile folder leads to.
     """
+    if checkpoint.adapter is not None:
+        plain = replace(checkpoint, adapter=None)
+        model, tokenizer = open_checkpoint(plain, dtype=dtype, devices=devices, revision=revision)
+        with describe_error("Adapter of model", checkpoint.name):
+            merge_adapter(model, Path(checkpoint.adapter))
+        return model, tokenizer
     if checkpoint.file is None:
         return _open(checkpoint, dtype=dtype, devices=devices, revision=revision)
     with describe_error("Model", checkpoint.name):
@@ -200,6 +208,26 @@ def open_checkpoint(
         with describe_error("Model", checkpoint.name), quiet_loading(reports=False):
             copy.write(*opened)
     return opened
+
+
+def merge_adapter(model: Any, folder: Path) -> None:
+    """Add a LoRA adapter in peft's layout to the weights: W + alpha / rank · BA in fp32 (LoRA, 2106.09685, §4.1).
+
+    Raises ModelLoadError for an adapter of another kind or of another model.
+    """
+    settings = parse_json(read_plain(folder / "adapter_config.json"))
+    plain = isinstance(settings, dict) and settings.get("peft_type") == "LORA" and settings.get("bias") == "none"
+    if not plain or any(settings.get(name) for name in _NOT_PLAIN):
+        raise ModelLoadError(f"{folder} is not a plain LoRA adapter; merge it and give the merged model.")
+    scale = settings["lora_alpha"] / settings["r"]
+    parameters = dict(model.named_parameters())
+    with safe_open(folder / ADAPTER, framework="pt") as file, torch.no_grad():
+        for name in sorted(name for name in file.keys() if name.endswith(_LORA_A)):  # noqa: SIM118
+            weight = parameters.get(name.removeprefix("base_model.model.").removesuffix(_LORA_A) + ".weight")
+            down, up = (file.get_tensor(one).float() for one in (name, name.replace(_LORA_A, _LORA_B)))
+            if weight is None or weight.shape != (up.shape[0], down.shape[1]):
+                raise ModelLoadError(f"{folder} is an adapter of another model: {name} has no place in this one.")
+            weight.copy_(weight.float() + scale * (up @ down).to(weight.device))
 
 
 def _open(

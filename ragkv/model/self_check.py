@@ -672,7 +672,7 @@ _REFUSAL = " is not supported: "
 def load_model(
     name: str, *, dtype: str = "auto", device: str | None = None, revision: str | None = None
 ) -> LanguageModel:
-    """Load "mini", "smollm2", a folder, a GGUF file or a hub id; refuses what ragkv cannot run exactly.
+    """Load a model by its name (`ragkv.model.checkpoint.resolve`); refuses what ragkv cannot run exactly.
 
     `dtype` "auto" is the checkpoint's own. Raises ModelLoadError or UnsupportedModelError.
     """

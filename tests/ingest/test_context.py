@@ -71,7 +71,7 @@ def dense(rag: RagKV, ids: tuple[int, ...], count: int):
     return [(layer.keys[0, :, -count:], layer.values[0, :, -count:]) for layer in cache.layers]
 
 
-def same(one, other, tolerance=1e-5):
+def same(one, other, tolerance=5e-5):  # processors sum in other orders; a key is off by 1.1e-5 on one with AMX
     torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 

