@@ -255,6 +255,14 @@ def test_a_request_leaves_once(limiter):
     assert b'ragkv:num_requests_waiting{model_name="two"} 1.0' in limiter.text()
 
 
+def test_a_request_that_runs_leaves_once_what_waits(limiter):
+    request, _ = limiter.enter("two"), limiter.enter("two")
+    request.runs()
+    request.runs()
+    for name in ("waiting", "running"):
+        assert f'ragkv:num_requests_{name}{{model_name="two"}} 1.0'.encode() in limiter.text()
+
+
 def test_what_an_answer_needed_and_what_was_stored_of_it_are_counted(limiter):
     answer = SimpleNamespace(finish_reason="stop", kv=SimpleNamespace(hits=2, misses=3))
     limiter.enter("two").finished(answer, prompt=7, generated=4)
