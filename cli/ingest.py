@@ -315,7 +315,10 @@ def _preview(
         _require_same(index, settings)
         with RagKV.open(index, device=device, readonly=True) as rag:
             return rag.ingest(*sources, prune=prune, dry_run=True)
-    config = new_config({"model": default_model(sources), **UserFile.read(user_file()).settings, **settings})
+    chosen = {**UserFile.read(user_file()).settings, **settings}
+    if "model" not in chosen:
+        chosen["model"] = default_model(sources)
+    config = new_config(chosen)
     validate_vectors(config, fetch=False)
     codec_from_config({"id": config.codec})
     for engine in config.engines:
@@ -368,7 +371,8 @@ def _index(
     if new or _may_be_replaced(folder, settings):
         chosen = {**UserFile.read(user_file()).settings, **settings}
         require_readable(sources, limits=_limits(folder))
-        chosen.setdefault("model", default_model(sources))
+        if "model" not in chosen:
+            chosen["model"] = default_model(sources)
         rollback = CreationRollback.of(folder)
         try:
             made = RagKV.create(folder, device=device, replace_empty=not new, **chosen)

@@ -103,8 +103,11 @@ def context_material(
     chosen["default_engine"] = "ippd"  # all questions read one prefilled context
     if tuning:
         chosen["tuning"] = {**chosen.get("tuning", {}), **tuning}
-    config = new_config({"model": default_model(paths), **chosen})
-    if "model" not in chosen and not quiet:
+    named = "model" in chosen
+    if not named:
+        chosen["model"] = default_model(paths)
+    config = new_config(chosen)
+    if not named and not quiet:
         note(MINI_NOTE if config.model == "mini" else SMOLLM2_NOTE)
     return load_model(config.model, dtype=config.dtype, device=device), texts, config
 
