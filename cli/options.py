@@ -566,6 +566,15 @@ def _decoding(help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel=DECODING, show_default=False)
 
 
+def _text_of(name: str, path: Path) -> str:
+    """The text of an option's file; UsageError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--{name} {path} cannot be read: {why}.") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
     """What to search for a question, and how; None and () leave it to the index."""
@@ -628,11 +637,17 @@ class DecodingOptions:
     ] = None
     seed: Seed = None
     stop: Annotated[list[str] | None, _decoding("End the answer before this text; may be given several times.")] = None
+    schema: Annotated[
+        Path | None, _decoding("Answer in JSON by the JSON schema in this file, or end by --max-new-tokens.")
+    ] = None
+    regex: Annotated[str | None, _decoding("The whole answer matches this regular expression.")] = None
+    grammar: Annotated[Path | None, _decoding("The answer matches the Lark grammar in this file.")] = None
 
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of `RagKV.ask`."""
-        given = given_values(**asdict(self) | {"stop": self.stop or None})
+        read = {name: _text_of(name, path) for name in ("schema", "grammar") if (path := getattr(self, name))}
+        given = given_values(**asdict(self) | {"stop": self.stop or None} | read)
         return {"max_new_tokens": given.pop("max_new_tokens"), "decoding": given}
 
 

@@ -1,13 +1,15 @@
-"""The decoding settings of a request: how the next token is chosen, and when the answer ends."""
+"""The decoding settings of a request: how tokens are chosen, which texts are allowed, and when the answer ends."""
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Self
 
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, MissingExtraError, install_hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,9 @@ class Decoding:
     an answer from documents has to repeat their words. Without a `seed`, one is drawn for each request, and the answer
     reports it. An answer ends before the first of the `stop` strings, or at one of `stop_ids` or of the model's own end
     tokens.
+
+    One of `schema` (a JSON schema as text, see `schema_text`), `regex` and `grammar` (Lark, as llguidance reads it)
+    restricts the answer: it matches, or it was cut at its greatest length. ConfigError for one that cannot be used.
     """
 
     temperature: float | None = None
@@ -30,6 +35,9 @@ class Decoding:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+    schema: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         _number(
@@ -43,6 +51,16 @@ class Decoding:
         _number("seed", self.seed, lambda s: 0 <= s < 1 << 63, "a whole number from 0 to 2^63 - 1", whole=True)
         object.__setattr__(self, "stop", _each("stop", self.stop, _is_text, "strings that are not empty"))
         object.__setattr__(self, "stop_ids", _each("stop_ids", self.stop_ids, _is_id, "token ids from 0"))
+        kinds = [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(kinds) + bool(self.stop and kinds) > 1:
+            others = " and ".join([*kinds, *(["stop"] if self.stop else [])])
+            raise ConfigError(f"decoding: {others} cannot be used together; leave one out.", param=kinds[-1])
+        _ = self.constraint
+
+    @property
+    def constraint(self) -> str | None:
+        """llguidance's grammar of the allowed answers; None if every text is."""
+        return _constraint(self.schema, self.regex, self.grammar)
 
     @property
     def heat(self) -> float:
@@ -55,6 +73,49 @@ class Decoding:
         """The same settings with the temperature, and for sampling the seed, filled in."""
         seed = secrets.randbits(32) if self.seed is None and self.heat else self.seed
         return replace(self, temperature=self.heat, seed=seed)
+
+
+def schema_text(schema: Any) -> str:
+    """A JSON schema as JSON text: from a text, a mapping, or a class of pydantic."""
+    if isinstance(schema, str):
+        return schema
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"decoding: schema is not a JSON schema: {error}.", param="schema") from error
+
+
+_JSON_LAYOUT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""On one line, as `json.dumps` writes: a model that may write any white space may write it for ever."""
+
+
+@lru_cache(maxsize=128)
+def _constraint(schema: str | None, regex: str | None, grammar: str | None) -> str | None:
+    """The llguidance grammar of one of these, checked."""
+    found: str = ""
+    name, given = next(((n, g) for n, g in (("schema", schema), ("regex", regex), ("grammar", grammar)) if g), ("", ""))
+    if not name:
+        if (schema, regex, grammar) == (None, None, None):
+            return None
+        raise ConfigError("decoding: schema, regex and grammar must not be empty; leave it out.", param="schema")
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise MissingExtraError(f"An answer by a {name} needs llguidance; {install_hint('structured')}.") from error
+    try:
+        if name == "schema":
+            found = LLMatcher.grammar_from_json_schema(given, overrides=_JSON_LAYOUT)  # type: ignore[arg-type]
+        else:
+            found = LLMatcher.grammar_from_regex(given) if name == "regex" else LLMatcher.grammar_from_lark(given)
+        wrong, messages = LLMatcher.validate_grammar_with_warnings(found)
+    except (ValueError, RecursionError) as error:
+        wrong, messages = True, [str(error)]
+    if wrong:
+        why = " ".join(" ".join(messages).split()).removesuffix(".")
+        raise ConfigError(f"decoding: {name} cannot be used: {why[:300]}.", param=name)
+    return found
 
 
 def _number(

@@ -5,6 +5,9 @@ This module imports only the standard library. Key/value tensors are in `ragkv.a
 
 from __future__ import annotations
 
+import json
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -194,6 +197,8 @@ class Answer:
     """What an engine that recomputes stored KV has computed of it, as a share: tokens times layers (blend)."""
     trace: tuple[TracedToken, ...] = field(default=(), repr=False)
     """The generated tokens; `text` is theirs, stripped at both ends."""
+    fields: Mapping[str, int] = field(default_factory=dict)
+    """For a JSON answer by PCED: the place among `sources` of each value's source, by the value's JSON pointer."""
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Self:
@@ -208,6 +213,7 @@ class Answer:
             kv=KVUse(**result["kv"]),
             decoding=result["decoding"],
             charge=result.get("charge"),
+            fields=result.get("fields", {}),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -222,6 +228,7 @@ class Answer:
             "kv": asdict(self.kv),
             "decoding": dict(self.decoding),
             "charge": self.charge,
+            "fields": dict(self.fields),
         }
 
     def _repr_html_(self) -> str:
@@ -251,6 +258,36 @@ class Answer:
         ]
         runs[0] = (runs[0][0], runs[0][1].lstrip())  # as in `text`
         return "".join(run(text, at, "" if at is None else self.sources[at].title) for at, text in runs)
+
+
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
+
+
+def field_sources(trace: Sequence[TracedToken]) -> dict[str, int]:
+    """The source of each string, number and constant of a JSON text, by its JSON pointer (RFC 6901): the one whose
+    expert won most of its characters, the better one of equals. A value whose tokens no expert won has none.
+    """
+    owners = [token.source for token in trace for _ in token.text]
+    if all(owner is None for owner in owners):
+        return {}
+    found: dict[str, int] = {}
+    path: list[int | str | None] = []  # the place in each container that is open; None where an object's key comes
+    for match in _JSON_TOKEN.finditer("".join(token.text for token in trace)):
+        text = match[0]
+        if text in "{[":
+            path.append(None if text == "{" else 0)
+        elif text in "}]":
+            path.pop()
+        elif text == ",":
+            path[-1] = path[-1] + 1 if isinstance(path[-1], int) else None
+        elif path and path[-1] is None:
+            path[-1] = json.loads(text)
+        elif text != ":":
+            won = Counter(sorted(owner for owner in owners[match.start() : match.end()] if owner is not None))
+            if won:
+                pointer = "".join(f"/{str(each).replace('~', '~0').replace('/', '~1')}" for each in path)
+                found[pointer] = won.most_common(1)[0][0]
+    return found
 
 
 def _legend(sources: Sequence[Source]) -> str:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from ragkv.model.checkpoint import Checkpoint
     from ragkv.model.packet import Packet
     from ragkv.model.prompt import Prompt, Tokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,6 +218,8 @@ class ModelFacts(Protocol):
     moves_within: int | None
 
     def require_packet(self, packet: Packet) -> None: ...
+
+    def companion(self, kind: Callable[[Any], T], make: Callable[[Any], T] | None = None) -> T: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,16 +11,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, Required, Self, Unpack
 
 from ragkv.config import IndexConfig, build_config
-from ragkv.decoding import Decoding
+from ragkv.decoding import Decoding, schema_text
 from ragkv.errors import NothingFoundError, StoreError, UsageError
 from ragkv.index.index import Index
 from ragkv.index.kv_loader import After, KVLoader, Prefetch, index_request
 from ragkv.index.search import Finder, Retrieval, SearchSettings, search_settings
-from ragkv.types import Answer, Encoding, KVUse, ScoredChunk, Source, Timing, TracedToken
+from ragkv.types import Answer, Encoding, KVUse, ScoredChunk, Source, Timing, TracedToken, field_sources
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
@@ -37,6 +37,9 @@ class QueryOptions(Retrieval, total=False):
     """The most tokens to generate, by default 128."""
     decoding: Decoding | Mapping[str, Any] | None
     """A `Decoding`, or the settings that differ from the index's `[decoding]` table: `{"temperature": 0.7}`."""
+    schema: Any
+    """The answer's JSON schema: a mapping, JSON text, or a class of pydantic; the same as `schema` in `decoding`, which
+    also has `regex` and `grammar`."""
     logits_processors: Sequence[Any]
     """transformers' logits processors, which get the generated tokens; do not share stateful ones between requests."""
     stopping_criteria: Sequence[Any]
@@ -87,6 +90,7 @@ def validate_task(
     top_k: int | None = None,
     max_new_tokens: int = 128,
     decoding: Decoding | Mapping[str, Any] | None = None,
+    schema: Any = None,
     logits_processors: Sequence[Any] = (),
     stopping_criteria: Sequence[Any] = (),
     chunks: Sequence[ScoredChunk] | None = None,
@@ -106,9 +110,12 @@ def validate_task(
     if max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.", param="max_new_tokens")
     if isinstance(decoding, Decoding):
-        settings = decoding
+        settings = decoding if schema is None else replace(decoding, schema=schema_text(schema))
     else:
-        settings = build_config(Decoding, asdict(config.decoding) | dict(decoding or {}), "decoding")
+        given = dict(decoding or {}) | ({} if schema is None else {"schema": schema})
+        if given.get("schema") is not None:
+            given["schema"] = schema_text(given["schema"])
+        settings = build_config(Decoding, asdict(config.decoding) | given, "decoding")
     return AnswerTask(
         question=question.strip(),
         engine=make_engine(engine or config.default_engine, config.tuning, context=config.encoding.context),
@@ -486,6 +493,7 @@ class AnswerStream:
             decoding={"max_new_tokens": self._task.max_new_tokens, **asdict(self._task.decoding)},
             charge=self._charge,
             trace=tuple(self.trace),
+            fields=field_sources(self.trace) if self._finish == "stop" and self._task.decoding.schema else {},
         )
 
 

@@ -296,6 +296,18 @@ class Tokens:
         self.byte_ids = _byte_ids(tokenizer)
         self._control = ControlTokens(tokenizer, byte_ids=self.byte_ids)
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """The control tokens, which no text of a document or a question becomes."""
+        return self._control.ids
+
+    @property
+    def serialized(self) -> str | None:
+        """The tokenizer as the text of a tokenizer.json; None for one that is not of the tokenizers library."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        with self._lock:
+            return None if backend is None else str(backend.to_str())
+
     def encode(self, text: str, *, control: bool = False) -> tuple[int, ...]:
         """Ids of `text`, without BOS and EOS; with `control`, names of control tokens in it become these tokens.
 

@@ -1,14 +1,14 @@
 """From the scores of one request to the text of its answer.
 
 `Sampler` chooses tokens with transformers' own logits processors and a random generator per request. `Detokenizer`
-turns them into text, whole characters only. `StopGate` holds text back while it may begin a stop string. `Decoder`
-combines them and decides when the answer ends.
+turns them into text, whole characters only. `StopGate` holds text back while it may begin a stop string. `TokenMask`
+leaves the tokens that a schema, regex or grammar allows. `Decoder` combines them and decides when the answer ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ragkv.decoding import GREEDY, Decoding
 from ragkv.engines.base import Sample
-from ragkv.errors import UnsupportedModelError
+from ragkv.errors import UnsupportedModelError, UsageError
 from ragkv.model.prompt import Tokens
 
 if TYPE_CHECKING:
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 class Sampler:
     """Chooses one request's tokens. Requests, threads and engines do not share a sampler.
 
-    The order is that of transformers' `generate`: repetition penalty, the caller's own processors, temperature, top-k,
-    top-p, min-p. The draw is that of `torch.multinomial` from a `torch.Generator` seeded with `decoding.seed`, so that
-    `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of the same number. If nothing changes
-    the scores, the choice is the engine's own (`Sample.best`), which knows how it breaks ties. All choices stay on the
-    device, so that one transfer fetches those of all requests.
+    The order is that of transformers' `generate`: repetition penalty, the caller's own processors (and the mask of a
+    constraint), temperature, top-k, top-p, min-p. The draw is that of `torch.multinomial` from a `torch.Generator`
+    seeded with `decoding.seed`, so that `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of
+    the same number. If nothing changes the scores, the choice is the engine's own (`Sample.best`), which knows how it
+    breaks ties. All choices stay on the device, so that one transfer fetches those of all requests.
     """
 
     def __init__(self, decoding: Decoding, own: Sequence[Any] = ()) -> None:
@@ -49,7 +49,7 @@ class Sampler:
             generated = torch.tensor([list(ids)], dtype=torch.long).to(scores.device, non_blocking=True)
             scores = self._chain(generated, scores.clone())
         if not self._decoding.heat:
-            return scores[0].argmax(), None
+            return replace(asked, scores=scores[0]).best(), None
         return self._draw(torch.softmax(scores, -1))
 
     def _draw(self, shares: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,6 +93,73 @@ def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
     if decoding.min_p is not None:
         chain.append(MinPLogitsWarper(float(decoding.min_p)))
     return chain
+
+
+_PROBE = '{"a b": [1, "ä"]}\n'
+
+
+class _Vocabulary:
+    """A model's vocabulary as llguidance reads it; made at the first constraint, which takes up to a second."""
+
+    def __init__(self, model: ModelFacts) -> None:
+        from llguidance import LLTokenizer
+
+        text = model.tokens.serialized
+        name = model.checkpoint.name
+        if text is None:
+            raise UnsupportedModelError(
+                f"Model {name!r} has no tokenizer.json, which answers by a schema, regex or grammar need."
+            )
+        self.tokens = LLTokenizer(text, eos_token=sorted(model.eos_ids) or None)
+        ids = list(model.tokens.encode(_PROBE))
+        if self.tokens.decode_str(ids).strip() != model.tokens.decode(ids).strip():
+            raise UnsupportedModelError(
+                f"The tokenizer of model {name!r} changes the text that its tokens spell, so no answer of it can be "
+                "held to a schema, regex or grammar."
+            )
+        hidden = [i for i in model.tokens.control_ids if i < self.tokens.vocab_size and not model.tokens.decode([i])]
+        self.banned = [i for i in hidden if not self.tokens.is_special_token(i)]
+        """Tokens that llguidance takes for text, and that show none."""
+
+
+class TokenMask:
+    """One request's constraint: which tokens may follow those that it has taken. It is a logits processor."""
+
+    def __init__(self, model: ModelFacts, constraint: str, ends: frozenset[int]) -> None:
+        from llguidance import LLMatcher
+
+        self._vocabulary = model.companion(_Vocabulary)
+        self._matcher = LLMatcher(self._vocabulary.tokens, constraint, log_level=0)
+        self._ends = ends
+        self._require()
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """`scores` `(1, vocab)` with -inf for tokens that are not allowed; end tokens are, if the answer is whole."""
+        allowed = bytearray(self._matcher.compute_bitmask())
+        self._require()
+        for each in self._vocabulary.banned:
+            allowed[each >> 3] &= ~(1 << (each & 7))
+        whole = self._matcher.is_accepting()
+        for each in self._ends:
+            if each >> 3 < len(allowed):
+                bit = 1 << (each & 7)
+                allowed[each >> 3] = allowed[each >> 3] | bit if whole else allowed[each >> 3] & ~bit
+        packed = torch.frombuffer(allowed, dtype=torch.uint8).to(scores.device, non_blocking=True)
+        bits = packed[:, None].bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=scores.device)) & 1
+        fitting = bits.flatten()[: scores.shape[-1]].bool()
+        fitting = torch.nn.functional.pad(fitting, (0, scores.shape[-1] - len(fitting)))
+        return scores.masked_fill(~fitting, -torch.inf)
+
+    def take(self, token_id: int) -> bool:
+        """Record the chosen token; whether the answer is whole and nothing may follow."""
+        self._matcher.consume_token(token_id)
+        self._require()
+        return bool(self._matcher.is_stopped())
+
+    def _require(self) -> None:
+        if self._matcher.is_error():
+            why = self._matcher.get_error().partition("\n")[0]
+            raise UsageError(f"The schema, regex or grammar is too complex ({why}); make it simpler.")
 
 
 class Detokenizer:
@@ -212,10 +279,13 @@ class Decoder:
 
     def __init__(self, model: ModelFacts, generation: Generation) -> None:
         self._generation = generation
-        self._sampler = Sampler(generation.decoding, generation.processors)
+        self._ends = model.eos_ids.union(generation.decoding.stop_ids)
+        constraint = generation.decoding.constraint
+        self._mask = None if constraint is None else TokenMask(model, constraint, self._ends)
+        own = generation.processors if self._mask is None else (*generation.processors, self._mask)
+        self._sampler = Sampler(generation.decoding, own)
         self._text = Detokenizer(model.tokens)
         self._gate = StopGate(generation.decoding.stop)
-        self._ends = model.eos_ids.union(generation.decoding.stop_ids)
         self._ids: list[int] = []
 
     @property
@@ -239,6 +309,8 @@ class Decoder:
         self._ids.append(token_id)
         ended = token_id in self._ends
         text = "" if ended else self._gate.push(self._text.push(token_id))
+        if self._mask is not None and not ended:
+            ended = self._mask.take(token_id)
         ended = ended or self._gate.closed or self._enough(asked.scores)
         last = ended or full or not self.remaining
         if last:

@@ -64,7 +64,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -128,6 +127,7 @@ class ChatRequest(QuestionOptions):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
     footer: bool = False
     """ragkv's own parameter: end the answer with its sources, as Markdown."""
 
@@ -139,6 +139,7 @@ class ChatRequest(QuestionOptions):
             "max_new_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
             "top_k": "top_k_chunks",
             "top_k_tokens": "top_k" if self.top_k_tokens is None else "top_k_tokens",
+            "schema": "schema" if self.response_format is None else "response_format",
         }
 
     def most_tokens(self) -> int | None:
@@ -155,6 +156,19 @@ class ChatRequest(QuestionOptions):
         if self.top_k_tokens not in (None, self.top_k):
             raise ApiError(400, "top_k and top_k_tokens mean the same; leave one out.", param="top_k")
         return self.top_k
+
+    def answer_schema(self) -> Any:
+        match self.response_format:
+            case None | {"type": "text"}:
+                return self.json_schema
+            case _ if self.json_schema is not None:
+                raise ApiError(400, "response_format and schema mean the same; leave one out.", param="schema")
+            case {"type": "json_object"}:
+                return {"type": "object"}
+            case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+                return schema
+        message = 'response_format is {"type": "json_schema", "json_schema": {"schema": {…}}}, "json_object" or "text".'
+        raise ApiError(400, message, param="response_format")
 
     def options(self, chosen: ModelChoice, words: ConversationText) -> QueryOptions:
         """The options of `RagKV.stream`; ApiError if the model and `engine` name different engines.
@@ -247,7 +261,7 @@ class Completion:
     def last(self, answer: Answer, content: str) -> dict[str, Any]:
         """The object with the finish reason and the sources; `content` is the text that was sent."""
         chunk = self._chunk({"annotations": self._annotations(answer, content)}, finish=answer.finish_reason)
-        return {**chunk, "sources": self.sources(answer)}
+        return {**chunk, "sources": self.sources(answer), "fields": dict(answer.fields)}
 
     def usage(self, prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
         """The last object of a stream, if the client asked for the usage."""
@@ -268,6 +282,7 @@ class Completion:
             "choices": [choice],
             "usage": usage(prompt, generated, answer),
             "sources": self.sources(answer),
+            "fields": dict(answer.fields),
         }
 
     def footer(self, answer: Answer) -> str:
@@ -460,6 +475,7 @@ class ChatReply(BaseModel):
     choices: list[Choice]
     usage: Usage
     sources: list[AnswerSource]
+    fields: dict[str, int] = Field(description="For JSON by PCED: the place among the sources of each value's source.")
 
 
 MOST_TEXTS = 2048
@@ -681,9 +697,11 @@ def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, foote
         body.require_supported()
         chosen = served.chosen(body.model)
         counting = partial(conversation_text, body.messages, chosen.rag)  # takes long for a long history
-        words = await asyncio.get_running_loop().run_in_executor(limiter.asks, counting)
-        try:
-            stream = chosen.rag.stream(words.prompt, **body.options(chosen, words))
+        loop = asyncio.get_running_loop()
+        words = await loop.run_in_executor(limiter.asks, counting)
+        try:  # a schema takes long to check
+            starting = partial(chosen.rag.stream, words.prompt, **body.options(chosen, words))
+            stream = await loop.run_in_executor(limiter.asks, starting)
         except UsageError as error:
             raise to_api_error(error, body.names) from error
         cited = words.conversation is None

@@ -153,6 +153,10 @@ class AnswerReply(BaseModel):
     charge: float | None = Field(
         description="What an engine that recomputes stored KV has computed of it, as a share (blend)."
     )
+    fields: dict[str, int] = Field(
+        default={},
+        description="For JSON by PCED: the place among the sources of each value's source, by its JSON pointer.",
+    )
     trace: TraceReply = Field(default=TraceReply(tokens=[]), description="Only with `trace`.")
     citations: list[AnswerCitation] = Field(default=[], description="Only with `citations`.")
     refused: bool = Field(
@@ -215,7 +219,7 @@ class ChunkPage(BaseModel):
     next: int | None
 
 
-_DECODING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed")
+_DECODING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "regex", "grammar")
 
 
 class FirstError(FailFast):
@@ -245,6 +249,11 @@ class QuestionOptions(BaseModel):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | FailFastList[str] | None = None
+    json_schema: dict[str, Any] | str | None = Field(
+        default=None, alias="schema", description="The answer is JSON by this schema, or ends at its greatest length."
+    )
+    regex: str | None = None
+    grammar: str | None = Field(default=None, description="Lark, as llguidance reads it.")
 
     def most_tokens(self) -> int | None:
         """The answer's maximum number of tokens; None for the default of `RagKV.query`."""
@@ -258,10 +267,15 @@ class QuestionOptions(BaseModel):
         """The sampler's top-k."""
         return self.top_k_tokens
 
+    def answer_schema(self) -> Any:
+        """The JSON schema of the answer; None for any text."""
+        return self.json_schema
+
     def query_options(self, words: ConversationText, *, engine: str | None = None) -> QueryOptions:
         """The options of `RagKV.stream`, which checks them; `engine` overrides the field."""
         decoding: dict[str, Any] = {name: getattr(self, name) for name in _DECODING}
         decoding["top_k_tokens"] = self.drawn_from()
+        decoding["schema"] = self.answer_schema()
         decoding["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         options: QueryOptions = {
             "engine": engine or self.engine,

@@ -58,12 +58,25 @@ def test_decoding_options_are_used_and_told(ragkv, index):
         "seed": 3,
         "stop": [],
         "stop_ids": [],
+        **dict.fromkeys(("schema", "regex", "grammar")),
     }
     drawn = json.loads(ragkv(*ask, *sampled).out)["decoding"]["seed"]
     assert isinstance(drawn, int)
     greedy = json.loads(ragkv(*ask, "--stop", "zzz", "--stop", "yyy").out)
     assert greedy["decoding"]["stop"] == ["zzz", "yyy"]
     assert (greedy["decoding"]["temperature"], greedy["decoding"]["seed"]) == (0.0, None)
+
+
+def test_an_answer_by_a_schema_or_a_sentence_about_it(ragkv, index, tmp_path):
+    (tmp_path / "it.json").write_text('{"enum": ["valves", "bolts"]}')
+    (tmp_path / "wrong.json").write_text('{"type": "x"}')
+    ask = ("query", "Who founded Halden Works?", "--index", index, "--quiet")
+    assert json.loads(ragkv(*ask, "--schema", tmp_path / "it.json").out) in ("valves", "bolts")
+    assert ragkv(*ask, "--regex", "[0-9]{4}").out.strip().isdecimal()
+    for wrong, message in (("wrong.json", "Invalid type: x"), ("none.json", "cannot be read: No such file")):
+        failed = ragkv(*ask, "--schema", tmp_path / wrong)
+        assert (failed.code, len(failed.err.splitlines())) == (2, 1)
+        assert message in failed.err
 
 
 def test_ingest_json_and_stats(ragkv, index, documents):

@@ -46,6 +46,7 @@ def test_a_seed_repeats_an_answer_and_is_told(rag, engine):
         "seed": first.decoding["seed"],
         "stop": (),
         "stop_ids": (),
+        **dict.fromkeys(("schema", "regex", "grammar")),
     }
 
 

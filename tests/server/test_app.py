@@ -8,6 +8,7 @@ import json
 import math
 import struct
 import threading
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,29 @@ def test_earlier_turns_and_instructions_reach_the_prompt(chat):
     assert alone < after < result
 
 
+def formatted(schema):
+    return {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
+
+
+@pytest.mark.parametrize("engine", ["full", "pced"])
+def test_an_answer_is_as_its_schema_says(chat, engine):
+    """Of OpenAI's protocol and of ragkv's own, whole and streamed; a random model answers at random."""
+    schema = {"type": "object", "properties": {"year": {"enum": [1907, 7]}}, "required": ["year"]}
+    asked = {
+        "engine": engine,
+        "max_tokens": 400,
+        "response_format": formatted(schema | {"additionalProperties": False}),
+    }
+    result = chat(**asked).json()
+    assert json.loads(result["choices"][0]["message"]["content"])["year"] in (1907, 7)
+    assert list(result["fields"]) == (["/year"] if engine == "pced" else [])
+    assert sentence(events(chat(**asked, stream=True))) == result["choices"][0]["message"]["content"]
+    del asked["response_format"]
+    assert chat(**asked, regex="[ab]{3}").json()["choices"][0]["message"]["content"] in map(
+        "".join, product("ab", repeat=3)
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "status", "param", "code"),
     [
@@ -93,7 +117,11 @@ def test_earlier_turns_and_instructions_reach_the_prompt(chat):
         ({"n": 2}, 400, "n", "unsupported_parameter"),
         ({"logprobs": True}, 400, "logprobs", "unsupported_parameter"),
         ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
-        ({"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format", None),
+        ({"response_format": formatted({"type": "x"})}, 400, "response_format", None),
+        ({"response_format": {"type": "json_object"}, "stop": ["a"]}, 400, "response_format", None),
+        ({"response_format": {"type": "json_object"}, "schema": {}}, 400, "schema", None),
+        ({"regex": "(a"}, 400, "regex", None),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
         ({"surprise": 1}, 400, "surprise", "unknown_parameter"),
         ({"messages": []}, 400, "messages", None),

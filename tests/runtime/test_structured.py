@@ -1,0 +1,174 @@
+"""Answers by a schema, regex or grammar: every one that ends by itself matches, whatever engine answers."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import jsonschema_rs
+import pytest
+import regex
+from asking import request
+from nightly import NIGHTLY
+from pydantic import BaseModel
+
+from ragkv.decoding import Decoding, schema_text
+from ragkv.engines import make_engine
+from ragkv.errors import ConfigError, UsageError
+from ragkv.model.prompt import Prompt
+from ragkv.runtime import Generation, Runtime, Stream, runtime_of
+from ragkv.types import TracedToken, field_sources
+
+ENGINES = ("full", "single", "ippd", "ippd-stacked", "block", "blend", "ape", "pced", "apb", "mapreduce")
+
+PROMPT = Prompt(prefix="", before_question="Q ", after_question=":", separator=".")
+
+
+def asked(model, name):
+    engine = make_engine(name, {"mapreduce": {"summary_tokens": 2}})
+    return engine, replace(request(model, engine), question="Who?", prompt=PROMPT)
+
+
+def answer(model, name, decoding, steps=600):
+    tokens = list(runtime_of(model).decode(*asked(model, name), Generation(max_new_tokens=steps, decoding=decoding)))
+    return "".join(token.text for token in tokens), tokens[-1].finish_reason, [token.token_id for token in tokens]
+
+
+def random_schema(draw: random.Random, depth: int = 2) -> dict:
+    """Of the kinds that tools and clients send, with few characters, so that a random model comes to an end."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
+    kind = draw.choice(kinds + ["object", "array", "anyOf", "ref"] * 2 * bool(depth))
+    inner = lambda: random_schema(draw, depth - 1)  # noqa: E731
+    match kind:
+        case "string":
+            return {"type": "string", "maxLength": draw.randint(1, 9)}
+        case "integer" | "number":
+            low = draw.randint(-999, 999)
+            return {"type": kind, "minimum": low, "maximum": low + draw.randint(1, 5000), "multipleOf": 1}
+        case "enum":
+            return {"enum": draw.sample(["a", "ä\n", 'q"\\', "", 3, None, True, 1.5], draw.randint(1, 4))}
+        case "const":
+            return {"const": draw.choice([0, "x y", [1, {"b": 2}], {"a": None}])}
+        case "pattern":
+            return {
+                "type": "string",
+                "pattern": draw.choice(["^[a-c]{2,4}$", "^\\\\d{4}-\\\\d{2}$", "^(x|yz)+\\\\.?$"])[:60],
+            }
+        case "object":
+            names = draw.sample(["a", "name", "ü", "a/b", "~"], draw.randint(1, 3))
+            return {
+                "type": "object",
+                "properties": {name: inner() for name in names},
+                "required": draw.sample(names, draw.randint(0, len(names))),
+                "additionalProperties": False,
+            }
+        case "array":
+            least = draw.randint(0, 2)
+            return {"type": "array", "items": inner(), "minItems": least, "maxItems": least + draw.randint(0, 2)}
+        case "anyOf":
+            return {"anyOf": [inner(), inner()]}
+        case "ref":
+            return {"$ref": "#/$defs/it"}
+    return {"type": kind}
+
+
+SHARE = range(200 if NIGHTLY else 20)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_finished_answer_is_valid(name, make_model):
+    model, finished = make_model("llama"), 0
+    for seed in SHARE:
+        schema = {"$defs": {"it": {"enum": ["l", "r"]}}, **random_schema(random.Random(seed))}
+        found = Decoding(schema=schema_text(schema), temperature=1.0 if seed % 2 else None, seed=seed)
+        text, reason, _ = answer(model, name, found)
+        assert reason in ("stop", "length")
+        if reason == "stop":
+            finished += 1
+            jsonschema_rs.validate(schema, json.loads(text))
+    assert finished > 0.8 * len(SHARE)
+
+
+PATTERN = r"(?:yes|no, because [a-z ]{3,12})\.|[0-9]{2,4}(?: km)?"
+
+
+@pytest.mark.parametrize("name", ["full", "pced", "block"])
+def test_the_choice_is_the_best_of_what_may_follow(name, make_model):
+    """A slow reference: the tokens by their scores, and the first after which the text can still become a match."""
+    model = make_model("llama")
+    _, reason, ids = answer(model, name, Decoding(regex=PATTERN))
+    stream, text, chosen = Stream(runtime_of(model), *asked(model, name)), "", []
+    while True:
+        for each in stream.scores.sort(descending=True, stable=True).indices.tolist():
+            longer = text + model.tokens.decode([each])
+            whole = regex.fullmatch(PATTERN, text) is not None
+            if (each in model.eos_ids and whole) or (
+                longer != text and regex.fullmatch(PATTERN, longer, partial=True) is not None
+            ):
+                break
+        chosen.append(each)
+        if each in model.eos_ids or (regex.fullmatch(PATTERN, longer) and longer.endswith((".", "m"))):
+            break
+        text = longer
+        stream.advance(each)
+    assert (ids, reason) == (chosen, "stop")
+
+
+def test_ippd_and_a_crowd_answer_as_full_alone(make_model):
+    model = make_model("llama")
+    decodings = [Decoding(schema=schema_text(random_schema(random.Random(seed), 0))) for seed in range(6)]
+    alone = [answer(model, "full", each) for each in decodings]
+    for name in ("ippd", "ippd-stacked", "full"):
+        runtime = Runtime(model)
+        given = [Generation(max_new_tokens=600, decoding=each) for each in decodings]
+        jobs = [runtime.submit(*asked(model, name), each) for each in given]
+        streams = [list(runtime.tokens(job)) for job in jobs]
+        assert [[token.token_id for token in tokens] for tokens in streams] == [ids for _, _, ids in alone]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"schema": '{"type": "x"}'}, "schema cannot be used: Invalid type: x"),
+        ({"schema": '{"type": '}, "schema cannot be used"),
+        ({"schema": '{"not": {}}'}, 'Unimplemented keys: \\["not"\\]'),
+        ({"schema": ""}, "must not be empty"),
+        ({"regex": "(a"}, "regex cannot be used"),
+        ({"grammar": "start: nothing"}, "grammar cannot be used"),
+        ({"regex": "a", "schema": "{}"}, "schema and regex cannot be used together"),
+        ({"regex": "a", "stop": ["b"]}, "regex and stop cannot be used together"),
+    ],
+)
+def test_what_cannot_be_used_is_one_sentence(wrong, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        Decoding(**wrong)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_grammar_that_is_too_much_ends_its_own_answer(make_model):
+    model = make_model("llama")
+    with pytest.raises(UsageError, match="too complex"):
+        answer(model, "full", Decoding(regex="(a?){5000}a{5000}"))
+    assert answer(model, "full", Decoding(regex="abc"))[0] == "abc"
+
+
+class Work(BaseModel):
+    founder: str
+    year: int
+
+
+def test_values_have_the_sources_that_won_their_tokens():
+    text = [
+        ('{"fou', 0),
+        ('nder": "Mi', 1),
+        ("ra", 1),
+        ('", "years": [19', 0),
+        ("07, 8], ", 2),
+        ('"x/y": {"a": nu', None),
+    ]
+    text += [('ll, "b": tr', None), ("ue}}", 1)]
+    trace = [TracedToken(token_id=i, text=part, source=source) for i, (part, source) in enumerate(text)]
+    assert field_sources(trace) == {"/founder": 1, "/years/0": 0, "/years/1": 2, "/x~1y/b": 1}
+    assert field_sources([TracedToken(token_id=1, text='{"a": 1}')]) == {}
+    assert json.loads(schema_text(Work))["required"] == ["founder", "year"]
