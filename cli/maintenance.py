@@ -56,6 +56,7 @@ def stats(
         budget = rag.store.budget if config.budget is None else config.budget
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
         unread = unread_quality(rag.store)
+        tiers = rag.probe_tiers()
         listed = rag.list_documents(where=where or ()).documents if per_document else ()
         documents = [one.stats for one in listed]
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
@@ -77,7 +78,7 @@ def stats(
     if as_json:
         # not under `documents`, which is their number
         more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
-        print_json({**values, "quality": quality, **more})
+        print_json({**values, "tiers": tiers, "quality": quality, **more})
         return
     if quiet and per_document:
         _show(documents)
@@ -86,6 +87,11 @@ def stats(
     for key, value in values.items():
         if value is not None:
             table.add_row(key.replace("_", " "), _shown(key, value))
+    for tier in tiers:
+        state = f"answers in {1e3 * tier['seconds']:.0f} ms"
+        if tier["error"] or not tier["create_only"]:
+            state = f"does not answer: {tier['error']}" if tier["error"] else "overwrites values: use another"
+        table.add_row("tier", f"{tier['url']} {state}")
     for report in quality:
         for row in report["engines"]:
             table.add_row(f"quality of {row.get('label', row['engine'])}", _quality(row, report))
@@ -155,12 +161,16 @@ def verify(
         bool,
         typer.Option("--quick", help="Skip the KV itself and the comparison of rows by content; list what is skipped."),
     ] = False,
+    tiers: Annotated[
+        bool, typer.Option("--tiers", help="Also read the index's KV in its shared tiers (docs/tiers.md).")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Check every row, checksum and reference of an index; other processes may use it meanwhile.
 
-    The exit code is 1 if something is wrong; `ragkv repair` repairs it.
+    The exit code is 1 if something is wrong; `ragkv repair` repairs it. Damaged values in a tier are never used; delete
+    them there by the names that are shown.
 
     Example: `ragkv verify --index my-index --quick`
     """
@@ -168,13 +178,22 @@ def verify(
 
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
         found = rag.verify(quick=quick, on_progress=on_progress)
+        shared = rag.verify_tiers() if tiers else []
+    damaged = [f"damaged: {name} in the tier {tier['url']}" for tier in shared for name in tier["damaged"]]
     if as_json:
-        print_json(found.to_json())
+        print_json({**found.to_json(), **({"tiers": shared} if tiers else {})})
     else:
         show_findings(found.findings)
+        for line in damaged:
+            echo(line)
         if not quiet:
             _show_verification(found, str(index))
-    if not found.ok:
+            for tier in shared:
+                counted = (
+                    f"{tier['present']:,} values whole, {len(tier['damaged']):,} damaged, {tier['absent']:,} absent"
+                )
+                note(f"{tier['url']}: {counted}{'; ' + tier['error'] if tier['error'] else ''}")
+    if not found.ok or damaged:
         raise typer.Exit(1)
 
 
@@ -286,7 +305,8 @@ def gc(
     echo(
         f"{index}: {verb} {count(found.records, 'orphan record')}, {count(found.segments, 'orphan segment')} and "
         f"{count(found.index_records, 'record')} of old prompts ({size(found.bytes)}), "
-        f"{count(found.derived, 'stale derived folder')} ({size(found.derived_bytes)})."
+        f"{count(found.derived, 'stale derived folder')} ({size(found.derived_bytes)})"
+        + (f", {count(found.tiers, 'value')} in shared tiers." if found.tiers else ".")
     )
 
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ragkv.model.apb.compressors import Compressor
     from ragkv.model.language_model import LanguageModel
     from ragkv.model.packet import Packet
+    from ragkv.store.tier import Fetched
 
 EVERY = 1 << 16
 """Characters tokenised between two calls: some tenths of a second."""
@@ -452,10 +453,14 @@ class Ingester:
         memory: int = MEMORY,
         afford: Callable[[Sequence[int]], int] = len,
         blocks: APBConfig | None = None,
+        fetch: Callable[[Sequence[KVIdentity]], Fetched] = lambda _: {},
+        offer: Callable[[Sequence[tuple[KVIdentity, ChunkKV]]], object] = lambda _: None,
     ) -> None:
         """`afford` gets the token counts of chunks without KV and returns how many of the first may be encoded now; the
-        others are encoded by the first question that reads them. `blocks`: store long documents in blocks too."""
+        others are encoded by the first question that reads them. `blocks`: store long documents in blocks too. `fetch`
+        gets missing KV from the shared tiers, and `offer` writes new KV to them."""
         self._afford = afford
+        self._fetch, self._offer = fetch, offer
         self._blocks = blocks
         self._store = store
         self._recipe = recipe
@@ -699,15 +704,21 @@ class Ingester:
         share = sum(prepared.size for prepared in run.waiting) / max(1, len(slices))
         for batch in slices:
             started = time.perf_counter()
+            fetched: Fetched = {}
             if batch[0].encoding is Encoding.LONG:
                 encoded = dict([next(making)])
             else:
+                fetched = self._fetch(batch)
+                batch = [identity for identity in batch if identity not in fetched]
+                started = time.perf_counter()
                 encoded = encode_identities(self._load(), batch, self._prefix_kv, self._recipe.packet)
             report.encode_seconds += time.perf_counter() - started
-            records |= encoded
+            records |= encoded | {identity: kv for identity, (_, kv) in fetched.items()}
             report.kv_encoded += len(encoded)
+            report.kv_reused += len(fetched)
             report.tokens += sum(identity.tokens for identity in batch)
             report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
+            self._offer(list(encoded.items()))
             if sum(kv.nbytes for kv in records.values()) > min(HOLD_BYTES, self._memory // 4):
                 self._store.stage_kv(records.items())  # invisible until a document refers to it
                 records = {}

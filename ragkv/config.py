@@ -145,6 +145,38 @@ class RuntimeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierConfig:
+    """A store of KV that several machines share (docs/tiers.md).
+
+    `url` is `redis://`, `rediss://`, `unix://`, `s3://`, `gs://`, `az://`, `file:///FOLDER` or `memory://`. Indexes
+    share KV within a `namespace`. `secret` names the environment variable with the secret that hides names and
+    encrypts values. `timeout` is the longest wait of a question, `ttl` how long Redis keeps a value, both in seconds
+    (0: for ever).
+    """
+
+    url: str
+    namespace: str = "shared"
+    secret: str = ""
+    timeout: float = 0.25
+    ttl: int = 0
+
+    def __post_init__(self) -> None:
+        _check_types(self, "tiers.")
+        scheme, slashes, rest = self.url.partition("://")
+        one_of("tiers.url", scheme, ("redis", "rediss", "unix", "s3", "gs", "az", "file", "memory"))
+        if not slashes or (scheme == "file" and not rest.startswith("/")):
+            raise ConfigError(
+                f"tiers.url = {shortened(self.url)} must be a URL as in redis://HOST:6379 or file:///FOLDER."
+            )
+        if not re.fullmatch(r"[a-z0-9-]{1,64}", self.namespace):
+            raise ConfigError("tiers.namespace must be 1 to 64 lower-case letters, digits or hyphens.")
+        if not re.fullmatch(r"\w{0,64}", self.secret, re.ASCII):
+            raise ConfigError("tiers.secret must be the name of an environment variable.")
+        if not 0.001 <= self.timeout <= 60 or not 0 <= self.ttl < 1 << 31:
+            raise ConfigError("tiers.timeout must lie between 0.001 and 60 seconds, and tiers.ttl must not be below 0.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
     """Everything that `query` needs to know about an index (docs/design.md).
 
@@ -187,12 +219,14 @@ class IndexConfig:
     decoding: Decoding = field(default_factory=Decoding)
     ingest: IngestConfig = field(default_factory=IngestConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    tiers: tuple[TierConfig, ...] = ()
     tuning: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("engines", "vectors"):
+        for name in ("engines", "vectors", "tiers"):
             if isinstance(given := getattr(self, name), list):
-                object.__setattr__(self, name, tuple(given))
+                made = (build_config(TierConfig, one, "tiers") if isinstance(one, dict) else one for one in given)
+                object.__setattr__(self, name, tuple(made))
         _check_types(self)
         object.__setattr__(self, "tuning", plain("tuning", self.tuning))
         plain("decoding", {key: value for key, value in asdict(self.decoding).items() if value is not None})
@@ -233,9 +267,10 @@ class IndexConfig:
     def to_toml(self) -> str:
         """The text of `ragkv.toml`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        tables = {"prompt": asdict(values.pop("prompt"))}
+        tables: dict[str, Any] = {"prompt": asdict(values.pop("prompt"))}
         tables |= {name: _set(values.pop(name)) for name in ("encoding", "decoding", "ingest", "runtime")}
         tables["tuning"] = values.pop("tuning")
+        tables["tiers"] = [{"url": tier.url, **_set(tier, url=tier.url)} for tier in values.pop("tiers")]
         return _HEAD + dump_toml(values | {name: table for name, table in tables.items() if table})
 
     @classmethod
@@ -245,9 +280,9 @@ class IndexConfig:
         return config
 
 
-def _set(settings: Any) -> dict[str, Any]:
+def _set(settings: Any, **needed: Any) -> dict[str, Any]:
     """The settings that differ from the defaults. The others are left out, because TOML has no None."""
-    usual = asdict(type(settings)())
+    usual = asdict(type(settings)(**needed))
     return {key: value for key, value in asdict(settings).items() if value != usual[key]}
 
 
@@ -264,10 +299,19 @@ def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
                 raise ConfigError(f"{source}: {key} must be a table.")
             built[key] = build_config(hints[key], value, f"{source} [{key}]")
             continue
+        inner = next(iter(typing.get_args(hints[key])), None)
+        if typing.get_origin(hints[key]) is tuple and is_dataclass(inner) and isinstance(value, list):
+            where = f"{source} [[{key}]]"
+            if not all(isinstance(each, dict) for each in value):
+                raise ConfigError(f"{source}: {key} must be tables: write each under [[{key}]].")
+            value = [build_config(typing.cast("type[Any]", inner), each, where) for each in value]
         built[key] = tuple(value) if isinstance(value, list) else value
         if not _fits(built[key], hints[key]):
             raise ConfigError(f"{source}: {key} = {shortened(value)} has the wrong type.", param=key)
-    return cls(**built)
+    try:
+        return cls(**built)
+    except TypeError as error:  # a setting without a default is missing
+        raise ConfigError(f"{source}: {str(error).partition(' ')[2]}.") from error
 
 
 def _check_types(config: Any, prefix: str = "") -> None:
@@ -277,7 +321,7 @@ def _check_types(config: Any, prefix: str = "") -> None:
         if isinstance(hint, type) and is_dataclass(hint):
             fits = isinstance(value, hint)
         elif fits := _fits(value, hint):
-            plain(prefix + name, value)
+            plain(prefix + name, [tier.url for tier in value] if name == "tiers" else value)
         if not fits:
             raise ConfigError(f"{prefix}{name} = {shortened(value)} has the wrong type.")
 

@@ -455,10 +455,20 @@ class RagKV:
     def settle(self) -> None:
         """Wait until all KV that questions have computed is stored, and their use of KV is recorded."""
         self.index.write_behind.settle(whole=True)
+        if self.index.tiers is not None:
+            self.index.tiers.settle()
 
     def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
         """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
         return verify_index(self.index, quick=quick, on_progress=on_progress)
+
+    def verify_tiers(self) -> list[dict[str, Any]]:
+        """For each shared tier: how many of the index's records are there and whole, and the names of damaged ones."""
+        return [] if (tiers := self.index.tiers) is None else tiers.check(self.store.identities())
+
+    def probe_tiers(self) -> list[dict[str, Any]]:
+        """For each shared tier: whether it answers, in which time, and whether it refuses to overwrite a value."""
+        return [] if (tiers := self.index.tiers) is None else tiers.probe()
 
     def repair(
         self,

@@ -197,12 +197,12 @@ def matching(value: Buffer, identity: KVIdentity) -> Manifest:
     return manifest
 
 
-def require_shape(txn: Transaction, manifest: Manifest, shape: KVShape | None = None) -> None:
+def require_shape(txn: Transaction | None, manifest: Manifest, shape: KVShape | None = None) -> None:
     """`DamagedError` unless a record's tensors have the shape of its model's KV.
 
     `shape` comes from the model; unset, it is the recorded one (`Store.keep_shape`), if any.
     """
-    packed = None if shape is not None else txn.get("meta", shape_key(manifest.identity.model))
+    packed = None if shape is not None or txn is None else txn.get("meta", shape_key(manifest.identity.model))
     if shape is None and packed is None:
         return
     found = manifest.shape

@@ -65,6 +65,7 @@ from ragkv.store.rows import (
 from ragkv.store.tables import (
     INDEX_OWNER,
     PLACE_BYTES,
+    TOMBSTONE,
     Transaction,
     chunk_key,
     digest,
@@ -79,7 +80,8 @@ if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV, Place
 
 T = TypeVar("T")
-KVRecords: TypeAlias = "Iterable[tuple[KVIdentity, ChunkKV]]"
+KVRecords: TypeAlias = "Iterable[tuple[KVIdentity, ChunkKV | EncodedRecord]]"
+"""KV by its identity; from a tier, it is encoded already."""
 
 STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE, "checked"})  # "checked" is of earlier versions
 """All that a store's directory holds."""
@@ -571,7 +573,7 @@ class Store:
         """
         return bool(self.put_many([(identity, kv, chunk_id)]))
 
-    def put_many(self, made: Iterable[tuple[KVIdentity, ChunkKV, str | None]]) -> set[bytes]:
+    def put_many(self, made: Iterable[tuple[KVIdentity, ChunkKV | EncodedRecord, str | None]]) -> set[bytes]:
         """`put_kv` for several, about 64 MiB in a transaction; returns the keys of those that were stored.
 
         Without a chunk's id, KV belongs to the index: it is kept until the next `gc`, or until it has to make room.
@@ -628,6 +630,35 @@ class Store:
             packed = json.dumps(budget).encode()
             self._write(lambda txn: txn.put("meta", BUDGET, packed))
         return self._evictor.shrink() if budget is not None else 0
+
+    def buried(self, *, limit: int = 4096) -> list[bytes]:
+        """Keys of KV that the shared tiers may hold and no chunk needs any more, for `unbury`."""
+        with self._live().read() as txn:
+            found = [key[len(TOMBSTONE) :] for key, _ in txn.scan("meta", TOMBSTONE, limit=limit)]
+            return [key for key in found if len(key) == PLACE_BYTES - 4]
+
+    def unbury(self, keys: Iterable[bytes], delete: Callable[[list[bytes]], bool]) -> int | None:
+        """Call `delete` with those of these keys that the store has no record of, and forget all if it is True; returns
+        how many were deleted, or None."""
+        given = list(keys)
+        with self._live().read() as txn:
+            gone = [key for key in given if txn.get("kv", key) is None]
+        if gone and not delete(gone):
+            return None
+
+        def apply(txn: Transaction) -> None:
+            for key in given:
+                txn.delete("meta", TOMBSTONE + key)
+
+        self._write(apply)
+        return len(gone)
+
+    def identities(self) -> Iterator[KVIdentity]:
+        """The identity of every record that has a readable manifest, in batches."""
+        for batch in self._live().batches("kv", size=256):
+            for _, value in batch:
+                with suppress(DamagedError):
+                    yield Manifest.parse(value).identity
 
     def spare(self, reading: Callable[[bytes], bool]) -> None:
         """Evict no record of which this says that it is being read, by its KV key."""
@@ -744,7 +775,9 @@ class Store:
         return self._live().write(apply, need=need)
 
     def _encode(self, records: KVRecords) -> Iterator[EncodedRecord]:
-        return (encode_record(kv, identity, self.codec) for identity, kv in records)
+        return (
+            kv if isinstance(kv, EncodedRecord) else encode_record(kv, identity, self.codec) for identity, kv in records
+        )
 
 
 def _directory(path: Path | str) -> Path:

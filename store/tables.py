@@ -38,6 +38,11 @@ VALUE_BYTES = 32
 PLACE_BYTES = 36
 """Length of the keys in `chunks`, which are also the values in `places`: a document's digest and an ordinal."""
 
+TIERS = b"fact/tiers"
+"""The key in `meta` that says that the index has shared tiers."""
+TOMBSTONE = b"tombstone/"
+"""Before a KV key in `meta`: no chunk needs it any more, and it is yet to be deleted from the tiers."""
+
 _KEY_LIMIT = 511
 
 
@@ -232,6 +237,12 @@ class Transaction:
             if not self.is_referenced(key):
                 self.drop_record(key)
                 self.delete("uses", key)
+                self.bury(key)
+
+    def bury(self, key: bytes) -> None:
+        """Note that the tiers, if there are any, need not hold a record any more."""
+        if self.get("meta", TIERS) is not None:
+            self.put("meta", TOMBSTONE + key, b"")
 
 
 def shape_key(model: str) -> bytes:

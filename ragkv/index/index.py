@@ -38,12 +38,14 @@ from ragkv.model.checkpoint import MINI, resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.retrievers import ScoreKind
 from ragkv.store import Problem, Store, Use
+from ragkv.store.record import KVIdentity
+from ragkv.store.tier import Fetched, SharedTiers
 from ragkv.types import Encoding, ScoredChunk
 
 if TYPE_CHECKING:
     import torch
 
-    from ragkv.attention.kv import Place
+    from ragkv.attention.kv import ChunkKV, Place
     from ragkv.attention.shape import KVShape
     from ragkv.engines.apb import APBConfig
     from ragkv.model.language_model import LanguageModel
@@ -587,6 +589,28 @@ class Index:
         self.limits = config.runtime if limits is None else config.runtime.overridden(limits)
         """How many questions are answered at a time."""
         self._runtime: Runtime | None = None
+        self._tiers: SharedTiers | None = None
+
+    @property
+    def tiers(self) -> SharedTiers | None:
+        """The tiers that the index shares with others, connected at the first use; None if it has none."""
+        with self._lock:
+            if self._tiers is None and self.config.tiers and not self._closed:
+                self._tiers = SharedTiers(self.config.tiers, self.store.codec)
+                if not self.store.readonly and self.store.get_meta("tiers") is None:
+                    self.write_behind.keep(lambda: self.store.put_meta("tiers", True))
+            return self._tiers
+
+    def fetch(self, identities: Sequence[KVIdentity]) -> Fetched:
+        """Those whose KV a shared tier has, within the time that it would take to encode them."""
+        if not identities or (tiers := self.tiers) is None:
+            return {}
+        return tiers.fetch(identities, shape=self.shape, seconds_per_token=self.store.ledger().seconds_per_token)
+
+    def offer(self, made: Sequence[tuple[KVIdentity, ChunkKV]], *, patient: bool = True) -> None:
+        """Write new KV to the shared tiers, in a thread of theirs (`SharedTiers.offer`)."""
+        if made and (tiers := self.tiers) is not None:
+            tiers.offer(made, patient=patient)
 
     @property
     def derived(self) -> Path:
@@ -644,6 +668,8 @@ class Index:
             if thread is not threading.current_thread():
                 thread.join()
         self.write_behind.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self.store.close()
 
     def require_open(self) -> None:

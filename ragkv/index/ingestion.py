@@ -80,6 +80,8 @@ def run_ingest(
         memory=byte_count("ingest.memory", settings.memory),
         afford=lambda tokens: _afford(index, tokens),
         blocks=index.blocks,
+        fetch=index.fetch,
+        offer=index.offer,
     )
     report = run(ingester)
     if report.tokens:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from ragkv.errors import CorruptStoreError, RagkvError
 from ragkv.index.index import DeferredWrite, Index, memory_budget
@@ -20,7 +20,9 @@ from ragkv.ingest import encode_identities
 from ragkv.ingest.context import chunk_identity, seen_before
 from ragkv.ingest.long_document import Blocks, bare, make_blocks, plan_blocks
 from ragkv.store import KVIdentity, MemoryTier, Use
+from ragkv.store.record import EncodedRecord
 from ragkv.store.tables import digest
+from ragkv.store.tier import Fetched
 from ragkv.types import Chunk, Document, Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 After: TypeAlias = list[DeferredWrite]
 """Collects the writes to do after an answer's first token."""
+
+K = TypeVar("K", "ChunkKV", "EncodedRecord")
 
 _Seen: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A chunk's tokens, and those that it sees of its document."""
@@ -176,9 +180,15 @@ class KVLoader:
             made = [(identity, found[identity]) for identity in missing]
             self._index.write_behind.note_encoded(sum(kv.tokens for _, kv in made), time.perf_counter() - started)
             self.write(lambda: self._store_made(made, owners, keep=keep), made, after)
+            self._share(made, owners)
             return [kv for _, kv in made]
 
-        found, held = self.find(identities, encode, prefetch)
+        def store(fetched: Fetched) -> None:
+            records = [(identity, record) for identity, (record, _) in fetched.items()]
+            tensors = [(identity, kv) for identity, (_, kv) in fetched.items()]
+            self.write(lambda: self._store_made(records, owners, keep=keep), tensors, after)
+
+        found, held = self.find(identities, encode, prefetch, store)
         hits = [identity for identity in identities if identity not in lost]
         self.note_uses(identities, owners, found, lost)
         use = KVUse(
@@ -222,10 +232,22 @@ class KVLoader:
         identities: Sequence[KVIdentity],
         encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]],
         prefetch: Prefetch | None = None,
+        store: Callable[[Fetched], None] | None = None,
     ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
-        """KV on the model's device from memory, else from the store, else encoded; and which was in memory."""
+        """KV on the model's device from memory, else from the store, else from a shared tier, else encoded; and which
+        was in memory. `store` gets what came from a tier; without it, none is asked.
+        """
         by_key = {identity.key(): identity for identity in identities}
         device = self._index.model.place
+
+        def make(missing: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
+            fetched = {} if store is None else self._index.fetch(missing)
+            if fetched and store is not None:
+                store(fetched)
+            made = {identity: kv.to(device) for identity, (_, kv) in fetched.items()}
+            if rest := [identity for identity in missing if identity not in made]:
+                made.update(zip(rest, (kv.to(device) for kv in encode(rest)), strict=True))
+            return made
 
         def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
             wanted = [by_key[key] for key in keys]
@@ -237,7 +259,7 @@ class KVLoader:
             loading = self._load_ahead(stored) if absent and stored else None
             try:
                 if absent:
-                    found.update(zip(absent, (kv.to(device) for kv in encode(absent)), strict=True))
+                    found |= make(absent)
                 found |= {} if prefetch is None else prefetch.take([one for one in coming if one not in found])
                 found |= {} if loading is None else loading.take(stored)
             finally:
@@ -246,11 +268,17 @@ class KVLoader:
             if rest := [identity for identity in wanted if identity not in found]:
                 found |= self._store.get_many(rest, device=device, shape=self._index.shape)
             if missing := [identity for identity in wanted if identity not in found]:  # damaged, or deleted meanwhile
-                found.update(zip(missing, (kv.to(device) for kv in encode(missing)), strict=True))
+                found |= make(missing)
             return {key: found[by_key[key]] for key in keys}
 
         found, held = self.memory().get_many(by_key, load)
         return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
+
+    def _share(self, made: Sequence[tuple[KVIdentity, ChunkKV]], owners: Mapping[KVIdentity, str]) -> None:
+        """Write new KV of the index's chunks to the shared tiers, in a thread of theirs."""
+        if self._index.config.tiers:
+            mine = [(identity, kv) for identity, kv, owner in self._owned(made, owners) if owner is not None]
+            self._index.offer(mine, patient=False)
 
     def find_stored(self, identities: Sequence[KVIdentity]) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
         """KV on the model's device from memory or the store; and which was in memory."""
@@ -284,18 +312,25 @@ class KVLoader:
             after.append(self._index.write_behind.defer(write, keys, sum(kv.nbytes for _, kv in made)))
 
     def _store_made(
-        self, made: Sequence[tuple[KVIdentity, ChunkKV]], owners: Mapping[KVIdentity, str], *, keep: bool
+        self,
+        made: Sequence[tuple[KVIdentity, K]],
+        owners: Mapping[KVIdentity, str],
+        *,
+        keep: bool,
     ) -> None:
-        """Store encoded KV of chunks of the index, and with `keep` of others too."""
+        """Store new KV of chunks of the index, and with `keep` of others too."""
+        self._store.put_many(one for one in self._owned(made, owners) if keep or one[2] is not None)
+
+    def _owned(
+        self, made: Sequence[tuple[KVIdentity, K]], owners: Mapping[KVIdentity, str]
+    ) -> Iterator[tuple[KVIdentity, K, str | None]]:
+        """Each with the id of its chunk; None if the index has no such chunk."""
         known = self._store.chunk_many(owners[identity] for identity, _ in made)
-        wanted: list[tuple[KVIdentity, ChunkKV, str | None]] = []
         for identity, kv in made:
             chunk = known.get(owners[identity])
             # the caller's chunk may have other tokens than the index's chunk with that id
             own = chunk is not None and chunk.token_ids == identity.chunk_ids
-            if own or keep:
-                wanted.append((identity, kv, owners[identity] if own else None))
-        self._store.put_many(wanted)
+            yield identity, kv, owners[identity] if own else None
 
     def note_uses(
         self,
@@ -419,10 +454,16 @@ def _loaded(
         own = store.chunk(blocks.owners[0]) is not None
         if own:
             kv_loader.write(lambda: store.put_many([(i, kv, owners[i]) for i, kv in made]), made, after)
+            index.offer(made, patient=False)
         known = dict(made)
         return [known[identity] for identity in missing]
 
-    found, held = kv_loader.find(blocks.identities, encode)
+    def keep(fetched: Fetched) -> None:
+        records = [(identity, record, owners[identity]) for identity, (record, _) in fetched.items()]
+        if store.chunk(blocks.owners[0]) is not None:
+            kv_loader.write(lambda: store.put_many(records), [(i, kv) for i, (_, kv) in fetched.items()], after)
+
+    found, held = kv_loader.find(blocks.identities, encode, store=keep)
     hits = [identity for identity in blocks.identities if identity not in lost]
     kv_loader.note_uses(blocks.identities, dict(zip(blocks.identities, blocks.owners, strict=True)), found, lost)
     return [found[identity] for identity in blocks.identities], KVUse(

@@ -139,6 +139,16 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
             remove_tree(path)
     found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
     found.derived, found.derived_bytes = derived, derived_bytes
+    if index.tiers is not None:
+        found.tiers = len(store.buried()) + found.uses if dry_run else delete_buried(index)
+    return found
+
+
+def delete_buried(index: Index) -> int:
+    """Delete from the shared tiers what no chunk needs any more; what cannot be reached stays noted for `gc`."""
+    store, tiers, found = index.store, index.tiers, 0
+    while tiers is not None and (keys := store.buried()) and (deleted := store.unbury(keys, tiers.delete)) is not None:
+        found += deleted
     return found
 
 
@@ -190,14 +200,17 @@ def _require_free(path: Path, index: Path) -> None:
 
 def delete_document(index: Index, document_id: str) -> bool:
     """Delete a document and what only it needed. On a full disk, the retrieval indexes may be deleted for room."""
+    _ = index.tiers  # so that the store notes what they may hold of it
     try:
-        return index.store.delete_document(document_id)
+        deleted = index.store.delete_document(document_id)
     except StoreFullError:
         if not os.path.lexists(index.derived):
             raise
         with suppress(OSError):
             remove_tree(index.derived)  # can be rebuilt, and frees the missing space
-        return index.store.delete_document(document_id)
+        deleted = index.store.delete_document(document_id)
+    delete_buried(index)
+    return deleted
 
 
 Wanted = dict[KVIdentity, tuple[str, int]]
@@ -298,14 +311,20 @@ def warm(
     missing = {identity: of for identity, of in wanted.items() if identity not in stored}
     report.present = len(wanted) - len(missing)
     on_progress(report)
+    for batch in batches_of(stored if index.tiers is not None else ()):
+        index.offer(list(index.store.get_many(batch).items()))
     order = _within(index, _expected(index, missing)) if missing else []
     encoded = 0
     for batch in batches_of(order):
+        fetched = index.fetch(batch)
+        new = [identity for identity in batch if identity not in fetched]
         started = time.perf_counter()
-        encoded += sum(identity.tokens for identity in batch)
-        packet = kv_loader.packet(*(identity.encoding for identity in batch))
-        made = encode_identities(index.model, batch, kv_loader.prefix, packet)
+        encoded += sum(identity.tokens for identity in new)
+        packet = kv_loader.packet(*(identity.encoding for identity in new))
+        made = encode_identities(index.model, new, kv_loader.prefix, packet)
         report.seconds += time.perf_counter() - started
+        index.offer(list(made.items()))
+        made |= {identity: kv for identity, (_, kv) in fetched.items()}
         kept = index.store.put_many((identity, kv, missing[identity][0]) for identity, kv in made.items())
         report.made += len(kept)
         report.tokens += sum(kv.tokens for identity, kv in made.items() if identity.key() in kept)
@@ -314,7 +333,7 @@ def warm(
         if not kept:
             break  # the rest has lower scores
     report.refused = len(missing) - report.made
-    if report.tokens:
+    if encoded:
         index.store.record_uses({}, seconds_per_token=report.seconds / encoded)
     return report
 

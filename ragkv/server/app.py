@@ -35,7 +35,7 @@ from ragkv.server.api import document_routes, query_routes
 from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.jobs import JobManager
 from ragkv.server.local import LocalSocket, peer_uid
-from ragkv.server.metrics import ConcurrencyLimiter
+from ragkv.server.metrics import ConcurrencyLimiter, TierMetrics
 from ragkv.server.middleware import Guard, LocalApp, LocalRequest, error_body
 from ragkv.server.openai import protocol_routes
 from ragkv.server.page import page_routes
@@ -60,6 +60,9 @@ def make_app(
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RagkvError, _failed)
     app.state.ready = False
+    limiter.registry.register(
+        TierMetrics(lambda: {name: tiers.uses() for name, rag in served if (tiers := rag.index.tiers) is not None})
+    )
 
     @app.get("/healthz", response_model=HealthReply)
     async def healthz() -> Json:

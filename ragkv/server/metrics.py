@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ragkv.server.errors import ApiError
 from ragkv.types import Answer
@@ -146,6 +148,24 @@ class ConcurrencyLimiter:
 
     def _histogram(self, name: str, says: str) -> Histogram:
         return Histogram(f"ragkv:{name}", says, ["model_name"], buckets=_SECONDS, registry=self.registry)
+
+
+class TierMetrics:
+    """A collector of the counters of the served indexes' shared tiers, which `uses` gives by the index's name."""
+
+    def __init__(self, uses: Callable[[], dict[str, list[dict[str, Any]]]]) -> None:
+        self._uses = uses
+
+    def collect(self) -> Iterator[Metric]:
+        found = [(name, tier) for name, tiers in self._uses().items() for tier in tiers]
+        for fact in [] if not found else found[0][1].keys() - {"url"}:
+            family = GaugeMetricFamily if fact == "open" else CounterMetricFamily
+            metric = family(
+                f"ragkv:tier_{fact}", f"{fact.replace('_', ' ')} of a shared tier", labels=["model_name", "tier"]
+            )
+            for name, tier in found:
+                metric.add_metric([name, tier["url"]], float(tier[fact]))
+            yield metric
 
 
 class RequestTracker:

@@ -223,6 +223,7 @@ class Collection:
     """What was dropped, or in a dry run would be.
 
     `index_records` are KV of the index itself, `uses` use rows of KV whose chunks are deleted. `bytes` are payloads.
+    `tiers` are values that were deleted from the shared tiers.
     The file keeps its size and reuses the space; `ragkv compact` makes it smaller. The caller fills in the retrieval
     indexes that it drops (`derived`, `derived_bytes`).
     """
@@ -232,6 +233,7 @@ class Collection:
     index_records: int = 0
     bytes: int = 0
     uses: int = 0
+    tiers: int = 0
     derived: int = 0
     derived_bytes: int = 0
     dry_run: bool = False

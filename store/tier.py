@@ -1,0 +1,571 @@
+"""Tiers that several machines share: chunk KV in Redis or Valkey, or in an object store, behind memory and LMDB.
+
+The order is memory, LMDB, the tiers of `[[tiers]]` in `ragkv.toml`, encode (docs/tiers.md). A value is one sealed
+object: the record's manifest, which holds the token ids and everything else that the numbers depend on, its segments,
+and a digest over all of it and over its own name. So it cannot be another chunk's, model's or tenant's, and whatever is
+doubtful is a miss: the chunk is encoded, and its KV goes to LMDB by the path of KV on demand.
+
+No answer waits for a tier longer than the encoding of the missing chunks would take. A tier that fails three times is
+not asked for a second, then for two, four and at last sixty, and is used again after one success (`Breaker`). Values
+are written after the answer and never overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import logging
+import os
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
+
+import xxhash
+
+from ragkv.attention.shape import KVShape
+from ragkv.config import TierConfig
+from ragkv.errors import ConfigError, MissingExtraError
+from ragkv.store.codecs import Buffer, Codec, DamagedError
+from ragkv.store.documents import matching, require_shape
+from ragkv.store.record import SCHEMA_VERSION, EncodedRecord, KVIdentity, decode_record, encode_record
+
+if TYPE_CHECKING:
+    from ragkv.attention.kv import ChunkKV
+
+logger = logging.getLogger(__name__)
+
+REDIS = ("redis", "rediss", "unix")
+PART_BYTES = 8 << 20
+"""The longest value in Redis; a larger object is cut into parts of this size."""
+THREADS = 8
+"""Requests to one tier at a time: single GETs on several connections are faster than one MGET."""
+TRANSFER_SECONDS = 10.0
+"""The most for one transfer that no answer waits for: a write, and what is left of a read after its deadline."""
+WAITING_BYTES = 256 << 20
+"""The most KV that may wait to be written; more is not written, so that a slow tier does not fill the memory."""
+FAILURES = 3
+LONGEST_PAUSE = 60.0
+MOST_DENIED = 4096
+
+_MAGIC = b"RKVT"
+_HEAD = struct.Struct("<4sHHQ16s")
+_MANIFEST = struct.Struct("<I")
+_PLAIN, _ENCRYPTED = 0, 1
+_NONCE = 12
+
+
+class Tier(Protocol):
+    """A key-value store on other machines. Any exception is a failure of the tier, and counts as a miss."""
+
+    def get(self, name: str) -> bytes | None:
+        """The value of a name, None if there is none."""
+
+    def put(self, name: str, value: bytes) -> bool:
+        """Write a value unless the name has one; whether it was written."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete these names, whether they exist or not."""
+
+    def interrupt(self) -> None:
+        """End the requests that are under way, so that their threads are free."""
+
+
+class RedisTier:
+    """Redis or Valkey, by redis-py. `ttl` is in seconds; 0 leaves the eviction to the server (`allkeys-lru`).
+
+    A value beyond `PART_BYTES` is cut, and the names of its further parts hold its digest, so that the parts of two
+    writers are never mixed. The first part is written last.
+    """
+
+    def __init__(self, url: str, *, timeout: float, ttl: int = 0) -> None:
+        try:
+            import redis
+            from redis.backoff import NoBackoff
+            from redis.retry import Retry
+        except ImportError as error:
+            raise MissingExtraError("a redis:// tier needs redis: pip install -e '.[tiers]'") from error
+        self._ttl = ttl or None
+        self._client: Any = redis.Redis.from_url(
+            url,
+            socket_timeout=max(timeout, 0.05),
+            socket_connect_timeout=max(timeout, 0.05),
+            retry=Retry(NoBackoff(), 0),  # the default retries for 4 to 9 seconds
+            protocol=2,  # the push messages of RESP3 are not needed
+            max_connections=THREADS + 2,
+        )
+
+    def get(self, name: str) -> bytes | None:
+        found: bytes | None = self._client.get(name)
+        if found is None or len(found) < _HEAD.size:
+            return found
+        length = min(_HEAD.unpack_from(found)[3], 1 << 40)
+        parts = [found]
+        for part in range(1, -(-(_HEAD.size + length) // PART_BYTES)):
+            more = self._client.get(_part(name, found, part))
+            if not more:
+                return None
+            parts.append(more)
+        return b"".join(parts)
+
+    def put(self, name: str, value: bytes) -> bool:
+        if self._client.exists(name):  # spares the transfer; SET NX decides
+            return False
+        for start in reversed(range(0, len(value), PART_BYTES)):
+            part = memoryview(value)[start : start + PART_BYTES]
+            key = _part(name, value, start // PART_BYTES) if start else name
+            done = self._client.set(key, part, nx=True, ex=self._ttl)
+        return bool(done)
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            head = self._client.getrange(name, 0, _HEAD.size - 1)
+            length = min(_HEAD.unpack(head)[3], 1 << 40) if len(head) == _HEAD.size else 0
+            parts = range(1, -(-(_HEAD.size + length) // PART_BYTES))
+            self._client.delete(name, *(_part(name, head, part) for part in parts[:4096]))
+
+    def interrupt(self) -> None:
+        self._client.connection_pool.disconnect()
+
+
+def _part(name: str, value: Buffer, part: int) -> str:
+    return f"{name}/{bytes(value[16:32]).hex()}/{part}"
+
+
+class ObjectTier:
+    """An object store by obstore: `s3://`, `gs://`, `az://`, `file://` or `memory://`, with its usual credentials."""
+
+    def __init__(self, url: str, *, timeout: float) -> None:
+        try:
+            import obstore
+            from obstore import store
+        except ImportError as error:
+            raise MissingExtraError("a tier in an object store needs obstore: pip install -e '.[tiers]'") from error
+        self._obstore = obstore
+        parts = urlsplit(url)
+        options: Any = {"timeout": f"{TRANSFER_SECONDS:g}s", "connect_timeout": f"{timeout:g}s", "allow_http": True}
+        self._store: Any
+        try:
+            if parts.scheme == "file":
+                self._store = store.LocalStore(prefix=parts.path, mkdir=True)
+            elif parts.scheme == "memory":
+                self._store = store.MemoryStore()
+            else:
+                self._store = store.from_url(url, client_options=options, retry_config={"max_retries": 0})
+        except Exception as error:
+            raise ConfigError(f"The tier {shown(url)} cannot be used ({error}).") from error
+
+    def get(self, name: str) -> bytes | None:
+        from obstore.exceptions import NotFoundError
+
+        try:
+            found = self._obstore.get(self._store, name)
+            return bytes(found.bytes())
+        except (NotFoundError, FileNotFoundError):
+            return None
+
+    def put(self, name: str, value: bytes) -> bool:
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            self._obstore.put(self._store, name, value, mode="create", use_multipart=False)
+        except (AlreadyExistsError, PreconditionError):
+            return False
+        return True
+
+    def delete(self, names: Sequence[str]) -> None:
+        from obstore.exceptions import NotFoundError
+
+        for name in names:
+            with suppress(NotFoundError, FileNotFoundError):
+                self._obstore.delete(self._store, name)
+
+    def interrupt(self) -> None:
+        """Its requests end by themselves, after `TRANSFER_SECONDS`."""
+
+
+def shown(url: str) -> str:
+    """A URL without its user and password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+class Breaker:
+    """Whether to ask something that fails: not for 1, 2, 4 … 60 s after `FAILURES` failures, then once to try."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0
+        self._until = 0.0
+        self._pause = 1.0
+        self._trying = False
+
+    @property
+    def open(self) -> bool:
+        """Whether it does not let requests through, but to try."""
+        return self._failures >= FAILURES
+
+    def allow(self) -> bool:
+        """Whether to ask now; who asks must report `note`."""
+        with self._lock:
+            if not self.open:
+                return True
+            if self._trying or self._clock() < self._until:
+                return False
+            self._trying = True
+            return True
+
+    def note(self, *, failed: bool) -> bool:
+        """Report a request's outcome; returns whether it opened the breaker."""
+        with self._lock:
+            if not failed:
+                self._failures, self._pause, self._trying = 0, 1.0, False
+                return False
+            self._failures += 1
+            opened = self._failures == FAILURES
+            if self.open and (opened or self._trying):
+                self._pause = 1.0 if opened else min(2 * self._pause, LONGEST_PAUSE)
+                self._until = self._clock() + self._pause
+            self._trying = False
+            return opened
+
+
+@dataclass(slots=True, kw_only=True)
+class TierUse:
+    """A tier's counters since this process opened the index, in chunks.
+
+    `failures` are requests that raised, `late` ones that took longer than encoding would, `damaged` values that were
+    not what was asked for, `skipped` what was not read or written because the tier had failed before or was too slow.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    failures: int = 0
+    late: int = 0
+    damaged: int = 0
+    written: int = 0
+    skipped: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+class _Connected:
+    """One tier with its names, its breaker, its counters and its threads."""
+
+    def __init__(self, config: TierConfig, codec: Codec, clock: Callable[[], float]) -> None:
+        self.config, self.url = config, shown(config.url)
+        self.use, self.breaker = TierUse(), Breaker(clock)
+        self.writes = Breaker(clock)
+        """Apart, because a tier that is full can still be read."""
+        self.secret = _secret(config)
+        space = config.namespace
+        if self.secret is not None:  # so that its name says nothing
+            space = hmac.new(self.secret, f"namespace {space}".encode(), hashlib.sha256).hexdigest()[:32]
+        facts = json.dumps(codec.config(), sort_keys=True)
+        lossy = hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()
+        self._prefix = f"ragkv/{SCHEMA_VERSION}/{space}/{lossy}"
+        self._codec = codec.config()
+        self.denied: OrderedDict[str, None] = OrderedDict()
+        self.tier: Tier = (
+            RedisTier(config.url, timeout=config.timeout, ttl=config.ttl)
+            if urlsplit(config.url).scheme in REDIS
+            else ObjectTier(config.url, timeout=config.timeout)
+        )
+        self.threads = ThreadPoolExecutor(THREADS, "ragkv-tier")
+
+    def name(self, key: bytes) -> str:
+        return f"{self._prefix}/{key[:1].hex()}/{key.hex()}"
+
+    def seal(self, record: EncodedRecord) -> bytes:
+        body = b"".join((_MANIFEST.pack(len(record.manifest)), record.manifest, *record.segments))
+        name, kind = self.name(record.key), _PLAIN
+        if self.secret is not None:
+            nonce, kind = os.urandom(_NONCE), _ENCRYPTED
+            body = nonce + _cipher(self.secret).encrypt(nonce, body, name.encode())
+        return _HEAD.pack(_MAGIC, SCHEMA_VERSION, kind, len(body), _digest(name, body)) + body
+
+    def unseal(self, value: Buffer, identity: KVIdentity, shape: KVShape | None) -> tuple[EncodedRecord, ChunkKV]:
+        """The record in a value and its tensors; `DamagedError` unless it is exactly what was asked for."""
+        name, view = self.name(identity.key()), memoryview(value)
+        if len(view) < _HEAD.size:
+            raise DamagedError("it is shorter than its head")
+        magic, schema, kind, length, digest = _HEAD.unpack_from(view)
+        body: Buffer = view[_HEAD.size :]
+        wanted = _PLAIN if self.secret is None else _ENCRYPTED
+        if (magic, schema, kind, length) != (_MAGIC, SCHEMA_VERSION, wanted, len(body)):
+            raise DamagedError("it is not a value of this version and length")
+        if digest != _digest(name, body):
+            raise DamagedError("its digest does not match")
+        if self.secret is not None:
+            body = memoryview(_decrypted(self.secret, body, name))
+        if len(body) < _MANIFEST.size:
+            raise DamagedError("it has no manifest")
+        start = _MANIFEST.size + _MANIFEST.unpack_from(body)[0]
+        packed = bytes(body[_MANIFEST.size : start])
+        manifest = matching(packed, identity)
+        require_shape(None, manifest, shape)
+        if manifest.codec != self._codec:
+            raise DamagedError("it was written with another codec")
+        segments = []
+        for segment in manifest.segments:
+            segments.append(body[start : start + segment.stored])
+            start += segment.stored
+        if start != len(body):
+            raise DamagedError("its segments do not fill it")
+        kv = decode_record(manifest, segments.__getitem__)
+        return EncodedRecord(
+            key=identity.key(), manifest=packed, segments=tuple(segments), stored_bytes=manifest.stored_bytes
+        ), kv
+
+    def deny(self, name: str) -> None:
+        """Do not read this name any more in this process."""
+        self.denied[name] = None
+        while len(self.denied) > MOST_DENIED:
+            self.denied.popitem(last=False)
+
+    def note(self, problem: object, *, writing: bool = False) -> None:
+        """Report a request's outcome, None for success, to its breaker; the failure that opens it is logged."""
+        if (self.writes if writing else self.breaker).note(failed=problem is not None):
+            logger.warning("the tier %s is not %s for now: %s", self.url, "written" if writing else "read", problem)
+
+
+def _secret(config: TierConfig) -> bytes | None:
+    if not config.secret:
+        return None
+    value = os.environ.get(config.secret, "")
+    if len(value) < 16:
+        raise ConfigError(
+            f"The tier {shown(config.url)} needs a secret of 16 characters or more in the environment variable "
+            f"{config.secret}."
+        )
+    return hashlib.sha256(b"ragkv tier" + value.encode()).digest()
+
+
+def _cipher(secret: bytes) -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        raise MissingExtraError("a tier with a secret needs cryptography: pip install -e '.[tiers]'") from error
+    return AESGCM(secret)
+
+
+def _decrypted(secret: bytes, body: Buffer, name: str) -> bytes:
+    from cryptography.exceptions import InvalidTag
+
+    try:
+        plain: bytes = _cipher(secret).decrypt(bytes(body[:_NONCE]), bytes(body[_NONCE:]), name.encode())
+    except (InvalidTag, ValueError) as error:
+        raise DamagedError("it was sealed with another secret") from error
+    return plain
+
+
+def _digest(name: str, body: Buffer) -> bytes:
+    digest = xxhash.xxh3_128(name.encode())
+    digest.update(body)
+    return digest.digest()
+
+
+Fetched = Mapping[KVIdentity, "tuple[EncodedRecord, ChunkKV]"]
+
+
+class SharedTiers:
+    """The tiers of an index, in their order. Thread-safe; no method raises because a tier fails."""
+
+    def __init__(
+        self, configs: Sequence[TierConfig], codec: Codec, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._codec, self._clock = codec, clock
+        self._tiers = [_Connected(config, codec, clock) for config in configs]
+        self._room = threading.Condition()
+        self._waiting = 0
+        self._closed = False
+        self._writer = ThreadPoolExecutor(1, "ragkv-tier-write")
+
+    def fetch(
+        self, identities: Iterable[KVIdentity], *, shape: KVShape | None = None, seconds_per_token: float = 0.0
+    ) -> Fetched:
+        """Those that a tier has, each as its record and as tensors on the CPU.
+
+        Waits for a tier at most its `timeout`, and at most as long as encoding the missing chunks would take, where
+        that was measured (`seconds_per_token`, 0 if not).
+        """
+        found: dict[KVIdentity, tuple[EncodedRecord, ChunkKV]] = {}
+        missing = list(dict.fromkeys(identities))
+        for each in self._tiers:
+            missing = [identity for identity in missing if identity not in found]
+            if missing:
+                encoding = sum(identity.tokens for identity in missing) * seconds_per_token
+                found |= self._from(each, missing, shape, min(each.config.timeout, encoding or each.config.timeout))
+        return found
+
+    def _from(
+        self, each: _Connected, missing: Sequence[KVIdentity], shape: KVShape | None, deadline: float
+    ) -> dict[KVIdentity, tuple[EncodedRecord, ChunkKV]]:
+        names = {identity: each.name(identity.key()) for identity in missing}
+        wanted = [identity for identity in missing if names[identity] not in each.denied]
+        if not wanted or self._closed or not each.breaker.allow():
+            each.use.skipped += len(missing)
+            return {}
+        found: dict[KVIdentity, tuple[EncodedRecord, ChunkKV]] = {}
+        problem: object = "it was interrupted"
+        try:
+            asked = {each.threads.submit(each.tier.get, names[identity]): identity for identity in wanted}
+            done, late = wait(asked, timeout=deadline)
+            problem = None
+            for future in done:
+                identity = asked[future]
+                value, error = _outcome(future)
+                if error is not None:
+                    each.use.failures, problem = each.use.failures + 1, error
+                elif value is None:
+                    each.use.misses += 1
+                else:
+                    try:
+                        found[identity] = each.unseal(value, identity, shape)
+                        each.use.hits += 1
+                        each.use.read_bytes += len(value)
+                    except (DamagedError, ConfigError) as damage:
+                        problem = damage
+                        each.use.damaged += 1
+                        each.deny(names[identity])
+                        logger.warning("%s of the tier %s counts as missing: %s", names[identity], each.url, damage)
+            if late:
+                each.use.late, problem = each.use.late + len(late), f"no answer within {deadline:.3g} s"
+                for future in late:
+                    future.cancel()
+        finally:
+            if problem is not None:
+                with suppress(Exception):
+                    each.tier.interrupt()
+            each.note(problem)
+        return found
+
+    def offer(self, made: Sequence[tuple[KVIdentity, ChunkKV]], *, patient: bool = False) -> None:
+        """Write new KV to all tiers, later, in a thread; drop it when too much waits, or with `patient` wait for room.
+
+        `patient` waits for a tier that is up, and not longer than `TRANSFER_SECONDS`.
+        """
+        size = sum(kv.nbytes for _, kv in made)
+        with self._room:
+            if patient:
+                self._room.wait_for(lambda: self._waiting <= WAITING_BYTES, timeout=TRANSFER_SECONDS)
+            if self._closed or self._waiting > WAITING_BYTES:
+                for each in self._tiers:
+                    each.use.skipped += len(made)
+                return
+            self._waiting += size
+        try:
+            self._writer.submit(self._write, list(made), size)
+        except RuntimeError:  # the interpreter is shutting down
+            self._done(size)
+
+    def _write(self, made: list[tuple[KVIdentity, ChunkKV]], size: int) -> None:
+        try:
+            for identity, kv in made:
+                record = None
+                for each in self._tiers:
+                    name = each.name(identity.key())
+                    if self._closed or name in each.denied or not each.writes.allow():
+                        each.use.skipped += 1
+                        continue
+                    problem: object = "it was interrupted"
+                    try:
+                        record = record or encode_record(kv, identity, self._codec)
+                        value = each.seal(record)
+                        if each.tier.put(name, value):
+                            each.use.written, each.use.written_bytes = (
+                                each.use.written + 1,
+                                each.use.written_bytes + len(value),
+                            )
+                        problem = None
+                    except Exception as error:  # of any client
+                        problem = error
+                        each.use.failures += 1
+                    finally:
+                        each.note(problem, writing=True)
+        finally:
+            self._done(size)
+
+    def _done(self, size: int) -> None:
+        with self._room:
+            self._waiting -= size
+            self._room.notify_all()
+
+    def delete(self, keys: Sequence[bytes]) -> bool:
+        """Delete the values of these KV keys from all tiers; whether all of them could be reached."""
+        reached = True
+        for each in self._tiers:
+            try:
+                each.tier.delete([each.name(key) for key in keys])
+            except Exception as error:  # of any client
+                logger.warning("the tier %s could not delete %d values: %s", each.url, len(keys), error)
+                reached = False
+        return reached
+
+    def check(self, identities: Iterable[KVIdentity]) -> list[dict[str, Any]]:
+        """Read the values of these identities from every tier: how many are there, and the names of damaged ones."""
+        wanted = list(identities)
+        reports = []
+        for each in self._tiers:
+            report: dict[str, Any] = {"url": each.url, "present": 0, "absent": 0, "damaged": [], "error": None}
+            for identity in wanted:
+                name = each.name(identity.key())
+                try:
+                    value = each.tier.get(name)
+                    if value is not None:
+                        each.unseal(value, identity, None)
+                    report["present" if value is not None else "absent"] += 1
+                except (DamagedError, ConfigError):
+                    report["damaged"].append(name)
+                except Exception as error:  # of any client
+                    report["error"] = str(error)
+                    break
+            reports.append(report)
+        return reports
+
+    def probe(self) -> list[dict[str, Any]]:
+        """For each tier: whether it answers, in which time, and whether it refuses to overwrite a value."""
+        reports = []
+        for each in self._tiers:
+            started, name = time.perf_counter(), each.name(os.urandom(32))
+            report: dict[str, Any] = {"url": each.url, "create_only": None, "error": None}
+            try:
+                each.tier.put(name, b"probe")
+                report["create_only"] = not each.tier.put(name, b"again") and each.tier.get(name) == b"probe"
+                each.tier.delete([name])
+            except Exception as error:  # of any client
+                report["error"] = str(error)
+            reports.append({**report, "seconds": round(time.perf_counter() - started, 4)})
+        return reports
+
+    def uses(self) -> list[dict[str, Any]]:
+        """The counters of each tier, with its URL and whether it is not asked for now (`open`)."""
+        return [{"url": each.url, "open": each.breaker.open, **asdict(each.use)} for each in self._tiers]
+
+    def settle(self, seconds: float = TRANSFER_SECONDS) -> bool:
+        """Wait until everything is written; False if that takes longer."""
+        with self._room:
+            return self._room.wait_for(lambda: self._waiting <= 0, timeout=seconds)
+
+    def close(self) -> None:
+        """Write what waits, for at most `TRANSFER_SECONDS`, and end the threads."""
+        self.settle()
+        self._closed = True
+        for each in self._tiers:
+            with suppress(Exception):
+                each.tier.interrupt()
+            each.threads.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+
+def _outcome(future: Future[bytes | None]) -> tuple[bytes | None, BaseException | None]:
+    error = future.exception()
+    return (future.result(), None) if error is None else (None, error)
