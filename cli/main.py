@@ -169,7 +169,7 @@ def _give_up_stdout() -> None:
 
 _PANELS = {
     "Ask your documents": "ingest! query! chat serve stop mcp",
-    "Look after an index": "ls show! stats warm! delete! verify repair gc compact backup! config",
+    "Look after an index": "ls show! stats warm! delete! verify repair gc compact backup! pack! unpack! config",
     "Judge and tune": "plan! doctor tune! eval bench",
     "Models": "models finetune",
 }
@@ -180,7 +180,7 @@ _MODULES = {
     "models": "plan",
     "tune": "doctor",
     **dict.fromkeys(("ls", "show", "delete"), "documents"),
-    **dict.fromkeys(("stats", "verify", "repair", "gc", "compact", "backup", "warm"), "maintenance"),
+    **dict.fromkeys(("stats", "verify", "repair", "gc", "compact", "backup", "pack", "unpack", "warm"), "maintenance"),
     **dict.fromkeys(("stop", "mcp"), "serve"),
 }
 """The module of a command, where it is not named like the command."""

@@ -1,4 +1,4 @@
-"""The commands that maintain an index: `stats`, `verify`, `repair`, `gc`, `backup`, `compact` and `warm`."""
+"""The commands that maintain an index, from `stats` and `verify` to `backup`, `pack` and `warm`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
     from ragkv.index.maintenance import WarmReport
+    from ragkv.index.pack import Pack
     from ragkv.store import DocumentStats, Problem, Repair, Verification
 
 
@@ -359,6 +360,76 @@ def compact(
     elif not quiet:
         checked = ", verified" if copy.verified else ""
         echo(f"{output}: {size(copy.bytes_before)} before, {size(copy.bytes_after)} now{checked}.")
+
+
+def pack(
+    destination: Annotated[Path, typer.Argument(help="The new file.", metavar="FILE")],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Documents: ids, source names, paths, or patterns such as 'docs/*'; all by default.",
+            metavar="DOCUMENT",
+            show_default=False,
+        ),
+    ] = None,
+    index: Index = DEFAULT_INDEX,
+    sign: Annotated[
+        Path | None, typer.Option(help="Sign with the Ed25519 private key in this PEM file.", metavar="KEY")
+    ] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write an index, or chosen documents with their KV, into one file, for ragkv unpack on another machine.
+
+    It holds no tiers, no deleted text and no KV of other documents. `openssl genpkey -algorithm ed25519 -out key.pem`
+    makes a key to sign with.
+
+    Example: `ragkv pack manuals.ragkv 'manuals/*' --index my-index --sign key.pem`
+    """
+    from ragkv.pipeline import RagKV
+
+    with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
+        found = rag.pack(destination, names=names or (), key=sign, on_progress=on_progress)
+    _show_pack(found, destination, as_json=as_json, quiet=quiet)
+
+
+def unpack(
+    file: Annotated[Path, typer.Argument(help="A file that ragkv pack wrote.", metavar="FILE")],
+    index: Annotated[Path, typer.Option(help="A new or empty folder for the index.", metavar="FOLDER")],
+    trust: Annotated[
+        Path | None, typer.Option(help="Refuse all packs but those signed by this Ed25519 public key.", metavar="KEY")
+    ] = None,
+    documents_only: Annotated[
+        bool, typer.Option("--documents-only", help="Take the documents and encode them again, for any model.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Where the model is; with --documents-only any.", show_default="the pack's")
+    ] = None,
+    device: Device = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make an index from a pack: its questions are answered from the KV in it, and nothing is encoded.
+
+    A damaged file, another signature than --trust's, and a model or embedder with other weights than the pack's are
+    refused. Unpack without --trust only what you trust: KV can be computed from any other text.
+
+    Example: `ragkv unpack manuals.ragkv --index my-manuals --trust public.pem`
+    """
+    from ragkv.index.pack import unpack as unpacked
+
+    found = unpacked(file, index, trust=trust, documents_only=documents_only, model=model, device=device)
+    _show_pack(found, index, as_json=as_json, quiet=quiet)
+
+
+def _show_pack(found: Pack, path: Path, *, as_json: bool, quiet: bool) -> None:
+    if as_json:
+        print_json(found.to_json())
+    elif not quiet:
+        what = f"{count(found.documents, 'document')}, {count(found.chunks, 'chunk')}"
+        made = f"{found.encoded:,} encoded" if found.encoded else count(found.kv_records, "KV record")
+        signed = f"signed by {found.signed_by}" if found.signed_by else "not signed"
+        echo(f"{path}: {what}, {made}, {size(found.bytes)}, {signed}.")
 
 
 @shared_options

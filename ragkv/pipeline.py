@@ -39,6 +39,7 @@ from ragkv.index.maintenance import (
     verify_index,
     warm,
 )
+from ragkv.index.pack import Pack, write_pack
 from ragkv.index.search import DocumentPage, Finder, Retrieval, list_documents, search_settings, select
 from ragkv.ingest import IngestProgress, IngestReport, ParseLimits, ReadyDocument, SourceFile, preview
 from ragkv.ingest.source import GivenPath, flat_paths
@@ -503,6 +504,21 @@ class RagKV:
         """
         with nullcontext() if dry_run else self.store.writing("ragkv gc", timeout=timeout, on_wait=on_wait):
             return collect_index(self.index, dry_run=dry_run, on_progress=on_progress)
+
+    def pack(
+        self,
+        path: str | Path,
+        *,
+        names: Sequence[str] = (),
+        key: str | Path | None = None,
+        on_progress: Notify | None = None,
+    ) -> Pack:
+        """Write the index, or the documents that `names` select, with their KV to the new file `path`.
+
+        `key` is a PEM file with the Ed25519 key that signs it. `ragkv.index.pack.unpack` makes an index of the file.
+        """
+        key = None if key is None else Path(key)
+        return write_pack(self.index, Path(path), names=names, key=key, on_progress=on_progress)
 
     def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
         """Copy the index to `path` from one snapshot, while others read and write."""

@@ -32,7 +32,7 @@ import xxhash
 
 from ragkv.attention.shape import KVShape
 from ragkv.config import TierConfig
-from ragkv.errors import ConfigError, MissingExtraError
+from ragkv.errors import ConfigError, MissingExtraError, install_hint
 from ragkv.store.codecs import Buffer, Codec, DamagedError
 from ragkv.store.documents import matching, require_shape
 from ragkv.store.record import SCHEMA_VERSION, EncodedRecord, KVIdentity, decode_record, encode_record
@@ -91,7 +91,7 @@ class RedisTier:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         except ImportError as error:
-            raise MissingExtraError("a redis:// tier needs redis: pip install -e '.[tiers]'") from error
+            raise MissingExtraError(f"A redis:// tier needs redis; {install_hint('tiers')}.") from error
         self._ttl = ttl or None
         self._client: Any = redis.Redis.from_url(
             url,
@@ -147,7 +147,7 @@ class ObjectTier:
             import obstore
             from obstore import store
         except ImportError as error:
-            raise MissingExtraError("a tier in an object store needs obstore: pip install -e '.[tiers]'") from error
+            raise MissingExtraError(f"A tier in an object store needs obstore; {install_hint('tiers')}.") from error
         self._obstore = obstore
         parts = urlsplit(url)
         options: Any = {"timeout": f"{TRANSFER_SECONDS:g}s", "connect_timeout": f"{timeout:g}s", "allow_http": True}
@@ -353,7 +353,7 @@ def _cipher(secret: bytes) -> Any:
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
-        raise MissingExtraError("a tier with a secret needs cryptography: pip install -e '.[tiers]'") from error
+        raise MissingExtraError(f"A tier with a secret needs cryptography; {install_hint('tiers')}.") from error
     return AESGCM(secret)
 
 

@@ -161,7 +161,7 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
 
     The retrieval indexes are left out; the first question rebuilds them.
     """
-    _require_free(path, index.folder)
+    require_free(path, index.folder)
     partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,8 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
     return Copy(path=path, bytes_before=before, bytes_after=size, verified=verify)
 
 
-def _require_free(path: Path, index: Path) -> None:
+def require_free(path: Path, index: Path) -> None:
+    """UsageError unless `path` is a new or empty folder outside of the index at `index`."""
     inside, own = path.resolve(), index.resolve()
     if inside == own or own in inside.parents:
         raise UsageError(f"{path} is inside the index at {index}; name a folder outside of it.")

@@ -1,0 +1,298 @@
+"""Packs: an index, or chosen documents of one with their KV, as one file that answers elsewhere without encoding.
+
+A pack is a manifest, its signature, and two files: `ragkv.toml` without its tiers, and a compacted copy of the store.
+The manifest has their digests, and says which model and embedder made them (docs/formats.md, "Packs"). An unpacked
+index appears when all of it is there and right, or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ragkv.config import CONFIG_FILE, load_config, save_config
+from ragkv.errors import KVMismatchError, MissingExtraError, RetrievalError, StoreError, UsageError, install_hint
+from ragkv.index.create import create_index, open_index
+from ragkv.index.filters import match
+from ragkv.index.index import Index
+from ragkv.index.ingestion import run_ingest
+from ragkv.index.maintenance import copy_index, require_free
+from ragkv.index.search import Finder
+from ragkv.ingest import ReadyChunk, ReadyDocument
+from ragkv.model.checkpoint import lasting
+from ragkv.store import Notify, Store, sync_path
+from ragkv.util.files import parse_json
+
+MAGIC = b"RAGKVPACK1\n"
+_HEAD = struct.Struct("<II")
+"""Bytes of the manifest, and of the signature, which are 0 or 64."""
+_FILES = (CONFIG_FILE, "store/data.mdb")
+_MOST = 1 << 20
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pack:
+    """What a pack is: the checkpoint that made its KV, its contents, and the public key that signed it, in hex."""
+
+    model: str
+    fingerprint: str
+    embedder: str
+    documents: int
+    chunks: int
+    kv_records: int
+    bytes: int
+    signed_by: str | None = None
+    encoded: int = 0
+    """Chunk KV that had to be encoded when it was unpacked: 0, but for documents alone."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `ragkv pack --json` and `ragkv unpack --json` print."""
+        return asdict(self)
+
+
+def write_pack(
+    index: Index, path: Path, *, names: Sequence[str] = (), key: Path | None = None, on_progress: Notify | None = None
+) -> Pack:
+    """Write a pack of the index, or of the documents that `names` select, to the new file `path`.
+
+    `key` is a PEM file with an Ed25519 private key (`openssl genpkey -algorithm ed25519`). UsageError for an existing
+    file, an empty index, and a name without a document; KVMismatchError if the model has changed since the ingest.
+    """
+    if os.path.lexists(path):
+        raise UsageError(f"{path} exists already; name a new file.")
+    signer = None if key is None else _key(key, private=True)
+    index.require_same_model()
+    found = list(index.store.documents())
+    if not found:
+        raise UsageError(f"The index at {index.folder} holds no document to pack.")
+    chosen = {one.document.document_id for one in (match(found, names) if names else found)}
+    with _working(path) as work:
+        copy_index(index, work / "all", compact=False, verify=False, on_progress=on_progress)
+        with Store.open(work / "all") as store:
+            store.drop_meta("tiers")
+            while buried := store.buried():
+                store.unbury(buried, lambda _: True)
+            for one in found:
+                if one.document.document_id not in chosen:
+                    store.delete_document(one.document.document_id)
+            store.collect(in_use=lambda _: True)
+            store.copy(work / "pack", compact=True, on_progress=on_progress)  # what was deleted is not in it
+            stats = store.stats()
+        save_config(work / "pack", replace(index.config, tiers=()))
+        members = [work / "pack" / name for name in _FILES]
+        pack = Pack(
+            model=index.config.model,
+            fingerprint=index.fingerprint,
+            embedder=index.config.embedder,
+            documents=stats.documents,
+            chunks=stats.chunks,
+            kv_records=stats.kv_records,
+            bytes=sum(member.stat().st_size for member in members),
+            signed_by=None if signer is None else signer.public_key().public_bytes_raw().hex(),
+        )
+        facts = [{"bytes": member.stat().st_size, "blake2b": _digest_of(member)} for member in members]
+        manifest = json.dumps({**asdict(pack), "files": facts}).encode()
+        signature = b"" if signer is None else signer.sign(MAGIC + manifest)
+        with (work / "file").open("wb") as out:
+            out.write(MAGIC + _HEAD.pack(len(manifest), len(signature)) + manifest + signature)
+            for member in members:
+                with member.open("rb") as file:
+                    shutil.copyfileobj(file, out, _BLOCK)
+        sync_path(work / "file")
+        (work / "file").rename(path)
+        sync_path(path.parent)
+        return replace(pack, bytes=path.stat().st_size)
+
+
+def unpack(
+    path: Path,
+    folder: Path,
+    *,
+    trust: Path | None = None,
+    documents_only: bool = False,
+    model: str | None = None,
+    device: str | None = None,
+) -> Pack:
+    """Make the index of a pack at the new folder `folder`.
+
+    `trust` is a PEM file with the Ed25519 public key that must have signed it. `documents_only` takes documents and
+    chunks alone, and encodes them. `model` is where the model is, or for documents another one; by default the pack's.
+
+    StoreError for a file that is no pack, or not as it was written; KVMismatchError for a model or embedder other than
+    those that made it; UsageError for another signature, or a folder that is not new.
+    """
+    require_free(folder, path)
+    with _working(folder) as work:
+        with _opened(path) as file:
+            pack, facts = _parsed(file, path, trust)
+            (work / "index" / "store").mkdir(parents=True)
+            for name, fact in zip(_FILES, facts, strict=True):
+                _extract(file, work / "index" / name, fact, path)
+            if file.read(1):
+                raise _damaged(path, "it is longer than its manifest says")
+        config = load_config(work / "index")
+        config = replace(config, tiers=(), model=config.model if model is None else lasting(model))
+        save_config(work / "index", config)
+        if documents_only:
+            encoded = _encode_again(work / "index", folder, device)
+            return replace(pack, encoded=encoded)
+        index = open_index(work / "index", device=device, readonly=True)
+        try:
+            if (now := index.fingerprint) != pack.fingerprint:
+                raise KVMismatchError(
+                    f"{path} was made by another model than {config.model!r} here ({pack.fingerprint[:12]}…, not "
+                    f"{now[:12]}…): name that model with --model, or encode the documents again with --documents-only."
+                )
+            index.require_same_model()
+            if index.config.embedder != "none":
+                index.encoders.require_same_embedder()
+        except RetrievalError as error:
+            raise KVMismatchError(f"{error} Or add --documents-only to encode its documents again.") from error
+        finally:
+            index.close()
+        (work / "index" / "store" / "lock.mdb").unlink(missing_ok=True)
+        sync_path(work / "index")
+        (work / "index").rename(folder)
+        sync_path(folder.parent)
+        return pack
+
+
+def _encode_again(packed: Path, folder: Path, device: str | None) -> int:
+    """Make an index at `folder` with the settings, documents and chunks of another one; returns the encoded KVs."""
+    config = load_config(packed)
+    settings = {each.name: getattr(config, each.name) for each in fields(config)}
+    index = create_index(folder, settings, device=device)
+    try:
+        with Store.open(packed, readonly=True) as store:
+            documents = []
+            for stored in store.documents():
+                chunks = [
+                    ReadyChunk(
+                        chunk_id=one.chunk_id, text=one.text, start=one.start, page=one.page, heading=one.heading
+                    )
+                    for one in store.chunks(stored.document.document_id)
+                ]
+                if chunks:
+                    text = store.text(stored.document.document_id)
+                    documents.append(ReadyDocument(document=stored.document, text=text or "", chunks=chunks))
+        with index.store.writing("ragkv unpack"):
+            return run_ingest(index, Finder(index), lambda each: each.run_chunks(documents)).kv_encoded
+    finally:
+        index.close()
+
+
+@contextmanager
+def _working(path: Path) -> Iterator[Path]:
+    """A folder beside `path`, which is deleted in the end."""
+    work = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        work.mkdir(parents=True)
+        yield work
+    except OSError as error:
+        raise StoreError(f"{path} cannot be made ({error.strerror or error})") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise UsageError(f"There is no pack at {path}.") from error
+
+
+def _damaged(path: Path, why: str) -> StoreError:
+    return StoreError(f"{path} is not a pack, or not as it was written ({why}): get it again")
+
+
+def _parsed(file: BinaryIO, path: Path, trust: Path | None) -> tuple[Pack, list[dict[str, Any]]]:
+    """A pack's manifest and the facts of its files; the file is then at the first of these."""
+    head = file.read(len(MAGIC) + _HEAD.size)
+    if len(head) != len(MAGIC) + _HEAD.size or not head.startswith(MAGIC):
+        raise _damaged(path, "it begins otherwise")
+    length, signed = _HEAD.unpack(head[len(MAGIC) :])
+    if length > _MOST or signed not in (0, 64):
+        raise _damaged(path, "its manifest is too long")
+    manifest, signature = file.read(length), file.read(signed)
+    try:
+        found = parse_json(manifest)
+        facts = found["files"]
+        pack = Pack(**{each.name: found[each.name] for each in fields(Pack)})
+        kinds = {name: getattr(pack, name) for name in ("documents", "chunks", "kv_records", "bytes", "encoded")}
+        sizes = [(fact["bytes"], fact["blake2b"]) for fact in facts]
+        right = all(type(number) is int and number >= 0 for number in (*kinds.values(), *(size for size, _ in sizes)))
+        names = (pack.model, pack.fingerprint, pack.embedder, *(digest for _, digest in sizes), pack.signed_by or "")
+        if not right or len(sizes) != len(_FILES) or not all(isinstance(name, str) for name in names):
+            raise ValueError("it lacks something")
+        public = None if pack.signed_by is None else bytes.fromhex(pack.signed_by)
+    except (ValueError, LookupError, TypeError) as error:
+        raise _damaged(path, f"its manifest cannot be read: {error}") from error
+    if (public is None) != (not signature):
+        raise _damaged(path, "its signature is missing")
+    if trust is not None and public != _key(trust, private=False).public_bytes_raw():
+        by = "is not signed" if pack.signed_by is None else f"was signed by another key ({pack.signed_by})"
+        raise UsageError(f"{path} {by}, not by that of {trust}.")
+    if public is not None:
+        _require_signed(public, signature, MAGIC + manifest, path)
+    return pack, facts
+
+
+def _extract(file: BinaryIO, target: Path, fact: dict[str, Any], path: Path) -> None:
+    """Copy the next file of a pack to `target`, and compare it with its digest."""
+    left, digest = fact["bytes"], hashlib.blake2b(digest_size=32)
+    with target.open("xb") as out:
+        while left and (block := file.read(min(left, _BLOCK))):
+            digest.update(block)
+            out.write(block)
+            left -= len(block)
+    if left or digest.hexdigest() != fact["blake2b"]:
+        raise _damaged(path, "it ends early" if left else "a digest does not match")
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+
+
+def _key(path: Path, *, private: bool) -> Any:
+    """The Ed25519 key of a PEM file; UsageError if it holds none."""
+    try:
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise MissingExtraError(f"Signatures need cryptography; {install_hint('tiers')}.") from error
+    try:
+        data = path.read_bytes()
+        if private:
+            key: Any = serialization.load_pem_private_key(data, password=None)
+        else:
+            key = serialization.load_pem_public_key(data)
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} holds no {'private' if private else 'public'} key in PEM form ({error}).") from error
+    if not isinstance(key, ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey):
+        raise UsageError(f"{path} holds no Ed25519 key; make one with: openssl genpkey -algorithm ed25519")
+    return key
+
+
+def _require_signed(public: bytes, signature: bytes, signed: bytes, path: Path) -> None:
+    try:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError as error:
+        raise MissingExtraError(f"{path} is signed, which needs cryptography; {install_hint('tiers')}.") from error
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, signed)
+    except (InvalidSignature, ValueError) as error:
+        raise _damaged(path, "its signature does not match") from error

@@ -1,0 +1,133 @@
+"""Packs: they answer elsewhere without encoding, and what is damaged, foreign or of another model is refused."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from ragkv import RagKV
+from ragkv.errors import KVMismatchError, RagkvError, StoreError, UsageError
+from ragkv.index.pack import MAGIC, unpack
+
+TEXTS = {
+    "halden.txt": "Halden Works was founded by Mira Oskel in 1907.",
+    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn, far from any sea.",
+}
+QUESTION = "Who founded Bolt Ltd?"
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """PEM files of two keys: private, public, and another public one."""
+    paths = []
+    for name in ("own", "other"):
+        key = Ed25519PrivateKey.generate()
+        pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        for kind, data in (
+            ("key", key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)),
+            ("pub", key.public_key().public_bytes(pem, form)),
+        ):
+            paths.append(tmp_path / f"{name}.{kind}")
+            paths[-1].write_bytes(data)
+    return paths[0], paths[1], paths[3]
+
+
+@pytest.fixture
+def rag(tmp_path, model_folder):
+    for name, text in TEXTS.items():
+        (tmp_path / name).write_text(text)
+    tiers = [{"url": f"file://{tmp_path}/objects"}]
+    settings = {"engines": ("block",), "tiers": tiers, "chunk_tokens": 128, "device": "cpu"}
+    with RagKV.create(tmp_path / "index", model=str(model_folder), **settings) as made:
+        made.ingest([tmp_path / name for name in TEXTS])
+        yield made
+
+
+@pytest.mark.parametrize("names", [(), ("*bolt*",)])
+def test_a_pack_answers_elsewhere_and_encodes_nothing(rag, tmp_path, keys, names):
+    private, public, _ = keys
+    made = rag.pack(tmp_path / "pack", names=names, key=private)
+    assert unpack(tmp_path / "pack", tmp_path / "there", trust=public, device="cpu").signed_by == made.signed_by
+    assert made.documents == (len(names) or 2)
+    with RagKV.open(tmp_path / "there", device="cpu") as there:
+        assert there.config.tiers == ()
+        answer = there.query(QUESTION, engine="block")
+        assert (answer.kv.hits, answer.kv.misses) == (made.documents, 0)
+        assert names or answer.text == rag.query(QUESTION, engine="block").text
+        assert there.verify().ok
+        there.ingest(tmp_path / "bolt.txt")  # an index like any other
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_pack_of_chosen_documents_holds_nothing_of_the_others(rag, tmp_path):
+    rag.query("Who founded Halden Works?", engine="block")
+    rag.settle()
+    rag.pack(tmp_path / "pack", names=["*bolt*"])
+    packed = (tmp_path / "pack").read_bytes()
+    assert b"Ann Lee" in packed
+    assert b"Mira Oskel" not in packed
+
+
+def test_one_flipped_byte_anywhere_is_refused(rag, tmp_path, keys):
+    rag.pack(tmp_path / "pack", names=["*bolt*"], key=keys[0])
+    whole = (tmp_path / "pack").read_bytes()
+    head = 1200  # bytes of the manifest and the settings
+    places = [*range(0, head, 7), *range(head, len(whole), len(whole) // 40), len(whole) - 1]
+    damages = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in places]
+    damages += [whole[:at] for at in (0, 5, 20, 500, len(whole) - 1)] + [whole + b"\0"]
+    for damaged in damages:
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises((StoreError, UsageError)):
+            unpack(tmp_path / "damaged", tmp_path / "there", trust=keys[1], device="cpu")
+        assert not (tmp_path / "there").exists()
+
+
+def test_a_foreign_signature_is_refused(rag, tmp_path, keys):
+    private, public, other = keys
+    rag.pack(tmp_path / "signed", key=private)
+    rag.pack(tmp_path / "plain")
+    for pack, trust, says in (
+        ("signed", other, "another key"),
+        ("plain", public, "is not signed"),
+        ("signed", private, "no public key"),
+        ("nothing", None, "no pack"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            unpack(tmp_path / pack, tmp_path / "there", trust=trust)
+    with pytest.raises(UsageError, match="exists already"):
+        rag.pack(tmp_path / "plain")
+    with pytest.raises(UsageError, match="no private key"):
+        rag.pack(tmp_path / "new", key=public)
+
+
+def test_another_model_is_refused_and_may_encode_the_documents(rag, tmp_path, model_folder):
+    from safetensors.torch import load_file, save_file
+
+    rag.pack(tmp_path / "pack")
+    other = tmp_path / "model"
+    shutil.copytree(model_folder, other)
+    [weights] = other.glob("*.safetensors")
+    tensors = load_file(weights)
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
+    with pytest.raises(KVMismatchError, match="--documents-only"):
+        unpack(tmp_path / "pack", tmp_path / "there", model=str(other), device="cpu")
+    assert not (tmp_path / "there").exists()
+    report = unpack(tmp_path / "pack", tmp_path / "there", model=str(other), documents_only=True, device="cpu")
+    assert report.encoded == 2
+    with RagKV.open(tmp_path / "there", device="cpu") as there:
+        assert there.query(QUESTION, engine="block").kv.misses == 0
+    moved = tmp_path / "moved"
+    shutil.copytree(model_folder, moved)
+    assert unpack(tmp_path / "pack", tmp_path / "same", model=str(moved), device="cpu").encoded == 0
+
+
+@pytest.mark.parametrize("manifest", [b"{}", b"[]", b"\xff", b'{"files": [{}, {}]}', b'{"files": 3, "model": 1}'])
+def test_a_manifest_from_anywhere_is_an_error_in_words(tmp_path, manifest):
+    head = len(manifest).to_bytes(4, "little") + bytes(4)
+    (tmp_path / "pack").write_bytes(MAGIC + head + manifest)
+    with pytest.raises(RagkvError, match="not a pack"):
+        unpack(tmp_path / "pack", tmp_path / "there")
