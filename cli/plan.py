@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ragkv.evaluation.families import Survey
     from ragkv.index.answer import QuestionWithOptions
     from ragkv.planning.calibration import Repeats
+    from ragkv.planning.cluster import ClusterPlan
     from ragkv.planning.plan import Estimate, Plan
     from ragkv.planning.requirements import ModelRequirements
 
@@ -118,6 +119,15 @@ def plan(
         ),
     ] = 30,
     folder: WorkFolder = None,
+    chunks: Annotated[
+        float | None,
+        typer.Option(
+            help="Plan for this many chunks like those of PATH, on several machines: 1e7.", show_default=False
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(help="With --chunks: on this many machines like this one.", show_default="1")
+    ] = None,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -130,9 +140,14 @@ def plan(
     With --index, the command simulates budgets of KV over the uses that the index has recorded, a log of questions, or
     Zipf's law, and says how many of the chunks that questions read would be found.
 
+    With --chunks, PATH is a sample: its measured rates are scaled to so many chunks on --nodes machines, with bytes,
+    hours, the cost of every kind of storage, and a simulation of the nodes (docs/tiers.md has what is assumed).
+
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
 
     Example: `ragkv plan --index my-index --zipf 1.0`
+
+    Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --chunks 1e7 --nodes 100`
     """
     if index is not None:
         given = given_values(
@@ -143,12 +158,16 @@ def plan(
             context_tokens=context_tokens,
             codec=codec,
         )
-        if paths or given:
+        if paths or given or chunks is not None:
             raise UsageError("--index plans the budget of an index that there is: leave PATH and its settings out.")
         show_budgets(index, questions, zipf, top_k=top_k, seed=seed, device=device, as_json=as_json, quiet=quiet)
         return
-    if questions is not None or zipf is not None:
+    if questions is not None or (zipf is not None and chunks is None):
         raise UsageError("--questions and --zipf are about the budget of an index: add --index DIR.")
+    if nodes is not None and chunks is None:
+        raise UsageError("--nodes needs --chunks: how many chunks those machines hold.")
+    if chunks is not None and (not 1 <= chunks <= 1e15 or (nodes or 1) < 1):
+        raise UsageError("--chunks and --nodes must be at least 1.")
     if not paths:
         raise UsageError("Say what to plan: PATH for an ingest, or --index DIR for a budget of KV.")
     settings = given_values(
@@ -181,12 +200,44 @@ def plan(
             on_step=show,
             **settings,
         )
+    cluster = None
+    if chunks is not None:
+        from ragkv.planning.cluster import plan_cluster
+
+        cluster = plan_cluster(found, chunks, nodes or 1, zipf=1.0 if zipf is None else zipf, seed=seed)
     if as_json:
-        print_json(found.to_json())
+        print_json(found.to_json() | ({} if cluster is None else {"cluster": cluster.to_json()}))
         return
     for skipped in found.corpus.skipped if not quiet else ():
         note(f"skipped {skipped.path}: {skipped.reason}")
     _notify(found)
+    if cluster is not None:
+        _show_cluster(cluster)
+
+
+def _show_cluster(found: ClusterPlan) -> None:
+    ran = found.simulated
+    echo()
+    echo(
+        f"{found.chunks:,.0f} chunks of {found.tokens / found.chunks:,.0f} tokens on {count(found.nodes, 'node')}: "
+        f"{_bytes(found.kv_bytes)} of KV, {_bytes(found.kv_bytes_node)} on each, {_bytes(found.other_bytes)} of text, "
+        f"vectors and pages; ingest {found.ingest_hours:,.1f} h, ${found.ingest_dollars:,.0f}."
+    )
+    echo()
+    table = plain("KV in", "a month", "load", "encode", "pays from reads a month")
+    for tier in found.tiers:
+        pays = "never" if tier.reads_to_pay is None else f"{tier.reads_to_pay:,.3g}"
+        table.add_row(tier.name, f"${tier.dollars:,.0f}", _ms(tier.load_seconds), _ms(found.encode_seconds), pays)
+    draw(table)
+    echo()
+    echo(
+        f"Simulated {count(ran.questions, 'question')} from empty nodes: {ran.per_second:,.0f}/s, "
+        f"{_ms(ran.median_seconds)} at the median, {_ms(ran.p99_seconds)} for 99 of 100; {ran.memory_hits:.0%} of "
+        f"chunks in memory, {ran.disk_hits:.0%} on disks, the rest in the object store or encoded; the busiest node "
+        f"has {ran.busiest:.2f} of an even share; {count(ran.lost_nodes, 'node')} lost half-way, "
+        f"{count(ran.repeated, 'question')} begun again, {ran.answered:,} answered."
+    )
+    echo("Assumed, not measured: the bandwidth, latency and price of each kind of storage (docs/tiers.md).")
 
 
 def _notify(plan: Plan) -> None:
@@ -280,6 +331,10 @@ def _milliseconds(repeats: Repeats) -> str:
     return f"{shown} ({repeats.low * 1000:,.1f} to {repeats.high * 1000:,.1f})"
 
 
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:,.1f} ms"
+
+
 def _number(estimate: Estimate) -> str:
     return f"{estimate.value:,.0f}" + (f" ± {estimate.spread:,.0f}" if estimate.spread else "")
 
@@ -290,7 +345,7 @@ def _bytes(number: float) -> str:
         if number < 1000:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000
-    return f"{number:,.2f} GB"
+    return f"{number:,.2f} GB" if number < 10_000 else f"{number / 1000:,.1f} TB"
 
 
 def _time(seconds: float) -> str:
