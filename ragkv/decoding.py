@@ -147,4 +147,9 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`, excluding `stop` itself."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
 GREEDY = Decoding()

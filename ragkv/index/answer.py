@@ -47,6 +47,9 @@ class QueryOptions(Retrieval, total=False):
     """Chunks to answer from instead of retrieval, best first; they need not be from the index."""
     keep: bool
     """Store the KV of `chunks` that are not from the index, until the next `gc`."""
+    tail: Sequence[tuple[str, bool]] | None
+    """The prompt after the documents (`ragkv.model.tools.tool_tail`) instead of the question; the answer then has the
+    names of the control tokens that `grammar` allows."""
 
 
 class QuestionWithOptions(QueryOptions, total=False):
@@ -68,6 +71,7 @@ class AnswerTask:
     stopping_criteria: Sequence[Any] = ()
     chunks: Sequence[ScoredChunk] | None = None
     keep: bool = False
+    tail: Sequence[tuple[str, bool]] | None = None
 
     @property
     def generation(self) -> Generation:
@@ -79,6 +83,7 @@ class AnswerTask:
             decoding=self.decoding,
             processors=self.logits_processors,
             criteria=self.stopping_criteria,
+            control=self.tail is not None and self.decoding.grammar is not None,
         )
 
 
@@ -95,6 +100,7 @@ def validate_task(
     stopping_criteria: Sequence[Any] = (),
     chunks: Sequence[ScoredChunk] | None = None,
     keep: bool = False,
+    tail: Sequence[tuple[str, bool]] | None = None,
     **retrieval: Unpack[Retrieval],
 ) -> AnswerTask:
     """The task that `QueryOptions` describe, completed from the index's configuration.
@@ -126,6 +132,7 @@ def validate_task(
         stopping_criteria=stopping_criteria,
         chunks=chunks,
         keep=keep,
+        tail=tail,
     )
 
 
@@ -236,7 +243,7 @@ class IndexBackend:
         self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
     ) -> tuple[Request, KVUse]:
         asked = task.engine, task.question, scored, prefetch
-        return index_request(self._index, self._kv_loader, *asked, keep=task.keep, after=after)
+        return index_request(self._index, self._kv_loader, *asked, keep=task.keep, after=after, tail=task.tail)
 
     def store(self, after: After) -> None:
         while after:

@@ -323,27 +323,50 @@ class Tokens:
                 ids = self._control.plain(text)
         return tuple(ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of generated ids, without control tokens."""
+    def decode(self, ids: Sequence[int], *, control: bool = False) -> str:
+        """Text of generated ids, without control tokens; with `control`, with their names."""
         with self._lock:
-            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            text: str = self._tokenizer.decode(
+                list(ids), skip_special_tokens=not control, clean_up_tokenization_spaces=False
+            )
         return text
+
+    @property
+    def specials(self) -> dict[str, int]:
+        """The control tokens that decoding leaves out, by name."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        return {str(token.content): i for i, token in added.items() if token.special}
+
+    def name(self, token_id: int) -> str:
+        """How the vocabulary spells a token."""
+        return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     @property
     def has_chat_template(self) -> bool:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
-    def render(self, messages: list[dict[str, str]], *, header: bool = True) -> str | None:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        header: bool = True,
+        tools: Sequence[Any] | None = None,
+        enable_thinking: bool = False,
+    ) -> str | None:
         """The chat template's text, with the assistant's `header` at its end; None if the model has no template.
 
-        `enable_thinking` keeps hybrid models (Qwen3, SmolLM3) from answering with a train of thought; other templates
-        ignore it.
+        `enable_thinking` False keeps hybrid models (Qwen3, SmolLM3) from answering with a train of thought; other
+        templates ignore it.
         """
         with self._lock:
             if not self.has_chat_template:
                 return None
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=header, enable_thinking=False
+                list(messages),
+                tools=tools or None,
+                tokenize=False,
+                add_generation_prompt=header,
+                enable_thinking=enable_thinking,
             )
         return text
 
@@ -399,8 +422,16 @@ class Prompt:
         """Ids of a chunk as it is in the prompt."""
         return tokens.encode(text + self.separator)
 
-    def suffix_ids(self, tokens: Tokens, question: str) -> tuple[int, ...]:
-        """Ids of the question and of the assistant's header, up to the first generated token."""
+    def suffix_ids(
+        self, tokens: Tokens, question: str, tail: Sequence[tuple[str, bool]] | None = None
+    ) -> tuple[int, ...]:
+        """Ids of the question and of the assistant's header, up to the first generated token.
+
+        If `tail` is given, those of its pieces instead: a text each, and whether it is the template's own.
+        """
+        if tail is not None:
+            made = [self._template_ids(tokens, text) if own else tokens.encode(text) for text, own in tail if text]
+            return tuple(i for ids in made for i in ids)
         return tokens.encode(self.before_question + question) + self._template_ids(tokens, self.after_question)
 
     def _template_ids(self, tokens: Tokens, text: str) -> tuple[int, ...]:

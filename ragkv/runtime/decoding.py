@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from ragkv.decoding import GREEDY, Decoding
+from ragkv.decoding import GREEDY, Decoding, overlap
 from ragkv.engines.base import Sample
 from ragkv.errors import UnsupportedModelError, UsageError
 from ragkv.model.prompt import Tokens
@@ -171,8 +172,9 @@ class Detokenizer:
     (`<0xE4>`), because those decoders judge a run of them as a whole.
     """
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: Tokens, *, control: bool = False) -> None:
         self._tokens = tokens
+        self._decode = partial(tokens.decode, control=True) if control else tokens.decode
         self._window: list[int] = []
         self._context = 0  # ids at the window's start whose text was returned
         self._shown = 0  # characters of that text
@@ -182,7 +184,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The text that this token completes; it may be empty."""
         self._window.append(token_id)
-        text = self._tokens.decode(self._window)
+        text = self._decode(self._window)
         if token_id in self._tokens.byte_ids:
             self._in_run = True
         elif text != self._text:  # a control token shows nothing and does not end a run
@@ -193,7 +195,7 @@ class Detokenizer:
         text = text[self._shown :]
         del self._window[: self._context]
         self._context = len(self._window)
-        self._text = self._tokens.decode(self._window)
+        self._text = self._decode(self._window)
         self._shown = len(self._text)
         return text
 
@@ -225,7 +227,7 @@ class StopGate:
             self.closed = True
             self._held = ""
             return held[: min(met)[1]]
-        keep = max(_overlap(held, stop) for stop in self._stops)
+        keep = max(overlap(held, stop) for stop in self._stops)
         cut = len(held) - keep
         self._held = held[cut:]
         return held[:cut]
@@ -236,23 +238,20 @@ class StopGate:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`, excluding `stop` itself."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """How one request's tokens are chosen, and when they end.
 
     `processors` and `criteria` are the caller's own logits processors and stopping criteria, of transformers' types;
-    they get the generated ids `(1, n)` and the scores `(1, vocab)`.
+    they get the generated ids `(1, n)` and the scores `(1, vocab)`. `control`: the text has the names of the control
+    tokens that a grammar has allowed.
     """
 
     max_new_tokens: int
     decoding: Decoding = GREEDY
     processors: Sequence[Any] = ()
     criteria: Sequence[Any] = ()
+    control: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +283,7 @@ class Decoder:
         self._mask = None if constraint is None else TokenMask(model, constraint, self._ends)
         own = generation.processors if self._mask is None else (*generation.processors, self._mask)
         self._sampler = Sampler(generation.decoding, own)
-        self._text = Detokenizer(model.tokens)
+        self._text = Detokenizer(model.tokens, control=generation.control)
         self._gate = StopGate(generation.decoding.stop)
         self._ids: list[int] = []
 

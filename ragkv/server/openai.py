@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import math
 import time
 import uuid
@@ -20,9 +21,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from ragkv.decoding import Decoding, schema_text
 from ragkv.errors import NothingFoundError, RetrievalError, UsageError
 from ragkv.index.answer import AnswerStream, QueryOptions
 from ragkv.index.batch import AsyncAnswerStream
+from ragkv.model.tools import ToolCallParser, tool_format, tool_tail
 from ragkv.pipeline import RagKV
 from ragkv.server.errors import ApiError, Json, event, pack_json, readable_error, to_api_error
 from ragkv.server.metrics import ConcurrencyLimiter
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
 
 MOST_MESSAGES = 512
 MOST_PARTS = 4096
+MOST_TOOLS = 128
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -60,8 +64,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -71,6 +73,33 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
 }
 """Unsupported parameters, and the values besides null that have no effect and are accepted."""
+
+
+class CalledFunction(BaseModel):
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that the model has made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolFunction(BaseModel):
+    """A function that the model may call; `strict` or not, its arguments are as `parameters` (a JSON schema) say."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"]
+    function: ToolFunction
 
 
 class ContentPart(BaseModel):
@@ -85,12 +114,14 @@ class Message(BaseModel):
     """One message. Fields that clients send back from earlier answers are accepted and ignored."""
 
     model_config = ConfigDict(extra="allow")
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[FailFastList[ContentPart], Field(max_length=MOST_PARTS)] | None = None
+    tool_calls: Annotated[FailFastList[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    tool_call_id: str | None = None
 
     def text(self, place: int) -> str:
         """The message's text; ApiError, with the message's index, if it contains anything else."""
-        for name in ("tool_calls", "function_call", "audio"):
+        for name in ("function_call", "audio"):
             if (self.model_extra or {}).get(name):
                 raise _unsupported(f"messages[{place}].{name}")
         if not isinstance(self.content, list):
@@ -126,6 +157,8 @@ class ChatRequest(QuestionOptions):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    tools: Annotated[FailFastList[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     footer: bool = False
@@ -140,6 +173,7 @@ class ChatRequest(QuestionOptions):
             "top_k": "top_k_chunks",
             "top_k_tokens": "top_k" if self.top_k_tokens is None else "top_k_tokens",
             "schema": "schema" if self.response_format is None else "response_format",
+            "grammar": "tools" if self.tools else "grammar",
         }
 
     def most_tokens(self) -> int | None:
@@ -170,6 +204,55 @@ class ChatRequest(QuestionOptions):
         message = 'response_format is {"type": "json_schema", "json_schema": {"schema": {…}}}, "json_object" or "text".'
         raise ApiError(400, message, param="response_format")
 
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """The tools that may be called; ApiError for one that no call could be held to."""
+        named: Any = None
+        if isinstance(self.tool_choice, dict):
+            function = self.tool_choice.get("function")
+            named = function.get("name") if isinstance(function, dict) else None
+            if named not in [tool.function.name for tool in self.tools or ()]:
+                message = 'tool_choice is "none", "auto", "required", or {"type": "function", "function": {"name": …}}.'
+                raise ApiError(400, f"{message[:-1]} with the name of one of the tools.", param="tool_choice")
+        if self.tool_choice == "none":
+            return []
+        found = {}
+        for place, tool in enumerate(self.tools or ()):
+            shown = tool.function.model_dump()
+            shown["parameters"] = {"type": "object", "additionalProperties": False, **(shown["parameters"] or {})}
+            try:
+                Decoding(schema=schema_text(shown["parameters"]))
+            except UsageError as error:
+                param = f"tools[{place}].function.parameters"
+                raise ApiError(400, readable_error(error, {"schema": param}), param=param) from error
+            if named in (None, shown["name"]):
+                found[shown["name"]] = shown
+        if self.tool_choice == "required" and not found:
+            raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
+        return list(found.values())
+
+    def tool_options(self, chosen: ModelChoice, words: ConversationText, later: Sequence[Message]) -> QueryOptions:
+        """The options for tools and their results: the prompt after the documents, and the grammar of calls."""
+        tools = self.callable_tools()
+        if not tools and not later:
+            return {}
+        if tools and (self.stop or self.regex is not None or self.grammar is not None):
+            raise ApiError(400, "stop, regex and grammar cannot be used together with tools.", param="tools")
+        model = chosen.rag.model
+        given = [
+            {**message.model_dump(include={"role", "tool_calls", "tool_call_id"}), "content": message.text(place)}
+            for place, message in enumerate(later, start=len(self.messages) - len(later))
+        ]
+        options: QueryOptions = {"tail": tool_tail(model, chosen.rag.prompt, words.prompt, tools, given)}
+        if tools:
+            required = self.tool_choice == "required" or isinstance(self.tool_choice, dict)
+            several = self.parallel_tool_calls is not False and not isinstance(self.tool_choice, dict)
+            form = tool_format(model)
+            schema = self.answer_schema()
+            schema = schema if schema is None else json.loads(schema_text(schema))
+            grammar = form.grammar(tools, required=required, several=several, schema=schema)
+            options["decoding"] = {"grammar": grammar, "schema": None}
+        return options
+
     def options(self, chosen: ModelChoice, words: ConversationText) -> QueryOptions:
         """The options of `RagKV.stream`; ApiError if the model and `engine` name different engines.
 
@@ -197,11 +280,20 @@ class ChatRequest(QuestionOptions):
                 raise _unsupported(name)
 
 
+def calls_after(messages: Sequence[Message]) -> Sequence[Message]:
+    """The calls and results at the end, after the last question."""
+    last = max((place for place, message in enumerate(messages) if message.role == "user"), default=-1)
+    later = messages[last + 1 :] if last >= 0 else []
+    return later if later and later[-1].role == "tool" else []
+
+
 def conversation_text(messages: Sequence[Message], rag: RagKV) -> ConversationText:
     """The question is the last user message; earlier turns are used as `ragkv chat` uses them.
 
-    The texts of system and developer messages come before the question.
+    The texts of system and developer messages come before the question, calls and results after it come elsewhere
+    (`ChatRequest.tool_options`).
     """
+    messages = messages[: len(messages) - len(calls_after(messages))]
     texts = [message.text(place) for place, message in enumerate(messages)]
     last = len(messages) - 1
     if messages[last].role != "user" or not texts[last].strip():
@@ -258,25 +350,42 @@ class Completion:
         """The object for a delta of the answer."""
         return self._chunk({"content": text})
 
-    def last(self, answer: Answer, content: str) -> dict[str, Any]:
+    def called(self, place: int, name: str | None, arguments: str) -> dict[str, Any]:
+        """The object for the beginning of a call, or for more of its arguments."""
+        function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
+        head = {} if name is None else {"id": self.call_id(place), "type": "function"}
+        return self._chunk({"tool_calls": [{"index": place, **head, "function": function}]})
+
+    def call_id(self, place: int) -> str:
+        return f"call_{self.id[-24:]}{place}"
+
+    def last(self, answer: Answer, content: str, *, called: bool = False) -> dict[str, Any]:
         """The object with the finish reason and the sources; `content` is the text that was sent."""
-        chunk = self._chunk({"annotations": self._annotations(answer, content)}, finish=answer.finish_reason)
+        reason = _reason(answer, called)
+        chunk = self._chunk({"annotations": self._annotations(answer, content)}, finish=reason)
         return {**chunk, "sources": self.sources(answer), "fields": dict(answer.fields)}
 
     def usage(self, prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
         """The last object of a stream, if the client asked for the usage."""
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage(prompt, generated, answer)}
 
-    def whole(self, answer: Answer, prompt: int, generated: int, *, footer: bool) -> dict[str, Any]:
-        """The answer to a request that is not streamed."""
-        content = answer.text + (self.footer(answer) if footer else "")
-        message = {
+    def whole(
+        self, answer: Answer, prompt: int, generated: int, content: str, calls: Sequence[tuple[str, str]]
+    ) -> dict[str, Any]:
+        """The answer to a request that is not streamed: its text, and its calls (name, arguments)."""
+        message: dict[str, Any] = {
             "role": "assistant",
-            "content": content,
+            "content": content or (None if calls else ""),
             "refusal": None,
             "annotations": self._annotations(answer, content),
         }
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": answer.finish_reason}
+        if calls:
+            message["tool_calls"] = [
+                {"id": self.call_id(place), "type": "function", "function": {"name": name, "arguments": arguments}}
+                for place, (name, arguments) in enumerate(calls)
+            ]
+        reason = _reason(answer, bool(calls))
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
         return {
             **self._head("chat.completion"),
             "choices": [choice],
@@ -322,6 +431,10 @@ class Completion:
         }
 
 
+def _reason(answer: Answer, called: bool) -> str:
+    return "tool_calls" if called and answer.finish_reason == "stop" else answer.finish_reason
+
+
 def usage(prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
     """Tokens that were read and generated; `cached_tokens` are those of chunks whose KV was stored."""
     return {
@@ -343,7 +456,10 @@ DONE = b"data: [DONE]\n\n"
 class ChatFormatter:
     """Role, deltas, the finish reason with the sources, usage, `[DONE]`; or one object."""
 
-    def __init__(self, asked: ChatRequest, completion: Completion, *, footer: bool) -> None:
+    def __init__(
+        self, asked: ChatRequest, completion: Completion, *, footer: bool, calls: ToolCallParser | None = None
+    ) -> None:
+        self._calls = calls
         self._usage = asked.stream_options is not None and asked.stream_options.include_usage
         self._completion = completion
         self._footer = footer
@@ -351,19 +467,31 @@ class ChatFormatter:
         self._content = ""
 
     def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
-        return self._completion.whole(answer, stream.prompt_tokens, stream.tokens, footer=self._footer)
+        content, calls = answer.text, list[tuple[str, str]]()
+        if self._calls is not None:
+            texts = [each for each in self._calls.push(content) if isinstance(each, str)]
+            content, calls = ("".join(texts) + self._calls.flush()).strip(), self._calls.calls
+        if self._footer and not calls:
+            content += self._completion.footer(answer)
+        return self._completion.whole(answer, stream.prompt_tokens, stream.tokens, content, calls)
 
     def on_start(self) -> Iterator[bytes]:
         yield event(self._completion.role())
 
     def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
-        if shown := self._trimmed.take(delta):
-            yield self._delta(shown)
+        for each in (delta,) if self._calls is None else self._calls.push(delta):
+            if not isinstance(each, str):
+                yield event(self._completion.called(*each))
+            elif shown := self._trimmed.take(each):
+                yield self._delta(shown)
 
     def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:
-        if self._footer and (below := self._completion.footer(answer)):
+        called = self._calls is not None and bool(self._calls.calls)
+        if self._calls is not None and (shown := self._trimmed.take(self._calls.flush())):
+            yield self._delta(shown)
+        if self._footer and not called and (below := self._completion.footer(answer)):
             yield self._delta(below)
-        yield event(self._completion.last(answer, self._content))
+        yield event(self._completion.last(answer, self._content, called=called))
         if self._usage:
             yield event(self._completion.usage(stream.prompt_tokens, stream.tokens, answer))
         yield DONE
@@ -381,11 +509,21 @@ class ChatStream(AsyncAnswerStream):
     """An answer for a chat window. If nothing was retrieved, the answer is a sentence about that, because windows show
     an error as a broken server. Errors use the names of the request.
 
-    An answer about the conversation has no sources.
+    An answer about the conversation has no sources. If nothing was retrieved, `undocumented` starts one without
+    documents, where there are tools to call.
     """
 
-    def __init__(self, rag: RagKV, start: Callable[[], AnswerStream], asked: ChatRequest, *, cited: bool) -> None:
+    def __init__(
+        self,
+        rag: RagKV,
+        start: Callable[[], AnswerStream],
+        asked: ChatRequest,
+        *,
+        cited: bool,
+        undocumented: Callable[[], AnswerStream] | None = None,
+    ) -> None:
         self._asked = asked
+        self._undocumented = undocumented
         self._cited = cited
         self._instead: Answer | None = None
         super().__init__(rag.index, start)
@@ -403,6 +541,11 @@ class ChatStream(AsyncAnswerStream):
         except NothingFoundError as error:
             assert self._stream is not None
             self._stream.cancel()
+            if self._undocumented is not None:
+                self._cited, self._start = False, self._undocumented
+                async for delta in super()._run():
+                    yield delta
+                return
             self._instead = replace(
                 self._stream.answer, text=readable_error(error, self._asked.names), finish_reason="stop", sources=()
             )
@@ -441,9 +584,10 @@ class Annotation(BaseModel):
 
 class ResponseMessage(BaseModel):
     role: str
-    content: str
+    content: str | None
     refusal: None
     annotations: list[Annotation]
+    tool_calls: list[ToolCall] = Field(default=[], description="Only if the model calls tools.")
 
 
 class Choice(BaseModel):
@@ -674,6 +818,27 @@ def _usage(tokens: int) -> dict[str, Any]:
     return {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
+def _prepared(body: ChatRequest, chosen: ModelChoice) -> tuple[bool, AnswerStream, Callable[[], AnswerStream] | None]:
+    """Whether the answer has sources; the answer, which has not begun; and, if tools may be called, how to start one
+    without documents.
+    """
+    words = conversation_text(body.messages, chosen.rag)
+    try:
+        options: dict[str, Any] = {**body.options(chosen, words)}
+        more: dict[str, Any] = {**body.tool_options(chosen, words, calls_after(body.messages))}
+        options |= more | {"decoding": options["decoding"] | more.get("decoding", {})}
+        stream = chosen.rag.stream(words.prompt, **options)
+    except UsageError as error:
+        raise to_api_error(error, body.names) from error
+
+    def undocumented() -> AnswerStream:
+        nothing = chosen.rag.chunk("", chunk_id="nothing")
+        scored = ScoredChunk(chunk=nothing, source="", retrieval_score=0.0, rerank_score=None, score=0.5)
+        return chosen.rag.stream(words.prompt, **{**options, "engine": "full", "chunks": [scored]})
+
+    return words.conversation is None, stream, undocumented if "decoding" in more else None
+
+
 def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, footer: bool) -> APIRouter:
     """The protocol over these indexes. `footer`: answers end with their sources, whether a client asks or not."""
     routes = APIRouter(tags=["OpenAI's protocol"])
@@ -696,23 +861,14 @@ def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, foote
         """Answer the last message from the index's documents."""
         body.require_supported()
         chosen = served.chosen(body.model)
-        counting = partial(conversation_text, body.messages, chosen.rag)  # takes long for a long history
-        loop = asyncio.get_running_loop()
-        words = await loop.run_in_executor(limiter.asks, counting)
-        try:  # a schema takes long to check
-            starting = partial(chosen.rag.stream, words.prompt, **body.options(chosen, words))
-            stream = await loop.run_in_executor(limiter.asks, starting)
-        except UsageError as error:
-            raise to_api_error(error, body.names) from error
-        cited = words.conversation is None
+        preparing = partial(_prepared, body, chosen)  # a long history, a schema, tools take long
+        cited, stream, tools = await asyncio.get_running_loop().run_in_executor(limiter.asks, preparing)
         completion = Completion(body.model, chunk_urls(request, chosen.name))
-        formatter = ChatFormatter(body, completion, footer=cited and (footer or body.footer))
+        calls = None if tools is None else ToolCallParser(tool_format(chosen.rag.model))
+        formatter = ChatFormatter(body, completion, footer=cited and (footer or body.footer), calls=calls)
         tracker = await limiter.admit(chosen.name)
-        return await send_answer(
-            request,
-            AnswerResponse(ChatStream(chosen.rag, lambda: stream, body, cited=cited), tracker, formatter),
-            streamed=body.stream,
-        )
+        answering = ChatStream(chosen.rag, lambda: stream, body, cited=cited, undocumented=tools)
+        return await send_answer(request, AnswerResponse(answering, tracker, formatter), streamed=body.stream)
 
     @routes.post("/v1/embeddings", response_model=EmbeddingReply)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:

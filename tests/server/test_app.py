@@ -108,6 +108,10 @@ def test_an_answer_is_as_its_schema_says(chat, engine):
     )
 
 
+def called(parameters, name="find"):
+    return [{"type": "function", "function": {"name": name, "parameters": parameters}}]
+
+
 @pytest.mark.parametrize(
     ("change", "status", "param", "code"),
     [
@@ -116,7 +120,12 @@ def test_an_answer_is_as_its_schema_says(chat, engine):
         ({"model": "two\ud800"}, 404, "model", "model_not_found"),
         ({"n": 2}, 400, "n", "unsupported_parameter"),
         ({"logprobs": True}, 400, "logprobs", "unsupported_parameter"),
-        ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
+        ({"tools": [{"type": "function"}]}, 400, "tools.0.function", None),
+        ({"tools": called({"type": "x"})}, 400, "tools[0].function.parameters", None),
+        ({"tools": called({}), "stop": ["a"]}, 400, "tools", None),
+        ({"tools": called({}, name="a b")}, 400, "tools.0.function.name", None),
+        ({"tool_choice": "required"}, 400, "tool_choice", None),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, 400, "tool_choice", None),
         ({"response_format": {"type": "xml"}}, 400, "response_format", None),
         ({"response_format": formatted({"type": "x"})}, 400, "response_format", None),
         ({"response_format": {"type": "json_object"}, "stop": ["a"]}, 400, "response_format", None),
@@ -127,7 +136,7 @@ def test_an_answer_is_as_its_schema_says(chat, engine):
         ({"messages": []}, 400, "messages", None),
         ({"messages": [{"role": "user", "content": " "}]}, 400, "messages[0]", None),
         ({"messages": [{"role": "assistant", "content": "Yes."}]}, 400, "messages[0]", None),
-        ({"messages": [{"role": "tool", "content": "Yes."}]}, 400, "messages.0.role", None),
+        ({"messages": [{"role": "tool", "content": "Yes."}]}, 400, "messages[0]", None),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages[0].content[0]", None),
         ({"max_tokens": 0}, 400, "max_tokens", None),
         ({"temperature": float("nan")}, 400, "temperature", None),

@@ -13,10 +13,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import openai
 import pytest
 from live import PATIENCE, live
+from pydantic import BaseModel
 
 from ragkv import RagKV
 from ragkv.server.settings import Keys
@@ -123,6 +125,44 @@ def test_langchain(seen, expected):
 @pytest.fixture
 def client(expected, server, key):
     return openai.OpenAI(base_url=server.url, api_key=key[1], max_retries=0)
+
+
+class Founder(BaseModel):
+    place: Literal["Varn", 'a"]}']
+    year: Literal[1907, 7]
+
+
+@pytest.mark.parametrize("engine", ["full", "pced"])
+def test_openai_parses_what_it_asks_for(client, engine):
+    asked = {**ASKED, "model": f"ragkv/two:{engine}", "max_tokens": 300}
+    result = client.chat.completions.parse(**asked, response_format=Founder)
+    assert isinstance(result.choices[0].message.parsed, Founder)
+    with client.chat.completions.stream(**asked, response_format=Founder) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == result.choices[0].message.parsed
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(**asked | {"max_tokens": 2}, response_format=Founder)
+
+
+@pytest.mark.parametrize("question", [QUESTION, "Zzyzx?"])  # also if no document matches
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "Founder"}}])
+def test_openai_calls_tools_and_gives_their_results(client, choice, question):
+    tools = [openai.pydantic_function_tool(Founder), openai.pydantic_function_tool(Founder, name="other")]
+    before = [{"role": "user", "content": question}]
+    asked = {**ASKED, "max_tokens": 120, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
+    result = client.chat.completions.parse(**asked | {"messages": before}).choices[0]
+    with client.chat.completions.stream(**asked | {"messages": before}) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert streamed.finish_reason == result.finish_reason
+    assert (streamed.message.content or "") == (result.message.content or "")
+    if choice == "auto":
+        return
+    [call], [again] = result.message.tool_calls, streamed.message.tool_calls
+    assert result.finish_reason == "tool_calls"
+    assert isinstance(call.function.parsed_arguments, Founder)
+    assert (call.function.name, call.function.arguments) == (again.function.name, again.function.arguments)
+    told = [result.message, {"role": "tool", "tool_call_id": call.id, "content": "It is in Varn."}]
+    last = client.chat.completions.create(**asked | {"messages": [*before, *told], "tool_choice": "none"})
+    assert last.choices[0].message.tool_calls is None
 
 
 def test_openai_raises_what_goes_wrong_under_way(client, torn):
