@@ -640,6 +640,9 @@ class DecodingOptions:
     schema: Annotated[
         Path | None, _decoding("Answer in JSON by the JSON schema in this file, or end by --max-new-tokens.")
     ] = None
+    thinking: Annotated[
+        str | None, _decoding("Whether a model that can think does before it answers: off, on, or a number of tokens.")
+    ] = None
     regex: Annotated[str | None, _decoding("The whole answer matches this regular expression.")] = None
     grammar: Annotated[Path | None, _decoding("The answer matches the Lark grammar in this file.")] = None
 
@@ -647,7 +650,8 @@ class DecodingOptions:
     def arguments(self) -> dict[str, Any]:
         """The arguments of `RagKV.ask`."""
         read = {name: _text_of(name, path) for name in ("schema", "grammar") if (path := getattr(self, name))}
-        given = given_values(**asdict(self) | {"stop": self.stop or None} | read)
+        thinking = int(self.thinking) if self.thinking and _LENGTH.fullmatch(self.thinking) else self.thinking
+        given = given_values(**asdict(self) | {"stop": self.stop or None, "thinking": thinking} | read)
         return {"max_new_tokens": given.pop("max_new_tokens"), "decoding": given}
 
 

@@ -25,6 +25,9 @@ class Decoding:
 
     One of `schema` (a JSON schema as text, see `schema_text`), `regex` and `grammar` (Lark, as llguidance reads it)
     restricts the answer: it matches, or it was cut at its greatest length. ConfigError for one that cannot be used.
+
+    `thinking`: whether a model that can think before it answers does ("on"), does not ("off"), or does for at most that
+    many tokens. They count towards the greatest length; `stop` and the restrictions are for the answer after them.
     """
 
     temperature: float | None = None
@@ -38,6 +41,7 @@ class Decoding:
     schema: str | None = None
     regex: str | None = None
     grammar: str | None = None
+    thinking: int | str = "off"
 
     def __post_init__(self) -> None:
         _number(
@@ -51,6 +55,8 @@ class Decoding:
         _number("seed", self.seed, lambda s: 0 <= s < 1 << 63, "a whole number from 0 to 2^63 - 1", whole=True)
         object.__setattr__(self, "stop", _each("stop", self.stop, _is_text, "strings that are not empty"))
         object.__setattr__(self, "stop_ids", _each("stop_ids", self.stop_ids, _is_id, "token ids from 0"))
+        if self.thinking not in ("on", "off"):
+            _number("thinking", self.thinking, lambda n: n >= 1, '"on", "off" or a number of tokens from 1', whole=True)
         kinds = [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(kinds) + bool(self.stop and kinds) > 1:
             others = " and ".join([*kinds, *(["stop"] if self.stop else [])])

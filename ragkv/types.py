@@ -197,6 +197,8 @@ class Answer:
     """What an engine that recomputes stored KV has computed of it, as a share: tokens times layers (blend)."""
     trace: tuple[TracedToken, ...] = field(default=(), repr=False)
     """The generated tokens; `text` is theirs, stripped at both ends."""
+    reasoning: str = ""
+    """What the model thought before it answered (`thinking` of `Decoding`)."""
     fields: Mapping[str, int] = field(default_factory=dict)
     """For a JSON answer by PCED: the place among `sources` of each value's source, by the value's JSON pointer."""
 
@@ -214,6 +216,7 @@ class Answer:
             decoding=result["decoding"],
             charge=result.get("charge"),
             fields=result.get("fields", {}),
+            reasoning=result.get("reasoning", ""),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -229,6 +232,7 @@ class Answer:
             "decoding": dict(self.decoding),
             "charge": self.charge,
             "fields": dict(self.fields),
+            "reasoning": self.reasoning,
         }
 
     def _repr_html_(self) -> str:

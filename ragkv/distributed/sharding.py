@@ -543,7 +543,7 @@ class ShardedBackend(IndexBackend):
             prefix_ids=index.prefix_ids,
             prefix=prefix,
             chunks=tuple(given),
-            suffix_ids=index.prompt.suffix_ids(index.model.tokens, task.question, task.tail),
+            suffix_ids=task.suffix_ids(index.prompt, index.model.tokens),
             question=task.question,
             prompt=index.prompt,
         )

@@ -25,6 +25,7 @@ from ragkv.types import Answer, Encoding, KVUse, ScoredChunk, Source, Timing, Tr
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
     from ragkv.model.language_model import LanguageModel
+    from ragkv.model.prompt import Prompt, Tokens
     from ragkv.runtime import Generation, Job, Lease, Runtime, Token
 
 
@@ -85,6 +86,10 @@ class AnswerTask:
             criteria=self.stopping_criteria,
             control=self.tail is not None and self.decoding.grammar is not None,
         )
+
+    def suffix_ids(self, prompt: Prompt, tokens: Tokens) -> tuple[int, ...]:
+        """The prompt after the documents."""
+        return prompt.suffix_ids(tokens, self.question, self.tail, thinking=self.decoding.thinking != "off")
 
 
 def validate_task(
@@ -243,7 +248,8 @@ class IndexBackend:
         self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
     ) -> tuple[Request, KVUse]:
         asked = task.engine, task.question, scored, prefetch
-        return index_request(self._index, self._kv_loader, *asked, keep=task.keep, after=after, tail=task.tail)
+        ids = task.suffix_ids(self._index.prompt, self._index.model.tokens)
+        return index_request(self._index, self._kv_loader, *asked, keep=task.keep, after=after, suffix_ids=ids)
 
     def store(self, after: After) -> None:
         while after:
@@ -268,8 +274,10 @@ class AnswerStream:
         """Generated tokens so far."""
         self.prompt_tokens = 0
         """Tokens of the prompt (prefix, chunks and question); known once the answer has begun."""
+        self.reasoning = ""
+        """What the model has thought so far; the iteration gives empty texts meanwhile."""
         self.trace: list[TracedToken] = []
-        """The tokens so far; append-only, by the iterating thread."""
+        """The answer's tokens so far; append-only, by the iterating thread."""
         self.when_found: Callable[[], object] = lambda: None
         """Called once by the iterating thread, when `sources` has the chunks."""
         self._backend = backend
@@ -376,7 +384,7 @@ class AnswerStream:
                 for token in self._runtime.tokens(self._job):
                     if self._cancelled.is_set():
                         break
-                    if text := self._count(token):
+                    if (text := self._count(token)) or token.thought:
                         yield text
         except GeneratorExit:
             self._answer = self._so_far()
@@ -459,12 +467,15 @@ class AnswerStream:
         self._mark("first")
         self._store()
         self.tokens += 1
+        self._finish = token.finish_reason
+        if token.thought:
+            self.reasoning += token.text
+            return ""
         source = None
         if token.winner is not None:
             self._won[token.winner] += 1
             source = len(self._scored) - 1 - token.winner  # the prompt has the best chunk last
         self.trace.append(TracedToken(token_id=token.token_id, text=token.text, source=source))
-        self._finish = token.finish_reason
         self._text += token.text
         return token.text
 
@@ -500,6 +511,7 @@ class AnswerStream:
             decoding={"max_new_tokens": self._task.max_new_tokens, **asdict(self._task.decoding)},
             charge=self._charge,
             trace=tuple(self.trace),
+            reasoning=self.reasoning.strip(),
             fields=field_sources(self.trace) if self._finish == "stop" and self._task.decoding.schema else {},
         )
 

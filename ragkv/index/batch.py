@@ -346,6 +346,11 @@ class AsyncAnswerStream:
         return () if self._stream is None else self._stream.sources
 
     @property
+    def reasoning(self) -> str:
+        """Like `AnswerStream.reasoning`."""
+        return "" if self._stream is None else self._stream.reasoning
+
+    @property
     def trace(self) -> Sequence[TracedToken]:
         """The tokens so far, a growing list."""
         return () if self._stream is None else self._stream.trace

@@ -142,7 +142,7 @@ class Contexts:
         from ragkv.engines import Request
 
         encoding = task.engine.encoding
-        suffix = self.prompt.suffix_ids(self.model.tokens, task.question, task.tail)
+        suffix = task.suffix_ids(self.prompt, self.model.tokens)
         tokens = len(self._prefix_ids) + sum(len(each.chunk.token_ids) for each in scored) + len(suffix)
         most = self.model.max_positions
         whole = task.engine.whole_documents

@@ -485,9 +485,9 @@ def index_request(
     *,
     keep: bool = False,
     after: After | None = None,
-    tail: Sequence[tuple[str, bool]] | None = None,
+    suffix_ids: tuple[int, ...] | None = None,
 ) -> tuple[Request, KVUse]:
-    """The engine's request and its KV use; the arguments are those of `KVLoader.chunks`, and `Prompt.suffix_ids`."""
+    """The engine's request and its KV use; the arguments are those of `KVLoader.chunks`, and the prompt's end."""
     from ragkv.engines import ContextChunk, Request
 
     index.require_known_tokens(scored)
@@ -502,7 +502,7 @@ def index_request(
         prefix_ids=index.prefix_ids,
         prefix=None if engine.encoding is None else kv_loader.prefix(after),
         chunks=tuple(given),
-        suffix_ids=index.prompt.suffix_ids(index.model.tokens, question, tail),
+        suffix_ids=index.prompt.suffix_ids(index.model.tokens, question) if suffix_ids is None else suffix_ids,
         question=question,
         prompt=index.prompt,
     )

@@ -20,11 +20,13 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from ragkv.config import PromptConfig
 from ragkv.errors import ConfigError, UnsupportedModelError
 
+_THOUGHT = re.compile(r"</?think>|</[\w:]*(?:think|thought|reason)\w*>|\[/?THINK\]|<\|(?:START|END)_THINKING\|>")
 _MARK = re.compile(r"<\|\w.*\|>|<｜\w.*｜>|\[\|\w.*\|\]")  # no ordinary vocabulary entry looks like this
 _BRACKETED = re.compile(r"[<\[{(]\S+[>\]})]")
 _IN_TEMPLATE = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
@@ -331,6 +333,37 @@ class Tokens:
             )
         return text
 
+    @cached_property
+    def thought(self) -> tuple[str, str] | None:
+        """The marks around what the model thinks before it answers, from its chat template; None for one that has
+        none.
+        """
+        template = getattr(self._tokenizer, "chat_template", None)
+        found = _THOUGHT.search(template) if isinstance(template, str) else None
+        if found is None:
+            return None
+        if "_THINKING" in found[0]:
+            return "<|START_THINKING|>", "<|END_THINKING|>"
+        begin = found[0].replace("/", "", 1)
+        return begin, f"{begin[0]}/{begin[1:]}"
+
+    def header(self, text: str, *, thinking: bool) -> str:
+        """A prompt's end, as rendered without thinking, for an answer with or without it: within a thought or after."""
+        if self.thought is None:
+            return text
+        begin, end = self.thought
+        asked = [{"role": "user", "content": _QUESTION}]
+        before = self.render(asked, header=False) or ""
+        off, on = ((self.render(asked, enable_thinking=each) or "").removeprefix(before) for each in (False, True))
+        if thinking:
+            text = text.removesuffix(off) + on if off and text.endswith(off) else text
+            return text if text.rstrip().endswith(begin) else f"{text}{begin}\n"
+        if text.rstrip().endswith(begin):  # it always thinks
+            return f"{text}\n{end}\n\n"
+        if end not in off and "enable_thinking" not in self._tokenizer.chat_template:
+            return f"{text}{begin}\n\n{end}\n\n"
+        return text
+
     @property
     def specials(self) -> dict[str, int]:
         """The control tokens that decoding leaves out, by name."""
@@ -423,16 +456,23 @@ class Prompt:
         return tokens.encode(text + self.separator)
 
     def suffix_ids(
-        self, tokens: Tokens, question: str, tail: Sequence[tuple[str, bool]] | None = None
+        self,
+        tokens: Tokens,
+        question: str,
+        tail: Sequence[tuple[str, bool]] | None = None,
+        *,
+        thinking: bool = False,
     ) -> tuple[int, ...]:
         """Ids of the question and of the assistant's header, up to the first generated token.
 
-        If `tail` is given, those of its pieces instead: a text each, and whether it is the template's own.
+        If `tail` is given, those of its pieces instead: a text each, and whether it is the template's own. With
+        `thinking`, a thought begins.
         """
-        if tail is not None:
-            made = [self._template_ids(tokens, text) if own else tokens.encode(text) for text, own in tail if text]
-            return tuple(i for ids in made for i in ids)
-        return tokens.encode(self.before_question + question) + self._template_ids(tokens, self.after_question)
+        if tail is None:
+            tail = ((self.before_question + question, False), (self.after_question, True))
+        pieces = [*tail[:-1], (tokens.header(tail[-1][0], thinking=thinking), True)]
+        made = [self._template_ids(tokens, text) if own else tokens.encode(text) for text, own in pieces]
+        return tuple(i for ids in made for i in ids)
 
     def _template_ids(self, tokens: Tokens, text: str) -> tuple[int, ...]:
         """Ids of the template's own text; without the BOS of a tokenizer that has one, where `bos` wants none."""

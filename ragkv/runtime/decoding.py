@@ -266,7 +266,47 @@ class Token:
     token_id: int
     text: str
     winner: int | None = None
+    thought: bool = False
+    """Whether it belongs to what the model thinks before it answers; the marks around that have no text."""
     finish_reason: Literal["stop", "length"] | None = None
+
+
+class _Thought:
+    """What a model thinks before it answers, which the prompt has begun: up to the mark of its end, which comes by
+    itself or after `most` tokens. No end token comes before it.
+    """
+
+    def __init__(self, model: ModelFacts, generation: Generation, most: int | str, ends: frozenset[int]) -> None:
+        if model.tokens.thought is None:
+            raise UsageError(
+                f"The chat template of model {model.checkpoint.name!r} has no marks of a thought; leave thinking off.",
+                param="thinking",
+            )
+        end = model.tokens.thought[1]
+        self._sampler = Sampler(generation.decoding, generation.processors)
+        self._ends = sorted(ends)
+        self._text = Detokenizer(model.tokens, control=True)
+        self._gate = StopGate([end])
+        self._left = most if isinstance(most, int) else None
+        self._closing = list(model.tokens.encode(f"\n{end}", control=True))
+
+    @property
+    def over(self) -> bool:
+        return self._gate.closed
+
+    def choose(self, asked: Sample, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        if self._left is not None and self._left <= 0:
+            return torch.tensor(self._closing[-self._left]).to(asked.scores.device, non_blocking=True), None
+        ends = torch.tensor(self._ends, dtype=torch.long).to(asked.scores.device, non_blocking=True)
+        return self._sampler.choose(replace(asked, scores=asked.scores.index_fill(0, ends, -torch.inf)), ids)
+
+    def take(self, token_id: int, *, last: bool) -> str:
+        if self._left is not None:
+            self._left -= 1
+        text = self._gate.push(self._text.push(token_id))
+        if last:
+            text += self._gate.push(self._text.flush()) + self._gate.flush()
+        return text
 
 
 class Decoder:
@@ -283,6 +323,8 @@ class Decoder:
         self._mask = None if constraint is None else TokenMask(model, constraint, self._ends)
         own = generation.processors if self._mask is None else (*generation.processors, self._mask)
         self._sampler = Sampler(generation.decoding, own)
+        thinking = generation.decoding.thinking
+        self._thought = None if thinking == "off" else _Thought(model, generation, thinking, self._ends)
         self._text = Detokenizer(model.tokens, control=generation.control)
         self._gate = StopGate(generation.decoding.stop)
         self._ids: list[int] = []
@@ -294,6 +336,8 @@ class Decoder:
 
     def choose(self, asked: Sample) -> tuple[Tensor, Tensor | None]:
         """The next token, 0-dim, and whether the scores could be drawn from (None: nothing was drawn)."""
+        if self._thought is not None:
+            return self._thought.choose(asked, self._ids)
         return self._sampler.choose(asked, self._ids)
 
     def take(self, asked: Sample, token_id: int, winner: int | None, *, finite: bool, full: bool) -> Token:
@@ -306,6 +350,14 @@ class Decoder:
                 "The model's scores are not finite numbers, so no token can be drawn; load it in float32 or bfloat16."
             )
         self._ids.append(token_id)
+        if self._thought is not None:
+            last = full or not self.remaining
+            text = self._thought.take(token_id, last=last)
+            if self._thought.over:
+                self._thought = None
+            return Token(
+                token_id=token_id, text=text, winner=winner, thought=True, finish_reason="length" if last else None
+            )
         ended = token_id in self._ends
         text = "" if ended else self._gate.push(self._text.push(token_id))
         if self._mask is not None and not ended:

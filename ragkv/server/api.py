@@ -84,7 +84,8 @@ class QueryFormatter:
         self._url = url_of
         self._warnings = warnings
         self._local = local
-        self._trimmed = TrimmedText()
+        self._trimmed, self._thoughts = TrimmedText(), TrimmedText()
+        self._thought = 0
         self._found = False
         self._sent = 0
 
@@ -110,6 +111,9 @@ class QueryFormatter:
             yield event(
                 {"sources": [{**each, "tokens_won": None} for each in self._sources(stream.sources)]}, "sources"
             )
+        if more := self._thoughts.take(stream.reasoning[self._thought :]):
+            yield event({"text": more}, "reasoning")
+        self._thought = len(stream.reasoning)
         yield from self._tokens(stream)
 
     def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:

@@ -350,6 +350,10 @@ class Completion:
         """The object for a delta of the answer."""
         return self._chunk({"content": text})
 
+    def thought(self, text: str) -> dict[str, Any]:
+        """The object for more of what the model thinks."""
+        return self._chunk({"reasoning_content": text})
+
     def called(self, place: int, name: str | None, arguments: str) -> dict[str, Any]:
         """The object for the beginning of a call, or for more of its arguments."""
         function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
@@ -379,6 +383,8 @@ class Completion:
             "refusal": None,
             "annotations": self._annotations(answer, content),
         }
+        if answer.reasoning:
+            message["reasoning_content"] = answer.reasoning
         if calls:
             message["tool_calls"] = [
                 {"id": self.call_id(place), "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -463,7 +469,8 @@ class ChatFormatter:
         self._usage = asked.stream_options is not None and asked.stream_options.include_usage
         self._completion = completion
         self._footer = footer
-        self._trimmed = TrimmedText()
+        self._trimmed, self._thoughts = TrimmedText(), TrimmedText()
+        self._thought = 0
         self._content = ""
 
     def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
@@ -479,6 +486,9 @@ class ChatFormatter:
         yield event(self._completion.role())
 
     def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
+        if more := self._thoughts.take(stream.reasoning[self._thought :]):
+            yield event(self._completion.thought(more))
+        self._thought = len(stream.reasoning)
         for each in (delta,) if self._calls is None else self._calls.push(delta):
             if not isinstance(each, str):
                 yield event(self._completion.called(*each))
@@ -588,6 +598,7 @@ class ResponseMessage(BaseModel):
     refusal: None
     annotations: list[Annotation]
     tool_calls: list[ToolCall] = Field(default=[], description="Only if the model calls tools.")
+    reasoning_content: str = Field(default="", description="Only if the model has thought before it answered.")
 
 
 class Choice(BaseModel):

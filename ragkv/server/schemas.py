@@ -157,6 +157,7 @@ class AnswerReply(BaseModel):
         default={},
         description="For JSON by PCED: the place among the sources of each value's source, by its JSON pointer.",
     )
+    reasoning: str = Field(default="", description="What the model thought before it answered.")
     trace: TraceReply = Field(default=TraceReply(tokens=[]), description="Only with `trace`.")
     citations: list[AnswerCitation] = Field(default=[], description="Only with `citations`.")
     refused: bool = Field(
@@ -219,7 +220,7 @@ class ChunkPage(BaseModel):
     next: int | None
 
 
-_DECODING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "regex", "grammar")
+_DECODING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "regex", "grammar", "thinking")
 
 
 class FirstError(FailFast):
@@ -253,6 +254,7 @@ class QuestionOptions(BaseModel):
         default=None, alias="schema", description="The answer is JSON by this schema, or ends at its greatest length."
     )
     regex: str | None = None
+    thinking: int | str | None = Field(default=None, description='"off", "on", or a number of tokens.')
     grammar: str | None = Field(default=None, description="Lark, as llguidance reads it.")
 
     def most_tokens(self) -> int | None:

@@ -59,6 +59,7 @@ def test_decoding_options_are_used_and_told(ragkv, index):
         "stop": [],
         "stop_ids": [],
         **dict.fromkeys(("schema", "regex", "grammar")),
+        "thinking": "off",
     }
     drawn = json.loads(ragkv(*ask, *sampled).out)["decoding"]["seed"]
     assert isinstance(drawn, int)

@@ -47,6 +47,7 @@ def test_a_seed_repeats_an_answer_and_is_told(rag, engine):
         "stop": (),
         "stop_ids": (),
         **dict.fromkeys(("schema", "regex", "grammar")),
+        "thinking": "off",
     }
 
 

@@ -237,7 +237,7 @@ def test_no_document_question_or_past_turn_holds_one(model_folder, tmp_path):
         talk = Conversation(rag.config.prompt, len)
         talk.add(f"Who {hostile}?", f"The cat{hostile}")
         asked = rag.prompt.suffix_ids(rag.model.tokens, talk.prompt_text(f"And{hostile}?"))
-        own = rag.model.tokens.encode(rag.prompt.after_question, control=True)
+        own = rag.model.tokens.encode(rag.model.tokens.header(rag.prompt.after_question, thinking=False), control=True)
         assert bad.isdisjoint(asked[: -len(own)])
         assert sum(i in bad for i in own) == 3  # </s>, <|assistant|>, <think>: the template's
         assert sum(i in bad for i in rag.prompt.prefix_ids(rag.model.tokens)) >= 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
+import re
 from dataclasses import replace
 
 import jsonschema_rs
@@ -13,10 +15,11 @@ from asking import request
 from nightly import NIGHTLY
 from pydantic import BaseModel
 
+from ragkv.config import PromptConfig
 from ragkv.decoding import Decoding, schema_text
 from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, UsageError
-from ragkv.model.prompt import Prompt
+from ragkv.model.prompt import Prompt, Tokens, render
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 from ragkv.types import TracedToken, field_sources
 
@@ -172,3 +175,55 @@ def test_values_have_the_sources_that_won_their_tokens():
     assert field_sources(trace) == {"/founder": 1, "/years/0": 0, "/years/1": 2, "/x~1y/b": 1}
     assert field_sources([TracedToken(token_id=1, text='{"a": 1}')]) == {}
     assert json.loads(schema_text(Work))["required"] == ["founder", "year"]
+
+
+QWEN = "{{% for m in messages %}}[{{{{ m.role }}}}]\n{{{{ m.content }}}}\n{{% endfor %}}"
+QWEN += "{{% if add_generation_prompt %}}[assistant]\n{}{{% endif %}}"
+OFF = "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+
+
+@pytest.fixture(params=["none", "switched", "always", "unsaid"])
+def thinker(request, make_model, monkeypatch):
+    """A model whose template has no thoughts, a switch for them, begins one always, or only takes them out."""
+    model, ends = make_model("llama"), {"switched": OFF, "always": "<think>\n", "unsaid": "{# </think> #}"}
+    fast = copy.deepcopy(model.tokens._tokenizer)
+    fast.chat_template = QWEN.format(ends.get(request.param, ""))
+    monkeypatch.setattr(model, "tokens", Tokens(fast))
+    monkeypatch.setattr(model, "name", request.param, raising=False)
+    return model
+
+
+def test_the_prompt_ends_within_a_thought_or_after_one(thinker):
+    prompt = render(PromptConfig(), thinker.tokens)
+    off, on = (
+        thinker.tokens.decode(prompt.suffix_ids(thinker.tokens, "Who?", thinking=each)) for each in (False, True)
+    )
+    if thinker.name == "none":
+        assert off == on
+        assert thinker.tokens.thought is None
+        return
+    assert off.endswith("[assistant]\n<think>\n\n</think>\n\n" if thinker.name != "always" else "\n</think>\n\n")
+    assert on.endswith("[assistant]\n<think>\n")
+    assert (off.count("<think>"), off.count("</think>"), on.count("<think>")) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("most", ["on", 1, 7])
+@pytest.mark.parametrize("engine", ["full", "pced", "ippd"])
+def test_a_thought_ends_and_the_answer_after_it_is_held_to_its_schema(thinker, engine, most):
+    how = Decoding(thinking=most, regex="[ab]{3}", temperature=3.0, seed=1)
+    generation = Generation(max_new_tokens=60, decoding=how)
+    if thinker.name == "none":
+        with pytest.raises(UsageError, match="no marks of a thought"):
+            runtime_of(thinker).decode(*asked(thinker, engine), generation)
+        return
+    tokens = list(runtime_of(thinker).decode(*asked(thinker, engine), generation))
+    thought, answer = ([token for token in tokens if token.thought == each] for each in (True, False))
+    assert "</think>" not in "".join(token.text for token in thought)
+    assert not {token.token_id for token in thought} & thinker.eos_ids
+    if most == "on":  # a random model does not spell the mark
+        assert (len(thought), tokens[-1].finish_reason, answer) == (60, "length", [])
+        return
+    assert len(thought) == most + len("\n</think>")
+    assert thought[-1].finish_reason is None
+    assert re.fullmatch("[ab]{3}", "".join(token.text for token in answer))
+    assert tokens[-1].finish_reason == "stop"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
 import json
 import math
 import struct
@@ -108,6 +109,29 @@ def test_an_answer_is_as_its_schema_says(chat, engine):
     )
 
 
+@pytest.mark.parametrize("engine", ["full", "pced"])
+def test_what_a_model_thinks_is_no_part_of_its_answer(chat, call, rag, monkeypatch, engine):
+    asked = {"engine": engine, "thinking": 5, "max_tokens": 40, "regex": "[ab]{3}", "temperature": 2.0, "seed": 3}
+    assert chat(**asked).json()["error"]["param"] == "thinking"  # this model's template has no thoughts
+    tokens = copy.copy(rag.model.tokens)
+    vars(tokens).pop("thought")
+    monkeypatch.setattr(tokens, "_tokenizer", copy.deepcopy(tokens._tokenizer))
+    tokens._tokenizer.chat_template += "{# </think> #}"
+    monkeypatch.setattr(rag.model, "tokens", tokens)
+    message = chat(**asked).json()["choices"][0]["message"]
+    streamed = events(chat(**asked, stream=True))
+    thought = "".join(each["choices"][0]["delta"].get("reasoning_content", "") for each in streamed)
+    assert thought == message["reasoning_content"] != ""
+    assert sentence(streamed) == message["content"]
+    assert len(message["content"]) == 3
+    own = {"question": QUESTION, "engine": engine, "thinking": 5, "regex": "[ab]{3}", "temperature": 2.0, "seed": 3}
+    result = call("POST", "/api/indexes/two/query", json={**own, "max_new_tokens": 40, "trace": True}).json()
+    assert (result["answer"], result["reasoning"]) == (message["content"], thought)
+    assert len(result["trace"]["tokens"]) == 3
+    assert sum(source["tokens_won"] or 0 for source in result["sources"]) == (3 if engine == "pced" else 0)
+    assert "reasoning_content" not in chat(**asked | {"thinking": "off"}).json()["choices"][0]["message"]
+
+
 def called(parameters, name="find"):
     return [{"type": "function", "function": {"name": name, "parameters": parameters}}]
 
@@ -131,6 +155,8 @@ def called(parameters, name="find"):
         ({"response_format": {"type": "json_object"}, "stop": ["a"]}, 400, "response_format", None),
         ({"response_format": {"type": "json_object"}, "schema": {}}, 400, "schema", None),
         ({"regex": "(a"}, 400, "regex", None),
+        ({"thinking": 0}, 400, "thinking", None),
+        ({"thinking": "often"}, 400, "thinking", None),
         ({"presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
         ({"surprise": 1}, 400, "surprise", "unknown_parameter"),
         ({"messages": []}, 400, "messages", None),

@@ -20,6 +20,8 @@ export class AnswerView {
     this.index = index;
     this.sources = [];
     this.text = el("div", { class: "text", dir: "auto", "aria-busy": "true" });
+    this.thought = el("div", { class: "text quiet", dir: "auto" });
+    this.thinking = el("details", { hidden: true }, el("summary", {}, "Thinking"), this.thought);
     this.state = el("p", { class: "state quiet" }, "Waiting");
     this.told = el("div", { class: "told" });
     this.legend = el("div", { class: "legend", role: "group", "aria-label": "Experts", hidden: true });
@@ -30,7 +32,7 @@ export class AnswerView {
     this.trace = null;
     this.last = null;
     this.tools = el("div", { class: "tools" });
-    this.left = el("div", { class: "left" }, this.text, this.tools, this.legend, this.told, this.state);
+    this.left = el("div", { class: "left" }, this.thinking, this.text, this.tools, this.legend, this.told, this.state);
     this.rightHead = el("h4", { class: "small-head" }, "Sources");
     this.right = el("div", { class: "right", hidden: true }, this.rightHead, this.list);
     this.node = el("section", { class: "answer", "aria-label": `Answer, ${head}` }, el("h3", { class: "answer-head" }, head), this.left, this.right);
@@ -48,6 +50,13 @@ export class AnswerView {
     this.state.textContent = "Reading";
     this.trace = new Trace(sources.length);
     this.legend.before(this.trace.node);
+  }
+
+  /** A piece of what the model thinks before it answers, which is folded. */
+  thinks(text) {
+    this.state.textContent = "Thinking";
+    this.thinking.hidden = false;
+    this.thought.append(text);
   }
 
   /** A piece of text as it comes; for PCED, won by the expert at `place`. */
