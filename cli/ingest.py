@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +48,7 @@ from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, load_conf
 from ragkv.errors import ConfigError, StoreBusyError, UsageError
 
 if TYPE_CHECKING:
-    from ragkv.ingest import IngestProgress, IngestReport, ParseLimits, Skipped, SourceFile
+    from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, Skipped, SourceFile
     from ragkv.pipeline import RagKV
 
 _REASONS = 12  # lines of a list
@@ -161,6 +161,13 @@ def ingest(
             show_default="the index's, or 1GiB",
         ),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Make the documents on a Ray cluster: its address, auto, or local to start one here (docs/tiers.md).",
+            metavar="ADDRESS",
+        ),
+    ] = None,
     dry_run: DryRun = False,
     no_wait: NoWait = False,
     device: Device = None,
@@ -218,7 +225,10 @@ def ingest(
                     if show is not None:
                         show(progress)
 
-                report = rag.ingest(*sources, prune=prune, memory=memory, on_progress=on_progress, **wait(no_wait))
+                with nullcontext() if ray is None else _ray(rag.config, ray, device) as make:
+                    report = rag.ingest(
+                        *sources, prune=prune, memory=memory, make=make, on_progress=on_progress, **wait(no_wait)
+                    )
             if own:
                 remember(rag.store, "ingest")
     if not quiet:
@@ -227,6 +237,12 @@ def ingest(
         print_json(report.to_json())
     elif not quiet:
         _notify(report, index)
+
+
+def _ray(config: IndexConfig, address: str, device: str | None) -> AbstractContextManager[Make]:
+    from ragkv.distributed.ray_ingest import ray_maker
+
+    return ray_maker(config, address, device=device)
 
 
 def _engines(named: tuple[str, ...] | None, long_documents: str | None, index: Path) -> tuple[str, ...] | None:

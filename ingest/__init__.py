@@ -4,7 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv._moved import moved_names
 from ragkv.ingest.chunker import find_chunk
-from ragkv.ingest.ingester import IngestProgress, IngestReport, ReadyChunk, ReadyDocument, preview, require_readable
+from ragkv.ingest.ingester import (
+    IngestProgress,
+    IngestReport,
+    MadeDocument,
+    Make,
+    ReadyChunk,
+    ReadyDocument,
+    preview,
+    require_readable,
+)
 from ragkv.ingest.parser import Parsed, ParseLimits, Section, Unreadable, join_rows, sections_under
 from ragkv.ingest.source import Skipped, SourceFile, from_bytes
 from ragkv.ingest.text import decode
@@ -17,6 +26,8 @@ __all__ = [
     "IngestProgress",
     "IngestReport",
     "Ingester",
+    "MadeDocument",
+    "Make",
     "ParseLimits",
     "Parsed",
     "ReadyChunk",

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from ragkv.config import IndexConfig
 from ragkv.errors import IngestError, StoreError, UsageError
@@ -229,6 +229,21 @@ class IngestProgress:
         return time.perf_counter() - self.started
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeDocument:
+    """A source that another process has read, cut and embedded, with its KV in the shared tiers (`Ingester.make`).
+
+    `document` is None if it could not be read. `report` is about it alone.
+    """
+
+    source: SourceFile
+    report: IngestReport
+    document: Document | None = None
+    text: str = ""
+    chunks: Sequence[Chunk] = ()
+    vectors: Mapping[str, ChunkVectors] = field(default_factory=dict)
+
+
 @dataclass(slots=True, kw_only=True)
 class IngestReport:
     """What an ingest did, or with `dry_run` would do; then the number of chunks is unknown.
@@ -257,6 +272,12 @@ class IngestReport:
     embed_seconds: float = 0.0
     seconds: float = 0.0
     dry_run: bool = False
+
+    def absorb(self, other: IngestReport) -> None:
+        """Add what another process did. It has encoded what this one then finds in a tier, and counts as reused."""
+        for name in ("skipped", "left_out", "tokens", "kv_encoded", "kv_bytes", "encode_seconds", "embed_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.kv_reused -= other.kv_encoded
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv ingest --json` prints."""
@@ -402,6 +423,8 @@ def missing_sources(
 
 
 T = TypeVar("T")
+Make: TypeAlias = Callable[[Sequence[SourceFile]], Iterable[MadeDocument]]
+"""Makes the documents of sources in other processes, in any order (`ragkv.distributed.ray_ingest`)."""
 
 BATCH_TOKENS = 2048  # encoded together; progress is reported after each batch
 WAITING_CHARACTERS = 4 << 20  # of documents waiting for their batch; a blank document is long but has few tokens
@@ -473,11 +496,16 @@ class Ingester:
         self._limits = limits or limits_in_force()
         self._memory = memory
         self._mapped = 0
+        self._vectors: dict[str, ChunkVectors] = {}
+        """Those that another process has made."""
         self._prefix_ids: tuple[int, ...] = ()
         self._prefix: ChunkKV | None = None
 
-    def run(self, paths: Sequence[Path | SourceFile], *, prune: bool = False) -> IngestReport:
-        """Ingest files and folders. Raises UsageError for a missing path, IngestError when nothing was readable."""
+    def run(self, paths: Sequence[Path | SourceFile], *, prune: bool = False, make: Make | None = None) -> IngestReport:
+        """Ingest files and folders. `make` makes the changed ones in other processes.
+
+        Raises UsageError for a missing path, IngestError when nothing was readable.
+        """
         sources, skipped = find_sources(paths)
         run = _Run(IngestProgress(sources=len(sources), total_bytes=sum(s.size for s in sources)))
         report, progress = run.report, run.progress
@@ -485,10 +513,17 @@ class Ingester:
         go_on = partial(self._notify, progress)
         self._heartbeat = WorkHeartbeat(go_on)
         try:
-            with SourceReader(self._limits, waiting=go_on) as reader:
-                for source in sources:
-                    self._add(run, source.name, source.size, partial(self._from_source, source, reader, report))
+            if make is None:
+                with SourceReader(self._limits, waiting=go_on) as reader:
+                    for source in sources:
+                        self._add(run, source.name, source.size, partial(self._from_source, source, reader, report))
+            else:
+                for made in make(self._changed(sources, run)):
+                    report.absorb(made.report)
+                    self._vectors.update(made.vectors)
+                    self._add(run, made.source.name, made.source.size, partial(self._from_made, made))
             self._commit(run)
+            report.kv_reused = max(0, report.kv_reused)
             if not (report.added or report.updated or report.unchanged):
                 raise nothing_read(report.skipped)
             if prune:
@@ -501,6 +536,47 @@ class Ingester:
             self._notify(progress)
             raise
         return self._finish(run)
+
+    def make(self, source: SourceFile, reader: SourceReader) -> MadeDocument:
+        """Read, cut and embed a source and put its KV into the shared tiers, for another process that commits it.
+
+        Nothing is written to the store but KV that does not fit into memory; `SharedTiers.settle` waits for the tiers.
+        """
+        run = _Run(IngestProgress(sources=1, total_bytes=source.size))
+        self._heartbeat = WorkHeartbeat(lambda: None)
+        prepared = self._from_source(source, reader, run.report)
+        if prepared is None:
+            return MadeDocument(source=source, report=run.report)
+        run.waiting.append(prepared)
+        self._encode_missing(list(self._needed(run)), run)
+        vectors = self._embed(prepared.chunks, run.report)
+        return MadeDocument(
+            source=source,
+            report=run.report,
+            document=prepared.document,
+            text=prepared.text,
+            chunks=prepared.chunks,
+            vectors=vectors,
+        )
+
+    def _changed(self, sources: Sequence[SourceFile], run: _Run) -> list[SourceFile]:
+        """The sources that are not in the store as they are."""
+        found = []
+        for source in sources:
+            with skip_unreadable(source, run.report):
+                if not _is_current(self._store, source, self._digest):
+                    found.append(source)
+                    continue
+                run.report.unchanged.append(source.document_id)
+            run.progress.done_bytes += source.size
+            run.progress.done_sources += 1
+            self._notify(run.progress)
+        return found
+
+    def _from_made(self, made: MadeDocument) -> _Prepared | None:
+        if made.document is None:
+            return None
+        return self._prepared(made.document, made.text, list(made.chunks), made.source.size)
 
     def run_chunks(self, documents: Sequence[ReadyDocument]) -> IngestReport:
         """Ingest documents with ready-made chunks. Each replaces its earlier version; unchanged ones are skipped.
@@ -617,14 +693,7 @@ class Ingester:
         if not run.waiting:
             return
         report = run.report
-        needed: dict[KVIdentity, None] = {}
-        for prepared in run.waiting:
-            for at, chunk in enumerate(prepared.chunks):
-                identities = [self._identity(encoding, prepared, at) for encoding in self._recipe.encodings]
-                prepared.references[chunk.chunk_id] = identities
-                needed.update(dict.fromkeys(identities))
-            if self._blocks is not None and any(chunk.token_ids for chunk in prepared.chunks):
-                needed.update(dict.fromkeys(self._in_blocks(prepared, self._blocks, report)))
+        needed = self._needed(run)
         stored = self._store.has_many(needed)
         report.kv_reused += len(stored)
         missing = self._affordable([identity for identity in needed if identity not in stored], report)
@@ -661,6 +730,18 @@ class Ingester:
         self._write(together, run)
         run.waiting.clear()
         self._give_back()
+
+    def _needed(self, run: _Run) -> dict[KVIdentity, None]:
+        """The KV that the waiting documents need, which their `references` then name."""
+        needed: dict[KVIdentity, None] = {}
+        for prepared in run.waiting:
+            for at, chunk in enumerate(prepared.chunks):
+                identities = [self._identity(encoding, prepared, at) for encoding in self._recipe.encodings]
+                prepared.references[chunk.chunk_id] = identities
+                needed.update(dict.fromkeys(identities))
+            if self._blocks is not None and any(chunk.token_ids for chunk in prepared.chunks):
+                needed.update(dict.fromkeys(self._in_blocks(prepared, self._blocks, run.report)))
+        return needed
 
     def _give_back(self) -> None:
         """Release pages of the store when those that this process has touched exceed half of its memory limit."""
@@ -789,8 +870,10 @@ class Ingester:
 
     def _embed(self, chunks: Sequence[Chunk], report: IngestReport) -> dict[str, ChunkVectors]:
         """The chunks' vectors by chunk id; none without an embedder."""
+        given = {one.chunk_id: self._vectors.pop(one.chunk_id) for one in chunks if one.chunk_id in self._vectors}
+        chunks = [chunk for chunk in chunks if chunk.chunk_id not in given]
         if self._embedder is None or not chunks:
-            return {}
+            return given
         embedder = self._embedder()  # before the clock starts: loading is not part of `embed_seconds`
         started = time.perf_counter()
         made: dict[str, ChunkVectors] = {}
@@ -799,7 +882,7 @@ class Ingester:
                 self._heartbeat()
             made |= chunk_vectors(embedder, some, self._recipe.vectors)
         report.embed_seconds += time.perf_counter() - started
-        return made
+        return given | made
 
 
 def encode_identities(

@@ -41,7 +41,7 @@ from ragkv.index.maintenance import (
 )
 from ragkv.index.pack import Pack, write_pack
 from ragkv.index.search import DocumentPage, Finder, Retrieval, list_documents, search_settings, select
-from ragkv.ingest import IngestProgress, IngestReport, ParseLimits, ReadyDocument, SourceFile, preview
+from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, ReadyDocument, SourceFile, preview
 from ragkv.ingest.source import GivenPath, flat_paths
 from ragkv.store import (
     Collection,
@@ -220,6 +220,7 @@ class RagKV:
         prune: bool = False,
         dry_run: bool = False,
         memory: int | str | None = None,
+        make: Make | None = None,
         on_progress: Callable[[IngestProgress], None] | None = None,
         show_progress: bool = False,
         timeout: float | None = None,
@@ -230,7 +231,8 @@ class RagKV:
         Every argument is a path or a list of paths: `ingest("a.md", "docs/")` and `ingest(["a.md", "docs/"])` are the
         same. For bytes, pass `ragkv.ingest.from_bytes(data, name=…)`. `dry_run` reports what would be done. `memory` is
         about how much the ingest uses besides its models ("512MiB"; default: `[ingest] memory`).
-        `show_progress` draws a bar, on stderr or in the notebook.
+        `show_progress` draws a bar, on stderr or in the notebook. `make` makes the documents in other processes
+        (`ragkv.distributed.ray_ingest`).
 
         One ingest runs at a time. Another one waits for it, for at most `timeout` seconds; `on_wait` gets its holder.
         Raises UsageError for a missing path, IngestError if nothing could be read, StoreFullError if the disk is full
@@ -246,7 +248,11 @@ class RagKV:
             ingest_bar(on_progress, show=show_progress) as notify,
         ):
             return run_ingest(
-                self.index, self._finder, lambda each: each.run(given, prune=prune), on_progress=notify, memory=memory
+                self.index,
+                self._finder,
+                lambda each: each.run(given, prune=prune, make=make),
+                on_progress=notify,
+                memory=memory,
             )
 
     def add_chunks(

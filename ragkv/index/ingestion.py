@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, byte_count, load_config
 from ragkv.errors import ConfigError, StoreError
@@ -69,21 +69,8 @@ def run_ingest(
         if index.store.empty:
             index.record_provenance()
 
-    ingester = Ingester(
-        index.store,
-        index.recipe,
-        lambda: _able_model(index),
-        embedder=None if index.config.embedder == NONE else lambda: cast("Embedder", index.encoders.embedder),
-        before_writing=before_writing,
-        on_progress=notify,
-        limits=ParseLimits.of(settings),
-        memory=byte_count("ingest.memory", settings.memory),
-        afford=lambda tokens: _afford(index, tokens),
-        blocks=index.blocks,
-        fetch=index.fetch,
-        offer=index.offer,
-    )
-    report = run(ingester)
+    memory_bytes = byte_count("ingest.memory", settings.memory)
+    report = run(make_ingester(index, before_writing=before_writing, on_progress=notify, memory=memory_bytes))
     if report.tokens:
         index.store.record_uses({}, seconds_per_token=report.encode_seconds / report.tokens)
     if index.loaded_model is not None:
@@ -92,6 +79,22 @@ def run_ingest(
     finder.catch_up(notify=follow)
     report.seconds = report.seconds if last is None else last.seconds
     return report
+
+
+def make_ingester(index: Index, **settings: Any) -> Ingester:
+    """An ingester for this index; `settings` are further arguments of `Ingester`."""
+    return Ingester(
+        index.store,
+        index.recipe,
+        lambda: _able_model(index),
+        embedder=None if index.config.embedder == NONE else lambda: cast("Embedder", index.encoders.embedder),
+        limits=ParseLimits.of(index.config.ingest),
+        afford=lambda tokens: _afford(index, tokens),
+        blocks=index.blocks,
+        fetch=index.fetch,
+        offer=index.offer,
+        **settings,
+    )
 
 
 def _able_model(index: Index) -> LanguageModel:
