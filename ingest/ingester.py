@@ -518,7 +518,11 @@ class Ingester:
                     for source in sources:
                         self._add(run, source.name, source.size, partial(self._from_source, source, reader, report))
             else:
+                seen: set[str] = set()
                 for made in make(self._changed(sources, run)):
+                    if made.source.document_id in seen:  # a worker that was lost had made it already
+                        continue
+                    seen.add(made.source.document_id)
                     report.absorb(made.report)
                     self._vectors.update(made.vectors)
                     self._add(run, made.source.name, made.source.size, partial(self._from_made, made))

@@ -37,6 +37,7 @@ class DocumentMaker:
         self._index = open_index(folder, device=device)
         self._open.callback(self._index.close)
         self._ingester = make_ingester(self._index)
+        self.close = self._open.close
         self._reader = self._open.enter_context(SourceReader(ParseLimits.of(config.ingest)))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[bytes]]:
