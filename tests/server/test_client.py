@@ -112,6 +112,7 @@ def test_llama_index(seen, expected):
     result = seen["llama_index"]
     check(result, expected)
     assert result["completed"] == expected.text
+    assert (result["structured"], result["agent"], result["looked"]) == ("Varn", True, ["Varn"])
 
 
 def test_langchain(seen, expected):
@@ -119,6 +120,9 @@ def test_langchain(seen, expected):
     result = seen["langchain"]
     check(result, expected)
     assert result["streamed_usage"] == 6
+    assert result["structured"] == ["Varn", "Varn"]
+    assert result["calls"] == [[["look", {"place": "Varn"}]]] * 2
+    assert result["after"]
     assert {"annotations", "sources"}.isdisjoint(result["kept"])
 
 

@@ -1,9 +1,10 @@
 """What each client's script is given, and how it tells what it saw: it runs under a Python that has no ragkv."""
 
-from __future__ import annotations
-
 import json
 import sys
+from typing import Literal
+
+from pydantic import BaseModel
 
 URL, KEY = sys.argv[1:3]
 MODEL = "ragkv/two"
@@ -11,6 +12,20 @@ QUESTION = "Who founded Halden Works?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 MOST = 6
 """New tokens of every answer."""
+looked: list[str] = []
+"""The places that `look` was called for."""
+
+
+class Founder(BaseModel):
+    """Who founded it."""
+
+    place: Literal["Varn"]
+
+
+def look(place: Literal["Varn"]) -> str:
+    """Look at a place."""
+    looked.append(place)
+    return f"Bolt Ltd is in {place}."
 
 
 def notify(**seen):
