@@ -5,6 +5,7 @@ After each test, the browser has reported no error, nothing that the policy refu
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from browser import Watched, chromium
 from heldmodel import HeldModel
 from live import live
 
-from ragkv import RagKV
+from ragkv import Decoding, RagKV
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.ingest import from_bytes
 from ragkv.server.settings import Keys
@@ -200,6 +201,21 @@ def test_a_question_is_answered(page, rag):
     for term in ("search", "load KV", "first token", "total"):
         shown(result.locator("dt", has_text=term)).to_have_count(1)
     shown(result.locator(".trace")).to_have_count(0)
+
+
+def test_what_the_model_thinks_is_folded(page, rag, monkeypatch):
+    tokens = copy.copy(rag.model.tokens)
+    vars(tokens).pop("thought", None)
+    monkeypatch.setattr(tokens, "_tokenizer", copy.deepcopy(tokens._tokenizer))
+    tokens._tokenizer.chat_template = f"{tokens._tokenizer.chat_template or ''}{{# </think> #}}"
+    monkeypatch.setattr(rag.model, "tokens", tokens)
+    monkeypatch.setattr(rag.index, "config", replace(rag.config, decoding=Decoding(thinking=6, regex="[ab]{3}")))
+    expected = rag.query(QUESTION)
+    result = ask(page, QUESTION)
+    shown(result.locator(".text")).to_have_text(expected.text)
+    shown(result.locator(".thought")).to_be_hidden()
+    result.locator("summary", has_text="Thinking").click()
+    shown(result.locator(".thought")).to_have_text(expected.reasoning)
 
 
 def test_it_streams_and_can_be_stopped(page, rag, monkeypatch):

@@ -20,7 +20,7 @@ export class AnswerView {
     this.index = index;
     this.sources = [];
     this.text = el("div", { class: "text", dir: "auto", "aria-busy": "true" });
-    this.thought = el("div", { class: "text quiet", dir: "auto" });
+    this.thought = el("div", { class: "thought quiet", dir: "auto" });
     this.thinking = el("details", { hidden: true }, el("summary", {}, "Thinking"), this.thought);
     this.state = el("p", { class: "state quiet" }, "Waiting");
     this.told = el("div", { class: "told" });
