@@ -111,9 +111,10 @@ class QueryFormatter:
             yield event(
                 {"sources": [{**each, "tokens_won": None} for each in self._sources(stream.sources)]}, "sources"
             )
-        if more := self._thoughts.take(stream.reasoning[self._thought :]):
+        thought = stream.reasoning  # it grows in another thread
+        if more := self._thoughts.take(thought[self._thought :]):
             yield event({"text": more}, "reasoning")
-        self._thought = len(stream.reasoning)
+        self._thought = len(thought)
         yield from self._tokens(stream)
 
     def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:

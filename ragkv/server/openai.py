@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 MOST_MESSAGES = 512
 MOST_PARTS = 4096
 MOST_TOOLS = 128
+STRUCTURED_TOKENS = 1024
+"""The most tokens of JSON, calls and the like where a request does not say."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -177,9 +179,10 @@ class ChatRequest(QuestionOptions):
         }
 
     def most_tokens(self) -> int | None:
-        """Many clients send -1, which means the default."""
+        """Many clients send -1, which means the default. That of JSON and calls is longer, as half of it is useless."""
         given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return None if given == -1 else given
+        constrained = self.tools or self.regex or self.grammar or self.answer_schema() is not None
+        return STRUCTURED_TOKENS if constrained and given in (None, -1) else None if given == -1 else given
 
     def most_chunks(self) -> int | None:
         return self.top_k_chunks
@@ -486,9 +489,10 @@ class ChatFormatter:
         yield event(self._completion.role())
 
     def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
-        if more := self._thoughts.take(stream.reasoning[self._thought :]):
+        thought = stream.reasoning  # it grows in another thread
+        if more := self._thoughts.take(thought[self._thought :]):
             yield event(self._completion.thought(more))
-        self._thought = len(stream.reasoning)
+        self._thought = len(thought)
         for each in (delta,) if self._calls is None else self._calls.push(delta):
             if not isinstance(each, str):
                 yield event(self._completion.called(*each))
@@ -556,6 +560,8 @@ class ChatStream(AsyncAnswerStream):
                 async for delta in super()._run():
                     yield delta
                 return
+            if any(self._stream.answer.decoding[name] for name in ("schema", "regex", "grammar")):
+                raise to_api_error(error, self._asked.names) from error  # a sentence would not be what was asked for
             self._instead = replace(
                 self._stream.answer, text=readable_error(error, self._asked.names), finish_reason="stop", sources=()
             )

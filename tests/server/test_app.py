@@ -109,6 +109,13 @@ def test_an_answer_is_as_its_schema_says(chat, engine):
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_where_nothing_is_found_json_is_an_error_and_no_sentence(chat, stream):
+    assert "Zzyzx" not in chat("Zzyzx?", stream=stream).text
+    response = chat("Zzyzx?", stream=stream, response_format={"type": "json_object"})
+    assert (response.status_code, response.json()["error"]["code"]) == (422, "nothing_retrieved")
+
+
 @pytest.mark.parametrize("engine", ["full", "pced"])
 def test_what_a_model_thinks_is_no_part_of_its_answer(chat, call, rag, monkeypatch, engine):
     asked = {"engine": engine, "thinking": 5, "max_tokens": 40, "regex": "[ab]{3}", "temperature": 2.0, "seed": 3}
