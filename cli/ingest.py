@@ -6,6 +6,7 @@ Skipped files are grouped by reason, so that the list stays short.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.console import count, echo, note, percent_bar, print_json, size
+from ragkv.cli.console import count, echo, note, percent_bar, print_json, print_json_line, size
 from ragkv.cli.options import (
     DEFAULT_INDEX,
     KV,
@@ -45,10 +46,12 @@ from ragkv.cli.options import (
     wait,
 )
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, load_config
-from ragkv.errors import ConfigError, StoreBusyError, UsageError
+from ragkv.errors import ConfigError, IngestError, StoreBusyError, StoreFullError, UsageError
+from ragkv.server.local import LocalClient, UnservedError
 
 if TYPE_CHECKING:
     from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, Skipped, SourceFile
+    from ragkv.ingest.watch import FolderChanges
     from ragkv.pipeline import RagKV
 
 _REASONS = 12  # lines of a list
@@ -168,6 +171,9 @@ def ingest(
             metavar="ADDRESS",
         ),
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Stay, and ingest what changes in the folders until Ctrl-C.")
+    ] = False,
     dry_run: DryRun = False,
     no_wait: NoWait = False,
     device: Device = None,
@@ -181,6 +187,8 @@ def ingest(
     Example: `ragkv ingest docs/ notes.pdf --index my-index --model Qwen/Qwen3-4B`
 
     Example: `ragkv ingest books/ --long-documents apb --model Qwen/Qwen3-4B`
+
+    Example: `ragkv ingest docs/ --watch --prune`
 
     Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
@@ -202,6 +210,9 @@ def ingest(
     if memory is not None:
         IngestConfig(memory=memory)  # refuse a wrong amount before anything is read
     sources = _sources(paths, name, media_type, index, prune=prune)
+    folders = [source for source in sources if isinstance(source, Path) and source.is_dir()]
+    if watch and (dry_run or ray is not None or len(folders) < len(sources)):
+        raise UsageError("--watch follows folders, and ingests what changes in them: no files, --dry-run or --ray.")
     if dry_run:
         report = _preview(sources, index, settings, device, prune=prune)
     else:
@@ -218,10 +229,16 @@ def ingest(
                 note(SMOLLM2_NOTE)
             if new and embedder is None and rag.config.embedder == NONE and not quiet:
                 note(WORDS_NOTE)
-            with _interrupt() as watch, _progress(quiet or as_json) as show:
+            if watch:
+                if own:
+                    remember(rag.store, "ingest")
+                server = LocalClient(index, given_values(device=device))
+                _watch(rag, folders, server, prune=prune, memory=memory, as_json=as_json, quiet=quiet)
+                return
+            with _interrupt() as follow, _progress(quiet or as_json) as show:
 
                 def on_progress(progress: IngestProgress) -> None:
-                    watch(progress)
+                    follow(progress)
                     if show is not None:
                         show(progress)
 
@@ -243,6 +260,48 @@ def _ray(config: IndexConfig, address: str, device: str | None) -> AbstractConte
     from ragkv.distributed.ray_ingest import ray_maker
 
     return ray_maker(config, address, device=device)
+
+
+def _watch(
+    rag: RagKV,
+    folders: Sequence[Path],
+    server: LocalClient,
+    *,
+    prune: bool,
+    memory: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Ingest what changes in the folders until Ctrl-C: by the index's server while one is up, else here."""
+
+    def apply(changes: FolderChanges) -> bool:
+        report = IngestReport()
+        try:
+            if changes.sources or changes.gone:
+                try:
+                    report = server.follow(changes)
+                except UnservedError:
+                    with _progress(quiet or as_json) as show:
+                        report = rag.follow(changes, memory=memory, on_progress=show, **wait(False))
+        except (IngestError, StoreFullError) as error:
+            note(f"ragkv: {error} The next look at the folders tries again.")
+            return False
+        report.skipped += changes.skipped
+        if as_json:
+            print_json_line(report.to_json())
+        elif not quiet:
+            _notify(report, rag.folder)
+        return True
+
+    from ragkv.ingest.ingester import IngestReport
+
+    if not quiet:
+        note(f"Watching {', '.join(map(str, folders))}; Ctrl-C ends it.")
+    try:
+        rag.watcher(folders, prune=prune, notify=note).follow(apply, threading.Event())
+    except KeyboardInterrupt:
+        if not quiet:
+            note("No longer watching; what was committed is in the index.")
 
 
 def _engines(named: tuple[str, ...] | None, long_documents: str | None, index: Path) -> tuple[str, ...] | None:

@@ -14,7 +14,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from importlib.util import find_spec
@@ -90,6 +90,17 @@ Origin = Literal["flag", "environment", "index", "file", "default"]
 
 USED = ("index", "device")
 """Further settings of the user file besides the fields of `IndexConfig`; they belong to the user, not to an index."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedFolder:
+    """A `[[watch]]` of the user file: a folder that `ragkv serve` follows for an index. Not in `ragkv.toml`: an index
+    may come from others, and would read what files it likes."""
+
+    index: str = ""
+    folder: str = ""
+    prune: bool = False
+
 
 VARIABLES: Mapping[str, str] = {
     "index": "RAGKV_INDEX",
@@ -184,6 +195,7 @@ class UserFile:
     path: Path
     table: Mapping[str, Any]
     settings: Mapping[str, Any]
+    watch: Sequence[WatchedFolder] = ()
 
     def used(self, name: str) -> str | None:
         """The file's `index` or `device`, if it has one."""
@@ -193,7 +205,10 @@ class UserFile:
     def read(cls, path: Path) -> Self:
         """The file at `path`, or nothing when there is none. ConfigError says what is wrong in it."""
         found = read_toml(path) if path.exists() else {}
-        known = {*USED, *(f.name for f in fields(IndexConfig))}
+        watch = found.pop("watch", [])
+        known = {*USED, "watch", *(f.name for f in fields(IndexConfig))}
+        if not isinstance(watch, list) or not all(isinstance(each, dict) for each in watch):
+            raise ConfigError(f"{path}: watched folders are tables [[watch]] with an index and a folder.")
         for key, value in found.items():
             if key not in known:
                 raise ConfigError(f"{path}: unknown key {key!r}; remove it, or use one of {', '.join(sorted(known))}.")
@@ -204,7 +219,8 @@ class UserFile:
             checked = build_config(IndexConfig, {"embedder": "mini"} | settings, str(path))
         except ConfigError as error:
             raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
-        return cls(path=path, table=found, settings={key: getattr(checked, key) for key in settings})
+        folders = [build_config(WatchedFolder, each, f"{path} [[watch]]") for each in watch]
+        return cls(path=path, table=found, settings={key: getattr(checked, key) for key in settings}, watch=folders)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,11 +30,13 @@ from ragkv.cli.options import (
     MaxRows,
     NoServer,
     Quiet,
+    UserFile,
     given_values,
+    user_file,
     without_server,
 )
 from ragkv.config import byte_count, load_config
-from ragkv.errors import MissingExtraError, RagkvError, UsageError, install_hint
+from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
 from ragkv.server.local import LocalClient, UnservedError, connect, is_free, peer_uid
 
 
@@ -150,7 +152,23 @@ def serve(
         def ready(url: str) -> None:
             _ready(url, list(indexes), as_json=as_json, quiet=quiet)
 
-        run_server(ServedIndexes(indexes), settings, ready, listening)
+        watched = _watched(folders, read_only=read_only)
+        if watched and not quiet:
+            note(f"watching {', '.join(str(each) for _, each, _ in watched)}")
+        run_server(ServedIndexes(indexes), settings, ready, listening, watched)
+
+
+def _watched(folders: Mapping[str, Path], *, read_only: bool) -> list[tuple[str, Path, bool]]:
+    """(index, folder, prune) of each `[[watch]]` of the user file whose index is among those that are served."""
+    names = {folder.resolve(): name for name, folder in folders.items()}
+    found = []
+    for each in UserFile.read(user_file()).watch:
+        index, folder = Path(each.index).expanduser(), Path(each.folder).expanduser()
+        if not (index.is_absolute() and folder.is_absolute()):
+            raise ConfigError(f"{user_file()}: the paths of [[watch]] have to be absolute, or begin with ~.")
+        if index.resolve() in names and not read_only:
+            found.append((names[index.resolve()], folder, each.prune))
+    return found
 
 
 def _start(first: Path, *, as_json: bool, quiet: bool) -> None:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from ragkv.config import IndexConfig
 from ragkv.errors import IngestError, StoreError, UsageError
@@ -286,6 +286,15 @@ class IngestReport:
             found[name] = [{"path": str(skip.path), "reason": skip.reason} for skip in getattr(self, name)]
         return found
 
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """The report of `to_json`."""
+        skips = {
+            name: [Skipped(path=Path(each["path"]), reason=each["reason"]) for each in found[name]]
+            for name in ("skipped", "left_out")
+        }
+        return cls(**{**found, **skips})
+
     def _repr_html_(self) -> str:
         """HTML for a notebook: counts, times, and the files with their outcome."""
         lists = {
@@ -368,7 +377,7 @@ def changed_text(
     Raises UnreadableSource or OSError.
     """
     reader.check(source)  # before hashing: a file beyond the limit may be endless
-    if store is not None and _is_current(store, source, recipe):
+    if store is not None and is_current(store, source, recipe):
         report.unchanged.append(source.document_id)
         return None
     return reader.read(source)
@@ -395,7 +404,7 @@ def nothing_read(skipped: Sequence[Skipped]) -> IngestError:
     return IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.", skipped)
 
 
-def _is_current(store: Store, source: SourceFile, recipe: str) -> bool:
+def is_current(store: Store, source: SourceFile, recipe: str) -> bool:
     """Whether the store holds this content with the same media type. OSError if the file cannot be hashed."""
     if not store.is_current(source.document_id, source.digest(), recipe):
         return False
@@ -568,7 +577,7 @@ class Ingester:
         found = []
         for source in sources:
             with skip_unreadable(source, run.report):
-                if not _is_current(self._store, source, self._digest):
+                if not is_current(self._store, source, self._digest):
                     found.append(source)
                     continue
                 run.report.unchanged.append(source.document_id)

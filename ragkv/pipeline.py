@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ragkv._moved import moved_names
 from ragkv.config import History, IndexConfig, RuntimeConfig
-from ragkv.errors import UsageError
+from ragkv.errors import IngestError, UsageError
 from ragkv.index.answer import (
     AnswerStream,
     IndexBackend,
@@ -42,7 +42,9 @@ from ragkv.index.maintenance import (
 from ragkv.index.pack import Pack, write_pack
 from ragkv.index.search import DocumentPage, Finder, Retrieval, list_documents, search_settings, select
 from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, ReadyDocument, SourceFile, preview
+from ragkv.ingest.ingester import is_current
 from ragkv.ingest.source import GivenPath, flat_paths
+from ragkv.ingest.watch import FolderChanges, FolderWatcher
 from ragkv.store import (
     Collection,
     Copy,
@@ -254,6 +256,45 @@ class RagKV:
                 on_progress=notify,
                 memory=memory,
             )
+
+    def watcher(
+        self, folders: Iterable[Path], *, prune: bool = False, notify: Callable[[str], object]
+    ) -> FolderWatcher:
+        """Finds what changes in folders, for `follow`. `prune`: also the documents whose files are gone."""
+        recipe = self.index.recipe.digest()
+        return FolderWatcher(
+            folders,
+            self.store,
+            lambda source: is_current(self.store, source, recipe),
+            prune=prune,
+            largest=ParseLimits.of(self.config.ingest).file,
+            notify=notify,
+        )
+
+    def follow(
+        self,
+        changes: FolderChanges,
+        *,
+        memory: int | str | None = None,
+        on_progress: Callable[[IngestProgress], None] | None = None,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+    ) -> IngestReport:
+        """Ingest the files that a `watcher` has found, and delete the documents whose files are gone.
+
+        As `ingest`, but files of which none could be read are in the report.
+        """
+        report = IngestReport()
+        if changes.sources:
+            try:
+                report = self.ingest(
+                    *changes.sources, memory=memory, on_progress=on_progress, timeout=timeout, on_wait=on_wait
+                )
+            except IngestError as error:
+                report.skipped += error.skipped
+        if changes.gone:
+            report.pruned += self.delete_many(changes.gone, timeout=timeout, on_wait=on_wait)
+        return report
 
     def add_chunks(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,8 @@ from ragkv.errors import StoreBusyError
 from ragkv.index.answer import AnswerStream, source_of
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.ingest import ParseLimits, SourceFile, from_bytes
+from ragkv.ingest.parser import media_type_of
+from ragkv.ingest.watch import MOST_TOGETHER, FolderChanges
 from ragkv.pipeline import RagKV
 from ragkv.server.citations import cited, is_refusal
 from ragkv.server.errors import ApiError, Json, event
@@ -470,6 +473,33 @@ class Deletion(BaseModel):
     deleted: str
 
 
+class ChangedFile(BaseModel):
+    path: str
+    name: str
+    media_type: str
+
+
+class ChangesBody(BaseModel):
+    """`FolderChanges` as a command sends them."""
+
+    sources: list[ChangedFile] = Field(max_length=MOST_TOGETHER)
+    gone: list[str] = Field(max_length=MOST_TOGETHER)
+
+    def found(self) -> FolderChanges:
+        """Without the files that have vanished meanwhile; ApiError 400 for a type that no loader reads."""
+        sources = []
+        for each in self.sources:
+            if media_type_of(each.media_type) is None:
+                raise ApiError(400, f"No loader reads the type {each.media_type!r}.", param="sources")
+            with suppress(FileNotFoundError):
+                path = Path(each.path)
+                size = path.stat().st_size
+                sources.append(
+                    SourceFile(path=path, document_id=each.path, name=each.name, media_type=each.media_type, size=size)
+                )
+        return FolderChanges(sources=sources, gone=self.gone)
+
+
 def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
     """The routes that change these indexes."""
     routes = APIRouter(prefix="/api", tags=["ragkv's own"])
@@ -488,6 +518,14 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
             await asyncio.shield(asyncio.to_thread(queue.release, identifier))
             raise
         return Json(_job_reply(job), 202, headers={"location": f"/api/indexes/{quote(name)}/jobs/{identifier}"})
+
+    @routes.post("/indexes/{name}/changes", status_code=202, include_in_schema=False)
+    async def follow(name: str, changes: ChangesBody, request: Request) -> Json:
+        """Ingest files of this machine as they lie: for commands of the server's user alone, at the index's socket."""
+        if LocalRequest.of(request) is None:
+            raise ApiError(404, "Not Found", code="not_found")
+        queue = await asyncio.to_thread(manager.queue, name)
+        return Json(_job_reply(await asyncio.to_thread(queue.follow, await asyncio.to_thread(changes.found))), 202)
 
     @routes.delete("/indexes/{name}/documents/{document_id:path}", response_model=Deletion)
     async def delete(name: str, document_id: str) -> Json:

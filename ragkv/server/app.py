@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -366,14 +366,19 @@ LocalApps: TypeAlias = Callable[[Callable[[], None]], list[tuple[ASGIApp, socket
 
 
 def run_server(
-    served: ServedIndexes, settings: ServerSettings, on_ready: Callable[[str], None], port: socket.socket | None = None
+    served: ServedIndexes,
+    settings: ServerSettings,
+    on_ready: Callable[[str], None],
+    port: socket.socket | None = None,
+    watched: Sequence[tuple[str, Path, bool]] = (),
 ) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP. `on_ready` receives the address once questions are answered.
 
     Answers that are unfinished `stop_seconds` later end at their next token with an error event; connections of clients
     that do not read it are cut. Then the indexes are closed. In the main thread, the process ends `2 * GRACE` seconds
     after `stop_seconds`, whatever is still running. `port` is the socket if the address was reserved before; else
-    UsageError if the address is not available.
+    UsageError if the address is not available. `watched` are folders that jobs keep the indexes like: the name of an
+    index, a folder, and whether documents are deleted whose files are gone.
     """
     last = LastSecond(settings.stop_seconds + 2 * GRACE)
     limiter = ConcurrencyLimiter(settings.requests)
@@ -402,6 +407,8 @@ def run_server(
 
     try:
         manager.recover()
+        for name, folder, prune in watched:
+            manager.follow(name, folder, prune=prune)
         _run(
             app, settings, port, ready, stopping, limiter.stop, local=local_apps, responded=limiter.responded, last=last
         )

@@ -34,6 +34,7 @@ from ragkv.errors import (
     StoreGoneError,
 )
 from ragkv.ingest import IngestProgress, IngestReport, SourceFile, from_bytes
+from ragkv.ingest.watch import FolderChanges
 from ragkv.server.errors import ApiError
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
@@ -82,7 +83,9 @@ class JobStatus(BaseModel):
 
     id: str = Field(pattern="^[0-9a-f]{16}$")
     state: State
-    files: list[str] = Field(description="The names of the files.", max_length=MOST_FILES)
+    files: list[str] = Field(
+        description="The files' names; the first of them for a watched folder.", max_length=MOST_FILES
+    )
     done: int = Field(description="Bytes of the files that are worked off.")
     total: int = Field(description="Bytes of the files.")
     report: ReportReply | None
@@ -101,10 +104,16 @@ class IngestJob:
     """
 
     def __init__(
-        self, facts: JobStatus, sources: Sequence[SourceFile] = (), before: Mapping[str, str] | None = None
+        self,
+        facts: JobStatus,
+        sources: Sequence[SourceFile] = (),
+        before: Mapping[str, str] | None = None,
+        changes: FolderChanges | None = None,
     ) -> None:
         self.facts = facts
         self.sources = list(sources)
+        self.changes = changes
+        """What has changed in a watched folder; None for an upload."""
         self.before = dict(before or {})
         self.stopping = False
         """Whether it was asked to end."""
@@ -332,12 +341,21 @@ class JobQueue:
             self._receiving.discard(identifier)
         self._folder.drop(identifier)
 
-    def accept(self, identifier: str, sources: Sequence[SourceFile]) -> IngestJob:
+    def follow(self, changes: FolderChanges) -> IngestJob:
+        """Queue the changes of a watched folder; errors as those of `reserve` and `accept`."""
+        identifier, _ = self.reserve()
+        try:
+            return self.accept(identifier, changes.sources, changes)
+        except BaseException:
+            self.release(identifier)
+            raise
+
+    def accept(self, identifier: str, sources: Sequence[SourceFile], changes: FolderChanges | None = None) -> IngestJob:
         """Queue the received files; ApiError 503 if the server is stopping."""
         facts = JobStatus(
             id=identifier,
             state="queued",
-            files=[source.name for source in sources],
+            files=[source.name for source in sources][:MOST_FILES],
             done=0,
             total=sum(source.size for source in sources),
             report=None,
@@ -345,7 +363,7 @@ class JobQueue:
             created=time.time(),
             ended=None,
         )
-        job = IngestJob(facts, sources)
+        job = IngestJob(facts, sources, changes=changes)
         with self._lock:
             self._require_open()
             self._jobs[identifier] = job
@@ -455,6 +473,8 @@ class JobQueue:
         while True:
             self._go_on(job)
             try:  # another process may be ingesting: wait for it, unless this job is cancelled
+                if job.changes is not None:
+                    return self._rag.follow(job.changes, timeout=1, on_wait=lambda _: None, on_progress=on_progress)
                 return self._rag.ingest(*job.sources, timeout=1, on_wait=lambda _: None, on_progress=on_progress)
             except StoreBusyError:
                 continue
@@ -522,6 +542,7 @@ class JobManager:
         self._lock = threading.Lock()
         self._queues: dict[Path, JobQueue] = {}
         self._closed = False
+        self._stopping = threading.Event()
 
     def writable(self, name: str) -> RagKV:
         """The index; ApiError 403 if it is read-only."""
@@ -547,6 +568,40 @@ class JobManager:
         """The index's jobs, the latest first; none if the index is read-only."""
         return [] if self._served.index(name).store.readonly else self.queue(name).jobs()
 
+    def follow(self, name: str, folder: Path, *, prune: bool) -> None:
+        """Watch a folder for the index `name`, in a thread, until `stop`; ApiError 403 if the index is read-only."""
+        rag = self.writable(name)
+
+        def apply(changes: FolderChanges) -> bool:
+            for skip in changes.skipped:
+                logger.warning("%s is not in index %s: %s", skip.path, name, skip.reason)
+            if not (changes.sources or changes.gone):
+                return True
+            try:
+                job = self.queue(name).follow(changes)
+            except (ApiError, RagkvError) as error:
+                logger.warning("changes of %s wait: %s", folder, error)
+                return False
+            ended = threading.Event()
+            job.watchers.add(ended.set)
+            while not job.over:
+                ended.wait(1)
+                ended.clear()
+            report = job.facts.report
+            for left in () if report is None else report.skipped:
+                logger.warning("%s is not in index %s: %s", left.path, name, left.reason)
+            if job.facts.error:
+                logger.warning("changes of %s: %s", folder, job.facts.error)
+            return job.facts.state == "done"
+
+        def work() -> None:
+            try:
+                rag.watcher([folder], prune=prune, notify=logger.warning).follow(apply, self._stopping)
+            except (RagkvError, OSError) as error:
+                logger.warning("%s is not watched any more: %s", folder, error)
+
+        rag.index.start_thread(work, name="ragkv-watch")
+
     def recover(self) -> None:
         """Clean up what a killed server left in the indexes."""
         for name, rag in self._served:
@@ -556,6 +611,7 @@ class JobManager:
 
     def stop(self) -> None:
         """Ask all jobs to end, without waiting; committed work stays."""
+        self._stopping.set()
         with self._lock:
             self._closed = True
         for queue in self._queues.values():

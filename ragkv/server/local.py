@@ -28,13 +28,15 @@ from urllib.parse import urlencode
 
 import ragkv
 from ragkv import errors
-from ragkv.errors import RagkvError
+from ragkv.errors import IngestError, RagkvError
 from ragkv.types import Answer
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
 
     from ragkv.index.answer import AnswerStream
+    from ragkv.ingest import IngestReport
+    from ragkv.ingest.watch import FolderChanges
     from ragkv.pipeline import RagKV
 
 
@@ -291,6 +293,21 @@ class LocalClient:
             if after is None or len(found) == limit:
                 return {"documents": found, "after": after, "total": page["total"]}
 
+    def follow(self, changes: FolderChanges) -> IngestReport:
+        """Have a job of the server ingest what a `FolderWatcher` has found; IngestError if it did not end well."""
+        from ragkv.ingest import IngestReport
+
+        sources = [{"path": s.document_id, "name": s.name, "media_type": s.media_type} for s in changes.sources]
+        body = {"sources": sources, "gone": list(changes.gone)}
+        job = self._json("POST", "/api/indexes/_/changes", body, seconds=SILENT_SECONDS)["job"]
+        for _, data in self._events(*self._ask("GET", f"/api/indexes/_/jobs/{job['id']}/events", None)):
+            job = job if data is None else data["job"]
+            if job["ended"] is not None:
+                break
+        if job["state"] != "done":
+            raise IngestError(f"The server's job is {job['state']}: {job['error'] or 'it was ended'}")
+        return IngestReport.from_json(job["report"])
+
     def cancel(self, identifier: str) -> None:
         """End an answer at its next token."""
         with suppress(UnservedError, RagkvError):  # it has ended meanwhile
@@ -322,7 +339,7 @@ class LocalClient:
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
             found.settimeout(SILENT_SECONDS)
-            failed = None if response.status == 200 else json.loads(response.read())
+            failed = None if response.status in (200, 202) else json.loads(response.read())
         except (OSError, HTTPException, ValueError):
             connection.close()
             raise UnservedError from None

@@ -1,0 +1,206 @@
+"""Keep an index like its folders: find what has changed in them, and wait for the next change.
+
+A walk over the folders finds the changes, by comparing each file's size, times and inode with those of the last walk.
+Notifications (watchfiles) only say when to walk. So one that is lost, or a file system that sends none, delays a change
+by `WALK_TICKS` seconds at most, and loses none. Without notifications the folders are walked every `POLL_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ragkv.ingest.ingester import missing_sources
+from ragkv.ingest.source import Skipped, SourceFile, find_sources
+from ragkv.store import Store
+from ragkv.util.batches import batches
+
+WALK_TICKS = 60  # seconds without a notification after which the folders are walked all the same
+POLL_SECONDS = 5.0
+SETTLE_MILLISECONDS = 300  # without a change, before a group of changes is complete
+LONGEST_MILLISECONDS = 5000  # of a group of changes
+MOST_TOGETHER = 500
+"""Files, or documents to delete, in one call of `apply`."""
+_RACY = 2_000_000_000
+"""Nanoseconds: a file that changed so shortly before a walk may change again and keep its times."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FolderChanges:
+    """New and changed files, documents whose files are gone, and paths that are newly left out."""
+
+    sources: Sequence[SourceFile] = ()
+    gone: Sequence[str] = ()
+    skipped: Sequence[Skipped] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Walk:
+    """What a walk found: (times, digest) by document id; without times, the file is read again by the next walk."""
+
+    files: dict[str, tuple[tuple[int, ...] | None, str]] = field(default_factory=dict)
+    skipped: frozenset[Skipped] = frozenset()
+
+
+class FolderWatcher:
+    """Follows folders for one index. `prune` deletes the documents whose files are gone, except those of a folder that
+    is gone or empty as a whole: it may be a disk that is not mounted.
+
+    `is_current` says whether the index holds a file as it is. Files of more than `largest` bytes are not hashed.
+    `notify` gets sentences about folders that are gone and notifications that fail.
+    """
+
+    def __init__(
+        self,
+        folders: Iterable[Path],
+        store: Store,
+        is_current: Callable[[SourceFile], bool],
+        *,
+        prune: bool = False,
+        largest: int,
+        notify: Callable[[str], object],
+    ) -> None:
+        self._folders = [folder.resolve() for folder in folders]
+        self._store = store
+        self._is_current = is_current
+        self._prune = prune
+        self._largest = largest
+        self._notify = notify
+        self._notified: set[str] = set()
+        self._last: _Walk | None = None
+        self._kept = False
+        self._polling = False
+
+    def follow(self, apply: Callable[[FolderChanges], bool], stop: threading.Event) -> None:
+        """Call `apply` with what has changed, at once and after each group of changes, until `stop` is set.
+
+        If `apply` returns False, the index does not hold these changes; the next walk finds them again.
+        """
+        for _ in self._ticks(stop):
+            changes, walk = self._walk()
+            parts = [FolderChanges(sources=some) for some in batches(changes.sources, lambda _: 1, MOST_TOGETHER)]
+            parts += [FolderChanges(gone=some) for some in batches(changes.gone, lambda _: 1, MOST_TOGETHER)]
+            if changes.skipped:
+                parts = parts or [FolderChanges()]
+                parts[-1].skipped = changes.skipped
+            if all(apply(part) for part in parts if not stop.is_set()) and not stop.is_set():
+                self._last = walk
+
+    def _walk(self) -> tuple[FolderChanges, _Walk]:
+        began = time.time_ns()
+        present = [folder for folder in self._folders if folder.is_dir()]
+        sources, skipped = find_sources(present)
+        last, found, changed = self._last or _Walk(), _Walk(skipped=frozenset(skipped)), []
+        for source in sources:
+            known = last.files.get(source.document_id)
+            try:
+                at = source.path.stat()
+            except OSError:  # gone meanwhile, as the next walk finds
+                found.files[source.document_id] = (None, "")
+                continue
+            times = (at.st_mtime_ns, at.st_ctime_ns, at.st_size, at.st_ino)
+            if known is not None and known[0] == times:
+                found.files[source.document_id] = known
+                continue
+            try:
+                digest = source.digest() if at.st_size <= self._largest else str(times)
+            except OSError as error:
+                digest = str(error)
+            settled = max(at.st_mtime_ns, at.st_ctime_ns) < began - _RACY
+            found.files[source.document_id] = (times if settled else None, digest)
+            if (known is None or known[1] != digest) and not self._is_current(source):
+                changed.append(source)
+        gone = self._gone(present, sources, skipped, last) if self._prune else []
+        fresh = [skip for skip in skipped if skip not in last.skipped]
+        return FolderChanges(sources=changed, gone=gone, skipped=fresh), found
+
+    def _gone(
+        self, present: Sequence[Path], sources: Sequence[SourceFile], skipped: Sequence[Skipped], last: _Walk
+    ) -> list[str]:
+        """The documents to delete; the index is searched for them if something of the last walk is gone."""
+        found = {source.document_id for source in sources}
+        if self._last is not None and not self._kept and last.files.keys() <= found:
+            return []
+        filled = [folder for folder in present if any(source.path.is_relative_to(folder) for source in sources)]
+        self._kept = len(filled) < len(self._folders)
+        for folder in self._folders:
+            self._say(
+                folder not in filled,
+                f"{folder} {'is empty' if folder in present else 'is gone'}: its documents stay, because it may be a "
+                "disk that is not mounted; ragkv delete deletes them.",
+            )
+        return missing_sources(self._store, filled, sources, skipped)
+
+    def _say(self, holds: bool, sentence: str) -> None:
+        """Notify of a sentence once, while it holds."""
+        if holds and sentence not in self._notified:
+            self._notify(sentence)
+        (self._notified.add if holds else self._notified.discard)(sentence)
+
+    def _ticks(self, stop: threading.Event) -> Iterator[None]:
+        """Yields when it is time to walk: at first when the folders are watched, so that no change falls between."""
+        while not stop.is_set():
+            try:
+                yield from self._notifications(stop)
+            except ImportError:
+                self._poll("watchfiles is not installed")
+            except (OSError, RuntimeError) as error:  # the system's limit, for one; RuntimeError is watchfiles' own
+                self._poll(str(error).rstrip("."))
+            if self._polling:
+                yield
+                stop.wait(POLL_SECONDS)
+
+    def _poll(self, reason: str) -> None:
+        self._polling = True
+        self._notify(f"No notifications of changes ({reason}): looking every {POLL_SECONDS:.0f} seconds.")
+
+    def _notifications(self, stop: threading.Event) -> Iterator[None]:
+        """Yields at changes, until a folder is replaced."""
+        if self._polling:
+            return
+        from watchfiles import watch
+
+        present = {folder: _inode(folder) for folder in self._folders}
+        there = [folder for folder, inode in present.items() if inode]
+        if not there:
+            yield
+            stop.wait(1)
+            return
+        changes = watch(
+            *there,
+            watch_filter=lambda _, path: self._matters(Path(path)),
+            step=SETTLE_MILLISECONDS,
+            debounce=LONGEST_MILLISECONDS,
+            stop_event=stop,
+            rust_timeout=1000,
+            yield_on_timeout=True,
+            ignore_permission_denied=True,
+        )
+        for tick, found in enumerate(changes):
+            moved = any(_inode(folder) != inode for folder, inode in present.items())
+            if found or moved or tick % WALK_TICKS == 0:
+                yield
+            if moved:
+                return
+
+    def _matters(self, path: Path) -> bool:
+        """Whether a walk may find something at this path: it is not hidden, and not in an index."""
+        for folder in self._folders:
+            if path.is_relative_to(folder):
+                below = path.relative_to(folder)
+                inside = [folder / parent for parent in below.parents][:-1]
+                return not any(part.startswith(".") for part in below.parts) and not any(
+                    (parent / "store" / "data.mdb").is_file() for parent in inside
+                )
+        return True
+
+
+def _inode(folder: Path) -> tuple[int, int] | None:
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,244 @@
+"""`ragkv ingest --watch` and `[[watch]]` of `ragkv serve`: an index stays like its folders."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from clichild import CliChild
+from live import live
+from nightly import NIGHTLY
+
+from ragkv import RagKV
+from ragkv.cli.options import UserFile
+from ragkv.errors import ConfigError, StoreFullError
+from ragkv.ingest import watch
+from ragkv.server.jobs import JobManager
+from ragkv.server.metrics import ConcurrencyLimiter
+from ragkv.server.schemas import ServedIndexes
+
+CHANGES = 1000 if NIGHTLY else 120
+PATIENCE = 600
+
+
+def content(rag: RagKV) -> list[object]:
+    """The documents with their texts, and the store's KV: what two indexes of the same files have in common."""
+    documents = [(each.document, each.source, each.chunks, each.kv_bytes) for each in rag.document_stats()]
+    texts = [(chunk.chunk_id, chunk.text, chunk.token_ids) for chunk in rag.store.chunks()]
+    return [documents, texts, rag.stats().kv_records, rag.stats().orphans]
+
+
+def until(holds) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (folder := tmp_path / "notes").mkdir()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(f"Mill {number} makes flour.")
+    return folder
+
+
+@pytest.fixture
+def rag(tmp_path, model_folder):
+    with RagKV.create(tmp_path / "own", model=str(model_folder), device="cpu", engines=("ape",)) as made:
+        yield made
+
+
+@pytest.fixture
+def followed(rag):
+    """`followed(folder, prune=True)` follows in a thread; returns the list of reports."""
+    stop, threads, reports = threading.Event(), [], []
+
+    def begin(*folders, prune=True, notify=reports.append):
+        watcher = rag.watcher(folders, prune=prune, notify=notify)
+
+        def apply(changes):
+            reports.append(rag.follow(changes))
+            reports[-1].skipped += changes.skipped
+            return True
+
+        threads.append(threading.Thread(target=watcher.follow, args=(apply, stop)))
+        threads[-1].start()
+        return reports
+
+    yield begin
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def changed(folder: Path, draw: random.Random) -> None:
+    """One change as people and programs make them."""
+    files, folders = sorted(folder.rglob("*.txt")), [folder, *sorted(p for p in folder.rglob("*") if p.is_dir())]
+    at = draw.choice(folders) / f"{draw.randrange(40)}.txt"
+    kind = draw.choice(["write", "write", "edit", "replace", "delete", "move", "folder", "moved folder", "empty"])
+    text = f"Mill {draw.randrange(1000)} makes flour of sort {draw.randrange(5)}."
+    if kind == "write" or not files:
+        at.write_text(text)
+    elif kind == "edit":
+        with draw.choice(files).open("a") as file:
+            file.write(f" {text}")
+    elif kind == "replace":  # as an editor saves
+        (folder / ".saved").write_text(text)
+        (folder / ".saved").replace(draw.choice(files))
+    elif kind == "delete":
+        draw.choice(files).unlink()
+    elif kind == "move":
+        draw.choice(files).replace(at)
+    elif kind == "empty":
+        draw.choice(files).write_text("")
+    elif kind == "folder":
+        (draw.choice(folders[:3]) / f"f{draw.randrange(6)}").mkdir(exist_ok=True)
+    elif folders[1:]:
+        old, new = draw.choice(folders[1:]), folder / f"f{draw.randrange(6, 12)}"
+        if not new.exists():
+            old.rename(new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notified", [True, False])
+def test_after_many_changes_the_index_equals_a_new_one(folder, rag, followed, tmp_path, monkeypatch, notified):
+    if not notified:
+        monkeypatch.setitem(sys.modules, "watchfiles", None)
+        monkeypatch.setattr(watch, "POLL_SECONDS", 0.1)
+    reports = followed(folder)
+    draw = random.Random(7)
+    for number in range(CHANGES):
+        changed(folder, draw)
+        if number % 40 == 39:
+            until(lambda: rag.stats().documents > 0)
+    (folder / "last.txt").write_text("The last one.")
+    with RagKV.create(tmp_path / "new", model=rag.config.model, device="cpu", engines=("ape",)) as new:
+        new.ingest(folder)
+        expected = content(new)
+        until(lambda: content(rag) == expected)
+    assert any("looking every" in str(each) for each in reports) != notified
+
+
+def test_deletions_need_prune_and_unreadable_files_are_named(folder, rag, followed):
+    reports = followed(folder, prune=False)
+    until(lambda: rag.stats().documents == 8)
+    (folder / "0.txt").unlink()
+    (folder / "1.txt").write_bytes(b"\0\1\2")
+    (folder / "sheet.xyz").write_text("a")
+    until(lambda: len([skip for each in reports for skip in each.skipped]) == 2)
+    skipped = {skip.path.name: skip.reason for each in reports for skip in each.skipped}
+    assert skipped == {"1.txt": "binary file", "sheet.xyz": "unsupported type .xyz"}
+    (folder / "2.txt").write_text("Mill 2 makes oats.")
+    until(lambda: any(each.updated for each in reports))
+    assert rag.stats().documents == 8
+    assert sum(len(each.skipped) for each in reports) == 2  # each once
+
+
+@pytest.mark.parametrize("gone", ["emptied", "removed"])
+def test_a_folder_that_is_gone_as_a_whole_keeps_its_documents(folder, rag, followed, gone):
+    reports = followed(folder)
+    until(lambda: rag.stats().documents == 8)
+    away = folder.rename(folder.parent / "away")
+    if gone == "emptied":
+        folder.mkdir()
+    until(lambda: any("its documents stay" in str(each) for each in reports))
+    assert rag.stats().documents == 8
+    shutil.rmtree(folder, ignore_errors=True)
+    away.rename(folder)  # mounted again
+    (folder / "0.txt").unlink()
+    until(lambda: rag.stats().documents == 7)
+
+
+def test_what_could_not_be_stored_is_tried_again(folder, rag, monkeypatch):
+    monkeypatch.setattr(watch, "WALK_TICKS", 1)
+    stop, calls = threading.Event(), []
+
+    def apply(changes):
+        calls.append(sorted(source.name for source in changes.sources))
+        if len(calls) == 3:
+            stop.set()
+        return False
+
+    rag.watcher([folder], notify=calls.append).follow(apply, stop)
+    assert calls == [[f"{number}.txt" for number in range(8)]] * 3
+
+
+def test_the_command_follows_until_it_is_ended(folder, tmp_path, model_folder):
+    index = tmp_path / "index"
+    chosen = ("--model", model_folder, "--device", "cpu", "--engines", "ape")
+    child = CliChild("ingest", folder, "--index", index, "--watch", "--prune", "--json", *chosen)
+    assert len(json.loads(child.line())["added"]) == 8
+    (folder / "new.txt").write_text("New.")
+    assert json.loads(child.line())["added"] == [str(folder / "new.txt")]
+    (folder / "new.txt").rename(folder / "newer.txt")
+    assert json.loads(child.line())["added"] == [str(folder / "newer.txt")]
+    assert json.loads(child.line())["pruned"] == [str(folder / "new.txt")]
+    code, out, err = child.end(signal.SIGINT)
+    assert (code, out) == (0, "")
+    assert "No longer watching" in err
+
+
+def test_the_server_does_the_work_while_it_is_up(folder, rag):
+    rag.ingest(folder)
+    with live({"own": rag}, resident=True) as server:
+        child = CliChild("ingest", folder, "--index", rag.folder, "--watch", "--prune", "--json", "--device", "cpu")
+        (folder / "new.txt").write_text("New.")
+        assert json.loads(child.line())["added"] == [str(folder / "new.txt")]
+        (folder / "0.txt").write_bytes(b"\0\1")
+        assert json.loads(child.line())["skipped"] == [{"path": str(folder / "0.txt"), "reason": "binary file"}]
+        jobs = httpx.get(f"{server.root}/api/indexes/own/jobs").json()["jobs"]
+        assert [(job["state"], job["files"]) for job in jobs] == [("done", ["0.txt"]), ("done", ["new.txt"])]
+        refused = httpx.post(f"{server.root}/api/indexes/own/changes", json={"sources": [], "gone": []})
+        assert refused.status_code == 404  # only at the index's socket
+    (folder / "1.txt").unlink()
+    assert json.loads(child.line())["pruned"] == [str(folder / "1.txt")]
+    assert child.end(signal.SIGINT)[0] == 0
+
+
+def test_the_server_follows_folders_of_the_user_file(folder, rag, caplog):
+    manager = JobManager(ServedIndexes({"own": rag}), ConcurrencyLimiter(8))
+    try:
+        manager.follow("own", folder, prune=True)
+        until(lambda: rag.stats().documents == 8)
+        (folder / "0.txt").unlink()
+        (folder / "1.txt").write_bytes(b"\0\1")
+        until(lambda: rag.stats().documents == 7 and "1.txt is not in index own: binary file" in caplog.text)
+        until(lambda: all(job.over for job in manager.jobs("own")))
+        assert {job.facts.state for job in manager.jobs("own")} == {"done"}
+    finally:
+        manager.close()
+
+
+def test_wrong_usage_is_refused(ragkv, folder, index, tmp_path):
+    for more in (["--dry-run"], [folder / "0.txt"]):
+        shown = ragkv("ingest", folder, *more, "--watch", "--index", index)
+        assert shown.code == 2
+        assert "--watch follows folders" in shown.err
+    (file := tmp_path / "config.toml").write_text(f'[[watch]]\nindex = "{index}"\nfolder = "{folder}"\nprune = true\n')
+    assert [(each.folder, each.prune) for each in UserFile.read(file).watch] == [(str(folder), True)]
+    for text in ('watch = "a"', "watch = [1]", "[[watch]]\nfile = 1", "[[watch]]\nprune = 1"):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="watch"):
+            UserFile.read(file)
+
+
+def test_a_full_disk_does_not_end_it(folder, index, monkeypatch, ragkv):
+    outcomes = iter([StoreFullError("The disk is full."), KeyboardInterrupt()])
+
+    def follow(*_, **more):
+        raise next(outcomes)
+
+    monkeypatch.setattr(RagKV, "follow", follow)
+    monkeypatch.setattr(watch, "WALK_TICKS", 1)
+    shown = ragkv("ingest", folder, "--index", index, "--watch", "--device", "cpu")
+    assert shown.code == 0
+    assert "The disk is full. The next look at the folders tries again." in shown.err
