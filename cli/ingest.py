@@ -115,7 +115,8 @@ def ingest(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            help="Files and folders (text, Markdown, HTML, PDF, DOCX, CSV, JSON Lines), or - for stdin.", metavar="PATH"
+            help="Files and folders (text, Markdown, HTML, PDF, Office, EPUB, mail, CSV, JSON Lines), or - for stdin.",
+            metavar="PATH",
         ),
     ],
     index: Index = DEFAULT_INDEX,

@@ -23,33 +23,33 @@ _NODES = 3_000_000  # elements and attributes, 100 to 200 bytes each in memory; 
 _PARTS = 100  # XML parts; an ordinary document has five
 _READ_BYTES = 1 << 16
 _CHAIN = 50  # longest chain of styles based on each other
-_OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # the container of an encrypted DOCX, and of a .doc
+OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # the container of an encrypted DOCX, and of a .doc
 _DROPPED = {"del", "moveFrom", "Fallback", "pPr", "rPr", "tblPr", "sdtPr", "instrText", "delText", "rt", "tbl"}
-_BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, LookupError, RuntimeError, ValueError)
+BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, LookupError, RuntimeError, ValueError)
 
 
 def read_docx(data: bytes) -> Parsed:
     """A section per heading. Deleted text of tracked changes, page headers and tables of contents are left out."""
     from lxml import etree
 
-    if data.startswith(_OLE):
+    if data.startswith(OLE):
         raise Unreadable("DOCX is protected with a password (or it is a .doc); save it as DOCX without one")
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            package = _Package(archive)
-            main = next(iter(_related(package, "", "officeDocument")), "word/document.xml")
+            package = Package(archive)
+            main = next(iter(related(package, "", "officeDocument")), "word/document.xml")
             body = package.xml(main)
-            levels, lists = _styles([package.xml(part) for part in _related(package, main, "styles")])
+            levels, lists = _styles([package.xml(part) for part in related(package, main, "styles")])
             notes = {
-                (kind, _get(note, "id")): note
+                (kind, attribute(note, "id")): note
                 for kind in ("footnote", "endnote")
-                for part in _related(package, main, f"{kind}s")
+                for part in related(package, main, f"{kind}s")
                 for note in package.xml(part)
             }
-            core = [package.xml(part) for part in _related(package, "", "core-properties")]
+            core = [package.xml(part) for part in related(package, "", "core-properties")]
         reader = _Reader(levels, lists, notes)
         blocks = [(clean(block), level) for block, level in reader.blocks(body)]
-    except (*_BROKEN, etree.XMLSyntaxError) as error:
+    except (*BROKEN, etree.XMLSyntaxError) as error:
         what = "damaged" if data.startswith(b"PK") else "it is none"
         raise Unreadable(f"DOCX cannot be read: {what} ({type(error).__name__})") from error
     headings, position = [], 0
@@ -58,16 +58,20 @@ def read_docx(data: bytes) -> Parsed:
             headings.append((position, level, block.lstrip("#").strip()))
         position += len(block) + 1
     text = "\n".join(block for block, _ in blocks)
-    named = [" ".join("".join(found.itertext()).split()) for root in core for found in root if _name(found) == "title"]
+    named = [
+        " ".join("".join(found.itertext()).split()) for root in core for found in root if local_name(found) == "title"
+    ]
     title = reader.title or next(iter(named), "") or next((words for _, level, words in headings if level == 1), None)
     return Parsed(text=text, sections=sections_under(text, headings), title=title or None)
 
 
-class _Package:
+class Package:
     """The XML parts of a document, unpacked up to a limit, because the sizes stated in a ZIP may be false."""
 
-    def __init__(self, archive: zipfile.ZipFile) -> None:
+    def __init__(self, archive: zipfile.ZipFile, kind: str = "DOCX", parts: int = _PARTS) -> None:
         self._archive = archive
+        self._kind = kind
+        self._most = parts
         self._bytes = self._nodes = self._parts = 0
 
     def names(self) -> list[str]:
@@ -77,49 +81,66 @@ class _Package:
         """The root element of a part; raises `Unreadable` while unpacking as soon as a limit is exceeded."""
         from lxml import etree
 
-        self._parts += 1
-        if self._parts > _PARTS:
-            raise Unreadable(f"DOCX cannot be read: it has more than {_PARTS} parts of text")
         parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False, remove_comments=True)
+        for data in self._pieces(part):
+            parser.feed(data)
+        return parser.close()
+
+    def read(self, part: str) -> bytes:
+        """The bytes of a part, within the same limits."""
+        return b"".join(self._pieces(part))
+
+    def _pieces(self, part: str) -> Iterator[bytes]:
+        self._parts += 1
+        if self._parts > self._most:
+            raise Unreadable(f"{self._kind} cannot be read: it has more than {self._most} parts of text")
         with self._archive.open(part) as stream:
             while data := stream.read(_READ_BYTES):
                 self._bytes += len(data)
                 # Counting bytes that open an element, give an attribute or name an entity works in UTF-16 too.
                 self._nodes += data.count(b"<") - data.count(b"</") + data.count(b"=") + data.count(b"&")
                 if self._bytes > _LARGEST:
-                    raise Unreadable(f"DOCX cannot be read: unpacked, it is larger than {_LARGEST >> 20} MiB")
+                    raise Unreadable(f"{self._kind} cannot be read: unpacked, it is larger than {_LARGEST >> 20} MiB")
                 if self._nodes > _NODES:
-                    raise Unreadable(f"DOCX cannot be read: it has more than {_NODES:,} elements")
-                parser.feed(data)
-        return parser.close()
+                    raise Unreadable(f"{self._kind} cannot be read: it has more than {_NODES:,} elements")
+                yield data
 
 
-def _related(package: _Package, part: str, kind: str) -> list[str]:
-    """The parts related to a part ("" is the package) by `kind`. Targets are relative to its folder."""
+def relations(package: Package, part: str) -> list[tuple[str, str, str]]:
+    """(id, kind, path) of the parts related to a part ("" is the package)."""
     folder, name = posixpath.split(part)
-    relations = posixpath.join(folder, "_rels", f"{name}.rels")
-    if relations not in package.names():
+    found = posixpath.join(folder, "_rels", f"{name}.rels")
+    if found not in package.names():
         return []
     return [
-        posixpath.normpath(posixpath.join("/", folder, _get(found, "Target"))).lstrip("/")
-        for found in package.xml(relations)
-        if _get(found, "Type").rpartition("/")[2] == kind and _get(found, "TargetMode") != "External"
+        (
+            attribute(each, "Id"),
+            attribute(each, "Type").rpartition("/")[2],
+            posixpath.normpath(posixpath.join("/", folder, attribute(each, "Target"))).lstrip("/"),
+        )
+        for each in package.xml(found)
+        if attribute(each, "TargetMode") != "External"
     ]
 
 
-def _name(element: Any) -> str:
+def related(package: Package, part: str, kind: str) -> list[str]:
+    """The paths of the parts related to a part ("" is the package) by `kind`."""
+    return [path for _, each, path in relations(package, part) if each == kind]
+
+
+def local_name(element: Any) -> str:
     """The local name (the standard's two editions differ in namespaces); "" for a processing instruction."""
     return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
 
 
-def _get(element: Any, name: str) -> str:
+def attribute(element: Any, name: str) -> str:
     return next((str(value) for key, value in element.attrib.items() if key.rpartition("}")[2] == name), "")
 
 
 def _find(element: Any, *path: str) -> Any:
     """The element below, by local names, or None."""
     for name in path:
-        element = next((below for below in element if _name(below) == name), None)
+        element = next((below for below in element if local_name(below) == name), None)
         if element is None:
             return None
     return element
@@ -127,7 +148,7 @@ def _find(element: Any, *path: str) -> Any:
 
 def _value(element: Any, *path: str) -> str:
     found = _find(element, *path)
-    return "" if found is None else _get(found, "val")
+    return "" if found is None else attribute(found, "val")
 
 
 def _styles(parts: list[Any]) -> tuple[dict[str, int | None], dict[str, bool]]:
@@ -136,7 +157,7 @@ def _styles(parts: list[Any]) -> tuple[dict[str, int | None], dict[str, bool]]:
     The level comes from the outline level or name of the style or of its base styles, so a user's style based on
     "heading 2" is a heading too.
     """
-    found = {_get(style, "styleId"): style for part in parts for style in part if _name(style) == "style"}
+    found = {attribute(style, "styleId"): style for part in parts for style in part if local_name(style) == "style"}
     levels: dict[str, int | None] = {}
     lists: dict[str, bool] = {}
     for name in found:
@@ -189,7 +210,7 @@ class _Reader:
 
     def _blocks(self, element: Any) -> Iterator[tuple[str, str, int | None]]:
         for child in element:
-            name = _name(child)
+            name = local_name(child)
             if name == "p":
                 yield from self._paragraph(child)
             elif name == "tbl":
@@ -235,7 +256,7 @@ class _Reader:
 
     def _words(self, element: Any) -> Iterator[str]:
         for child in element:
-            match _name(child):
+            match local_name(child):
                 case "t":
                     yield child.text or ""
                 case "tab" | "ptab":
@@ -247,8 +268,8 @@ class _Reader:
                 case "txbxContent":
                     self._boxes.append(child)
                 case "footnoteReference" | "endnoteReference" as name:
-                    self._noted.append((name.removesuffix("Reference"), _get(child, "id")))
-                    yield f"[{_get(child, 'id')}]"
+                    self._noted.append((name.removesuffix("Reference"), attribute(child, "id")))
+                    yield f"[{attribute(child, 'id')}]"
                 case name if name not in _DROPPED:
                     yield from self._words(child)
 
@@ -262,7 +283,7 @@ class _Reader:
             for cell in _below(row, "tc"):
                 words = " ".join(" ".join(text for _, text, _ in self._blocks(cell)).split()).replace("|", r"\|")
                 merged = _find(cell, "tcPr", "vMerge")
-                if merged is not None and _get(merged, "val") != "restart" and rows and len(cells) < len(rows[-1]):
+                if merged is not None and attribute(merged, "val") != "restart" and rows and len(cells) < len(rows[-1]):
                     words = rows[-1][len(cells)]
                     self._spend(len(words))
                 span = _value(cell, "tcPr", "gridSpan")
@@ -283,7 +304,7 @@ class _Reader:
 def _below(element: Any, name: str) -> Iterator[Any]:
     """The rows of a table, or the cells of a row, also inside content controls; not those of a nested table."""
     for child in element:
-        if _name(child) == name:
+        if local_name(child) == name:
             yield child
-        elif _name(child) not in {*_DROPPED, "tr", "tc", "tbl"}:
+        elif local_name(child) not in {*_DROPPED, "tr", "tc", "tbl"}:
             yield from _below(child, name)

@@ -246,7 +246,8 @@ def sniff(data: bytes) -> str:
         return _type("pdf")
     if data.startswith(b"PK\x03\x04"):
         # a ZIP stores its members' names uncompressed; its directory, which may be huge, is not read
-        return _type("docx") if b"word/" in data else TEXT
+        kinds = {b"word/": "docx", b"xl/": "xlsx", b"ppt/": "pptx", b"epub+zip": "epub", b"opendocument.text": "odt"}
+        return next((_type(kind) for mark, kind in kinds.items() if mark in data), TEXT)
     sample = data[:_SAMPLE] if len(data) <= _SAMPLE else data[:_SAMPLE].rpartition(b"\n")[0] or data[:_SAMPLE]
     try:
         text = decode(sample[: len(sample) & ~1] if sample[:2] in (b"\xff\xfe", b"\xfe\xff") else sample)

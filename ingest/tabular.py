@@ -209,15 +209,18 @@ def _read_table(text: str, delimiter: str, *, above: int = 0) -> Parsed:
     ]
     if not rows:
         raise Unreadable("no text found")
+    body, sections = join_rows(table_rows(rows))
+    return Parsed(text=body, sections=sections)
+
+
+def table_rows(rows: Sequence[tuple[int, list[str]]]) -> Iterator[tuple[str, str]]:
+    """(place, text) of each numbered row; the first names the columns if it is a header."""
     names: list[str] = []
     if _is_header([row for _, row in rows[: _SAMPLE + 1]]):
         names, rows = rows[0][1], rows[1:]
     key = next((i for i, name in enumerate(names) if name.lower() in ("id", "_id", "key")), None)
-    body, sections = join_rows(
-        (place(number, row[key] if key is not None and key < len(row) else None), fields_text(_named(names, row)))
-        for number, row in rows
-    )
-    return Parsed(text=body, sections=sections)
+    for number, row in rows:
+        yield place(number, row[key] if key is not None and key < len(row) else None), fields_text(_named(names, row))
 
 
 def _named(names: Sequence[str], row: Sequence[str]) -> Iterator[tuple[str, str]]:

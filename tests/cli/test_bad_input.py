@@ -64,7 +64,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[
     (folder / "strange" / "empty.txt").write_bytes(b"")
     (folder / "strange" / "binary.txt").write_bytes(bytes(range(256)) * 8)
     (folder / "strange" / "broken.pdf").write_bytes(b"%PDF-1.4\nthis is not one")
-    (folder / "strange" / "sheet.xlsx").write_bytes(b"PK\x03\x04\x00\x00\x00\x00" + bytes(range(256)))
+    (folder / "strange" / "sheet.xls").write_bytes(b"PK\x03\x04\x00\x00\x00\x00" + bytes(range(256)))
     (folder / "strange" / "long.txt").write_text("Halden " * 2000)
     (folder / "lines.jsonl").write_text('{"question": "Who?"}\n{"question": ')
     (folder / "questions.jsonl").write_text('{"question": "Who founded Halden Works?", "answers": ["Mira"]}\n')
@@ -103,7 +103,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("ingest {folder}/strange/empty.txt --index {index}", 1, "empty file"),
     ("ingest {folder}/strange/binary.txt --index {index}", 1, "binary file"),
     ("ingest {folder}/strange/broken.pdf --index {index}", 1, "PDF cannot be read"),
-    ("ingest {folder}/strange/sheet.xlsx --index {index}", 1, "unsupported type"),
+    ("ingest {folder}/strange/sheet.xls --index {index}", 1, "unsupported type"),
     ("ingest {folder}/nothing --index {index}", 1, "no supported files found"),
     ("ingest {documents} --index {index} --model mini", 1, "was made with model ="),
     ("ingest {documents} --index {index} --chunk-tokens 64", 1, "was made with chunk_tokens = 128, not 64"),
@@ -122,7 +122,7 @@ TABLE: list[tuple[str, int, str]] = [
     # text from a pipe, which here is none
     (PIPED + " --prune", 2, "- is not a folder"),
     (PIPED + " -", 2, "give - once"),
-    (PIPED + " --type xlsx", 2, "No loader reads the type 'xlsx'; choose one of csv,"),
+    (PIPED + " --type xls", 2, "No loader reads the type 'xls'; choose one of csv,"),
     (PIPED + " --name ''", 2, "choose another --name"),
     (PIPED + " /no/such", 2, "No such file or folder"),
     (PIPED.replace("-", "{documents}", 1) + " --name x", 2, "add - to read it"),

@@ -65,7 +65,7 @@ def test_line_ends_become_newlines_and_the_hash_is_of_the_bytes(tmp_path):
 )
 def test_binary_bytes_are_refused(tmp_path, data):
     assert reason(tmp_path, "a.txt", data) == "binary file"
-    assert reason(tmp_path, "a.xlsx", data) == "unsupported type .xlsx"
+    assert reason(tmp_path, "a.xls", data) == "unsupported type .xls"
 
 
 def test_blank_text_and_late_faults(tmp_path, monkeypatch):
