@@ -15,7 +15,7 @@ from typing import Any
 from ragkv.benchmarks.papers.apb import APB_3
 from ragkv.benchmarks.papers.ape import APE_3, APE_5
 from ragkv.benchmarks.papers.blend import BLEND_1, BLEND_2
-from ragkv.benchmarks.papers.block import BLOCK_1, BLOCK_4
+from ragkv.benchmarks.papers.block import BLOCK_1, BLOCK_4, REAL_1
 from ragkv.benchmarks.papers.pced import (
     CODECS,
     PCED_1,
@@ -588,6 +588,7 @@ TABLES: dict[str, Table] = {
         *(PCED_1, PCED_2, PCED_3, PCED_4, PCED_5, PCED_6, PCED_7),
         *(CODECS, BLEND_1, BLEND_2),
         *(APE_3, APE_5),
+        REAL_1,
         *(APB_3, BLOCK_1, BLOCK_4),  # last, because they need checkpoints of their own
     )
 }
