@@ -17,6 +17,9 @@ from ragkv.model.checkpoint import ADAPTER
 
 SETTINGS = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "bias", "target_modules")
 
+CHUNKS = 4
+"""Chunks per question of new indexes: with 8, an earlier adapter refused far fewer questions that it should refuse."""
+
 
 def main(tuned: Path) -> None:
     target = smollm2_adapter_path()
@@ -29,7 +32,8 @@ def main(tuned: Path) -> None:
     (target / "adapter_config.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
     made = json.loads((tuned / "ragkv.json").read_text(encoding="utf-8"))
     recipe = {name: value for name, value in made["recipe"].items() if name not in ("data", "output", "eval_data")}
-    (target / "ragkv.json").write_text(json.dumps({**made, "recipe": recipe}, indent=1) + "\n", encoding="utf-8")
+    declared = {**made, "top_k": CHUNKS, "recipe": recipe}
+    (target / "ragkv.json").write_text(json.dumps(declared, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def pages(unpacked: Path) -> Iterator[tuple[str, str]]:
 def passages_of(unpacked: Path) -> dict[str, str]:
     """The passages of the packages by id: the page's name and the number of the passage in it."""
     cut = runpy.run_path(str(HERE.parent / "debian" / "questions.py"))["passages"]
-    found = {}
+    found: dict[str, str] = {}
     for name, text in pages(unpacked):
         for number, passage in enumerate(cut(name, text)):
             if len(passage.text) >= 150 and len(passage.chunk) <= 1600:
@@ -182,38 +182,51 @@ def worlds(rng: random.Random, count: int) -> Iterator[Source]:
 
 
 def rows(rng: random.Random, sources: Sequence[Source], others: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Rows of one source each: some of its passages among others of the same kind, with up to five questions.
+    """A row for each source: some of its passages among others of the same kind, with up to ten questions.
 
-    One row in six has lost the passages that answer its questions.
+    Three rows in ten have lost one of these passages, with up to three questions that it answers.
     """
     for source in sources:
-        kept = [(text, asked) for text, asked in source.passages if asked]
-        rng.shuffle(kept)
-        lost = rng.random() < 1 / 6
-        asked = [one for _, some in kept for one in some]
-        rng.shuffle(asked)
-        asked = asked[: rng.randint(3, 4)]
-        texts = [] if lost else [text for text, some in kept if any(one in some for one in asked)]
-        size, room = sum(map(len, texts)), rng.choice((1, 1, 2, 3, 4)) * MOST
-        for text in rng.sample(others, 12):
-            holds = any(one.key and one.key.lower() in text.lower() for one in asked)
-            if not holds and text not in texts and size + len(text) <= room and len(texts) < 8:
+        held = [(text, some) for text, some in source.passages if some]
+        rng.shuffle(held)
+        held = held[: rng.choice((1, 2, 2, 3, 4))]
+        lost = held.pop()[1] if len(held) > 1 and rng.random() < 0.3 else ()
+        texts = [text for text, _ in held]
+        asked = [one for _, some in held for one in some]
+        asked = rng.sample(asked, min(len(asked), rng.randint(6, 9)))
+        open_ = [*rng.sample(lost, min(len(lost), 3)), *rng.sample(source.unanswered, min(len(source.unanswered), 1))]
+        keys = [one.key.lower() for one in (*asked, *open_) if one.key]
+        # other passages of the document are the hardest to tell apart from those that answer
+        near = [text for text, _ in source.passages if text not in texts]
+        near = rng.sample(near, min(len(near), rng.choice((0, 1, 3))))
+        count, room = rng.choice((1, 2, 3, 4, 5, 6, 8)), rng.choice((1, 2, 3, 4, 5)) * MOST
+        for text in (*near, *rng.sample(others, 12)):
+            holds = any(key in text.lower() for key in keys)
+            if not holds and text not in texts and sum(map(len, texts)) + len(text) <= room and len(texts) < count:
                 texts.append(text)
-                size += len(text)
-        if not texts or not asked:
+        if not asked:
             continue
         rng.shuffle(texts)
-        questions = [{"prompt": one.question, "response": UNKNOWN if lost else one.answer} for one in asked]
-        if source.unanswered and not lost:
-            questions.append({"prompt": rng.choice(source.unanswered).question, "response": UNKNOWN})
+        questions = [{"prompt": one.question, "response": one.answer} for one in asked]
+        questions += [{"prompt": one.question, "response": UNKNOWN} for one in open_]
         rng.shuffle(questions)
         yield {"questions": questions, "blocks": texts}
+
+
+def joined(rng: random.Random, sources: Sequence[Source]) -> list[Source]:
+    """Three sources each as one, since a passage of the packages has only a few questions."""
+    mixed = rng.sample(sources, len(sources))
+    groups = [mixed[start : start + 3] for start in range(0, len(mixed), 3)]
+    return [
+        Source(tuple(held for one in group for held in one.passages), tuple(q for one in group for q in one.unanswered))
+        for group in groups
+    ]
 
 
 def main(unpacked: Path, output: Path) -> None:
     rng = random.Random(0)
     passages = passages_of(unpacked)
-    real, own, made = list(written(passages)), list(documents(rng)), list(worlds(rng, 700))
+    real, own, made = list(written(passages)), list(documents(rng)), list(worlds(rng, 300))
     kinds = sorted({name.partition("/")[0] for name in passages})
     prose = [rng.choice([text for name, text in passages.items() if name.startswith(kind)]) for kind in kinds * 150]
     pools = [
@@ -223,10 +236,11 @@ def main(unpacked: Path, output: Path) -> None:
     ]
     train: list[dict[str, Any]] = []
     heldout: list[dict[str, Any]] = []
-    for sources, pool, times in zip((real, own, made), pools, (2, 4, 1), strict=True):
-        learned = [source for number, source in enumerate(sources) if number % HELDOUT]
+    for sources, pool, times in zip((real, own, made), pools, (3, 5, 1), strict=True):
         for _ in range(times):
-            train += rows(rng, learned, pool)
+            cut_anew = list(documents(rng)) if sources is own else sources
+            learned = [source for number, source in enumerate(cut_anew) if number % HELDOUT]
+            train += rows(rng, joined(rng, learned) if sources is real else learned, pool)
         heldout += list(rows(rng, sources[::HELDOUT], pool))[:40]
     rng.shuffle(train)
     output.mkdir(parents=True, exist_ok=True)

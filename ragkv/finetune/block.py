@@ -249,7 +249,7 @@ def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> d
 
 def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any]:
     """What the tuned checkpoint declares; `ragkv.model.checkpoint` reads it and the engine `block` follows it."""
-    kept = {name: value for name, value in model.checkpoint.recommended.items() if name == "chunk_tokens"}
+    kept = {name: value for name, value in model.checkpoint.recommended.items() if name in ("chunk_tokens", "top_k")}
     return {
         "block_tuned": True,
         "sink": config.sink,

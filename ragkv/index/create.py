@@ -164,8 +164,10 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     checkpoint = resolve(model) if isinstance(model, str) else None  # IndexConfig refuses other types below
     recommended = {} if checkpoint is None else checkpoint.recommended
     defaults = {"default_engine": "block" if recommended.get("block_tuned") else "ape"}
-    if "chunk_tokens" in recommended:
-        defaults["chunk_tokens"] = recommended["chunk_tokens"]
+    engines = settings.get("engines")
+    if isinstance(engines, list | tuple) and engines and defaults["default_engine"] not in engines:
+        defaults["default_engine"] = engines[0]
+    defaults |= {name: recommended[name] for name in ("chunk_tokens", "top_k") if name in recommended}
     config = IndexConfig(**(defaults | retrieval_defaults(settings) | dict(settings)))
     if checkpoint is None:
         return config

@@ -115,8 +115,8 @@ _IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json", HEA
 class Checkpoint:
     """A model as the user named it (`name`) and as transformers loads it (`location`).
 
-    `recommended` is the content of the checkpoint's `ragkv.json`: `block_tuned`, `over`, `sink`, `chunk_tokens`, `bos`,
-    `history`.
+    `recommended` is the content of the checkpoint's `ragkv.json`: `block_tuned`, `over`, `sink`, `chunk_tokens`,
+    `top_k`, `bos`, `history`.
     """
 
     name: str

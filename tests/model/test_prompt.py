@@ -513,9 +513,12 @@ def test_a_sink_of_the_bos_needs_one(base_model, note, tmp_path):
 
 def test_a_tuned_checkpoint_says_it_for_new_indexes(base_model):
     assert new_config({"model": str(base_model)}).prompt.bos == "auto"
-    (base_model / "ragkv.json").write_text(json.dumps({"block_tuned": True, "bos": "none"}))
+    (base_model / "ragkv.json").write_text(json.dumps({"block_tuned": True, "bos": "none", "top_k": 3}))
     made = new_config({"model": str(base_model), "prompt": PromptConfig(system="Be.")})
     assert made.prompt == PromptConfig(system="Be.", bos="none")
+    assert (made.default_engine, made.top_k) == ("block", 3)
+    made = new_config({"model": str(base_model), "engines": ("full", "ape"), "top_k": 5})
+    assert (made.default_engine, made.top_k) == ("full", 5)  # the default is one of the index's engines
     [one] = all_candidates(parse_specs("block"), models=[str(base_model)])
     assert one.prompt.bos == "none"
     [other] = all_candidates(parse_specs("block(prompt.bos=auto)"), models=[str(base_model)])
