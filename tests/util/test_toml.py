@@ -25,6 +25,7 @@ from ragkv.config import (
     IngestConfig,
     PromptConfig,
     RuntimeConfig,
+    TierConfig,
     load_config,
     save_config,
 )
@@ -70,6 +71,16 @@ DECODINGS = st.builds(
     seed=st.none() | st.integers(0, (1 << 63) - 1),
     stop=st.lists(TEXTS.filter(bool), max_size=3),
     stop_ids=st.lists(st.integers(0, (1 << 63) - 1), max_size=3),
+    thinking=st.sampled_from(("off", "on")) | st.integers(1, 1000),
+    **dict.fromkeys(("schema", "regex", "grammar"), st.none()),  # one at most, and without `stop`: see below
+)
+TIERS = st.builds(
+    TierConfig,
+    url=st.sampled_from(("redis://localhost:6379", "file:///srv/kv", "s3://bucket/a b")),
+    namespace=st.from_regex(r"[a-z0-9-]{1,64}", fullmatch=True),
+    secret=st.sampled_from(("", "RAGKV_SECRET")),
+    timeout=st.floats(0.001, 60),
+    ttl=st.integers(0, (1 << 31) - 1),
 )
 AUTO_OR_NUMBER = st.just("auto") | st.integers(1, (1 << 63) - 1)
 ENCODINGS = st.builds(EncodingConfig, context=st.integers(0, 1 << 16))
@@ -101,6 +112,7 @@ CONFIGS = st.builds(
     decoding=DECODINGS,
     ingest=LIMITS,
     tuning=st.dictionaries(TEXTS, st.dictionaries(TEXTS, VALUES, max_size=4), max_size=3),
+    tiers=st.lists(TIERS, max_size=2).map(tuple),
 )
 
 
@@ -114,7 +126,7 @@ def result(value: Any) -> str:
 
 
 def test_every_setting_is_drawn():
-    for drawn in (CONFIGS, PROMPTS, RUNTIMES, ENCODINGS, LIMITS, DECODINGS):
+    for drawn in (CONFIGS, PROMPTS, RUNTIMES, ENCODINGS, LIMITS, DECODINGS, TIERS):
         made = drawn.wrapped_strategy
         assert {field.name for field in fields(made.target)} == made.kwargs.keys()
 
@@ -125,6 +137,14 @@ def test_an_index_reads_back_what_it_was_made_with(config):
     text = config.to_toml()
     assert result(IndexConfig.from_toml(text)) == result(config)
     text.encode()
+
+
+@pytest.mark.parametrize(
+    "one", [{"schema": '{"type": "integer"}'}, {"regex": "[a-z]+"}, {"grammar": 'start: "yes" | "no"'}]
+)
+def test_what_answers_are_restricted_to_reads_back(one):
+    config = IndexConfig(decoding=Decoding(**one))
+    assert IndexConfig.from_toml(config.to_toml()) == config
 
 
 @pytest.mark.parametrize("number", [1e308 * 10, -math.inf, 5e-324, 1e16, -0.0, 0.1 + 0.2])
