@@ -274,6 +274,7 @@ def _watch(
     quiet: bool,
 ) -> None:
     """Ingest what changes in the folders until Ctrl-C: by the index's server while one is up, else here."""
+    from ragkv.ingest.ingester import IngestReport
 
     def apply(changes: FolderChanges) -> bool:
         report = IngestReport()
@@ -293,8 +294,6 @@ def _watch(
         elif not quiet:
             _notify(report, rag.folder)
         return True
-
-    from ragkv.ingest.ingester import IngestReport
 
     if not quiet:
         note(f"Watching {', '.join(map(str, folders))}; Ctrl-C ends it.")

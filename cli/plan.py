@@ -166,8 +166,10 @@ def plan(
         raise UsageError("--questions and --zipf are about the budget of an index: add --index DIR.")
     if nodes is not None and chunks is None:
         raise UsageError("--nodes needs --chunks: how many chunks those machines hold.")
-    if chunks is not None and (not 1 <= chunks <= 1e15 or (nodes or 1) < 1):
-        raise UsageError("--chunks and --nodes must be at least 1.")
+    if chunks is not None:
+        from ragkv.planning.cluster import check_size, plan_cluster
+
+        check_size(chunks, nodes or 1)  # before the sample is measured
     if not paths:
         raise UsageError("Say what to plan: PATH for an ingest, or --index DIR for a budget of KV.")
     settings = given_values(
@@ -202,8 +204,6 @@ def plan(
         )
     cluster = None
     if chunks is not None:
-        from ragkv.planning.cluster import plan_cluster
-
         cluster = plan_cluster(found, chunks, nodes or 1, zipf=1.0 if zipf is None else zipf, seed=seed)
     if as_json:
         print_json(found.to_json() | ({} if cluster is None else {"cluster": cluster.to_json()}))

@@ -13,6 +13,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ragkv.ingest.parser import Parsed, Unreadable, check_text, sections_under
@@ -23,35 +24,26 @@ _NODES = 3_000_000  # elements and attributes, 100 to 200 bytes each in memory; 
 _PARTS = 100  # XML parts; an ordinary document has five
 _READ_BYTES = 1 << 16
 _CHAIN = 50  # longest chain of styles based on each other
-OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # the container of an encrypted DOCX, and of a .doc
+_OLE = bytes.fromhex("d0cf11e0a1b11ae1")  # the container of an encrypted DOCX, and of a .doc
 _DROPPED = {"del", "moveFrom", "Fallback", "pPr", "rPr", "tblPr", "sdtPr", "instrText", "delText", "rt", "tbl"}
-BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, LookupError, RuntimeError, ValueError)
+_BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, LookupError, RuntimeError, ValueError)
 
 
 def read_docx(data: bytes) -> Parsed:
     """A section per heading. Deleted text of tracked changes, page headers and tables of contents are left out."""
-    from lxml import etree
-
-    if data.startswith(OLE):
-        raise Unreadable("DOCX is protected with a password (or it is a .doc); save it as DOCX without one")
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            package = Package(archive)
-            main = next(iter(related(package, "", "officeDocument")), "word/document.xml")
-            body = package.xml(main)
-            levels, lists = _styles([package.xml(part) for part in related(package, main, "styles")])
-            notes = {
-                (kind, attribute(note, "id")): note
-                for kind in ("footnote", "endnote")
-                for part in related(package, main, f"{kind}s")
-                for note in package.xml(part)
-            }
-            core = [package.xml(part) for part in related(package, "", "core-properties")]
+    with opened(data, "DOCX", _PARTS, older="it is a .doc") as package:
+        main = next(iter(related(package, "", "officeDocument")), "word/document.xml")
+        body = package.xml(main)
+        levels, lists = _styles([package.xml(part) for part in related(package, main, "styles")])
+        notes = {
+            (kind, attribute(note, "id")): note
+            for kind in ("footnote", "endnote")
+            for part in related(package, main, f"{kind}s")
+            for note in package.xml(part)
+        }
+        core = [package.xml(part) for part in related(package, "", "core-properties")]
         reader = _Reader(levels, lists, notes)
         blocks = [(clean(block), level) for block, level in reader.blocks(body)]
-    except (*BROKEN, etree.XMLSyntaxError) as error:
-        what = "damaged" if data.startswith(b"PK") else "it is none"
-        raise Unreadable(f"DOCX cannot be read: {what} ({type(error).__name__})") from error
     headings, position = [], 0
     for block, level in blocks:
         if level is not None and level > 0:
@@ -65,10 +57,25 @@ def read_docx(data: bytes) -> Parsed:
     return Parsed(text=text, sections=sections_under(text, headings), title=title or None)
 
 
+@contextmanager
+def opened(data: bytes, kind: str, parts: int, *, older: str = "of an older format") -> Iterator[Package]:
+    """An archive of at most `parts` XML parts; every damage of it, within the block too, becomes `Unreadable`."""
+    from lxml import etree
+
+    if data.startswith(_OLE):
+        raise Unreadable(f"{kind} is protected with a password (or {older}); save it as {kind} without one")
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            yield Package(archive, kind, parts)
+    except (*_BROKEN, etree.XMLSyntaxError) as error:
+        what = "damaged" if data.startswith(b"PK") else "it is none"
+        raise Unreadable(f"{kind} cannot be read: {what} ({type(error).__name__})") from error
+
+
 class Package:
     """The XML parts of a document, unpacked up to a limit, because the sizes stated in a ZIP may be false."""
 
-    def __init__(self, archive: zipfile.ZipFile, kind: str = "DOCX", parts: int = _PARTS) -> None:
+    def __init__(self, archive: zipfile.ZipFile, kind: str, parts: int) -> None:
         self._archive = archive
         self._kind = kind
         self._most = parts

@@ -8,40 +8,23 @@ from __future__ import annotations
 
 import email
 import email.policy
-import io
 import re
-import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import datetime, timedelta
 from posixpath import dirname, join, normpath
 from typing import Any, cast
 from urllib.parse import unquote
 
-from ragkv.ingest.docx import BROKEN, OLE, Package, attribute, local_name, related, relations
+from ragkv.ingest.docx import Package, attribute, local_name, opened, related, relations
 from ragkv.ingest.parser import Parsed, Unreadable, check_text, join_sections, sections_under
 from ragkv.ingest.tabular import table_rows
 from ragkv.ingest.text import clean, decode, read_html
 
+_PARTS = 5000  # of an archive: sheets, slides, chapters
 _CELLS = 3_000_000  # of a workbook, with the empty ones before a filled one
 _REPEATS = 64  # most copies of a cell, or spaces, that one ODT element stands for
 _MESSAGES = 100_000  # of a mailbox
 _DATE_FORMATS = {*range(14, 23), *range(45, 48)}  # numFmtId, ECMA-376 part 1, 18.8.30
-
-
-@contextmanager
-def _opened(data: bytes, kind: str, parts: int = 5000) -> Iterator[Package]:
-    """The archive; every damage of it becomes `Unreadable`."""
-    from lxml import etree
-
-    if data.startswith(OLE):
-        raise Unreadable(f"{kind} is protected with a password (or of an older format); save it as {kind} without one")
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            yield Package(archive, kind, parts)
-    except (*BROKEN, etree.XMLSyntaxError) as error:
-        what = "damaged" if data.startswith(b"PK") else "it is none"
-        raise Unreadable(f"{kind} cannot be read: {what} ({type(error).__name__})") from error
 
 
 def _all(element: Any, name: str) -> Iterator[Any]:
@@ -63,7 +46,7 @@ def _listed(package: Package, main: str, element: str, kind: str) -> Iterator[tu
 
 def read_xlsx(data: bytes) -> Parsed:
     """Each row of each sheet as a CSV's row, cited as "Sheet, row 17"; a formula is its last value."""
-    with _opened(data, "XLSX") as package:
+    with opened(data, "XLSX", _PARTS) as package:
         workbook = next(iter(related(package, "", "officeDocument")), "xl/workbook.xml")
         strings = [_text(item) for part in related(package, workbook, "sharedStrings") for item in package.xml(part)]
         dates = _date_styles([package.xml(part) for part in related(package, workbook, "styles")])
@@ -131,7 +114,7 @@ def _value(cell: Any, strings: Sequence[str], dates: Sequence[bool]) -> str:
 
 def read_pptx(data: bytes) -> Parsed:
     """A page per slide: its paragraphs and tables, then the speaker's notes."""
-    with _opened(data, "PPTX") as package:
+    with opened(data, "PPTX", _PARTS) as package:
         main = next(iter(related(package, "", "officeDocument")), "ppt/presentation.xml")
         slides = []
         for _, part in _listed(package, main, "sldId", "slide"):
@@ -157,7 +140,7 @@ def read_epub(data: bytes) -> Parsed:
     """The chapters in the order of the spine, each as an HTML page, cited by its title or first heading."""
     chapters: list[tuple[str, dict[str, Any]]] = []
     left_out: list[str] = []
-    with _opened(data, "EPUB") as package:
+    with opened(data, "EPUB", _PARTS) as package:
         main = next((attribute(f, "full-path") for f in _all(package.xml("META-INF/container.xml"), "rootfile")), "")
         package_file = package.xml(main)
         title = next((" ".join("".join(found.itertext()).split()) for found in _all(package_file, "title")), None)
@@ -180,7 +163,7 @@ def read_epub(data: bytes) -> Parsed:
 
 def read_odt(data: bytes) -> Parsed:
     """Headings, paragraphs, lists and tables as Markdown; deleted text of tracked changes is left out."""
-    with _opened(data, "ODT") as package:
+    with opened(data, "ODT", _PARTS) as package:
         body = next(_all(package.xml("content.xml"), "body"), None)
     lines: list[str] = []
     headings: list[tuple[int, int, str]] = []

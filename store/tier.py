@@ -269,10 +269,10 @@ class _Connected:
         space = config.namespace
         if self.secret is not None:  # so that its name says nothing
             space = hmac.new(self.secret, f"namespace {space}".encode(), hashlib.sha256).hexdigest()[:32]
-        facts = json.dumps(codec.config(), sort_keys=True)
+        self._codec = codec.config()
+        facts = json.dumps(self._codec, sort_keys=True)
         lossy = hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()
         self._prefix = f"ragkv/{SCHEMA_VERSION}/{space}/{lossy}"
-        self._codec = codec.config()
         self.denied: OrderedDict[str, None] = OrderedDict()
         self.tier: Tier = (
             RedisTier(config.url, timeout=config.timeout, ttl=config.ttl)
@@ -382,7 +382,7 @@ class SharedTiers:
     def __init__(
         self, configs: Sequence[TierConfig], codec: Codec, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._codec, self._clock = codec, clock
+        self._codec = codec
         self._tiers = [_Connected(config, codec, clock) for config in configs]
         self._room = threading.Condition()
         self._waiting = 0
@@ -424,7 +424,8 @@ class SharedTiers:
                 identity = asked[future]
                 value, error = _outcome(future)
                 if error is not None:
-                    each.use.failures, problem = each.use.failures + 1, error
+                    problem = error
+                    each.use.failures += 1
                 elif value is None:
                     each.use.misses += 1
                 else:
@@ -481,10 +482,8 @@ class SharedTiers:
                         record = record or encode_record(kv, identity, self._codec)
                         value = each.seal(record)
                         if each.tier.put(name, value):
-                            each.use.written, each.use.written_bytes = (
-                                each.use.written + 1,
-                                each.use.written_bytes + len(value),
-                            )
+                            each.use.written += 1
+                            each.use.written_bytes += len(value)
                         problem = None
                     except Exception as error:  # of any client
                         problem = error

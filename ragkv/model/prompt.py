@@ -347,14 +347,20 @@ class Tokens:
         begin = found[0].replace("/", "", 1)
         return begin, f"{begin[0]}/{begin[1:]}"
 
+    @cached_property
+    def _headers(self) -> tuple[str, str]:
+        """The chat template's own end of a prompt without and with thinking; rendering takes a while."""
+        asked = [{"role": "user", "content": _QUESTION}]
+        before = self.render(asked, header=False) or ""
+        off, on = ((self.render(asked, enable_thinking=each) or "").removeprefix(before) for each in (False, True))
+        return off, on
+
     def header(self, text: str, *, thinking: bool) -> str:
         """A prompt's end, as rendered without thinking, for an answer with or without it: within a thought or after."""
         if self.thought is None:
             return text
         begin, end = self.thought
-        asked = [{"role": "user", "content": _QUESTION}]
-        before = self.render(asked, header=False) or ""
-        off, on = ((self.render(asked, enable_thinking=each) or "").removeprefix(before) for each in (False, True))
+        off, on = self._headers
         if thinking:
             text = text.removesuffix(off) + on if off and text.endswith(off) else text
             return text if text.rstrip().endswith(begin) else f"{text}{begin}\n"

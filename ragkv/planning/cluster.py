@@ -100,15 +100,20 @@ class ClusterPlan:
         return asdict(self)
 
 
+def check_size(chunks: float, nodes: int) -> None:
+    """UsageError for less than one chunk or node, or more chunks than anybody has."""
+    if not 1 <= chunks <= 1e15 or nodes < 1:
+        raise UsageError("--chunks and --nodes must be at least 1.")
+
+
 def plan_cluster(
     plan: Plan, chunks: float, nodes: int, *, zipf: float = 1.0, questions: int = 20_000, seed: int = 0
 ) -> ClusterPlan:
     """Scale the plan of a sample to `chunks` chunks on `nodes` nodes like the one that measured it.
 
-    An ingest is divided evenly. UsageError for less than one chunk or node.
+    An ingest is divided evenly. UsageError as `check_size`.
     """
-    if not chunks >= 1 or nodes < 1 or chunks > 1e15:
-        raise UsageError("--chunks and --nodes must be at least 1.")
+    check_size(chunks, nodes)
     corpus, scale = plan.corpus, chunks / plan.corpus.chunks.value
     chunk_tokens = corpus.tokens.value / corpus.chunks.value
     codec = next(one for one in plan.codecs if one.codec == plan.codec)

@@ -59,6 +59,7 @@ from ragkv.server.schemas import (
 )
 from ragkv.server.streaming import (
     AnswerResponse,
+    ThoughtDeltas,
     TrimmedText,
     in_conversation,
     require_unicode,
@@ -87,8 +88,7 @@ class QueryFormatter:
         self._url = url_of
         self._warnings = warnings
         self._local = local
-        self._trimmed, self._thoughts = TrimmedText(), TrimmedText()
-        self._thought = 0
+        self._trimmed, self._thoughts = TrimmedText(), ThoughtDeltas()
         self._found = False
         self._sent = 0
 
@@ -114,10 +114,8 @@ class QueryFormatter:
             yield event(
                 {"sources": [{**each, "tokens_won": None} for each in self._sources(stream.sources)]}, "sources"
             )
-        thought = stream.reasoning  # it grows in another thread
-        if more := self._thoughts.take(thought[self._thought :]):
+        if more := self._thoughts.take(stream):
             yield event({"text": more}, "reasoning")
-        self._thought = len(thought)
         yield from self._tokens(stream)
 
     def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:

@@ -42,6 +42,7 @@ from ragkv.server.schemas import (
 from ragkv.server.streaming import (
     AnswerResponse,
     ConversationText,
+    ThoughtDeltas,
     TrimmedText,
     in_conversation,
     require_unicode,
@@ -472,8 +473,7 @@ class ChatFormatter:
         self._usage = asked.stream_options is not None and asked.stream_options.include_usage
         self._completion = completion
         self._footer = footer
-        self._trimmed, self._thoughts = TrimmedText(), TrimmedText()
-        self._thought = 0
+        self._trimmed, self._thoughts = TrimmedText(), ThoughtDeltas()
         self._content = ""
 
     def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
@@ -489,10 +489,8 @@ class ChatFormatter:
         yield event(self._completion.role())
 
     def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
-        thought = stream.reasoning  # it grows in another thread
-        if more := self._thoughts.take(thought[self._thought :]):
+        if more := self._thoughts.take(stream):
             yield event(self._completion.thought(more))
-        self._thought = len(thought)
         for each in (delta,) if self._calls is None else self._calls.push(delta):
             if not isinstance(each, str):
                 yield event(self._completion.called(*each))

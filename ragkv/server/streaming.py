@@ -67,6 +67,19 @@ class TrimmedText:
         return shown
 
 
+class ThoughtDeltas:
+    """What is new in an answer's thought, which grows in another thread, without white space at both ends."""
+
+    def __init__(self) -> None:
+        self._trimmed = TrimmedText()
+        self._seen = 0
+
+    def take(self, stream: AsyncAnswerStream) -> str:
+        thought = stream.reasoning
+        new, self._seen = thought[self._seen :], len(thought)
+        return self._trimmed.take(new)
+
+
 class AnswerResponse:
     """Sends one answer in the format of a protocol, and gives up its place in the limiter when it ends."""
 
