@@ -404,9 +404,11 @@ def nothing_read(skipped: Sequence[Skipped]) -> IngestError:
     return IngestError(f"Nothing to ingest: {reasons or 'no supported files found'}.", skipped)
 
 
-def is_current(store: Store, source: SourceFile, recipe: str) -> bool:
-    """Whether the store holds this content with the same media type. OSError if the file cannot be hashed."""
-    if not store.is_current(source.document_id, source.digest(), recipe):
+def is_current(store: Store, source: SourceFile, recipe: str, digest: str | None = None) -> bool:
+    """Whether the store holds this content with the same media type. OSError if the file cannot be hashed, unless its
+    `digest` is known.
+    """
+    if not store.is_current(source.document_id, digest or source.digest(), recipe):
         return False
     stored = store.document(source.document_id)
     return stored is not None and stored.document.media_type == source.media_type

@@ -49,7 +49,7 @@ class FolderWatcher:
     """Follows folders for one index. `prune` deletes the documents whose files are gone, except those of a folder that
     is gone or empty as a whole: it may be a disk that is not mounted.
 
-    `is_current` says whether the index holds a file as it is. Files of more than `largest` bytes are not hashed.
+    `is_current` says whether the index holds a file with this digest. Files beyond `largest` bytes are not hashed.
     `notify` gets sentences about folders that are gone and notifications that fail.
     """
 
@@ -57,7 +57,7 @@ class FolderWatcher:
         self,
         folders: Iterable[Path],
         store: Store,
-        is_current: Callable[[SourceFile], bool],
+        is_current: Callable[[SourceFile, str], bool],
         *,
         prune: bool = False,
         largest: int,
@@ -111,7 +111,7 @@ class FolderWatcher:
                 digest = str(error)
             settled = max(at.st_mtime_ns, at.st_ctime_ns) < began - _RACY
             found.files[source.document_id] = (times if settled else None, digest)
-            if (known is None or known[1] != digest) and not self._is_current(source):
+            if (known is None or known[1] != digest) and not self._is_current(source, digest):
                 changed.append(source)
         gone = self._gone(present, sources, skipped, last) if self._prune else []
         fresh = [skip for skip in skipped if skip not in last.skipped]

@@ -265,7 +265,7 @@ class RagKV:
         return FolderWatcher(
             folders,
             self.store,
-            lambda source: is_current(self.store, source, recipe),
+            lambda source, digest: is_current(self.store, source, recipe, digest),
             prune=prune,
             largest=ParseLimits.of(self.config.ingest).file,
             notify=notify,

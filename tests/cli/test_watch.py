@@ -20,7 +20,7 @@ from nightly import NIGHTLY
 from ragkv import RagKV
 from ragkv.cli.options import UserFile
 from ragkv.errors import ConfigError, StoreFullError
-from ragkv.ingest import watch
+from ragkv.ingest import SourceFile, watch
 from ragkv.server.jobs import JobManager
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
@@ -55,6 +55,33 @@ def folder(tmp_path) -> Path:
 def rag(tmp_path, model_folder):
     with RagKV.create(tmp_path / "own", model=str(model_folder), device="cpu", engines=("ape",)) as made:
         yield made
+
+
+def test_a_walk_reads_a_file_once_and_a_huge_one_never(rag, folder, monkeypatch):
+    """What cannot be read is a change too: the ingest says why it is left out."""
+    (folder / "huge.txt").write_text("x" * 4096)
+    (folder / "shut.txt").write_text("Nobody reads this.")
+    hashed, digest = [], SourceFile.digest
+
+    def counted(source):
+        hashed.append(source.name)
+        if source.name == "shut.txt":
+            raise PermissionError(13, "Permission denied")
+        return digest(source)
+
+    monkeypatch.setattr(SourceFile, "digest", counted)
+    watcher = rag.watcher([folder], notify=pytest.fail)
+    monkeypatch.setattr(watcher, "_largest", 1024)
+    seen, stop = [], threading.Event()
+
+    def apply(changes):
+        seen.extend(source.name for source in changes.sources)
+        stop.set()
+        return True
+
+    watcher.follow(apply, stop)
+    assert sorted(seen) == sorted([*(f"{number}.txt" for number in range(8)), "huge.txt", "shut.txt"])
+    assert sorted(hashed) == sorted({*seen} - {"huge.txt"})
 
 
 @pytest.fixture
