@@ -23,11 +23,13 @@ from ragkv.evaluation.io import Progress, parse_specs
 from ragkv.evaluation.metrics import Task
 from ragkv.evaluation.statistics import bootstrap_mean
 from ragkv.evaluation.tasks.catalog import make_task
+from ragkv.evaluation.tasks.files import load_tasks
 from ragkv.model.checkpoint import MINI
 
 Scores = Mapping[str, Sequence[tuple[str, float]]]
 """For each column, pairs of question id and score in [0, 1]. A mean over columns has several, any other cell one."""
 
+_REPOSITORY = Path(__file__).parents[2]
 _DECIMALS = 9  # means of the same scores in another order differ by less
 
 
@@ -271,7 +273,8 @@ MEASURES: Mapping[Measure, str] = {
 class Column:
     """A task, a slice of a task (`kind`), or the mean of other columns (`mean_of`), which all weigh the same.
 
-    `task` is written as for `ragkv eval answers`. If `limit` is None, the table's limit applies. With `measure` "same",
+    `task` is written as for `ragkv eval answers`; a .jsonl file is named from the repository's root, and its questions
+    bring their chunks. If `limit` is None, the table's limit applies. With `measure` "same",
     the figure is the share of answers that equal, letter by letter, those of the line that `same_as` names. Measures
     other than these two are for tables that `measure` themselves.
     """
@@ -290,6 +293,9 @@ class Column:
 
     def make(self, seed: int, limit: int) -> Task:
         """The task with at most `limit` questions. Raises UsageError for an unknown one."""
+        if self.task.endswith(".jsonl"):
+            [task] = load_tasks(_REPOSITORY / self.task, limit=limit, seed=seed)
+            return replace(task, name=self.task)
         [spec] = parse_specs(self.task)
         return make_task(spec, seed=seed, limit=limit, chunks=self.chunks)
 
