@@ -14,7 +14,7 @@ from statistics import fmean
 from ragkv.benchmarks.papers.table import Ask, Cell, Column, Order, Paper, Table, TableRow, across, along, printed
 from ragkv.evaluation.answers import ExampleResult
 from ragkv.evaluation.metrics import Task
-from ragkv.evaluation.tune import STEPS, APESetting, best_setting
+from ragkv.evaluation.tune import STEPS, APESetting, SettingScore, search_stage
 
 _ASKED = 30  # questions per kind
 _SEED = 7_001  # no table uses it, so the contexts differ even where names coincide
@@ -40,35 +40,26 @@ def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> Calibration:
     else passes its `task`, of which other questions are drawn by a separate seed.
     """
     plain = APESetting(prefix_newlines=0, temperature=1.0, scale=1.0)
-    tried: dict[APESetting, float] = {}  # right answers of each setting that was not dropped
+    trials: dict[APESetting, SettingScore] = {}
     tasks = [Column(label="", task=task, chunks=chunks).make(_SEED, 2 * _ASKED)] if task else _tasks(chunks)
     asked = sum(len(each.examples) for each in tasks)
     over = f"`{task}`" if task else "training worlds"
 
-    def best(settings: Sequence[APESetting]) -> APESetting:
-        """The best of `settings`. As in `ragkv tune`, one that cannot win is dropped, which changes no result."""
-        right = {setting: 0.0 for setting in settings if setting not in tried}
-        left = asked
-        for portion in _portions(tasks):
-            lines = [TableRow(label="", engine=_ape(one.temperature, one.scale)) for one in right]
-            for setting, found in zip(right, ask(portion, lines), strict=True):
-                right[setting] += sum(result.score or 0.0 for result in found)
-            left -= sum(len(each.examples) for each in portion)
-            lead = max([*right.values(), *(tried[setting] for setting in settings if setting in tried)])
-            right = {one: count for one, count in right.items() if count + left >= lead or one == plain}
-        tried.update(right)
-        return best_setting({setting: tried[setting] for setting in settings if setting in tried})
+    def right(portion: list[Task], settings: Sequence[APESetting]) -> list[float]:
+        results = ask(portion, [TableRow(label="", engine=_ape(one.temperature, one.scale)) for one in settings])
+        return [sum(result.score or 0.0 for result in found) for found in results]
 
-    at_t = best([replace(plain, temperature=value) for value in STEPS])
-    found = best([replace(at_t, scale=value) for value in STEPS])
+    portions = [(sum(len(each.examples) for each in one), partial(right, one)) for one in _portions(tasks)]
+    at_t = search_stage("temperature", [replace(plain, temperature=t) for t in STEPS], portions, trials, keep=plain)
+    found = search_stage("scale", [replace(at_t, scale=value) for value in STEPS], portions, trials)
+    shares = [f"{100 * trials[setting].right / asked:.1f} %" for setting in (plain, at_t, found)]
     return Calibration(
         temperature=found.temperature,
         scale=found.scale,
         explanation=(
             f"T = {found.temperature:g} and S = {found.scale:g} were searched greedily (APE §4.4) on "
             f"{asked} questions over {over}, seed {_SEED}, {chunks} chunks each: "
-            f"{100 * tried[plain] / asked:.1f} % right at T = S = 1, {100 * tried[at_t] / asked:.1f} % with T, "
-            f"{100 * tried[found] / asked:.1f} % with both."
+            f"{shares[0]} right at T = S = 1, {shares[1]} with T, {shares[2]} with both."
         ),
     )
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -48,7 +49,7 @@ class SettingScore:
 
     stage: Stage
     setting: APESetting
-    right: int
+    right: float
     asked: int
     given_up: bool = False
 
@@ -138,28 +139,11 @@ class Tuner:
         trials: dict[APESetting, SettingScore] = {}
 
         def measure(stage: Stage, settings: Sequence[APESetting]) -> APESetting:
-            """Try the settings that were not tried yet, and return the best of all.
-
-            A setting is given up when it could not catch up even if it answered all remaining questions right. The
-            search finds the same setting, without generating the long answers of hopeless ones.
-            """
-            tried = {setting: trials[setting] for setting in settings if setting in trials}
-            right: dict[APESetting, list[bool]] = {setting: [] for setting in settings if setting not in trials}
-            for number, question in enumerate(asked):
-                lead = max([t.right for t in tried.values()] + [sum(found) for found in right.values()], default=0)
-                for setting, found in right.items():
-                    if len(found) == number and sum(found) + len(asked) - number >= lead:
-                        found.append(self._right(question, setting))
+            def ask(question: Question, left: Sequence[APESetting]) -> list[bool]:
                 meter.add(len(settings), stage)
-            for setting, found in right.items():
-                trials[setting] = tried[setting] = SettingScore(
-                    stage=stage,
-                    setting=setting,
-                    right=sum(found),
-                    asked=len(found),
-                    given_up=len(found) < len(asked),
-                )
-            return _best(tried.values())
+                return [self._right(question, setting) for setting in left]
+
+            return search_stage(stage, settings, [(1, partial(ask, question)) for question in asked], trials)
 
         full = self._count(asked, None, meter, "full")
         measure("now", [self.now])
@@ -269,13 +253,42 @@ def write_setting(folder: Path, setting: APESetting) -> None:
     )
 
 
-def best_setting(right: Mapping[APESetting, float]) -> APESetting:
-    """The setting with most right answers; on a tie, the one that changes least."""
-    return min(right, key=lambda setting: (-right[setting], *setting.distance))
+def search_stage(
+    stage: Stage,
+    settings: Sequence[APESetting],
+    portions: Sequence[tuple[int, Callable[[Sequence[APESetting]], Sequence[float]]]],
+    trials: dict[APESetting, SettingScore],
+    *,
+    keep: APESetting | None = None,
+) -> APESetting:
+    """One stage of the greedy search: try the settings that `trials` lacks, and return the best of `settings`. On a
+    tie, the one that changes least wins.
+
+    A portion is a number of questions and a function that gives each setting's right answers to them. A setting is
+    given up, unless it is `keep`, when it could not catch up even if it answered all remaining questions right. The
+    search finds the same setting, without generating the long answers of hopeless ones.
+    """
+    known = [trials[setting] for setting in settings if setting in trials]
+    right: dict[APESetting, float] = {setting: 0 for setting in settings if setting not in trials}
+    asked, total = dict.fromkeys(right, 0), sum(count for count, _ in portions)
+    done, left = 0, list(right)
+    for count, ask in portions:
+        for setting, found in zip(left, ask(left), strict=True):
+            right[setting] += found
+            asked[setting] += count
+        done += count
+        lead = max([*right.values(), *(trial.right for trial in known)], default=0)
+        left = [one for one in left if one == keep or right[one] + total - done >= lead]
+    for one in right:
+        trials[one] = SettingScore(
+            stage=stage, setting=one, right=right[one], asked=asked[one], given_up=asked[one] < total
+        )
+    return _best(trials[setting] for setting in settings)
 
 
 def _best(trials: Iterable[SettingScore]) -> APESetting:
-    return best_setting({trial.setting: trial.right for trial in trials if not trial.given_up})
+    finished = (trial for trial in trials if not trial.given_up)
+    return min(finished, key=lambda trial: (-trial.right, *trial.setting.distance)).setting
 
 
 class _Meter:
