@@ -113,10 +113,9 @@ def doctor(
     Example: `ragkv doctor --questions questions.jsonl`
     """
     from ragkv.evaluation.doctor import Doctor, Environment, JudgedModel, models_present, remedies
-    from ragkv.evaluation.io import Spec, parse_specs
+    from ragkv.evaluation.io import Spec, made_questions, parse_specs, read_questions
+    from ragkv.evaluation.metrics import draw_sample
     from ragkv.evaluation.quality import check_plot, keep_quality, plot_quality
-    from ragkv.evaluation.questions import made_questions, read_questions
-    from ragkv.evaluation.statistics import draw_sample
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_names
 
@@ -378,9 +377,8 @@ def tune(
 
     Example: `ragkv tune questions.jsonl --index my-index --holdout`
     """
-    from ragkv.evaluation.io import ResultCache
-    from ragkv.evaluation.questions import golden_questions
-    from ragkv.evaluation.statistics import draw_sample
+    from ragkv.evaluation.io import ResultCache, golden_questions
+    from ragkv.evaluation.metrics import draw_sample
     from ragkv.evaluation.tune import Tuner, split, write_setting
     from ragkv.pipeline import RagKV
 

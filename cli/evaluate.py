@@ -18,8 +18,7 @@ from ragkv.util.display import json_text
 
 if TYPE_CHECKING:
     from ragkv.evaluation.answers import Candidate, ScoreRow
-    from ragkv.evaluation.metrics import Task
-    from ragkv.evaluation.ranking import MetricValue, RetrievalTask
+    from ragkv.evaluation.metrics import MetricValue, RetrievalTask, Task
     from ragkv.pipeline import RagKV
 
 Cells: TypeAlias = list[str]
@@ -444,9 +443,8 @@ def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: d
 
 def _questions(path: Path, limit: int | None, seed: int) -> Task:
     """The questions of a file that have gold answers."""
-    from ragkv.evaluation.metrics import Task
-    from ragkv.evaluation.questions import golden_questions
-    from ragkv.evaluation.statistics import draw_sample
+    from ragkv.evaluation.io import golden_questions
+    from ragkv.evaluation.metrics import Task, draw_sample
 
     golden, _ = golden_questions(path)
     return Task.of(draw_sample(golden, limit, seed), name=path.stem, metric="subspan_em")
@@ -527,7 +525,7 @@ def retrieval(
 
     Example: `ragkv eval retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
     """
-    from ragkv.evaluation.ranking import measure
+    from ragkv.evaluation.metrics import measure
     from ragkv.evaluation.retrieval import Settings, corpus_searches, index_searches, judged_questions, load_models
     from ragkv.evaluation.tasks.files import read_benchmark
     from ragkv.pipeline import RagKV

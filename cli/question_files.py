@@ -23,8 +23,7 @@ import typer
 
 from ragkv.cli.console import count, echo, note, percent_bar, print_json
 from ragkv.errors import ConfigError, RagkvError, UsageError
-from ragkv.evaluation.io import FileRow
-from ragkv.evaluation.questions import question_of
+from ragkv.evaluation.io import FileRow, question_of
 from ragkv.types import Answer
 from ragkv.util.display import json_text
 from ragkv.util.files import open_plain, parse_json, read_plain, replace_plain

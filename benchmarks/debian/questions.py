@@ -25,7 +25,7 @@ from typing import Any
 
 import bm25s
 
-from ragkv.evaluation.questions import normal
+from ragkv.evaluation.io import normal
 
 HERE = Path(__file__).parent
 page = runpy.run_path(str(HERE / "documents.py"))["page"]

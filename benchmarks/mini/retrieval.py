@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from ragkv.benchmarks.mini.data import train_bpe
-from ragkv.evaluation.ranking import Passage, RetrievalTask, hit_at, ndcg_at
+from ragkv.evaluation.metrics import Passage, RetrievalTask, hit_at, ndcg_at
 from ragkv.evaluation.retrieval import Settings, corpus_searches
 from ragkv.finetune.block import replace_folder
 from ragkv.finetune.data import Progress, passages

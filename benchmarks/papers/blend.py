@@ -42,8 +42,7 @@ from ragkv.evaluation.answers import (
     next_token_kl,
 )
 from ragkv.evaluation.io import Progress, ResultCache, digest_of
-from ragkv.evaluation.metrics import Example, Task, score
-from ragkv.evaluation.statistics import mean_interval
+from ragkv.evaluation.metrics import Example, Task, mean_interval, score
 from ragkv.evaluation.tasks.files import load_tasks
 from ragkv.model.checkpoint import MINI
 from ragkv.pipeline import RagKV
@@ -200,7 +199,7 @@ def _scores(
 def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
     """A number for each question, whose mean is sum(parts) / sum(wholes) and whose spread is that of this ratio.
 
-    (Taylor linearisation, as in `ragkv.evaluation.statistics`.)
+    (Taylor linearisation, as in `ragkv.evaluation.metrics`.)
     """
     mean, ratio = fmean(wholes), sum(parts) / sum(wholes)
     return [ratio + (part - ratio * whole) / mean for part, whole in zip(parts, wholes, strict=True)]

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ragkv.benchmarks.papers.apb import APB_3
 from ragkv.benchmarks.papers.ape import APE_3, APE_5
 from ragkv.benchmarks.papers.blend import BLEND_1, BLEND_2
-from ragkv.benchmarks.papers.block import BLOCK_1, BLOCK_4, REAL_1
+from ragkv.benchmarks.papers.block import APB_3, BLOCK_1, BLOCK_4, REAL_1
 from ragkv.benchmarks.papers.pced import (
     CODECS,
     PCED_1,

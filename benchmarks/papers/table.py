@@ -20,8 +20,7 @@ import ragkv
 from ragkv.evaluation.answers import GIVEN, RAW, Candidate, ExampleResult, all_candidates
 from ragkv.evaluation.doctor import Environment
 from ragkv.evaluation.io import Progress, parse_specs
-from ragkv.evaluation.metrics import Task
-from ragkv.evaluation.statistics import bootstrap_mean
+from ragkv.evaluation.metrics import Task, bootstrap_mean
 from ragkv.evaluation.tasks.catalog import make_task
 from ragkv.evaluation.tasks.files import load_tasks
 from ragkv.model.checkpoint import MINI

@@ -53,8 +53,8 @@ from ragkv.cli.options import Device, WorkFolder, given_names
 from ragkv.engines import make_engine
 from ragkv.errors import UsageError
 from ragkv.evaluation.answers import Comparison, IndexSource, run_candidates
+from ragkv.evaluation.io import Question
 from ragkv.evaluation.metrics import Task
-from ragkv.evaluation.questions import Question
 from ragkv.pipeline import RagKV
 from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd, codec_from_config
 from ragkv.store.record import EncodedRecord, Manifest, decode_record, drop_pool, encode_record

@@ -28,9 +28,8 @@ from ragkv.decoding import GREEDY, Decoding
 from ragkv.engines import ContextChunk, Engine, Request, engine_class
 from ragkv.errors import ConfigError, KVMismatchError, PromptTooLongError, UnsupportedModelError, UsageError
 from ragkv.evaluation.io import Progress, ResultCache, Spec, digest_of
-from ragkv.evaluation.metrics import Example, Task, score
+from ragkv.evaluation.metrics import Example, Task, bootstrap_mean, score
 from ragkv.evaluation.retrieval import MemoEmbedder, MemoReranker, build_searcher
-from ragkv.evaluation.statistics import bootstrap_mean
 from ragkv.index.conversation import Conversation, Turn
 from ragkv.index.index import indexes_of, kinds_of, useful_kinds
 from ragkv.index.search import Searcher

@@ -1,4 +1,6 @@
-"""The metrics of answers, by name; all lie in [0, 1] and need at least one gold answer.
+"""The metrics of answers and of rankings, and their means over questions with 95 % intervals.
+
+Those of answers go by name, lie in [0, 1] and need at least one gold answer.
 
 They follow the benchmarks' own code, including its quirks, so that figures are comparable with published ones:
 
@@ -15,24 +17,37 @@ They follow the benchmarks' own code, including its quirks, so that figures are 
   full stops, and a longest common subsequence is counted by its *distinct* words, as are both texts. Ties are broken as
   in the package, because only the words of one such subsequence count. One difference: the package recurses once per
   word and fails at about a thousand words without a full stop, which LongBench counts as 0.
+
+Rankings have recall, hit rate, reciprocal rank and nDCG per question. A ranking is a sequence of distinct ids, best
+first. Relevance maps ids to grades; an id without a grade above 0 is not relevant. Without a relevant id no measure is
+defined, so they raise ValueError instead of returning 0 or 1.
+
+The intervals of verdicts stay honest when few questions were asked or all had the same result. The unit is the
+question, not the token, because the tokens of one answer are right or wrong together. One entirely right and one
+entirely wrong question are added to those that were asked, as Bonett and Price (2012) do for paired proportions. So
+every interval has a width, and the interval of three right answers is still wide.
 """
 
 from __future__ import annotations
 
 import ast
+import math
+import random
 import re
 import string
 import unicodedata
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from types import MappingProxyType
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
+
+import numpy as np
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.questions import Question, contains_answer
+from ragkv.evaluation.io import Progress, Question, contains_answer
 
 _EPSILON = 1e-8  # the package's, so equal texts score 1 - 5e-9
 
@@ -388,3 +403,251 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "string_match_part": _string_match_part,
     }
 )
+
+
+Interval = tuple[float, float]
+
+_NORMAL = 1.959964  # the 97.5 % quantile of the normal distribution
+
+
+def share_interval(parts: Sequence[float], sizes: Sequence[float] | None = None) -> Interval:
+    """The interval of sum(parts) / sum(sizes) in [0, 1], with a part and its size per question (default size: 1).
+
+    If all n questions are right, the lower end is 1 - 2.96 / (n + 2): 0.41 for three, 0.95 for sixty.
+    """
+    sizes = [1.0] * len(parts) if sizes is None else sizes
+    mean = sum(sizes) / len(sizes)
+    value, error = _ratio_and_error([*parts, mean, 0.0], [*sizes, mean, mean])
+    return max(0.0, value - error), min(1.0, value + error)
+
+
+def difference_interval(differences: Sequence[float]) -> Interval:
+    """The interval of the mean of differences in [-1, 1], one per question that both were asked."""
+    low, high = share_interval([(difference + 1) / 2 for difference in differences])
+    return 2 * low - 1, 2 * high - 1
+
+
+def mean_interval(sums: Sequence[float], sizes: Sequence[float]) -> Interval:
+    """The interval of sum(sums) / sum(sizes), which is unbounded: the added question equals the worst one asked."""
+    worst = max(range(len(sums)), key=lambda at: sums[at] / sizes[at])
+    value, error = _ratio_and_error([*sums, sums[worst]], [*sizes, sizes[worst]])
+    return max(0.0, value - error), value + error
+
+
+def _ratio_and_error(parts: Sequence[float], sizes: Sequence[float]) -> tuple[float, float]:
+    """The ratio of the sums, and 1.96 times its standard error over questions (Taylor linearisation)."""
+    n, total = len(parts), math.fsum(sizes)
+    value = math.fsum(parts) / total
+    squares = math.fsum((part - value * size) ** 2 for part, size in zip(parts, sizes, strict=True))
+    return value, _NORMAL * math.sqrt(squares * n / (n - 1)) / total
+
+
+_RESAMPLES = 2000
+_BLOCK = 1 << 20  # indices drawn at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean:
+    """A mean over `n` questions; `ci95` is (low, high)."""
+
+    value: float
+    n: int
+    ci95: Interval
+
+
+def bootstrap_mean(strata: Sequence[Sequence[float]], seed: int) -> Mean:
+    """The mean of the strata's means, with a percentile bootstrap interval over each stratum's questions.
+
+    It is reproducible by `seed`. If all questions of each stratum have the same value, the interval has no width,
+    however many there are.
+    """
+    if not strata or not all(strata):
+        raise ValueError("a mean needs at least one value")
+    rng = np.random.default_rng(seed)
+    value = math.fsum(math.fsum(stratum) / len(stratum) for stratum in strata) / len(strata)
+    n = sum(map(len, strata))
+    if all(min(stratum) == max(stratum) for stratum in strata):
+        return Mean(value=value, n=n, ci95=(value, value))
+    drawn = np.zeros(_RESAMPLES)
+    for stratum in strata:
+        sample = np.asarray(stratum, dtype=np.float64)
+        rows = max(1, _BLOCK // len(sample))
+        for start in range(0, _RESAMPLES, rows):
+            size = min(rows, _RESAMPLES - start), len(sample)
+            drawn[start : start + rows] += sample[rng.integers(len(sample), size=size)].mean(axis=1)
+    low, high = np.quantile(drawn / len(strata), (0.025, 0.975))
+    return Mean(value=value, n=n, ci95=(float(low), float(high)))
+
+
+T = TypeVar("T")
+
+
+def draw_sample(items: Sequence[T], limit: int | None, seed: int) -> list[T]:
+    """At most `limit` of `items` (None: all), drawn by `seed`, in their order."""
+    if limit is None or len(items) <= limit:
+        return list(items)
+    return [items[at] for at in sorted(random.Random(seed).sample(range(len(items)), limit))]
+
+
+Relevance = Mapping[str, float]
+
+
+def recall_at(ranked: Sequence[str], relevance: Relevance, k: int) -> float:
+    """The share of all relevant ids among the first `k`. If R > k ids are relevant, it is at most k / R (trec_eval)."""
+    return _found(ranked, relevance, k) / len(_relevant(relevance))
+
+
+def hit_at(ranked: Sequence[str], relevance: Relevance, k: int) -> float:
+    """1.0 if a relevant id is among the first `k`, else 0.0."""
+    return float(_found(ranked, relevance, k) > 0)
+
+
+def reciprocal_rank(ranked: Sequence[str], relevance: Relevance, k: int | None = None) -> float:
+    """1 / rank of the first relevant id, or 0.0 if none is among the first `k` (None: among all)."""
+    relevant = _relevant(relevance)
+    for rank, found in enumerate(_head(ranked, k), start=1):
+        if found in relevant:
+            return 1 / rank
+    return 0.0
+
+
+def ndcg_at(ranked: Sequence[str], relevance: Relevance, k: int) -> float:
+    """The DCG of the first `k`, divided by the DCG of the best possible ranking.
+
+    This is trec_eval's `ndcg_cut`, which BEIR reports: DCG = Σ grade / log2(rank + 1), with the grade itself and not
+    2^grade - 1.
+    """
+    relevant = _relevant(relevance)
+    gains = [relevant.get(found, 0.0) for found in _head(ranked, k)]
+    return _dcg(gains) / _dcg(sorted(relevant.values(), reverse=True)[:k])
+
+
+def _found(ranked: Sequence[str], relevance: Relevance, k: int) -> int:
+    relevant = _relevant(relevance)
+    return sum(found in relevant for found in _head(ranked, k))
+
+
+def _head(ranked: Sequence[str], k: int | None) -> Sequence[str]:
+    if k is not None and k < 1:
+        raise ValueError(f"k must be at least 1, not {k}")
+    head = ranked[:k]
+    if len(set(head)) != len(head):  # it would be counted twice
+        raise ValueError("a ranking holds an id twice")
+    return head
+
+
+def _relevant(relevance: Relevance) -> dict[str, float]:
+    relevant = {name: grade for name, grade in relevance.items() if grade > 0}
+    if not relevant:
+        raise ValueError("no id is relevant")
+    return relevant
+
+
+def _dcg(gains: Sequence[float]) -> float:
+    return math.fsum(gain / math.log2(rank + 1) for rank, gain in enumerate(gains, start=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passage:
+    """A text that can be retrieved: a benchmark's document, which is in no index."""
+
+    passage_id: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalQuestion:
+    """A question, and the ids of the passages or chunks that are relevant to it, with grades above 0.
+
+    `excluded` is a passage that is removed from every ranking: the question itself, if the corpus contains it.
+    """
+
+    question_id: str
+    question: str
+    relevant: Mapping[str, float]
+    excluded: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrievalTask:
+    """A set of questions with known relevant ids.
+
+    `unjudged` are the ids of questions without a relevant passage, for which no measure is defined. `passages` is the
+    corpus, or None if it is the user's index. `notes` are sentences that a reader of the figures must know.
+    """
+
+    name: str
+    judgements: Sequence[RetrievalQuestion]
+    unjudged: Sequence[str] = ()
+    passages: Sequence[Passage] | None = None
+    notes: Sequence[str] = ()
+
+    def sample(self, limit: int | None, seed: int) -> Self:
+        """A copy with at most `limit` judged questions, drawn by `seed`, in their order. The corpus stays complete."""
+        if limit is None or len(self.judgements) <= limit:
+            return self
+        note = f"{limit} of {len(self.judgements)} judged questions, drawn by seed {seed}"
+        return replace(self, judgements=draw_sample(self.judgements, limit, seed), notes=[*self.notes, note])
+
+
+Search = Callable[[str, int], Sequence[str]]
+"""A function from (question, k) to at most `k` distinct ids, best first."""
+
+MEASURES = {"recall": recall_at, "hit": hit_at, "mrr": reciprocal_rank, "ndcg": ndcg_at}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricValue:
+    """One measured mean over the `n` judged questions, with its 95 % bootstrap interval (docs/design.md)."""
+
+    task: str
+    engine: str
+    metric: str
+    value: float
+    n: int
+    ci95: tuple[float, float]
+    seed: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A row in the form that `ragkv eval … --json` prints."""
+        return asdict(self)
+
+
+def measure(
+    task: RetrievalTask,
+    searches: Mapping[str, Search],
+    ks: Sequence[int],
+    *,
+    seed: int,
+    on_progress: Progress | None = None,
+) -> list[MetricValue]:
+    """Ask every search every question and return, for each search, each measure at each of `ks`.
+
+    Questions are the outer loop, so that searches that share an embedder embed each question once. A ranking may be
+    shorter than k, if the search found nothing more.
+    """
+    depth = max(ks)
+    values: dict[tuple[str, str], list[float]] = {
+        (engine, f"{name}@{k}"): [] for engine in searches for name in MEASURES for k in ks
+    }
+    for done, judgement in enumerate(task.judgements):
+        for engine, search in searches.items():
+            if on_progress is not None:
+                on_progress(done, len(task.judgements), engine)
+            ranked = _ranking(search, judgement, depth)
+            for name, at in MEASURES.items():
+                for k in ks:
+                    values[engine, f"{name}@{k}"].append(at(ranked, judgement.relevant, k))
+    if on_progress is not None:
+        on_progress(len(task.judgements), len(task.judgements), "")
+    return [
+        MetricValue(task=task.name, engine=engine, metric=metric, seed=seed, **asdict(bootstrap_mean([found], seed)))
+        for (engine, metric), found in values.items()
+    ]
+
+
+def _ranking(search: Search, judgement: RetrievalQuestion, depth: int) -> list[str]:
+    if judgement.excluded is None:
+        return list(search(judgement.question, depth))
+    ranked = search(judgement.question, depth + 1)
+    return [found for found in ranked if found != judgement.excluded][:depth]

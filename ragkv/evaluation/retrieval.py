@@ -41,9 +41,8 @@ from numpy.typing import NDArray
 
 from ragkv.config import MODES, NONE, Mode
 from ragkv.errors import ConfigError, RetrievalError, UsageError
-from ragkv.evaluation.io import FileRow, Progress, rows
-from ragkv.evaluation.questions import normal, question_of
-from ragkv.evaluation.ranking import Passage, RetrievalQuestion, RetrievalTask, Search
+from ragkv.evaluation.io import FileRow, Progress, normal, question_of, rows
+from ragkv.evaluation.metrics import Passage, RetrievalQuestion, RetrievalTask, Search
 from ragkv.index.index import indexes_of, kinds_of, served, useful_kinds, why_not_served
 from ragkv.index.search import Searcher
 from ragkv.pipeline import RagKV

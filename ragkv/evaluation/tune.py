@@ -13,9 +13,8 @@ from ragkv.config import load_config, save_config
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.answers import Candidate, IndexSource, run_candidates
-from ragkv.evaluation.io import Progress, ResultCache, digest_of
+from ragkv.evaluation.io import Progress, Question, ResultCache, digest_of
 from ragkv.evaluation.metrics import Task
-from ragkv.evaluation.questions import Question
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV

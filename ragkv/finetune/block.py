@@ -45,8 +45,6 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ragkv.attention.mask import Visible, require_neutral, window_of
-from ragkv.attention.mask import visible as visible_window
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import MissingExtraError, ModelLoadError, UnsupportedModelError, UsageError, install_hint
 from ragkv.finetune.config import BlockTuneConfig, resumed_settings
@@ -62,6 +60,8 @@ from ragkv.finetune.data import (
     read_examples,
     tokenise,
 )
+from ragkv.model.attention_hook import Visible, require_neutral, window_of
+from ragkv.model.attention_hook import visible as visible_window
 from ragkv.model.checkpoint import Checkpoint, pick_device, resolve
 from ragkv.model.language_model import LanguageModel
 from ragkv.model.loading import open_checkpoint, quiet_loading

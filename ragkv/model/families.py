@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragkv.attention.rope import Rotary
-from ragkv.model.mla import rotated_last, rotated_last_in_pairs
+from ragkv.model.attention_hook import rotated_last, rotated_last_in_pairs
 
 
 def adapt_falcon(model: Any) -> bool:

@@ -31,12 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk
-from ragkv.attention.mask import Visible, require_rule
 from ragkv.attention.partial import LayerCall
 from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, KVArena, TokenSequence
 from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
-from ragkv.model.attention_hook import LayerMask
+from ragkv.model.attention_hook import LayerMask, Visible, require_rule
 from ragkv.model.checkpoint import Checkpoint, pick_devices, require_on_hub, resolve
 from ragkv.model.families import without_rotary
 from ragkv.model.language_model import LanguageModel, shallow_copy

@@ -15,9 +15,9 @@ import torch
 from ragkv.engines import engine_names, make_engine
 from ragkv.engines.base import unsupported_reason
 from ragkv.model.apb.document import BlockLayout
+from ragkv.model.attention_hook import latent_bytes
 from ragkv.model.checkpoint import computes_in
 from ragkv.model.language_model import LanguageModel
-from ragkv.model.mla import latent_bytes
 from ragkv.model.self_check import load_model
 from ragkv.store import KVIdentity, Store, codec_from_config, codec_names
 from ragkv.types import Encoding

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.evaluation.questions import normal
+from ragkv.evaluation.io import normal
 from ragkv.evaluation.tasks.files import load_tasks
 
 HERE = Path(__file__).parents[2] / "benchmarks" / "debian"

@@ -37,10 +37,8 @@ from ragkv.evaluation.answers import (
     run,
     run_candidates,
 )
-from ragkv.evaluation.io import parse_specs
-from ragkv.evaluation.metrics import Example, Task
-from ragkv.evaluation.questions import Question
-from ragkv.evaluation.statistics import bootstrap_mean
+from ragkv.evaluation.io import Question, parse_specs
+from ragkv.evaluation.metrics import Example, Task, bootstrap_mean
 from ragkv.index.answer import validate_task
 from ragkv.index.contexts import Contexts
 from ragkv.model.apb.compressors import RetainingHeads, widths_of

@@ -22,9 +22,9 @@ from ragkv.evaluation.doctor import (
     proposed,
     remedies,
 )
+from ragkv.evaluation.io import Question
 from ragkv.evaluation.metrics import Task
 from ragkv.evaluation.quality import UNKNOWN, keep_quality, kept_quality, outdated, plot_quality, unread_quality
-from ragkv.evaluation.questions import Question
 from ragkv.index.conversation import proved_history
 from ragkv.ingest import from_bytes
 from ragkv.runtime import Stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.questions import Question, contains_answer, made_questions, read_questions
+from ragkv.evaluation.io import Question, contains_answer, made_questions, read_questions
 
 
 def test_both_forms_of_a_line_are_read_and_other_keys_ignored(tmp_path):

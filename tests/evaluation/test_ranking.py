@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragkv.evaluation.ranking import hit_at, ndcg_at, recall_at, reciprocal_rank
+from ragkv.evaluation.metrics import hit_at, ndcg_at, recall_at, reciprocal_rank
 
 IDS = [f"d{i}" for i in range(12)]
 rankings = st.lists(st.sampled_from(IDS), unique=True)

@@ -17,7 +17,7 @@ from package import in_child
 
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.evaluation import retrieval as module
-from ragkv.evaluation.ranking import Passage, RetrievalQuestion, RetrievalTask, measure
+from ragkv.evaluation.metrics import Passage, RetrievalQuestion, RetrievalTask, measure
 from ragkv.evaluation.retrieval import Batches, MemoEmbedder, MemoReranker, Wording, judged_questions
 
 TASK = RetrievalTask(

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from ragkv.evaluation.statistics import bootstrap_mean, difference_interval, draw_sample, mean_interval, share_interval
+from ragkv.evaluation.metrics import bootstrap_mean, difference_interval, draw_sample, mean_interval, share_interval
 
 
 @pytest.mark.parametrize(("n", "least"), [(3, 0.408), (8, 0.704), (60, 0.952), (100, 0.971)])

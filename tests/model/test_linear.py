@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import ragkv.model.linear
-from ragkv.model.linear import FEW, FewRowsLinear, read_few_rows
+import ragkv.model.language_model
+from ragkv.model.language_model import FEW, FewRowsLinear, read_few_rows
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def layers(monkeypatch):
     torch.manual_seed(0)
     plain = nn.ModuleList([nn.Linear(96, 40, bias=bias, dtype=torch.bfloat16) for bias in (True, False)])
     swift = copy.deepcopy(plain)
-    monkeypatch.setattr(ragkv.model.linear, "processor_units", lambda: frozenset({"amx_bf16"}))
+    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"amx_bf16"}))
     read_few_rows(swift)
     assert {type(layer) for layer in swift} == {FewRowsLinear}
     return list(zip(plain, swift, strict=True))
@@ -46,8 +46,8 @@ def test_a_trained_layer_has_its_gradients(layers):
 def test_other_layers_and_processors_keep_their_own(monkeypatch):
     wide = nn.Sequential(nn.Linear(4, 4))
     half = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
-    monkeypatch.setattr(ragkv.model.linear, "processor_units", lambda: frozenset({"amx_bf16"}))
+    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"amx_bf16"}))
     read_few_rows(wide)
-    monkeypatch.setattr(ragkv.model.linear, "processor_units", lambda: frozenset({"avx512_bf16"}))
+    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"avx512_bf16"}))
     read_few_rows(half)
     assert type(wide[0]) is type(half[0]) is nn.Linear

@@ -11,7 +11,13 @@ from torch import nn
 from ragkv.attention.partial import LayerCall, partial_attention
 from ragkv.attention.shape import LayerShape
 from ragkv.errors import UnsupportedModelError
-from ragkv.model.mla import LatentAttention, LatentProjection, latent_bytes, rotated_last, rotated_last_in_pairs
+from ragkv.model.attention_hook import (
+    LatentAttention,
+    LatentProjection,
+    latent_bytes,
+    rotated_last,
+    rotated_last_in_pairs,
+)
 
 RANK, NOPE, ROPE, VALUE, HEADS = 6, 5, 4, 3, 2
 

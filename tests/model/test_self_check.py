@@ -10,15 +10,14 @@ import pytest
 import torch
 
 import ragkv.attention.batch
-import ragkv.attention.mask
 from ragkv.attention.batch import BatchPlan, DecodeBatch, Step, _DevicePlan
 from ragkv.attention.kv import PlacedChunk
-from ragkv.attention.mask import Visible, require_neutral, require_rule, window_of
 from ragkv.attention.partial import PartialAttention, merge_partials_of
 from ragkv.attention.rope import QueryRotation, Rotary
 from ragkv.attention.sequence import ArenaBlock, ChunkGroup, KVCache
 from ragkv.errors import ModelLoadError, UnsupportedModelError
 from ragkv.evaluation import families
+from ragkv.model.attention_hook import Visible, require_neutral, require_rule, visible, window_of
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language_model import LanguageModel, set_windows, shallow_copy
 from ragkv.model.self_check import check_model
@@ -409,10 +408,10 @@ def test_masks_with_functions_of_their_own_are_refused():
     def rule(*_):
         return torch.tensor(True)
 
-    assert ragkv.attention.mask.visible(mask_function=rule, batch_size=1, dtype=torch.float32, local_size=4).window == 4
+    assert visible(mask_function=rule, batch_size=1, dtype=torch.float32, local_size=4).window == 4
     for more in ({"use_vmap": True}, {"attention_mask": torch.ones(1, 3)}, {"surprise": 1}):
         with pytest.raises(UnsupportedModelError):
-            ragkv.attention.mask.visible(mask_function=rule, **more)
+            visible(mask_function=rule, **more)
 
 
 def test_a_twin_shares_every_tensor_and_nothing_else(make_model):

@@ -37,10 +37,16 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.errors import ConfigError, RetrievalError, UsageError
-from ragkv.evaluation.io import FileRow, lines, rows
-from ragkv.evaluation.metrics import Example, Task, metric_of, paragraph_number
-from ragkv.evaluation.questions import question_of
-from ragkv.evaluation.ranking import Passage, RetrievalQuestion, RetrievalTask
+from ragkv.evaluation.io import FileRow, lines, question_of, rows
+from ragkv.evaluation.metrics import (
+    Example,
+    Passage,
+    RetrievalQuestion,
+    RetrievalTask,
+    Task,
+    metric_of,
+    paragraph_number,
+)
 from ragkv.util.batches import batches
 
 

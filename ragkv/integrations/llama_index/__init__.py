@@ -2,8 +2,7 @@
 
 from ragkv.errors import MissingExtraError, install_hint
 from ragkv.integrations.llama_index.nodes import RagKVIngest
-from ragkv.integrations.llama_index.query_engine import RagKVQueryEngine
-from ragkv.integrations.llama_index.retriever import RagKVRerank, RagKVRetriever
+from ragkv.integrations.llama_index.query_engine import RagKVQueryEngine, RagKVRerank, RagKVRetriever
 
 __all__ = [
     "RagKVIngest",

@@ -1,4 +1,5 @@
-"""`RagKVQueryEngine`: ragkv's engines as a LlamaIndex query engine.
+"""ragkv in LlamaIndex: the query engine `RagKVQueryEngine`, `RagKVRetriever` for any part of LlamaIndex that takes a
+retriever, and the post-processor `RagKVRerank`.
 
 Chunk ids have to reach the engine, because they find the stored KV. A query engine keeps them; a `BaseSynthesizer` or
 an `LLM` would only get strings.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -22,12 +23,14 @@ from llama_index.core.base.response.schema import (
     Response,
     StreamingResponse,
 )
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.callbacks.base import CallbackManager
 from llama_index.core.callbacks.schema import CBEventType, EventPayload
+from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
 from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent, SynthesizeStartEvent
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts.mixin import PromptMixinType
-from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.schema import IndexNode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 from llama_index.core.vector_stores.types import MetadataFilters
 
@@ -37,15 +40,227 @@ from ragkv.errors import UsageError
 from ragkv.index.answer import AnswerStream
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.index.search import Retrieval
-from ragkv.integrations.llama_index.nodes import refuse_unknown, to_scored
-from ragkv.integrations.llama_index.retriever import RagKVRetriever
+from ragkv.integrations.llama_index.nodes import (
+    FUSED,
+    RERANK,
+    RETRIEVAL,
+    chunk_count,
+    chunk_filter,
+    fused,
+    metadata_filter,
+    node_text,
+    refuse_unknown,
+    to_nodes,
+    to_scored,
+    with_scores,
+)
 from ragkv.pipeline import QueryOptions, RagKV
-from ragkv.retrievers import ScoreKind
-from ragkv.types import Answer
-
-EMPTY = "Empty Response"  # the answer of LlamaIndex's own synthesizers when nothing was retrieved
+from ragkv.retrievers import Reranker, ScoreKind, fuse, load_reranker, normalise_rerank
+from ragkv.types import Answer, Chunk, Document
 
 dispatcher = instrument.get_dispatcher(__name__)
+
+
+class RagKVRetriever(BaseRetriever):
+    """Returns the best chunks as nodes, best first. A node has the chunk's id, the fused score, and all raw scores.
+
+    `top_k` (LlamaIndex calls it `similarity_top_k`) None is the index's setting. `filters` are LlamaIndex's
+    `MetadataFilters`, with all operators and nesting; they apply before the best chunks are taken. `search` holds the
+    other arguments of `RagKV.retrieve` (retrieval, rerank, candidates, where, only).
+
+    Async retrieval runs in a thread. A pickle or a deep copy reopens the index. Raises the errors of `RagKV.retrieve`,
+    and UsageError for an invalid filter or unsupported arguments.
+    """
+
+    def __init__(
+        self,
+        rag: RagKV,
+        *,
+        top_k: int | None = None,
+        similarity_top_k: int | None = None,
+        filters: MetadataFilters | None = None,
+        search: Retrieval | None = None,
+        callback_manager: CallbackManager | None = None,
+        object_map: dict[str, Any] | None = None,
+        objects: list[IndexNode] | None = None,
+        verbose: bool = False,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(type(self), unknown)
+        self.rag = rag
+        self.top_k = chunk_count(top_k, similarity_top_k)
+        self.filters = filters
+        self.search = search or Retrieval()
+        super().__init__(callback_manager=callback_manager, object_map=object_map, objects=objects, verbose=verbose)
+
+    @classmethod
+    def from_index(
+        cls, index: str | Path, *, top_k: int | None = None, device: str | None = None, **options: Any
+    ) -> Self:
+        """Open the index at a folder; `retriever.rag.close()` closes it."""
+        rag = RagKV.open(index, device=device)
+        try:
+            return cls(rag, top_k=top_k, **options)
+        except BaseException:
+            rag.close()
+            raise
+
+    @property
+    def similarity_top_k(self) -> int | None:
+        """LlamaIndex's name for `top_k`."""
+        return self.top_k
+
+    @similarity_top_k.setter
+    def similarity_top_k(self, count: int | None) -> None:
+        self.top_k = chunk_count(None, count)
+
+    @property
+    def filters(self) -> MetadataFilters | None:
+        """Filters on the metadata of chunks; None for no filter."""
+        return self._filters
+
+    @filters.setter
+    def filters(self, filters: MetadataFilters | None) -> None:
+        if filters is not None:
+            metadata_filter(filters)
+        self._filters = filters
+
+    @property
+    def search(self) -> Retrieval:
+        """The other arguments of `RagKV.retrieve`."""
+        return self._search
+
+    @search.setter
+    def search(self, search: Retrieval) -> None:
+        if unknown := [*(search.keys() - Retrieval.__annotations__.keys())]:
+            raise UsageError(f"search does not take {unknown[0]!r}; it takes {', '.join(Retrieval.__annotations__)}.")
+        self._search = search
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the callback manager, whose handlers belong to this process."""
+        return {key: value for key, value in self.__dict__.items() if key != "callback_manager"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.callback_manager = CallbackManager()
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        search = self.search
+        if self.filters is not None:
+            search = Retrieval(**{**search, "only": _both(chunk_filter(self.filters), search.get("only"))})
+        nodes = to_nodes(self.rag, self.rag.retrieve(query_bundle.query_str, top_k=self.top_k, **search))
+        if any(node.metadata[RERANK] is not None for node in nodes):
+            self._report_reranking(query_bundle, nodes)
+        return nodes
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        return await asyncio.to_thread(self._retrieve, query_bundle)
+
+    def _report_reranking(self, query_bundle: QueryBundle, nodes: list[NodeWithScore]) -> None:
+        """Send the events of the index's reranker, after it has run inside `RagKV.retrieve`."""
+        before = sorted(nodes, key=lambda node: -float(node.metadata[RETRIEVAL]))
+        name = self.rag.config.reranker
+        dispatcher.event(ReRankStartEvent(query=query_bundle, nodes=before, top_n=len(nodes), model_name=name))
+        dispatcher.event(ReRankEndEvent(nodes=nodes))
+
+
+def _both(
+    first: Callable[[Document, Chunk], bool], second: Callable[[Document, Chunk], bool] | None
+) -> Callable[[Document, Chunk], bool]:
+    if second is None:
+        return first
+    return lambda document, chunk: first(document, chunk) and second(document, chunk)
+
+
+class RagKVRerank(BaseNodePostprocessor):
+    """Scores nodes against the question, fuses the score with that of retrieval (PCED Eqs. 4-7), and sorts by it.
+
+    `reranker` is a `ragkv.retrievers.Reranker` or a name ("mini", "BAAI/bge-reranker-v2-m3"). `top_n` None keeps all
+    nodes. `score_kind` is the scale of scores from retrievers other than ragkv's. It returns copies of the nodes, with
+    `retrieval_score`, `rerank_score` and `fused_score` in their metadata.
+    """
+
+    model_name: str = Field(description="The reranker's name.")
+    top_n: int | None = Field(default=None, description="How many nodes to keep; None keeps all.")
+    score_kind: ScoreKind = Field(default="dense", description="The scale of foreign retrieval scores.")
+    _reranker: Reranker = PrivateAttr()
+    _made: dict[str, Any] = PrivateAttr()
+
+    def __init__(
+        self,
+        reranker: Reranker | str = "mini",
+        *,
+        top_n: int | None = None,
+        score_kind: ScoreKind = "dense",
+        device: str | None = None,
+        max_tokens: int | None = None,
+        callback_manager: CallbackManager | None = None,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown(type(self), unknown)
+        if top_n is not None and top_n < 1:
+            raise UsageError(f"top_n must be at least 1, or None for all nodes, not {top_n}.")
+        loaded = reranker
+        if isinstance(loaded, str):
+            from ragkv.model.checkpoint import pick_device
+
+            loaded = load_reranker(loaded, device=str(pick_device(device)), max_tokens=max_tokens)
+        options: dict[str, Any] = {"model_name": loaded.name, "top_n": top_n, "score_kind": score_kind}
+        if callback_manager is not None:
+            options["callback_manager"] = callback_manager
+        super().__init__(**options)
+        self._reranker = loaded
+        self._made = {"reranker": reranker, "device": device, "max_tokens": max_tokens}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], **options: Any) -> RagKVRerank:
+        """Create it from the result of `to_dict`; the reranker is loaded again by name."""
+        kept = {key: data[key] for key in ("top_n", "score_kind") if key in data}
+        return cls(data["model_name"], **(kept | options))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A reranker given by name is loaded again; one given as an object is pickled."""
+        return self._made | {"top_n": self.top_n, "score_kind": self.score_kind}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "RagKVRerank"
+
+    def _postprocess_nodes(
+        self, nodes: Sequence[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        if query_bundle is None:
+            raise UsageError("RagKVRerank needs the question: call postprocess_nodes(nodes, query_str=...).")
+        given = list(nodes)
+        if not given:
+            return []
+        top_n = min(self.top_n or len(given), len(given))
+        dispatcher.event(ReRankStartEvent(query=query_bundle, nodes=given, top_n=top_n, model_name=self._reranker.name))
+        payload: dict[str, Any] = {
+            EventPayload.NODES: given,
+            EventPayload.MODEL_NAME: self._reranker.name,
+            EventPayload.QUERY_STR: query_bundle.query_str,
+            EventPayload.TOP_K: top_n,
+        }
+        with self.callback_manager.event(CBEventType.RERANKING, payload=payload) as event:
+            logits = self._reranker.score(query_bundle.query_str, [node_text(node.node) for node in given])
+            scored = [self._scored(node, logit) for node, logit in zip(given, logits, strict=True)]
+            scored.sort(key=lambda node: (-node.get_score(), node.node_id))
+            event.on_end(payload={EventPayload.NODES: scored[:top_n]})
+        dispatcher.event(ReRankEndEvent(nodes=scored[:top_n]))
+        return scored[:top_n]
+
+    def _scored(self, node: NodeWithScore, logit: float) -> NodeWithScore:
+        """A copy with the new scores. If the node was reranked before, its earlier fused score is fused again."""
+        score = fuse(fused(node, self.score_kind), normalise_rerank(logit))
+        stages = {RETRIEVAL: node.metadata.get(RETRIEVAL, node.score), RERANK: logit, FUSED: score}
+        return with_scores(node, stages, score)
+
+
+EMPTY = "Empty Response"  # the answer of LlamaIndex's own synthesizers when nothing was retrieved
 
 
 class RagKVQueryEngine(BaseQueryEngine):

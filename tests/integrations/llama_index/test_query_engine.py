@@ -285,7 +285,7 @@ def test_an_index_that_is_gone_is_a_sentence(tmp_path, monkeypatch):
 def test_a_reranker_is_loaded_again_by_its_name(monkeypatch):
     asked = []
     load = lambda name, **options: asked.append((name, options)) or Lengths()  # noqa: E731
-    monkeypatch.setattr("ragkv.integrations.llama_index.retriever.load_reranker", load)
+    monkeypatch.setattr("ragkv.integrations.llama_index.query_engine.load_reranker", load)
     named = RagKVRerank("some/reranker", top_n=2, score_kind="sparse", device="cpu", max_tokens=99)
     back = again(named)
     assert asked == [("some/reranker", {"device": "cpu", "max_tokens": 99})] * 2

@@ -107,7 +107,7 @@ def test_rerankers_by_name_and_bad_ones(monkeypatch):
         RagKVRerank(Letters()).postprocess_nodes([NodeWithScore(node=TextNode(text="a"))])
     asked = []
     load = lambda name, **options: asked.append((name, options)) or Letters()  # noqa: E731
-    monkeypatch.setattr("ragkv.integrations.llama_index.retriever.load_reranker", load)
+    monkeypatch.setattr("ragkv.integrations.llama_index.query_engine.load_reranker", load)
     assert RagKVRerank("some/reranker", device="cpu", max_tokens=99).model_name == "letters"
     assert asked == [("some/reranker", {"device": "cpu", "max_tokens": 99})]
 
