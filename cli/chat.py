@@ -27,6 +27,7 @@ from ragkv.cli.options import (
     NoServer,
     Quiet,
     SearchOptions,
+    System,
     given_values,
     shared_options,
     without_server,
@@ -148,6 +149,7 @@ def chat(
     *,
     index: Index = DEFAULT_INDEX,
     engine: Engine = None,
+    system: System = None,
     search: SearchOptions,
     decoding: Annotated[DecodingOptions, "max_new_tokens", "temperature", "seed"],
     history: Annotated[
@@ -176,7 +178,7 @@ def chat(
     if history is not None:
         one_of("--history", history, HISTORY)
     settings = ChatSettings(
-        options=search.arguments | decoding.arguments,
+        options=search.arguments | decoding.arguments | {"system": system},
         history=cast("History | None", history),
         history_tokens=history_tokens,
         quiet=quiet,

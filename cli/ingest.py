@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,12 +43,14 @@ from ragkv.cli.options import (
     modes,
     require_same,
     split_names,
+    text_of,
     user_file,
     wait,
 )
-from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, load_config
+from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, PromptConfig, build_config, load_config
 from ragkv.errors import ConfigError, IngestError, StoreBusyError, StoreFullError, UsageError
 from ragkv.server.local import LocalClient, UnservedError
+from ragkv.util.toml import parse_toml
 
 if TYPE_CHECKING:
     from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, Skipped, SourceFile
@@ -134,6 +137,15 @@ def ingest(
     block_tokens: BlockTokens = None,
     chunk_tokens: ChunkTokens = None,
     context_tokens: ContextTokens = None,
+    system: Annotated[
+        str | None, typer.Option(help="The system prompt of every question.", show_default="ragkv's own")
+    ] = None,
+    prompt: Annotated[
+        Path | None,
+        typer.Option(
+            help="A TOML file with the words around the documents: keys of [prompt] (docs/settings.md).", metavar="FILE"
+        ),
+    ] = None,
     codec: Codec = None,
     kv: KV = None,
     kv_budget: KVBudget = None,
@@ -200,6 +212,7 @@ def ingest(
         tuning=_tuning(block_tokens, index),
         chunk_tokens=chunk_tokens,
         encoding=encoding_of(context_tokens),
+        prompt=_prompt(system, prompt, index),
         codec=codec,
         kv=kv,
         kv_budget=kv_budget,
@@ -313,6 +326,18 @@ def _engines(named: tuple[str, ...] | None, long_documents: str | None, index: P
     kept = _kept(index, "engines") or IndexConfig().engines
     others = tuple(name for name in (kept if named is None else named) if name != "apb")
     return (*others, "apb") if long_documents == "apb" else others
+
+
+def _prompt(system: str | None, file: Path | None, index: Path) -> PromptConfig | None:
+    """The prompt of the index, or of the user file, with these words; None for that of the index."""
+    if system is None and file is None:
+        return None
+    table = asdict(_kept(index, "prompt") or PromptConfig())
+    if file is not None:
+        given = parse_toml(text_of("prompt", file), source=str(file))
+        table |= given.get("prompt", given)
+    made: PromptConfig = build_config(PromptConfig, table | given_values(system=system), str(file or "--system"))
+    return made
 
 
 def _tuning(block_tokens: str | None, index: Path) -> Mapping[str, Mapping[str, Any]] | None:

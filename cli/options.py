@@ -121,6 +121,7 @@ FLAGS: Mapping[str, str] = {
     **{name: "--" + variable.removeprefix("RAGKV_").lower().replace("_", "-") for name, variable in VARIABLES.items()},
     "tuning": "--block-tokens",
     "encoding": "--context-tokens",
+    "prompt": "--system",
 }
 """The option of each, named as its variable."""
 
@@ -164,10 +165,19 @@ def require_same(folder: Path, config: IndexConfig, given: Mapping[str, Any]) ->
         if name in CHANGEABLE:
             value, at = shlex.quote(str(given[name])), shlex.quote(str(folder))
             remedy += f", or change it with: ragkv config set {name}={value} --index {at}"
+        made, asked = getattr(config, name), given[name]
+        if name == "prompt":
+            remedy += f", or change [prompt] in its {CONFIG_FILE} and ingest again"
+            name, made, asked = next(each for each in _fields_of("prompt", made, asked) if each[1] != each[2])
         raise KVMismatchError(
-            f"The index at {folder} was made with {name} = {shown_value(getattr(config, name))}, "
-            f"not {shown_value(given[name])}; use another --index, or {remedy}."
+            f"The index at {folder} was made with {name} = {shown_value(made)}, not {shown_value(asked)}; use another "
+            f"--index, or {remedy}."
         )
+
+
+def _fields_of(name: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The fields of two dataclasses of a kind: dotted name, value, other value."""
+    return ((f"{name}.{f.name}", getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
 
 
 def shown_value(value: object) -> str:
@@ -449,6 +459,14 @@ ContextTokens = Annotated[
         show_default="0",
     ),
 ]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--system",
+        help="Instructions for this question; they stand before it, after the documents, so stored KV still serves.",
+        show_default=False,
+    ),
+]
 Codec = Annotated[
     str | None,
     _option(
@@ -582,7 +600,7 @@ def _decoding(help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel=DECODING, show_default=False)
 
 
-def _text_of(name: str, path: Path) -> str:
+def text_of(name: str, path: Path) -> str:
     """The text of an option's file; UsageError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
@@ -665,7 +683,7 @@ class DecodingOptions:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of `RagKV.ask`."""
-        read = {name: _text_of(name, path) for name in ("schema", "grammar") if (path := getattr(self, name))}
+        read = {name: text_of(name, path) for name in ("schema", "grammar") if (path := getattr(self, name))}
         thinking = int(self.thinking) if self.thinking and _LENGTH.fullmatch(self.thinking) else self.thinking
         given = given_values(**asdict(self) | {"stop": self.stop or None, "thinking": thinking} | read)
         return {"max_new_tokens": given.pop("max_new_tokens"), "decoding": given}

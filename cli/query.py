@@ -29,6 +29,7 @@ from ragkv.cli.options import (
     NoServer,
     Quiet,
     SearchOptions,
+    System,
     UserFile,
     block_tuning,
     given_values,
@@ -143,6 +144,7 @@ def query(
     ] = None,
     index: Index = DEFAULT_INDEX,
     engine: Engine = None,
+    system: System = None,
     search: SearchOptions,
     decoding: DecodingOptions,
     model: Annotated[
@@ -215,7 +217,7 @@ def query(
     if questions is None:
         brief()
     limits = RuntimeConfig(**given_values(batch_tokens=batch_tokens, max_rows=max_rows))
-    options = {"engine": engine, **decoding.arguments}
+    options = {"engine": engine, "system": system, **decoding.arguments}
     tuning = block_tuning(block_tokens)
     if tuning and not context:
         raise UsageError("--block-tokens is for --context; an index keeps the lengths that it was ingested with.")

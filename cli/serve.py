@@ -35,7 +35,7 @@ from ragkv.cli.options import (
     user_file,
     without_server,
 )
-from ragkv.config import byte_count, load_config
+from ragkv.config import byte_count, load_config, one_of
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
 from ragkv.server.local import LocalClient, UnservedError, connect, is_free, peer_uid
 
@@ -74,6 +74,9 @@ def serve(
         int, typer.Option(help="Seconds that a stop waits for running answers; then they are cut short.", min=0)
     ] = 20,
     footer: Annotated[bool, typer.Option(help="End every answer with its sources, as Markdown.")] = False,
+    log_format: Annotated[
+        str, typer.Option(help="json: everything on stderr is one JSON object per line; text: requests alone are.")
+    ] = "text",
     background: Annotated[
         bool, typer.Option("--background", help="Start the server, wait until it is ready, and leave it running.")
     ] = False,
@@ -92,7 +95,11 @@ def serve(
     Example: `ragkv serve --index handbook --index papers=~/papers-index`
     """
     from ragkv.server.settings import Keys, ServerLimits, ServerSettings, add_key, named_folders
+    from ragkv.util.telemetry import export_spans, log_as_json
 
+    one_of("--log-format", log_format, ("text", "json"))
+    if log_format == "json" and not background:
+        log_as_json(sys.stderr)
     if new_key is not None:
         if keys is None:
             raise UsageError("--new-key adds to a file: name it with --keys FILE.")
@@ -131,9 +138,9 @@ def serve(
     from ragkv.pipeline import RagKV
     from ragkv.server.schemas import ServedIndexes
 
-    if not quiet:
-        _log_requests()
+    _log_requests(quiet=quiet, as_json=log_format == "json")
     with ExitStack() as opened:
+        opened.callback(export_spans())
         indexes = {}
         for name, folder in folders.items():
             rag = RagKV.open(
@@ -184,14 +191,15 @@ def _start(first: Path, *, as_json: bool, quiet: bool) -> None:
         note(f"Its log is {server['log']}; ragkv stop --index {shlex.quote(str(first))} ends it.")
 
 
-def _log_requests() -> None:
-    """A line of JSON on stderr for each request."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    log = logging.getLogger("ragkv.server.middleware")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
+def _log_requests(*, quiet: bool, as_json: bool) -> None:
+    """A line of JSON on stderr for each request, unless `quiet`; `as_json`: the whole log has a handler for that."""
+    log = logging.getLogger("ragkv.server.middleware.requests")
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    if not as_json:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
 
 
 def _ready(url: str, names: list[str], *, as_json: bool, quiet: bool) -> None:
@@ -294,7 +302,8 @@ def _failure(code: int, log: Path, before: int) -> RagkvError:
     with log.open("rb") as file:
         file.seek(before)
         output = file.read().decode(errors="replace")
-    sentences = [line.removeprefix("ragkv: ") for line in output.splitlines() if line.startswith("ragkv: ")]
+    lines = [json.loads(line)["message"] if line.startswith('{"time"') else line for line in output.splitlines()]
+    sentences = [line.removeprefix("ragkv: ") for line in lines if line.startswith("ragkv: ")]
     if sentences:
         return (UsageError if code == UsageError.exit_code else RagkvError)(sentences[-1])
     return RagkvError(f"The server ended with code {code} before it was ready; {log} says more.")

@@ -109,7 +109,8 @@ def _constraint(schema: str | None, regex: str | None, grammar: str | None) -> s
     try:
         from llguidance import LLMatcher
     except ImportError as error:
-        raise MissingExtraError(f"An answer by a {name} needs llguidance; {install_hint('structured')}.") from error
+        message = f"An answer by a {name} needs llguidance; {install_hint('structured')}."
+        raise MissingExtraError(message, param=name) from error
     try:
         if name == "schema":
             found = LLMatcher.grammar_from_json_schema(given, overrides=_JSON_LAYOUT)  # type: ignore[arg-type]

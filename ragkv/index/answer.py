@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Required, Self, Unpack
 
 from ragkv.config import IndexConfig, build_config
@@ -21,6 +22,7 @@ from ragkv.index.index import Index
 from ragkv.index.kv_loader import After, KVLoader, Prefetch, index_request
 from ragkv.index.search import Finder, Retrieval, SearchSettings, search_settings
 from ragkv.types import Answer, Encoding, KVUse, ScoredChunk, Source, Timing, TracedToken, field_sources
+from ragkv.util.telemetry import Span, span
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 class QueryOptions(Retrieval, total=False):
     """Options of a question; unset or None means the value in `ragkv.toml`."""
 
+    system: str | None
+    """Instructions for this question, which stand before it: the prompt's beginning is that of the stored KV."""
     engine: str | None
     top_k: int | None
     max_new_tokens: int
@@ -73,6 +77,7 @@ class AnswerTask:
     chunks: Sequence[ScoredChunk] | None = None
     keep: bool = False
     tail: Sequence[tuple[str, bool]] | None = None
+    system: str = ""
 
     @property
     def generation(self) -> Generation:
@@ -89,7 +94,8 @@ class AnswerTask:
 
     def suffix_ids(self, prompt: Prompt, tokens: Tokens) -> tuple[int, ...]:
         """The prompt after the documents."""
-        return prompt.suffix_ids(tokens, self.question, self.tail, thinking=self.decoding.thinking != "off")
+        asked = f"{self.system}\n\n{self.question}" if self.system else self.question
+        return prompt.suffix_ids(tokens, asked, self.tail, thinking=self.decoding.thinking != "off")
 
 
 def validate_task(
@@ -106,6 +112,7 @@ def validate_task(
     chunks: Sequence[ScoredChunk] | None = None,
     keep: bool = False,
     tail: Sequence[tuple[str, bool]] | None = None,
+    system: str | None = None,
     **retrieval: Unpack[Retrieval],
 ) -> AnswerTask:
     """The task that `QueryOptions` describe, completed from the index's configuration.
@@ -116,8 +123,9 @@ def validate_task(
 
     if not question.strip():
         raise UsageError("The question is empty; ask something.", param="question")
-    if any("\ud800" <= char <= "\udfff" for char in question):  # surrogates come from bytes that are not UTF-8
-        raise UsageError("The question is not valid Unicode text; write it in UTF-8.", param="question")
+    for name, text in (("question", question), ("system", system or "")):
+        if any("\ud800" <= char <= "\udfff" for char in text):  # surrogates come from bytes that are not UTF-8
+            raise UsageError(f"The {name} is not valid Unicode text; write it in UTF-8.", param=name)
     if max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.", param="max_new_tokens")
     if isinstance(decoding, Decoding):
@@ -138,6 +146,7 @@ def validate_task(
         chunks=chunks,
         keep=keep,
         tail=tail,
+        system=(system or "").strip(),
     )
 
 
@@ -296,6 +305,7 @@ class AnswerStream:
         self._job: Job | None = None
         self._after: After = []
         self._deltas = self._run()
+        self._span: Span | None = None
 
     def __iter__(self) -> Iterator[str]:
         return self._deltas
@@ -319,6 +329,7 @@ class AnswerStream:
         self.cancel()
         self._deltas.close()
         self._store()
+        self._end_span()
 
     @property
     def answer(self) -> Answer:
@@ -356,9 +367,14 @@ class AnswerStream:
         """
         if self._cancelled.is_set():
             return True
-        with self._interrupted_by_close():
-            prefetch = None if self._scored else self._retrieve()
-            return self._submit(prefetch, wait=wait)
+        self._span = self._span or Span("ragkv.answer", {"gen_ai.operation.name": "chat"})
+        try:
+            with self._span.current(), self._interrupted_by_close():
+                prefetch = None if self._scored else self._retrieve()
+                return self._submit(prefetch, wait=wait)
+        except BaseException as error:
+            self._end_span(error)
+            raise
 
     def wait(self) -> None:
         """Return when there is something to `collect`, driving the runtime if no other thread does."""
@@ -376,6 +392,7 @@ class AnswerStream:
         self._store()
         self._backend.ended()
         self._answer = self._so_far()
+        self._end_span()
         return True
 
     def _run(self) -> Generator[str]:
@@ -389,11 +406,15 @@ class AnswerStream:
         except GeneratorExit:
             self._answer = self._so_far()
             raise
+        except BaseException as error:
+            self._end_span(error)
+            raise
         finally:
             if self._runtime is not None and self._job is not None:
                 self._runtime.cancel(self._job)
             self._store()
             self._backend.ended()
+            self._end_span()
         self._answer = self._so_far()
 
     @contextmanager
@@ -447,7 +468,10 @@ class AnswerStream:
                 lease = runtime.try_lease(sizes, owner=backend.owner)
             if lease is None:
                 return False
-            request, self._use = backend.request(task, self._scored, prefetch, self._after)
+            waited = 1000 * (time.perf_counter() - self._times["reranked"])
+            with span("ragkv.kv.load", {"ragkv.kv.waited_ms": waited}) as loading:
+                request, self._use = backend.request(task, self._scored, prefetch, self._after)
+                loading.note({f"ragkv.kv.{name}": value for name, value in asdict(self._use).items()})
             self.prompt_tokens = request.tokens
             self._mark("loaded")
             self._job = runtime.submit(task.engine, request, task.generation, owner=backend.owner, lease=lease)
@@ -483,6 +507,38 @@ class AnswerStream:
         """Store what was encoded for the question, after the first token or when none will come."""
         if self._after:
             self._backend.store(self._after)
+
+    def _end_span(self, error: BaseException | None = None) -> None:
+        """End the answer's span, with one for each stage that has no own: search, rerank, prefill and decode."""
+        ended, now = self._span, time.perf_counter()
+        if ended is None:
+            return
+        self._span = Span("", off=True)  # once
+        task, times = self._task, self._times
+        if ended.records:
+            model = Path(self._backend.owner.model.checkpoint.name)
+            stages: list[tuple[str, str, str, dict[str, Any]]] = [
+                ("search", "started", "retrieved", {"mode": task.search.mode, "chunks": len(self._scored)}),
+                ("rerank", "retrieved", "reranked", {"candidates": task.search.candidates}),
+                ("prefill", "loaded", "first", {"tokens": self.prompt_tokens}),
+                ("decode", "first", "", {"tokens": self.tokens}),
+            ]
+            with ended.current():
+                for name, begin, end, facts in stages:
+                    if begin in times and (name != "rerank" or (task.search.rerank and task.chunks is None)):
+                        stage = {f"ragkv.{name}.{key}": value for key, value in facts.items()}
+                        Span(f"ragkv.{name}", stage, started=times[begin]).end(at=times.get(end, now))
+            ended.note(
+                {
+                    "gen_ai.request.model": model.name if model.is_absolute() else str(model),
+                    "gen_ai.usage.input_tokens": self.prompt_tokens,
+                    "gen_ai.usage.output_tokens": self.tokens,
+                    "gen_ai.response.finish_reasons": (self._finish or ("error" if error else "cancelled"),),
+                    "ragkv.engine": task.engine.name,
+                    "ragkv.chunks": len(self._scored),
+                }
+            )
+        ended.end(error)
 
     def _mark(self, stage: str) -> None:
         self._times.setdefault(stage, time.perf_counter())

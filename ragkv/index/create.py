@@ -13,7 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.config import CONFIG_FILE, MODELS, NEW_CONFIG_FILE, IndexConfig, RuntimeConfig, load_config, save_config
+from ragkv.config import (
+    CONFIG_FILE,
+    MODELS,
+    NEW_CONFIG_FILE,
+    IndexConfig,
+    PromptConfig,
+    RuntimeConfig,
+    build_config,
+    load_config,
+    save_config,
+)
 from ragkv.errors import ConfigError, RagkvError, UnsupportedModelError
 from ragkv.index.index import Index, LoadedModels, check_factory, retrieval_defaults, validate_vectors
 from ragkv.model.checkpoint import MINI, lasting, resolve
@@ -157,6 +167,8 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     """
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     settings |= {name: lasting(value) for name in MODELS if isinstance(value := settings.get(name), str)}
+    if isinstance(words := settings.get("prompt"), dict):
+        settings["prompt"] = build_config(PromptConfig, words, "prompt")
     block = (settings.get("tuning") or {}).get("block") or {}
     if isinstance(packet := block.get("packet"), str):
         settings["tuning"] = {**settings["tuning"], "block": {**block, "packet": lasting(packet)}}

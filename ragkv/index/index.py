@@ -41,6 +41,7 @@ from ragkv.store import Problem, Store, Use
 from ragkv.store.record import KVIdentity
 from ragkv.store.tier import Fetched, SharedTiers
 from ragkv.types import Encoding, ScoredChunk
+from ragkv.util.telemetry import Span
 
 if TYPE_CHECKING:
     import torch
@@ -495,7 +496,8 @@ class WriteBehind:
         self.settle(whole=True)
 
     def note_encoded(self, tokens: int, seconds: float) -> None:
-        """Count chunk tokens encoded for a question, and the seconds that it took."""
+        """Count chunk tokens encoded for a question, and the seconds that it took until now."""
+        Span("ragkv.kv.encode", {"ragkv.kv.encode.tokens": tokens}, started=time.perf_counter() - seconds).end()
         with self._lock:
             self._encoded = (self._encoded[0] + seconds, self._encoded[1] + tokens)
 

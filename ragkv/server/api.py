@@ -168,6 +168,7 @@ class QueryRequest(QuestionOptions):
 
     model_config = ConfigDict(extra="forbid")
     question: str
+    system: str | None = Field(default=None, description="Instructions, which stand before the question.")
     top_k: int | None = None
     max_new_tokens: int | None = Field(default=None, ge=1)
     history: FailFastList[TurnRequest] = Field(default=[], max_length=4096)
@@ -276,7 +277,7 @@ def _prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
     words = in_conversation(
         rag, body.question.strip(), turns, history=body.history_mode, history_tokens=body.history_tokens
     )
-    stream = rag.stream(words.prompt, **body.query_options(words))
+    stream = rag.stream(words.prompt, **{**body.query_options(words), "system": body.system})
     return stream, question_warnings(rag, stream) if body.warnings else []
 
 

@@ -53,7 +53,9 @@ def make_app(
 
     Close `manager` before the indexes.
     """
-    app = FastAPI(title="ragkv", version=ragkv.__version__, docs_url=None, redoc_url=None, responses=FAILURES)
+    # FastAPI's own spans would have whole paths and queries, which name documents; `Guard` makes those of requests
+    settings: dict[str, Any] = {"docs_url": None, "redoc_url": None, "telemetry": {"tracing": False, "logs": False}}
+    app = FastAPI(title="ragkv", version=ragkv.__version__, responses=FAILURES, **settings)
     app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestValidationError, _malformed)

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from ragkv.errors import (
     AnswerInterruptedError,
+    MissingExtraError,
     PromptTooLongError,
     RagkvError,
     RetrievalError,
@@ -21,6 +22,7 @@ from ragkv.errors import (
     StoreGoneError,
     UsageError,
 )
+from ragkv.util.telemetry import request_id
 
 
 class ApiError(Exception):
@@ -39,7 +41,12 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = dict(headers or {})
-        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self._error = {"message": message, "type": kind, "param": param, "code": code}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the response, with the id of the request that the current task works for."""
+        return {"error": {**self._error, "request_id": request_id.get() or None}}
 
 
 _OPTION = re.compile(r"--(no-)?(candidates|engine|max-new-tokens|rerank|retrieval|top-k|where)\b")
@@ -85,6 +92,9 @@ def to_api_error(error: Exception, names: Mapping[str, str] = MappingProxyType({
             return ApiError(422, message, kind="retrieval_error", param=param, code="nothing_retrieved")
         case AnswerInterruptedError() | StoreBusyError() | StoreGoneError():
             return ApiError(503, message, kind="server_error", code="unavailable", headers={"retry-after": "1"})
+        case MissingExtraError():  # OpenAI's clients repeat what failed with 5xx, unless a header says not to
+            headers = {"x-should-retry": "false"}
+            return ApiError(501, message, kind="server_error", param=param, code="missing_extra", headers=headers)
         case StoreAccessError():
             return ApiError(403, message, kind="permission_error", code="read_only")
         case StoreFullError():

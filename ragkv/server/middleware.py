@@ -12,7 +12,6 @@ import logging
 import math
 import re
 import time
-import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +29,7 @@ from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.local import identity
 from ragkv.server.page import page_paths
 from ragkv.server.settings import Keys, ServerLimits
+from ragkv.util.telemetry import Span, take_request_id
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -44,6 +44,8 @@ UPLOAD = re.compile(r"/api/indexes/[^/]+/documents/?")
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/?#@\s]+)(?::[0-9]*)?")
 _DOCUMENT = re.compile(r"(/documents/).*", re.DOTALL)
 """The part of a path that names a document, which is kept out of the log."""
+_UNTRACED = OPEN | {"/metrics"}
+"""Paths that are asked all the time and have no span."""
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -52,6 +54,8 @@ _HEADERS = (
 )
 
 logger = logging.getLogger(__name__)
+requests = logging.getLogger(f"{__name__}.requests")
+"""The lines of requests alone."""
 
 
 class Guard:
@@ -86,25 +90,28 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        log = _RequestLog(scope)
+        headers = Headers(scope=scope)
+        log = _RequestLog(scope, headers)
         self._inside += 1
         try:
-            headers = Headers(scope=scope)
             self._refuse(scope, headers, log)
             if scope["method"] == "HEAD":  # answered as GET; the HTTP connection drops the body
                 scope = {**scope, "method": "GET"}
-            await self._app(scope, self._body(scope, headers, receive), log.watching(send))
+            with log.span.current():
+                await self._app(scope, self._body(scope, headers, receive), log.watching(send))
         except Exception as error:
             failure = to_api_error(error)
             if failure.status >= 500 and not isinstance(error, ApiError):
-                logger.exception("request %s failed", log.identifier)
+                with log.span.current():
+                    logger.exception("request %s failed", log.identifier)
             if not log.status:
                 answer = Json(failure.body, failure.status, headers={**failure.headers, "connection": "close"})
                 await answer(scope, receive, log.watching(send))
         finally:
             self._inside -= 1
-            self._responded(scope["method"], getattr(scope.get("route"), "path", None), log.status)
-            log.log()
+            route = getattr(scope.get("route"), "path", None)
+            self._responded(scope["method"], route, log.status)
+            log.end(route)
 
     def _refuse(self, scope: Scope, headers: Headers, log: _RequestLog) -> None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
@@ -188,10 +195,12 @@ class _Body:
 
 
 class _RequestLog:
-    """Collects the facts of one request for its log line."""
+    """Collects the facts of one request for its log line and its span. The id may be the client's `X-Request-Id`."""
 
-    def __init__(self, scope: Scope) -> None:
-        self.identifier = uuid.uuid4().hex
+    def __init__(self, scope: Scope, headers: Headers) -> None:
+        self.identifier = take_request_id(headers.get("x-request-id"))
+        about = {"http.request.method": scope["method"], "ragkv.request_id": self.identifier}
+        self.span = Span("request", about, headers=headers, off=scope["path"] in _UNTRACED)
         self.owner: str | None = None
         self.status = 0
         self._scope = scope
@@ -211,8 +220,10 @@ class _RequestLog:
 
         return send_logged
 
-    def log(self) -> None:
-        """Write the line, as JSON."""
+    def end(self, route: str | None) -> None:
+        """Write the line, as JSON, and end the span."""
+        found = {"http.response.status_code": self.status} | ({} if route is None else {"http.route": route})
+        self.span.note(found, f"{self._scope['method']} {route or ''}".rstrip())
         line = {
             "request": self.identifier,
             "method": self._scope["method"],
@@ -221,7 +232,9 @@ class _RequestLog:
             "ms": round((time.monotonic() - self._start) * 1000, 1),
             "key": self.owner,
         }
-        logger.info("%s", json.dumps(line))
+        with self.span.current():
+            requests.info("%s", json.dumps(line), extra={"fields": line})
+        self.span.end(str(self.status) if self.status >= 500 else None)
 
 
 def _host(header: str) -> str:

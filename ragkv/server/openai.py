@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from ragkv.decoding import Decoding, schema_text
-from ragkv.errors import NothingFoundError, RetrievalError, UsageError
+from ragkv.errors import MissingExtraError, NothingFoundError, RetrievalError, UsageError
 from ragkv.index.answer import AnswerStream, QueryOptions
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.model.tools import ToolCallParser, tool_format, tool_tail
@@ -843,7 +843,7 @@ def _prepared(body: ChatRequest, chosen: ModelChoice) -> tuple[bool, AnswerStrea
         more: dict[str, Any] = {**body.tool_options(chosen, words, calls_after(body.messages))}
         options |= more | {"decoding": options["decoding"] | more.get("decoding", {})}
         stream = chosen.rag.stream(words.prompt, **options)
-    except UsageError as error:
+    except (UsageError, MissingExtraError) as error:
         raise to_api_error(error, body.names) from error
 
     def undocumented() -> AnswerStream:

@@ -26,6 +26,7 @@ from ragkv.index.search import DocumentView, list_documents
 from ragkv.server.errors import ApiError
 from ragkv.server.streaming import ConversationText
 from ragkv.types import Chunk, KVUse, Source, Timing
+from ragkv.util.telemetry import note_span
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -55,6 +56,7 @@ class ErrorBody(BaseModel):
     type: str
     param: str | None
     code: str | None
+    request_id: str | None = Field(description="The id that is in the header `X-Request-Id` and in the server's log.")
 
 
 class ErrorReply(BaseModel):
@@ -347,6 +349,7 @@ class ServedIndexes:
         if name not in self._indexes:
             message = f"There is no index {name!r}; there are {', '.join(self._indexes)}."
             raise ApiError(404, message, param="name", code="not_found")
+        note_span({"ragkv.index": name})
         rag = self._indexes[name]
         if not self._in_place(name, rag):
             message = f"Index {name!r} was deleted, moved or replaced; ask again when it is back."

@@ -11,7 +11,7 @@ from heldmodel import HeldModel
 
 from ragkv import Decoding, RagKV
 from ragkv.config import CONFIG_FILE, IndexConfig
-from ragkv.errors import ConfigError, RetrievalError
+from ragkv.errors import ConfigError, RetrievalError, UsageError
 
 QUESTION = "Who founded Halden Works?"
 
@@ -273,3 +273,56 @@ def test_chunks_of_ones_own(firms):
     assert again.token_ids == next(c.token_ids for c in firms.store.chunks() if c.text == FACTS["halden"])
     with pytest.raises(RetrievalError, match="No chunk"):
         firms.query(question, chunks=[])
+
+
+def test_the_prefix_is_part_of_the_stored_kvs_identity_and_the_suffix_is_not(tmp_path, model_folder):
+    """A changed [prompt] never meets KV that was made behind another prefix; words after the documents may change."""
+
+    def ask(**more):
+        with RagKV.open(tmp_path / "index", device="cpu") as rag:
+            asked = [rag.query(QUESTION, engine=engine, max_new_tokens=6, **more) for engine in ("ape", "block")]
+            full = rag.query(QUESTION, engine="full", max_new_tokens=6, **more).text
+            return [(each.kv.hits, each.kv.misses) for each in asked], [each.text for each in asked], full
+
+    def change(old, new):
+        config = tmp_path / "index" / CONFIG_FILE
+        config.write_text(config.read_text().replace(old, new))
+
+    document = tmp_path / "halden.md"
+    document.write_text("Halden Works was founded by Mira Oskel in 1907.")
+    settings = {"model": str(model_folder), "device": "cpu", "chunk_tokens": 128, "engines": ("ape", "block")}
+    words = {"system": "Be brief.", "question": "Q: {question}"}
+    with RagKV.create(tmp_path / "index", prompt=words, **settings) as rag:
+        rag.ingest(document)
+        assert rag.prompt.prefix.count("Be brief.") == 1
+    stored = [(1, 0), (1, 0)]
+    first = ask()
+    assert first[0] == stored
+    instructed = ask(system="Answer in French.")
+    assert instructed[0] == stored
+    change("Q: {question}", "Tell me: {question} Now!")
+    suffix = ask()
+    assert suffix[0] == stored
+    with RagKV.open(tmp_path / "index", device="cpu") as rag:
+        assert rag.ingest(document).unchanged
+    change("Be brief.", "Be long.")
+    prefix = ask()
+    # each made its own anew, for ape and block alike: they share one encoding, so block finds what ape has made
+    assert prefix[0] == [(0, 1), (1, 0)]
+    assert len({found[2] for found in (first, instructed, suffix, prefix)}) == 4
+    with RagKV.create(tmp_path / "new", prompt={**words, "system": "Be long."}, **settings) as rag:
+        rag.ingest(document)
+        change_free = [rag.query(QUESTION, engine=each, max_new_tokens=6).text for each in ("ape", "block")]
+    change("Tell me: {question} Now!", "Q: {question}")
+    assert ask()[1] == change_free  # what an index has that never knew the other words
+    with RagKV.open(tmp_path / "index", device="cpu") as rag:
+        report = rag.ingest(document)
+        assert (len(report.updated), report.kv_encoded) == (1, 0)  # by now a question has encoded it
+
+
+def test_instructions_of_a_question_stand_before_it(rag):
+    with pytest.raises(UsageError, match="The system is not valid Unicode"):
+        rag.query(QUESTION, system="\ud800")
+    told = rag.query(QUESTION, system=" Be brief. ", engine="full", max_new_tokens=6)
+    same = rag.query(f"Be brief.\n\n{QUESTION}", search_for=QUESTION, engine="full", max_new_tokens=6)
+    assert (told.question, told.text, told.sources) == (QUESTION, same.text, same.sources)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 
@@ -19,10 +20,14 @@ ASKED = {"messages": [{"role": "user", "content": "Who founded Halden Works?"}],
 def url(folder, key):
     """Where a server answers, which Ctrl-C ends in the end."""
     words = ("--index", f"two={folder}", "--index", f"again={folder}", "--keys", key[0])
-    server = CliChild("serve", "--port", 0, "--device", "cpu", *words)
+    server = CliChild("serve", "--port", 0, "--device", "cpu", "--log-format", "json", *words)
     yield server.line().split()[-1]
     code, _, message = server.end(signal.SIGINT)
     assert (code, "Traceback" in message) == (0, False), message
+    logged = [json.loads(line) for line in message.splitlines()]
+    assert {"time", "level", "logger", "message"} <= set.intersection(*map(set, logged))
+    assert {"uvicorn.error", "ragkv"} <= {line["logger"] for line in logged}
+    assert {line.get("path") for line in logged} >= {"/v1/chat/completions", "/v1/models", None}
 
 
 @pytest.fixture

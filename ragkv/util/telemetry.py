@@ -1,0 +1,229 @@
+"""What operators see of a running process: spans of OpenTelemetry, request ids, and log lines as JSON.
+
+Spans go to whatever provider the process has (`export_spans` makes one from the OTEL_… variables); until somebody has
+imported opentelemetry there is none, and nothing is done. Spans and log lines have counts, names of models and engines,
+and times: never the text of a question, an answer or a document.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from importlib.metadata import entry_points
+from typing import IO, Any
+
+from ragkv.errors import install_hint
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""The id of the request that the current task or thread works for."""
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
+_PROPAGATED = ("traceparent", "tracestate", "baggage", "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-sampled")
+_ASKED_FOR = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+
+logger = logging.getLogger(__name__)
+
+
+def take_request_id(given: str | None) -> str:
+    """The id that a client gave, if it has 1 to 128 letters, digits and `._:/+=@-`; else a new one. It is
+    `request_id` from now on.
+    """
+    found = given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
+    request_id.set(found)
+    return found
+
+
+class Span:
+    """A span that has begun, or nothing where nobody records spans. `started` is a time of `time.perf_counter`.
+
+    Its parent is the current span, or the one that the headers of a request name. `off`: nothing in any case. End it
+    once, in any thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        started: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        off: bool = False,
+    ) -> None:
+        self._span: Any = None
+        api = sys.modules.get("opentelemetry.trace")
+        if api is None or off:
+            return
+        context = None
+        if headers is not None:
+            from opentelemetry.propagate import extract
+
+            context = extract({key: headers[key] for key in _PROPAGATED if key in headers})
+        kind = api.SpanKind.INTERNAL if headers is None else api.SpanKind.SERVER
+        self._offset = time.time_ns() - int(time.perf_counter() * 1e9)
+        start = self._epoch(time.perf_counter() if started is None else started)
+        self._span = api.get_tracer("ragkv").start_span(name, context, kind, attributes=attributes, start_time=start)
+
+    @property
+    def records(self) -> bool:
+        """Whether attributes and children would be kept."""
+        return self._span is not None and self._span.is_recording()
+
+    def note(self, attributes: Mapping[str, Any], name: str = "") -> None:
+        """Set attributes, and another name."""
+        if self.records:
+            self._span.set_attributes(attributes)
+            if name:
+                self._span.update_name(name)
+
+    def end(self, error: BaseException | str | None = None, *, at: float | None = None) -> None:
+        """End it, after an error with the error's class, whose message may have text of the question."""
+        if self._span is None:
+            return
+        if error is not None:
+            from opentelemetry.trace import StatusCode
+
+            self._span.set_attribute("error.type", error if isinstance(error, str) else type(error).__name__)
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end(self._epoch(time.perf_counter() if at is None else at))
+
+    def _epoch(self, clock: float) -> int:
+        """Nanoseconds since 1970 of a time of `time.perf_counter`, by one offset for both ends of the span."""
+        return self._offset + int(clock * 1e9)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Spans that begin in the block, in this thread or task, are its children; it does not end with the block."""
+        if self._span is None:
+            yield
+            return
+        from opentelemetry.trace import use_span
+
+        with use_span(self._span, record_exception=False, set_status_on_exception=False):
+            yield
+
+
+@contextmanager
+def span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[Span]:
+    """A span around the block, current in it."""
+    made = Span(name, attributes)
+    try:
+        with made.current():
+            yield made
+    except BaseException as error:
+        made.end(error)
+        raise
+    made.end()
+
+
+def note_span(attributes: Mapping[str, Any]) -> None:
+    """Set attributes of the current span."""
+    if (api := sys.modules.get("opentelemetry.trace")) is not None:
+        api.get_current_span().set_attributes(attributes)
+
+
+def export_spans() -> Callable[[], None]:
+    """Export spans from now on as the OTEL_… variables say, if they ask for it; returns what sends the last ones.
+
+    OTEL_TRACES_EXPORTER names an exporter that is installed ("otlp" if only an endpoint is given), and the SDK itself
+    reads the others: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_PROPAGATORS, … That an exporter is missing
+    is a warning, because platforms set these variables for all of their containers.
+    """
+    asked = next(filter(None, map(os.environ.get, _ASKED_FOR)), None)
+    name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if asked is None or name == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return lambda: None
+    if name == "otlp":
+        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+        name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+    try:
+        [found, *_] = entry_points(group="opentelemetry_traces_exporter", name=name) or [None]
+        if found is None:
+            raise ModuleNotFoundError(f"there is no exporter {name!r}")
+        exporter = found.load()()
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        logger.warning("no spans are exported: %s; %s", error, install_hint("otel"))
+        return lambda: None
+    named = {"service.name": os.environ.get("OTEL_SERVICE_NAME") or "ragkv"}
+    provider = TracerProvider(resource=Resource.create(named))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return provider.shutdown
+
+
+class JsonLine(logging.Formatter):
+    """A record as one line of JSON: time, level, logger, message, `fields` of the record, request and trace, and an
+    exception's traceback.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        fields = getattr(record, "fields", None)
+        line |= {"message": record.getMessage()} if fields is None else {"message": "request", **fields}
+        if found := request_id.get():
+            line.setdefault("request", found)
+        if (api := sys.modules.get("opentelemetry.trace")) is not None:
+            context = api.get_current_span().get_span_context()
+            if context.is_valid:
+                line |= {"trace": f"{context.trace_id:032x}", "span": f"{context.span_id:016x}"}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class LogStream:
+    """A text stream whose lines are log records: for what libraries and commands write to stderr."""
+
+    encoding, errors = "utf-8", "replace"
+
+    def __init__(self, stream: IO[str], log: logging.Logger) -> None:
+        self._stream, self._log, self._rest = stream, log, ""
+        self.rich_proxied_file = self  # where rich writes to, instead of the stream below a guard
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            if shown := line.rpartition("\r")[2].strip():  # of a bar that is drawn again and again, the last
+                level = logging.ERROR if shown.startswith("ragkv: ") else logging.INFO
+                self._log.log(level, "%s", shown)
+        return len(text)
+
+    def isatty(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def log_as_json(stream: IO[str]) -> None:
+    """Write every log record as JSON to `stream`, with ragkv's and uvicorn's from "info" on, and turn whatever else is
+    written to stderr, warnings and tracebacks into records.
+    """
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLine())
+    logging.basicConfig(level=logging.getLogger().level, handlers=[handler], force=True)
+    for name in ("ragkv", "uvicorn"):
+        logging.getLogger(name).setLevel(min(logging.getLogger().level, logging.INFO))
+    logging.captureWarnings(True)
+    errors = logging.getLogger("ragkv")
+    sys.stderr = LogStream(stream, errors)  # type: ignore[assignment]
+    sys.excepthook = lambda *info: errors.critical("the process ends by an error", exc_info=info)
+    threading.excepthook = lambda args: errors.error(
+        "a thread ended by an error", exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+    )
