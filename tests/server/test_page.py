@@ -230,7 +230,8 @@ def test_it_streams_and_can_be_stopped(page, rag, monkeypatch):
     assert whole.startswith(text.text_content())
     assert text.text_content() != whole
     shown(page.locator(".source")).not_to_have_count(0)
-    page.get_by_role("button", name="Stop").click()
+    shown(page.get_by_role("button", name="Stop")).to_be_visible()
+    page.keyboard.press("Escape")
     shown(page.locator(".result .state")).to_have_text("Stopped")
     assert held.cancelled.wait(600)
     shown(page.get_by_role("button", name="Ask", exact=True)).to_be_visible()
@@ -503,6 +504,27 @@ def test_an_answer_is_shown_as_markdown_and_copied_as_it_is(visit_of, key, says)
     result.get_by_role("button", name="Copy the answer").click()
     shown(page.locator("#status")).to_have_text("Copied")
     assert page.evaluate(read) == MARKDOWN.strip().replace("\x1b", "\ufffd")
+    page.evaluate("() => { document.getElementById('status').textContent = ''; }")
+    page.get_by_role("button", name="Copy the conversation").click()
+    shown(page.locator("#status")).to_have_text("Copied")
+    copied = page.evaluate(read)
+    assert copied.startswith(f"## {QUESTION}\n\n1998. It was a year.")
+    assert "\n\n1. " in copied.partition("```\n")[2]
+    page.get_by_label("Question", exact=True).fill("")
+    result.get_by_role("button", name=f"Edit the question: {QUESTION}").click()
+    shown(focused(page)).to_have_value(QUESTION)
+
+
+def test_json_has_a_line_for_each_value_and_instructions_go_along(page, rag, monkeypatch):
+    schema = '{"const": {"a": [12345678901234567890, {}], "b": "x: {y}"}}'
+    monkeypatch.setattr(rag.index, "config", replace(rag.config, decoding=Decoding(schema=schema)))
+    page.get_by_text("More settings").click()
+    page.get_by_label("Instructions").fill("Be brief.")
+    result = ask(page, QUESTION)
+    lines = ["{", '  "a": [', "    12345678901234567890,", "    {}", "  ],", '  "b": "x: {y}"', "}"]
+    assert result.locator("pre").text_content().splitlines() == lines
+    shown(result.locator(".asked-of")).to_contain_text("as told: Be brief.")
+    assert rag.query(QUESTION, system="Be brief.").text == '{"a": [12345678901234567890, {}], "b": "x: {y}"}'
 
 
 HOSTILE = [
@@ -619,6 +641,38 @@ def test_files_are_dropped_watched_asked_about_and_deleted(page, rag):
     shown(row).to_have_count(0)
     shown(focused(page)).to_have_class("source-open")
     assert rag.store.document("stdin:kesk.md") is None
+
+
+def test_folders_are_chosen_and_dropped_and_a_file_replaces_its_document(page, rag, tmp_path):
+    """Their files keep their paths; hidden ones stay out; more than a server takes at a time go in parts."""
+    kept = {"kesk.md": "Kesk Mills employs 4711 people.", "deep/varn.md": "Varn Docks."}
+    for name, text in {**kept, ".git/config": "No.", "deep/.env": "No."}.items():
+        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notes" / name).write_text(text)
+    page.get_by_role("link", name="Documents").click()
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Choose a folder").click()
+    chooser.value.set_files(tmp_path / "notes")
+    shown(page.locator(".job-state").first).to_contain_text("2 added")
+    page.evaluate(
+        "() => { const file = (name, text) => ({isFile: true, fullPath: `/notes/${name}`,"
+        " file: (done) => done(new File([text], name))}); let left = ["
+        " file('kesk.md', 'Kesk Mills employs 4712 people.'), file('.hidden', 'No.'),"
+        " ...Array.from({length: 64}, (_, at) => file(`${at}.txt`, ''))];"
+        " DataTransferItem.prototype.webkitGetAsEntry = () => ({createReader: () =>"
+        " ({readEntries: (done) => done(left.splice(0, 40))})}); }"
+    )
+    drop(page, ("notes", ""))
+    shown(page.locator(".job-name").first).to_have_text("notes/63.txt, part 2 of 2")
+    shown(page.locator(".job-state").first).to_contain_text("1 left out")
+    shown(page.locator(".job-state").nth(1)).to_contain_text("1 replaced, 63 left out")
+    names = {
+        name for each in rag.list_documents().documents if (name := each.document.document_id).startswith("stdin:n")
+    }
+    assert names == {f"stdin:notes/{name}" for name in kept}
+    assert rag.store.text("stdin:notes/kesk.md") == "Kesk Mills employs 4712 people."
+    for name in names:
+        rag.delete(name)
 
 
 def test_an_upload_that_waits_is_cancelled(page, rag, held):

@@ -104,8 +104,8 @@ export class AnswerView {
     this.over();
     if (answer.finish_reason === "length") this.state.textContent = "Cut at the longest length that an answer may have";
     else this.state.hidden = true;
-    this.written = answer.answer;
-    this.draw(answer.citations);
+    this.written = answer.decoding.schema ? `\`\`\`json\n${indented(answer.answer)}\n\`\`\`` : answer.answer;
+    this.draw(answer.decoding.schema ? [] : answer.citations);
     this.tools.prepend(copyButton("Copy the answer", () => inert(answer.answer)));
     // that nothing is there, no passage has said
     if (answer.refused) this.rightHead.textContent = "Passages that were read";
@@ -121,7 +121,7 @@ export class AnswerView {
       button.setAttribute("aria-pressed", String(on));
       this.node.classList.toggle("traced", on);
       if (on) this.retrace(answer.trace.tokens);
-      else this.draw(answer.citations);
+      else this.draw(answer.decoding.schema ? [] : answer.citations);
       this.legend.hidden = !on;
     };
     button.addEventListener("click", () => show(button.getAttribute("aria-pressed") !== "true"));
@@ -224,6 +224,18 @@ export class AnswerView {
       word.classList.toggle("faint", now && word.dataset.expert !== String(place + 1));
     }
   }
+}
+
+/** JSON with a line for each value. It is not parsed: a long number would change, and an answer may have been cut. */
+function indented(text) {
+  let depth = 0;
+  const line = (by) => `\n${"  ".repeat(Math.max(0, (depth += by)))}`;
+  const tokens = text.match(/\{\s*\}|\[\s*\]|"(?:[^"\\]|\\.)*"?|[{}[\],:]|[^\s{}[\],:"]+/g) ?? [];
+  return tokens.map((each) => {
+    if (each === "{" || each === "[") return each + line(1);
+    if (each === "}" || each === "]") return line(-1) + each;
+    return each === "," ? each + line(0) : each === ":" ? ": " : each;
+  }).join("");
 }
 
 function times({ timing_ms: timing, sources }) {

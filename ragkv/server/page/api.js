@@ -40,7 +40,7 @@ export async function* events(path, { method = "GET", body, signal } = {}) {
   }
 }
 
-/** Send files as a form; `onSent` is told the share that has gone. Only XMLHttpRequest tells that. */
+/** Send files, pairs of name and file, as a form; `onSent` is told the share that has gone. Only XMLHttpRequest tells that. */
 export async function upload(path, files, { onSent, signal }) {
   for (;;) {
     const key = currentKey();
@@ -53,7 +53,7 @@ export async function upload(path, files, { onSent, signal }) {
 
 function sent(path, files, key, onSent, signal) {
   const form = new FormData();
-  for (const file of files) form.append("files", file, file.name);
+  for (const [name, file] of files) form.append("files", file, name);
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();
     request.open("POST", path);

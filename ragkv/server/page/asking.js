@@ -3,7 +3,7 @@
 import { AnswerView } from "./answer.js";
 import { events, pathOf } from "./api.js";
 import { converse, earlier, setUpConversation } from "./conversation.js";
-import { announce, byId, counted, el, lasted } from "./dom.js";
+import { announce, byId, counted, el, lasted, plain } from "./dom.js";
 import { foldedOf, Lane, MOST_LANES, worded } from "./lane.js";
 
 const MOST_SHOWN = 20;
@@ -23,6 +23,9 @@ export function setUpAsking() {
     byId("asking").requestSubmit();
   });
   byId("stop").addEventListener("click", () => running?.abort());
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && !event.isComposing && !document.querySelector("dialog[open]")) running?.abort();
+  });
   byId("compare").addEventListener("click", () => {
     const lane = add();
     lane.like(lanes.at(-2));
@@ -94,6 +97,8 @@ function shared() {
   if (Number.isFinite(temperature)) told.temperature = temperature;
   if (Number.isFinite(seed)) told.seed = seed;
   if (where.length) told.where = where;
+  const system = byId("system").value.trim();
+  if (system) told.system = system;
   return told;
 }
 
@@ -159,18 +164,31 @@ function busy(now) {
   if (!now && document.activeElement === document.body) byId("question").focus();
 }
 
+/** Put a question into the field again, to be changed or asked with other settings. */
+function edit(question) {
+  byId("question").value = question;
+  byId("question").dispatchEvent(new Event("input"));
+  byId("question").focus();
+}
+
 /** The place of a question's answers: a view for each setting, and the table over several. */
 function show(question, name, turns, settings) {
   const numbered = (setting, place) => `${settings.length > 1 ? `${place + 1}. ` : ""}${worded(setting)}`;
   const views = settings.map((setting, place) => new AnswerView(name, numbered(setting, place)));
   const table = settings.length > 1 ? comparison(settings) : null;
+  const [{ system }] = settings;
   const columns = el("div", { class: "answers" }, ...views.map((view) => view.node));
   columns.dataset.count = String(views.length);
   const result = el(
     "article",
     { class: turns ? "result follow-up" : "result" },
-    el("h2", { class: "asked", dir: "auto" }, question),
-    el("p", { class: "quiet asked-of" }, `asked of ${name}${turns ? `, after ${counted(turns, "question")} of this conversation` : ""}`),
+    el(
+      "div",
+      { class: "asked-head" },
+      el("h2", { class: "asked", dir: "auto" }, question),
+      el("button", { type: "button", class: "plain", "aria-label": `Edit the question: ${question}`, onclick: () => edit(question) }, "Edit"),
+    ),
+    el("p", { class: "quiet asked-of", dir: "auto" }, `asked of ${name}${turns ? `, after ${counted(turns, "question")} of this conversation` : ""}${system ? `, as told: ${plain(system)}` : ""}`),
     table?.node,
     columns,
   );

@@ -1,9 +1,11 @@
 // Conversations: what was asked and answered, kept by the browser, so that it is there again after a reload. A question
 // is asked alone, unless its asker sends the conversation along.
 
-import { announce, byId, counted, el, plain } from "./dom.js";
+import { copyButton } from "./copy.js";
+import { announce, byId, counted, el, plain, titled } from "./dom.js";
 import { confirmed, renamed } from "./dialog.js";
 import { currentKey } from "./key.js";
+import { inert } from "./markdown.js";
 
 const STORED = "ragkv-conversations-1";
 const MOST_KEPT = 30; // conversations
@@ -35,6 +37,7 @@ export function setUpConversation(opened) {
     save();
     show();
   });
+  byId("copy-thread").replaceWith(copyButton("Copy the conversation", () => inert(current.turns.map(written).join("\n\n"))));
   byId("forget").addEventListener("click", async () => {
     if (!(await confirmed("Delete this conversation?", `“${titleOf(current)}” is kept by this browser alone.`))) return;
     const { id, index } = current;
@@ -102,6 +105,15 @@ function latest(all) {
   return told;
 }
 
+/** A turn as Markdown, with the sources of its answers. */
+function written({ question, answers }) {
+  const told = answers.filter(Boolean).map(({ answer, sources }) => {
+    const list = sources.map((source, place) => `${place + 1}. ${titled(source)}`).join("\n");
+    return list ? `${answer}\n\n${list}` : answer;
+  });
+  return [`## ${plain(question)}`, ...told].join("\n\n");
+}
+
 /** What the page shows of an answer. */
 function kernel({ trace, sources, ...answer }) {
   const tokens = trace.tokens.map(({ text, source }) => ({ text, source }));
@@ -116,7 +128,7 @@ function show() {
   if (!all.some(({ id }) => id === current.id)) options.unshift(el("option", { value: current.id }, titleOf(current)));
   byId("conversation").replaceChildren(...options);
   byId("conversation").value = current.id;
-  byId("anew").hidden = byId("rename").hidden = byId("forget").hidden = !begun;
+  for (const button of document.querySelectorAll(".thread-actions button")) button.hidden = !begun;
   byId("following").hidden = !begun;
   const follows = begun && byId("follow").checked;
   byId("thread-said").textContent = begun ? said(follows) : "";

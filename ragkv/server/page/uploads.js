@@ -1,10 +1,12 @@
-// Files are dropped or chosen, sent, and ingested by a job that is watched and can be cancelled.
+// Files and folders are dropped or chosen, sent, and ingested by jobs that are watched and can be cancelled.
 
 import { ask, events, pathOf, upload } from "./api.js";
-import { announce, byId, counted, el, plain } from "./dom.js";
+import { announce, byId, counted, el, plain, warn } from "./dom.js";
 
 const ENDED = ["done", "failed", "cancelled", "interrupted"];
 const MOST_SHOWN = 8;
+const MOST_FILES = 64; // at a time, as the server takes them
+const MOST_BYTES = 64 << 20; // at a time, of several files
 let index = null;
 let onChange = () => {};
 let watching = null;
@@ -12,11 +14,13 @@ let watching = null;
 /** Wire the places for files; `changed` is called when an ingest has ended, `shown` when files were dropped. */
 export function setUpUploads(changed, shown) {
   onChange = changed;
-  const field = byId("files");
-  field.addEventListener("change", () => {
-    send([...field.files]);
-    field.value = "";
-  });
+  for (const field of [byId("files"), byId("folder")]) {
+    field.addEventListener("change", () => {
+      send([...field.files].map((file) => [file.webkitRelativePath || file.name, file]));
+      field.value = "";
+    });
+  }
+  byId("choose-folder").addEventListener("click", () => byId("folder").click());
   const veil = byId("veil");
   const carries = (event) => index?.writable && [...(event.dataTransfer?.types ?? [])].includes("Files");
   let depth = 0;
@@ -32,8 +36,41 @@ export function setUpUploads(changed, shown) {
     if (!carries(event)) return;
     over(0);
     shown();
-    send([...event.dataTransfer.files]);
+    const dropped = [...event.dataTransfer.items].filter(({ kind }) => kind === "file");
+    // what an item is has to be asked before the event is over
+    const entries = dropped.map((item) => item.webkitGetAsEntry?.() ?? item.getAsFile());
+    Promise.all(entries.map(inside)).then((found) => send(found.flat()), (error) => warn(error.message));
   });
+}
+
+/** The files of what was dropped, with their names: in a folder, their paths from it on. */
+async function inside(entry) {
+  if (entry instanceof File) return [[entry.name, entry]];
+  if (entry.isFile) {
+    return [[entry.fullPath.replace(/^\//, ""), await new Promise((done, failed) => entry.file(done, failed))]];
+  }
+  const reader = entry.createReader();
+  const found = [];
+  for (;;) {
+    const some = await new Promise((done, failed) => reader.readEntries(done, failed)); // a hundred at a time
+    if (!some.length) return (await Promise.all(found.map(inside))).flat();
+    found.push(...some);
+  }
+}
+
+/** Parts that may be sent at a time. */
+function parted(files) {
+  const parts = [];
+  let bytes = Infinity;
+  for (const each of files) {
+    if (bytes + each[1].size > MOST_BYTES || parts.at(-1).length === MOST_FILES) {
+      parts.push([]);
+      bytes = 0;
+    }
+    parts.at(-1).push(each);
+    bytes += each[1].size;
+  }
+  return parts;
 }
 
 /** Send files to this index from now on, and show its jobs. */
@@ -53,11 +90,25 @@ export async function uploadsOf(facts) {
   }
 }
 
+/** Send files, pairs of name and file, one part after another; hidden ones of folders stay out, as of `ragkv ingest`. */
 async function send(files) {
-  if (!files.length) return;
+  const parts = parted(files.filter(([name]) => !/(?:^|\/)\.[^/]*(?=\/)|\/\.[^/]*$/.test(name)));
   const { name } = index;
   const { signal } = watching;
-  const item = new Item(files.map((file) => file.name));
+  if (files.length && !parts.length) warn("There is no file in the folder.");
+  for (const [place, part] of parts.entries()) {
+    if (signal.aborted) {
+      warn(`${counted(parts.slice(place).flat().length, "file")} for ${plain(name)} were not sent, because another index was chosen meanwhile.`);
+      return;
+    }
+    const of = parts.length > 1 ? `, part ${place + 1} of ${parts.length}` : "";
+    if (!(await sendPart(name, part, of, signal))) return;
+  }
+}
+
+/** Whether it was not cancelled. */
+async function sendPart(name, files, of, signal) {
+  const item = new Item(files.map(([each]) => each), of);
   const sending = new AbortController();
   item.onCancel = () => sending.abort();
   try {
@@ -65,12 +116,14 @@ async function send(files) {
       signal: sending.signal,
       onSent: (share) => item.show("Sending", share),
     });
-    await watch(name, job.id, item, signal);
+    return (await watch(name, job.id, item, signal)) !== "cancelled";
   } catch (error) {
     item.end(error.name === "AbortError" ? "Cancelled before it was sent" : error.message, error.name !== "AbortError");
+    return error.name !== "AbortError";
   }
 }
 
+/** Show what becomes of a job; its last state. */
 async function watch(name, id, item, signal) {
   const path = pathOf(name, "jobs", id);
   item.onCancel = () => ask(path, { method: "DELETE" }).catch((error) => item.note(error.message));
@@ -85,13 +138,14 @@ async function watch(name, id, item, signal) {
   } catch (error) {
     if (error.name !== "AbortError") item.note(error.message);
   }
+  return last?.state;
 }
 
 /** One upload in the list. */
 class Item {
-  constructor(names) {
+  constructor(names, of = "") {
     const all = names.map(plain);
-    this.name = all.length === 1 ? all[0] : `${all[0]} and ${counted(all.length - 1, "other")}`;
+    this.name = (all.length === 1 ? all[0] : `${all[0]} and ${counted(all.length - 1, "other")}`) + of;
     this.state = el("span", { class: "job-state quiet" }, "Waiting");
     this.bar = el("progress", { max: 1, value: 0, "aria-label": `Progress of ${this.name}` });
     this.cancel = el("button", { type: "button", class: "plain", "aria-label": `Cancel ${this.name}` }, "Cancel");
