@@ -515,16 +515,15 @@ def test_an_answer_is_shown_as_markdown_and_copied_as_it_is(visit_of, key, says)
     shown(focused(page)).to_have_value(QUESTION)
 
 
-def test_json_has_a_line_for_each_value_and_instructions_go_along(page, rag, monkeypatch):
-    schema = '{"const": {"a": [12345678901234567890, {}], "b": "x: {y}"}}'
-    monkeypatch.setattr(rag.index, "config", replace(rag.config, decoding=Decoding(schema=schema)))
+def test_json_has_a_line_for_each_value_and_instructions_go_along(page, rag, monkeypatch, says):
+    monkeypatch.setattr(rag.index, "config", replace(rag.config, decoding=Decoding(schema='{"const": 1}')))
+    says('{"a": [12345678901234567890, {}], "b": "x: {y}"')  # a number that JavaScript lacks; cut at its end
     page.get_by_text("More settings").click()
     page.get_by_label("Instructions").fill("Be brief.")
     result = ask(page, QUESTION)
-    lines = ["{", '  "a": [', "    12345678901234567890,", "    {}", "  ],", '  "b": "x: {y}"', "}"]
+    lines = ["{", '  "a": [', "    12345678901234567890,", "    {}", "  ],", '  "b": "x: {y}"']
     assert result.locator("pre").text_content().splitlines() == lines
     shown(result.locator(".asked-of")).to_contain_text("as told: Be brief.")
-    assert rag.query(QUESTION, system="Be brief.").text == '{"a": [12345678901234567890, {}], "b": "x: {y}"}'
 
 
 HOSTILE = [
