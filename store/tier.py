@@ -395,15 +395,18 @@ class SharedTiers:
         """Those that a tier has, each as its record and as tensors on the CPU.
 
         Waits for a tier at most its `timeout`, and at most as long as encoding the missing chunks would take, where
-        that was measured (`seconds_per_token`, 0 if not).
+        that was measured (`seconds_per_token`, 0 if not). What a tier has is written to those before it, later.
         """
         found: dict[KVIdentity, tuple[EncodedRecord, ChunkKV]] = {}
         missing = list(dict.fromkeys(identities))
-        for each in self._tiers:
+        for place, each in enumerate(self._tiers):
             missing = [identity for identity in missing if identity not in found]
             if missing:
                 encoding = sum(identity.tokens for identity in missing) * seconds_per_token
-                found |= self._from(each, missing, shape, min(each.config.timeout, encoding or each.config.timeout))
+                new = self._from(each, missing, shape, min(each.config.timeout, encoding or each.config.timeout))
+                if new and place:  # the tiers before it are faster, and lack these
+                    self._later([(identity, record) for identity, (record, _) in new.items()], self._tiers[:place])
+                found |= new
         return found
 
     def _from(
@@ -454,32 +457,40 @@ class SharedTiers:
 
         `patient` waits for a tier that is up, and not longer than `TRANSFER_SECONDS`.
         """
-        size = sum(kv.nbytes for _, kv in made)
-        with self._room:
-            if patient:
+        if patient:
+            with self._room:
                 self._room.wait_for(lambda: self._waiting <= WAITING_BYTES, timeout=TRANSFER_SECONDS)
+        self._later(made, self._tiers)
+
+    def _later(self, made: Sequence[tuple[KVIdentity, ChunkKV | EncodedRecord]], tiers: Sequence[_Connected]) -> None:
+        """Write to these tiers in the thread for that, unless too much waits already."""
+        size = sum(kv.stored_bytes if isinstance(kv, EncodedRecord) else kv.nbytes for _, kv in made)
+        with self._room:
             if self._closed or self._waiting > WAITING_BYTES:
-                for each in self._tiers:
+                for each in tiers:
                     each.use.skipped += len(made)
                 return
             self._waiting += size
         try:
-            self._writer.submit(self._write, list(made), size)
+            self._writer.submit(self._write, list(made), size, tiers)
         except RuntimeError:  # the interpreter is shutting down
             self._done(size)
 
-    def _write(self, made: list[tuple[KVIdentity, ChunkKV]], size: int) -> None:
+    def _write(
+        self, made: list[tuple[KVIdentity, ChunkKV | EncodedRecord]], size: int, tiers: Sequence[_Connected]
+    ) -> None:
         try:
             for identity, kv in made:
                 record = None
-                for each in self._tiers:
+                for each in tiers:
                     name = each.name(identity.key())
                     if self._closed or name in each.denied or not each.writes.allow():
                         each.use.skipped += 1
                         continue
                     problem: object = "it was interrupted"
                     try:
-                        record = record or encode_record(kv, identity, self._codec)
+                        if record is None:
+                            record = kv if isinstance(kv, EncodedRecord) else encode_record(kv, identity, self._codec)
                         value = each.seal(record)
                         if each.tier.put(name, value):
                             each.use.written += 1
@@ -499,9 +510,12 @@ class SharedTiers:
             self._room.notify_all()
 
     def delete(self, keys: Sequence[bytes]) -> bool:
-        """Delete the values of these KV keys from all tiers; whether all of them could be reached."""
-        reached = True
-        for each in self._tiers:
+        """Delete the values of these KV keys from all tiers; whether all of them could be reached.
+
+        What waits to be written goes first, so that no value comes back after its deletion.
+        """
+        reached = self.settle()
+        for each in self._tiers if reached else ():
             try:
                 each.tier.delete([each.name(key) for key in keys])
             except Exception as error:  # of any client

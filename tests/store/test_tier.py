@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from storekit import equal, identity, make_kv
-from tiers import Proxy, RedisServer
+from tiers import Proxy, RedisServer, S3Server
 
 from ragkv.attention.shape import KVShape
 from ragkv.config import IndexConfig, TierConfig
@@ -51,14 +51,25 @@ def connect(tmp_path):
     """Connects to a tier, by default one in a folder; with a clock that stands still until it is moved."""
     opened = []
 
-    def make(url=None, *, codec=None, clock=None, **settings):
-        config = TierConfig(**{"url": url or f"file://{tmp_path}/objects", "timeout": 60.0, **settings})
-        opened.append(SharedTiers([config], codec or Raw(), clock or Clock()))
+    def make(*urls, codec=None, clock=None, **settings):
+        settings = {"timeout": 60.0, **settings}
+        configs = [TierConfig(url=url or f"file://{tmp_path}/objects", **settings) for url in urls or (None,)]
+        opened.append(SharedTiers(configs, codec or Raw(), clock or Clock()))
         return opened[-1]
 
     yield make
     for each in opened:
         each.close()
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    made = S3Server()
+    settings = {"ENDPOINT": f"http://127.0.0.1:{made.server_port}", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}
+    for name, value in settings.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    yield made
+    made.close()
 
 
 def some(count=4, **more):
@@ -207,7 +218,11 @@ class Held:
         return None if self.inner is None else self.inner.get(name)
 
     def put(self, name, value):
-        return self.get(name) is None
+        self.get(name)
+        return self.inner is None or self.inner.put(name, value)
+
+    def delete(self, names):
+        self.inner.delete(names)
 
     def interrupt(self):
         return None
@@ -296,7 +311,7 @@ def test_other_requests_kv_from_the_disk_tier_lmcache_4385_dynamo_14416_15079(co
     """A real server with a fault: no wrong tensor, nothing counted as loaded that is not, an end, and a way back."""
     clock, made = Clock(), some(6)
     url = f"redis://127.0.0.1:{proxy.port}"
-    shared = connect(url, clock=clock, timeout=0.2)
+    shared = connect(url, clock=clock, timeout=0.2 if fault in ("paused", "flipping", "stalled") else 60.0)
     with suppress(Exception):
         put(connect(f"redis://127.0.0.1:{server.port}"), made)
     names = [shared._tiers[0].name(one.key()) for one in made]
@@ -336,6 +351,95 @@ def test_other_requests_kv_from_the_disk_tier_lmcache_4385_dynamo_14416_15079(co
         fresh = connect(url)
         put(fresh, made)
         assert never_wrong(fresh, made) == 6
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["403", "500", "503", "resets", "truncates", "shortened", "flips", "stale", "a page", "hangs", "overwrites"],
+)
+def test_an_object_store_with_a_fault_gives_no_wrong_tensor(connect, s3, fault):
+    """Errors, truncation, stale and exchanged objects: a miss each, an end, and a way back; create-only is probed."""
+    clock, made = Clock(), some()
+    shared = connect("s3://bucket/folder", clock=clock, timeout=0.2 if fault == "hangs" else 60.0)
+    put(connect("s3://bucket/folder"), made)
+    before = dict(s3.objects)
+    assert len(before) == len(made)
+    s3.fault = fault
+    for _ in range(FAILURES):
+        assert never_wrong(shared, made) == (4 if fault == "overwrites" else 0)
+        shared._tiers[0].denied.clear()
+    if fault == "hangs":
+        s3.held.set()
+    if fault == "overwrites":
+        assert shared.probe()[0]["create_only"] is False
+    elif fault not in ("403", "500", "503", "resets"):
+        put(shared, made)
+        assert s3.objects == before
+    assert use(shared)["hits"] == (FAILURES * 4 if fault == "overwrites" else 0)
+    assert use(shared)["open"] == (fault != "overwrites")
+    s3.fault = ""
+    clock.now += 120
+    fresh = connect("s3://bucket/folder")
+    assert never_wrong(fresh, made) == 4
+    assert s3.objects == before
+    assert fresh.delete([one.key() for one in made])
+    assert s3.objects == {}
+
+
+FOLDS = {
+    "lower case": str.lower,
+    "no folders": lambda name: name.replace("/", "_"),
+    "cut": lambda name: name[:40],
+    "its last part": lambda name: name.rpartition("/")[2],
+    "the same": lambda name: "name",
+}
+
+
+@pytest.mark.parametrize("fold", FOLDS)
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_store_that_folds_names_into_one_gives_no_kv_of_another(connect, monkeypatch, what, fold):
+    """Two models, prompts, tenants, secrets or codecs in one store that ignores case, cuts names, or worse."""
+    monkeypatch.setenv("TIER_SECRET", "a secret of many characters")
+    monkeypatch.setenv("OTHER_SECRET", "another secret of many characters")
+    settings, changes = OTHERS[what]
+    both = connect("memory://", secret="TIER_SECRET"), connect("memory://", **{"secret": "TIER_SECRET", **settings})
+    values: dict[str, bytes] = {}
+
+    class Folding(Held):
+        def get(self, name):
+            return values.get(FOLDS[fold](name))
+
+        def put(self, name, value):
+            return values.setdefault(FOLDS[fold](name), value) is value
+
+    for each, kv in zip(both, (some(), some(**changes)), strict=True):
+        each._tiers[0].tier = Folding()
+        put(each, kv)
+    for each, kv in zip(both, (some(), some(**changes)), strict=True):
+        never_wrong(each, kv)
+        counted = use(each)
+        assert counted["hits"] + counted["misses"] + counted["damaged"] == 4
+    if fold in ("lower case", "no folders"):  # all that is ragkv's own is lower case, and one character is as another
+        assert [use(each)["hits"] for each in both] == [4, 4]
+
+
+def test_what_a_slower_tier_has_is_promoted_to_the_faster_ones(connect, tmp_path):
+    folders = [f"file://{tmp_path}/{name}" for name in ("fast", "middle", "slow")]
+    made = some()
+    put(connect(folders[2]), made)
+    shared = connect(*folders)
+    assert never_wrong(shared, made) == 4
+    assert shared.settle(LONG)
+    assert [each["written"] for each in shared.uses()] == [4, 4, 0]
+    for folder in folders[:2]:
+        assert never_wrong(connect(folder), made) == 4
+    assert never_wrong(shared, made) == 4
+    assert [each["hits"] for each in shared.uses()] == [4, 0, 4]
+    held = shared._tiers[0].tier = Held(shared._tiers[0].tier)
+    shared.offer(list(some(5).items()))
+    held.go.set()
+    assert shared.delete([one.key() for one in some(5)])  # also what was still to be written
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""A real redis-server, and a TCP proxy before it that stalls or damages what it passes on."""
+"""A real redis-server, a TCP proxy before it that stalls or damages what it passes on, and an S3 server with faults."""
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -95,3 +97,79 @@ class Proxy:
         for each in (source, target):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+
+class S3Server(ThreadingHTTPServer):
+    """As much of S3 as obstore asks of it, over `objects` by path. `fault` is what is wrong with it; `held` lets the
+    requests of a server that hangs end."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _S3)
+        self.objects: dict[str, bytes] = {}
+        self.fault = ""
+        self.held = threading.Event()
+        self._thread = threading.Thread(target=self.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.held.set()
+        self.shutdown()
+        self._thread.join()
+        self.server_close()
+
+
+class _S3(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: S3Server
+
+    def do_GET(self) -> None:
+        objects, fault = self.server.objects, self.server.fault
+        if fault == "hangs":
+            self.server.held.wait(600)
+        body, name = self.rfile.read(int(self.headers.get("Content-Length", 0))), self.path.partition("?")[0]
+        if fault == "resets":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            self.connection.close()
+        elif fault.isdecimal():
+            self.reply(int(fault), b"<Error><Code>Wrong</Code></Error>")
+        elif self.command == "PUT":
+            there = name in objects and self.headers.get("If-None-Match") == "*" and fault != "overwrites"
+            if not there:
+                objects[name] = body
+            self.reply(412 if there else 200)
+        elif self.command == "POST":  # a list of what to delete
+            keys = re.findall(r"<Key>(.*?)</Key>", body.decode())
+            for key in keys:
+                objects.pop(f"{name.rstrip('/')}/{key}", None)
+            deleted = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+            self.reply(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+        elif name not in objects:
+            self.reply(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        else:
+            value = objects[name]
+            changed = {
+                "shortened": value[:-1],
+                "flips": value[:-9] + bytes([value[-9] ^ 1]) + value[-8:],
+                "stale": next((other for key, other in objects.items() if key != name), value),  # whole and sealed
+                "a page": b"<html>Sign in</html>",
+            }
+            self.reply(200, changed.get(fault, value), more=fault == "truncates")
+
+    def reply(self, status: int, body: bytes = b"", *, more: bool = False) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) + 10 * more))
+        self.send_header("ETag", '"1"')
+        self.send_header("Last-Modified", "Tue, 24 Nov 2026 00:00:00 GMT")
+        self.end_headers()
+        with suppress(OSError):
+            self.wfile.write(body)
+        self.close_connection |= more
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+for _method in ("do_PUT", "do_POST"):
+    setattr(_S3, _method, _S3.do_GET)
