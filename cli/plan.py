@@ -216,6 +216,8 @@ def plan(
 
 
 def _show_cluster(found: ClusterPlan) -> None:
+    from ragkv.planning.cluster import BUSY
+
     ran = found.simulated
     echo()
     echo(
@@ -224,20 +226,31 @@ def _show_cluster(found: ClusterPlan) -> None:
         f"vectors and pages; ingest {found.ingest_hours:,.1f} h, ${found.ingest_dollars:,.0f}."
     )
     echo()
-    table = plain("KV in", "a month", "load", "encode", "pays from reads a month")
+    echo(
+        f"All KV in one place: what it costs, how long a question waits for its {count(found.top_k, 'chunk')} to be "
+        "loaded or encoded, and how often a chunk has to be read in a month so that keeping it costs less than "
+        "encoding it each time."
+    )
+    echo()
+    table = plain("KV in", "a month", "load", "encode", "pays from, reads a month")
     for tier in found.tiers:
         pays = "never" if tier.reads_to_pay is None else f"{tier.reads_to_pay:,.3g}"
         table.add_row(tier.name, f"${tier.dollars:,.0f}", _ms(tier.load_seconds), _ms(found.encode_seconds), pays)
     draw(table)
     echo()
     echo(
-        f"Simulated {count(ran.questions, 'question')} from empty nodes: {ran.per_second:,.0f}/s, "
-        f"{_ms(ran.median_seconds)} at the median, {_ms(ran.p99_seconds)} for 99 of 100; {ran.memory_hits:.0%} of "
-        f"chunks in memory, {ran.disk_hits:.0%} on disks, the rest in the object store or encoded; the busiest node "
-        f"has {ran.busiest:.2f} of an even share; {count(ran.lost_nodes, 'node')} lost half-way, "
+        f"Simulated {count(ran.questions, 'question')} from empty nodes, arriving at {_rate(ran.per_second)} "
+        f"({BUSY:.0%} of what the nodes could answer with nothing stored): first token after {_ms(ran.median_seconds)} "
+        f"at the median, {_ms(ran.p99_seconds)} for 99 of 100; {ran.memory_hits:.0%} of chunks "
+        f"in memory, {ran.disk_hits:.0%} on disks, the rest in the object store or encoded; the busiest node has "
+        f"{ran.busiest:.2f} of an even share; {count(ran.lost_nodes, 'node')} lost half-way, "
         f"{count(ran.repeated, 'question')} begun again, {ran.answered:,} answered."
     )
     echo("Assumed, not measured: the bandwidth, latency and price of each kind of storage (docs/tiers.md).")
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}/s" if per_second >= 10 else f"{per_second:.2g}/s"
 
 
 def _notify(plan: Plan) -> None:
@@ -345,7 +358,7 @@ def _bytes(number: float) -> str:
         if number < 1000:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
         number /= 1000
-    return f"{number:,.2f} GB" if number < 10_000 else f"{number / 1000:,.1f} TB"
+    return f"{number:,.2f} GB" if number < 1000 else f"{number / 1000:,.1f} TB"
 
 
 def _time(seconds: float) -> str:

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from ragkv.errors import UsageError
 from ragkv.planning.plan import Plan
 
-HOURS = 730
-"""Of a month."""
+MOST_NODES = 10_000
+BUSY = 0.7
+"""The simulated load, as a share of what nodes that hold nothing could answer."""
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -60,9 +61,9 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """The simulated questions: how many a second, seconds until an answer (median and 99 of 100), where chunks were
-    found, the busiest node's share of all work over an even share, and the questions that began again elsewhere because
-    their node was lost."""
+    """The simulated questions: how many arrive a second, seconds until an answer (median and 99 of 100), where chunks
+    were found, the busiest node's share of all work over an even share, and the questions that began again elsewhere
+    because their node was lost."""
 
     questions: int
     per_second: float
@@ -88,8 +89,9 @@ class ClusterPlan:
     other_bytes: float
     ingest_hours: float
     ingest_dollars: float
+    top_k: int
     encode_seconds: float
-    """To encode the chunks of one question."""
+    """To encode the `top_k` chunks of one question."""
     tiers: tuple[TierPlan, ...]
     simulated: Simulated
     assumed: tuple[TierAssumption, ...] = TIERS
@@ -101,9 +103,9 @@ class ClusterPlan:
 
 
 def check_size(chunks: float, nodes: int) -> None:
-    """UsageError for less than one chunk or node, or more chunks than anybody has."""
-    if not 1 <= chunks <= 1e15 or nodes < 1:
-        raise UsageError("--chunks and --nodes must be at least 1.")
+    """UsageError for less than one chunk or node, or more than anybody has."""
+    if not (1 <= chunks <= 1e15 and 1 <= nodes <= MOST_NODES):
+        raise UsageError(f"--chunks must lie between 1 and 1e15, and --nodes between 1 and {MOST_NODES:,}.")
 
 
 def plan_cluster(
@@ -134,7 +136,7 @@ def plan_cluster(
     loads = {tier.name: tier.load_seconds / most for tier in tiers}
     simulated = simulate(
         nodes=nodes,
-        chunks=int(min(chunks, 1e7)),
+        chunks=int(chunks),
         top_k=most,
         load_seconds=(loads["memory"], loads["disk"], min(loads["objects"], encode / most)),
         answer_seconds=plan.engines[0].first_token.value,
@@ -153,6 +155,7 @@ def plan_cluster(
         other_bytes=max(0.0, plan.disk_bytes.value * scale - kv),
         ingest_hours=hours,
         ingest_dollars=hours * nodes * NODE_PRICE,
+        top_k=most,
         encode_seconds=encode,
         tiers=tuple(tiers),
         simulated=simulated,
@@ -183,7 +186,7 @@ def simulate(
     zipf: float,
     questions: int,
     lost: int,
-    busy: float = 0.7,
+    busy: float = BUSY,
     seed: int = 0,
 ) -> Simulated:
     """Questions that arrive at random, at `busy` of what the nodes could answer if they held nothing.
@@ -203,7 +206,7 @@ def simulate(
     best = np.minimum(ranks.astype(np.int64), chunks) - 1
     mean = top_k * max(load_seconds) + answer_seconds
     arrivals = np.cumsum(generator.exponential(mean / (busy * nodes), questions))
-    places = rendezvous(best.astype(np.uint64), np.arange(nodes, dtype=np.uint64))
+    every = np.arange(nodes, dtype=np.uint64)
     free, worked, losing = np.zeros(nodes), np.zeros(nodes), np.zeros(nodes, bool)
     losing[generator.choice(nodes, lost, replace=False)] = True
     gone_at = arrivals[questions // 2] if lost else math.inf
@@ -214,7 +217,7 @@ def simulate(
         """When question `number`, which comes to the nodes at this time, is answered."""
         nonlocal repeated
         up = np.flatnonzero(~losing) if at >= gone_at else np.arange(nodes)
-        node = up[places[number, up].argmax()]
+        node = up[rendezvous(best[number : number + 1].astype(np.uint64), every[up])[0].argmax()]
         if free[node] - at > mean:
             node = min(node, *generator.choice(up, 2), key=lambda one: free[one])
         start = max(at, free[node])
@@ -231,7 +234,7 @@ def simulate(
     read = sum(found)
     return Simulated(
         questions=questions,
-        per_second=questions / float((arrivals + waits).max()),
+        per_second=questions / float(arrivals[-1]),
         median_seconds=float(np.median(waits)),
         p99_seconds=float(np.percentile(waits, 99)),
         memory_hits=found[0] / read,

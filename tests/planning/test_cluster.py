@@ -38,7 +38,7 @@ def test_everything_is_scaled_from_the_sample(plan):
         assert tier.load_seconds == slow.load_seconds
         assert (slow.reads_to_pay or math.inf) <= (tier.reads_to_pay or math.inf)
         assert (tier.reads_to_pay is None) == (tier.load_seconds >= found.encode_seconds)
-    for chunks, nodes in ((0.5, 1), (math.nan, 1), (10, 0)):
+    for chunks, nodes in ((0.5, 1), (math.nan, 1), (10, 0), (1e16, 1), (10, 10_001)):
         with pytest.raises(UsageError):
             plan_cluster(plan, chunks, nodes)
 
