@@ -262,6 +262,8 @@ def _show_repair(report: Repair, index: str) -> None:
     for name, reason in report.dropped.items():
         echo(f"{'would be ' if report.dry_run else ''}dropped: {name} ({reason}); ingest it again")
     show_findings(report.left)
+    if report.points:
+        echo(f"{index}: {count(report.points, 'point')} sent to Qdrant, or deleted there.")
     if not report.found:
         echo(f"{index}: no damage, nothing to repair.")
         return

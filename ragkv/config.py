@@ -177,6 +177,34 @@ class TierConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QdrantConfig:
+    """The Qdrant that searches an index's vectors in place of FAISS (docs/retrieval.md, "Qdrant").
+
+    `url` is `http://`, `https://` or `memory://` (this process alone); empty: FAISS. `collection` is by default
+    `ragkv-` and an id of the index. `api_key` names the environment variable with the key. `timeout` is the longest
+    wait for one request, in seconds.
+    """
+
+    url: str = ""
+    collection: str = ""
+    api_key: str = ""
+    timeout: int = 10
+
+    def __post_init__(self) -> None:
+        _check_types(self, "qdrant.")
+        if not re.fullmatch(r"|https?://[^/@\s]+(/[^@\s]*)?|memory://\w*", self.url, re.ASCII):
+            raise ConfigError(
+                f"qdrant.url = {shortened(self.url)} must be a URL as in http://HOST:6333, without a user or password."
+            )
+        if not re.fullmatch(r"[A-Za-z0-9_-]{0,200}", self.collection):
+            raise ConfigError("qdrant.collection must be letters, digits, hyphens and underscores.")
+        if not re.fullmatch(r"\w{0,64}", self.api_key, re.ASCII):
+            raise ConfigError("qdrant.api_key must be the name of an environment variable.")
+        if not 1 <= self.timeout <= 600:
+            raise ConfigError("qdrant.timeout must lie between 1 and 600 seconds.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class IndexConfig:
     """Everything that `query` needs to know about an index (docs/design.md).
 
@@ -220,6 +248,7 @@ class IndexConfig:
     ingest: IngestConfig = field(default_factory=IngestConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     tiers: tuple[TierConfig, ...] = ()
+    qdrant: QdrantConfig = field(default_factory=QdrantConfig)
     tuning: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -268,7 +297,7 @@ class IndexConfig:
         """The text of `ragkv.toml`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tables: dict[str, Any] = {"prompt": asdict(values.pop("prompt"))}
-        tables |= {name: _set(values.pop(name)) for name in ("encoding", "decoding", "ingest", "runtime")}
+        tables |= {name: _set(values.pop(name)) for name in ("encoding", "decoding", "ingest", "runtime", "qdrant")}
         tables["tuning"] = values.pop("tuning")
         tables["tiers"] = [{"url": tier.url, **_set(tier, url=tier.url)} for tier in values.pop("tiers")]
         return _HEAD + dump_toml(values | {name: table for name, table in tables.items() if table})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ragkv._moved import moved_names
-from ragkv.config import History, IndexConfig, RuntimeConfig
+from ragkv.config import NONE, History, IndexConfig, RuntimeConfig
 from ragkv.errors import IngestError, UsageError
 from ragkv.index.answer import (
     AnswerStream,
@@ -40,7 +40,15 @@ from ragkv.index.maintenance import (
     warm,
 )
 from ragkv.index.pack import Pack, write_pack
-from ragkv.index.search import DocumentPage, Finder, Retrieval, list_documents, search_settings, select
+from ragkv.index.search import (
+    DocumentPage,
+    Finder,
+    Retrieval,
+    follow_collection,
+    list_documents,
+    search_settings,
+    select,
+)
 from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, ReadyDocument, SourceFile, preview
 from ragkv.ingest.ingester import is_current
 from ragkv.ingest.source import GivenPath, flat_paths
@@ -535,6 +543,8 @@ class RagKV:
             report = repair_index(self.index, self.kv_loader, encode=encode, dry_run=dry_run, on_progress=on_progress)
             if not dry_run:
                 self._finder.catch_up(build=False)
+                if self.config.qdrant.url and self.config.embedder != NONE:
+                    report.points = follow_collection(self.index, whole=True)
             return report
 
     def gc(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -358,8 +358,11 @@ class IdTable:
 class IdSet:
     """A set of chunks, by the keys of their ids: those that a search may find, or an update removes.
 
-    `keys` are ascending and unique. Questions that share a set share its cached masks.
+    `keys` are ascending and unique. Questions that share a set share its cached masks. `terms` are the conditions that
+    gave the set, for an index that filters by them itself: of each list, a document has one (`retrievers/qdrant.py`).
     """
+
+    terms: Callable[[], list[list[str]]] | None = None
 
     def __init__(self, keys: NDArray[Any]) -> None:
         self.keys = keys

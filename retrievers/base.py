@@ -104,8 +104,19 @@ class Retriever(Protocol):
         ...
 
 
+class VectorSearch(Protocol[V]):
+    """What a question needs of an index over vectors of one kind. Thread-safe."""
+
+    @property
+    def score_kind(self) -> ScoreKind: ...
+
+    def search(self, query: V, k: int, *, among: Collection[str] | IdSet | None = None) -> list[Hit]:
+        """As `Retriever.search`, for a query vector."""
+        ...
+
+
 @runtime_checkable
-class VectorIndex(Protocol[V]):
+class VectorIndex(VectorSearch[V], Protocol[V]):
     """An index over vectors of one kind, which is updated by adding and removing chunks. Thread-safe.
 
     `generation` is that of the store at the last update, `embedder` the fingerprint of the model that made the vectors.
@@ -136,10 +147,6 @@ class VectorIndex(Protocol[V]):
         `RetrievalError` for an added id that is already in the index. `merge` False leaves large merges for later, so
         that a question which finds the index behind pays only for the new chunks.
         """
-
-    def search(self, query: V, k: int, *, among: Collection[str] | IdSet | None = None) -> list[Hit]:
-        """As `Retriever.search`, for a query vector."""
-        ...
 
     def save(self, folder: Path) -> None:
         """As `Retriever.save`."""

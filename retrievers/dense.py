@@ -233,8 +233,8 @@ def _near(path: Path, mark: Path, rows: int) -> Any:
 
 
 _BLOCK = 1024  # vectors passed to FAISS at once
-_EXTRA = 16  # additional candidates, so that a tie at the cut needs no second search
-_TIE = 1e-5  # the rounding of float32 sums cannot change the order of scores that differ by more
+EXTRA = 16  # additional candidates, so that a tie at the cut needs no second search
+TIE = 1e-5  # the rounding of float32 sums cannot change the order of scores that differ by more
 _UNIT = 0.01  # how far a length may be from 1; float16 vectors are off by a thousandth
 
 
@@ -285,7 +285,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         return cls(DenseConfig(**fields))
 
     def _is_blank(self, chunk_id: str, vector: NDArray[np.float32]) -> bool:
-        return _is_zero(vector, f"The vector of chunk {chunk_id!r}")
+        return is_zero(vector, f"The vector of chunk {chunk_id!r}")
 
     def _gather(self, vectors: Iterator[NDArray[np.float32]], others: Sequence[Vectors]) -> Vectors:
         import faiss
@@ -337,7 +337,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
     ) -> NDArray[np.float32] | None:
         import numpy as np
 
-        if _is_zero(query, "The question's vector") or not segments:
+        if is_zero(query, "The question's vector") or not segments:
             return None
         width = segments[0].data.flat.d
         if len(query) != width:
@@ -368,18 +368,18 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         ask = partial(
             index.search, query, params=parameters(index, some, nprobe=config.nprobe, ef_search=config.ef_search)
         )
-        want = k + _EXTRA if near is None else max(k * config.refine, k + _EXTRA)
+        want = k + EXTRA if near is None else max(k * config.refine, k + EXTRA)
         while True:
             want = min(want, living)
             scores, rows = (found[0] for found in ask(want))  # (want,), row -1 beyond the last hit
             real = (rows >= 0) & (rows < data.flat.ntotal)
             rows, scores = rows[real], scores[real]
             # Some approximate indexes return distances and some similarities, so compare absolute differences.
-            if len(rows) < want or want == living or abs(scores[-1] - scores[k - 1]) > _TIE:
+            if len(rows) < want or want == living or abs(scores[-1] - scores[k - 1]) > TIE:
                 break
             want *= 4
         if near is None and len(rows) > k:
-            rows = rows[scores >= scores[k - 1] - _TIE]
+            rows = rows[scores >= scores[k - 1] - TIE]
         # Sum row by row: the rounding of a matrix product depends on which other rows are multiplied.
         exactly = (data.rows()[rows].astype(np.float64) * query.astype(np.float64)).sum(axis=1)
         return rows, exactly.astype(np.float32)
@@ -405,7 +405,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         return len({vectors.flat.d for vectors in data}) < 2
 
 
-def _is_zero(vector: NDArray[Any], what: str) -> bool:
+def is_zero(vector: NDArray[Any], what: str) -> bool:
     """True for a zero vector (of an empty text), False for a unit vector; `RetrievalError` for any other."""
     import numpy as np
 

@@ -77,7 +77,7 @@ def save_index(
     data = folder / f"data-{secrets.token_hex(8)}"
     try:
         make_folder(folder)
-        with _alone(folder, name):
+        with alone(folder, name):
             return data, _written(folder, data, fields, write)
     except OSError as error:
         with suppress(OSError):
@@ -86,8 +86,8 @@ def save_index(
 
 
 @contextmanager
-def _alone(folder: Path, name: str) -> Iterator[None]:
-    """Hold the lock for saving; `SavedElsewhereError` if another holds it."""
+def alone(folder: Path, name: str) -> Iterator[None]:
+    """Hold the lock for saving the index in `folder`; `SavedElsewhereError` if another holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # without locks in the file system the last save wins

@@ -52,7 +52,7 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], "_Asked", Postings]):
         return cls(**fields)
 
     def _is_blank(self, chunk_id: str, vector: Mapping[str, float]) -> bool:
-        return _is_zero(vector, f"Chunk {chunk_id!r}")
+        return is_zero(vector, f"Chunk {chunk_id!r}")
 
     def _gather(self, vectors: Iterator[Mapping[str, float]], others: Sequence[Postings]) -> Postings:
         import numpy as np
@@ -76,7 +76,7 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], "_Asked", Postings]):
     def _query(self, query: Mapping[str, float], segments: Sequence[IndexSegment[Postings]]) -> _Asked | None:
         import numpy as np
 
-        if _is_zero(query, "The question"):
+        if is_zero(query, "The question"):
             return None
         return term_hashes(query), np.array(list(query.values()), dtype=np.float32)
 
@@ -104,7 +104,7 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], "_Asked", Postings]):
         return Postings.read(folder, name, rows, _WEIGHTS)
 
 
-def _is_zero(vector: Mapping[str, float], what: str) -> bool:
+def is_zero(vector: Mapping[str, float], what: str) -> bool:
     """Whether all weights are zero; `RetrievalError` for a weight that is negative or not finite."""
     total = sum(vector.values())
     if not vector or (math.isfinite(total) and total == 0 and not any(vector.values())):

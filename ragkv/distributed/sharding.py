@@ -33,7 +33,7 @@ from ragkv.index.kv_loader import After, DocumentBlocks, KVLoader, Prefetch, eac
 from ragkv.index.search import Finder, Found, Searcher
 from ragkv.ingest.long_document import Blocks, make_blocks, stored_block, with_choice
 from ragkv.model.apb.document import EncodedBlock, LongDocument, PassedKV
-from ragkv.retrievers import BM25, Hit, VectorIndex
+from ragkv.retrievers import BM25, Hit, VectorSearch
 from ragkv.retrievers.arrays import IdSet
 from ragkv.retrievers.base import best_hits
 from ragkv.retrievers.bm25 import CorpusStatistics
@@ -117,7 +117,7 @@ class _ShardSearcher(Searcher):
 class _Vectors:
     """An index of vectors that is spread over all ranks."""
 
-    def __init__(self, group: RankGroup, part: VectorIndex[Any]) -> None:
+    def __init__(self, group: RankGroup, part: VectorSearch[Any]) -> None:
         self._group = group
         self._part = part
 

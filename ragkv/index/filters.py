@@ -16,6 +16,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from ragkv.errors import UsageError
 from ragkv.retrievers.arrays import IdSet, mapped_array, require_texts
+from ragkv.retrievers.qdrant import term
 from ragkv.retrievers.segments import IndexSegment, Segmented
 from ragkv.store import StoredDocument
 from ragkv.types import Document
@@ -386,16 +388,27 @@ class _Fields:
     def matching(self, name: str, patterns: Sequence[str], rows: int) -> NDArray[np.bool_]:
         """(rows,): which documents have a matching value of this field."""
         found = np.zeros(rows, dtype=np.bool_)
-        field = _packed(name)
-        at = bisect_left(self.fields, field)
-        if at == len(self.fields) or self.fields[at] != field:
-            return found
+        low, high = self._span(name)
         for pattern in patterns:
-            values = self._values(pattern, int(self.spans[at]), int(self.spans[at + 1]))
+            values = self._values(pattern, low, high)
             counts = self.starts[values + 1] - self.starts[values]
             places = np.repeat(self.starts[values] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
             found[self.rows[places]] = True
         return found
+
+    def values_of(self, name: str, patterns: Sequence[str]) -> Iterator[str]:
+        """The values of this field that match one of the patterns."""
+        low, high = self._span(name)
+        for pattern in patterns:
+            for at in self._values(pattern, low, high).tolist():
+                yield str(self.values[at], "utf-8", "surrogatepass")
+
+    def _span(self, name: str) -> tuple[int, int]:
+        """Where the values of this field begin and end."""
+        field = _packed(name)
+        at = bisect_left(self.fields, field)
+        there = at < len(self.fields) and self.fields[at] == field
+        return (int(self.spans[at]), int(self.spans[at + 1])) if there else (0, 0)
 
     def _values(self, pattern: str, low: int, high: int) -> NDArray[np.int64]:
         """Which of the values from `low` to `high` match."""
@@ -441,6 +454,14 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
         if count == living:
             return count, None
         return count, keys[1] if len(keys) == 2 else np.unique(np.concatenate(keys))
+
+    def terms(self, conditions: Conditions) -> list[list[str]]:
+        """For each field, the terms (`ragkv.retrievers.qdrant.term`) of the values that match one of its patterns."""
+        segments = [segment.data for segment in self._state.segments]
+        return [
+            sorted({term(name, value) for data in segments for value in data.values_of(name, patterns)})
+            for name, patterns in conditions.items()
+        ]
 
     def documents(self, conditions: Conditions) -> list[str]:
         """The ids of the documents that meet all conditions."""
@@ -579,6 +600,8 @@ class DocumentFilter:
         if found is None or found.version != version:
             documents, keys = index.chunks(conditions)
             found = _Found(version, documents, _same(keys, found))
+            if found.chunks is not None:
+                found.chunks.terms = cache(partial(index.terms, conditions))
         with self._lock:
             self._found.pop(name, None)
             self._found[name] = found  # least recently used first

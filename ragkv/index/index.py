@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 import weakref
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
     from ragkv.model.packet import Packet
     from ragkv.retrievers import Embedder, Reranker
+    from ragkv.retrievers.qdrant import QdrantCollection
     from ragkv.runtime import Runtime, RuntimeLimits
 
 _MOST_NEWLINES = 1000  # as in `PromptConfig`
@@ -592,6 +594,7 @@ class Index:
         """How many questions are answered at a time."""
         self._runtime: Runtime | None = None
         self._tiers: SharedTiers | None = None
+        self._collection: QdrantCollection | None = None
 
     @property
     def tiers(self) -> SharedTiers | None:
@@ -602,6 +605,27 @@ class Index:
                 if not self.store.readonly and self.store.get_meta("tiers") is None:
                     self.write_behind.keep(lambda: self.store.put_meta("tiers", True))
             return self._tiers
+
+    @property
+    def collection(self) -> QdrantCollection | None:
+        """The index's vectors in Qdrant, connected at the first use; None if its `ragkv.toml` names none."""
+        from ragkv.retrievers.qdrant import QdrantCollection
+
+        with self._lock:
+            if self._collection is None and self.config.qdrant.url and not self._closed:
+                name = self.store.get_meta("qdrant")
+                if not isinstance(name, str):
+                    if self.store.readonly:
+                        raise RetrievalError("Nothing of this index is in Qdrant yet: run ragkv repair on it.")
+                    name = secrets.token_hex(16)
+                    self.store.put_meta("qdrant", name)
+                self._collection = QdrantCollection(self.config.qdrant, name)
+            return self._collection
+
+    @property
+    def dropped_proposals(self) -> int:
+        """How many chunks that Qdrant proposed were dropped, because the index does not hold or show them."""
+        return 0 if self._collection is None else self._collection.dropped
 
     def fetch(self, identities: Sequence[KVIdentity]) -> Fetched:
         """Those whose KV a shared tier has, within the time that it would take to encode them."""
@@ -672,6 +696,8 @@ class Index:
         self.write_behind.close()
         if self._tiers is not None:
             self._tiers.close()
+        if self._collection is not None:
+            self._collection.close()
         self.store.close()
 
     def require_open(self) -> None:

@@ -15,19 +15,19 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragkv.config import CONFIG_FILE
+from ragkv.config import CONFIG_FILE, NONE
 from ragkv.errors import CorruptStoreError, RetrievalError, StoreError, StoreFullError, UsageError
 from ragkv.index.answer import QuestionWithOptions, validate_question
 from ragkv.index.index import Index, damaged_metadata, indexes_of, read_metadata
 from ragkv.index.kv_loader import KVLoader
-from ragkv.index.search import Finder, derived_states, stale_derived
+from ragkv.index.search import Finder, collection_state, derived_states, stale_derived
 from ragkv.ingest import batches_of, chunk_vectors, encode_identities, find_chunk
 from ragkv.store import (
     Collection,
@@ -96,8 +96,13 @@ def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Ve
     store = index.store
     found = store.verify(quick=quick, on_progress=on_progress)
     found = replace(found, findings=(*damaged_metadata(store), *found.findings))
-    needed = indexes_of(index.config.retrieval, index.config.vectors)
-    return replace(found, derived=derived_states(index.derived, needed, store.generation))
+    needed = set(indexes_of(index.config.retrieval, index.config.vectors))
+    if not index.config.qdrant.url:
+        return replace(found, derived=derived_states(index.derived, needed, store.generation))
+    derived = derived_states(index.derived, needed - {"dense", "sparse"}, store.generation)
+    if index.config.embedder != NONE:
+        derived["qdrant"] = collection_state(index, quick=quick)
+    return replace(found, derived=derived)
 
 
 def repair_index(
@@ -162,10 +167,7 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
     The retrieval indexes are left out; the first question rebuilds them.
     """
     require_free(path, index.folder)
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
+    with partial_folder(path) as partial:
         size = index.store.copy(partial, compact=compact, on_progress=on_progress)
         write_plain(partial / CONFIG_FILE, read_plain(index.folder / CONFIG_FILE))
         if verify:
@@ -180,12 +182,26 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
         sync_path(partial)
         partial.rename(path)
         sync_path(path.parent)
+    before, _ = index.store.sizes()
+    return Copy(path=path, bytes_before=before, bytes_after=size, verified=verify)
+
+
+@contextmanager
+def partial_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path` for what is to be renamed to it; deleted in the end, as are parents made for it that
+    are empty. StoreError for an OSError."""
+    partial = Path(path.parent.resolve(), f".{path.name}.partial-{secrets.token_hex(4)}")
+    made = [parent for parent in partial.parents if not parent.exists()]
+    try:
+        partial.mkdir(parents=True)
+        yield partial
     except OSError as error:
         raise StoreError(f"{path} cannot be written ({error.strerror or error})") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # after a success it has been renamed
-    before, _ = index.store.sizes()
-    return Copy(path=path, bytes_before=before, bytes_after=size, verified=verify)
+        shutil.rmtree(partial, ignore_errors=True)  # after a success it may have been renamed
+        with suppress(OSError):  # not empty
+            for parent in made:
+                parent.rmdir()
 
 
 def require_free(path: Path, index: Path) -> None:

@@ -10,22 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ragkv.config import CONFIG_FILE, load_config, save_config
+from ragkv.config import CONFIG_FILE, QdrantConfig, load_config, save_config
 from ragkv.errors import KVMismatchError, MissingExtraError, RetrievalError, StoreError, UsageError, install_hint
 from ragkv.index.create import create_index, open_index
 from ragkv.index.filters import match
-from ragkv.index.index import Index
+from ragkv.index.index import Index, read_metadata
 from ragkv.index.ingestion import run_ingest
-from ragkv.index.maintenance import copy_index, require_free
+from ragkv.index.maintenance import copy_index, partial_folder, require_free
 from ragkv.index.search import Finder
 from ragkv.ingest import ReadyChunk, ReadyDocument
 from ragkv.model.checkpoint import lasting
@@ -76,10 +74,12 @@ def write_pack(
     if not found:
         raise UsageError(f"The index at {index.folder} holds no document to pack.")
     chosen = {one.document.document_id for one in (match(found, names) if names else found)}
-    with _working(path) as work:
+    with partial_folder(path) as work:
         copy_index(index, work / "all", compact=False, verify=False, on_progress=on_progress)
         with Store.open(work / "all") as store:
             store.drop_meta("tiers")
+            if names:
+                store.drop_meta("qdrant")  # another index than that of the collection
             while buried := store.buried():
                 store.unbury(buried, lambda _: True)
             for one in found:
@@ -88,7 +88,7 @@ def write_pack(
             store.collect(in_use=lambda _: True)
             store.copy(work / "pack", compact=True, on_progress=on_progress)  # what was deleted is not in it
             stats = store.stats()
-        save_config(work / "pack", replace(index.config, tiers=()))
+        save_config(work / "pack", replace(index.config, tiers=(), qdrant=QdrantConfig()))
         members = [work / "pack" / name for name in _FILES]
         pack = Pack(
             model=index.config.model,
@@ -132,7 +132,7 @@ def unpack(
     those that made it; UsageError for another signature, or a folder that is not new.
     """
     require_free(folder, path)
-    with _working(folder) as work:
+    with partial_folder(folder) as work:
         with _opened(path) as file:
             pack, facts = _parsed(file, path, trust)
             (work / "index" / "store").mkdir(parents=True)
@@ -141,10 +141,29 @@ def unpack(
             if file.read(1):
                 raise _damaged(path, "it is longer than its manifest says")
         config = load_config(work / "index")
-        config = replace(config, tiers=(), model=config.model if model is None else lasting(model))
+        with Store.open(work / "index", readonly=True) as store:
+            stats, made = store.stats(), read_metadata(store, "model") or {}
+        held = replace(
+            pack,
+            model=config.model,
+            fingerprint=made.get("fingerprint", pack.fingerprint),
+            embedder=config.embedder,
+            documents=stats.documents,
+            chunks=stats.chunks,
+            kv_records=stats.kv_records,
+            bytes=sum(fact["bytes"] for fact in facts),
+            encoded=0,
+        )
+        if held != pack:  # without a signature, nothing else covers the manifest
+            raise _damaged(path, "its manifest describes another index")
+        config = replace(
+            config, tiers=(), qdrant=QdrantConfig(), model=config.model if model is None else lasting(model)
+        )
         save_config(work / "index", config)
         if documents_only:
-            encoded = _encode_again(work / "index", folder, device)
+            encoded = _encode_again(work / "index", work / "new", device)
+            (work / "new").rename(folder)
+            sync_path(folder.parent)
             return replace(pack, encoded=encoded)
         index = open_index(work / "index", device=device, readonly=True)
         try:
@@ -191,26 +210,15 @@ def _encode_again(packed: Path, folder: Path, device: str | None) -> int:
         index.close()
 
 
-@contextmanager
-def _working(path: Path) -> Iterator[Path]:
-    """A folder beside `path`, which is deleted in the end."""
-    work = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+def _opened(path: Path) -> BinaryIO:
     try:
-        work.mkdir(parents=True)
-        yield work
-    except OSError as error:
-        raise StoreError(f"{path} cannot be made ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[BinaryIO]:
-    try:
-        with path.open("rb") as file:
-            yield file
-    except (FileNotFoundError, IsADirectoryError) as error:
+        if not path.is_file():  # a pipe would block
+            raise FileNotFoundError
+        return path.open("rb")
+    except FileNotFoundError as error:
         raise UsageError(f"There is no pack at {path}.") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror or error}).") from error
 
 
 def _damaged(path: Path, why: str) -> StoreError:
@@ -242,7 +250,7 @@ def _parsed(file: BinaryIO, path: Path, trust: Path | None) -> tuple[Pack, list[
     if (public is None) != (not signature):
         raise _damaged(path, "its signature is missing")
     if trust is not None and public != _key(trust, private=False).public_bytes_raw():
-        by = "is not signed" if pack.signed_by is None else f"was signed by another key ({pack.signed_by})"
+        by = "is not signed" if pack.signed_by is None else f"was signed by another key ({(public or b'').hex()})"
         raise UsageError(f"{path} {by}, not by that of {trust}.")
     if public is not None:
         _require_signed(public, signature, MAGIC + manifest, path)

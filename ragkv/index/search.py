@@ -37,7 +37,7 @@ from ragkv.retrievers import (
     Hit,
     ScoreKind,
     SparseIndex,
-    VectorIndex,
+    VectorSearch,
     colbert_scores,
     fuse,
     normalise_rerank,
@@ -45,8 +45,16 @@ from ragkv.retrievers import (
     reciprocal_rank_fusion,
     relative_score_fusion,
 )
-from ragkv.retrievers.arrays import KEY_BYTES, IdSet, keys_of
-from ragkv.retrievers.segments import MANIFEST, SavedElsewhereError, Segmented, SegmentedIndex, saved_generation
+from ragkv.retrievers.arrays import KEY_BYTES, IdSet, id_key, keys_of
+from ragkv.retrievers.qdrant import Point, QdrantIndex, term
+from ragkv.retrievers.segments import (
+    MANIFEST,
+    SavedElsewhereError,
+    Segmented,
+    SegmentedIndex,
+    alone,
+    saved_generation,
+)
 from ragkv.store import DocumentStats, KVRecord, Store, StoredDocument
 from ragkv.store.counters import Version
 from ragkv.store.rows import VECTOR_KINDS
@@ -150,7 +158,7 @@ class Searcher:
         self,
         *,
         embedder: Embedder | None,
-        indexes: Mapping[ScoreKind, VectorIndex[Any]],
+        indexes: Mapping[ScoreKind, VectorSearch[Any]],
         bm25: BM25 | None,
         texts: Callable[[Sequence[str]], Mapping[str, str]],
         colbert: Callable[[Sequence[str]], Mapping[str, NDArray[np.floating[Any]]]],
@@ -531,6 +539,122 @@ def _fields_of(document: Document, chunks: NDArray[Any]) -> tuple[str, DocumentM
     return document.document_id, DocumentMetadata(values=all_values(document), chunks=chunks)
 
 
+def follow_collection(index: Index, *, whole: bool = False, notify: OnCount | None = None) -> int:
+    """Bring the index's collection in Qdrant to the store's generation; returns how many points were sent or deleted.
+
+    What was interrupted is resumed, because no point is sent that is there. `whole`: compare all points with the store,
+    and replace a collection of another embedder. The collection is left as it is if the index is open read-only, or
+    another process is sending.
+    """
+    collection, store, folder = index.collection, index.store, index.derived / "qdrant"
+    assert collection is not None
+    if collection.made and not whole and (store.readonly or collection.version == store.version):
+        return 0
+    facts = _collected(index)
+    with collection.sending:
+        collection.open(*facts, replace=whole)
+        if store.readonly and not collection.made:
+            raise RetrievalError("Nothing of this index is in Qdrant yet: run ragkv repair on it.")
+        if store.readonly or (collection.version == store.version and not whole):
+            return 0
+        try:
+            make_folder(index.derived, parents=False)
+            make_folder(folder, parents=False)
+            with alone(folder, "qdrant"):
+                return _send(index, facts, None if whole else collection.version, notify)
+        except SavedElsewhereError:
+            return 0
+        except OSError as error:
+            raise RetrievalError(f"{folder} cannot be locked ({error.strerror or error}).") from error
+
+
+def collection_state(index: Index, *, quick: bool) -> str:
+    """The state, in words, of the index's collection in Qdrant; `quick` only counts its points."""
+    store = index.store
+    try:
+        collection = index.collection
+        assert collection is not None
+        facts = _collected(index)
+        collection.open(*facts)
+        if not collection.made:
+            return "not made yet: ragkv repair, or the next question, makes it"
+        if quick:
+            missing = store.stats().chunks - collection.count()
+            missing, strange = max(missing, 0), max(-missing, 0)
+        else:
+            missing = collection.send(_points(store, facts[1], _documents(store)), dry=True)
+            strange = len(collection.strangers(partial(_held, store)))
+    except RetrievalError as error:
+        return str(error)
+    if missing or strange:
+        return f"{missing} chunks are missing or differ, {strange} are left over: ragkv repair sends and deletes them"
+    if collection.version != store.version:
+        return "will be brought up to date by the next question (documents have changed since)"
+    return "current"
+
+
+def _collected(index: Index) -> tuple[str, list[ScoreKind]]:
+    """The embedder and the kinds of the vectors that are in Qdrant."""
+    kinds: tuple[ScoreKind, ...] = ("dense", "sparse")
+    return index.encoders.require_same_embedder(), [kind for kind in kinds if kind in index.config.vectors]
+
+
+def _send(
+    index: Index, facts: tuple[str, list[ScoreKind]], since: tuple[int, str] | None, notify: OnCount | None
+) -> int:
+    """Send and delete what has changed since a version; if that is unknown, what differs."""
+    collection, store, now = index.collection, index.store, index.store.version
+    assert collection is not None
+    changes = None if since is None else store.changes(Version(*since))
+    if not collection.made:
+        width = next((len(vector) for _, vector in store.vectors("dense")), 0)
+        if not width and store.empty:
+            return 0
+        collection.make(*facts, width)
+    total = store.stats().chunks if changes is None else len(changes.chunks)
+    points = _points(store, facts[1], _documents(store, None if changes is None else sorted(changes.documents)))
+    sent = collection.send(_with_progress(points, notify, lambda: total))
+    gone: Collection[bytes] = ()
+    if changes is not None:
+        now, gone = changes.version, changes.chunks - _held(store, changes.chunks)
+    elif collection.count() > store.stats().chunks:
+        gone = collection.strangers(partial(_held, store))
+    collection.drop(gone)
+    collection.note(*facts, now)
+    return sent + len(gone)
+
+
+def _held(store: Store, keys: Collection[bytes]) -> set[bytes]:
+    """Those of the keys whose chunks are in the store."""
+    rest, found = iter(keys), set()
+    while batch := list(islice(rest, _BATCH)):
+        found |= {id_key(chunk.chunk_id) for chunk in store.chunks_named(batch)}
+    return found
+
+
+def _documents(store: Store, names: Sequence[bytes] | None = None) -> Iterator[tuple[Document, list[str]]]:
+    """The documents with the ids of their chunks: all, or those that `Changes` names."""
+    if names is None:
+        for one in store.documents():
+            yield one.document, [chunk.chunk_id for chunk in store.chunks(one.document.document_id)]
+    for start in range(0, len(names or ()), _BATCH):
+        for one, chunk_ids in store.documents_named((names or ())[start : start + _BATCH]):
+            yield one.document, chunk_ids
+
+
+def _points(
+    store: Store, kinds: Sequence[ScoreKind], documents: Iterable[tuple[Document, list[str]]]
+) -> Iterator[Point]:
+    for document, chunk_ids in documents:
+        terms = [term(name, value) for name, values in all_values(document).items() for value in values]
+        for start in range(0, len(chunk_ids), _BATCH):
+            batch = chunk_ids[start : start + _BATCH]
+            vectors = {kind: store.vector_many(kind, batch) for kind in kinds}
+            for chunk_id in batch:
+                each = {kind: found[chunk_id] for kind, found in vectors.items() if chunk_id in found}
+                yield Point(chunk_id=chunk_id, terms=terms, vectors=each)
+
+
 def _with_progress(pairs: Iterable[T], notify: OnCount | None, total: Callable[[], int]) -> Iterable[T]:
     """The same pairs; calls `notify` at the beginning, after every batch and at the end."""
     if notify is None:
@@ -773,15 +897,20 @@ class Finder:
         config = self._index.config
         kinds = self._store.vector_kinds() & set(config.vectors)  # without loading the embedder
         known = [name for name in ("bm25", "fields", *kinds) if name in KINDS]
+        if config.qdrant.url and kinds:
+            known.append("qdrant")
         wanted = {name for name in known if os.path.lexists(self._index.derived / name)}
         if build:
             wanted.update(indexes_of(config.retrieval, kinds), ("fields",))
+        if config.qdrant.url and wanted & {"dense", "sparse"}:
+            wanted = wanted - {"dense", "sparse"} | {"qdrant"}
         for name in sorted(wanted):
             try:
                 self._follow(name, None if notify is None else partial(notify, name))
                 self._derived.merge(name)
             except (RetrievalError, StoreError, ConfigError, ModelLoadError) as error:
-                logger.info("the %s index is left to the next question: %s", name, error)
+                level = logging.WARNING if name == "qdrant" else logging.INFO
+                logger.log(level, "the %s index is left to the next question: %s", name, error)
 
     def _follow(self, name: str, notify: OnCount | None) -> None:
         """Update the index called `name` to the store's generation."""
@@ -789,11 +918,17 @@ class Finder:
             self._derived.fields(notify)
         elif name == "bm25":
             self._derived.bm25(notify)
+        elif name == "qdrant":
+            follow_collection(self._index, notify=notify)
         else:
             self._vectors(name, notify)
 
-    def _vectors(self, name: str, notify: OnCount | None = None) -> SegmentedIndex[Any, Any, Any]:
+    def _vectors(self, name: str, notify: OnCount | None = None) -> VectorSearch[Any]:
         """The index of the vectors of a kind, updated to the store's generation."""
+        if (collection := self._index.collection) is not None:
+            follow_collection(self._index, notify=notify)
+            kind: Any = name
+            return QdrantIndex(collection=collection, score_kind=kind, vectors=partial(self._store.vector_many, kind))
         dense = DenseConfig(factory=self._index.config.index_factory)
         made_by = self._index.encoders.require_same_embedder()
         return self._derived.vectors(name, embedder=made_by, config=dense, notify=notify)  # type: ignore[arg-type]
@@ -805,7 +940,7 @@ class Finder:
     def _parts(self, mode: Mode, *, rerank: bool) -> dict[str, Any]:
         """The arguments of such a searcher."""
         encoders, config = self._index.encoders, self._index.config
-        indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+        indexes: dict[ScoreKind, VectorSearch[Any]] = {}
         searched: tuple[str, ...] = ("bm25",)
         if mode != "bm25":
             encoders.require_same_embedder()

@@ -35,7 +35,7 @@ from ragkv.server.api import document_routes, query_routes
 from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.jobs import JobManager
 from ragkv.server.local import LocalSocket, peer_uid
-from ragkv.server.metrics import ConcurrencyLimiter, TierMetrics
+from ragkv.server.metrics import ConcurrencyLimiter, QdrantMetrics, TierMetrics
 from ragkv.server.middleware import Guard, LocalApp, LocalRequest, error_body
 from ragkv.server.openai import protocol_routes
 from ragkv.server.page import page_routes
@@ -64,6 +64,9 @@ def make_app(
     app.state.ready = False
     limiter.registry.register(
         TierMetrics(lambda: {name: tiers.uses() for name, rag in served if (tiers := rag.index.tiers) is not None})
+    )
+    limiter.registry.register(
+        QdrantMetrics(lambda: {name: rag.index.dropped_proposals for name, rag in served if rag.config.qdrant.url})
     )
 
     @app.get("/healthz", response_model=HealthReply)

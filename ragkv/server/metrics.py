@@ -168,6 +168,20 @@ class TierMetrics:
             yield metric
 
 
+class QdrantMetrics:
+    """A collector of the proposals of Qdrant that the served indexes dropped, which `dropped` gives by their names."""
+
+    def __init__(self, dropped: Callable[[], dict[str, int]]) -> None:
+        self._dropped = dropped
+
+    def collect(self) -> Iterator[Metric]:
+        says = "chunks that Qdrant proposed and the index does not hold"
+        metric = CounterMetricFamily("ragkv:qdrant_dropped", says, labels=["model_name"])
+        for name, number in self._dropped().items():
+            metric.add_metric([name], float(number))
+        yield metric
+
+
 class RequestTracker:
     """Records one request's metrics, from its admission until `leave`."""
 

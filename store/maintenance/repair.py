@@ -322,8 +322,8 @@ class Repair:
 
     `encoded` and `dropped_records` count KV records; `mended` and `dropped` name documents, the dropped ones with the
     reason; `rows` counts other rows that were repaired or belonged to nothing; `facts` names lost metadata of the
-    index. Dropped documents have to be ingested again. Mended ones are replaced by the next ingest of their source,
-    which reuses their KV.
+    index; `points` were sent to Qdrant or deleted there. Dropped documents have to be ingested again. Mended ones are
+    replaced by the next ingest of their source, which reuses their KV.
     """
 
     found: tuple[Problem, ...] = ()
@@ -334,6 +334,7 @@ class Repair:
     mended: list[str] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
+    points: int = 0
     dry_run: bool = False
 
     @property
@@ -354,6 +355,7 @@ class Repair:
             "mended": self.mended,
             "dropped": [{"document": name, "reason": reason} for name, reason in self.dropped.items()],
             "facts": self.facts,
+            "points": self.points,
         }
 
 

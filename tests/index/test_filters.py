@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY
 
+from ragkv.config import QdrantConfig
 from ragkv.errors import UsageError
 from ragkv.index import filters
 from ragkv.index import filters as module
@@ -21,12 +23,15 @@ from ragkv.index.filters import (
     DocumentFilter,
     FieldIndex,
     Pattern,
+    all_values,
     match,
     wanted_values,
     where_filter,
 )
 from ragkv.index.search import Derived, select
-from ragkv.retrievers.arrays import keys_of
+from ragkv.retrievers import qdrant
+from ragkv.retrievers.arrays import IdSet, keys_of
+from ragkv.retrievers.qdrant import term
 from ragkv.store import Store, StoredDocument
 from ragkv.types import Chunk, Document
 
@@ -116,6 +121,46 @@ def test_it_finds_what_reading_all_documents_finds(steps, again, merged, tmp_pat
                             inventory.among(asked)
                         with pytest.raises(UsageError, match="No document matches --where"):
                             inventory.documents(asked)
+
+
+@settings(max_examples=200 if NIGHTLY else 30)
+@given(made=st.lists(documents, min_size=1, max_size=6), asked=conditions, most=st.sampled_from([1, 2, 20_000]))
+def test_qdrant_filters_as_we_do(made, asked, most, tmp_path_factory):
+    """The filter that is sent to Qdrant, also when it has to be cut (`most`), lets the documents through that
+    `where_filter` does."""
+    made = list({one.document_id: one for one in made}.values())
+    holds = where_filter(asked)
+    with Store.create(tmp_path_factory.mktemp("qdrant") / "index") as store, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(qdrant, "MOST_TERMS", most)
+        for document in made:
+            write(store, document, 1)
+        collection = qdrant.QdrantCollection(QdrantConfig(url="memory://", collection=secrets.token_hex(8)), "index")
+        collection.make("", ["dense"], 1)
+        assert collection.send(
+            qdrant.Point(chunk_id=f"{one.document_id}/0", terms=[term(*pair) for pair in pairs_of(one)], vectors={})
+            for one in made
+        ) == len(made)
+        try:
+            among = inventory_of(store).among(asked)
+        except UsageError:
+            assert not any(map(holds, made))
+            return
+        let = {
+            point.payload["chunk"]
+            for chosen in collection.filters(among)
+            for point in collection._call("scroll", scroll_filter=chosen, limit=100)[0]
+        }
+        assert let == {f"{one.document_id}/0" for one in made if holds(one)}
+        by_id = {
+            point.payload["chunk"]
+            for chosen in collection.filters(None if among is None else IdSet(among.keys))
+            for point in collection._call("scroll", scroll_filter=chosen, limit=100)[0]
+        }
+        assert by_id == let
+
+
+def pairs_of(document: Document) -> Iterator[tuple[str, str]]:
+    return ((name, value) for name, values in all_values(document).items() for value in values)
 
 
 def test_a_process_reads_no_documents_but_those_that_changed(store, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import random
 import shutil
 
 import pytest
@@ -73,17 +76,70 @@ def test_a_pack_of_chosen_documents_holds_nothing_of_the_others(rag, tmp_path):
 
 
 def test_one_flipped_byte_anywhere_is_refused(rag, tmp_path, keys):
-    rag.pack(tmp_path / "pack", names=["*bolt*"], key=keys[0])
-    whole = (tmp_path / "pack").read_bytes()
-    head = 1200  # bytes of the manifest and the settings
-    places = [*range(0, head, 7), *range(head, len(whole), len(whole) // 40), len(whole) - 1]
-    damages = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in places]
-    damages += [whole[:at] for at in (0, 5, 20, 500, len(whole) - 1)] + [whole + b"\0"]
-    for damaged in damages:
-        (tmp_path / "damaged").write_bytes(damaged)
-        with pytest.raises((StoreError, UsageError)):
-            unpack(tmp_path / "damaged", tmp_path / "there", trust=keys[1], device="cpu")
-        assert not (tmp_path / "there").exists()
+    """In the head, in the manifest with a signature and without, and in the files; and a wrong end. By a sentence, and
+    nothing is left behind."""
+    rag.pack(tmp_path / "signed", names=["*bolt*"], key=keys[0])
+    rag.pack(tmp_path / "plain", names=["*bolt*"])
+    wholes, dice = [(tmp_path / name).read_bytes() for name in ("signed", "plain")], random.Random(5)
+    head, length = len(MAGIC) + 8, int.from_bytes(wholes[1][len(MAGIC) :][:4], "little")
+    for whole in wholes:
+        places = [*range(head), *dice.sample(range(head, head + length), 60), *dice.sample(range(len(whole)), 25)]
+        damages = [whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :] for at in places]
+        damages += [whole[:at] for at in (0, 5, 20, 500, len(whole) - 1)] + [whole + b"\0"]
+        for damaged in damages:
+            refused(tmp_path, damaged, keys[1] if whole is wholes[0] else None)
+
+
+def refused(tmp_path, pack, trust=None, says=".", **settings):
+    """Unpacking these bytes is refused in one sentence that `says` this, and leaves nothing behind."""
+    (tmp_path / "damaged").write_bytes(pack)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((StoreError, UsageError), match=says) as raised:
+        unpack(tmp_path / "damaged", tmp_path / "new" / "there", trust=trust, device="cpu", **settings)
+    assert "\n" not in str(raised.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"documents": 2}, "describes another index"),
+        ({"fingerprint": "0" * 64}, "describes another index"),
+        ({"model": "../../elsewhere"}, "describes another index"),
+        ({"bytes": 1 << 70}, "describes another index"),
+        ({"documents": True}, "lacks something"),
+        ({"signed_by": "00"}, "signature is missing"),
+        ({"files": [{"bytes": 1 << 62, "blake2b": ""}] * 2}, "ends early"),
+        ({"files": [{"bytes": -1, "blake2b": ""}] * 2}, "lacks something"),
+        ({"files": [{"bytes": 0, "blake2b": "", "name": "../../evil"}] * 2}, "digest"),
+        ({"files": []}, "lacks something"),
+        ({"model": "x" * (1 << 20)}, "too long"),
+    ],
+)
+def test_a_hostile_manifest_is_refused(rag, tmp_path, change, says):
+    """Wrong facts, enormous sizes, names that lead out (a pack's files have no names)."""
+    rag.pack(tmp_path / "pack", names=["*bolt*"])
+    head, rest = (tmp_path / "pack").read_bytes()[: len(MAGIC) + 8], (tmp_path / "pack").read_bytes()[len(MAGIC) + 8 :]
+    length = int.from_bytes(head[len(MAGIC) :][:4], "little")
+    manifest = json.dumps({**json.loads(rest[:length]), **change}).encode()
+    forged = MAGIC + len(manifest).to_bytes(4, "little") + bytes(4) + manifest + rest[length:]
+    refused(tmp_path, forged, says=says)
+    refused(tmp_path, forged, says=says, documents_only=True)
+
+
+def test_what_is_no_file_or_a_link_is_no_pack_or_target(rag, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "index", "nothing"):
+        with pytest.raises(UsageError, match="no pack"):
+            unpack(tmp_path / name, tmp_path / "there")
+    rag.pack(tmp_path / "pack")
+    (tmp_path / "elsewhere").mkdir()
+    for name, target in (("link", "elsewhere"), ("dangling", "gone")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        with pytest.raises(StoreError, match="cannot be written"):
+            unpack(tmp_path / "pack", tmp_path / name, device="cpu")
+    assert not [*(tmp_path / "elsewhere").iterdir(), *tmp_path.glob(".*")]
+    assert not (tmp_path / "gone").exists()
 
 
 def test_a_foreign_signature_is_refused(rag, tmp_path, keys):

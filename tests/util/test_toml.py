@@ -24,6 +24,7 @@ from ragkv.config import (
     IndexConfig,
     IngestConfig,
     PromptConfig,
+    QdrantConfig,
     RuntimeConfig,
     TierConfig,
     load_config,
@@ -82,6 +83,13 @@ TIERS = st.builds(
     timeout=st.floats(0.001, 60),
     ttl=st.integers(0, (1 << 31) - 1),
 )
+QDRANTS = st.builds(
+    QdrantConfig,
+    url=st.sampled_from(("", "http://host:6333", "https://host/prefix", "memory://")),
+    collection=st.from_regex(r"[A-Za-z0-9_-]{0,200}", fullmatch=True),
+    api_key=st.sampled_from(("", "QDRANT_KEY")),
+    timeout=st.integers(1, 600),
+)
 AUTO_OR_NUMBER = st.just("auto") | st.integers(1, (1 << 63) - 1)
 ENCODINGS = st.builds(EncodingConfig, context=st.integers(0, 1 << 16))
 RUNTIMES = st.builds(RuntimeConfig, batch_tokens=AUTO_OR_NUMBER, max_rows=AUTO_OR_NUMBER)
@@ -113,6 +121,7 @@ CONFIGS = st.builds(
     ingest=LIMITS,
     tuning=st.dictionaries(TEXTS, st.dictionaries(TEXTS, VALUES, max_size=4), max_size=3),
     tiers=st.lists(TIERS, max_size=2).map(tuple),
+    qdrant=QDRANTS,
 )
 
 
@@ -126,7 +135,7 @@ def result(value: Any) -> str:
 
 
 def test_every_setting_is_drawn():
-    for drawn in (CONFIGS, PROMPTS, RUNTIMES, ENCODINGS, LIMITS, DECODINGS, TIERS):
+    for drawn in (CONFIGS, PROMPTS, RUNTIMES, ENCODINGS, LIMITS, DECODINGS, TIERS, QDRANTS):
         made = drawn.wrapped_strategy
         assert {field.name for field in fields(made.target)} == made.kwargs.keys()
 

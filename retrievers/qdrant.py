@@ -1,0 +1,311 @@
+"""Vector search by Qdrant, for indexes that outgrow one machine's memory (docs/retrieval.md, "Qdrant").
+
+A collection is derived from one index's store, as the other retrieval indexes are, and is trusted as little. Qdrant
+only proposes chunks: a proposal that the store does not hold, or that the question may not see, is dropped and counted,
+and the scores are computed from the store's own vectors, in the same way as by `DenseIndex` and `SparseIndex`. So
+nothing that is in Qdrant can add a chunk to an answer or change a score; what is missing there is not found.
+
+A point is a chunk. Its id is the chunk id's key, so a set of chunks is a filter of ids. Its payload has the chunk id,
+a hash of every field and value of its document (`term`), by which `--where` filters, and a stamp of all that was sent,
+so that nothing is sent twice. The collection's metadata has a fingerprint of the index, its embedder and its kinds of
+vectors, and the version of the store that it follows, which is written after the points.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from ragkv.config import QdrantConfig
+from ragkv.errors import ConfigError, MissingExtraError, RetrievalError, install_hint
+from ragkv.retrievers import dense, sparse
+from ragkv.retrievers.arrays import IdSet, id_key
+from ragkv.retrievers.base import Hit, ScoreKind, best_hits
+
+if TYPE_CHECKING:
+    from qdrant_client import models
+
+BATCH = 128
+"""Points in one request, which stays below Qdrant's limit of 32 MB with vectors of 4096 numbers."""
+MOST_TERMS = 20_000
+"""Values or ids in one filter; a set with more is searched in several requests, whose best hits are merged."""
+MOST_PROPOSALS = 1 << 14
+"""How far a search looks for chunks that tie with the last one."""
+PAGE = 4096
+_META = "ragkv"
+_SCHEMA = 1
+
+logger = logging.getLogger(__name__)
+_memory: dict[str, Any] = {}
+"""The clients of `memory://` URLs, which share what they hold within this process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A chunk as it is sent: the `term`s of its document, and its vectors by kind."""
+
+    chunk_id: str
+    terms: Sequence[str]
+    vectors: Mapping[ScoreKind, Any]
+
+    def stamp(self) -> str:
+        """A digest of all of it."""
+        import xxhash
+
+        digest = xxhash.xxh3_128(repr((self.chunk_id, sorted(self.terms))).encode())
+        for kind, vector in sorted(self.vectors.items()):
+            weights = isinstance(vector, Mapping)
+            digest.update(kind.encode())
+            digest.update(repr(sorted(vector.items())).encode() if weights else vector.astype("<f4").tobytes())
+        return digest.hexdigest()
+
+
+def term(field: str, value: str) -> str:
+    """A hash of a field of a document with its value, so that any text of either is exact in a filter."""
+    text = f"{len(field)}:{field}{value}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=16).hexdigest()
+
+
+def point_id(key: bytes) -> str:
+    """The id of the point of a chunk, by the key of its id; numpy strips zeros from the end of a key."""
+    return str(UUID(bytes=key.ljust(16, b"\0")))
+
+
+class QdrantCollection:
+    """The points of one index in Qdrant. Thread-safe. RetrievalError, in a sentence, for whatever goes wrong there.
+
+    `index` identifies the index: a collection of another one is refused, as is one of another embedder.
+    """
+
+    def __init__(self, config: QdrantConfig, index: str) -> None:
+        try:
+            from qdrant_client import QdrantClient, models
+        except ImportError as error:
+            raise MissingExtraError(f"[qdrant] in ragkv.toml needs qdrant-client; {install_hint('qdrant')}.") from error
+        self.name = config.collection or f"ragkv-{index[:16]}"
+        self.made = False
+        """Whether `open` has found the collection, or `make` has made it."""
+        self.version: tuple[int, str] | None = None
+        """The version of the store that the points have; None if that is not known, or never was one."""
+        self.sending = threading.Lock()
+        self.dropped = 0
+        """Proposals that the index does not hold, or that the question may not see."""
+        self._index, self._models, self._where = index, models, f"collection {self.name!r} of Qdrant at {config.url}"
+        self._local = config.url.startswith("memory://")
+        self._lock: AbstractContextManager[Any] = threading.Lock() if self._local else nullcontext()
+        key = os.environ.get(config.api_key) if config.api_key else None
+        if config.api_key and not key:
+            raise ConfigError(f"[qdrant] api_key names the environment variable {config.api_key}, which is not set.")
+        if self._local:
+            self._client = _memory.get(config.url) or _memory.setdefault(config.url, QdrantClient(":memory:"))
+        else:
+            self._client = QdrantClient(url=config.url, api_key=key, timeout=config.timeout, check_compatibility=False)
+
+    def close(self) -> None:
+        """End the connections."""
+        if not self._local:
+            self._client.close()
+
+    def _call(self, method: str, **arguments: Any) -> Any:
+        try:
+            with self._lock:
+                return getattr(self._client, method)(self.name, **arguments)
+        except Exception as error:  # of any of its transports
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise RetrievalError(f"The {self._where} cannot be used ({reason}); see [qdrant] in ragkv.toml.") from error
+
+    def open(self, embedder: str, kinds: Collection[str], *, replace: bool = False) -> None:
+        """Look whether the collection is there, and at which version.
+
+        RetrievalError unless it is of this index, embedder and kinds of vectors. With `replace`, one of this index but
+        of another embedder or kinds is deleted.
+        """
+        self.made, self.version = False, None
+        if not self._call("collection_exists"):
+            return
+        facts = (self._call("get_collection").config.metadata or {}).get(_META)
+        if not isinstance(facts, dict) or (facts.get("schema"), facts.get("index")) != (_SCHEMA, self._index):
+            whose = "of another index" if isinstance(facts, dict) else "not of ragkv's making"
+            raise RetrievalError(f"The {self._where} is {whose}: name another collection in [qdrant] of ragkv.toml.")
+        if (facts.get("embedder"), facts.get("kinds")) != (embedder, sorted(kinds)):
+            if not replace:
+                raise RetrievalError(
+                    f"The {self._where} has the vectors of another embedder; run ragkv repair, which sends them again."
+                )
+            self._call("delete_collection")
+            return
+        generation, mark = facts.get("generation"), facts.get("mark")
+        self.made = True
+        self.version = (generation, mark) if isinstance(generation, int) and isinstance(mark, str) else None
+
+    def note(self, embedder: str, kinds: Collection[str], version: tuple[int, str] | None) -> dict[str, Any]:
+        """Record the version that the points now have, and return the collection's metadata."""
+        generation, mark = version or (None, None)
+        facts = {"schema": _SCHEMA, "index": self._index, "embedder": embedder, "kinds": sorted(kinds)}
+        metadata = {_META: {**facts, "generation": generation, "mark": mark}}
+        if version is not None:
+            self._call("update_collection", metadata=metadata)
+            self.version = version
+        return metadata
+
+    def make(self, embedder: str, kinds: Collection[str], width: int) -> None:
+        """Make the collection, for dense vectors of `width` numbers."""
+        make = self._models
+        dense_vectors = make.VectorParams(size=width, distance=make.Distance.DOT)  # they are unit vectors
+        self._call(
+            "create_collection",
+            vectors_config={"dense": dense_vectors} if "dense" in kinds else {},
+            sparse_vectors_config={"sparse": make.SparseVectorParams()} if "sparse" in kinds else None,
+            metadata=self.note(embedder, kinds, None),
+        )
+        if not self._local:  # which has no indexes and warns
+            self._call("create_payload_index", field_name="terms", field_schema=make.PayloadSchemaType.KEYWORD)
+        self.made = True
+
+    def send(self, points: Iterable[Point], *, dry: bool = False) -> int:
+        """Send the points that are not there as they are; returns their number. `dry`: only count them."""
+        rest, sent = iter(points), 0
+        while batch := {point_id(id_key(each.chunk_id)): each for each in islice(rest, BATCH)}:
+            there = self._call("retrieve", ids=list(batch), with_payload=["stamp"])
+            known = {each.id: (each.payload or {}).get("stamp") for each in there}
+            new = {name: each for name, each in batch.items() if known.get(name) != each.stamp()}
+            sent += len(new)
+            if new and not dry:
+                self._call("upsert", points=[self._struct(name, each) for name, each in new.items()], wait=True)
+        return sent
+
+    def _struct(self, name: str, point: Point) -> models.PointStruct:
+        vectors = {
+            kind: self.sparse(vector) if isinstance(vector, Mapping) else vector.astype("f4").tolist()
+            for kind, vector in point.vectors.items()
+            if not _is_zero(vector, point.chunk_id)
+        }
+        payload = {"chunk": point.chunk_id, "terms": sorted(point.terms), "stamp": point.stamp()}
+        return self._models.PointStruct(id=name, vector=vectors, payload=payload)
+
+    def sparse(self, weights: Mapping[str, float]) -> models.SparseVector:
+        """Token weights by 32 bits of the tokens' hashes; two tokens with one hash only add up in a proposal."""
+        found: Counter[int] = Counter()
+        for token, weight in weights.items():
+            digest = hashlib.blake2b(token.encode("utf-8", "surrogatepass"), digest_size=4).digest()
+            found[int.from_bytes(digest, "big")] += weight  # type: ignore[assignment]
+        return self._models.SparseVector(indices=list(found), values=list(found.values()))
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Delete the points of chunks, by the keys of their ids."""
+        rest = iter(keys)
+        while batch := [point_id(key) for key in islice(rest, PAGE)]:
+            self._call("delete", points_selector=self._models.PointIdsList(points=batch), wait=True)
+
+    def count(self) -> int:
+        """The number of points."""
+        return int(self._call("count", exact=True).count)
+
+    def strangers(self, holds: Callable[[list[bytes]], Collection[bytes]]) -> list[bytes]:
+        """The keys of all points but those that `holds` returns of a page of keys."""
+        found: list[bytes] = []
+        after = None
+        while True:
+            page, after = self._call("scroll", limit=PAGE, offset=after, with_payload=False)
+            keys = [UUID(str(each.id)).bytes if isinstance(each.id, str) else each.id.to_bytes(16) for each in page]
+            held = set(holds(keys))
+            found += [key for key in keys if key not in held]
+            if after is None:
+                return found
+
+    def propose(self, kind: ScoreKind, query: Any, count: int, among: models.Filter | None) -> list[tuple[str, float]]:
+        """The ids of the `count` chunks that Qdrant thinks best, with its scores, best first."""
+        found = self._call(
+            "query_points", query=query, using=kind, limit=count, query_filter=among, with_payload=["chunk"]
+        )
+        return [(str((each.payload or {}).get("chunk")), each.score) for each in found.points]
+
+    def filters(self, among: IdSet | None) -> Iterator[models.Filter | None]:
+        """What the search is restricted to by `among`, as filters that cover it together; None: by nothing.
+
+        The conditions of `--where` are terms: of each field, one must be among the document's. Patterns were resolved
+        to the values that they match, so the filter is exactly ours.
+        """
+        make = self._models
+        if among is None:
+            yield None
+        elif among.terms is None:
+            for ids in _cut([point_id(key) for key in among.keys.tolist()]):
+                yield make.Filter(must=[make.HasIdCondition(has_id=ids)])
+        else:
+            for chosen in product(*map(_cut, among.terms())):
+                fields = [make.FieldCondition(key="terms", match=make.MatchAny(any=terms)) for terms in chosen]
+                yield make.Filter(must=fields)
+
+
+def _cut(items: list[str]) -> list[list[str]]:
+    return [items[start : start + MOST_TERMS] for start in range(0, len(items), MOST_TERMS)]
+
+
+def _is_zero(vector: Any, what: str) -> bool:
+    return sparse.is_zero(vector, what) if isinstance(vector, Mapping) else dense.is_zero(vector, what)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QdrantIndex:
+    """The `VectorSearch` over a collection's vectors of a kind; `vectors` returns those of the store, by chunk id."""
+
+    collection: QdrantCollection
+    score_kind: ScoreKind
+    vectors: Callable[[Sequence[str]], Mapping[str, Any]]
+
+    def search(self, query: Any, k: int, *, among: Collection[str] | IdSet | None = None) -> list[Hit]:
+        """As `Retriever.search`, for a query vector."""
+        if k < 1:
+            raise ValueError(f"k must be at least 1, not {k}")
+        if _is_zero(query, "The question's vector") or not self.collection.made:
+            return []
+        some = among if among is None or isinstance(among, IdSet) else IdSet.of(among)
+        asked = self.collection.sparse(query) if isinstance(query, Mapping) else query.astype("f4").tolist()
+        found: dict[str, float] = {}
+        for chosen in self.collection.filters(some):
+            found |= self._best(query, asked, k, chosen, some)
+        return best_hits((Hit(chunk_id=chunk_id, score=score) for chunk_id, score in found.items()), k)
+
+    def _best(
+        self, query: Any, asked: Any, k: int, chosen: models.Filter | None, among: IdSet | None
+    ) -> dict[str, float]:
+        """The best chunks of a filter with their scores: at least `k` and all that tie with the last, if there are."""
+        want = k + dense.EXTRA
+        while True:
+            proposed = self.collection.propose(self.score_kind, asked, want, chosen)
+            names = [chunk_id for chunk_id, _ in proposed]
+            stored = self.vectors(names)
+            seen = [name for name in names if name in stored and (among is None or name in among)]
+            scores = {name: _score(query, stored[name]) for name in seen}
+            best = sorted(scores.values(), reverse=True)[:k]
+            # Below the last proposal there is nothing better, but for the rounding of Qdrant's scores.
+            complete = len(best) == k and proposed[-1][1] < best[-1] - dense.TIE * max(1.0, abs(best[-1]))
+            if len(proposed) < want or complete or want >= MOST_PROPOSALS:
+                break
+            want *= 4
+        if gone := len(names) - len(seen):
+            self.collection.dropped += gone
+            logger.info("%d chunks that Qdrant proposed are not in the index", gone)
+        return {name: score for name, score in scores.items() if score > 0 or self.score_kind != "sparse"}
+
+
+def _score(query: Any, vector: Any) -> float:
+    """The score as `DenseIndex` and `SparseIndex` compute it, with their operations in their order."""
+    import numpy as np
+
+    if not isinstance(query, Mapping):
+        return float(np.float32((vector.astype(np.float64) * query.astype(np.float64)).sum()))
+    total = np.float32(0)
+    for token, weight in query.items():
+        total += np.float32(vector.get(token, 0.0)) * np.float32(weight)
+    return float(total)
