@@ -283,6 +283,9 @@ def test_equal_chunks_are_tied_by_id(monkeypatch):
         "c050", "c052", "c054",
     ]  # fmt: skip
     assert index.search(query, 1, among=[]) == []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(collection, "filters", lambda among: iter([None]))  # a server that ignores them
+        assert [hit.chunk_id for hit in index.search(query, 2, among=["c001", "c004"])] == ["c004", "c001"]
     assert index.search(np.zeros(3, np.float32), 1) == []
     with pytest.raises(ValueError, match="at least 1"):
         index.search(query, 0)
