@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
 import os
 import shutil
 import signal
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +42,12 @@ os.umask(0o022)
 # No example has a time to keep to, and all runs but the nightly ones try the same examples: what a change is refused
 # for, that change has done.
 settings.register_profile(
-    "ragkv", deadline=None, derandomize=not NIGHTLY, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "ragkv",
+    max_examples=100 if NIGHTLY else 40,
+    deadline=None,
+    derandomize=not NIGHTLY,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("ragkv")
 
@@ -280,48 +282,12 @@ def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-ASKING = frozenset({"ragkv.index.index", "ragkv.cli.query", "ragkv.evaluation.answers"})
-"""Modules that ask a model and leave its weights as they are."""
-
-
-def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, which gives `ASKING` what it gave before for the same options and a folder that is unchanged.
-
-    Loading and the self-check take longer than most questions of the tests. A language model is its own object each
-    time (its runtime and limits are those of one index), and only the weights are shared. Whoever trains, and the tests
-    of loading, call what is inside.
-    """
-    kept: dict[str, Any] = {}
-
-    def given(name: str, **options: Any) -> Any:
-        known = name == "mini" or Path(name).is_dir()
-        if not known or sys._getframe(1).f_globals["__name__"] not in ASKING:
-            return load(name, **options)
-        files = [(path.name, path.stat()) for path in sorted(Path(name).rglob("*"))] if name != "mini" else []
-        state = [(file, of.st_ino, of.st_mtime_ns, of.st_size) for file, of in files]
-        key = repr((name, sorted(options.items()), state))
-        if key not in kept:
-            kept[key] = load(name, **options)
-            if len(kept) > 16:
-                del kept[next(iter(kept))]
-        found = kept[key]
-        if hasattr(found, "_companions"):
-            found = copy.copy(found)
-            found._companions, found._lock = {}, threading.Lock()
-        return found
-
-    return given
-
-
 @pytest.fixture(scope="session", autouse=True)
 def models_are_loaded_once() -> Iterator[None]:
-    import ragkv.retrievers
-    from ragkv.model import self_check
+    from loaded import share_models
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_check, "load_model", loaded_once(self_check.load_model))
-        for name in ("load_embedder", "load_reranker"):
-            patch.setattr(ragkv.retrievers, name, loaded_once(getattr(ragkv.retrievers, name)))
+        share_models(patch)
         yield
 
 

@@ -124,7 +124,7 @@ def _read_by_programs(arguments: list[str]) -> bool:
 def test_no_command_hands_a_control_character_on(place, tmp_path):
     payload = commands(place, "made")
     environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "PYTHONPATH": str(SCREEN.parent)}
-    screen = [sys.executable, str(SCREEN)]
+    screen = [sys.executable, str(SCREEN), str(place["index"])]
     done = subprocess.run(
         screen, input=json.dumps(payload), capture_output=True, text=True, env=environment, check=False
     )

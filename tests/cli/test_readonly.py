@@ -37,10 +37,10 @@ def index(model_folder: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def run(*commands: tuple[object, ...], before: Sequence[str] = ()) -> list[Any]:
-    """Each command in a process of its own, after `before`."""
+def run(index: Path, *commands: tuple[object, ...], before: Sequence[str] = ()) -> list[Any]:
+    """Each command in a process of its own, after `before`; they share the models of the index."""
     arguments = json.dumps([[str(part) for part in command] for command in commands])
-    command = [*before, sys.executable, str(COMMAND), arguments]
+    command = [*before, sys.executable, str(COMMAND), arguments, str(index)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     results: list[Any] = json.loads(done.stdout)
     return results
@@ -50,6 +50,7 @@ def answers_and_keeps_nothing(index: Path, *, before: Sequence[str]) -> None:
     data = (index / "store" / "data.mdb").read_bytes()
     query = ("query", QUESTION, "--index", index, "--max-new-tokens", 2, "--json")
     ape, block, stats, ingest = run(
+        index,
         (*query, "--engine", "ape"),
         (*query, "--engine", "block"),
         ("stats", "--index", index, "--json"),

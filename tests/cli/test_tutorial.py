@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
@@ -16,7 +14,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMAND = ROOT / "tests" / "support" / "command.py"
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIES = re.compile(
@@ -61,26 +58,22 @@ def without_path(answer: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_the_tutorial_shows_what_is_printed(tmp_path, monkeypatch):
+def test_the_tutorial_shows_what_is_printed(ragkv, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RAGKV_DTYPE", "bfloat16")  # elsewhere a processor without units for it takes float32
     shutil.copytree(ROOT / "examples" / "corpus", "corpus")
     questions = (ROOT / "examples" / "questions.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     Path("some.jsonl").write_text("".join(questions[:4]), encoding="utf-8")
     typed = list(commands())
-    ran = subprocess.run(
-        [sys.executable, COMMAND, json.dumps([[*words, *UNHURRIED.get(words[0], ())] for words, _ in typed])],
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    for (words, shown), done in zip(typed, json.loads(ran.stdout), strict=True):
-        assert done["code"] == 0, done["err"]
+    for words, shown in typed:
+        done = ragkv(*words, *UNHURRIED.get(words[0], ()))
+        assert done.code == 0, done.err
         if words[0] == "plan":
-            assert first_words(done["out"]) == first_words(shown)
+            assert first_words(done.out) == first_words(shown)
         elif "--json" in words:
-            assert without_path(json.loads(done["out"])) == without_path(json.loads(shown))
+            assert without_path(json.loads(done.out)) == without_path(json.loads(shown))
         else:
-            assert lines(done["out"] + done["err"]) == lines(shown), words
+            assert lines(done.out + done.err) == lines(shown), words
     assert len(typed) == 10
     [program] = blocks("python")
     with redirect_stdout(StringIO()) as printed:

@@ -1,7 +1,8 @@
 """The `ragkv` command many times in processes of their own, for the price of one import.
 
 `fork_command` runs `ragkv ARGUMENTS` in a child of this process, which has loaded everything and opened no store.
-As a program: `python command.py '[["stats", "--index", "x"], ...]'` prints a JSON list of `{code, out, err}`.
+As a program: `python command.py '[["stats", "--index", "x"], ...]' [INDEX ...]` prints a JSON list of `{code, out,
+err}`; the commands share the models of these indexes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before the forks)
 import typer
+from loaded import preload
 
 import ragkv.engines.ape
 import ragkv.engines.full
@@ -90,4 +92,5 @@ class Command:
 
 
 if __name__ == "__main__":
+    preload(*sys.argv[2:])
     print(json.dumps([asdict(Command(*arguments).wait()) for arguments in json.loads(sys.argv[1])]))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from command import Command
+from loaded import preload
 
 from ragkv.store import Store
 
@@ -35,6 +36,7 @@ def ragkv(*arguments: object, most: int = resource.RLIM_INFINITY) -> dict[str, A
 
 
 def main() -> None:
+    preload("mini")
     way, size, index, documents = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     most = size << 20 if way == "limit" else resource.RLIM_INFINITY
     if way == "tmpfs":

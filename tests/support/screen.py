@@ -1,7 +1,7 @@
 """What `ragkv` writes to a terminal and to a pipe, command by command, in processes forked from this one.
 
 As a program: a JSON list of `{"arguments": […], "stdin": "…", "terminal": …}` on stdin; prints a list of `{"code",
-"out", "err"}`. Bytes are told as Latin-1 text.
+"out", "err"}`. Bytes are told as Latin-1 text. Its arguments are indexes whose models the commands share.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import traceback
 from typing import Any, NoReturn
 
 import command  # noqa: F401  (loads everything before the forks)
+from loaded import preload
 
 from ragkv.cli.main import main
 
@@ -72,6 +73,7 @@ def _run(arguments: list[str]) -> NoReturn:
 
 if __name__ == "__main__":
     os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120"}
+    preload(*sys.argv[1:])
     payload = json.loads(sys.stdin.read())
     results = [run(one["arguments"], one.get("stdin", ""), terminal=one["terminal"]) for one in payload]
     print(json.dumps(results))

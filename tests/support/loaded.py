@@ -1,0 +1,66 @@
+"""Models that are loaded and checked once per process, where a test only asks them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ragkv.retrievers
+from ragkv.config import CONFIG_FILE, IndexConfig, load_config
+from ragkv.index.index import LoadedModels
+from ragkv.model import self_check
+
+ASKING = frozenset({"ragkv.index.index", "ragkv.cli.query", "ragkv.evaluation.answers"})
+"""Modules that ask a model and leave its weights as they are."""
+
+
+def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, which gives `ASKING` what it gave before for the same options and a folder that is unchanged.
+
+    Loading and the self-check take longer than most questions of the tests. A language model is its own object each
+    time (its runtime and limits are those of one index), and only the weights are shared. Whoever trains, and the tests
+    of loading, call what is inside.
+    """
+    kept: dict[str, Any] = {}
+
+    def given(name: str, **options: Any) -> Any:
+        known = name == "mini" or Path(name).is_dir()
+        if not known or sys._getframe(1).f_globals["__name__"] not in ASKING:
+            return load(name, **options)
+        files = [(path.name, path.stat()) for path in sorted(Path(name).rglob("*"))] if name != "mini" else []
+        state = [(file, of.st_ino, of.st_mtime_ns, of.st_size) for file, of in files]
+        if options.get("device") is None and not torch.cuda.is_available():
+            options["device"] = "cpu"
+        key = repr((name, sorted(options.items()), state))
+        if key not in kept:
+            kept[key] = load(name, **options)
+            if len(kept) > 16:
+                del kept[next(iter(kept))]
+        found = kept[key]
+        if hasattr(found, "_companions"):
+            found = copy.copy(found)
+            found._companions, found._lock = {}, threading.Lock()
+        return found
+
+    return given
+
+
+def share_models(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(self_check, "load_model", loaded_once(self_check.load_model))
+    for name in ("load_embedder", "load_reranker"):
+        patch.setattr(ragkv.retrievers, name, loaded_once(getattr(ragkv.retrievers, name)))
+
+
+def preload(*named: str) -> None:
+    """Load what the commands of processes that are forked from this one will ask: of an index, or of a model."""
+    share_models(pytest.MonkeyPatch())
+    for name in named:
+        index = (Path(name) / CONFIG_FILE).exists()
+        LoadedModels.load(load_config(Path(name)) if index else IndexConfig(model=name), None)
