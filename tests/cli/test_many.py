@@ -17,6 +17,8 @@ from ragkv.engines import engine_names
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTIONS = [json.loads(line) for line in (EXAMPLES / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+OTHERWISE = ("full", "block", "pced", "mapreduce")
+"""Engines that each read otherwise than the rest: no KV, all chunks at once, a chunk a sequence, in two stages."""
 SAME = ("question", "answer", "engine", "finish_reason", "sources")
 
 
@@ -46,8 +48,12 @@ def answered(output: Path) -> list[dict]:
     return [json.loads(line) for line in output.read_text().splitlines()]
 
 
+ENGINES = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in OTHERWISE)) for name in engine_names()]
+"""The others by `make test-all`: each engine is held against its reference elsewhere."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", engine_names())
+@pytest.mark.parametrize("engine", ENGINES)
 def test_questions_by_every_engine(ragkv, example, tmp_path, engine):
     check(ragkv, example, tmp_path, engine, count=8, compared=2, kill=engine == "pced" or NIGHTLY)
 

@@ -8,6 +8,7 @@ import re
 import signal
 
 import pytest
+from clichild import forkserver
 
 from ragkv.errors import ConfigError
 from ragkv.evaluation import families as surveys
@@ -54,7 +55,8 @@ def test_what_goes_wrong_with_a_family_is_its_row(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_or_ends_is_a_row():
+def test_a_process_that_hangs_or_ends_is_a_row(monkeypatch):
+    monkeypatch.setattr(surveys.multiprocessing, "get_context", lambda method: forkserver())
     worker = surveys._Worker()
     os.kill(worker._process.pid, signal.SIGSTOP)
     assert worker.ask(("llama", 0), 0) == "Not judged: it came to no end within 0 s."
