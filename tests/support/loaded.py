@@ -31,14 +31,13 @@ def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
     kept: dict[str, Any] = {}
 
     def given(name: str, **options: Any) -> Any:
-        known = name == "mini" or Path(name).is_dir()
+        device = options.get("device") or ("cuda" if torch.cuda.is_available() else "cpu")
+        known = (name == "mini" or Path(name).is_dir()) and device == "cpu"
         if not known or sys._getframe(1).f_globals["__name__"] not in ASKING:
             return load(name, **options)
         files = [(path.name, path.stat()) for path in sorted(Path(name).rglob("*"))] if name != "mini" else []
         state = [(file, of.st_ino, of.st_mtime_ns, of.st_size) for file, of in files]
-        if options.get("device") is None and not torch.cuda.is_available():
-            options["device"] = "cpu"
-        key = repr((name, sorted(options.items()), state))
+        key = repr((name, sorted({**options, "device": device}.items()), state))
         if key not in kept:
             kept[key] = load(name, **options)
             if len(kept) > 16:
