@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import re
 import types
@@ -315,10 +316,13 @@ def _set(settings: Any, **needed: Any) -> dict[str, Any]:
     return {key: value for key, value in asdict(settings).items() if value != usual[key]}
 
 
+_hints = functools.cache(typing.get_type_hints)  # evaluating annotations takes longer than reading the file
+
+
 def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
     """A config dataclass from a table of plain values; `source` names the table in errors."""
     known = {f.name for f in fields(cls)}
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     built: dict[str, Any] = {}
     for key, value in values.items():
         if key not in known:
@@ -345,7 +349,7 @@ def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
 
 def _check_types(config: Any, prefix: str = "") -> None:
     """ConfigError unless every value has its field's type and can be written as TOML."""
-    for name, hint in typing.get_type_hints(type(config)).items():
+    for name, hint in _hints(type(config)).items():
         value = getattr(config, name)
         if isinstance(hint, type) and is_dataclass(hint):
             fits = isinstance(value, hint)
