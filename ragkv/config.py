@@ -8,7 +8,7 @@ import logging
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -316,7 +316,8 @@ def _set(settings: Any, **needed: Any) -> dict[str, Any]:
     return {key: value for key, value in asdict(settings).items() if value != usual[key]}
 
 
-_hints = functools.cache(typing.get_type_hints)  # evaluating annotations takes longer than reading the file
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+"""Evaluating a class's annotations takes longer than reading the file."""
 
 
 def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:

@@ -41,7 +41,7 @@ TUNED = [
     ("pced", {"aggregation": "poe", "beta": "shared", "group_experts": 2}),
 ]
 QUESTION = "Who founded Halden Works?"
-TOKENS = 6
+TOKENS = 4
 CHOSEN = "ragkv/runtime/step.py Stepper._choose"
 """The one place where the host waits for the device while tokens are generated: it is told those of all requests."""
 

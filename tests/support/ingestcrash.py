@@ -25,6 +25,7 @@ from typing import Any
 
 from command import Command, Done
 from crashtest import Child
+from loaded import preload
 from storecheck import problems
 
 import ragkv.ingest.ingester as ingester
@@ -126,6 +127,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=2)
     parser.add_argument("--documents", type=int, default=12)
     options = parser.parse_args()
+    preload("mini")
     ingester.BATCH_TOKENS = 128  # many commits, for the children
     draw, count = random.Random(options.seed), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
