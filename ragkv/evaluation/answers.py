@@ -954,7 +954,8 @@ def run_candidates(
     (`ExampleResult.comparison`): a changed KV or a conversation along that of the same candidate without it, the others
     along the first. Questions without chunks are left out, and so is a conversation without enough earlier turns.
 
-    With `stop_when_right`, an answer ends as soon as it has the full score.
+    The candidates that share a model answer a question in one batch. With `stop_when_right`, an answer ends as soon as
+    it has the full score.
 
     In both cases, a prompt that is too long is an error.
     """
@@ -982,9 +983,10 @@ def run_candidates(
                 if comparing is not None:
                     results += comparing.results(task, example, limit, notify)
                 else:
-                    for at, each in enumerate(runs):
+                    asked = [each.ask(task, example, limit, stop_when_right=stop_when_right) for each in runs]
+                    for at, (each, wait) in enumerate(zip(runs, asked, strict=True)):
                         notify(at, task, each.candidate)
-                        results.append(each.answer(task, example, limit, stop_when_right=stop_when_right))
+                        results.append(wait())
                 done += len(runs)
     if on_progress is not None:
         on_progress(done, total, "")
@@ -1006,47 +1008,67 @@ class _CandidateRun:
         self._work = work
         self._ledgers: dict[str, ResultCache] = {}
 
-    def answer(self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool) -> ExampleResult:
+    def ask(
+        self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool
+    ) -> Callable[[], ExampleResult]:
+        """Begin the answer unless it is kept; call what is returned to wait for it. Several begun share passes."""
         ledger = self._ledger(task)
         key = "" if ledger is None else self._key(example, max_new_tokens)
         known = None if ledger is None else ledger.get(key)
-        if known is None:
-            known = self._answer(task, example, max_new_tokens, stop_when_right=stop_when_right)
-            if ledger is not None:
-                ledger.put(key, task=task.name, example=example.example_id, **known)
-        text = known["answer"]
-        return ExampleResult(
-            task=task.name,
-            example=example,
-            candidate=self.candidate,
-            text=text or "",
-            score=None if text is None else score(task.metric, text, example),
-            chunks=known["chunks"],
-            charge=known.get("charge"),
-            trace=tuple((text, winner) for text, winner in known.get("trace", ())),
-        )
+        wait = self._begin(task, example, max_new_tokens, stop_when_right=stop_when_right) if known is None else None
 
-    def _answer(self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool) -> dict[str, Any]:
-        """The answer as plain data. `answer` is None if the prompt is too long for the model."""
+        def result() -> ExampleResult:
+            found = known if wait is None else wait()
+            if ledger is not None and wait is not None:
+                ledger.put(key, task=task.name, example=example.example_id, **found)
+            text = found["answer"]
+            return ExampleResult(
+                task=task.name,
+                example=example,
+                candidate=self.candidate,
+                text=text or "",
+                score=None if text is None else score(task.metric, text, example),
+                chunks=found["chunks"],
+                charge=found.get("charge"),
+                trace=tuple((text, winner) for text, winner in found.get("trace", ())),
+            )
+
+        return result
+
+    def _begin(
+        self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool
+    ) -> Callable[[], dict[str, Any]]:
+        """Submit the question; the answer as plain data. `answer` is None if the prompt is too long for the model."""
         read = self.positions(example)
         generation = Generation(max_new_tokens=max_new_tokens, decoding=self._decoding)
-        text, trace = "", []
+        too_long: dict[str, Any] = {"answer": None, "chunks": len(read)}
         try:
             request, _ = self._request(example)
-            with closing(runtime_of(self._loaded.model).decode(self._engine, request, generation)) as tokens:
-                for token in tokens:
-                    text += token.text
-                    trace.append((token.text, None if token.winner is None else read[token.winner]))
-                    if stop_when_right and token.text and score(task.metric, text, example) == 1.0:
-                        break
+            tokens = runtime_of(self._loaded.model).decode(self._engine, request, generation)
         except PromptTooLongError:
             if stop_when_right:
                 raise
-            return {"answer": None, "chunks": len(read)}
-        found: dict[str, Any] = {"answer": text.strip(), "chunks": len(read)}
-        if (charge := self._engine.charge(request, self._loaded.model)) is not None:
-            found["charge"] = charge
-        return {**found, "trace": trace} if self._engine.counts_winners else found
+            return lambda: too_long
+
+        def wait() -> dict[str, Any]:
+            text, trace = "", []
+            try:
+                with closing(tokens):
+                    for token in tokens:
+                        text += token.text
+                        trace.append((token.text, None if token.winner is None else read[token.winner]))
+                        if stop_when_right and token.text and score(task.metric, text, example) == 1.0:
+                            break
+            except PromptTooLongError:
+                if stop_when_right:
+                    raise
+                return too_long
+            found: dict[str, Any] = {"answer": text.strip(), "chunks": len(read)}
+            if (charge := self._engine.charge(request, self._loaded.model)) is not None:
+                found["charge"] = charge
+            return {**found, "trace": trace} if self._engine.counts_winners else found
+
+        return wait
 
     def positions(self, example: Example) -> list[int]:
         """The positions of the chunks that the engine reads."""
