@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from ragkv.cli.console import count, echo_text, fail, note, print_json, print_json_line
+from ragkv.cli.console import count, echo_text, fail, print_json, print_json_line
 from ragkv.cli.main import CommandGroup, log_to_stderr, run
 from ragkv.cli.options import (
     BlockTokens,
@@ -102,14 +100,17 @@ def query(
         float,
         typer.Option(help="Seconds in which all ranks have to come, and to load their models.", rich_help_panel=_RANKS),
     ] = 300.0,
-    keep: Annotated[
-        bool,
+    ray: Annotated[
+        str | None,
         typer.Option(
-            "--keep",
-            help="When a rank is lost, wait until it was started again, and continue with the next question.",
+            help="Start the ranks on a Ray cluster: its address, auto, or local.",
+            metavar="ADDRESS",
             rich_help_panel=_RANKS,
         ),
-    ] = False,
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(help="With --ray, how many ranks; a node with room for each.", min=1, rich_help_panel=_RANKS)
+    ] = 2,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -119,12 +120,18 @@ def query(
     Without {rank} or --shards all ranks have the same index, and each holds the KV of some of its chunks.
 
     Example: `torchrun --nproc-per-node 4 -m ragkv.distributed query "Who founded Halden Works?" --index 'shard-{rank}'`
+
+    Example: `python -m ragkv.distributed query "Who betrays Orla?" --context book.txt --engine apb --ray auto`
     """
     from ragkv.distributed.session import ContextRankBackend, IndexRankBackend, Session, meeting_place
     from ragkv.pipeline import RagKV
 
     if timeout <= 0 or patience <= 0:
         raise UsageError("--timeout and --patience are seconds, more than 0.")
+    if ray is not None:
+        if "-" in questions:
+            raise UsageError("--ray answers the questions of the command line: leave - out.")
+        raise typer.Exit(_on_ray(ray, ranks, patience))
     signal.signal(signal.SIGTERM, _ended)
     store, rank, size = meeting_place(patience)
     options = given_values(engine=engine, **search.arguments, **decoding.arguments)
@@ -141,7 +148,7 @@ def query(
             else:
                 rag = held.enter_context(RagKV.open(Path(index.replace("{rank}", str(rank))), device=device))
                 part = IndexRankBackend(rag.index, shards=shards or "{rank}" in index)
-            session = Session(part, store, rank, size, timeout=timeout, patience=patience, keep=keep)
+            session = Session(part, store, rank, size, timeout=timeout, patience=patience)
             if rank:
                 _follow(session)
                 return
@@ -160,31 +167,28 @@ def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any]
     """Rank 0: have all ranks answer one question after another; the exit code."""
     code = 0
     session.join()
-    for question in _each(questions, session.join):
-        session.join()
+    for question in _each(questions):
         try:
             session.notify({"question": question, "options": options})
             stream = session.stream(question, options)
             for _ in stream:
                 continue
             shown.show(stream.answer)
-        except RagkvError as error:
-            if not isinstance(error, _ALIKE):
-                session.leave(str(error))
-                if not session.keep:
-                    raise
+        except _ALIKE as error:
             shown.failed(question, error)
             code = error.exit_code
-    if session.together:  # otherwise there are no ranks to inform
-        session.notify({"end": True})
+        except RagkvError as error:
+            session.leave(str(error))
+            raise
+    session.notify({"end": True})
     session.leave()
     return code
 
 
 def _follow(session: Session) -> None:
     """Any other rank: answer the questions of rank 0 until there are no more."""
+    session.join()
     while True:
-        session.join()
         try:
             asked = session.next()
             if asked.get("end"):
@@ -196,9 +200,20 @@ def _follow(session: Session) -> None:
             continue  # rank 0 raises and reports it too
         except RagkvError as error:
             session.leave(str(error))
-            if not session.keep:
-                raise
-            note(f"rank {session.rank}: {error}")
+            raise
+
+
+def _on_ray(address: str, ranks: int, patience: float) -> int:
+    """Run this command line as ranks on a Ray cluster, and show what rank 0 shows; returns its exit code."""
+    from ragkv.distributed.session import on_ray
+
+    words = [word for word in sys.argv[1:] if word != "--debug"]
+    place = next(at for at, word in enumerate(words) if word.partition("=")[0] == "--ray")
+    del words[place : place + (1 if "=" in words[place] else 2)]
+    code, out, err = on_ray(address, ranks, [sys.executable, "-m", "ragkv.distributed", *words], patience=patience)
+    sys.stdout.write(out)
+    sys.stderr.write(err)
+    return code
 
 
 class _Shown:
@@ -225,30 +240,13 @@ class _Shown:
         fail(str(error))
 
 
-def _each(questions: Iterable[str], idle: Callable[[], None]) -> Iterator[str]:
-    """The questions; those of stdin as they arrive, while `idle` is called every second."""
+def _each(questions: Iterable[str]) -> Iterator[str]:
+    """The questions; those of stdin as they arrive."""
     for each in questions:
-        if each != "-":
+        if each == "-":
+            yield from (line.strip() for line in sys.stdin if line.strip())
+        else:
             yield each
-            continue
-        lines: SimpleQueue[str | None] = SimpleQueue()
-        threading.Thread(target=_read, args=(lines,), name="ragkv-stdin", daemon=True).start()
-        while True:
-            try:
-                line = lines.get(timeout=1.0)
-            except Empty:
-                idle()
-                continue
-            if line is None:
-                break
-            yield line
-
-
-def _read(lines: SimpleQueue[str | None]) -> None:
-    for line in sys.stdin:
-        if line.strip():
-            lines.put(line.strip())
-    lines.put(None)
 
 
 def _own_device() -> str | None:

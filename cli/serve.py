@@ -39,6 +39,8 @@ from ragkv.config import byte_count, load_config, one_of
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
 from ragkv.server.local import LocalClient, UnservedError, connect, is_free, peer_uid
 
+_RAY = "On a Ray cluster"
+
 
 def serve(
     index: Annotated[
@@ -77,6 +79,25 @@ def serve(
     log_format: Annotated[
         str, typer.Option(help="json: everything on stderr is one JSON object per line; text: requests alone are.")
     ] = "text",
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer on a Ray cluster, from files of `ragkv pack` as --index: its address, auto, or local.",
+            metavar="ADDRESS",
+            rich_help_panel=_RAY,
+        ),
+    ] = None,
+    replicas: Annotated[
+        str, typer.Option(help="How many replicas answer; 1-8: by load.", metavar="N|N-M", rich_help_panel=_RAY)
+    ] = "1",
+    tiers: Annotated[
+        Path | None,
+        typer.Option(help="A ragkv.toml, or an index, whose [[tiers]] the replicas use.", rich_help_panel=_RAY),
+    ] = None,
+    trust: Annotated[
+        Path | None,
+        typer.Option(help="Refuse packs that this Ed25519 public key has not signed.", rich_help_panel=_RAY),
+    ] = None,
     background: Annotated[
         bool, typer.Option("--background", help="Start the server, wait until it is ready, and leave it running.")
     ] = False,
@@ -92,9 +113,13 @@ def serve(
     with another. Questions that come at the same time are answered together. `ragkv query`, `chat` and `ls` of these
     indexes use this server. Ctrl-C stops it; `ragkv stop` stops one in the background.
 
+    With --ray, replicas on the nodes of a cluster answer from packs, in files or objects (s3://…) that all nodes reach.
+
     Example: `ragkv serve --index handbook --index papers=~/papers-index`
+
+    Example: `ragkv serve --ray auto --index s3://bucket/handbook.ragkv --replicas 1-8 --tiers handbook`
     """
-    from ragkv.server.settings import Keys, ServerLimits, ServerSettings, add_key, named_folders
+    from ragkv.server.settings import Keys, ServerLimits, ServerSettings, add_key, named_folders, named_places
     from ragkv.util.telemetry import export_spans, log_as_json
 
     one_of("--log-format", log_format, ("text", "json"))
@@ -120,6 +145,38 @@ def serve(
         footer=footer,
         resident=True,
     )
+    if ray is not None:
+        if background:
+            raise UsageError("--ray serves in the foreground: leave --background out.")
+        packs = {
+            name: place if "://" in place else str(Path(place).expanduser().absolute())
+            for name, place in named_places(index or [str(DEFAULT_INDEX)]).items()
+        }
+
+        def on_ready(url: str) -> None:
+            _ready(url, list(packs), as_json=as_json, quiet=quiet)
+
+        try:
+            from ragkv.server.ray import RayOptions, run_on_ray
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(f"--ray needs {error.name}; {install_hint('ray', 'serve')}.") from error
+        options = RayOptions(
+            packs=packs,
+            replicas=replicas,
+            tiers=None if tiers is None else str(tiers),
+            trust=None if trust is None else str(trust),
+            host=host,
+            keys=None if keys is None else str(keys),
+            origins=settings.origins,
+            requests=max_requests,
+            stop_seconds=stop_seconds,
+            footer=footer,
+            device=device,
+            batch_tokens=batch_tokens,
+            max_rows=max_rows,
+        )
+        run_on_ray(ray, options, port=port, on_ready=on_ready)
+        return
     # absolute, so that errors name it, and commands in any folder find it
     folders = {name: f.expanduser().absolute() for name, f in named_folders(index or [str(DEFAULT_INDEX)]).items()}
     for folder in folders.values():

@@ -32,7 +32,7 @@ import xxhash
 
 from ragkv.attention.shape import KVShape
 from ragkv.config import TierConfig
-from ragkv.errors import ConfigError, MissingExtraError, install_hint
+from ragkv.errors import ConfigError, MissingExtraError, StoreError, install_hint
 from ragkv.store.codecs import Buffer, Codec, DamagedError
 from ragkv.store.documents import matching, require_shape
 from ragkv.store.record import SCHEMA_VERSION, EncodedRecord, KVIdentity, decode_record, encode_record
@@ -170,6 +170,29 @@ class ObjectTier:
             return bytes(found.bytes())
         except (NotFoundError, FileNotFoundError):
             return None
+
+    def reader(self, name: str) -> Callable[[int], bytes]:
+        """A function that reads the next bytes of an object. FileNotFoundError if there is none; StoreError if it
+        cannot be read."""
+        from obstore.exceptions import BaseError, NotFoundError
+
+        def failed(error: Exception) -> StoreError:
+            return StoreError(f"{name} cannot be read from its store ({str(error).splitlines()[0]})")
+
+        try:  # in parts, each of which has the whole time of a transfer
+            file = self._obstore.open_reader(self._store, name, buffer_size=PART_BYTES)
+        except NotFoundError as error:
+            raise FileNotFoundError(name) from error
+        except BaseError as error:
+            raise failed(error) from error
+
+        def read(size: int) -> bytes:
+            try:
+                return bytes(file.read(size))
+            except (BaseError, OSError) as error:
+                raise failed(error) from error
+
+        return read
 
     def put(self, name: str, value: bytes) -> bool:
         from obstore.exceptions import AlreadyExistsError, PreconditionError

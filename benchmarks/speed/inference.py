@@ -18,11 +18,12 @@ the same blocks. Beside each ratio stands that of the operations which the formu
 
 from __future__ import annotations
 
+import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Annotated, Any
 
@@ -44,8 +45,10 @@ from ragkv.benchmarks.speed.report import (
     versions,
 )
 from ragkv.cli.options import Device, block_tuning, given_numbers
+from ragkv.config import TierConfig
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.engines.block import BlockAttention
+from ragkv.errors import RagkvError
 from ragkv.model.apb.compressors import KeyNorm
 from ragkv.model.apb.document import BlockLayout, BlockLengths, LongDocument, SequentialExecutor, lengths_for, star
 from ragkv.model.checkpoint import Checkpoint, computes_in, pick_device
@@ -54,6 +57,7 @@ from ragkv.model.self_check import load_model
 from ragkv.planning.requirements import DecoderShape, apb_flops, full_flops
 from ragkv.runtime import Stream, runtime_of
 from ragkv.store import KVIdentity, Store
+from ragkv.store.tier import SharedTiers
 from ragkv.types import Encoding
 
 CHUNK_TOKENS = 256
@@ -67,6 +71,12 @@ def measure_ttft(
     rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 3,
     model: Annotated[
         str | None, typer.Option(help="Model to measure.", show_default="a random Llama of 100M parameters")
+    ] = None,
+    tier: Annotated[
+        str | None,
+        typer.Option(
+            help="Also measure a cold replica, whose KV is in this tier (redis://…, file:///…).", metavar="URL"
+        ),
     ] = None,
     dtype: AutoDtype = "auto",
     quick: Quick = False,
@@ -83,7 +93,7 @@ def measure_ttft(
     rows = []
     for length in lengths:
         on_step(f"{length} tokens of context …")
-        rows += _measure_length(lm, length, 1 if quick else rounds)
+        rows += _measure_length(lm, length, 1 if quick else rounds, tier)
     return Report(bench="ttft", machine=machine(str(lm.device)), versions=versions("lmdb"), rows=tuple(rows))
 
 
@@ -121,7 +131,7 @@ def random_llama(dtype: str = "auto", device: str | None = None) -> LanguageMode
     return LanguageModel(model, tokenizer, Checkpoint(name=name, location=name, local=True))
 
 
-def _measure_length(lm: LanguageModel, length: int, rounds: int) -> list[BenchRow]:
+def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | None) -> list[BenchRow]:
     generator = torch.Generator().manual_seed(length)
 
     def ids(n: int) -> tuple[int, ...]:
@@ -130,17 +140,52 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int) -> list[BenchRo
     prefix, question = ids(PREFIX_TOKENS), ids(QUESTION_TOKENS)
     chunks = [ids(min(CHUNK_TOKENS, length - at)) for at in range(0, length, CHUNK_TOKENS)]
     prompt = [*prefix, *(i for chunk in chunks for i in chunk), *question]
-    with tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder, Store.create(folder) as store:
+    with (
+        ExitStack() as opened,
+        tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder,
+        Store.create(folder) as store,
+    ):
         identities = _fill(store, lm, prefix, chunks)
-        works = {name: partial(_answer, lm, store, name, identities, question) for name in ENGINES}
+        works = {name: partial(_answer, lm, store.get_kv, name, identities, question) for name in ENGINES}
+        if tier is not None:
+            encoding = make_engine("block", {}).encoding or Encoding.STANDALONE
+            there = opened.enter_context(_in_tier(tier, store, identities[encoding]))
+            works["block, cold from a tier"] = partial(_answer, lm, there, "block", identities, question)
         times = alternating({"prefill": partial(_prefill, lm, prompt), **works}, rounds)
     median = {name: seconds * 1000 for name, seconds in times.items()}
     return [
         BenchRow.of(
             f"{name}, {length} tokens", median[name], "ms", "transformers sdpa prefill", median["prefill"], digits=2
         )
-        for name in ENGINES
+        for name in works
     ]
+
+
+@contextmanager
+def _in_tier(
+    url: str, store: Store, identities: Sequence[KVIdentity]
+) -> Iterator[Callable[[KVIdentity], ChunkKV | None]]:
+    """A function that gets KV from a tier, as a replica whose memory and store are empty does; first it is written."""
+    tiers = SharedTiers([TierConfig(url=url, namespace=f"bench-{secrets.token_hex(4)}", timeout=60.0)], store.codec)
+    try:
+        kvs = {identity: store.get_kv(identity) for identity in identities}
+        for identity, kv in kvs.items():
+            assert kv is not None
+            tiers.offer([(identity, kv)], patient=True)
+        if not tiers.settle(600.0):
+            raise RagkvError(f"The tier {url} takes too long to write.")
+        fetched: dict[KVIdentity, ChunkKV] = {}
+
+        def get(identity: KVIdentity) -> ChunkKV | None:
+            if identity == identities[0]:  # a new answer: as an index does, all of its chunks are asked for at once
+                fetched.clear()
+                fetched.update({each: kv for each, (_, kv) in tiers.fetch(identities).items()})
+            return fetched.get(identity)
+
+        yield get
+    finally:
+        tiers.delete([identity.key() for identity in identities])
+        tiers.close()
 
 
 def _fill(
@@ -163,7 +208,7 @@ def _fill(
 
 def _answer(
     lm: LanguageModel,
-    store: Store,
+    get: Callable[[KVIdentity], ChunkKV | None],
     name: str,
     identities: dict[Encoding, list[KVIdentity]],
     question: tuple[int, ...],
@@ -173,7 +218,7 @@ def _answer(
     head, *chunks = identities[engine.encoding or Encoding.STANDALONE]
 
     def loaded(identity: KVIdentity) -> Any:
-        kv = store.get_kv(identity)
+        kv = get(identity)
         if kv is None:
             raise RuntimeError("the benchmark's own store lost a record")
         return kv.to(lm.device)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import typer
 
 from ragkv.cli.console import draw, note, plain, print_json
-from ragkv.distributed.group import Handshake, Heartbeat, RankGroup, meet
+from ragkv.distributed.group import Handshake, Peers, RankGroup
 from ragkv.distributed.sharding import RankExecutor
 from ragkv.errors import RagkvError
 from ragkv.ingest import ReadyDocument
@@ -410,13 +410,11 @@ def rank_seconds(long_document: LongDocument, ranks: int) -> list[float]:
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        watch: Heartbeat | None = None
+        peers: Peers | None = None
         try:
             torch.set_num_threads(1)  # of this thread: others would not be in its time
-            rendezvous = meet(store, rank, ranks, Handshake(same={}), timeout=_PATIENCE)
-            place = dist.PrefixStore(rendezvous.prefix, store)  # type: ignore[attr-defined]
-            watch = Heartbeat(place, rank, rendezvous.handshakes, gone=_PATIENCE)
-            group = RankGroup(place, rank, ranks, watch, timeout=_PATIENCE, device=long_document.model.device)
+            peers = Peers.meet(store, rank, ranks, Handshake(same={}), timeout=_PATIENCE)
+            group = RankGroup(store, rank, ranks, peers, timeout=_PATIENCE, device=long_document.model.device)
             started = time.thread_time()
             for _ in RankExecutor(group).run(long_document):
                 continue
@@ -424,11 +422,8 @@ def rank_seconds(long_document: LongDocument, ranks: int) -> list[float]:
             group.gather(torch.zeros(1))  # no rank leaves while another one works
         except BaseException as error:
             errors.append(error)
-            if watch is not None:
-                watch.notify(str(error))
-        finally:
-            if watch is not None:
-                watch.close()
+            if peers is not None:
+                peers.notify(str(error))
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"ragkv-bench-rank-{rank}") for rank in range(ranks)]
     for thread in threads:

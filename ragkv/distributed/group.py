@@ -1,22 +1,16 @@
-"""How ranks meet, notice that one is lost, and exchange tensors in bounded time.
+"""How ranks meet, learn that one is lost, and exchange tensors in bounded time.
 
-Ranks meet in generations. Each sends a handshake first, because all must have the same model, prompt and settings. When
-a rank is lost, the others end the generation and wait in the next one. A restarted rank finds its own handshake in the
-present generation and ends it too. All keys in the store contain the number of the generation, so no old message is
-taken for a new one.
-
-A collective that hangs does not show which rank is at fault. So each rank writes a heartbeat to the store every second.
-A rank without a fresh heartbeat is lost; a rank that is alive but has begun fewer collectives is the one that the
-others wait for. Every collective ends in bounded time, with a result or with an error that names the cause.
+Ranks meet once. Each sends a handshake first, because all must have the same model, prompt and settings. Every
+collective ends in bounded time: torch's gloo fails when a connection is lost, and its waiting has a limit. A failure
+does not show which rank is at fault, so each rank that notices it reports to the store where they met, which ends what
+the others wait for; the rank that does not report is the lost one. Who started the ranks starts them again.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -87,225 +81,142 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-_LOOK = 0.1  # seconds
+_LOOK = 0.05  # seconds
 _LAST_LOOK = 30.0
 """After a rank has found a difference, it waits this many seconds for the others to read it too."""
+_GRACE = 5.0
+"""Seconds in which the other ranks report, after one has noticed a failure."""
+_EVERY = 1.0
+_MOST_NOTICE = 1024
+_STORE_GONE = (
+    "The store where the ranks meet cannot be reached: rank 0, or what started the ranks, has ended, or MASTER_ADDR "
+    "and MASTER_PORT are wrong. Start all ranks again."
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """The ranks of one generation: `handshakes` by rank."""
+class Peers:
+    """The ranks that have met in `store`, and what they report to each other there. `handshakes` are by rank."""
 
-    generation: int
-    rank: int
-    handshakes: tuple[Handshake, ...]
-
-    @property
-    def prefix(self) -> str:
-        """The prefix of all keys of this generation."""
-        return f"ragkv/{self.generation}"
-
-
-def meet(store: Store, rank: int, size: int, handshake: Handshake, *, timeout: float) -> Rendezvous:
-    """Send the handshake in the first generation that lacks this rank's, and wait for those of all `size` ranks.
-
-    RanksError when some do not come within `timeout` seconds, or when one differs (`require_alike`): all get the same
-    sentence, naming the rank. A rank that has read it waits until all have: the store may end with it, and torchrun
-    ends all ranks of a machine when the first one fails.
-    """
-    until = time.monotonic() + timeout
-    try:
-        generation = _generation(store)
-        while store.check([_key(generation, rank)]):
-            generation = _end(store, generation, until)
-        while True:
-            store.set(_key(generation, rank), handshake.to_json())
-            missing = [other for other in range(size) if not store.check([_key(generation, other)])]
-            if not missing:
-                break
-            if time.monotonic() > until:
-                raise RanksError(_missing(missing, size, timeout))
-            time.sleep(_LOOK)  # TCPStore's own waiting would print a warning each time
-            if (newest := _generation(store)) > generation:  # a rank was restarted meanwhile
-                generation = newest
-        greetings = [store.get(_key(generation, other)) for other in range(size)]
-    except RuntimeError as error:
-        raise RanksError(
-            "The store where the ranks meet cannot be reached; check MASTER_ADDR and MASTER_PORT, and that rank 0's "
-            "machine accepts connections there."
-        ) from error
-    try:
-        found = tuple(Handshake.from_bytes(each, other) for other, each in enumerate(greetings))
-        require_alike(found)
-    except RanksError:
-        with suppress(RanksError, RuntimeError):  # torchrun's SIGTERM, or the store is gone: the others already know
-            _wait_for_readers(store, generation, rank, size)
-        raise
-    return Rendezvous(generation=generation, rank=rank, handshakes=found)
-
-
-def is_over(store: Store, generation: int) -> bool:
-    """Whether a rank has ended the generation."""
-    return _generation(store) > generation
-
-
-def _generation(store: Store) -> int:
-    return int(store.add("ragkv/generation", 0))
-
-
-def _end(store: Store, generation: int, until: float) -> int:
-    """End a generation and return the next one; several ranks may do this at once."""
-    if store.add(f"ragkv/{generation}/over", 1) == 1:
-        store.add("ragkv/generation", 1)
-    while (newest := _generation(store)) <= generation:
-        if time.monotonic() > until:
-            raise RanksError("The rank that was to begin the next generation has ended; start all ranks again.")
-        time.sleep(_LOOK)
-    return newest
-
-
-def _wait_for_readers(store: Store, generation: int, rank: int, size: int) -> None:
-    """Wait until all ranks have read all handshakes."""
-    until = time.monotonic() + _LAST_LOOK
-    store.set(f"ragkv/{generation}/read/{rank}", "")
-    keys = [f"ragkv/{generation}/read/{other}" for other in range(size)]
-    while not store.check(keys) and time.monotonic() < until:
-        time.sleep(_LOOK)
-
-
-def _key(generation: int, rank: int) -> str:
-    return f"ragkv/{generation}/hello/{rank}"
-
-
-def _missing(missing: list[int], size: int, timeout: float) -> str:
-    named = ", ".join(map(str, missing))
-    return (
-        f"Of {size} ranks, {'this one' if len(missing) == 1 else 'these'} did not come within {timeout:g} seconds: "
-        f"{named}. Look at what they say, and start them again."
-    )
-
-
-logger = logging.getLogger(__name__)
-
-EVERY = 1.0
-"""Seconds between two heartbeats."""
-GONE = 10.0
-"""Seconds without a new heartbeat after which a rank counts as lost."""
-_MOST_BYTES = 4096
-
-
-class Heartbeat:
-    """The heartbeats of one generation of ranks, in `store`, a connection of its own."""
-
-    def __init__(self, store: Store, rank: int, handshakes: Sequence[Handshake], *, gone: float = GONE) -> None:
+    def __init__(self, store: Store, rank: int, handshakes: Sequence[Handshake]) -> None:
         self.rank = rank
         self.handshakes = tuple(handshakes)
-        self.number = 0
-        """The number of collectives that this rank has started."""
-        self._gone = gone
         self._store = store
-        self._notices: dict[int, str] = {}
-        self._numbers = dict.fromkeys(range(len(handshakes)), 0)
-        self._signs: dict[int, tuple[bytes, float]] = {r: (b"", time.monotonic()) for r in range(len(handshakes))}
-        self._lost: str | None = None
-        self._others = [other for other in self._signs if other != rank]
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ragkv-watch", daemon=True)
-        self._thread.start()
+        self._others = [other for other in range(len(handshakes)) if other != rank]
 
-    def close(self) -> None:
-        """Stop the heartbeat; the others see that this rank has left."""
-        with suppress(RuntimeError):  # the store is gone, as the others know
-            self._store.set(f"left/{self.rank}", "")
-        self._stop.set()
-        self._thread.join()
+    @classmethod
+    def meet(cls, store: Store, rank: int, size: int, handshake: Handshake, *, timeout: float) -> Peers:
+        """Send the handshake, and wait for those of all `size` ranks.
+
+        RanksError when some do not come within `timeout` seconds, or when one differs (`require_alike`): all get the
+        same sentence, naming the rank. A rank that has read it waits until all have: the store may end with it, and
+        torchrun ends all ranks of a machine when the first one fails.
+        """
+        try:
+            store.set(f"hello/{rank}", handshake.to_json())
+            if missing := wait_for(store, [f"hello/{other}" for other in range(size)], timeout):
+                raise RanksError(
+                    f"Of {size} ranks, {'this one' if len(missing) == 1 else 'these'} did not come within {timeout:g} "
+                    f"seconds: {', '.join(map(str, missing))}. Look at what they say, and start them again."
+                )
+            greetings = [store.get(f"hello/{other}") for other in range(size)]
+        except RuntimeError as error:
+            raise RanksError(_STORE_GONE) from error
+        try:
+            found = [Handshake.from_bytes(each, other) for other, each in enumerate(greetings)]
+            require_alike(found)
+        except RanksError:
+            with suppress(
+                RanksError, RuntimeError
+            ):  # torchrun's SIGTERM, or the store is gone: the others already know
+                store.set(f"read/{rank}", "")
+                wait_for(store, [f"read/{other}" for other in range(size)], _LAST_LOOK)
+            raise
+        return cls(store, rank, found)
+
+    def wait_until_loaded(self, patience: float) -> None:
+        """Wait until all ranks have called this; RanksError if one does not within `patience` seconds."""
+        try:
+            self._store.set(f"loaded/{self.rank}", "")
+            keys = [f"loaded/{rank}" for rank in range(len(self.handshakes))]
+            missing = wait_for(self._store, keys, patience, self.check)
+        except RuntimeError as error:
+            raise self.after_failure(error) from error
+        if missing:
+            raise RanksError(
+                f"Rank {', '.join(map(str, missing))} did not load the model within {patience:g} seconds; if that is "
+                "only slow, raise --patience."
+            )
 
     def notify(self, why: str) -> None:
-        """Publish why this rank gives up; the others read it at their next check."""
+        """Report why this rank gives up."""
         with suppress(RuntimeError):
-            self._store.set(f"notice/{self.rank}", why[: _MOST_BYTES // 4])
+            self._store.set(f"notice/{self.rank}", why[:_MOST_NOTICE])
+            self._store.add("failures", 1)
 
-    def wait_for_others(self, timeout: float) -> None:
-        """Wait at most `timeout` seconds until each of the others has left or is lost.
-
-        The rank that holds the store calls this before it ends. Otherwise the others would only see that the store is
-        gone, and not why.
-        """
-        until = time.monotonic() + timeout
+    def leave(self, timeout: float) -> None:
+        """Leave. Rank 0, which may hold the store, waits for the others, `timeout` seconds at most: otherwise these
+        would only see that the store is gone, and not why."""
         with suppress(RuntimeError):
-            while not all(self._is_gone(rank) or self._store.check([f"left/{rank}"]) for rank in self._others):
-                if self._lost is not None or time.monotonic() > until:
-                    return
-                time.sleep(EVERY / 20)
+            self._store.set(f"left/{self.rank}", "")
+            if self.rank == 0:
+                wait_for(self._store, [f"left/{other}" for other in self._others], timeout)
 
-    def trouble(self) -> str | None:
-        """The known reason why no collective can end any more."""
-        if self._lost is not None:
-            return self._lost
-        for rank, why in sorted(self._notices.items()):
-            return f"{self._named(rank)} gave up: {why}"
-        for rank in self._others:
-            if self._is_gone(rank):
-                return (
-                    f"{self._named(rank)} has ended or cannot be reached: there was no sign of it for "
-                    f"{self._gone:.0f} seconds. Start it again, and ask again."
-                )
-        return None
+    def check(self) -> None:
+        """RanksError when another rank has failed or noticed a failure."""
+        if self._store.add("failures", 0):
+            raise self.after_failure(RuntimeError("another rank has failed"))
 
     def after_failure(self, error: Exception) -> RanksError:
-        """After a collective has failed: wait for the cause to become known, if it does."""
-        until = time.monotonic() + self._gone + 2 * EVERY
-        while (why := self.trouble()) is None and time.monotonic() < until:
-            time.sleep(EVERY / 4)
+        """The error for what has failed, after the others have reported too: it names those that do not, if any."""
         reason = str(error).strip().split("\n")[0]
-        found = RanksError(why or f"The ranks cannot speak to each other any more ({reason}); start them again.")
+        why = f"The ranks cannot speak to each other any more ({reason}); start them again."
+        try:
+            self._store.set(f"here/{self.rank}", "")
+            self._store.add("failures", 1)
+            until = time.monotonic() + _GRACE
+            while silent := [r for r in self._others if not self._has(f"here/{r}") and not self._has(f"notice/{r}")]:
+                if time.monotonic() > until:
+                    break
+                time.sleep(_LOOK)
+            gave_up = [rank for rank in self._others if self._has(f"notice/{rank}")]
+            if gave_up:
+                notice = self._store.get(f"notice/{gave_up[0]}")[:_MOST_NOTICE].decode(errors="replace")
+                why = f"{_capital(self._named(gave_up[0]))} gave up: {notice}"
+            elif silent:
+                verb = (
+                    "has ended, cannot be reached or is" if len(silent) == 1 else "have ended, cannot be reached or are"
+                )
+                why = (
+                    f"{_capital(', '.join(map(self._named, silent)))} {verb} not where the others wait. Start all "
+                    "ranks again; if that is only slow, raise --timeout."
+                )
+        except RuntimeError:
+            why = _STORE_GONE
+        found = RanksError(why)
         found.__cause__ = error
         return found
 
-    def too_slow(self, timeout: float) -> RanksError:
-        """The error for a collective that has not ended in time although all ranks are alive."""
-        behind = [rank for rank, number in self._numbers.items() if rank != self.rank and number < self.number]
-        named = ", ".join(self._named(rank) for rank in behind) or "Another rank"
-        verb = "is" if len(behind) < 2 else "are"
-        return RanksError(
-            f"{named[:1].upper()}{named[1:]} {verb} alive, but {verb} not where the others have waited for {timeout:g} "
-            "seconds; if that is only slow, raise --timeout."
-        )
-
-    def _is_gone(self, rank: int) -> bool:
-        return time.monotonic() - self._signs[rank][1] > self._gone
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
 
     def _named(self, rank: int) -> str:
-        named = self.handshakes[rank].named(rank)
-        return named[:1].upper() + named[1:]
+        return self.handshakes[rank].named(rank)
 
-    def _run(self) -> None:
-        count = 0
-        try:
-            while True:
-                count += 1
-                self._store.set(f"sign/{self.rank}", f"{count} {self.number}")
-                self._look()
-                if self._stop.wait(EVERY):
-                    return
-        except (dist.DistError, RuntimeError) as error:
-            logger.debug("the store of the ranks is gone: %s", error)
-            self._lost = (
-                "The store where the ranks meet cannot be reached: rank 0, or torchrun on its machine, has ended. "
-                "Start all ranks again."
-            )
 
-    def _look(self) -> None:
-        now = time.monotonic()
-        for rank in self._others:
-            if rank not in self._notices and self._store.check([f"notice/{rank}"]):
-                self._notices[rank] = self._store.get(f"notice/{rank}")[:_MOST_BYTES].decode(errors="replace")
-            if self._store.check([f"sign/{rank}"]):
-                sign = self._store.get(f"sign/{rank}")
-                if sign != self._signs[rank][0]:
-                    self._signs[rank] = sign, now
-                    number = sign.split(b" ")[-1][:20]
-                    self._numbers[rank] = int(number) if number.isdigit() else 0
+def wait_for(
+    store: Store, keys: Sequence[str], timeout: float, check: Callable[[], object] = lambda: None
+) -> list[int]:
+    """Wait until the store has all keys, `timeout` seconds at most; returns the places of those that it lacks.
+
+    It asks again and again: TCPStore's own waiting would print a warning each time, and cannot call `check`.
+    """
+    until = time.monotonic() + timeout
+    while missing := [place for place, key in enumerate(keys) if not store.check([key])]:
+        check()
+        if time.monotonic() > until:
+            break
+        time.sleep(_LOOK)
+    return missing
 
 
 MOST_BYTES = 1 << 28
@@ -321,21 +232,21 @@ class RankGroup:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, watch: Heartbeat, *, timeout: float, device: torch.device
+        self, store: Store, rank: int, size: int, peers: Peers, *, timeout: float, device: torch.device
     ) -> None:
         self.rank = rank
         self.size = size
         self.sent = 0
-        self._heartbeat = watch
+        self._peers = peers
         self._timeout = timeout
         self._device = device if device.type == "cuda" else torch.device("cpu")
         self._begun: Any = None  # collectives that have not ended
         # torch's own limit is only a safety net: our wait ends first, with the cause
-        limit = timedelta(seconds=2 * timeout + 10 * EVERY)
+        limit = timedelta(seconds=2 * timeout + 10 * _EVERY)
         try:
             self._backend: Any = _backend(store, rank, size, limit, self._device)
         except RuntimeError as error:
-            raise watch.after_failure(error) from error
+            raise peers.after_failure(error) from error
 
     def gather(self, mine: Tensor) -> Tensor:
         """Every rank's tensor, all of one shape and dtype: `(ranks, *mine.shape)` where `mine` is."""
@@ -381,8 +292,7 @@ class RankGroup:
             Thread(target=_hold, args=(backend, begun), name="ragkv-group-end", daemon=True).start()
 
     def _finish(self, start: Callable[[], Any]) -> None:
-        """Run a collective, waiting in short steps, so that news from the heartbeat can end it."""
-        self._heartbeat.number += 1
+        """Run a collective, waiting in short steps, so that what another rank reports can end it."""
         until = time.monotonic() + self._timeout
         try:
             work = self._begun = start()
@@ -390,13 +300,12 @@ class RankGroup:
                 work.wait()  # the host does not wait here: NCCL's own watchdog ends what hangs
                 return
             while not _done(work):
-                if why := self._heartbeat.trouble():
-                    raise RanksError(why)
+                self._peers.check()
                 if time.monotonic() > until:
-                    raise self._heartbeat.too_slow(self._timeout)
+                    raise self._peers.after_failure(TimeoutError(f"no answer within {self._timeout:g} seconds"))
             self._begun = None
         except RuntimeError as error:
-            raise self._heartbeat.after_failure(error) from error
+            raise self._peers.after_failure(error) from error
 
 
 def _hold(backend: Any, begun: Any) -> None:
@@ -405,14 +314,14 @@ def _hold(backend: Any, begun: Any) -> None:
     This polls instead of waiting within torch, so that the interpreter can end this thread without freeing the group.
     """
     while not begun.is_completed():
-        time.sleep(EVERY)
+        time.sleep(_EVERY)
     del backend
 
 
 def _done(work: Any) -> bool:
     """Wait a second for a collective of gloo; RuntimeError if it has failed."""
     try:
-        work.wait(timedelta(seconds=EVERY))
+        work.wait(timedelta(seconds=_EVERY))
     except RuntimeError:
         if not work.is_completed():
             return False

@@ -1,4 +1,4 @@
-"""One rank's session: meet the other ranks, answer question after question, and meet again after a failure.
+"""One rank's session: meet the other ranks, and answer question after question.
 
 A rank answers from an index, or without one from whole texts, whose blocks the ranks encode side by side. The module
 also defines which settings must be the same on all ranks.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
-import time
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,9 +24,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.config import IndexConfig
-from ragkv.distributed.group import Handshake, Heartbeat, RankGroup, is_over, meet
+from ragkv.distributed.group import Handshake, Peers, RankGroup, wait_for
 from ragkv.distributed.sharding import RankExecutor, ShardedBackend, rank_of
-from ragkv.errors import RanksError, UsageError
+from ragkv.errors import MissingExtraError, RanksError, UsageError, install_hint
 from ragkv.index.answer import AnswerBackend, AnswerStream, validate_task
 from ragkv.index.contexts import Contexts, context_limits
 from ragkv.index.index import Index
@@ -106,9 +108,6 @@ def settings_to_compare(config: IndexConfig) -> dict[str, str]:
     }
 
 
-logger = logging.getLogger(__name__)
-
-_LOOK = 0.05  # seconds between two checks for the next question
 _MOST_BYTES = 1 << 20
 
 
@@ -135,7 +134,65 @@ def meeting_place(timeout: float) -> tuple[Store, int, int]:
             f"No process answers at {address}:{port}, where the ranks meet; start rank 0 there, and let its machine "
             "accept connections at that port."
         ) from error
-    return store, rank, size
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives ranks that torchrun starts again
+    return PrefixStore(f"ragkv/{attempt}", store), rank, size
+
+
+def on_ray(address: str, ranks: int, command: Sequence[str], *, patience: float) -> tuple[int, str, str]:
+    """Run a command as ranks on the Ray cluster at `address`, each in a bundle of a placement group.
+
+    They meet in a store of this process. Returns rank 0's exit code, stdout and stderr. UsageError for no cluster, and
+    when it has no room for the ranks within `patience` seconds; RanksError when rank 0 is lost.
+    """
+    try:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    except ImportError as error:
+        raise MissingExtraError(f"--ray needs Ray; {install_hint('ray')}.") from error
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UsageError(f"There is no Ray cluster at {address} ({error}).") from error
+    try:
+        have = ray.cluster_resources()
+        need = {"CPU": max(1, int(have.get("CPU", 1)) // ranks), "GPU": int(have.get("GPU", 0) >= ranks)}
+        group = ray.util.placement_group([need] * ranks, strategy="SPREAD")
+        if not group.wait(patience):
+            raise UsageError(f"The Ray cluster has no room for {ranks} ranks ({need} each): name fewer with --ranks.")
+        store = TCPStore("0.0.0.0", 0, None, True, wait_for_workers=False)
+        meeting = {"MASTER_ADDR": ray.util.get_node_ip_address(), "MASTER_PORT": store.port, "WORLD_SIZE": ranks}
+        meeting |= {"TORCHELASTIC_USE_AGENT_STORE": True, "OMP_NUM_THREADS": need["CPU"], "LOCAL_RANK": 0}
+
+        here = Path.cwd()
+
+        def run(rank: int) -> tuple[int, str, str]:
+            env = os.environ | {name: str(value) for name, value in {**meeting, "RANK": rank}.items()}
+            done = subprocess.run(
+                command,
+                env=env,
+                cwd=here if here.is_dir() else None,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+            )
+            return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+
+        started = [
+            ray.remote(run)
+            .options(
+                num_cpus=need["CPU"],
+                num_gpus=need["GPU"],
+                max_retries=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            )
+            .remote(rank)
+            for rank in range(ranks)
+        ]
+        found: tuple[int, str, str] = ray.get(started[0])
+        return found
+    except ray.exceptions.RayError as error:
+        raise RanksError(f"Ray has lost rank 0 ({str(error).strip().splitlines()[0]}); ask again.") from error
+    finally:
+        ray.shutdown()
 
 
 class Session:
@@ -154,86 +211,69 @@ class Session:
         *,
         timeout: float = 20.0,
         patience: float = 300.0,
-        keep: bool = True,
     ) -> None:
-        self.keep = keep
-        """Whether to meet again after a rank was lost."""
         self.rank = rank
         self.size = size
         self.part = part
         self._store = store
         self._timeout = timeout
         self._patience = patience
-        self._generation = -1
-        self._heartbeat: Heartbeat | None = None
+        self._peers: Peers | None = None
         self._backend: AnswerBackend | None = None
-        self._place: Store | None = None
         self._asked = 0
         self.group: RankGroup | None = None
         """The ranks, once they have met."""
 
     def join(self) -> None:
-        """Meet the others, unless this has been done; RanksError if that fails."""
-        if self._heartbeat is not None:
-            why = self._heartbeat.trouble()
-            if why is None and not is_over(self._store, self._generation):
-                return
-            self.leave(why)
-            if why is not None and not self.keep:
-                raise RanksError(why)
+        """Meet the others, and load the model; RanksError if that fails."""
+        from ragkv.runtime import Runtime
+
         handshake = Handshake(same=self.part.facts())
-        rendezvous = meet(self._store, self.rank, self.size, handshake, timeout=self._patience)
-        self._generation, self._asked = rendezvous.generation, 0
-        self._place = PrefixStore(rendezvous.prefix, self._store)
-        self._heartbeat = Heartbeat(self._place.clone(), self.rank, rendezvous.handshakes)  # type: ignore[attr-defined]
+        self._peers = peers = Peers.meet(self._store, self.rank, self.size, handshake, timeout=self._patience)
         try:
-            self._load(self._heartbeat, self._place)
+            model, limits = self.part.model, self.part.limits
+            peers.wait_until_loaded(self._patience)
+            self.group = RankGroup(self._store, self.rank, self.size, peers, timeout=self._timeout, device=model.device)
+            agreed = self.group.gather(torch.tensor([limits.batch_tokens, limits.max_rows, limits.own_tokens])).amin(0)
+            batch_tokens, max_rows, own_tokens = agreed.tolist()
+            runtime = Runtime(
+                model,
+                batch_tokens=batch_tokens,
+                max_rows=max_rows,
+                own_tokens=own_tokens,
+                budget=limits.budget,
+                ranks=self.group,
+            )
+            self._backend = self.part.backend(self.group, runtime)
         except BaseException as error:
             self.leave(str(error))
             raise
 
-    @property
-    def together(self) -> bool:
-        """Whether this rank has met the others and not left them."""
-        return self._heartbeat is not None
-
     def leave(self, why: str | None = None) -> None:
-        """Leave this generation, and tell the others `why`, if there is a reason.
-
-        Rank 0, which may hold the store, waits until the others have left too, `timeout` seconds at most.
-        """
-        watch, group = self._heartbeat, self.group
-        self._heartbeat = self.group = self._backend = None
-        if watch is not None:
+        """Leave the others, and report `why`, if there is a reason; rank 0 waits until they have left too."""
+        peers, group = self._peers, self.group
+        self._peers = self.group = self._backend = None
+        if peers is not None:
             if why is not None:
-                watch.notify(why)
-            if self.rank == 0:
-                watch.wait_for_others(self._timeout)
-            watch.close()
+                peers.notify(why)
+            peers.leave(self._timeout)
         if group is not None:
             group.close()
 
     def notify(self, asked: Mapping[str, Any]) -> None:
         """Rank 0: tell the others what to do next."""
-        assert self._place is not None
-        self._place.set(f"asked/{self._asked}", json.dumps(dict(asked)))
+        self._store.set(f"asked/{self._asked}", json.dumps(dict(asked)))
         self._asked += 1
 
     def next(self) -> dict[str, Any]:
         """Other ranks: wait, without a limit, for what rank 0 wants next; RanksError if rank 0 is lost."""
-        assert self._place is not None
-        assert self._heartbeat is not None
+        assert self._peers is not None
         key = f"asked/{self._asked}"
         try:
-            while not self._place.check([key]):
-                if why := self._heartbeat.trouble():
-                    raise RanksError(why)
-                if is_over(self._store, self._generation):
-                    raise RanksError("The ranks meet again: one of them was restarted.")
-                time.sleep(_LOOK)
-            content = self._place.get(key)
+            wait_for(self._store, [key], math.inf, self._peers.check)
+            content = self._store.get(key)
         except RuntimeError as error:
-            raise self._heartbeat.after_failure(error) from error
+            raise self._peers.after_failure(error) from error
         self._asked += 1
         try:
             if len(content) > _MOST_BYTES:
@@ -248,43 +288,6 @@ class Session:
         """An answer by all ranks, each of which must call this; as `RagKV.stream`."""
         assert self._backend is not None
         return AnswerStream(self._backend, validate_task(self.part.config, question, **options))
-
-    def _load(self, watch: Heartbeat, place: Store) -> None:
-        """Load the model, make the group once all ranks have theirs, and agree on common limits."""
-        from ragkv.runtime import Runtime
-
-        model, limits = self.part.model, self.part.limits
-        self._wait_for_all(watch, place)
-        self.group = RankGroup(place, self.rank, self.size, watch, timeout=self._timeout, device=model.device)
-        agreed = self.group.gather(torch.tensor([limits.batch_tokens, limits.max_rows, limits.own_tokens])).amin(0)
-        batch_tokens, max_rows, own_tokens = agreed.tolist()
-        runtime = Runtime(
-            model,
-            batch_tokens=batch_tokens,
-            max_rows=max_rows,
-            own_tokens=own_tokens,
-            budget=limits.budget,
-            ranks=self.group,
-        )
-        self._backend = self.part.backend(self.group, runtime)
-
-    def _wait_for_all(self, watch: Heartbeat, place: Store) -> None:
-        """Wait until all other live ranks have loaded their models."""
-        place.set(f"loaded/{self.rank}", "")
-        until = time.monotonic() + self._patience
-        try:
-            while missing := [rank for rank in range(self.size) if not place.check([f"loaded/{rank}"])]:
-                if why := watch.trouble():
-                    raise RanksError(why)
-                if time.monotonic() > until:
-                    named = ", ".join(map(str, missing))
-                    raise RanksError(
-                        f"Rank {named} did not load the model within {self._patience:g} seconds; if that is only slow, "
-                        "raise --patience."
-                    )
-                time.sleep(_LOOK)
-        except RuntimeError as error:
-            raise watch.after_failure(error) from error
 
 
 class RankContexts(Contexts):

@@ -12,10 +12,11 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ragkv.config import CONFIG_FILE, QdrantConfig, load_config, save_config
 from ragkv.errors import KVMismatchError, MissingExtraError, RetrievalError, StoreError, UsageError, install_hint
@@ -28,6 +29,7 @@ from ragkv.index.search import Finder
 from ragkv.ingest import ReadyChunk, ReadyDocument
 from ragkv.model.checkpoint import lasting
 from ragkv.store import Notify, Store, sync_path
+from ragkv.store.tier import ObjectTier
 from ragkv.util.files import parse_json
 
 MAGIC = b"RAGKVPACK1\n"
@@ -36,6 +38,7 @@ _HEAD = struct.Struct("<II")
 _FILES = (CONFIG_FILE, "store/data.mdb")
 _MOST = 1 << 20
 _BLOCK = 1 << 20
+_CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,31 +117,44 @@ def write_pack(
         return replace(pack, bytes=path.stat().st_size)
 
 
+def sealed(path: Path | str, trust: Path | None = None) -> str:
+    """The digest of a pack's manifest, which has those of all else: with it, `unpack` makes this very index.
+
+    Reads no more than the manifest; raises as `unpack` does for what is no pack, or not signed by `trust`.
+    """
+    with _opened(path) as read:
+        return _parsed(read, path, trust)[2]
+
+
 def unpack(
-    path: Path,
+    path: Path | str,
     folder: Path,
     *,
     trust: Path | None = None,
     documents_only: bool = False,
     model: str | None = None,
     device: str | None = None,
+    digest: str | None = None,
 ) -> Pack:
-    """Make the index of a pack at the new folder `folder`.
+    """Make the index of a pack, a file or an object (`s3://…`, `gs://…`, `az://…`), at the new folder `folder`.
 
     `trust` is a PEM file with the Ed25519 public key that must have signed it. `documents_only` takes documents and
     chunks alone, and encodes them. `model` is where the model is, or for documents another one; by default the pack's.
+    `digest` is that of the pack that it must be (`sealed`).
 
     StoreError for a file that is no pack, or not as it was written; KVMismatchError for a model or embedder other than
     those that made it; UsageError for another signature, or a folder that is not new.
     """
-    require_free(folder, path)
+    require_free(folder, Path(path))
     with partial_folder(folder) as work:
-        with _opened(path) as file:
-            pack, facts = _parsed(file, path, trust)
+        with _opened(path) as read:
+            pack, facts, found = _parsed(read, path, trust)
+            if digest is not None and digest != found:
+                raise UsageError(f"{path} is not the pack any more that was to be unpacked: it was replaced meanwhile.")
             (work / "index" / "store").mkdir(parents=True)
             for name, fact in zip(_FILES, facts, strict=True):
-                _extract(file, work / "index" / name, fact, path)
-            if file.read(1):
+                _extract(read, work / "index" / name, fact, path)
+            if read(1):
                 raise _damaged(path, "it is longer than its manifest says")
         config = load_config(work / "index")
         with Store.open(work / "index", readonly=True) as store:
@@ -210,30 +226,40 @@ def _encode_again(packed: Path, folder: Path, device: str | None) -> int:
         index.close()
 
 
-def _opened(path: Path) -> BinaryIO:
-    try:
-        if not path.is_file():  # a pipe would block
-            raise FileNotFoundError
-        return path.open("rb")
-    except FileNotFoundError as error:
-        raise UsageError(f"There is no pack at {path}.") from error
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror or error}).") from error
+@contextmanager
+def _opened(path: Path | str) -> Iterator[Callable[[int], bytes]]:
+    """A function that reads the next bytes of a file, or of an object by its URL."""
+    with ExitStack() as held:
+        try:
+            if "://" in str(path):
+                place, _, name = str(path).rpartition("/")
+                read = ObjectTier(place, timeout=_CONNECT_SECONDS).reader(name)
+            elif Path(path).is_file():  # a pipe would block
+                read = held.enter_context(Path(path).open("rb")).read
+            else:
+                raise FileNotFoundError
+        except FileNotFoundError as error:
+            raise UsageError(f"There is no pack at {path}; ragkv pack writes one.") from error
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read ({error.strerror or error}).") from error
+        yield read
 
 
-def _damaged(path: Path, why: str) -> StoreError:
+def _damaged(path: Path | str, why: str) -> StoreError:
     return StoreError(f"{path} is not a pack, or not as it was written ({why}): get it again")
 
 
-def _parsed(file: BinaryIO, path: Path, trust: Path | None) -> tuple[Pack, list[dict[str, Any]]]:
-    """A pack's manifest and the facts of its files; the file is then at the first of these."""
-    head = file.read(len(MAGIC) + _HEAD.size)
+def _parsed(
+    read: Callable[[int], bytes], path: Path | str, trust: Path | None
+) -> tuple[Pack, list[dict[str, Any]], str]:
+    """A pack's manifest, the facts of its files, and its digest; `read` is then at the first of these."""
+    head = read(len(MAGIC) + _HEAD.size)
     if len(head) != len(MAGIC) + _HEAD.size or not head.startswith(MAGIC):
         raise _damaged(path, "it begins otherwise")
     length, signed = _HEAD.unpack(head[len(MAGIC) :])
     if length > _MOST or signed not in (0, 64):
         raise _damaged(path, "its manifest is too long")
-    manifest, signature = file.read(length), file.read(signed)
+    manifest, signature = read(length), read(signed)
     try:
         found = parse_json(manifest)
         facts = found["files"]
@@ -254,14 +280,14 @@ def _parsed(file: BinaryIO, path: Path, trust: Path | None) -> tuple[Pack, list[
         raise UsageError(f"{path} {by}, not by that of {trust}.")
     if public is not None:
         _require_signed(public, signature, MAGIC + manifest, path)
-    return pack, facts
+    return pack, facts, hashlib.blake2b(MAGIC + manifest, digest_size=32).hexdigest()
 
 
-def _extract(file: BinaryIO, target: Path, fact: dict[str, Any], path: Path) -> None:
+def _extract(read: Callable[[int], bytes], target: Path, fact: dict[str, Any], path: Path | str) -> None:
     """Copy the next file of a pack to `target`, and compare it with its digest."""
     left, digest = fact["bytes"], hashlib.blake2b(digest_size=32)
     with target.open("xb") as out:
-        while left and (block := file.read(min(left, _BLOCK))):
+        while left and (block := read(min(left, _BLOCK))):
             digest.update(block)
             out.write(block)
             left -= len(block)
@@ -294,7 +320,7 @@ def _key(path: Path, *, private: bool) -> Any:
     return key
 
 
-def _require_signed(public: bytes, signature: bytes, signed: bytes, path: Path) -> None:
+def _require_signed(public: bytes, signature: bytes, signed: bytes, path: Path | str) -> None:
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

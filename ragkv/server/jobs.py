@@ -536,9 +536,12 @@ class JobQueue:
 class JobManager:
     """The job queues of all indexes that accept documents, each made at its first use."""
 
-    def __init__(self, served: ServedIndexes, limiter: ConcurrencyLimiter) -> None:
+    def __init__(
+        self, served: ServedIndexes, limiter: ConcurrencyLimiter, *, refusal: str = "is read-only here"
+    ) -> None:
         self._served = served
         self._limiter = limiter
+        self._refusal = refusal
         self._lock = threading.Lock()
         self._queues: dict[Path, JobQueue] = {}
         self._closed = False
@@ -548,7 +551,7 @@ class JobManager:
         """The index; ApiError 403 if it is read-only."""
         rag = self._served.index(name)
         if rag.store.readonly:
-            raise ApiError(403, f"Index {name!r} is read-only here.", kind="permission_error", code="read_only")
+            raise ApiError(403, f"Index {name!r} {self._refusal}.", kind="permission_error", code="read_only")
         return rag
 
     def queue(self, name: str) -> JobQueue:

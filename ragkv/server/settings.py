@@ -157,19 +157,26 @@ class ServerSettings:
 
 
 def named_folders(given: Sequence[str]) -> dict[str, Path]:
-    """The folders of `--index` (`DIR` or `NAME=DIR`) by name, which is the folder's name by default.
+    """`named_places` as paths."""
+    return {name: Path(place) for name, place in named_places(given).items()}
+
+
+def named_places(given: Sequence[str]) -> dict[str, str]:
+    """The folders, or packs, of `--index` (`DIR` or `NAME=DIR`) by name, which is the folder's or file's by default.
 
     UsageError for two of one name, and for a name that does not fit into a model id.
     """
-    found: dict[str, Path] = {}
+    found: dict[str, str] = {}
     for each in given:
         name, sign, folder = each.partition("=")
         if not sign or not _NAME.fullmatch(name):  # a folder may have "=" in its path
             folder = each
-            name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(each).resolve().name).strip("-._") or "index"
+            path = Path(each).resolve()
+            stem = path.name if path.is_dir() else path.name.removesuffix(".ragkv")
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "index"
         if name in found:
             raise UsageError(f"Two indexes are called {name!r}; give one another name: --index NAME={folder}.")
-        found[name[:64]] = Path(folder)
+        found[name[:64]] = folder
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 from rankthreads import WAIT
 
 import ragkv.retrievers
-from ragkv.distributed.group import Heartbeat
+from ragkv.distributed import group
 from ragkv.model import self_check
 
 
@@ -18,5 +18,5 @@ def loaded_once_and_never_late():
         patch.setattr(self_check, "load_model", functools.cache(self_check.load_model))
         for name in ("load_embedder", "load_reranker"):
             patch.setattr(ragkv.retrievers, name, functools.cache(getattr(ragkv.retrievers, name)))
-        patch.setitem(Heartbeat.__init__.__kwdefaults__, "gone", WAIT)
+        patch.setattr(group, "_GRACE", WAIT)
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -14,7 +13,8 @@ import torch.distributed as dist
 from rankthreads import WAIT
 
 from ragkv.config import IndexConfig
-from ragkv.distributed.group import Handshake, Heartbeat, meet, require_alike
+from ragkv.distributed import group
+from ragkv.distributed.group import Handshake, Peers, require_alike
 from ragkv.distributed.session import Session, settings_to_compare
 from ragkv.errors import RanksError
 from ragkv.runtime import RuntimeLimits
@@ -60,7 +60,7 @@ def test_every_rank_names_the_difference_before_the_store_ends():
 
     def first():
         try:
-            meet(Store(held.pop(), "read/1", others_turn.set), 0, 2, Handshake(same={"model": "a"}), timeout=WAIT)
+            Peers.meet(Store(held.pop(), "read/1", others_turn.set), 0, 2, Handshake(same={"model": "a"}), timeout=WAIT)
         except RanksError as error:
             message[0] = str(error)
         gc.collect()
@@ -69,7 +69,7 @@ def test_every_rank_names_the_difference_before_the_store_ends():
     def second():
         store = Store(client(port), "hello/0", lambda: others_turn.wait(WAIT))
         try:
-            meet(store, 1, 2, Handshake(same={"model": "b"}), timeout=WAIT)
+            Peers.meet(store, 1, 2, Handshake(same={"model": "b"}), timeout=WAIT)
         except RanksError as error:
             message[1] = str(error)
 
@@ -83,10 +83,10 @@ def test_nobody_waits_for_a_rank_that_has_read_the_difference():
 
     def rank(number):
         with pytest.raises(RanksError, match="has another model"):
-            meet(store, number, 2, Handshake(same={"model": str(number)}), timeout=WAIT)
+            Peers.meet(store, number, 2, Handshake(same={"model": str(number)}), timeout=WAIT)
 
     run(lambda: rank(0), lambda: rank(1))
-    assert store.check(["ragkv/0/read/0", "ragkv/0/read/1"])
+    assert store.check(["read/0", "read/1"])
 
 
 def test_why_the_rank_with_the_store_leaves_is_learnt_before_the_store_ends():
@@ -95,33 +95,43 @@ def test_why_the_rank_with_the_store_leaves_is_learnt_before_the_store_ends():
     others_turn, message = threading.Event(), []
 
     def first():
-        watch = Heartbeat(Store(held.pop(), "left/1", others_turn.set), 0, handshakes, gone=WAIT)
-        watch.notify("its disk is full.")
-        watch.wait_for_others(WAIT)
-        watch.close()
-        del watch
+        peers = Peers(Store(held.pop(), "left/1", others_turn.set), 0, handshakes)
+        peers.notify("its disk is full.")
+        peers.leave(WAIT)
+        del peers
         gc.collect()
         others_turn.set()
 
     def second():
-        watch = Heartbeat(Store(client(port), "notice/0", lambda: others_turn.wait(WAIT)), 1, handshakes, gone=WAIT)
-        while (why := watch.trouble()) is None:
-            time.sleep(0.01)
-        message.append(why)
-        watch.close()
+        peers = Peers(Store(client(port), "notice/0", lambda: others_turn.wait(WAIT)), 1, handshakes)
+        try:
+            while True:
+                peers.check()
+        except RanksError as error:
+            message.append(str(error))
+        peers.leave(WAIT)
 
     run(first, second)
     assert message[0].startswith("Rank 0 (")
     assert message[0].endswith(" gave up: its disk is full.")
 
 
-def test_a_rank_that_is_gone_is_not_waited_for():
+def test_ranks_that_do_not_report_are_named(monkeypatch):
+    monkeypatch.setattr(group, "_GRACE", 0.0)
     store = dist.HashStore()
-    watch = Heartbeat(store, 0, [Handshake(same={}), Handshake(same={})], gone=0.01)
-    watch.wait_for_others(WAIT)
-    assert "Rank 1 (" in watch.trouble()
-    watch.close()
-    assert store.check(["left/0"])
+    peers = [
+        Peers(store, rank, [Handshake(same={}, host=f"m{each}", process=each) for each in range(3)]) for rank in (0, 1)
+    ]
+    error = RuntimeError("gone")
+    both = "Rank 1 (m1, process 1), rank 2 (m2, process 2) have ended, cannot be reached or are not where"
+    assert str(peers[0].after_failure(error)).startswith(both)
+    assert str(peers[1].after_failure(error)).startswith(
+        "Rank 2 (m2, process 2) has ended, cannot be reached or is not"
+    )
+    store.set("here/2", "")
+    assert "cannot speak to each other any more (gone)" in str(peers[0].after_failure(error))
+    with pytest.raises(RanksError):
+        peers[1].check()
 
 
 class Part:
@@ -145,13 +155,13 @@ def test_the_end_is_learnt_before_the_store_ends(monkeypatch):
     monkeypatch.setattr("ragkv.runtime.Runtime", lambda model, **limits: agreed.append(limits))
     held, port = serving()
     others_turn, asked = threading.Event(), []
-    wait_for_others = Heartbeat.wait_for_others
+    leave = Peers.leave
 
-    def waits(watch, timeout):
+    def leaves(peers, timeout):
         others_turn.set()
-        wait_for_others(watch, timeout)
+        leave(peers, timeout)
 
-    monkeypatch.setattr(Heartbeat, "wait_for_others", waits)
+    monkeypatch.setattr(Peers, "leave", leaves)
 
     def first():
         session = Session(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ragkv.distributed.group import Handshake, Heartbeat, RankGroup, meet
+from ragkv.distributed.group import Handshake, Peers, RankGroup
 
 WAIT = 600.0
 """Seconds: generous, for what never comes in a test that passes."""
@@ -22,20 +22,15 @@ def on_ranks(size: int, work: Callable[[RankGroup], Any], *, timeout: float = WA
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
-        watch = None
+        peers = None
         try:
-            meeting = meet(store, rank, size, Handshake(same={}), timeout=WAIT)
-            place = dist.PrefixStore(meeting.prefix, store)
-            watch = Heartbeat(place, rank, meeting.handshakes, gone=WAIT)
-            group = RankGroup(place, rank, size, watch, timeout=timeout, device=torch.device("cpu"))
+            peers = Peers.meet(store, rank, size, Handshake(same={}), timeout=WAIT)
+            group = RankGroup(store, rank, size, peers, timeout=timeout, device=torch.device("cpu"))
             found[rank] = work(group)
         except BaseException as error:
             errors.append(error)
-            if watch is not None:
-                watch.notify(str(error))
-        finally:
-            if watch is not None:
-                watch.close()
+            if peers is not None:
+                peers.notify(str(error))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

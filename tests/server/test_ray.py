@@ -1,0 +1,225 @@
+"""`ragkv serve --ray`: its parts without Ray's processes, replicas that are lost, and once all of it on Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import warnings
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+import ragkv.server.ray as on_ray
+from ragkv import RagKV
+from ragkv.errors import MissingExtraError, UsageError
+from ragkv.index.pack import sealed
+from ragkv.server.ray import Answer, Front, RayOptions, preferred, run_on_ray, snapshot
+
+ASKED = {"question": "Who founded Bolt Ltd?", "engine": "block", "max_new_tokens": 4}
+CHAT = {"model": "ragkv/two:block", "messages": [{"role": "user", "content": ASKED["question"]}], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def pack(folder, tmp_path_factory):
+    path = tmp_path_factory.mktemp("packs") / "two.ragkv"
+    with RagKV.open(folder, device="cpu") as rag:
+        rag.pack(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def options(pack):
+    return RayOptions(packs={"two": pack}, device="cpu", host="127.0.0.1").pinned()
+
+
+@pytest.fixture(scope="module")
+def replica(options):
+    made = Answer(options)
+    yield made
+    made.__del__()
+
+
+class Handle:
+    """A handle of Ray Serve to one replica, of which the first `losses` calls are lost after so many pieces."""
+
+    def __init__(self, replica, losses=()):
+        self.replica, self.losses, self.calls, self.answer, self.remote = replica, list(losses), [], self, self._call
+
+    def options(self, **_):
+        return self
+
+    def broadcast(self, name):
+        class Result:
+            async def results_async(_, timeout_s):  # noqa: N805
+                return [getattr(self.replica, name)(), ("other", self.replica.metrics()[1])]
+
+        return Result()
+
+    def _call(self, chunks, scope, body):
+        self.calls.append(chunks)
+        return Stream(self.replica.answer(chunks, scope, body), self.losses.pop(0) if self.losses else None)
+
+
+class Stream:
+    def __init__(self, pieces, lost_after):
+        self.pieces, self.left = pieces, lost_after
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        from ray.exceptions import ActorDiedError
+
+        if self.left == 0:
+            raise ActorDiedError
+        self.left = None if self.left is None else self.left - 1
+        return await anext(self.pieces)
+
+    def cancel(self):
+        self.closing = asyncio.ensure_future(self.pieces.aclose())
+
+
+@pytest.fixture
+def ask(options, replica):
+    """Ask a front whose replica is lost after so many pieces; returns the response and the handle."""
+    with warnings.catch_warnings():  # its own, of pydantic
+        warnings.simplefilter("ignore")
+        pytest.importorskip("ray.serve", reason="needs Ray: pip install -e '.[ray]'")
+    with ExitStack() as fronts:
+
+        def asked(method, path, *losses, **more):
+            handle = Handle(replica, losses)
+            front = Front(options, None, handle)
+            fronts.callback(front.__del__)
+
+            async def run():
+                transport = httpx.ASGITransport(app=front.__serve_build_asgi_app__(), raise_app_exceptions=False)
+                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                    return await client.request(method, path, **more)
+
+            return asyncio.run(run()), handle
+
+        yield asked
+
+
+def test_chunks_stay_with_their_replica_and_a_lost_one_moves_only_its_own():
+    questions = [[(f"c{number}", 100)] for number in range(300)]
+    before = [preferred(each, ["a", "b", "c"]) for each in questions]
+    after = [preferred(each, ["c", "a"]) for each in questions]
+    assert all(now == then for then, now in zip(before, after, strict=True) if then != "b")
+    assert {then for then, now in zip(before, after, strict=True) if now == "c"} == {"b", "c"}
+    assert min(map(before.count, "abc")) > 60
+    parts = [("c1", 9), ("c2", 1)]
+    assert preferred(parts, ["a", "b", "c"]) == before[1]
+
+
+def test_a_node_unpacks_once_and_the_last_user_deletes(pack, folder, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    base, digest, calls = tmp_path / "ragkv" / "packs", sealed(pack), []
+    unpack = on_ray.unpack
+    monkeypatch.setattr(on_ray, "unpack", lambda *given, **more: calls.append(given) or unpack(*given, **more))
+    (base / ".left by a killed one").mkdir(parents=True)
+    with snapshot(pack, digest) as first:
+        with snapshot(pack, digest) as second, RagKV.open(second, device="cpu", readonly=True) as rag:
+            assert second == first
+            assert (first / "derived" / "bm25").exists()
+            assert rag.retrieve(ASKED["question"])
+        assert first.exists()
+    assert len(calls) == 1
+    assert [each.name for each in base.iterdir()] == ["lock"]
+    with pytest.raises(UsageError, match="replaced meanwhile"), snapshot(pack, "0" * 64):
+        raise AssertionError("it is another one")
+    assert [each.name for each in base.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("losses", [(), (0,), (1, 0)])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_that_has_sent_nothing_is_asked_again(ask, rag, losses, streamed):
+    response, handle = ask("POST", "/api/indexes/two/query", *losses, json={**ASKED, "stream": streamed})
+    assert response.status_code == 200
+    body = response.text.rpartition("event: done\ndata: ")[2] if streamed else response.text
+    assert json.loads(body)["answer"] == rag.query(ASKED["question"], engine="block", max_new_tokens=4).text
+    assert len(handle.calls) == len(losses) + 1
+    found = [(one.chunk.chunk_id, len(one.chunk.token_ids)) for one in rag.retrieve(ASKED["question"])]
+    assert handle.calls[0] == found
+    assert len(response.headers.get_list("x-request-id")) == 1
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/api/indexes/two/query", ASKED), ("/v1/chat/completions", CHAT)])
+def test_a_stream_that_is_lost_is_continued_or_ends_with_an_error(ask, replica, monkeypatch, path, body, drawn):
+    """Continued by a replica that says the same; one that says something else is not."""
+    answer = replica.answer
+
+    async def changed(chunks, scope, body, calls=[]):  # noqa: B006
+        calls.append(chunks)
+        async for piece in answer(chunks, scope, body):
+            yield piece.replace(b'"', b" ") if drawn and len(calls) > 1 and isinstance(piece, bytes) else piece
+
+    monkeypatch.setattr(replica, "answer", changed)
+    response, handle = ask("POST", path, 4, 3, json={**body, "stream": True})
+    assert (response.status_code, len(handle.calls)) == (200, 2 if drawn else 3)
+    events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line[6:7] == "{"]
+    if drawn:
+        assert "was lost: ask again" in events[-1]["error"]["message"]
+        assert ("event: error" in response.text) == path.startswith("/api")
+        return
+    whole = ask("POST", path, json={**body, "stream": True})[0].text
+    assert without_names(response.text) == without_names(whole)
+    assert len({event["id"] for event in events if "id" in event}) == (0 if path.startswith("/api") else 1)
+
+
+def without_names(text):
+    """Without what differs between two answers: their ids and times."""
+    return re.sub(r'chatcmpl-[^"]*|"created":\d+|"timing_ms":{[^}]*}|"[a-z_]*(hits|bytes)":\d+', "", text)
+
+
+def test_a_lost_cluster_is_an_error(ask):
+    response, handle = ask("POST", "/v1/chat/completions", *[0] * 9, json=CHAT)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+    assert len(handle.calls) == on_ray.TRIES
+
+
+def test_the_routes_are_those_of_a_server_and_a_snapshot_is_read_only(ask, call, rag):
+    assert ask("GET", "/readyz")[0].json() == {"status": "ready", "unavailable": 0}
+    for path in ("/v1/models", "/api/indexes/two/documents", "/healthz", "/nowhere", "/api/indexes/x/documents"):
+        got, wanted = ask("GET", path)[0], call("GET", path)
+        assert (got.status_code, got.headers["content-type"]) == (wanted.status_code, wanted.headers["content-type"])
+        if path != "/v1/models":  # it has the time of the start
+            assert got.json() == wanted.json()
+    files = {"files": ("a.txt", b"text" * (1 << 21))}
+    name = rag.list_documents().documents[0].document.document_id
+    for method, path, more in [
+        ("POST", "/api/indexes/two/documents", {"files": files}),
+        ("DELETE", f"/api/indexes/two/documents/{name.replace('/', '%2F')}", {}),
+    ]:
+        refused = ask(method, path, **more)[0]
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "read_only")
+        assert "is a snapshot, which is read-only: change the index" in refused.json()["error"]["message"]
+    metrics = ask("GET", "/metrics")[0].text
+    assert metrics.count("# TYPE ragkv:generation_tokens_total counter") == 1
+    assert 'replica="other"' in metrics
+    assert ask("GET", "/v1/models", headers={"host": "evil.example"})[0].status_code == 403
+
+
+def test_what_is_missing_or_wrong_is_named(pack, tmp_path, monkeypatch):
+    options = RayOptions(packs={"two": str(tmp_path)}, host="127.0.0.1")
+    with pytest.raises(UsageError, match="There is no pack at"):
+        run_on_ray("local", options, port=0, on_ready=print)
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[ray,serve\]'"):
+        run_on_ray("local", options, port=0, on_ready=print)
+    for given, message in [("0", "--replicas is"), ("4-2", "--replicas is"), ("many", "--replicas is")]:
+        with pytest.raises(UsageError, match=message):
+            on_ray.replica_counts("--replicas", given)
+    assert on_ray.replica_counts("--replicas", "2") == {"num_replicas": 2}
+    assert on_ray.replica_counts("--replicas", "1-8")["autoscaling_config"]["max_replicas"] == 8
