@@ -102,6 +102,7 @@ class Peers:
         self.handshakes = tuple(handshakes)
         self._store = store
         self._others = [other for other in range(len(handshakes)) if other != rank]
+        self._silent: list[int] = []  # those that did not report after a failure
 
     @classmethod
     def meet(cls, store: Store, rank: int, size: int, handshake: Handshake, *, timeout: float) -> Peers:
@@ -159,7 +160,7 @@ class Peers:
         with suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "")
             if self.rank == 0:
-                wait_for(self._store, [f"left/{other}" for other in self._others], timeout)
+                wait_for(self._store, [f"left/{other}" for other in self._others if other not in self._silent], timeout)
 
     def check(self) -> None:
         """RanksError when another rank has failed or noticed a failure."""
@@ -178,6 +179,7 @@ class Peers:
                 if time.monotonic() > until:
                     break
                 time.sleep(_LOOK)
+            self._silent = silent
             gave_up = [rank for rank in self._others if self._has(f"notice/{rank}")]
             if gave_up:
                 notice = self._store.get(f"notice/{gave_up[0]}")[:_MOST_NOTICE].decode(errors="replace")

@@ -376,7 +376,7 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
         def collect(self) -> Iterator[Metric]:
             yield from families.values()
 
-    return generate_latest(Found())  # type: ignore[arg-type]
+    return generate_latest(Found())
 
 
 def replica_counts(name: str, given: str) -> dict[str, Any]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import httpx
 import pytest
@@ -223,3 +228,37 @@ def test_what_is_missing_or_wrong_is_named(pack, tmp_path, monkeypatch):
             on_ray.replica_counts("--replicas", given)
     assert on_ray.replica_counts("--replicas", "2") == {"num_replicas": 2}
     assert on_ray.replica_counts("--replicas", "1-8")["autoscaling_config"]["max_replicas"] == 8
+
+
+@pytest.mark.nightly
+def test_on_ray_itself(pack, rag, tmp_path):
+    """Two replicas, of which one is killed: answers are those of the index, and nothing is left in the end."""
+    pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
+    command = [sys.executable, "-c", "from ragkv.cli.main import main; main()", "serve", "--ray", "local", "--json"]
+    command += ["--index", f"two={pack}", "--replicas", "2", "--port", "0", "--device", "cpu"]
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            url = json.loads(server.stdout.readline())["url"].removesuffix("/v1")
+            wanted = rag.query(ASKED["question"], engine="block", max_new_tokens=4).text
+            for killed in (False, True):
+                if killed:
+                    os.kill(replicas_of(server.pid)[0], signal.SIGKILL)
+                for _ in range(5):
+                    answer = httpx.post(f"{url}/api/indexes/two/query", json=ASKED, timeout=600)
+                    assert answer.json()["answer"] == wanted
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(600) == 0
+    assert [each.name for each in (tmp_path / "ragkv" / "packs").iterdir()] == ["lock"]
+
+
+def replicas_of(command):
+    """The processes of the answer replicas of a command: those whose raylet has its session's folder as an argument."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            found[int(path.name)] = (parent, (path / "cmdline").read_text(errors="replace"))
+    raylets = {pid for pid, (_, line) in found.items() if "raylet" in line and f"_{command}/" in line}
+    return [pid for pid, (parent, line) in found.items() if parent in raylets and "ServeReplica:ragkv:Answer" in line]
