@@ -176,7 +176,7 @@ def preferred(chunks: Sequence[tuple[str, int]], replicas: Sequence[str]) -> str
     return max(sorted(tokens), key=lambda one: tokens[one])
 
 
-class Answer:
+class AnswerReplica:
     """A replica: the indexes with their models, and the app of `ragkv serve`."""
 
     def __init__(self, options: RayOptions) -> None:
@@ -429,7 +429,7 @@ def application(args: Mapping[str, Any]) -> Any:
     ServerSettings(host=options.host, keys=keys)  # keys are required unless this machine alone may ask
     options = options if options.digests else options.pinned()
     gpus = min(1.0, ray.cluster_resources().get("GPU", 0)) if options.gpus is None else options.gpus
-    answers = serve.deployment(Answer).options(
+    answers = serve.deployment(AnswerReplica).options(
         ray_actor_options={"num_gpus": gpus, "num_cpus": options.cpus},
         request_router_config=RequestRouterConfig(request_router_class=f"{__name__}:ChunkRouter"),
         max_ongoing_requests=options.requests,

@@ -20,7 +20,7 @@ import ragkv.server.ray as on_ray
 from ragkv import RagKV
 from ragkv.errors import MissingExtraError, UsageError
 from ragkv.index.pack import sealed
-from ragkv.server.ray import Answer, Front, RayOptions, preferred, run_on_ray, snapshot
+from ragkv.server.ray import AnswerReplica, Front, RayOptions, preferred, run_on_ray, snapshot
 
 ASKED = {"question": "Who founded Bolt Ltd?", "engine": "block", "max_new_tokens": 4}
 CHAT = {"model": "ragkv/two:block", "messages": [{"role": "user", "content": ASKED["question"]}], "max_tokens": 4}
@@ -48,7 +48,7 @@ def options(pack):
 
 @pytest.fixture(scope="module")
 def replica(options):
-    made = Answer(options)
+    made = AnswerReplica(options)
     yield made
     made.__del__()
 
