@@ -261,4 +261,4 @@ def replicas_of(command):
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
             found[int(path.name)] = (parent, (path / "cmdline").read_text(errors="replace"))
     raylets = {pid for pid, (_, line) in found.items() if "raylet" in line and f"_{command}/" in line}
-    return [pid for pid, (parent, line) in found.items() if parent in raylets and "ServeReplica:ragkv:Answer" in line]
+    return [pid for pid, (parent, line) in found.items() if parent in raylets and "ServeReplica:ragkv:AnswerReplica" in line]
