@@ -50,6 +50,7 @@ from ragkv.server.middleware import Guard
 from ragkv.server.schemas import OWNER, ServedIndexes
 from ragkv.server.settings import Keys, ServerLimits, ServerSettings, reserve
 from ragkv.util.files import make_folder
+from ragkv.util.telemetry import export_spans, request_id
 
 TRIES = 5
 """How often a request is given to a replica, if each is lost."""
@@ -182,6 +183,7 @@ class AnswerReplica:
     def __init__(self, options: RayOptions) -> None:
         self._held = ExitStack()
         with ExitStack() as held:
+            held.callback(export_spans())
             served = ServedIndexes(_opened(options, held))
             for _, rag in served:
                 rag.index.require_same_model()
@@ -236,6 +238,7 @@ class Front:
     def __init__(self, options: RayOptions, keys: Keys | None, answers: Any) -> None:
         self._held = ExitStack()
         with ExitStack() as held:
+            held.callback(export_spans())
             self._indexes = _opened(options, held)
             self._held = held.pop_all()
         self._answers = answers
@@ -291,9 +294,12 @@ class Front:
         form = request.headers.get("content-type", "").startswith("multipart/")
         body = b"" if form else await request.body()  # the upload is refused whatever it is
         chunks = await asyncio.to_thread(self._chunks, scope["path"], body) if scope["method"] == "POST" else []
+        asked = {name: scope[name] for name in _SCOPE if name in scope}
+        known = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
+        asked["headers"] = [*known, (b"x-request-id", request_id.get().encode())]  # the same in both logs
         try:
             async with asyncio.timeout(READY_SECONDS if scope["path"] == "/readyz" else None):
-                await self._retry(chunks, {name: scope[name] for name in _SCOPE if name in scope}, body, send)
+                await self._retry(chunks, asked, body, send)
         except TimeoutError as error:
             raise _unavailable("No replica is ready yet.") from error
 

@@ -24,6 +24,7 @@ from ragkv.server.ray import AnswerReplica, Front, RayOptions, preferred, run_on
 
 ASKED = {"question": "Who founded Bolt Ltd?", "engine": "block", "max_new_tokens": 4}
 CHAT = {"model": "ragkv/two:block", "messages": [{"role": "user", "content": ASKED["question"]}], "max_tokens": 4}
+NAMED = {"x-request-id": "request-17"}  # it is in errors
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +198,7 @@ def test_a_lost_cluster_is_an_error(ask):
 def test_the_routes_are_those_of_a_server_and_a_snapshot_is_read_only(ask, call, rag):
     assert ask("GET", "/readyz")[0].json() == {"status": "ready", "unavailable": 0}
     for path in ("/v1/models", "/api/indexes/two/documents", "/healthz", "/nowhere", "/api/indexes/x/documents"):
-        got, wanted = ask("GET", path)[0], call("GET", path)
+        got, wanted = ask("GET", path, headers=NAMED)[0], call("GET", path, headers=NAMED)
         assert (got.status_code, got.headers["content-type"]) == (wanted.status_code, wanted.headers["content-type"])
         if path != "/v1/models":  # it has the time of the start
             assert got.json() == wanted.json()
@@ -261,4 +262,5 @@ def replicas_of(command):
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
             found[int(path.name)] = (parent, (path / "cmdline").read_text(errors="replace"))
     raylets = {pid for pid, (_, line) in found.items() if "raylet" in line and f"_{command}/" in line}
-    return [pid for pid, (parent, line) in found.items() if parent in raylets and "ServeReplica:ragkv:AnswerReplica" in line]
+    name = "ServeReplica:ragkv:AnswerReplica"
+    return [pid for pid, (parent, line) in found.items() if parent in raylets and name in line]
