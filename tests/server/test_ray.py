@@ -130,6 +130,7 @@ def test_chunks_stay_with_their_replica_and_a_lost_one_moves_only_its_own():
 
 def test_a_node_unpacks_once_and_the_last_user_deletes(pack, folder, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pack = f"file://{pack}"  # as an object
     base, digest, calls = tmp_path / "ragkv" / "packs", sealed(pack), []
     unpack = on_ray.unpack
     monkeypatch.setattr(on_ray, "unpack", lambda *given, **more: calls.append(given) or unpack(*given, **more))
