@@ -277,7 +277,9 @@ def _prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
     words = in_conversation(
         rag, body.question.strip(), turns, history=body.history_mode, history_tokens=body.history_tokens
     )
-    stream = rag.stream(words.prompt, **{**body.query_options(words), "system": body.system})
+    options = body.query_options(words)
+    options["system"] = body.system
+    stream = rag.stream(words.prompt, **options)
     return stream, question_warnings(rag, stream) if body.warnings else []
 
 

@@ -225,9 +225,8 @@ class ChatRequest(QuestionOptions):
             shown["parameters"] = {"type": "object", "additionalProperties": False, **(shown["parameters"] or {})}
             try:
                 Decoding(schema=schema_text(shown["parameters"]))
-            except UsageError as error:
-                param = f"tools[{place}].function.parameters"
-                raise ApiError(400, readable_error(error, {"schema": param}), param=param) from error
+            except (UsageError, MissingExtraError) as error:
+                raise to_api_error(error, {"schema": f"tools[{place}].function.parameters"}) from error
             if named in (None, shown["name"]):
                 found[shown["name"]] = shown
         if self.tool_choice == "required" and not found:

@@ -222,8 +222,10 @@ def log_as_json(stream: IO[str]) -> None:
         logging.getLogger(name).setLevel(min(logging.getLogger().level, logging.INFO))
     logging.captureWarnings(True)
     errors = logging.getLogger("ragkv")
-    sys.stderr = LogStream(stream, errors)  # type: ignore[assignment]
-    sys.excepthook = lambda *info: errors.critical("the process ends by an error", exc_info=info)
+    sys.stderr = LogStream(stream, errors)
+    sys.excepthook = lambda kind, error, place: errors.critical(
+        "the process ends by an error", exc_info=(kind, error, place)
+    )
     threading.excepthook = lambda args: errors.error(
         "a thread ended by an error", exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
     )

@@ -90,6 +90,27 @@ def test_an_index_says_what_it_was_built_with(ragkv, own_file, monkeypatch, empt
     assert "decoding.temperature" not in changed
 
 
+def test_the_words_around_the_documents_are_set_when_an_index_is_made(ragkv, tmp_path, model_folder, documents):
+    words, index = tmp_path / "words.toml", ("--index", tmp_path / "new", "--device", "cpu")
+    words.write_text('[prompt]\nsystem = "Be brief."\nquestion = "Q: {question}"\n')
+    made = ("ingest", documents, *index)
+    assert ragkv(*made, "--model", model_folder, "--prompt", words, "--system", "Be kind.").code == 0
+    prompt = load_config(tmp_path / "new").prompt
+    assert (prompt.system, prompt.question, prompt.context) == ("Be kind.", "Q: {question}", "Documents:\n\n")
+    refused = ragkv(*made, "--system", "Be rude.")
+    assert refused.code == 1
+    assert (
+        "made with prompt.system = Be kind., not Be rude.; use another --index, or leave --system" in refused.sentence
+    )
+    words.write_text('sistem = "Be brief."\n')
+    refused = ragkv(*made, "--prompt", words)
+    assert (refused.code, "unknown key 'sistem'" in refused.sentence) == (2, True)
+    asked = ("query", "Who founded Halden Works?", *index, "--json", "--max-new-tokens", 4)
+    answers = [json.loads(ragkv(*asked, *more).out) for more in ((), ("--system", "Answer in French."))]
+    assert [answer["kv"]["misses"] for answer in answers] == [0, 0]
+    assert answers[0]["question"] == answers[1]["question"]
+
+
 def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, monkeypatch, empty, tmp_path):
     (tmp_path / "a.txt").write_text("Halden Works was founded by Mira Oskel.")
     assert ragkv("ingest", tmp_path / "a.txt", "--index", empty).code == 0

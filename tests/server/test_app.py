@@ -8,6 +8,7 @@ import copy
 import json
 import math
 import struct
+import sys
 import threading
 from itertools import product
 from types import SimpleNamespace
@@ -308,6 +309,27 @@ def test_what_no_error_should_be_says_nothing(chat, monkeypatch):
     response = chat()
     assert response.status_code == 500
     assert "division" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a1"]}}}}, "response_format"),
+        ({"regex": "a2"}, "regex"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"title": "a3"}}}]},
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_package_that_is_missing_is_named_with_its_command(chat, monkeypatch, asked, param, stream):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    response = chat(stream=stream, **asked)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (501, "missing_extra", param)
+    assert "needs llguidance; run pip install -e '.[structured]'" in error["message"]
+    assert response.headers["x-should-retry"] == "false"
 
 
 def test_an_error_under_way_is_told_in_the_stream(chat, torn):

@@ -657,18 +657,18 @@ def test_folders_are_chosen_and_dropped_and_a_file_replaces_its_document(page, r
         "() => { const file = (name, text) => ({isFile: true, fullPath: `/notes/${name}`,"
         " file: (done) => done(new File([text], name))}); let left = ["
         " file('kesk.md', 'Kesk Mills employs 4712 people.'), file('.hidden', 'No.'),"
-        " ...Array.from({length: 64}, (_, at) => file(`${at}.txt`, ''))];"
+        " ...Array.from({length: 64}, (_, at) => file(`${at}.txt`, at < 63 ? '' : 'Last.'))];"
         " DataTransferItem.prototype.webkitGetAsEntry = () => ({createReader: () =>"
         " ({readEntries: (done) => done(left.splice(0, 40))})}); }"
     )
     drop(page, ("notes", ""))
     shown(page.locator(".job-name").first).to_have_text("notes/63.txt, part 2 of 2")
-    shown(page.locator(".job-state").first).to_contain_text("1 left out")
+    shown(page.locator(".job-state").first).to_contain_text("1 added")
     shown(page.locator(".job-state").nth(1)).to_contain_text("1 replaced, 63 left out")
     names = {
         name for each in rag.list_documents().documents if (name := each.document.document_id).startswith("stdin:n")
     }
-    assert names == {f"stdin:notes/{name}" for name in kept}
+    assert names == {f"stdin:notes/{name}" for name in (*kept, "63.txt")}
     assert rag.store.text("stdin:notes/kesk.md") == "Kesk Mills employs 4712 people."
     for name in names:
         rag.delete(name)
