@@ -78,7 +78,7 @@ def test_a_line_of_a_role_is_measured_when_its_model_is_named(fill, model_folder
 
 def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
     asked = 0
-    answer = answers._CandidateRun._answer
+    answer = answers._CandidateRun._begin
 
     def counted(*given, **options):
         nonlocal asked
@@ -87,15 +87,15 @@ def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return answer(*given, **options)
 
-    monkeypatch.setattr(answers._CandidateRun, "_answer", counted)
+    monkeypatch.setattr(answers._CandidateRun, "_begin", counted)
     with pytest.raises(KeyboardInterrupt):
         fill(work=tmp_path)
     first = fill(work=tmp_path)
-    # 5 questions of 4 lines, one of which asks what another asks; the one that was stopped is asked again
-    assert asked == 15 + 1
+    # 5 questions of 4 lines, one of which asks what another asks; the batch that was stopped is asked again
+    assert asked == 15 + 2
     assert fill(work=tmp_path).cells == first.cells
     assert fill(work=tmp_path, limit=1).figure("All", "code").n == 1
-    assert asked == 15 + 1
+    assert asked == 15 + 2
 
 
 def test_markdown(fill):
