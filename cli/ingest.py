@@ -53,7 +53,8 @@ from ragkv.server.local import LocalClient, UnservedError
 from ragkv.util.toml import parse_toml
 
 if TYPE_CHECKING:
-    from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, Skipped, SourceFile
+    from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, Skipped
+    from ragkv.ingest.source import SourceFile
     from ragkv.ingest.watch import FolderChanges
     from ragkv.pipeline import RagKV
 
@@ -96,12 +97,11 @@ def _list(skipped: Sequence[Skipped], head: str) -> None:
         note(f"  {line}")
 
 
-def _short(path: Path) -> str:
+def _short(path: Path | str) -> str:
     """The path relative to the working directory, if it lies below it."""
-    try:
+    if isinstance(path, Path) and path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    return str(path)
 
 
 MINI_NOTE = (
@@ -116,12 +116,14 @@ WORDS_NOTE = (
 
 def ingest(
     paths: Annotated[
-        list[Path],
+        list[str] | None,
         typer.Argument(
-            help="Files and folders (text, Markdown, HTML, PDF, Office, EPUB, mail, CSV, JSON Lines), or - for stdin.",
+            help="Files and folders (text, Markdown, HTML, PDF, Office, EPUB, mail, CSV, JSON Lines), the address of a "
+            "page or of a sitemap.xml, or - for stdin.",
             metavar="PATH",
+            show_default=False,
         ),
-    ],
+    ] = None,
     index: Index = DEFAULT_INDEX,
     model: Model = None,
     dtype: Dtype = None,
@@ -170,6 +172,25 @@ def ingest(
         str | None,
         typer.Option("--type", help="Type of stdin: md, html, txt, pdf, csv, jsonl, docx, …", show_default="guessed"),
     ] = None,
+    urls: Annotated[
+        Path | None,
+        typer.Option(help="Also ingest the pages whose addresses stand in this file, one a line.", metavar="FILE"),
+    ] = None,
+    within: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Pages may also lie below this address (repeatable).",
+            show_default="the host of a page, the folder of a sitemap",
+            metavar="ADDRESS",
+        ),
+    ] = None,
+    max_pages: Annotated[
+        int | None,
+        typer.Option(help="Most pages of the web to ingest.", show_default="1000", metavar="N"),
+    ] = None,
+    allow_private: Annotated[
+        bool, typer.Option("--allow-private", help="Read pages of private networks and of this machine, too.")
+    ] = False,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -203,6 +224,8 @@ def ingest(
 
     Example: `ragkv ingest docs/ --watch --prune`
 
+    Example: `ragkv ingest https://docs.example.org/sitemap.xml --prune`
+
     Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
     settings = given_values(
@@ -223,7 +246,10 @@ def ingest(
     _require_blocks(block_tokens, settings, index)
     if memory is not None:
         IngestConfig(memory=memory)  # refuse a wrong amount before anything is read
-    sources = _sources(paths, name, media_type, index, prune=prune)
+    web = given_values(within=within or None, max_pages=max_pages, allow_private=allow_private or None)
+    sources = _sources(paths or [], name, media_type, index, urls=urls, web=web, prune=prune, quiet=quiet)
+    if ray is not None and any(not isinstance(each, Path) and each.remote is not None for each in sources):
+        raise UsageError("--ray makes documents from files and folders, and none from the web; run two commands.")
     folders = [source for source in sources if isinstance(source, Path) and source.is_dir()]
     if watch and (dry_run or ray is not None or len(folders) < len(sources)):
         raise UsageError("--watch follows folders, and ingests what changes in them: no files, --dry-run or --ray.")
@@ -365,12 +391,27 @@ def _kept(index: Path, name: str) -> Any:
 
 
 def _sources(
-    paths: Sequence[Path], name: str | None, media_type: str | None, index: Path, *, prune: bool
+    given: Sequence[str],
+    name: str | None,
+    media_type: str | None,
+    index: Path,
+    *,
+    urls: Path | None,
+    web: dict[str, Any],
+    prune: bool,
+    quiet: bool,
 ) -> list[Path | SourceFile]:
-    """The paths, with `-` replaced by the document from stdin, which is read only after the request was checked."""
-    from ragkv.ingest import from_bytes
+    """The paths and pages; `-` becomes the document from stdin, which is read only after the request was checked."""
+    from ragkv.ingest import from_bytes, from_web
     from ragkv.ingest.source import require_existing
+    from ragkv.ingest.web import is_address
 
+    addresses = [each for each in given if is_address(each)]
+    paths = [Path(each) for each in given if each not in addresses]
+    if not given and urls is None:
+        raise UsageError("Name what to ingest: files, folders, addresses of the web, or - for stdin.")
+    if not addresses and urls is None and web:
+        raise UsageError("--within, --max-pages and --allow-private are for pages of the web; name an address.")
     piped = [path for path in paths if str(path) == "-"]
     if not piped and (name is not None or media_type is not None):
         raise UsageError("--name and --type describe a document from stdin; add - to read it, or leave them out.")
@@ -379,15 +420,29 @@ def _sources(
     if piped and prune:
         raise UsageError("--prune compares folders with the index, and - is not a folder; run two commands.")
     require_existing([path for path in paths if str(path) != "-"])
+    pages: list[SourceFile] = []
+    if addresses or urls is not None:
+        listed = [] if urls is None else [line.strip() for line in _lines_of(urls) if line.strip()[:1] not in ("", "#")]
+        rules = {"limits": _limits(index), "notify": (lambda _: None) if quiet else note, **web}
+        pages = from_web(*addresses, urls=listed, **rules)
     if not piped:
-        return [*paths]
+        return [*paths, *pages]
     from_bytes(b"", name="stdin" if name is None else name, media_type=media_type)  # refuse a wrong name or type now
     if sys.stdin.isatty():
         note("Reading a document from the terminal; end it with Ctrl-D.")
     # Read one byte more than the limit: then the document is skipped as too large, and an endless pipe ends.
     data = sys.stdin.buffer.read(_limits(index).file + 1)
     document = from_bytes(data, name="stdin" if name is None else name, media_type=media_type)
-    return [document if str(path) == "-" else path for path in paths]
+    return [*(document if str(path) == "-" else path for path in paths), *pages]
+
+
+def _lines_of(file: Path) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"--urls names a text file with one address a line; {file} cannot be read ({error})."
+        ) from None
 
 
 def _limits(index: Path) -> ParseLimits:

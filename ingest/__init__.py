@@ -20,6 +20,7 @@ from ragkv.ingest.text import decode
 
 if TYPE_CHECKING:
     from ragkv.ingest.ingester import Ingester, IngestFingerprint, batches_of, chunk_vectors, encode_identities
+    from ragkv.ingest.web import from_web
 
 __all__ = [
     "IngestFingerprint",
@@ -42,6 +43,7 @@ __all__ = [
     "encode_identities",
     "find_chunk",
     "from_bytes",
+    "from_web",
     "join_rows",
     "preview",
     "require_readable",
@@ -50,7 +52,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import modules that need torch lazily: the process that reads files imports this package too."""
+    """Import modules that need torch or the web lazily: the process that reads files imports this package too."""
+    if name == "from_web":
+        from ragkv.ingest.web import from_web
+
+        return from_web
     if name in ("Ingester", "IngestFingerprint", "batches_of", "chunk_vectors", "encode_identities"):
         from ragkv.ingest import ingester
 

@@ -290,7 +290,7 @@ class IngestReport:
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         """The report of `to_json`."""
         skips = {
-            name: [Skipped(path=Path(each["path"]), reason=each["reason"]) for each in found[name]]
+            name: [Skipped(path=_path(each["path"]), reason=each["reason"]) for each in found[name]]
             for name in ("skipped", "left_out")
         }
         return cls(**{**found, **skips})
@@ -317,6 +317,10 @@ class IngestReport:
             "" if self.dry_run else table(("", ""), rows),
             *(_listed(name.replace("_", " "), found) for name, found in lists.items() if found),
         )
+
+
+def _path(name: str) -> Path | str:
+    return name if "://" in name else Path(name)
 
 
 def _listed(name: str, found: Sequence[str | Skipped]) -> str:
@@ -346,10 +350,10 @@ def preview(
     with SourceReader(limits) as reader:
         for source in sources:
             with skip_unreadable(source, report):
-                text = changed_text(source, reader, store, recipe, report)
+                text = changed_text(source.fetched(), reader, store, recipe, report)
                 if text is None:
                     continue
-                report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
+                report.left_out += [Skipped(path=source.shown, reason=part) for part in text.left_out]
                 known = store is not None and store.document(source.document_id) is not None
                 (report.updated if known else report.added).append(source.document_id)
     if prune and store is not None:
@@ -364,9 +368,9 @@ def skip_unreadable(source: SourceFile, report: IngestReport) -> Iterator[None]:
     try:
         yield
     except UnreadableSource as error:
-        report.skipped.append(Skipped(path=source.path, reason=error.reason))
+        report.skipped.append(Skipped(path=source.shown, reason=error.reason))
     except OSError as error:
-        report.skipped.append(Skipped(path=source.path, reason=os_reason(error)))
+        report.skipped.append(Skipped(path=source.shown, reason=os_reason(error)))
 
 
 def changed_text(
@@ -393,7 +397,7 @@ def require_readable(paths: Sequence[Path | SourceFile], *, limits: ParseLimits 
     with SourceReader(limits) as reader:
         for source in sources:
             with skip_unreadable(source, report):
-                reader.read(source)
+                reader.read(source.fetched())
                 return
     raise nothing_read(report.skipped)
 
@@ -417,19 +421,23 @@ def is_current(store: Store, source: SourceFile, recipe: str, digest: str | None
 def missing_sources(
     store: Store, paths: Sequence[Path | SourceFile], sources: Collection[SourceFile], skipped: Collection[Skipped]
 ) -> list[str]:
-    """The documents from the given folders whose files no longer exist.
+    """The documents from the given folders whose files no longer exist, and those whose pages vanished from the web.
 
     Documents of a folder that could not be listed stay, because they may still exist.
     """
     found = {source.document_id for source in sources}
     roots = [path.resolve() for path in paths if isinstance(path, Path) and path.is_dir()]
-    closed = [skip.path for skip in skipped if skip.path.is_dir()]
+    closed = [skip.path for skip in skipped if isinstance(skip.path, Path) and skip.path.is_dir()]
+    remotes = {id(source.remote): source.remote for source in sources if source.remote is not None}.values()
     return [
         document_id
-        for stored in store.documents()
-        if (document_id := stored.document.document_id) not in found
-        and any(Path(document_id).is_relative_to(root) for root in roots)
-        and not any(Path(document_id).is_relative_to(folder) for folder in closed)
+        for document_id in (stored.document.document_id for stored in store.documents())
+        if any(remote.is_gone(document_id) for remote in remotes)
+        or (
+            document_id not in found
+            and any(Path(document_id).is_relative_to(root) for root in roots)
+            and not any(Path(document_id).is_relative_to(folder) for folder in closed)
+        )
     ]
 
 
@@ -546,7 +554,7 @@ class Ingester:
                     self._store.delete_document(document_id)
                     report.pruned.append(document_id)
         except KeyboardInterrupt:
-            progress.sources -= len({source.path for source in sources} & {skip.path for skip in report.skipped})
+            progress.sources -= len({source.shown for source in sources} & {skip.path for skip in report.skipped})
             progress.indexed = self._indexed(sources, run.waiting)
             self._notify(progress)
             raise
@@ -652,7 +660,9 @@ class Ingester:
     def _from_source(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> _Prepared | None:
         """Read and cut a file; None if it is unchanged or unreadable, which is reported."""
         found: _Prepared | None = None
+        size = source.size
         with skip_unreadable(source, report):
+            source = source.fetched()
             text = changed_text(source, reader, self._store, self._digest, report)
             if text is not None:
                 document = Document(
@@ -662,8 +672,8 @@ class Ingester:
                     media_type=source.media_type,
                     title=text.title,
                 )
-                found = self._prepared(document, text.text, self._chunks(document, text), source.size)
-                report.left_out += [Skipped(path=source.path, reason=part) for part in text.left_out]
+                found = self._prepared(document, text.text, self._chunks(document, text), size)
+                report.left_out += [Skipped(path=source.shown, reason=part) for part in text.left_out]
         return found
 
     def _prepared(self, document: Document, text: str, chunks: list[Chunk], size: int) -> _Prepared:

@@ -34,12 +34,13 @@ class Unreadable(Exception):  # noqa: N818 - a state, as `Skipped` is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParseLimits:
-    """`[ingest]` of `ragkv.toml` as numbers: bytes of the file, characters of text, bytes of memory, CPU seconds."""
+    """`[ingest]` of `ragkv.toml`: bytes of the file, characters of text, bytes of memory, CPU seconds, languages."""
 
     file: int
     characters: int
     memory: int
     seconds: int
+    ocr: str = "auto"
 
     @classmethod
     def of(cls, config: IngestConfig) -> Self:
@@ -48,6 +49,7 @@ class ParseLimits:
             characters=config.max_characters,
             memory=byte_count("ingest.max_memory", config.max_memory),
             seconds=config.max_seconds,
+            ocr=config.ocr,
         )
 
     @property
@@ -139,16 +141,18 @@ LIBRARY_LOCK = threading.Lock()
 
 
 @contextmanager
-def silenced(name: str) -> Iterator[None]:
-    """Silence a library's warnings about bad input, which `Unreadable` reports. One thread at a time."""
-    noisy = logging.getLogger(name)
+def silenced(*names: str) -> Iterator[None]:
+    """Silence the warnings of libraries about bad input, which `Unreadable` reports. One thread at a time."""
+    noisy = [logging.getLogger(name) for name in names]
     with LIBRARY_LOCK:
-        level = noisy.level
-        noisy.setLevel(logging.CRITICAL + 1)
+        levels = [each.level for each in noisy]
+        for each in noisy:
+            each.setLevel(logging.CRITICAL + 1)
         try:
             yield
         finally:
-            noisy.setLevel(level)
+            for each, level in zip(noisy, levels, strict=True):
+                each.setLevel(level)
 
 
 def sections_under(text: str, headings: Iterable[tuple[int, int, str]]) -> list[Section]:
@@ -238,6 +242,11 @@ _TYPES = {
     ".tsv": "text/tab-separated-values",
     ".jsonl": "application/jsonl",
     ".ndjson": "application/jsonl",
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".tif": "image/tiff",
+    ".tiff": "image/tiff",
     ".json": "application/json",
 }
 _PARSERS = {
@@ -246,6 +255,8 @@ _PARSERS = {
     "text/markdown": "text:read_markdown",
     "text/html": "text:read_html",
     "application/pdf": "pdf:read_pdf",
+    **{f"image/{kind}": "pdf:read_image" for kind in ("png", "jpeg", "tiff")},
+    "application/sitemap+xml": "web:read_sitemap",
     _TYPES[".docx"]: "docx:read_docx",
     **{_TYPES[f".{kind}"]: f"office:read_{kind}" for kind in ("xlsx", "pptx", "epub", "odt", "eml", "mbox")},
     "text/csv": "tabular:read_csv",

@@ -1,20 +1,42 @@
-"""PDF: text page by page. Lines that were broken only by the page's width are joined again."""
+"""PDF: text page by page. Lines that were broken only by the page's width are joined again.
+
+A table with rules becomes rows, as a sheet does (`ragkv.ingest.tabular`): pdfplumber finds its cells from the page's
+lines, pypdf's text at their place is left out, and the rows stand where it began. If the two libraries see different
+characters there, the page stays running text, so nothing is lost or read twice. How much is searched for tables is
+bounded in bytes of the pages' contents, not in time, so that a file gives the same rows on every machine.
+
+Pages without text, and images, are read by the program tesseract, if it is installed. It is a process of its own that
+inherits the limits of the process that reads the file (`ragkv.ingest.sandbox`).
+"""
 
 from __future__ import annotations
 
 import io
+import logging
+import os
 import re
 import struct
+import subprocess
+import warnings
 import zlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import install_hint
 from ragkv.ingest.parser import Parsed, Unreadable, check_sections, join_sections, limits, silenced
+from ragkv.ingest.tabular import table_rows
 from ragkv.ingest.text import clean
 
 if TYPE_CHECKING:
-    from pypdf import PdfReader
+    from pypdf import PageObject, PdfReader
+
+logger = logging.getLogger(__name__)
 
 # What pypdf raises for damaged files besides its own errors. Its errors.py says that "broken PDF files might cause
 # other Exceptions": a bad reference, operand or stream surfaces as one of these.
@@ -23,18 +45,35 @@ _PDF_LEAKS = (
     *(RuntimeError, TypeError, ValueError, struct.error, zlib.error),
 )
 _LOCKED = "PDF is protected with a password; save it without one"
+_DRAWN = re.compile(rb"(?<=[\d\s])(?:re|l)\s")  # the operators of a content stream that draw a box and a line
+_RULES = 3  # the fewest of these that make a table
+_BYTES_PER_SECOND = 50_000  # of contents that are looked through for tables, for each second that reading may take
+_LARGEST = 1 << 20  # bytes of a page's content; more is a drawing
+_EDGES = 2000  # of a page
+_CELLS = 2000
+_LONGEST_CELL = 1000  # characters; more is a column of prose
+_SCANNED = "scanned pages"
+_MOST_SCANS = 500  # pages of a document that are read by OCR
+_DPI = 300
+_PIXELS = 12_000_000  # of a page for OCR; A4 at 300 dpi has 9
+_MOST_PIXELS = 80_000_000  # of an image
+_MOST_LANGUAGES = 4
+_SURE = 50.0  # the mean confidence of a page's words, of 100, below which it is taken for a photo
 _GLYPHS = {0xFB00 + i: s for i, s in enumerate(("ff", "fi", "fl", "ffi", "ffl", "st", "st"))} | {0xAD: ""}
 _LIST_ITEM = re.compile(r"[•▪◦‣·*–-]\s|\(?(?:\d{1,3}|[A-Za-z])[.)]\s")
 
 
 def read_pdf(data: bytes) -> Parsed:
-    """A section for each page that has text. A page that cannot be read is named in `left_out`; others are kept."""
+    """A section for each page that has text, and one for each row of its tables; pages without text by OCR.
+
+    A page that cannot be read is named in `left_out`; others are kept.
+    """
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError, PyPdfError
 
     broken = (PyPdfError, *_PDF_LEAKS)
     left_out: list[str] = []
-    with silenced("pypdf"):
+    with silenced("pypdf", "pdfminer"):
         try:
             reader = PdfReader(io.BytesIO(data))
             if reader.is_encrypted and not reader.decrypt(""):
@@ -51,25 +90,434 @@ def read_pdf(data: bytes) -> Parsed:
         except broken:
             title = None  # the pages may be intact although the metadata is damaged
         check_sections(count)
-        text, sections = join_sections(_pages(reader, count, broken, left_out))
+        text, sections = join_sections(_pages(reader, data, broken, left_out))
     if not sections:
-        if left_out:
-            raise Unreadable(f"PDF cannot be read: {left_out[0]}")
-        raise Unreadable("no text found (scanned pages need OCR first)")
+        scanned = left_out and left_out[-1].startswith(_SCANNED)
+        reason = (
+            f"no text found; {left_out[-1]}" if scanned else f"PDF cannot be read: {left_out[0]}" if left_out else ""
+        )
+        raise Unreadable(reason or "no text found")
     return Parsed(text=text, sections=sections, title=title, left_out=tuple(left_out))
 
 
 def _pages(
-    reader: PdfReader, count: int, broken: tuple[type[Exception], ...], left_out: list[str]
-) -> Iterator[tuple[str, dict[str, int]]]:
-    """The text of each page with its number; a page that raises one of `broken` goes into `left_out`."""
-    for number in range(count):
+    reader: PdfReader, data: bytes, broken: tuple[type[Exception], ...], left_out: list[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The text of each page with its number, and the rows of its tables."""
+    finder = _TableFinder(data)
+    scans = _Scans(data)
+    for number, page in enumerate(reader.pages, start=1):
+        pieces: list[tuple[str, float, float]] = []
+
+        def keep(text: str, cm: Sequence[float], tm: Sequence[float], *_: object) -> None:
+            x, y = tm[4], tm[5]
+            pieces.append((text, x * cm[0] + y * cm[2] + cm[4], x * cm[1] + y * cm[3] + cm[5]))  # noqa: B023
+
         try:
-            text = _unwrap(clean(reader.pages[number].extract_text().translate(_GLYPHS)))
+            ruled = finder.may_have_tables(page)
+            text = page.extract_text(visitor_text=keep if ruled else None)
+            parts = finder.parts(number, pieces) if ruled else []
+            if not text.strip() and "/XObject" in page.get("/Resources", {}):
+                text = scans.read(number)
         except broken as error:
-            left_out.append(f"page {number + 1}: {_sentence(error)}")
+            left_out.append(f"page {number}: {_sentence(error)}")
+            continue
+        for part, fields in parts or [(text, {})]:
+            alone = "alone" in fields
+            yield part if alone else _unwrap(clean(part.translate(_GLYPHS))), {"page": number, **fields}
+    if scans.unread:
+        left_out.append(f"{_SCANNED} ({_numbers(scans.unread)}): {scans.reason}")
+
+
+class _Scans:
+    """Reads pages that are pictures; `unread` are those that it did not read, for `reason`."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._document: Any = None
+        self._count = 0
+        self.unread: list[int] = []
+        self.reason = ocr_missing()
+
+    def read(self, number: int) -> str:
+        """The text of page `number`, from 1."""
+        self._count += 1
+        if self._count > _MOST_SCANS and not self.reason:
+            self.reason = f"only {_MOST_SCANS} are read; split the file"
+        if self.reason:
+            self.unread.append(number)
+            return ""
+        if self._document is None:
+            import pypdfium2
+
+            self._document = pypdfium2.PdfDocument(self._data)
+        page = self._document[number - 1]
+        width, height = page.get_size()
+        scale = min(_DPI / 72, (_PIXELS / max(1.0, width * height)) ** 0.5)
+        return recognise(page.render(scale=scale, grayscale=True).to_pil(), round(72 * scale))
+
+
+def _numbers(pages: Sequence[int]) -> str:
+    """ "3, 5-9" for pages in order."""
+    runs: list[list[int]] = []
+    for page in pages:
+        if runs and page == runs[-1][-1] + 1:
+            runs[-1][1:] = [page]
         else:
-            yield text, {"page": number + 1}
+            runs.append([page])
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:20])
+    return f"page{'s' if len(pages) > 1 else ''} {shown}{', …' if len(runs) > 20 else ''}"
+
+
+@cache
+def _languages() -> frozenset[str]:
+    """What the installed tesseract can read; empty without one."""
+    try:
+        found = subprocess.run(["tesseract", "--list-langs"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return frozenset()
+    return frozenset(found.stdout.decode("utf-8", "replace").split("\n")[1:]) - {""}
+
+
+def ocr_missing() -> str:
+    """What is to be done before pictures can be read; empty if nothing."""
+    wanted = limits().ocr
+    if wanted == "none":
+        return 'ingest.ocr is "none"'
+    steps = [] if _languages() else ["install tesseract (apt-get install tesseract-ocr)"]
+    if not all(map(find_spec, ("PIL", "pypdfium2"))):
+        steps.append(install_hint("pdf"))
+    if steps:
+        return f"to read them, {' and '.join(steps)}"
+    lacking = set() if wanted == "auto" else set(wanted.split("+")) - _languages()
+    return f"tesseract lacks the language {', '.join(sorted(lacking))} of ingest.ocr" if lacking else ""
+
+
+def recognise(image: Any, dpi: int) -> str:
+    """The text of a grey picture (PIL), by tesseract; empty if it is not sure that it sees text."""
+    wanted = limits().ocr
+    if wanted == "auto":  # all that are installed, unless it is everything that there is
+        found = sorted(name for name in _languages() if name != "osd" and "/" not in name)
+        wanted = "+".join(found if len(found) <= _MOST_LANGUAGES or "eng" not in found else ["eng"])
+    turned = "1" if "osd" in _languages() else "3"  # page segmentation, with pages that lie on their side
+    picture = b"P5 %d %d 255 " % image.size + image.tobytes()
+    done = subprocess.run(
+        ["tesseract", "stdin", "stdout", "-l", wanted, "--dpi", str(max(70, dpi)), "--psm", turned, "tsv"],
+        input=picture,
+        capture_output=True,
+        env={**os.environ, "OMP_THREAD_LIMIT": "1"},
+    )
+    if done.returncode:
+        raise Unreadable(f"OCR failed (tesseract ended with {done.returncode})")
+    lines: dict[tuple[str, ...], list[str]] = {}
+    sure: list[float] = []
+    for row in done.stdout.decode("utf-8", "replace").split("\n")[1:]:
+        fields = row.split("\t")
+        if len(fields) == 12 and fields[11].strip() and float(fields[10]) >= 0:
+            sure.append(float(fields[10]))
+            lines.setdefault(tuple(fields[1:5]), []).append(fields[11].strip())
+    if not sure or sum(sure) / len(sure) < _SURE:
+        return ""
+    text, above = "", None
+    for place, words in lines.items():
+        text += ("" if above is None else "\n" if place[:3] == above[:3] else "\n\n") + " ".join(words)
+        above = place
+    return text
+
+
+def read_image(data: bytes) -> Parsed:
+    """The text of a picture, or of each page of a TIFF, by OCR."""
+    if missing := ocr_missing():
+        raise Unreadable(f"it is a picture; {missing}")
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    pages: list[tuple[str, dict[str, Any]]] = []
+    left_out: list[str] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "TIFF"))
+            count = getattr(image, "n_frames", 1)
+            if count > _MOST_SCANS:
+                left_out.append(f"pages {_MOST_SCANS + 1}-{count}: only {_MOST_SCANS} are read; split the file")
+            for number in range(min(count, _MOST_SCANS)):
+                image.seek(number)
+                if image.width * image.height > _MOST_PIXELS:
+                    raise Unreadable(f"it has more than {_MOST_PIXELS:,} pixels")
+                page = ImageOps.exif_transpose(image).convert("L")
+                scale = min(1.0, (_PIXELS / (page.width * page.height)) ** 0.5)
+                page = page.resize((max(1, int(page.width * scale)), max(1, int(page.height * scale))))
+                text = _unwrap(clean(recognise(page, round(_DPI * scale))))
+                pages.append((text, {"page": number + 1} if count > 1 else {}))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise Unreadable(f"it has more than {_MOST_PIXELS:,} pixels") from None
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        raise Unreadable(f"picture cannot be read: damaged structure ({type(error).__name__})") from error
+    text, sections = join_sections(pages)
+    return Parsed(text=text, sections=sections, left_out=left_out)
+
+
+@dataclass(slots=True)
+class _Table:
+    """`rows` have a text for each column; the box (x0, top, x1, bottom) is in points from the page's upper left."""
+
+    box: tuple[float, float, float, float]
+    columns: Sequence[float]
+    rows: list[list[str]]
+    characters: Counter[str]
+
+
+class _TableFinder:
+    """Finds the tables of a document's pages, with the first row of one that goes on over the page."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._left = limits().seconds_for(len(data)) * _BYTES_PER_SECOND
+        self._document: Any = None
+        self._above: _Table | None = None
+
+    def may_have_tables(self, page: PageObject) -> bool:
+        """Whether a page draws enough lines or boxes, and the document's bound is not used up."""
+        above, self._above = self._above, None
+        content = page.get_contents()
+        drawn = b"" if content is None else content.get_data()
+        if len(drawn) > min(_LARGEST, self._left) or len(_DRAWN.findall(drawn)) < _RULES:
+            return False
+        if self._document is None:
+            try:
+                import pdfplumber
+
+                self._document = pdfplumber.open(io.BytesIO(self._data))
+            except Exception:  # pdfplumber is missing, or refuses what pypdf reads
+                self._left = 0
+                return False
+        self._left -= len(drawn)
+        self._above = above
+        return True
+
+    def parts(self, number: int, pieces: Sequence[tuple[str, float, float]]) -> list[tuple[str, dict[str, Any]]]:
+        """The texts between the tables of page `number` (from 1) and their rows, in the order of `pieces`.
+
+        Those are the page's texts and where they begin, in the PDF's own coordinates. Empty if there is no table.
+        """
+        above, self._above = self._above, None
+        try:
+            page = self._document.pages[number - 1]
+            tables = _tables(page)
+            places = [_place(page, x, y) for _, x, y in pieces]
+            page.close()
+        except MemoryError:
+            raise
+        except Exception:  # of either library, for a page that pypdf has read
+            logger.debug("tables of page %d", number, exc_info=True)
+            return []
+        within = [next((i for i, t in enumerate(tables) if _inside(t.box, *at)), None) for at in places]
+        for i, one in enumerate(tables):
+            seen = _characters("".join(text for (text, _, _), at in zip(pieces, within, strict=True) if at == i))
+            differ = (seen - one.characters).total() + (one.characters - seen).total()
+            if differ > 2 + 0.03 * seen.total():
+                return []
+        found: list[tuple[str, dict[str, Any]]] = [("", {})]
+        done: set[int] = set()
+        for (text, _, _), i in zip(pieces, within, strict=True):
+            if i is None:
+                found[-1] = (found[-1][0] + text, {})
+            elif i not in done:
+                done.add(i)
+                found += [*self._rows(tables[i], len(done), above if len(done) == 1 else None), ("", {})]
+        self._above = tables[-1] if tables else None
+        return found if done else []
+
+    def _rows(self, one: _Table, number: int, above: _Table | None) -> Iterator[tuple[str, dict[str, Any]]]:
+        rows = list(enumerate(one.rows, start=1))
+        if above is not None and len(above.columns) == len(one.columns):
+            alike = all(abs(a - b) < 3 for a, b in zip(above.columns, one.columns, strict=True))
+            if alike and above.rows[0] != one.rows[0]:  # the table goes on, without its head
+                rows.insert(0, (0, above.rows[0]))
+                one.rows = [above.rows[0]]
+        for place, text in table_rows(rows):
+            yield text, {"heading": f"table {number}, {place}", "alone": True}
+
+
+def _characters(text: str) -> Counter[str]:
+    return Counter(each for each in text.translate(_GLYPHS) if each.isalnum())
+
+
+def _inside(box: Sequence[float], x: float, y: float) -> bool:
+    return box[0] - 1 <= x <= box[2] + 1 and box[1] - 1 <= y <= box[3] + 1
+
+
+def _place(page: Any, x: float, y: float) -> tuple[float, float]:
+    """A point of the PDF as (x, top) of pdfplumber, by the turn of the page that pdfminer makes."""
+    x0, y0, x1, y1 = page.page_obj.mediabox
+    x, y = {
+        90: (y - y0, x1 - x),
+        180: (x1 - x, y1 - y),
+        270: (y1 - y, x - x0),
+    }.get(page.rotation, (x - x0, y - y0))
+    return page.mediabox[0] + x, page.mediabox[1] + page.height - y
+
+
+def _tables(page: Any) -> list[_Table]:
+    """The tables of a page from top to bottom: from lines around cells, or from rules over aligned words."""
+    from pdfplumber.table import cells_to_tables, edges_to_intersections, intersections_to_cells, merge_edges
+
+    if len(page.edges) > _EDGES:
+        return []
+    straight = [_straight(edge) for edge in page.edges if min(edge["width"], edge["height"]) < 0.5]
+    edges = merge_edges(straight, 3, 3, 3, 3)
+    words = page.extract_words(x_tolerance_ratio=0.15)
+    edges = merge_edges([*edges, *_open_sides(edges, words)], 3, 3, 3, 3)
+    points = edges_to_intersections(edges, 3, 3)
+    if len(points) > _CELLS:
+        return []
+    cells = intersections_to_cells(points)
+    if len(cells) * len(words) > _CELLS * 2000:
+        return []
+    found = [_table(each, words) for each in cells_to_tables(cells)]
+    return [each for each in found if each is not None]
+
+
+def _open_sides(edges: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """The lines that a table lacks whose rules all have the same ends: its sides, or all lines between its columns."""
+    groups: dict[tuple[int, int], list[Any]] = {}
+    for edge in sorted((e for e in edges if e["orientation"] == "h"), key=lambda e: e["top"]):
+        groups.setdefault((round(edge["x0"] / 2), round(edge["x1"] / 2)), []).append(edge)
+    uprights = [edge for edge in edges if edge["orientation"] == "v"]
+    for rules in groups.values():
+        x0, x1 = rules[0]["x0"], rules[0]["x1"]
+        crossing = [v for v in uprights if x0 - 3 < v["x0"] < x1 + 3 and v["bottom"] > rules[0]["top"] - 3]
+        crossing = [v for v in crossing if v["top"] < rules[-1]["top"] + 3]
+        if len(rules) > 1 and crossing:  # what is open above or below ends with its upright lines
+            ends = min(v["top"] for v in crossing), max(v["bottom"] for v in crossing)
+            added = [_line(x0, x1, y, y) for y in ends if not any(abs(rule["top"] - y) < 5 for rule in rules)]
+            yield from added
+            rules = sorted([*rules, *added], key=lambda rule: rule["top"])
+        bare = [rules[0]]
+        for upper, lower in pairwise(rules):
+            top, bottom = upper["top"], lower["top"]
+            if any(v["top"] < top + 3 and v["bottom"] > bottom - 3 for v in crossing):
+                yield from (_line(x, x, top, bottom) for x in (x0, x1))
+                yield from _aligned(bare, words)
+                bare = []
+            bare.append(lower)
+        yield from _aligned(bare, words)
+
+
+def _line(x0: float, x1: float, top: float, bottom: float) -> dict[str, Any]:
+    line = {"x0": x0, "x1": x1, "top": top, "bottom": bottom, "width": x1 - x0, "height": bottom - top}
+    return {**line, "orientation": "v" if x0 == x1 else "h"}
+
+
+def _aligned(rules: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """The lines of a table that has rules below its head and at its ends, or below each row, and nothing upright.
+
+    Its columns are where no word of any line stands. Prose fills its lines, so it has no such places; two columns of
+    prose have one, and are told by their many words.
+    """
+    if len(rules) < 3:
+        return
+    x0, x1, top, bottom = rules[0]["x0"], rules[0]["x1"], rules[0]["top"], rules[-1]["top"]
+    height = min(lower["top"] - upper["top"] for upper, lower in pairwise(rules))
+    near = [w for w in words if w["x1"] > x0 and w["x0"] < x1]
+    body = [w for w in near if top < _middle(w) < bottom]
+    if not body or any(w["x0"] < x0 - 3 or w["x1"] > x1 + 3 for w in body):
+        return
+    cuts, end = [], x0
+    for word in sorted(body, key=lambda w: w["x0"]):
+        if word["x0"] - end > 5 and end > x0:
+            cuts.append((word["x0"] + end) / 2)
+        end = max(end, word["x1"])
+    if not cuts:
+        return
+    columns = set(range(len(cuts) + 1))
+    ends = [rule["top"] for rule in rules]
+    # A rule below each row, or between rows: the first, or the last, may have none on its other side.
+    for at, beyond in ((len(ends), bottom + height), (0, top - height)):
+        outside = [w for w in near if min(beyond, top) < _middle(w) < top or bottom < _middle(w) < max(beyond, bottom)]
+        crosses = any(w["x0"] < cut < w["x1"] for w in outside for cut in cuts)
+        filled = {bisect(cuts, w["x0"]) for w in outside}
+        # A head has a name for each column but the first.
+        whole = filled >= columns - {0} if at == 0 else 0 in filled and len(filled) > 1
+        if whole and not crosses and len(_lines_between(outside, cuts, -1e9, 1e9)) == 1:
+            ends.insert(at, beyond)
+            body += outside
+    gaps = [_lines_between(body, cuts, upper, lower) for upper, lower in pairwise(ends)]
+    heads = {column for _, filled in gaps[0] for column in filled}
+    if len(gaps[0]) > 3 or len(body) > 5 * len(columns) * sum(map(len, gaps)) or not heads >= columns - {0}:
+        return
+    yield from (_line(x, x, ends[0], ends[-1]) for x in (x0, *cuts, x1))
+    yield from (_line(x0, x1, y, y) for y in (ends[0], ends[-1]))
+    for gap in gaps[1:]:
+        whole = all(0 in filled and len(filled) > 1 for _, filled in gap)
+        starts = [at for at, filled in gap if 0 in filled] if whole or len(gaps) == 2 else []
+        yield from (_line(x0, x1, at - 1, at - 1) for at in starts[1:])
+
+
+def _straight(edge: Any) -> dict[str, Any]:
+    """An edge without the slope that the arithmetic of a turned page leaves."""
+    x0, x1, top, bottom = edge["x0"], edge["x1"], edge["top"], edge["bottom"]
+    return _line(x0, x0, top, bottom) if edge["width"] < edge["height"] else _line(x0, x1, top, top)
+
+
+def _middle(word: Any) -> float:
+    return float(word["top"] + word["bottom"]) / 2
+
+
+def _lines_between(
+    words: Sequence[Any], cuts: Sequence[float], top: float, bottom: float
+) -> list[tuple[float, set[int]]]:
+    """(top, columns that have a word) of each line of words between two rules."""
+    lines: list[tuple[float, set[int]]] = []
+    last = top
+    for word in sorted(words, key=_middle):
+        middle = _middle(word)
+        if top < middle < bottom:
+            if not lines or middle - last > 0.5 * (word["bottom"] - word["top"]):
+                lines.append((word["top"], set()))
+            last = middle
+            lines[-1][1].add(bisect(cuts, word["x0"]))
+    return lines
+
+
+def _table(cells: Sequence[tuple[float, float, float, float]], words: Sequence[Any]) -> _Table | None:
+    """The table of these cells; None for frames and drawings. A cell over several rows stands in each of them."""
+    box = (min(c[0] for c in cells), min(c[1] for c in cells), max(c[2] for c in cells), max(c[3] for c in cells))
+    texts: list[list[Any]] = [[] for _ in cells]
+    for word in words:
+        x, y = (word["x0"] + word["x1"]) / 2, _middle(word)
+        if _inside(box, x, y):
+            at = next((i for i, c in enumerate(cells) if c[0] <= x < c[2] and c[1] <= y < c[3]), None)
+            if at is not None:
+                texts[at].append(word)
+    columns, tops = sorted({cell[0] for cell in cells}), sorted({cell[1] for cell in cells})
+    grid = [[""] * len(columns) for _ in tops]
+    for cell, inside in zip(cells, texts, strict=True):
+        column, first = columns.index(cell[0]), tops.index(cell[1])
+        for row in range(first, len(tops)):
+            if tops[row] < cell[3] - 1:
+                grid[row][column] = _cell_text(inside)
+    kept = [i for i in range(len(columns)) if any(row[i] for row in grid)]
+    rows = [[row[i] for i in kept] for row in grid if any(row)]
+    filled = [text for row in rows for text in row if text]
+    if len(rows) < 2 or len(kept) < 2 or 3 * len(filled) < len(rows) * len(kept):
+        return None
+    if max(map(len, filled)) > _LONGEST_CELL or sum(sum(map(bool, row)) > 1 for row in rows) < 2:
+        return None
+    return _Table(box, [columns[i] for i in kept], rows, _characters("".join(w["text"] for t in texts for w in t)))
+
+
+def _cell_text(words: Sequence[Any]) -> str:
+    """The words of a cell on one line. A word that was cut at a line's end is whole again; one like "x-ray-" keeps its
+    hyphens."""
+    text, last = "", 0.0
+    for word in words:
+        if word["top"] > last + 2 and word["text"][:1].islower() and (cut := re.search(r"(\S*[^\W\d_])-$", text)):
+            text = (text if "-" in cut[1] else text[:-1]) + word["text"]
+        else:
+            text += f" {word['text']}"
+        last = word["top"]
+    return " ".join(clean(text.translate(_GLYPHS)).split())
 
 
 def _sentence(error: BaseException) -> str:

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from ragkv.errors import UsageError
-from ragkv.ingest.parser import TEXT, Unreadable, media_type_of, type_names
+from ragkv.ingest.parser import TEXT, Unreadable, is_foreign, media_type_of, type_names
 from ragkv.ingest.tabular import sniff_delimiter
 from ragkv.ingest.text import decode
 
@@ -29,9 +29,24 @@ _ADDRESS = re.compile(r"(https?|ftps?|s3|gs|file):/{1,2}(.*)", re.IGNORECASE | r
 """A URL where a path was expected; `Path` turns two slashes into one."""
 
 
+class Remote(Protocol):
+    """What fetches sources that are not on this machine (`ragkv.ingest.web`)."""
+
+    skipped: list[Skipped]
+
+    def get(self, source: SourceFile) -> SourceFile:
+        """The source with its bytes, type and size; raises UnreadableSource."""
+        ...
+
+    def is_gone(self, document_id: str) -> bool:
+        """Whether a document of this place no longer exists there."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
-    """A file to read, or bytes in memory (`data`) or in another file (`held`), for which `path` is only a name.
+    """A file to read, or bytes in memory (`data`) or in another file (`held`), for which `path` is only a name. With a
+    `remote`, its bytes come by `fetched`.
 
     `document_id` is the absolute POSIX path. `name` is for citations: the path below the given folder, or the file's
     name, with more leading folders if two sources would share it. `size` is in bytes.
@@ -44,6 +59,16 @@ class SourceFile:
     size: int
     data: bytes | None = field(default=None, repr=False)
     held: Path | None = field(default=None, repr=False)
+    remote: Remote | None = field(default=None, repr=False)
+
+    @property
+    def shown(self) -> Path | str:
+        """How the source is called in lists: its path, or its URL."""
+        return self.document_id if "://" in self.document_id else self.path
+
+    def fetched(self) -> SourceFile:
+        """This source with its bytes, if it is remote."""
+        return self if self.remote is None else self.remote.get(self)
 
     @property
     def place(self) -> Path:
@@ -73,9 +98,9 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A path that was left out; `reason` is a phrase for the user ("empty file", "unsupported type .docx")."""
+    """A path or URL that was left out; `reason` is a phrase for the user ("empty file", "unsupported type .docx")."""
 
-    path: Path
+    path: Path | str
     reason: str
 
 
@@ -114,6 +139,8 @@ def find_sources(paths: Sequence[Path | SourceFile]) -> tuple[list[SourceFile], 
     for path in paths:
         if isinstance(path, SourceFile):
             sources.append(path)
+            if path.remote is not None and not any(path.remote is each.remote for each in sources[:-1]):
+                skipped += path.remote.skipped
             continue
         explicit = not path.is_dir()
         root = path.parent.resolve() / path.name if explicit else path.resolve()
@@ -135,8 +162,8 @@ def require_existing(paths: Sequence[Path | SourceFile]) -> None:
         if isinstance(path, Path) and not path.exists():
             if address := _ADDRESS.fullmatch(str(path)):
                 raise UsageError(
-                    f"{address[1]}://{address[2]} is an address, and only files and folders are read; download it, "
-                    "and name the file."
+                    f"{address[1]}://{address[2]} is an address, and only files and folders are read here. `ragkv "
+                    "ingest` reads http and https, as does ragkv.ingest.from_web; else download it, and name the file."
                 )
             raise UsageError(f"No such file or folder: {path}.")
 
@@ -174,7 +201,8 @@ def _examine(path: Path, name: str, explicit: bool) -> SourceFile | Skipped:
     if not stat.S_ISREG(status.st_mode):
         return Skipped(path=path, reason="not a regular file")
     media_type = (media_type_of(path.suffix) if path.suffix else None) or (TEXT if explicit else None)
-    if media_type is None:
+    # A folder's pictures are seldom documents: those that are named are read, by OCR.
+    if media_type is None or (media_type.startswith("image/") and not explicit and not is_foreign(media_type)):
         return Skipped(path=path, reason=unsupported(path))
     if status.st_size == 0:
         return Skipped(path=path, reason="empty file")
@@ -202,7 +230,9 @@ def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:
             return sources
         for index in clashes:
             source = sources[index]
-            if source.data is not None or source.held is not None:  # the user chose it, and may have chosen a file's
+            if (
+                source.data is not None or source.held is not None or source.remote is not None
+            ):  # the user chose it, and may have chosen a file's
                 continue
             # One more trailing part of the absolute path than the current name has.
             parts = Path(source.document_id).parts[-len(Path(source.name).parts) - 1 :]
@@ -244,6 +274,9 @@ def sniff(data: bytes) -> str:
     """Guess the media type of bytes. The fallback is plain text, whose loader reads anything readable."""
     if b"%PDF-" in data[:1024]:
         return _type("pdf")
+    pictures = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"II*\0": "tif", b"MM\0*": "tif"}
+    if kind := next((kind for mark, kind in pictures.items() if data.startswith(mark)), None):
+        return _type(kind)
     if data.startswith(b"PK\x03\x04"):
         # a ZIP stores its members' names uncompressed; its directory, which may be huge, is not read
         kinds = {b"word/": "docx", b"xl/": "xlsx", b"ppt/": "pptx", b"epub+zip": "epub", b"opendocument.text": "odt"}

@@ -95,6 +95,9 @@ class IngestConfig:
     `max_characters` limits its text, and its tokens. `max_seconds` limits the processor time for reading it, plus 10
     seconds for each MiB.
 
+    `ocr` are the languages in which scanned pages and images are read, as tesseract calls them ("eng+deu"); "auto": all
+    that are installed, "none": no pages are.
+
     `memory` is about how much the ingest itself uses besides its models: KV that waits for its document, and pages of
     the store.
     """
@@ -103,6 +106,7 @@ class IngestConfig:
     max_characters: int = 16_000_000
     max_memory: int | str = "1GiB"
     max_seconds: int = 60
+    ocr: str = "auto"
     memory: int | str = "1GiB"
 
     def __post_init__(self) -> None:
@@ -112,6 +116,8 @@ class IngestConfig:
             raise ConfigError("ingest.max_memory must be at least 64MiB.")
         if byte_count("ingest.memory", self.memory) < 64 << 20:
             raise ConfigError("ingest.memory must be at least 64MiB.")
+        if re.fullmatch(r"\w+(\+\w+)*", self.ocr, re.ASCII) is None:
+            raise ConfigError('ingest.ocr is "auto", "none", or languages of tesseract, as in "eng+deu".')
         for name, value in (("max_characters", self.max_characters), ("max_seconds", self.max_seconds)):
             if value < 1:
                 raise ConfigError(f"ingest.{name} must be at least 1.")

@@ -184,7 +184,7 @@ def default_model(sources: Sequence[Path | SourceFile]) -> str:
 def _all_examples(sources: Sequence[Path | SourceFile]) -> bool:
     for source in find_sources(sources)[0]:
         with suppress(OSError):  # the ingest itself will report a file that cannot be read
-            if not is_example(source.digest()):
+            if source.remote is not None or not is_example(source.digest()):
                 return False
     return True
 

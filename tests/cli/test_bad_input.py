@@ -98,8 +98,8 @@ TABLE: list[tuple[str, int, str]] = [
     ("compact --output {index}/copy --index {index}", 2, "is inside the index"),
     # what is ingested
     ("ingest {folder}/absent --index {index}", 2, "No such file or folder"),
-    ("ingest https://example.org/a.pdf --index {index}", 2, "https://example.org/a.pdf is an address, and only files"),
-    ("plan s3://bucket/notes", 2, "s3://bucket/notes is an address, and only files and folders are read; download it"),
+    ("ingest https://ragkv.invalid/a.pdf --index {index}", 1, "the host ragkv.invalid is not known"),
+    ("plan s3://bucket/notes", 2, "s3://bucket/notes is an address, and only files and folders are read here"),
     ("ingest {folder}/strange/empty.txt --index {index}", 1, "empty file"),
     ("ingest {folder}/strange/binary.txt --index {index}", 1, "binary file"),
     ("ingest {folder}/strange/broken.pdf --index {index}", 1, "PDF cannot be read"),

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import io
 import json
 import logging
 import random
+import shutil
+import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
+import pypdfium2
 import pytest
 from fpdf import FPDF
 from fpdf.enums import EncryptionMethod
@@ -13,13 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY
 from package import run_beside
+from pypdf import PdfWriter
 from pypdf.errors import DependencyError
 from reading import read, reason
 
-from ragkv.errors import install_hint
-from ragkv.ingest.parser import Section, media_type_of
+from ragkv.config import IngestConfig
+from ragkv.errors import ConfigError, install_hint
+from ragkv.ingest import pdf as pdf_module
+from ragkv.ingest.parser import ParseLimits, Section, limited, media_type_of
 from ragkv.ingest.sandbox import SourceText, UnreadableSource, read_source
-from ragkv.ingest.source import find_sources
+from ragkv.ingest.source import find_sources, from_bytes
 
 FRENCH = "Le café est fermé à midi. Élève, garçon, où êtes-vous ? Ça dépend de l'été. " * 5
 
@@ -236,7 +244,7 @@ def test_pdf_reasons(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG, logger="pypdf"):
         locked = pdf([["x"]], password="owner", user="user")
         assert reason(tmp_path, "a.pdf", locked) == "PDF is protected with a password; save it without one"
-        assert reason(tmp_path, "b.pdf", pdf([[]])) == "no text found (scanned pages need OCR first)"
+        assert reason(tmp_path, "b.pdf", pdf([[]])) == "no text found"
         assert reason(tmp_path, "c.pdf", b"no PDF at all").startswith("PDF cannot be read: ")
         assert reason(tmp_path, "d.pdf", whole[:150]).startswith("PDF cannot be read: ")
     assert not [record for record in caplog.records if record.name.startswith("pypdf")]
@@ -385,3 +393,177 @@ def test_the_example_of_the_documentation():
         ("Guide", "* Guide\nhello\n"),
         ("Guide > Install", "** Install\npip\n"),
     ]
+
+
+# ---- tables of PDFs
+
+
+def table_pdf(
+    rows: list[list[str]], *, lines: str = "ALL", pages: int = 1, rotate: int = 0, repeat: bool = False
+) -> bytes:
+    """A sentence, a table and a sentence on each page. `lines` are fpdf2's borders of the table."""
+    document = FPDF(format=(148, 210))
+    document.set_font("helvetica", size=10)
+    for page in range(pages):
+        document.add_page()
+        document.multi_cell(0, 6, f"Prices of page {page + 1} stand below.", new_x="LMARGIN", new_y="NEXT")
+        with document.table(borders_layout=lines, first_row_as_headings=False, line_height=6) as table:
+            for row in rows[:1] * (page == 0 or repeat) + rows[1:]:
+                table.row(row)
+        document.multi_cell(0, 6, "Taxes are not part of any price.")
+    if rotate:
+        whole = PdfWriter(clone_from=io.BytesIO(document.output()))
+        for each in whole.pages:
+            each.rotate(rotate).transfer_rotation_to_content()  # drawn askew, and turned upright for the reader
+            each.rotate(360 - rotate)
+        whole.write(found := io.BytesIO())
+        return found.getvalue()
+    return bytes(document.output())
+
+
+PRICES = [["article", "colour", "price"], ["lamp", "red", "12.50"], ["chair", "light blue", "99"], ["desk", "", "310"]]
+PRICE_ROWS = [
+    ("table 1, row 2", "article: lamp\ncolour: red\nprice: 12.50"),
+    ("table 1, row 3", "article: chair\ncolour: light blue\nprice: 99"),
+    ("table 1, row 4", "article: desk\nprice: 310"),
+]
+
+
+@pytest.mark.parametrize(
+    ("lines", "rotate"),
+    [
+        ("ALL", 0),
+        ("ALL", 90),
+        ("ALL", 180),
+        ("ALL", 270),
+        ("INTERNAL", 0),
+        ("HORIZONTAL_LINES", 0),
+        ("SINGLE_TOP_LINE", 0),
+    ],
+)
+def test_a_pdfs_table_becomes_rows_in_their_place(tmp_path, lines, rotate):
+    source = read(tmp_path, "a.pdf", table_pdf(PRICES, lines=lines, rotate=rotate))
+    parts = [(s.heading, source.text[s.start : s.end].strip(), s.alone, s.page) for s in source.sections]
+    if lines == "SINGLE_TOP_LINE":  # one rule: nothing says that it is a table
+        assert all(not alone for *_, alone, _ in parts)
+        return
+    assert parts == [
+        (None, "Prices of page 1 stand below.", False, 1),
+        *((heading, text, True, 1) for heading, text in PRICE_ROWS),
+        (None, "Taxes are not part of any price.", False, 1),
+    ]
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_a_pdfs_table_goes_on_over_the_page(tmp_path, repeat):
+    source = read(tmp_path, "a.pdf", table_pdf(PRICES, pages=2, repeat=repeat))
+    rows = [(s.page, source.text[s.start : s.end].strip()) for s in source.sections if s.alone]
+    assert rows == [(page, text) for page in (1, 2) for _, text in PRICE_ROWS]
+
+
+def test_frames_and_prose_between_rules_are_no_tables(tmp_path):
+    document = FPDF()
+    document.set_font("helvetica", size=10)
+    document.add_page()
+    for text in PARAGRAPHS:
+        document.multi_cell(0, 6, text, border=1, new_x="LMARGIN", new_y="NEXT")
+        document.ln(4)
+    for y in (100, 150, 200):
+        document.line(20, y, 190, y)
+    document.set_xy(20, 105)
+    with document.text_columns(ncols=2, gutter=8) as columns:
+        columns.write("\n".join(PARAGRAPHS * 2))
+    source = read(tmp_path, "a.pdf", bytes(document.output()))
+    assert not any(section.alone for section in source.sections)
+    assert source.text.count("Halden Works") == 3
+
+
+def test_without_pdfplumber_or_with_damage_a_table_is_text(tmp_path, monkeypatch):
+    data = table_pdf(PRICES)
+    monkeypatch.setattr("pdfplumber.table.cells_to_tables", lambda cells: [cells[:6]])  # loses the last rows
+    lost = read(tmp_path, "a.pdf", data)
+    monkeypatch.setitem(sys.modules, "pdfplumber", None)
+    assert read(tmp_path, "a.pdf", data) == lost
+    for word in ("lamp", "99", "310", "Taxes"):
+        assert lost.text.count(word) == 1
+
+
+# ---- scans
+
+LETTER = "The mill at Varn was sold to Ann Lee in the spring of 1912."
+
+
+def scanned(text: str = LETTER) -> bytes:
+    """A page with this text as a PNG, at 200 dots an inch."""
+    page = pypdfium2.PdfDocument(pdf([[text]]))[0].render(scale=200 / 72, grayscale=True).to_pil()
+    page.save(found := io.BytesIO(), "PNG", dpi=(200, 200))
+    return found.getvalue()
+
+
+def scans(picture: bytes) -> bytes:
+    """A typed page, two that are this picture, and a blank one."""
+    document = FPDF(format=(148, 210))
+    document.set_font("helvetica", size=11)
+    document.add_page()
+    document.cell(0, 6, "A typed page.")
+    for _ in range(2):
+        document.add_page()
+        document.image(io.BytesIO(picture), 0, 0, 148)
+    document.add_page()
+    return bytes(document.output())
+
+
+@pytest.mark.skipif(shutil.which("tesseract") is None, reason="tesseract is not installed")
+def test_scanned_pages_and_images_are_read(tmp_path, monkeypatch):
+    source = read(tmp_path, "a.pdf", scans(scanned()))
+    assert [section.page for section in source.sections] == [1, 2, 3]
+    assert source.text.count(LETTER) == 2
+    assert source.left_out == ()
+    assert read(tmp_path, "a.png", scanned()).text == LETTER
+    assert from_bytes(scanned(), name="letter").media_type == "image/png"
+    monkeypatch.setattr(pdf_module, "_MOST_SCANS", 1)
+    assert read(tmp_path, "a.pdf", scans(scanned())).left_out == (
+        "scanned pages (page 3): only 1 are read; split the file",
+    )
+    monkeypatch.setattr(pdf_module, "_SURE", 101.0)  # as for a photo
+    assert reason(tmp_path, "a.png", scanned()) == "no text found"
+
+
+@pytest.mark.parametrize(
+    ("languages", "ocr", "missing"),
+    [
+        ("", "auto", "to read them, install tesseract (apt-get install tesseract-ocr)"),
+        ("eng", "none", 'ingest.ocr is "none"'),
+        ("eng", "eng+deu", "tesseract lacks the language deu of ingest.ocr"),
+    ],
+)
+def test_what_scans_lack_is_named(tmp_path, monkeypatch, languages, ocr, missing):
+    monkeypatch.setattr(pdf_module, "_languages", lambda: frozenset(languages.split()))
+    with limited(ParseLimits.of(IngestConfig(ocr=ocr))):
+        source = read(tmp_path, "a.pdf", scans(scanned()))
+        assert source.text == "A typed page."
+        assert source.left_out == (f"scanned pages (pages 2-3): {missing}",)
+        assert reason(tmp_path, "a.png", scanned()) == f"it is a picture; {missing}"
+        assert reason(tmp_path, "b.pdf", scans_only()) == f"no text found; scanned pages (page 1): {missing}"
+
+
+def scans_only() -> bytes:
+    document = FPDF()
+    document.add_page()
+    document.image(io.BytesIO(scanned("x")), 0, 0, 148)
+    return bytes(document.output())
+
+
+@pytest.mark.parametrize("side", [9_500, 60_000])
+def test_bombs_and_damaged_images(tmp_path, monkeypatch, side):
+    monkeypatch.setattr(pdf_module, "_languages", lambda: frozenset({"eng"}))
+    head = b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\x00\x00\x00\x00"
+    bomb = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\x0d" + head + zlib.crc32(head).to_bytes(4, "big")
+    assert reason(tmp_path, "a.png", bomb + b"\x00\x00\x00\x00IDAT") == "it has more than 80,000,000 pixels"
+    assert reason(tmp_path, "b.tiff", b"II*\x00garbage").startswith("picture cannot be read: damaged structure")
+    assert reason(tmp_path, "c.jpg", scanned()[:200]).startswith("picture cannot be read: damaged structure")
+
+
+def test_languages_of_ocr_are_checked():
+    with pytest.raises(ConfigError, match=r"ingest\.ocr"):
+        IngestConfig(ocr="eng; rm -rf")

@@ -1,0 +1,472 @@
+"""Pages of the web as sources: single pages, the pages that a sitemap lists, or those of a list of URLs.
+
+A page is fetched when the ingest reaches it, and its URL is its document id and its name. robots.txt is honoured
+(RFC 9309). Pages and redirects stay on the host and below the folder of what the user named. An address is resolved
+once, checked, and the connection is made to the checked IP address, so neither a redirect nor the DNS leads into a
+private network. Everything that comes from a server is bounded in bytes and time, and parsed in the isolated reader.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import posixpath
+import re
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
+
+from ragkv.errors import IngestError, UsageError
+from ragkv.ingest.parser import TEXT, Parsed, ParseLimits, Unreadable, media_type_of
+from ragkv.ingest.sandbox import SourceReader, UnreadableSource
+from ragkv.ingest.source import Skipped, SourceFile, sniff
+
+if TYPE_CHECKING:
+    from urllib.robotparser import RobotFileParser
+
+MAX_PAGES = 1000
+_AGENT = "ragkv"
+_SITEMAP = "application/sitemap+xml"
+_MOST_LISTED = 50_000  # pages of a sitemap; the protocol's limit, as are 50 MiB
+_MOST_SITEMAPS = 500  # of an index of sitemaps
+_MOST_BYTES = 64 << 20  # of a page, unpacked
+_ROBOTS_BYTES = 512 << 10  # RFC 9309, 2.5
+_NOMINAL = 1 << 14  # bytes of a page in the progress, before it is fetched
+_REDIRECTS = 5
+_CONNECT_SECONDS, _READ_SECONDS, _PAGE_SECONDS = 10.0, 30.0, 120.0
+_LONGEST_DELAY = 30.0  # seconds of a robots.txt's Crawl-delay
+_FAILURES = 3  # in a row, after which a host is not asked again
+_LONGEST_URL = 2048
+
+
+def from_web(*addresses: str, urls: Iterable[str] = (), **rules: Any) -> list[SourceFile]:
+    """The sources of pages and sitemaps, and of a list of pages (`urls`), for `RagKV.ingest`.
+
+    `rules` are the fields of `Web`: `within`, `allow_private`, `max_pages`. Sitemaps are fetched now, pages when the
+    ingest reaches them. Raises IngestError if nothing of it may be read.
+    """
+    return Web(**rules).sources(addresses, urls)
+
+
+def is_address(text: str) -> bool:
+    """Whether an argument is an address of the web, and no path."""
+    return re.match(r"https?:/", text, re.IGNORECASE) is not None
+
+
+def read_sitemap(data: bytes) -> Parsed:
+    """The addresses of a sitemap or of an index of sitemaps, one a line; the title says which (sitemaps.org)."""
+    from lxml import etree
+
+    parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False)
+    root = etree.fromstring(data, parser)
+    found = [" ".join("".join(each.itertext()).split()) for each in root.iter("{*}loc")]
+    if len(found) > _MOST_LISTED:
+        raise Unreadable(f"sitemap cannot be read: it lists more than {_MOST_LISTED:,} addresses")
+    return Parsed(text="\n".join(each for each in found if each), title=etree.QName(root).localname)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fetched:
+    """`address` is that of the last redirect, `kind` a media type of ragkv's."""
+
+    address: str
+    kind: str
+    data: bytes
+
+
+@dataclass(slots=True)
+class _Site:
+    """A host and port: its connections, its robots.txt, and how often in a row it did not answer."""
+
+    pool: Any
+    robots: RobotFileParser | None = None
+    failures: int = 0
+    asked: float = 0.0
+
+
+class _HTTPStatusError(Unreadable):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"the server answers {status}")
+        self.status = status
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Web:
+    """The pages of one ingest, with the rules for fetching them; the `remote` of their sources.
+
+    `within` are addresses below which further pages may lie. `allow_private` allows addresses that the internet does
+    not route, as of a wiki of one's own. `skipped` are listed pages that may not be read.
+    """
+
+    within: Sequence[str] = ()
+    allow_private: bool = False
+    max_pages: int = MAX_PAGES
+    limits: ParseLimits | None = None
+    notify: Callable[[str], object] = lambda _: None
+    skipped: list[Skipped] = field(default_factory=list)
+    _scopes: list[str] = field(default_factory=list)
+    _listed: dict[str, str] = field(default_factory=dict)
+    """The sitemap of each page; empty for one that the user named."""
+    _whole: set[str] = field(default_factory=set)
+    """The scopes of the sitemaps that were read whole."""
+    _gone: set[str] = field(default_factory=set)
+    _sites: dict[tuple[str, str, int], _Site] = field(default_factory=dict)
+    _last: tuple[str, _Fetched] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_pages < 1:
+            raise UsageError("--max-pages must be at least 1.")
+        try:
+            self._scopes += [_normal(address).rstrip("/") + "/" for address in self.within]
+        except Unreadable as error:
+            raise UsageError(f"--within is the address below which pages may lie: {error}.") from None
+
+    def sources(self, addresses: Iterable[str], listed: Iterable[str] = ()) -> list[SourceFile]:
+        """The sources of `addresses`, which may be sitemaps, and of `listed`, which are pages.
+
+        Raises UsageError for what is no address, IngestError if nothing of it may be read.
+        """
+        for address in addresses:
+            try:
+                self._add(_normal(address))
+            except Unreadable as error:
+                self.skipped.append(Skipped(path=address, reason=str(error)))
+        for address in listed:
+            try:
+                self._listed.setdefault(_normal(address), "")
+            except Unreadable as error:
+                self.skipped.append(Skipped(path=address, reason=str(error)))
+        pages = list(self._listed)
+        if len(pages) > self.max_pages:
+            left = f"{len(pages) - self.max_pages:,} more pages are listed: raise --max-pages"
+            self.skipped.append(Skipped(path=self._listed[pages[self.max_pages]] or "the list", reason=left))
+        if not pages:
+            reasons = "; ".join(f"{skip.path}: {skip.reason}" for skip in self.skipped[:3])
+            raise IngestError(f"Nothing to ingest: {reasons or 'no address is listed'}.", self.skipped)
+        return [
+            SourceFile(path=Path(page), document_id=page, name=page, media_type=TEXT, size=_NOMINAL, remote=self)
+            for page in pages[: self.max_pages]
+        ]
+
+    def get(self, source: SourceFile) -> SourceFile:
+        """The source with its bytes and type; raises UnreadableSource. The last page is kept, for the next call."""
+        address = source.document_id
+        try:
+            if self._last is None or self._last[0] != address:
+                self._last = (address, self._fetch(address, self._scopes_of(address)))
+            found = self._last[1]
+            if found.address != address and found.address in self._listed:
+                raise Unreadable(f"it redirects to {found.address}, which is listed itself")
+        except Unreadable as error:
+            if isinstance(error, _HTTPStatusError) and error.status in (404, 410):
+                self._gone.add(address)
+            raise UnreadableSource(source.name, str(error)) from None
+        return replace(source, media_type=found.kind, size=len(found.data), data=found.data, remote=None)
+
+    def is_gone(self, document_id: str) -> bool:
+        """Whether this document's page vanished: the server says so, or a sitemap that was read whole lists it no
+        longer."""
+        return document_id in self._gone or (
+            document_id not in self._listed
+            and is_address(document_id)
+            and any(_is_below(document_id, scope) for scope in self._whole)
+        )
+
+    def _scopes_of(self, address: str) -> Sequence[str]:
+        """Where a page's redirects may lead: for one that the user named, anywhere on its host."""
+        return self._scopes if self._listed.get(address) else [*self._scopes, _host_scope(address)]
+
+    def _add(self, address: str) -> None:
+        """Add a page, or the pages of a sitemap."""
+        found = self._fetch(address, [*self._scopes, _host_scope(address)])
+        if found.kind != _SITEMAP:
+            self._listed[address] = ""
+            self._last = (address, found)
+            robots = self._site(address).robots
+            maps = [each for each in (robots.site_maps() if robots else None) or () if each != address]
+            if maps:
+                self.notify(f"{address} is one page; to read its whole site, ingest {maps[0]}")
+            return
+        scope = _scope(address)
+        self._scopes.append(scope)
+        waiting, done, whole = [(address, found)], {address}, True
+        with SourceReader(self.limits) as reader:
+            while waiting:
+                name, found = waiting.pop(0)
+                try:
+                    text = reader.read(
+                        SourceFile(
+                            path=Path(name),
+                            document_id=name,
+                            name=name,
+                            media_type=_SITEMAP,
+                            size=len(found.data),
+                            data=found.data,
+                        )
+                    )
+                except UnreadableSource as error:
+                    self.skipped.append(Skipped(path=name, reason=error.reason))
+                    whole = False
+                    continue
+                index = text.title == "sitemapindex"
+                for each in self._allowed(text.text.splitlines(), name):
+                    if not index:
+                        self._listed.setdefault(each, address)
+                    elif each not in done and len(done) <= _MOST_SITEMAPS and len(self._listed) <= self.max_pages:
+                        done.add(each)
+                        try:
+                            below = self._fetch(each, self._scopes)
+                            if below.kind != _SITEMAP:
+                                raise Unreadable("it is no sitemap")
+                            waiting.append((each, below))
+                        except Unreadable as error:
+                            self.skipped.append(Skipped(path=each, reason=str(error)))
+                            whole = False
+                    else:
+                        whole = whole and each in done
+        if whole:
+            self._whole.add(scope)
+
+    def _allowed(self, listed: Iterable[str], sitemap: str) -> Iterator[str]:
+        """The listed addresses that may be read; the others are counted in `skipped`."""
+        outside: dict[str, int] = {}
+        for each in listed:
+            try:
+                address = _normal(urljoin(sitemap, each))
+            except Unreadable as error:
+                self.skipped.append(Skipped(path=each, reason=str(error)))
+                continue
+            if any(_is_below(address, scope) for scope in self._scopes):
+                yield address
+            else:
+                outside[_scope(address)] = outside.get(_scope(address), 0) + 1
+        for scope, count in sorted(outside.items(), key=lambda each: -each[1])[:10]:
+            reason = f"{count:,} of its pages lie below {scope}: add --within {scope}"
+            self.skipped.append(Skipped(path=sitemap, reason=reason))
+
+    def _fetch(self, address: str, scopes: Sequence[str]) -> _Fetched:
+        """Fetch an address by its site's rules; raises Unreadable with the reason."""
+        for _ in range(_REDIRECTS + 1):
+            if not any(_is_below(address, scope) for scope in scopes):
+                raise Unreadable(f"it redirects to {address}: add --within {_scope(address)}")
+            site = self._site(address)
+            if site.robots is None:
+                site.robots = self._robots(address, site)
+            if not site.robots.can_fetch(_AGENT, address):
+                raise Unreadable("the site's robots.txt does not allow it")
+            delay = min(float(site.robots.crawl_delay(_AGENT) or 0), _LONGEST_DELAY)
+            if (wait := site.asked + delay - time.monotonic()) > 0:
+                time.sleep(wait)
+            found = self._ask(address, site, _MOST_BYTES)
+            if isinstance(found, _Fetched):
+                return found
+            address = _normal(urljoin(address, found))
+        raise Unreadable(f"it redirects more than {_REDIRECTS} times")
+
+    def _robots(self, address: str, site: _Site) -> RobotFileParser:
+        """The rules of a site: none if it has no robots.txt. RFC 9309: if it cannot be read, nothing is allowed."""
+        from urllib.robotparser import RobotFileParser
+
+        rules = RobotFileParser()
+        here = urljoin(address, "/robots.txt")
+        try:
+            for _ in range(_REDIRECTS + 1):
+                found = self._ask(here, site, _ROBOTS_BYTES, cut=True)
+                if isinstance(found, _Fetched):
+                    rules.parse(found.data.decode("utf-8", "replace").splitlines())
+                    return rules
+                here = _normal(urljoin(here, found))
+                if not _is_below(here, _host_scope(address)):
+                    break
+        except _HTTPStatusError as error:
+            if error.status >= 500:
+                raise Unreadable(f"the site's robots.txt cannot be read ({error})") from None
+        rules.parse([])  # the answer is that there are no rules
+        return rules
+
+    def _site(self, address: str) -> _Site:
+        """The connections to an address's host; raises Unreadable for a host that may not be asked."""
+        from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, Timeout
+
+        parts = urlsplit(address)
+        host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+        key = (parts.scheme, host, port)
+        if key not in self._sites:
+            ip = self._resolve(host, port)
+            timeout = Timeout(connect=_CONNECT_SECONDS, read=_READ_SECONDS)
+            options: dict[str, Any] = {"timeout": timeout, "retries": False, "maxsize": 1}
+            if parts.scheme == "https":
+                pool: Any = HTTPSConnectionPool(ip, port, server_hostname=host, assert_hostname=host, **options)
+            else:
+                pool = HTTPConnectionPool(ip, port, **options)
+            self._sites[key] = _Site(pool)
+        return self._sites[key]
+
+    def _resolve(self, host: str, port: int) -> str:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            raise Unreadable(f"the host {host} is not known") from None
+        addresses = [str(each[4][0]) for each in found]
+        if not self.allow_private and not all(map(_is_public, addresses)):
+            raise Unreadable(f"{host} is in a private network: add --allow-private if it is yours")
+        # IPv4 first: many networks have names for IPv6 and no way to it
+        return min(addresses, key=lambda each: ":" in each)
+
+    def _ask(self, address: str, site: _Site, most: int, *, cut: bool = False) -> _Fetched | str:
+        """One request, in a thread, because a server can send headers slowly without end: what came, or where to."""
+        if site.failures >= _FAILURES:
+            raise Unreadable("the host did not answer before")
+        answer: list[_Fetched | str | BaseException] = []
+
+        def work() -> None:
+            try:
+                answer.append(_request(address, site.pool, most, cut=cut))
+            except BaseException as error:
+                answer.append(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(_PAGE_SECONDS)
+        site.asked = time.monotonic()
+        found = answer[0] if answer else TimeoutError("timed out")
+        if isinstance(found, Unreadable):
+            site.failures = 0
+            raise found
+        if isinstance(found, BaseException):
+            site.failures += 1
+            raise Unreadable(f"the host does not answer: {_why(found)}") from found
+        site.failures = 0
+        return found
+
+
+def _request(address: str, pool: Any, most: int, *, cut: bool) -> _Fetched | str:
+    """GET an address: the page with its type, or the address that it redirects to.
+
+    Raises Unreadable for a status, a type or a size that cannot be read, and the errors of urllib3. With `cut`, what
+    is longer than `most` bytes is cut off.
+    """
+    from ragkv import __version__
+
+    parts = urlsplit(address)
+    target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
+    agent = f"{_AGENT}/{__version__}"
+    headers = {"Host": parts.netloc, "User-Agent": agent, "Accept": "*/*", "Accept-Encoding": "gzip"}
+    ends = time.monotonic() + _PAGE_SECONDS
+    response = pool.request("GET", target, headers=headers, redirect=False, preload_content=False)
+    try:
+        if response.status in (301, 302, 303, 307, 308) and response.headers.get("Location"):
+            return str(response.headers["Location"])
+        if response.status != 200:
+            raise _HTTPStatusError(response.status)
+        kind, _, parameters = response.headers.get("Content-Type", "").partition(";")
+        kind = kind.strip().lower()
+        if kind.startswith(("image/", "audio/", "video/", "font/")) and media_type_of(kind) is None:
+            raise Unreadable(f"unsupported type {kind}")
+        data = bytearray()
+        for block in response.stream(1 << 16, decode_content=True):
+            data += block
+            if len(data) > most and cut:
+                break
+            if len(data) > most:
+                raise Unreadable(f"larger than {most:,} bytes")
+            if time.monotonic() > ends:
+                raise TimeoutError("timed out")
+    finally:
+        response.drain_conn() if response.status != 200 and response.length_remaining == 0 else response.close()
+    charset = re.search(r"(?i)charset\s*=\s*[\"']?([\w.:-]+)", parameters)
+    return _typed(address, kind, charset[1] if charset else None, bytes(data), most)
+
+
+def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int) -> _Fetched:
+    """What came, with the type by its header, else by the address's suffix, else by its bytes."""
+    if data[:2] == b"\x1f\x8b":  # a packed sitemap, which is a file and no encoding of the answer
+        unpacking = zlib.decompressobj(47)
+        try:
+            data = unpacking.decompress(data, most + 1)
+        except zlib.error:
+            raise Unreadable("it is packed, and damaged") from None
+        if len(data) > most:
+            raise Unreadable(f"larger than {most:,} bytes")
+    if re.search(rb"<(?:\w+:)?(?:urlset|sitemapindex)[\s>]", data[:4096]):
+        return _Fetched(address=address, kind=_SITEMAP, data=data)
+    suffix = posixpath.splitext(urlsplit(address).path)[1]
+    known = media_type_of("text/html" if kind == "application/xhtml+xml" else kind) if "/" in kind else None
+    if known in (None, TEXT):
+        # Servers send Markdown as text, and what they do not know as bytes.
+        known = (media_type_of(suffix) if suffix else None) or known or sniff(data)
+    if charset and known is not None and known.startswith("text/") and charset.lower() not in ("utf-8", "utf8"):
+        with suppress(LookupError, ValueError):  # the reader guesses better than a wrong header says
+            data = data.decode(charset).encode("utf-8")
+    return _Fetched(address=address, kind=known or TEXT, data=data)
+
+
+def _normal(address: str) -> str:
+    """One spelling of an address; raises Unreadable for one that is not of the web, or holds a password."""
+    try:
+        parts = urlsplit(address.strip())
+        host, port = parts.hostname or "", parts.port
+        host = host if ":" in host else host.encode("idna").decode()
+    except ValueError:
+        host, port, parts = "", None, urlsplit("")
+    scheme = parts.scheme.lower()
+    if scheme not in ("http", "https") or not host:
+        raise Unreadable("it is no address of the web (http or https)")
+    if parts.username is not None or parts.password is not None:
+        raise Unreadable("it holds a name or password, which would be stored with every document")
+    place = f"[{host}]" if ":" in host else host
+    if port not in (None, 443 if scheme == "https" else 80):
+        place += f":{port}"
+    kept = "/%:@!$&'()*+,;=~-._"
+    found = urlunsplit((scheme, place, quote(parts.path or "/", kept), quote(parts.query, kept + "?"), ""))
+    if len(found) > _LONGEST_URL or not found.isprintable():
+        raise Unreadable(f"its address is longer than {_LONGEST_URL:,} characters")
+    return found
+
+
+def _scope(address: str) -> str:
+    """The folder of an address, as an address."""
+    return urljoin(address, ".")
+
+
+def _host_scope(address: str) -> str:
+    return urljoin(address, "/")
+
+
+def _is_below(address: str, scope: str) -> bool:
+    """Whether an address has the host of `scope`, by either scheme, and lies in its folder."""
+    found, base = urlsplit(address), urlsplit(scope)
+    if found.hostname != base.hostname or found.port != base.port:
+        return False
+    path = posixpath.normpath(unquote(found.path)) + "/"  # a server may take %2e%2e for the folder above
+    return path.startswith(unquote(base.path))
+
+
+def _is_public(address: str) -> bool:
+    """Whether the internet routes an IP address, or the IPv4 address that an IPv6 address stands for."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
+        if inner is None and ip in ipaddress.ip_network("64:ff9b::/96"):
+            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        ip = inner or ip
+    return ip.is_global and not ip.is_multicast
+
+
+def _why(error: BaseException) -> str:
+    """An error of urllib3 or of the system as a phrase."""
+    from urllib3.exceptions import NewConnectionError, SSLError, TimeoutError
+
+    if isinstance(error, SSLError):
+        return f"its certificate or its TLS is wrong ({str(error)[:100]})"
+    if isinstance(error, NewConnectionError):
+        return "no connection"
+    if isinstance(error, TimeoutError) or type(error).__name__ == "TimeoutError":
+        return "it is too slow"
+    return f"it breaks the protocol ({type(error).__name__})"

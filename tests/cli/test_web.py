@@ -1,0 +1,273 @@
+"""Pages of the web, from a server on this machine: `ragkv ingest http://…`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from outcome import Result
+
+from ragkv import RagKV
+from ragkv.errors import IngestError, UsageError
+from ragkv.ingest import SourceFile, from_web, web
+from ragkv.ingest.sandbox import UnreadableSource
+
+PAGE = "<html><head><title>{0}</title></head><body><main><h1>{0}</h1><p>{1}</p></main></body></html>"
+HALDEN = PAGE.format("Halden Works", "Halden Works was founded by Mira Oskel in 1907 on the quay.")
+BOLT = PAGE.format("Bolt Ltd", "Bolt Ltd makes valves and was founded by Ann Lee in Varn.")
+
+
+class Site(dict[str, Any]):
+    """Path to body, or to (status, headers, body); `asked` are the paths of all requests."""
+
+    address = ""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def sitemap(self, *paths: str, kind: str = "urlset", at: str = "/sitemap.xml") -> None:
+        listed = "".join(f"<x><loc>{self.address * p.startswith('/') + p}</loc></x>" for p in paths)
+        self[at] = f'<?xml version="1.0"?><{kind} xmlns="http://www.sitemaps.org/schemas/sitemap/0.9">{listed}</{kind}>'
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    found = Site()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            found.asked.append(self.path)
+            answer = found.get(self.path, (404, {}, ""))
+            status, headers, body = answer if isinstance(answer, tuple) else (200, {}, answer)
+            if callable(body):
+                body = body()
+            data = body.encode() if isinstance(body, str) else body
+            self.send_response(status)
+            for name, value in {"Content-Type": "text/html", "Content-Length": str(len(data)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: object) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: object) -> None: ...  # the reader hangs up on what is too large or too slow
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        found.address = f"http://127.0.0.1:{server.server_port}"
+        yield found
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def command(ragkv) -> Callable[[str], Result]:
+    return lambda words: ragkv(*words.split())
+
+
+def pages(site: Site, *paths: str, **rules: Any) -> list[SourceFile]:
+    return from_web(*(site.address + path for path in paths), allow_private=True, **rules)
+
+
+def outcome(source: SourceFile) -> str:
+    try:
+        return source.fetched().media_type
+    except UnreadableSource as error:
+        return error.reason
+
+
+def reasons(sources: list[SourceFile]) -> list[str]:
+    assert isinstance(sources[0].remote, web.Web)
+    return [skip.reason for skip in sources[0].remote.skipped]
+
+
+def test_a_sitemap_stays_right(site, command, tmp_path, model_folder):
+    site |= {"/a.html": HALDEN, "/b.html": BOLT, "/broken.pdf": (200, {"Content-Type": "application/pdf"}, "no")}
+    site.sitemap("/a.html", "/b.html", "/broken.pdf", "/missing.html")
+    index = tmp_path / "index"
+    words = f"ingest {site.address}/sitemap.xml --allow-private --index {index}"
+    done = command(f"{words} --model {model_folder} --device cpu --json")
+    report = json.loads(done.out)
+    assert report["added"] == [f"{site.address}/a.html", f"{site.address}/b.html"]
+    assert {skip["path"].rpartition("/")[2]: skip["reason"] for skip in report["skipped"]} == {
+        "broken.pdf": "PDF cannot be read: Stream has ended unexpectedly",
+        "missing.html": "the server answers 404",
+    }
+    assert site.asked.count("/a.html") == 1
+    again = json.loads(command(f"{words} --json").out)
+    assert (len(again["unchanged"]), again["kv_encoded"]) == (2, 0)
+    site |= {"/a.html": HALDEN.replace("1907", "1908"), "/b.html": (410, {}, "")}
+    site.sitemap("/a.html", "/b.html")
+    third = json.loads(command(f"{words} --prune --json").out)
+    assert (third["updated"], third["pruned"]) == ([f"{site.address}/a.html"], [f"{site.address}/b.html"])
+    site["/c.html"] = BOLT
+    site.sitemap("/c.html")
+    assert f"would prune {site.address}/a.html" in command(f"{words} --prune --dry-run").out
+    assert json.loads(command(f"{words} --prune --json").out)["pruned"] == [f"{site.address}/a.html"]
+    with RagKV.open(index, device="cpu") as rag:
+        [chunk, *_] = rag.query("Who founded Bolt Ltd?", max_tokens=1).sources
+        assert (chunk.source, chunk.heading) == (f"{site.address}/c.html", "Bolt Ltd")
+
+
+def test_a_page_and_a_list_of_pages(site, command, tmp_path, model_folder):
+    site |= {"/docs/a.html": HALDEN, "/b.html": BOLT, "/robots.txt": f"Sitemap: {site.address}/map.xml"}
+    (tmp_path / "urls.txt").write_text(f"# pages\n{site.address}/b.html\nftp://x/y\n")
+    done = command(
+        f"ingest {site.address}/docs/a.html#top --urls {tmp_path}/urls.txt --allow-private "
+        f"--index {tmp_path}/index --model {model_folder} --device cpu"
+    )
+    assert ": 2 added, 1 skipped." in done.out
+    assert f"is one page; to read its whole site, ingest {site.address}/map.xml" in done.err
+    assert "ftp://x/y: it is no address of the web" in done.err
+    assert f"{site.address}/docs/a.html" in command(f"ls --index {tmp_path}/index").out
+    assert command(f"delete {site.address}/b.html --index {tmp_path}/index").code == 0
+
+
+def test_private_networks_are_refused(site, command, tmp_path, monkeypatch):
+    site["/a.html"] = HALDEN
+    for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433"):
+        done = command(f"ingest http://{host}:{site.address.rpartition(':')[2]}/a.html --index {tmp_path}/index")
+        assert done.code == 1
+        assert "in a private network: add --allow-private if it is yours." in done.err
+    assert not (tmp_path / "index").exists()
+    # A public name that the DNS answers with an address of this machine, and one that changes its mind.
+    answers = iter(["127.0.0.1"])
+    monkeypatch.setattr(web.socket, "getaddrinfo", lambda host, port, **_: [(2, 1, 6, "", (next(answers), port))])
+    with pytest.raises(IngestError, match=r"example\.org is in a private network"):
+        from_web("http://example.org/")
+    assert site.asked == []
+    for address in ("10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "64:ff9b::a00:1", "2002:7f00:1::", "0.0.0.0"):
+        assert not web._is_public(address)
+    assert web._is_public("93.184.215.14")
+    assert web._is_public("2606:2800:21f:cb07::1")
+
+
+def test_pages_stay_below_what_was_named(site):
+    outside = "http://example.org/x.html"
+    site |= dict.fromkeys(["/docs/a.html", "/docs/b/c.html", "/blog/d.html"], HALDEN)
+    site |= {f"/docs/{i}": (302, {"Location": to}, "") for i, to in enumerate([outside, "/blog/d.html", "a.html", "3"])}
+    redirects = [f"/docs/{i}" for i in range(4)]
+    site.sitemap(
+        "a.html", "b/c.html", "/blog/d.html", "/docs/%2e%2e/blog/d.html", outside, *redirects, at="/docs/s.xml"
+    )
+    found = pages(site, "/docs/s.xml")
+    kinds = [outcome(each) for each in found]
+    assert kinds == [
+        "text/html",
+        "text/html",
+        "it redirects to http://example.org/x.html: add --within http://example.org/",
+        f"it redirects to {site.address}/blog/d.html: add --within {site.address}/blog/",
+        f"it redirects to {site.address}/docs/a.html, which is listed itself",
+        "it redirects more than 5 times",
+    ]
+    assert [reason for reason in reasons(found) if "example.org" in reason] == [
+        "1 of its pages lie below http://example.org/: add --within http://example.org/"
+    ]
+    assert len(pages(site, "/docs/s.xml", within=[f"{site.address}/"])) == 8
+    assert outcome(pages(site, "/docs/1")[0]) == "text/html"  # a page that the user names may redirect on its host
+    [*some] = pages(site, "/docs/s.xml", max_pages=2)
+    assert len(some) == 2
+    assert "4 more pages are listed: raise --max-pages" in reasons(some)
+    assert not some[0].remote.is_gone(f"{site.address}/docs/b/c.html")
+
+
+def test_sitemaps_of_sitemaps_packed_or_damaged(site):
+    site |= {"/a.html": HALDEN, "/b.html": BOLT}
+    site.sitemap("/a.html", at="/1.xml")
+    site.sitemap("/b.html", at="/2.xml")
+    site["/2.xml.gz"] = gzip.compress(site["/2.xml"].encode())
+    site.sitemap("/1.xml", "/2.xml.gz", "/index.xml", kind="sitemapindex", at="/index.xml")
+    found = pages(site, "/index.xml")
+    assert [each.name for each in found] == [f"{site.address}/a.html", f"{site.address}/b.html"]
+    assert found[0].remote.is_gone(f"{site.address}/c.html")
+    site["/1.xml"] = site["/1.xml"][:-20]
+    found = pages(site, "/index.xml")
+    assert [each.name for each in found] == [f"{site.address}/b.html"]
+    assert not found[0].remote.is_gone(f"{site.address}/a.html")  # it may stand in the damaged one
+    bomb = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><urlset><loc>http://x/&b;</loc></urlset>'
+    site["/bomb.xml"] = bomb
+    with pytest.raises(IngestError, match="Nothing to ingest"):
+        pages(site, "/bomb.xml")
+
+
+def test_robots_are_honoured(site):
+    site |= {"/a.html": HALDEN, "/private/b.html": BOLT}
+    site["/robots.txt"] = "User-agent: other\nDisallow: /\n\nUser-agent: ragkv\nDisallow: /private/\n"
+    site.sitemap("/a.html", "/private/b.html")
+    kinds = [outcome(each) for each in pages(site, "/sitemap.xml")]
+    assert kinds == ["text/html", "the site's robots.txt does not allow it"]
+    assert site.asked.count("/robots.txt") == 1
+    site["/robots.txt"] = (503, {}, "")
+    with pytest.raises(IngestError, match=r"robots\.txt cannot be read"):
+        pages(site, "/a.html")
+
+
+def test_types_and_encodings(site):
+    cyrillic = "<html><body><main><h1>Привет</h1><p>Это простой русский текст.</p></main></body></html>"
+    cases = {
+        "/a": ("text/html; charset=koi8-r", cyrillic.encode("koi8-r"), "text/html"),
+        "/b": ("application/xhtml+xml", HALDEN, "text/html"),
+        "/c.md": ("text/plain", "# A\n\nb", "text/markdown"),
+        "/d": ("application/octet-stream", b"%PDF-1.7", "application/pdf"),
+        "/e.docx": ("application/octet-stream", b"PK", web.media_type_of(".docx")),
+        "/f": ("", "plain words", "text/plain"),
+        "/g": ("video/mp4", b"x", "unsupported type video/mp4"),
+        "/h": ("text/plain; charset=nonsense", "words", "text/plain"),
+    }
+    site |= {path: (200, {"Content-Type": kind}, body) for path, (kind, body, _) in cases.items()}
+    site.sitemap(*cases)
+    found = pages(site, "/sitemap.xml")
+    assert [outcome(each) for each in found] == [expected for *_, expected in cases.values()]
+    data = found[0].fetched().data
+    assert data is not None
+    assert "простой" in data.decode()
+
+
+def test_hostile_servers(site, monkeypatch):
+    held = threading.Event()
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(100)) + packer.flush()
+    site |= {
+        "/bomb": (200, {"Content-Encoding": "gzip"}, bomb),
+        "/broken": (200, {"Content-Encoding": "gzip"}, b"no gzip"),
+        "/short": (200, {"Content-Length": "999999", "Connection": "close"}, lambda: b"x"),
+        "/slow": (200, {}, lambda: b"x" * held.wait(600)),
+        "/after": HALDEN,
+    }
+    site.sitemap(*site)
+    found = {each.name.rpartition("/")[2]: each for each in pages(site, "/sitemap.xml")}
+    assert outcome(found["bomb"]) == f"larger than {64 << 20:,} bytes"
+    assert outcome(found["broken"]) == "the host does not answer: it breaks the protocol (DecodeError)"
+    monkeypatch.setattr(web, "_PAGE_SECONDS", 0.1)
+    assert outcome(found["slow"]) == "the host does not answer: it is too slow"
+    held.set()
+
+
+@pytest.mark.parametrize(
+    "address", ["http://", "http://[", "https://a b/", "http://u:p@example.org/", "http://x:99999/"]
+)
+def test_addresses_that_are_none(ragkv, tmp_path, address):
+    with pytest.raises(IngestError, match="Nothing to ingest"):
+        from_web(address)
+    done = ragkv("ingest", address, "--index", str(tmp_path / "index"))
+    assert (done.code, "Traceback" in done.err) == (1, False)
+
+
+def test_rules_without_pages(command, tmp_path):
+    assert command(f"ingest {tmp_path} --max-pages 5").code == 2
+    assert command("ingest").code == 2
+    assert command(f"ingest --urls {tmp_path}/none.txt").code == 2
+    with pytest.raises(UsageError, match="--max-pages"):
+        from_web("http://example.org/", max_pages=0)
+    with pytest.raises(UsageError, match="--within"):
+        from_web("http://example.org/", within=["docs"])
