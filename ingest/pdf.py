@@ -117,8 +117,12 @@ def _pages(
             ruled = finder.may_have_tables(page)
             text = page.extract_text(visitor_text=keep if ruled else None)
             parts = finder.parts(number, pieces) if ruled else []
-            if not text.strip() and "/XObject" in page.get("/Resources", {}):
+            resources = None if text.strip() else page.get("/Resources")
+            if resources is not None and "/XObject" in resources.get_object():
                 text = scans.read(number)
+        except Unreadable as error:
+            left_out.append(f"page {number}: {error}")
+            continue
         except broken as error:
             left_out.append(f"page {number}: {_sentence(error)}")
             continue
@@ -176,7 +180,7 @@ def _languages() -> frozenset[str]:
         found = subprocess.run(["tesseract", "--list-langs"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return frozenset()
-    return frozenset(found.stdout.decode("utf-8", "replace").split("\n")[1:]) - {""}
+    return frozenset(found.stdout.decode("utf-8", "replace").split("\n")[1:]) - {""}  # the first line is a heading
 
 
 def ocr_missing() -> str:
@@ -184,7 +188,7 @@ def ocr_missing() -> str:
     wanted = limits().ocr
     if wanted == "none":
         return 'ingest.ocr is "none"'
-    steps = [] if _languages() else ["install tesseract (apt-get install tesseract-ocr)"]
+    steps = [] if _languages() - {"osd"} else ["install tesseract (apt-get install tesseract-ocr)"]
     if not all(map(find_spec, ("PIL", "pypdfium2"))):
         steps.append(install_hint("pdf"))
     if steps:
@@ -235,6 +239,7 @@ def read_image(data: bytes) -> Parsed:
     left_out: list[str] = []
     try:
         with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "TIFF"))
             count = getattr(image, "n_frames", 1)
@@ -312,8 +317,8 @@ class _TableFinder:
             logger.debug("tables of page %d", number, exc_info=True)
             return []
         within = [next((i for i, t in enumerate(tables) if _inside(t.box, *at)), None) for at in places]
-        for i, one in enumerate(tables):
-            seen = _characters("".join(text for (text, _, _), at in zip(pieces, within, strict=True) if at == i))
+        for index, one in enumerate(tables):
+            seen = _characters("".join(text for (text, _, _), i in zip(pieces, within, strict=True) if i == index))
             differ = (seen - one.characters).total() + (one.characters - seen).total()
             if differ > 2 + 0.03 * seen.total():
                 return []

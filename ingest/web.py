@@ -379,7 +379,7 @@ def _request(address: str, pool: Any, most: int, *, cut: bool) -> _Fetched | str
             if time.monotonic() > ends:
                 raise TimeoutError("timed out")
     finally:
-        response.drain_conn() if response.status != 200 and response.length_remaining == 0 else response.close()
+        response.close()  # of a whole page, the connection went back to the pool before
     charset = re.search(r"(?i)charset\s*=\s*[\"']?([\w.:-]+)", parameters)
     return _typed(address, kind, charset[1] if charset else None, bytes(data), most)
 

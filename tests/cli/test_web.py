@@ -115,8 +115,8 @@ def test_a_sitemap_stays_right(site, command, tmp_path, model_folder):
     assert f"would prune {site.address}/a.html" in command(f"{words} --prune --dry-run").out
     assert json.loads(command(f"{words} --prune --json").out)["pruned"] == [f"{site.address}/a.html"]
     with RagKV.open(index, device="cpu") as rag:
-        [chunk, *_] = rag.query("Who founded Bolt Ltd?", max_tokens=1).sources
-        assert (chunk.source, chunk.heading) == (f"{site.address}/c.html", "Bolt Ltd")
+        [found] = rag.retrieve("Who founded Bolt Ltd?")
+        assert (found.chunk.document_id, found.chunk.heading) == (f"{site.address}/c.html", "Bolt Ltd")
 
 
 def test_a_page_and_a_list_of_pages(site, command, tmp_path, model_folder):
