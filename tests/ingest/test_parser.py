@@ -275,10 +275,10 @@ def test_one_bad_page_is_left_out_and_named(tmp_path, monkeypatch):
 
     extract = PageObject.extract_text
 
-    def fails_on_two(self: PageObject) -> str:
+    def fails_on_two(self: PageObject, **options: Any) -> str:
         if self.page_number == 1:
             raise KeyError("/Font")
-        return extract(self)
+        return extract(self, **options)
 
     monkeypatch.setattr(PageObject, "extract_text", fails_on_two)
     source = read(tmp_path, "a.pdf", pdf([["One."], ["Two."], ["Three."]]))
