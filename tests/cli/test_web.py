@@ -130,7 +130,7 @@ def test_a_page_and_a_list_of_pages(site, command, tmp_path, model_folder):
     assert f"is one page; to read its whole site, ingest {site.address}/map.xml" in done.err
     assert "ftp://x/y: it is no address of the web" in done.err
     assert f"{site.address}/docs/a.html" in command(f"ls --index {tmp_path}/index").out
-    assert command(f"delete {site.address}/b.html --index {tmp_path}/index").code == 0
+    assert command(f"delete {site.address}/b.html --yes --index {tmp_path}/index").code == 0
 
 
 def test_private_networks_are_refused(site, command, tmp_path, monkeypatch):
