@@ -474,6 +474,9 @@ def run_on_ray(address: str, options: RayOptions, *, port: int, on_ready: Callab
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         made = application({each.name: getattr(options, each.name) for each in fields(options)})
+        have, least = ray.cluster_resources(), int(options.replicas.partition("-")[0])
+        if have.get("CPU", 0) < least * options.cpus or 0 < have.get("GPU", 0) < least:
+            logger.warning("the cluster has no room for %d replicas: waiting until it has grown", least)
         serve.start(http_options={"host": options.host, "port": port})
         try:
             serve.run(made, name=OWNER, route_prefix="/")
