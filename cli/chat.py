@@ -53,6 +53,7 @@ class ChatSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     history: History | None = None
     history_tokens: int = 512
+    rewrite: bool | None = None
     quiet: bool = False
 
 
@@ -100,7 +101,7 @@ class ChatBackend:
     def _body(self, question: str, engine: str | None, **more: Any) -> dict[str, Any]:
         """The body of a request to the server."""
         chat = self._settings
-        history = {"history_mode": chat.history, "history_tokens": chat.history_tokens}
+        history = {"history_mode": chat.history, "history_tokens": chat.history_tokens, "rewrite": chat.rewrite}
         return query_body(question, chat.options, engine=engine, **history, **more)
 
     def _checked(self, rag: RagKV, engine: str | None) -> tuple[str, list[str]]:
@@ -112,11 +113,11 @@ class ChatBackend:
 
     def _replied(self, rag: RagKV, question: str, engine: str, turns: Turns) -> AnswerStream:
         chat = self._settings
-        conversation = rag.conversation(history=chat.history, history_tokens=chat.history_tokens)
+        conversation = rag.conversation(history=chat.history, history_tokens=chat.history_tokens, rewrite=chat.rewrite)
         for asked, answer in turns:
             conversation.add(asked, answer)
-        prompt, search_for = conversation.prompt_text(question), conversation.search_text(question)
-        return rag.stream(prompt, engine=engine, search_for=search_for, **chat.options)
+        words = {"search_for": conversation.search_text(question), "rewrite": conversation.rewrite_text(question)}
+        return rag.stream(conversation.prompt_text(question), engine=engine, **words, **chat.options)
 
     def _by(self, there: Callable[[LocalClient], S], here: Callable[[RagKV], T]) -> S | T:
         if self._server is not None:
@@ -162,6 +163,14 @@ def chat(
     history_tokens: Annotated[
         int, typer.Option(help="Most tokens of earlier turns in the prompt; 0 for none.", min=0)
     ] = 512,
+    rewrite: Annotated[
+        bool | None,
+        typer.Option(
+            "--rewrite/--no-rewrite",
+            help="Have the model write a follow-up question anew for the search.",
+            show_default="the index's, or no",
+        ),
+    ] = None,
     device: Device = None,
     no_server: NoServer = False,
     as_json: JsonLines = False,
@@ -169,9 +178,9 @@ def chat(
 ) -> None:
     """Hold a conversation over your documents; answers are streamed and come with their sources.
 
-    The search uses a question together with the two before it. If the model can use them, the prompt holds the last
-    turns, after the documents, so that stored KV can still be used. In a pipe, every line of the input is a question.
-    Type /help for the commands.
+    The search uses a question together with the two before it, or with --rewrite what the model makes of it. If the
+    model can use them, the prompt holds the last turns, after the documents, so that stored KV can still be used. In a
+    pipe, every line of the input is a question. Type /help for the commands.
 
     Example: `ragkv chat --index my-index --engine pced`
     """
@@ -181,6 +190,7 @@ def chat(
         options=search.arguments | decoding.arguments | {"system": system},
         history=cast("History | None", history),
         history_tokens=history_tokens,
+        rewrite=rewrite,
         quiet=quiet,
     )
     with ChatBackend(index, device, settings, by_itself=without_server(no_server)) as backend:

@@ -12,6 +12,7 @@ import typer
 
 from ragkv.cli.console import count, draw, echo, kept_steps, note, plain, print_grid, print_json, steps
 from ragkv.cli.options import DEFAULT_INDEX, Device, Index, Quiet, codec_lists, engine_lists, given_names, given_numbers
+from ragkv.config import MOST_STEPS
 from ragkv.errors import UsageError
 from ragkv.evaluation.io import markdown_table, percent, points, write_whole
 from ragkv.util.display import json_text
@@ -88,7 +89,7 @@ def _shown(figure: MetricValue) -> str:
     return f"{figure.value:.3f} ±{(high - low) / 2:.2f}".replace("±0.", "±.")
 
 
-_VARIED = ("model", "codec", "retrieval", "top_k")
+_VARIED = ("model", "codec", "retrieval", "top_k", "steps")
 """These get a column if the rows differ in them."""
 
 
@@ -139,6 +140,8 @@ def row_remarks(tasks: Sequence[Task], rows: Sequence[ScoreRow]) -> list[str]:
 
 def _tables(rows: Sequence[ScoreRow]) -> list[_Table]:
     tables = [("Accuracy, %", *_table(rows, _value))]
+    if len({row.steps for row in rows}) > 1 and any(row.evidence is not None for row in rows):
+        tables.append(("All of the evidence among the chunks, %", *_table(rows, _evidence)))
     if any(row.difference is not None for row in rows):
         names = ", ".join(dict.fromkeys(row.baseline for row in rows if row.baseline))
         tables.append((f"Difference from {names}, points", *_table([row for row in rows if row.baseline], _difference)))
@@ -171,6 +174,10 @@ def _value(row: ScoreRow) -> str:
     if row.value is None or row.ci95 is None:
         return "no room" if row.too_long else "-"
     return percent(row.value, row.ci95)
+
+
+def _evidence(row: ScoreRow) -> str:
+    return "" if row.evidence is None else f"{row.evidence:.1%}".removesuffix("%")
 
 
 def _difference(row: ScoreRow) -> str:
@@ -254,6 +261,13 @@ def answers(
             rich_help_panel=_SCORES,
         ),
     ] = None,
+    steps: Annotated[
+        str,
+        typer.Option(
+            help="Search up to so many times, for queries that the model writes; several numbers: 1,2,3.",
+            rich_help_panel=_SCORES,
+        ),
+    ] = "1",
     embedder: Annotated[
         str | None,
         typer.Option(help="mini, a folder or a hub id.", show_default="mini beside mini", rich_help_panel=_SCORES),
@@ -297,6 +311,8 @@ def answers(
     asked of your index. Every answer is kept, so the same command continues a stopped run (docs/evaluation.md).
 
     Example: `ragkv eval answers worlds niah_single_1 --engines "full,block,ape,pced(gamma=2.5)" --chunks 8,32`
+
+    Example: `ragkv eval answers "worlds(kinds=two hops)" --chunks 33 --retrieval bm25 --top-k 4 --steps 1,2,3`
     """
     from ragkv.evaluation.answers import require_baseline, run
     from ragkv.pipeline import RagKV
@@ -305,7 +321,14 @@ def answers(
     sizes = given_numbers("--chunks", chunks)
     with ExitStack() as stack:
         choice = _Choice(
-            engines=engines, models=model, codecs=codecs, retrieval=retrieval, rerank=rerank, top_k=top_k, device=device
+            engines=engines,
+            models=model,
+            codecs=codecs,
+            retrieval=retrieval,
+            rerank=rerank,
+            top_k=top_k,
+            steps=given_numbers("--steps", steps, most=MOST_STEPS),
+            device=device,
         )
         if index is not None:
             own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
@@ -380,6 +403,7 @@ class _Choice:
     retrieval: str | None
     rerank: bool | None
     top_k: int | None
+    steps: list[int]
     device: str | None
 
 
@@ -400,6 +424,8 @@ def _of_index(rag: RagKV, choice: _Choice) -> tuple[list[Candidate], Any]:
         prompt=config.prompt,
         tuning=config.tuning,
         context=config.encoding.context,
+        steps=choice.steps,
+        writing=config.steps,
     )
     return asked, IndexSource(rag, device=choice.device)
 
@@ -422,6 +448,7 @@ def _of_tasks(
         rerank=[bool(choice.rerank)],
         top_k=choice.top_k,
         dtype=dtype,
+        steps=choice.steps,
     )
     scorer = Scorer(embedder=embedder or beside, reranker=reranker or beside, device=choice.device)
     return asked, TaskSource(scorer, device=choice.device)

@@ -642,6 +642,14 @@ class SearchOptions:
         ),
     ] = None
     where: Where = None
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="Search up to so many times: for the question, then for queries that the model writes.",
+            show_default="the index's, or 1",
+            rich_help_panel=_RETRIEVAL,
+        ),
+    ] = None
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -306,6 +306,8 @@ def _source(
 def show_sources(answer: Answer, index: Path | str) -> None:
     """Print the chunks, best first, and the times. They go to stderr, so that a pipe gets only the answer."""
     note("")
+    for query in answer.queries:
+        note(f"searched for: {beginning(query, 200)}")
     for rank, source in enumerate(answer.sources, start=1):
         place = "" if source.page is None else f", page {source.page}"
         place += "" if source.heading is None else f", {source.heading}"

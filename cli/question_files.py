@@ -140,7 +140,7 @@ def _line(row: FileRow, number: int, engine: str) -> QuestionLine:
     text = question_of(row).text
     own_engine = row.text("engine", default=engine)
     options: dict[str, Any] = {"engine": own_engine}
-    for name in ("top_k", "max_new_tokens"):
+    for name in ("top_k", "max_new_tokens", "steps"):
         value = row.values.get(name)
         if value is not None:
             if type(value) is not int or value < 1:
@@ -437,6 +437,7 @@ def _asked(rag: Answerer, lines: Iterable[QuestionLine]) -> Iterator[QuestionWit
         asked: QuestionWithOptions = {"question": line.text, **line.options}  # type: ignore[typeddict-item]
         if line.context:
             given = [given_chunk(chunk(text), f"context {at}") for at, text in enumerate(line.context, start=1)]
+            asked["steps"] = 1
             asked["chunks"] = given[::-1]  # best first: the engine puts the last one next to the question
         yield asked
 

@@ -30,6 +30,8 @@ Fusion = Literal["relative", "rrf"]
 History = Literal["auto", "prompt", "search", "none"]
 HISTORY: tuple[History, ...] = typing.get_args(History)
 """What a conversation's earlier turns are used for (docs/settings.md)."""
+MOST_STEPS = 8
+"""The most searches for one question."""
 VECTORS = ("dense", "sparse", "colbert")
 NEEDED: Mapping[Mode, tuple[str, ...]] = types.MappingProxyType(
     {"dense": ("dense",), "sparse": ("sparse",), "colbert": ("dense", "colbert"), "hybrid": ("dense",), "bm25": ()}
@@ -85,6 +87,41 @@ class EncodingConfig:
         _check_types(self, "encoding.")
         if not 0 <= self.context <= 1 << 16:
             raise ConfigError("encoding.context is a number of tokens from 0 to 65536.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsConfig:
+    """Search queries that the model writes (docs/retrieval.md, "Several steps").
+
+    A question is searched for `count` times at most; 1: only by itself. Before each search but the first, the model
+    reads the chunks and `prompt`, and writes at most `max_new_tokens` tokens, of which the first line counts. The next
+    search is for `query`, with `{written}` for that line. The model needs no more if it writes `enough`.
+
+    With `rewrite`, it first writes a follow-up question anew, for the search alone, from `rewrite_prompt` with
+    `{history}` for the turns before.
+    """
+
+    count: int = 1
+    prompt: str = "{question}"
+    query: str = "{question} {written}"
+    enough: str = ""
+    max_new_tokens: int = 48
+    rewrite: bool = False
+    rewrite_prompt: str = (
+        "{history}\n\nWrite the last question so that it can be understood alone. Last question: {question}"
+    )
+
+    def __post_init__(self) -> None:
+        _check_types(self, "steps.")
+        if not 1 <= self.count <= MOST_STEPS:
+            raise ConfigError(f"steps.count must lie between 1 and {MOST_STEPS}.")
+        if not 1 <= self.max_new_tokens <= 1024:
+            raise ConfigError("steps.max_new_tokens must lie between 1 and 1024.")
+        needed = {"prompt": ("question",), "query": ("written",), "rewrite_prompt": ("history", "question")}
+        for name, words in needed.items():
+            for word in words:
+                if f"{{{word}}}" not in getattr(self, name):
+                    raise ConfigError(f"steps.{name} must hold {{{word}}}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +289,7 @@ class IndexConfig:
     prompt: PromptConfig = field(default_factory=PromptConfig)
     encoding: EncodingConfig = field(default_factory=EncodingConfig)
     decoding: Decoding = field(default_factory=Decoding)
+    steps: StepsConfig = field(default_factory=StepsConfig)
     ingest: IngestConfig = field(default_factory=IngestConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     tiers: tuple[TierConfig, ...] = ()
@@ -304,7 +342,8 @@ class IndexConfig:
         """The text of `ragkv.toml`."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tables: dict[str, Any] = {"prompt": asdict(values.pop("prompt"))}
-        tables |= {name: _set(values.pop(name)) for name in ("encoding", "decoding", "ingest", "runtime", "qdrant")}
+        names = ("encoding", "decoding", "steps", "ingest", "runtime", "qdrant")
+        tables |= {name: _set(values.pop(name)) for name in names}
         tables["tuning"] = values.pop("tuning")
         tables["tiers"] = [{"url": tier.url, **_set(tier, url=tier.url)} for tier in values.pop("tiers")]
         return _HEAD + dump_toml(values | {name: table for name, table in tables.items() if table})

@@ -378,13 +378,16 @@ class RagKV:
         """`stream` for `async for`: the text as it is generated, then `.answer`; errors come with the first text."""
         return AsyncAnswerStream(self.index, lambda: self.stream(question, **options))
 
-    def conversation(self, *, history: History | None = None, history_tokens: int = 512) -> Conversation:
+    def conversation(
+        self, *, history: History | None = None, history_tokens: int = 512, rewrite: bool | None = None
+    ) -> Conversation:
         """A conversation, for questions that follow others.
 
-        Ask with `rag.query(talk.prompt_text(question), search_for=talk.search_text(question))`, then record the turn
-        with `talk.add(question, answer.text)`. `history` and `history_tokens` are those of `ragkv chat`.
+        Ask with `rag.query(talk.prompt_text(question), search_for=talk.search_text(question),
+        rewrite=talk.rewrite_text(question))`, then record the turn with `talk.add(question, answer.text)`. `history`,
+        `history_tokens` and `rewrite` are those of `ragkv chat`.
         """
-        return Conversation.of(self.index, history=history, history_tokens=history_tokens)
+        return Conversation.of(self.index, history=history, history_tokens=history_tokens, rewrite=rewrite)
 
     def retrieve(self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]) -> list[ScoredChunk]:
         """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7).

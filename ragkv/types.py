@@ -199,6 +199,8 @@ class Answer:
     """The generated tokens; `text` is theirs, stripped at both ends."""
     reasoning: str = ""
     """What the model thought before it answered (`thinking` of `Decoding`)."""
+    queries: tuple[str, ...] = ()
+    """The search queries that the model has written: a follow-up question anew, then one for each further step."""
     fields: Mapping[str, int] = field(default_factory=dict)
     """For a JSON answer by PCED: the place among `sources` of each value's source, by the value's JSON pointer."""
 
@@ -217,6 +219,7 @@ class Answer:
             charge=result.get("charge"),
             fields=result.get("fields", {}),
             reasoning=result.get("reasoning", ""),
+            queries=tuple(result.get("queries", ())),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -233,6 +236,7 @@ class Answer:
             "charge": self.charge,
             "fields": dict(self.fields),
             "reasoning": self.reasoning,
+            "queries": list(self.queries),
         }
 
     def _repr_html_(self) -> str:

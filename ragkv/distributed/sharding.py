@@ -498,7 +498,8 @@ class ShardedBackend(IndexBackend):
         super().__init__(index, self._shards or Finder(index), KVLoader(index))
         self._group = group
         self._runtime = runtime
-        self._owners: Mapping[str, int] = {}
+        self._owners: dict[str, int] = {}
+        self._question = ""
         self._prefixes: dict[tuple[int, ...], ChunkKV] = {}
         self.sizes = self._sizes_here
         self.prefetch = self._no_prefetch
@@ -508,12 +509,14 @@ class ShardedBackend(IndexBackend):
         return self._runtime
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+        if task.question != self._question:  # else its chunks are read together with those of earlier searches
+            self._question, self._owners = task.question, {}
         if self._shards is not None:
             found = super().find(task, on_candidates)
-            self._owners = {s.chunk.chunk_id: self._shards.owners.get(s.chunk.chunk_id, 0) for s in found}
+            self._owners |= {s.chunk.chunk_id: self._shards.owners.get(s.chunk.chunk_id, 0) for s in found}
             return found
         found = self._first_finds(task, on_candidates)
-        self._owners = {s.chunk.chunk_id: rank_of(s.chunk.chunk_id, self._group.size) for s in found}
+        self._owners |= {s.chunk.chunk_id: rank_of(s.chunk.chunk_id, self._group.size) for s in found}
         return found
 
     def _first_finds(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.config import MODES, NONE, EncodingConfig, Mode, PromptConfig, build_config
+from ragkv.config import MODES, NONE, EncodingConfig, Mode, PromptConfig, StepsConfig, build_config
 from ragkv.decoding import GREEDY, Decoding
 from ragkv.engines import ContextChunk, Engine, Request, engine_class
 from ragkv.errors import ConfigError, KVMismatchError, PromptTooLongError, UnsupportedModelError, UsageError
 from ragkv.evaluation.io import Progress, ResultCache, Spec, digest_of
 from ragkv.evaluation.metrics import Example, Task, bootstrap_mean, score
 from ragkv.evaluation.retrieval import MemoEmbedder, MemoReranker, build_searcher
-from ragkv.index.conversation import Conversation, Turn
+from ragkv.index.conversation import Conversation, Turn, WrittenQueries
 from ragkv.index.index import indexes_of, kinds_of, useful_kinds
 from ragkv.index.search import Searcher
 from ragkv.ingest import encode_identities
@@ -93,6 +93,9 @@ class Candidate:
     change: KVChange | None = None
     context: int = 0
     """`[encoding] context`: how much of its document a chunk of an index has seen."""
+    steps: int = 1
+    """How often it searches at most: for the question, then for queries that it writes as `writing` says."""
+    writing: StepsConfig = field(default_factory=StepsConfig)
 
     def __post_init__(self) -> None:
         made = self.make()
@@ -107,6 +110,8 @@ class Candidate:
             )
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"--top-k must be at least 1, not {self.top_k}.")
+        if self.steps > 1 and self.top_k is None:
+            raise UsageError("--steps needs --retrieval and --top-k: where all chunks are read, none is searched for.")
 
     @property
     def label(self) -> str:
@@ -141,6 +146,8 @@ def all_candidates(
     prompt: PromptConfig | None = None,
     tuning: Mapping[str, Mapping[str, Any]] | None = None,
     context: int = 0,
+    steps: Sequence[int] = (1,),
+    writing: StepsConfig | None = None,
 ) -> list[Candidate]:
     """Every combination of the arguments, once each. An option of a spec overrides one of `tuning`.
 
@@ -148,7 +155,7 @@ def all_candidates(
     set fields of `PromptConfig`: `ape(prompt.prefix_newlines=20)`. `ape(context=256)` overrides `context`.
     """
     found: list[Candidate] = []
-    for model, spec, codec, retrieval, reranked in product(models, engines, codecs, retrievals, rerank):
+    for model, spec, codec, retrieval, reranked, most in product(models, engines, codecs, retrievals, rerank, steps):
         words, options = _split(spec)
         changed = words or CONTEXT in options
         seen = EncodingConfig(context=options.pop(CONTEXT, context)).context
@@ -164,6 +171,8 @@ def all_candidates(
             prompt=_prompt_config(prompt or resolve(model).tuned_words(PromptConfig()), words, spec),
             name=str(spec) if changed else "",
             context=seen,
+            steps=most,
+            writing=writing or StepsConfig(),
         )
         if one not in found:
             found.append(one)
@@ -297,7 +306,8 @@ class ExampleResult:
     too. `chunks` is the number of chunks that were read, and `charge` what was recomputed of them. `trace` has the text
     of every token and the position of the chunk whose expert proposed it, for an engine with experts (PCED Figure 2).
     Where logits are compared, `first_token` is the seconds from the request, its KV in memory, to the first token's
-    scores, and `kv_bytes` that KV's size.
+    scores, and `kv_bytes` that KV's size. `evidence`: whether all chunks with the evidence were read, if the task knows
+    them.
     """
 
     task: str
@@ -311,15 +321,17 @@ class ExampleResult:
     comparison: Comparison | None = None
     first_token: float | None = None
     kv_bytes: int = 0
+    evidence: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreRow:
     """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval, and the settings that it was made with.
 
-    `kind` is a slice of the task; "" is the whole task. `chunks` is the mean number of chunks read, and `charge` the
-    mean of what an engine recomputed of them (`Engine.charge`). `difference` is the mean of (this - baseline) over the
-    questions that both answered. The prompts of `too_long` questions did not fit the model; they are not counted, and
+    `kind` is a slice of the task; "" is the whole task. `chunks` is the mean number of chunks read, `charge` the mean
+    of what an engine recomputed of them (`Engine.charge`), and `evidence` the share of questions of which all chunks
+    with the evidence were read. `difference` is the mean of (this - baseline) over the questions that both answered.
+    The prompts of `too_long` questions did not fit the model; they are not counted, and
     if none fitted, `value` is None.
     """
 
@@ -337,7 +349,9 @@ class ScoreRow:
     retrieval: str
     rerank: bool
     top_k: int | None
+    steps: int
     chunks: float
+    evidence: float | None = None
     charge: float | None = None
     too_long: int = 0
     baseline: str | None = None
@@ -380,17 +394,20 @@ def baseline_of(candidate: Candidate, among: Sequence[Candidate], name: str) -> 
     """The candidate that `candidate` is compared with: the one labelled `name` that is most similar to it.
 
     Similarity means the same model first, then the same ranking of chunks, then a raw codec. A lossy version of the
-    baseline itself is compared with its raw version. None for the baseline itself, and if no candidate has the name.
+    baseline itself is compared with its raw version, and the baseline over several steps with that over one. None for
+    the baseline itself, and if no candidate has the name.
     """
     closeness: list[Callable[[Candidate], Any]] = [
         lambda one: one.model == candidate.model,
-        lambda one: (one.retrieval, one.rerank, one.top_k) == (candidate.retrieval, candidate.rerank, candidate.top_k),
+        lambda one: [getattr(one, name) == getattr(candidate, name) for name in ("retrieval", "rerank", "top_k")],
+        lambda one: one.steps == candidate.steps,
         lambda one: one.codec == RAW,
     ]
     named = [one for one in among if one.label == name]
     if candidate in named:
         raw = [one for one in named if one.codec == RAW and one != candidate and one.model == candidate.model]
-        named = raw if candidate.codec != RAW else []
+        once = [one for one in named if one == replace(candidate, steps=1)]
+        named = raw if candidate.codec != RAW else once if candidate.steps > 1 else []
     if not named:
         return None
     return max(named, key=lambda one: [near(one) for near in closeness])
@@ -423,6 +440,7 @@ def _row(
     both = [score - theirs[name] for name, score in scores.items() if name in theirs]
     apart = bootstrap_mean([both], drawn) if both else None
     charged = [result.charge for result in own if result.charge is not None]
+    evident = [result.evidence for result in own if result.evidence is not None]
     return ScoreRow(
         task=task.name,
         kind=kind,
@@ -438,6 +456,8 @@ def _row(
         retrieval=candidate.retrieval,
         rerank=candidate.rerank,
         top_k=candidate.top_k,
+        steps=candidate.steps,
+        evidence=sum(evident) / len(evident) if evident else None,
         chunks=sum(result.chunks for result in own) / len(own) if own else 0.0,
         charge=sum(charged) / len(charged) if charged else None,
         too_long=len(own) - len(scores),
@@ -780,6 +800,7 @@ class IndexSource(ChunkSource):
             "top_k": config.top_k,
             "prompt": config.prompt,
             "context": config.encoding.context,
+            "writing": config.steps,
         }
         return Candidate(engine=engine, **(usual | settings))
 
@@ -1030,6 +1051,7 @@ class _CandidateRun:
                 score=None if text is None else score(task.metric, text, example),
                 chunks=found["chunks"],
                 charge=found.get("charge"),
+                evidence=found.get("evidence"),
                 trace=tuple((text, winner) for text, winner in found.get("trace", ())),
             )
 
@@ -1039,11 +1061,15 @@ class _CandidateRun:
         self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool
     ) -> Callable[[], dict[str, Any]]:
         """Submit the question; the answer as plain data. `answer` is None if the prompt is too long for the model."""
-        read = self.positions(example)
+        placed = self._searched(example)
+        read = [position for position, _ in placed][-(self._engine.most_chunks or len(placed)) :]
         generation = Generation(max_new_tokens=max_new_tokens, decoding=self._decoding)
-        too_long: dict[str, Any] = {"answer": None, "chunks": len(read)}
+        facts: dict[str, Any] = {"chunks": len(read)}
+        if example.needed:
+            facts["evidence"] = set(example.needed) <= set(read)
+        too_long = {"answer": None, **facts}
         try:
-            request, _ = self._request(example)
+            request, _ = self._request(example, placed=placed)
             tokens = runtime_of(self._loaded.model).decode(self._engine, request, generation)
         except PromptTooLongError:
             if stop_when_right:
@@ -1063,12 +1089,32 @@ class _CandidateRun:
                 if stop_when_right:
                     raise
                 return too_long
-            found: dict[str, Any] = {"answer": text.strip(), "chunks": len(read)}
+            found: dict[str, Any] = {"answer": text.strip(), **facts}
             if (charge := self._engine.charge(request, self._loaded.model)) is not None:
                 found["charge"] = charge
             return {**found, "trace": trace} if self._engine.counts_winners else found
 
         return wait
+
+    def _searched(self, example: Example) -> Placed:
+        """The chunks that are found over the candidate's steps, as by `AnswerStream`."""
+        candidate, question = self.candidate, example.question
+        written = WrittenQueries(candidate.writing, question, question, candidate.steps)
+        query: str | None = question
+        while query is not None:
+            found = self._source.chunks(self._loaded, replace(example, question=query), candidate)
+            more = written.found(found[::-1], _tokens_of)
+            placed = written.best(candidate.top_k or len(found), _tokens_of)[::-1]
+            if not more:
+                break
+            request, _ = self._request(replace(example, question=written.prompt), placed=placed)
+            generation = Generation(max_new_tokens=candidate.writing.max_new_tokens)
+            try:
+                with closing(runtime_of(self._loaded.model).decode(self._engine, request, generation)) as tokens:
+                    query = written.next("".join(token.text for token in tokens))
+            except PromptTooLongError:  # the answer's own prompt will say so
+                break
+        return placed
 
     def positions(self, example: Example) -> list[int]:
         """The positions of the chunks that the engine reads."""
@@ -1111,7 +1157,7 @@ class _CandidateRun:
         return trace, found | {"comparison": replace(compared, same=trace.text == reference.text, through=through)}
 
     def _request(
-        self, example: Example, turns: Sequence[Turn] = (), *, coded: bool = False
+        self, example: Example, turns: Sequence[Turn] = (), *, coded: bool = False, placed: Placed | None = None
     ) -> tuple[Request, RoundTrip | None]:
         """The request, and what its KV went through; raw KV stays as it is unless it has to be `coded`."""
         candidate, tokens = self.candidate, self._loaded.model.tokens
@@ -1122,7 +1168,7 @@ class _CandidateRun:
         request = self._loaded.reader(candidate.prompt).request(
             self._engine,
             conversation.prompt_text(example.question),
-            [chunk for _, chunk in self._source.chunks(self._loaded, example, candidate)],
+            [chunk for _, chunk in placed or self._source.chunks(self._loaded, example, candidate)],
             whole=self._source.whole,
             through=through,
         )
@@ -1133,9 +1179,11 @@ class _CandidateRun:
         trained = {"heads": self._loaded.heads} if self._engine.whole_documents else {}
         if (packet := self._engine.packet) is not None:
             trained["packet"] = packet.digest.hex()
+        several = {"steps": [candidate.steps, asdict(candidate.writing)]} if candidate.steps > 1 else {}
         return digest_of(
             {
                 **trained,
+                **several,
                 "scheme": SCHEME,
                 "model": self._loaded.fingerprint,
                 "engine": candidate.engine,
@@ -1157,6 +1205,10 @@ class _CandidateRun:
             name = "-".join("".join(c if c.isalnum() else "_" for c in word) for word in words)
             self._ledgers[task.name] = ResultCache(self._work / "answers" / f"{name[:120]}.jsonl")
         return self._ledgers[task.name]
+
+
+def _tokens_of(placed: tuple[int, ContextChunk]) -> tuple[int, ...]:
+    return placed[1].token_ids
 
 
 class _LogitComparison:

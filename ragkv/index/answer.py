@@ -10,14 +10,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Required, Self, Unpack
 
-from ragkv.config import IndexConfig, build_config
-from ragkv.decoding import Decoding, schema_text
+from ragkv.config import MOST_STEPS, IndexConfig, StepsConfig, build_config
+from ragkv.decoding import GREEDY, Decoding, schema_text
 from ragkv.errors import NothingFoundError, StoreError, UsageError
+from ragkv.index.conversation import WrittenQueries, first_line
 from ragkv.index.index import Index
 from ragkv.index.kv_loader import After, KVLoader, Prefetch, index_request
 from ragkv.index.search import Finder, Retrieval, SearchSettings, search_settings
@@ -49,12 +50,17 @@ class QueryOptions(Retrieval, total=False):
     """transformers' logits processors, which get the generated tokens; do not share stateful ones between requests."""
     stopping_criteria: Sequence[Any]
     chunks: Sequence[ScoredChunk] | None
-    """Chunks to answer from instead of retrieval, best first; they need not be from the index."""
+    """Chunks to answer from instead of the first search, best first; they need not be from the index."""
     keep: bool
     """Store the KV of `chunks` that are not from the index, until the next `gc`."""
     tail: Sequence[tuple[str, bool]] | None
     """The prompt after the documents (`ragkv.model.tools.tool_tail`) instead of the question; the answer then has the
     names of the control tokens that `grammar` allows."""
+    steps: int | None
+    """The most searches: for the question, then for queries that the model writes (`StepsConfig`). With `chunks`, 1
+    unless it is given."""
+    rewrite: str | None
+    """What the model is asked before the search (`Conversation.rewrite_text`): its answer replaces `search_for`."""
 
 
 class QuestionWithOptions(QueryOptions, total=False):
@@ -78,6 +84,23 @@ class AnswerTask:
     keep: bool = False
     tail: Sequence[tuple[str, bool]] | None = None
     system: str = ""
+    steps: int = 1
+    rewrite: str | None = None
+    writing: StepsConfig = field(default_factory=StepsConfig)
+
+    def query_task(self, prompt: str, *, engine: Engine | None = None) -> AnswerTask:
+        """The task of writing a search query, greedily and without restrictions and thinking."""
+        return replace(
+            self,
+            question=prompt,
+            engine=engine or self.engine,
+            max_new_tokens=self.writing.max_new_tokens,
+            decoding=GREEDY.settled(),
+            logits_processors=(),
+            stopping_criteria=(),
+            tail=None,
+            system="",
+        )
 
     @property
     def generation(self) -> Generation:
@@ -113,6 +136,8 @@ def validate_task(
     keep: bool = False,
     tail: Sequence[tuple[str, bool]] | None = None,
     system: str | None = None,
+    steps: int | None = None,
+    rewrite: str | None = None,
     **retrieval: Unpack[Retrieval],
 ) -> AnswerTask:
     """The task that `QueryOptions` describe, completed from the index's configuration.
@@ -128,6 +153,8 @@ def validate_task(
             raise UsageError(f"The {name} is not valid Unicode text; write it in UTF-8.", param=name)
     if max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.", param="max_new_tokens")
+    if steps is not None and not 1 <= steps <= MOST_STEPS:
+        raise UsageError(f"--steps must be from 1 to {MOST_STEPS}, not {steps}.", param="steps")
     if isinstance(decoding, Decoding):
         settings = decoding if schema is None else replace(decoding, schema=schema_text(schema))
     else:
@@ -147,6 +174,9 @@ def validate_task(
         keep=keep,
         tail=tail,
         system=(system or "").strip(),
+        steps=(config.steps.count if chunks is None else 1) if steps is None else steps,
+        rewrite=rewrite,
+        writing=config.steps,
     )
 
 
@@ -287,15 +317,22 @@ class AnswerStream:
         """What the model has thought so far; the iteration gives empty texts meanwhile."""
         self.trace: list[TracedToken] = []
         """The answer's tokens so far; append-only, by the iterating thread."""
+        self.queries: list[str] = []
+        """The search queries that the model has written so far; complete when there are `sources`."""
         self.when_found: Callable[[], object] = lambda: None
-        """Called once by the iterating thread, when `sources` has the chunks."""
+        """Called by the iterating thread, when `sources` has the chunks, and before that for each of `queries`."""
         self._backend = backend
         self._task = task
+        self._asked = task
+        """What the model is asked now: `_task`, or to write a search query."""
+        self._written = ""
+        self._steps: WrittenQueries | None = None
         self._cancelled = threading.Event()
         self._answer: Answer | None = None
         # state so far, written only by the iterating thread
         self._text = ""
         self._scored: list[ScoredChunk] = []
+        self._begun = self._found = False
         self._won: Counter[int] = Counter()
         self._use = KVUse()
         self._charge: float | None = None
@@ -342,7 +379,9 @@ class AnswerStream:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The answer's chunks, best first, with the tokens that each has won so far; empty before retrieval."""
+        """The answer's chunks, best first, with the tokens that each has won so far; empty until all are found."""
+        if not self._found:
+            return ()
         counts = self._task.engine.counts_winners
         sources = [source_of(s, self._won[i] if counts else None) for i, s in enumerate(self._scored)]
         return tuple(reversed(sources))
@@ -360,7 +399,8 @@ class AnswerStream:
         return self._task.engine.warning(self._backend.owner.model)
 
     def begin(self, *, wait: bool = True) -> bool:
-        """Find the chunks, load their KV and submit the question to the runtime; True when that is done.
+        """Find the chunks, load their KV and submit the question (or the first query that the model is to write) to the
+        runtime; True when that is done.
 
         Without `wait` it returns False while there is no room for the KV beside that of other answers. It then holds
         nothing, and a later call continues with the chunks that were found.
@@ -370,8 +410,7 @@ class AnswerStream:
         self._span = self._span or Span("ragkv.answer", {"gen_ai.operation.name": "chat"})
         try:
             with self._span.current(), self._interrupted_by_close():
-                prefetch = None if self._scored else self._retrieve()
-                return self._submit(prefetch, wait=wait)
+                return self._submit(None if self._begun else self._begin(), wait=wait)
         except BaseException as error:
             self._end_span(error)
             raise
@@ -380,14 +419,26 @@ class AnswerStream:
         """Return when there is something to `collect`, driving the runtime if no other thread does."""
         if self._runtime is not None and self._job is not None:
             self._runtime.wait(self._job)
+        elif self._begun and not self._cancelled.is_set():
+            self._submit(None, wait=True)
 
     def collect(self) -> bool:
         """Take the available tokens without waiting; True when complete. Raises the answer's error."""
-        if self._runtime is not None and self._job is not None:
-            tokens, ended = self._runtime.taken(self._job)
-            for token in tokens:
-                self._count(token)
-            if not ended:
+        prefetch: Prefetch | None = None
+        with self._interrupted_by_close():
+            if self._runtime is not None and self._job is not None:
+                tokens, ended = self._runtime.taken(self._job)
+                for token in tokens:
+                    if self._writes:
+                        ended = self._write(token) or ended
+                    else:
+                        self._count(token)
+                if not ended:
+                    return False
+                if self._writes and not self._cancelled.is_set():
+                    prefetch = self._go_on()
+            if self._begun and self._job is None and not self._cancelled.is_set():
+                self._submit(prefetch, wait=False)
                 return False
         self._store()
         self._backend.ended()
@@ -395,14 +446,25 @@ class AnswerStream:
         self._end_span()
         return True
 
+    @property
+    def _writes(self) -> bool:
+        """Whether the model writes a search query, and no answer yet."""
+        return self._asked is not self._task
+
     def _run(self) -> Generator[str]:
         try:
-            if self.begin() and self._runtime is not None and self._job is not None:
+            begun = self.begin()
+            while begun and self._runtime is not None and self._job is not None:
+                writes = self._writes
                 for token in self._runtime.tokens(self._job):
-                    if self._cancelled.is_set():
+                    if self._cancelled.is_set() or (writes and self._write(token)):
                         break
-                    if (text := self._count(token)) or token.thought:
+                    if not writes and ((text := self._count(token)) or token.thought):
                         yield text
+                if self._cancelled.is_set() or not writes:
+                    break
+                with self._interrupted_by_close():
+                    begun = self._submit(self._go_on(), wait=True)
         except GeneratorExit:
             self._answer = self._so_far()
             raise
@@ -428,12 +490,80 @@ class AnswerStream:
                 self._backend.owner.require_open()
             raise
 
-    def _retrieve(self) -> Prefetch | None:
-        """Find the chunks, and load the likely winners' KV while the reranker works."""
-        backend, task, engine = self._backend, self._task, self._task.engine
+    def _begin(self) -> Prefetch | None:
+        """Find the chunks, or have a follow-up question written anew before that."""
+        from ragkv.engines import make_engine
+
+        backend, task = self._backend, self._task
         backend.require(task)
         self._runtime = backend.runtime
         self._mark("started")
+        if task.rewrite is not None and task.chunks is None:
+            self._asked, prefetch = task.query_task(task.rewrite, engine=make_engine("full")), None
+        else:
+            prefetch = self._search_first("")
+        self._begun = True
+        return prefetch
+
+    def _write(self, token: Token) -> bool:
+        """Take up a token of a search query; whether its line is complete."""
+        self._store()
+        self.tokens += 1
+        self._written += token.text
+        return token.finish_reason is not None or "\n" in self._written.lstrip()
+
+    def _go_on(self) -> Prefetch | None:
+        """After the model has written a search query: search for it; what is asked next is the answer or another."""
+        assert self._runtime is not None
+        assert self._job is not None
+        self._runtime.cancel(self._job)
+        self._job = None
+        text, self._written = self._written, ""
+        if self._steps is None:
+            return self._search_first(first_line(text))
+        query = self._steps.next(text)
+        return self._enough(None) if query is None else self._search(query)
+
+    def _search_first(self, rewritten: str) -> Prefetch | None:
+        """Search for the question, or for what a follow-up question was rewritten to."""
+        task = self._task
+        usual = task.search.search_for or task.question
+        self._steps = WrittenQueries(task.writing, task.question, rewritten or usual, task.steps)
+        return self._search(rewritten)
+
+    def _search(self, query: str) -> Prefetch | None:
+        """Search for the question, or for a query that the model has written. Chunks come in ascending relevance, so
+        that the best one is next to the question.
+        """
+        task, steps = self._task, self._steps
+        assert steps is not None
+        found, prefetch = list[ScoredChunk](), None
+        if query:
+            self.queries.append(query)
+            self.when_found()
+            with suppress(NothingFoundError):
+                search = replace(task.search, search_for=query)
+                found, prefetch = self._find(replace(task, search=search, chunks=None))
+        if not found and not steps.rankings:
+            found, prefetch = self._find(task)
+        more = steps.found(found, _chunk_id)
+        best = steps.best(task.search.top_k, _chunk_id)
+        self._scored = best[: task.engine.most_chunks][::-1]
+        if not more:
+            return self._enough(prefetch)
+        self._asked = task.query_task(steps.prompt)
+        return prefetch
+
+    def _enough(self, prefetch: Prefetch | None) -> Prefetch | None:
+        """All chunks are found: the answer is next."""
+        self._asked, self._found = self._task, True
+        self.when_found()
+        return prefetch
+
+    def _find(self, task: AnswerTask) -> tuple[list[ScoredChunk], Prefetch | None]:
+        """The chunks for a search, best first; the likely winners' KV is loaded while the reranker works."""
+        backend, engine = self._backend, task.engine
+        self._times = {"started": self._times["started"]}
         prefetch: Prefetch | None = None
 
         def begin(likely: list[ScoredChunk]) -> None:
@@ -444,21 +574,18 @@ class AnswerStream:
                 prefetch = backend.prefetch(encoding, likely[: engine.most_chunks])
 
         try:
-            scored = backend.find(task, begin)[: engine.most_chunks]
+            found = backend.find(task, begin)
         except BaseException:
             if prefetch is not None:
                 prefetch.drop()
             raise
         self._mark("retrieved")
-        scored.reverse()  # ascending relevance, so that the best chunk is next to the question
-        self._scored = scored
         self._mark("reranked")
-        self.when_found()
-        return prefetch
+        return found, prefetch
 
     def _submit(self, prefetch: Prefetch | None, *, wait: bool) -> bool:
-        """Lease room for the KV, load it and submit the question to the runtime; False without a lease."""
-        backend, task, runtime = self._backend, self._task, self._backend.runtime
+        """Lease room for the KV, load it and submit what is asked now to the runtime; False without a lease."""
+        backend, task, runtime = self._backend, self._asked, self._backend.runtime
         lease: Lease | None = None
         try:
             sizes = backend.sizes(task.engine.reads, self._scored, whole=task.engine.whole_documents)
@@ -468,10 +595,11 @@ class AnswerStream:
                 lease = runtime.try_lease(sizes, owner=backend.owner)
             if lease is None:
                 return False
-            waited = 1000 * (time.perf_counter() - self._times["reranked"])
+            waited = 1000 * (time.perf_counter() - self._times.get("reranked", self._times["started"]))
             with span("ragkv.kv.load", {"ragkv.kv.waited_ms": waited}) as loading:
-                request, self._use = backend.request(task, self._scored, prefetch, self._after)
-                loading.note({f"ragkv.kv.{name}": value for name, value in asdict(self._use).items()})
+                request, use = backend.request(task, self._scored, prefetch, self._after)
+                loading.note({f"ragkv.kv.{name}": value for name, value in asdict(use).items()})
+            self._use += use
             self.prompt_tokens = request.tokens
             self._mark("loaded")
             self._job = runtime.submit(task.engine, request, task.generation, owner=backend.owner, lease=lease)
@@ -568,8 +696,13 @@ class AnswerStream:
             charge=self._charge,
             trace=tuple(self.trace),
             reasoning=self.reasoning.strip(),
+            queries=tuple(self.queries),
             fields=field_sources(self.trace) if self._finish == "stop" and self._task.decoding.schema else {},
         )
+
+
+def _chunk_id(scored: ScoredChunk) -> str:
+    return scored.chunk.chunk_id
 
 
 def source_of(scored: ScoredChunk, won: int | None = None) -> Source:

@@ -292,7 +292,7 @@ class AsyncAnswerStream:
     `start` runs in the thread, because it may load the model. If the iterating task is cancelled or leaves early, the
     answer is cancelled and the thread joined at its next token, so that the index may be closed.
 
-    With `announce`, an empty text comes first, when the chunks are found and `sources` has them.
+    With `announce`, an empty text comes for each of `queries`, and when the chunks are found and `sources` has them.
     """
 
     def __init__(self, index: Index, start: Callable[[], AnswerStream], *, announce: bool = False) -> None:
@@ -344,6 +344,11 @@ class AsyncAnswerStream:
     def sources(self) -> tuple[Source, ...]:
         """Like `AnswerStream.sources`."""
         return () if self._stream is None else self._stream.sources
+
+    @property
+    def queries(self) -> Sequence[str]:
+        """Like `AnswerStream.queries`, a growing list."""
+        return () if self._stream is None else self._stream.queries
 
     @property
     def reasoning(self) -> str:

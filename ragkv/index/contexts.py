@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-from ragkv.config import EncodingConfig, IndexConfig, RuntimeConfig
+from ragkv.config import EncodingConfig, IndexConfig, RuntimeConfig, StepsConfig
 from ragkv.errors import AnswerInterruptedError, PromptTooLongError
 from ragkv.index.answer import (
     AnswerStream,
@@ -55,8 +55,9 @@ class Contexts:
         from ragkv.engines import make_engine
         from ragkv.runtime import runtime_of
 
-        self.config = replace(config, encoding=EncodingConfig())
-        """Without `[encoding]`: a text is one chunk, so nothing of its document stands before it."""
+        self.config = replace(config, encoding=EncodingConfig(), steps=StepsConfig())
+        """Without `[encoding]`: a text is one chunk, so nothing of its document stands before it. Nothing is searched,
+        so there is one step."""
         self.model = model
         self.closed = False
         self.prompt = render(config.prompt, model.tokens)

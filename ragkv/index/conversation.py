@@ -1,9 +1,9 @@
-"""Conversations over stored KV: the search query of a follow-up question, and earlier turns in the prompt.
+"""What is searched for: the queries of a question over several steps, and of a follow-up question in a conversation.
 
 Chunks were prefilled before any question, so earlier turns cannot precede the documents: no stored KV would match. They
-follow the documents, in the question's part of the prompt, which is prefilled for each question anyway. No model
-rewrites a follow-up question ("And where is it based?"); it is searched together with the last questions, which name
-its subject.
+follow the documents, in the question's part of the prompt, which is prefilled for each question anyway. A follow-up
+question ("And where is it based?") is searched together with the last questions, which name its subject; with
+`rewrite` of `[steps]`, the model first writes it anew.
 
 A model that was never trained on conversations answers worse with earlier turns in its prompt: the bundled mini answers
 20 of 20 questions alone, and 1 to 3 of 20 after others. So the prompt only has them if the model can use them.
@@ -11,11 +11,12 @@ A model that was never trained on conversations answers worse with earlier turns
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ragkv.config import HISTORY, History, PromptConfig, one_of
+from ragkv.config import HISTORY, History, PromptConfig, StepsConfig, one_of
 
 if TYPE_CHECKING:
     from ragkv.index.index import Index
@@ -24,6 +25,79 @@ if TYPE_CHECKING:
 
 QUALITY = "quality"
 """The key in `meta` of the reports of `ragkv doctor`, newest first."""
+
+
+T = TypeVar("T")
+
+
+def interleaved(rankings: Sequence[Sequence[T]], most: int, key: Callable[[T], object]) -> list[T]:
+    """The best `most` of several rankings, best first: in turn, each gives its best that no other has given yet."""
+    found: dict[object, T] = {}
+    left = [iter(ranking) for ranking in rankings]
+    while left and len(found) < most:
+        for ranking in list(left):
+            best = next((each for each in ranking if key(each) not in found), None)
+            if best is None:
+                left.remove(ranking)
+            else:
+                found[key(best)] = best
+    return list(found.values())[:most]
+
+
+def first_line(text: str) -> str:
+    """The first line that is not blank, without marks around it: a query as a model has written it."""
+    line = next(filter(None, map(str.strip, text.splitlines())), "")
+    return " ".join(line.strip("\"'`*").split())
+
+
+class WrittenQueries:
+    """The queries of one question over several steps, and when they end. `searched` is what it is first searched for.
+
+    `rankings` has what each search found, best first; a search that found nothing new is left out.
+    """
+
+    def __init__(self, config: StepsConfig, question: str, searched: str, count: int) -> None:
+        self._config = config
+        self._searched = searched
+        self._asked = {_same(searched)}
+        self._left = count - 1
+        self._known: set[object] = set()
+        self.prompt = _filled(config.prompt, question=question)
+        """What the model is asked after the chunks, to write a query."""
+        self.rankings: list[Sequence[Any]] = []
+
+    def found(self, ranking: Sequence[T], key: Callable[[T], object]) -> bool:
+        """Take up what a search has found; whether there may be another."""
+        ids = set(map(key, ranking))
+        new = not ids <= self._known
+        if new:
+            self._known |= ids
+            self.rankings.append(ranking)
+        return new and self._left > 0
+
+    def best(self, most: int, key: Callable[[T], object]) -> list[T]:
+        """The best `most` that were found, `interleaved`; all of a single search."""
+        return list(self.rankings[0]) if len(self.rankings) == 1 else interleaved(self.rankings, most, key)
+
+    def next(self, text: str) -> str | None:
+        """The next query, from what the model has written; None if that is nothing, "enough", or was asked before."""
+        written = first_line(text)
+        query = _filled(self._config.query, question=self._searched, written=written)
+        if not written or _same(written) == _same(self._config.enough) or _same(query) in self._asked:
+            return None
+        self._asked.add(_same(query))
+        self._left -= 1
+        return query
+
+
+def _filled(template: str, **values: str) -> str:
+    """The template with a value for each name in braces; braces within a value stay."""
+    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), template)
+
+
+def _same(text: str) -> str:
+    """What equal queries have in common: their words."""
+    return " ".join("".join(c if c.isalnum() else " " for c in text.casefold()).split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,16 +123,28 @@ class Conversation:
         history: History = "prompt",
         history_tokens: int = 512,
         searched_turns: int = 2,
+        steps: StepsConfig | None = None,
     ) -> None:
+        self._steps = steps or StepsConfig()
         self._lead, _, self._trail = prompt.question.partition("{question}")
         self._count = count
+        self._most_tokens = history_tokens
         self._history_tokens = history_tokens if history == "prompt" else 0
         self._searched_turns = 0 if history == "none" else searched_turns
         self.turns: list[Turn] = []
 
     @classmethod
-    def of(cls, index: Index, *, history: History | None = None, history_tokens: int = 512) -> Conversation:
-        """A conversation with an index. `history` None: as in its `ragkv.toml`; "auto" depends on the model."""
+    def of(
+        cls,
+        index: Index,
+        *,
+        history: History | None = None,
+        history_tokens: int = 512,
+        rewrite: bool | None = None,
+    ) -> Conversation:
+        """A conversation with an index. `history` and `rewrite` None: as in its `ragkv.toml`; "auto" depends on the
+        model.
+        """
         mode = index.config.history if history is None else history
         one_of("history", mode, HISTORY)
         tokens = index.model.tokens
@@ -67,6 +153,7 @@ class Conversation:
             lambda text: len(tokens.encode(text)),
             history=history_for(index) if mode == "auto" else mode,
             history_tokens=history_tokens,
+            steps=index.config.steps if rewrite is None else replace(index.config.steps, rewrite=rewrite),
         )
 
     def search_text(self, question: str) -> str:
@@ -80,15 +167,28 @@ class Conversation:
 
         The prompt template surrounds the result, so the first turn has no lead and the question no trail.
         """
+        return "".join([*self._earlier(self._history_tokens), question])
+
+    def rewrite_text(self, question: str) -> str | None:
+        """What the model is asked to write the question anew for the search; None if it is not to, or for a first
+        question.
+        """
+        if not self._steps.rewrite or not self._searched_turns or not self.turns:
+            return None
+        # the last turn's end is the beginning of the question that would follow
+        history = "".join(self._earlier(self._most_tokens)).removesuffix(self._lead).strip()
+        return _filled(self._steps.rewrite_prompt, history=history, question=question)
+
+    def _earlier(self, left: int) -> list[str]:
+        """As many of the last turns as fit into so many tokens."""
         earlier: list[str] = []
-        left = self._history_tokens
         for turn in reversed(self.turns):
             text = f"{turn.question}{self._trail}\nAnswer: {turn.answer}\n\n{self._lead}"
             left -= self._count(text)
             if left < 0:
                 break
             earlier.append(text)
-        return "".join([*reversed(earlier), question])
+        return earlier[::-1]
 
     def add(self, question: str, answer: str) -> None:
         """Remember a finished turn."""

@@ -235,7 +235,7 @@ def is_empty(folder: Path) -> bool:
 def kept_settings(folder: Path) -> dict[str, Any]:
     """Settings that a replacing index takes over: those that a user wrote and that have no flag."""
     old, plain = load_config(folder), IndexConfig()
-    names = ("prompt", "decoding", "ingest", "runtime", "memory_budget", "history", "tiers", "qdrant")
+    names = ("prompt", "decoding", "steps", "ingest", "runtime", "memory_budget", "history", "tiers", "qdrant")
     return {name: getattr(old, name) for name in names if getattr(old, name) != getattr(plain, name)}
 
 

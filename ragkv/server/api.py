@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 
 
 class QueryFormatter:
-    """The events `sources`, `token`, and `done` or `error`; or the object of `done` alone.
+    """The events `query`, `sources`, `token`, and `done` or `error`; or the object of `done` alone.
 
     `warnings`, if any, come first, and are in the object. A `local` request gets the tokens with the white space at
     both ends, and errors in the words of the command line.
@@ -90,7 +90,7 @@ class QueryFormatter:
         self._local = local
         self._trimmed, self._thoughts = TrimmedText(), ThoughtDeltas()
         self._found = False
-        self._sent = 0
+        self._sent = self._queries = 0
 
     def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
         payload = {**answer.to_json(), "question": self._question, "sources": self._sources(answer.sources)}
@@ -109,11 +109,14 @@ class QueryFormatter:
 
     def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
         if not self._found:
-            self._found = True
-            # the same at any time: how many tokens each source won is only known at the end
-            yield event(
-                {"sources": [{**each, "tokens_won": None} for each in self._sources(stream.sources)]}, "sources"
-            )
+            sources = self._sources(stream.sources)  # read first: when there are some, all queries are written
+            for query in stream.queries[self._queries :]:
+                self._queries += 1
+                yield event({"text": query}, "query")
+            self._found = bool(sources)
+            if sources:
+                # the same at any time: how many tokens each source won is only known at the end
+                yield event({"sources": [{**each, "tokens_won": None} for each in sources]}, "sources")
         if more := self._thoughts.take(stream):
             yield event({"text": more}, "reasoning")
         yield from self._tokens(stream)
@@ -200,7 +203,9 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
 
     @routes.post("/indexes/{name}/query", response_model=AnswerReply, responses=EVENTS)
     async def query(name: str, body: QueryRequest, request: Request) -> Response:
-        """Answer a question as `ragkv query` does. Streamed: events `sources`, `token`, then `done` or `error`."""
+        """Answer a question as `ragkv query` does. Streamed: events `query` (each that the model writes), `sources`,
+        `token`, then `done` or `error`.
+        """
         rag, local = served.index(name), LocalRequest.of(request)
         stream, warnings = await prepared(rag, body)
         formatter = QueryFormatter(body, chunk_urls(request, name), warnings, local)
@@ -275,7 +280,12 @@ def _prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
     """The answer, which has not begun, and the warnings that were asked for; takes long for a long history."""
     turns = [(turn.question, turn.answer) for turn in body.history]
     words = in_conversation(
-        rag, body.question.strip(), turns, history=body.history_mode, history_tokens=body.history_tokens
+        rag,
+        body.question.strip(),
+        turns,
+        history=body.history_mode,
+        history_tokens=body.history_tokens,
+        rewrite=body.rewrite,
     )
     options = body.query_options(words)
     options["system"] = body.system

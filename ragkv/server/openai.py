@@ -264,7 +264,7 @@ class ChatRequest(QuestionOptions):
         if words.conversation is not None:
             given = chosen.rag.chunk(words.conversation, chunk_id="conversation")
             scored = ScoredChunk(chunk=given, source="", retrieval_score=0.0, rerank_score=None, score=0.5)
-            return {**self.query_options(words, engine="full"), "chunks": [scored]}
+            return {**self.query_options(words, engine="full"), "chunks": [scored], "steps": 1}
         if chosen.engine is not None and self.engine not in (None, chosen.engine):
             message = f"The model names engine {chosen.engine!r}, and `engine` {self.engine!r}."
             raise ApiError(400, message, param="engine")
@@ -290,7 +290,7 @@ def calls_after(messages: Sequence[Message]) -> Sequence[Message]:
     return later if later and later[-1].role == "tool" else []
 
 
-def conversation_text(messages: Sequence[Message], rag: RagKV) -> ConversationText:
+def conversation_text(messages: Sequence[Message], rag: RagKV, *, rewrite: bool | None = None) -> ConversationText:
     """The question is the last user message; earlier turns are used as `ragkv chat` uses them.
 
     The texts of system and developer messages come before the question, calls and results after it come elsewhere
@@ -315,7 +315,7 @@ def conversation_text(messages: Sequence[Message], rag: RagKV) -> ConversationTe
     instructions = [
         t.strip() for m, t in zip(messages, texts, strict=True) if m.role in ("system", "developer") and t.strip()
     ]
-    return in_conversation(rag, texts[last].strip(), turns, instructions)
+    return in_conversation(rag, texts[last].strip(), turns, instructions, rewrite=rewrite)
 
 
 def _conversation_task(text: str) -> tuple[str, str] | None:
@@ -370,7 +370,7 @@ class Completion:
         """The object with the finish reason and the sources; `content` is the text that was sent."""
         reason = _reason(answer, called)
         chunk = self._chunk({"annotations": self._annotations(answer, content)}, finish=reason)
-        return {**chunk, "sources": self.sources(answer), "fields": dict(answer.fields)}
+        return {**chunk, **self._found(answer)}
 
     def usage(self, prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
         """The last object of a stream, if the client asked for the usage."""
@@ -399,9 +399,12 @@ class Completion:
             **self._head("chat.completion"),
             "choices": [choice],
             "usage": usage(prompt, generated, answer),
-            "sources": self.sources(answer),
-            "fields": dict(answer.fields),
+            **self._found(answer),
         }
+
+    def _found(self, answer: Answer) -> dict[str, Any]:
+        """ragkv's own fields of an answer: how it came about."""
+        return {"sources": self.sources(answer), "fields": dict(answer.fields), "queries": list(answer.queries)}
 
     def footer(self, answer: Answer) -> str:
         """The sources as Markdown, to append to the answer."""
@@ -634,6 +637,7 @@ class ChatReply(BaseModel):
     usage: Usage
     sources: list[AnswerSource]
     fields: dict[str, int] = Field(description="For JSON by PCED: the place among the sources of each value's source.")
+    queries: list[str] = Field(description="The search queries that the model has written.")
 
 
 MOST_TEXTS = 2048
@@ -836,7 +840,7 @@ def _prepared(body: ChatRequest, chosen: ModelChoice) -> tuple[bool, AnswerStrea
     """Whether the answer has sources; the answer, which has not begun; and, if tools may be called, how to start one
     without documents.
     """
-    words = conversation_text(body.messages, chosen.rag)
+    words = conversation_text(body.messages, chosen.rag, rewrite=body.rewrite)
     try:
         options: dict[str, Any] = {**body.options(chosen, words)}
         more: dict[str, Any] = {**body.tool_options(chosen, words, calls_after(body.messages))}
@@ -848,7 +852,7 @@ def _prepared(body: ChatRequest, chosen: ModelChoice) -> tuple[bool, AnswerStrea
     def undocumented() -> AnswerStream:
         nothing = chosen.rag.chunk("", chunk_id="nothing")
         scored = ScoredChunk(chunk=nothing, source="", retrieval_score=0.0, rerank_score=None, score=0.5)
-        return chosen.rag.stream(words.prompt, **{**options, "engine": "full", "chunks": [scored]})
+        return chosen.rag.stream(words.prompt, **{**options, "engine": "full", "chunks": [scored], "steps": 1})
 
     return words.conversation is None, stream, undocumented if "decoding" in more else None
 

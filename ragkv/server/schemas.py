@@ -160,6 +160,7 @@ class AnswerReply(BaseModel):
         description="For JSON by PCED: the place among the sources of each value's source, by its JSON pointer.",
     )
     reasoning: str = Field(default="", description="What the model thought before it answered.")
+    queries: list[str] = Field(default=[], description="The search queries that the model has written.")
     trace: TraceReply = Field(default=TraceReply(tokens=[]), description="Only with `trace`.")
     citations: list[AnswerCitation] = Field(default=[], description="Only with `citations`.")
     refused: bool = Field(
@@ -245,6 +246,12 @@ class QuestionOptions(BaseModel):
     rerank: bool | None = None
     candidates: int | None = None
     where: FailFastList[str] | None = None
+    steps: int | None = Field(
+        default=None, description="The most searches: for the question, then for queries that the model writes."
+    )
+    rewrite: bool | None = Field(
+        default=None, description="Whether the model writes a follow-up question anew for the search."
+    )
     temperature: float | None = None
     top_p: float | None = None
     min_p: float | None = None
@@ -289,6 +296,8 @@ class QuestionOptions(BaseModel):
             "candidates": self.candidates,
             "where": self.where or (),
             "search_for": words.search,
+            "rewrite": words.rewrite,
+            "steps": self.steps,
             "decoding": {name: value for name, value in decoding.items() if value is not None},
         }
         most = self.most_tokens()

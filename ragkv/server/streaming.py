@@ -248,12 +248,13 @@ async def _gone(request: Request) -> None:
 
 class ConversationText(NamedTuple):
     """A question's text for the search and for the prompt. `conversation` is set if the question is about the
-    conversation itself and not about the documents.
+    conversation itself and not about the documents. `rewrite` is what the model is asked to write it anew.
     """
 
     search: str
     prompt: str
     conversation: str | None = None
+    rewrite: str | None = None
 
 
 def in_conversation(
@@ -264,6 +265,7 @@ def in_conversation(
     *,
     history: History | None = None,
     history_tokens: int = 512,
+    rewrite: bool | None = None,
 ) -> ConversationText:
     """A question's texts after earlier `turns` (question, answer), formed as in `ragkv chat`.
 
@@ -274,11 +276,13 @@ def in_conversation(
     require_unicode([question, *parts, *(text for turn in turns for text in turn)])
     if not turns:
         return ConversationText(question, "\n\n".join([*parts, question]))
-    conversation = Conversation.of(rag.index, history=history, history_tokens=history_tokens)
+    conversation = Conversation.of(rag.index, history=history, history_tokens=history_tokens, rewrite=rewrite)
     for asked, answered in turns:
         conversation.add(asked, answered)
     return ConversationText(
-        conversation.search_text(question), "\n\n".join([*parts, conversation.prompt_text(question)])
+        conversation.search_text(question),
+        "\n\n".join([*parts, conversation.prompt_text(question)]),
+        rewrite=conversation.rewrite_text(question),
     )
 
 

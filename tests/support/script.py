@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ragkv.engines import Argmax, Engine, Forward, ModelFacts, Program, Release, Request, Sample
+from ragkv.engines import Argmax, Engine, Forward, ModelFacts, Program, Release, Request, Sample, engine_class
 from ragkv.engines.full import FullConfig
 
-__all__ = ["NOTHING", "Fixed", "Script", "by_hand"]
+__all__ = ["NOTHING", "Fixed", "Script", "by_hand", "written"]
 
 NOTHING = Request(prefix_ids=(), chunks=(), suffix_ids=())
 """A request with nothing to read."""
@@ -45,6 +45,29 @@ class Fixed(Engine):
     def program(self, request: Request, model: ModelFacts) -> Program:
         while True:
             yield Sample(self.scores)
+
+
+def written(monkeypatch: Any, engines: Sequence[str], texts: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
+    """Have engines write the next of these texts to a prompt that holds the words before it, whatever they read; the
+    model answers all else. Returns what was asked so, and how many chunks were read: it grows."""
+    asked: list[tuple[str, int]] = []
+    left = {words: list(each) for words, each in texts.items()}
+    for name in engines:
+        kind = engine_class(name)
+
+        def program(self: Any, request: Request, model: Any, own: Any = kind.program) -> Program:
+            words = next((words for words in left if words in request.question), None)
+            if words is None:
+                yield from own(self, request, model)
+                return
+            asked.append((request.question, len(request.chunks)))
+            for token_id in (*model.tokens.encode(left[words].pop(0) + "\n"), 0):
+                scores = torch.zeros(model.config.vocab_size)
+                scores[token_id] = 1.0
+                yield Sample(scores)
+
+        monkeypatch.setattr(kind, "program", program)
+    return asked
 
 
 def by_hand(

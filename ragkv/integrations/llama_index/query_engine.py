@@ -56,7 +56,7 @@ from ragkv.integrations.llama_index.nodes import (
 )
 from ragkv.pipeline import QueryOptions, RagKV
 from ragkv.retrievers import Reranker, ScoreKind, fuse, load_reranker, normalise_rerank
-from ragkv.types import Answer, Chunk, Document
+from ragkv.types import Answer, Chunk, Document, ScoredChunk
 
 dispatcher = instrument.get_dispatcher(__name__)
 
@@ -144,11 +144,16 @@ class RagKVRetriever(BaseRetriever):
         self.__dict__.update(state)
         self.callback_manager = CallbackManager()
 
+    @property
+    def filtered_search(self) -> Retrieval:
+        """`search` with the filters."""
+        if self.filters is None:
+            return self.search
+        return Retrieval(**{**self.search, "only": _both(chunk_filter(self.filters), self.search.get("only"))})
+
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        search = self.search
-        if self.filters is not None:
-            search = Retrieval(**{**search, "only": _both(chunk_filter(self.filters), search.get("only"))})
-        nodes = to_nodes(self.rag, self.rag.retrieve(query_bundle.query_str, top_k=self.top_k, **search))
+        found = self.rag.retrieve(query_bundle.query_str, top_k=self.top_k, **self.filtered_search)
+        nodes = to_nodes(self.rag, found)
         if any(node.metadata[RERANK] is not None for node in nodes):
             self._report_reranking(query_bundle, nodes)
         return nodes
@@ -266,12 +271,13 @@ EMPTY = "Empty Response"  # the answer of LlamaIndex's own synthesizers when not
 class RagKVQueryEngine(BaseQueryEngine):
     """Answers from the stored KV of an index.
 
-    A response's metadata has engine, finish_reason, kv, timing_ms, decoding and charge.
+    A response's metadata has engine, finish_reason, kv, timing_ms, decoding, charge and queries.
 
     `top_k` (or `similarity_top_k`), `filters` and `search` go to a `RagKVRetriever`. Any retriever of LlamaIndex
     can be given instead. Nodes that are chunks of the index (same id and text) use stored KV; others are encoded for
     the question, and with `keep` their KV is stored until the next `ragkv gc`. `score_kind` is the scale of such a
-    retriever's scores ("dense" for cosine similarity, "sparse" for BM25).
+    retriever's scores ("dense" for cosine similarity, "sparse" for BM25). With `steps`, the model writes further
+    queries for ragkv's own retriever; their nodes pass no post-processor.
 
     With `streaming` the response is a stream whose metadata is complete at its end. Async methods run the model in a
     thread; cancelling the task ends the answer. Thread-safe. A pickle or a deep copy reopens the index. UsageError for
@@ -293,6 +299,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         decoding: Decoding | Mapping[str, Any] | None = None,
         streaming: bool = False,
         keep: bool = False,
+        steps: int | None = None,
         score_kind: ScoreKind = "dense",
         callback_manager: CallbackManager | None = None,
         **unknown: Any,
@@ -301,6 +308,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         super().__init__(callback_manager=callback_manager or Settings.callback_manager)
         self.rag = rag
         sought = {"top_k": top_k, "similarity_top_k": similarity_top_k, "filters": filters, "search": search}
+        sought["steps"] = steps
         if retriever is not None and (given := [name for name, value in sought.items() if value is not None]):
             raise UsageError(f"{given[0]} is for ragkv's own retriever; set it on the retriever that you give.")
         self.retriever = retriever or RagKVRetriever(
@@ -317,7 +325,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         self._engine = engine_class(engine or rag.config.default_engine)
         self._score_kind = score_kind
         self._options = QueryOptions(
-            engine=self._engine.name, max_new_tokens=max_new_tokens, decoding=decoding, keep=keep
+            engine=self._engine.name, max_new_tokens=max_new_tokens, decoding=decoding, keep=keep, steps=steps
         )
 
     @classmethod
@@ -409,7 +417,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         dispatcher.event(SynthesizeStartEvent(query=query))
         with self._event(CBEventType.SYNTHESIZE, query) as event:
             request = self._request(nodes, retrieve_ms)
-            sources = [*request.nodes, *more]
+            sources = request.sources = [*request.nodes, *more]
             deltas = _one(EMPTY)
             if request.nodes:
                 deltas = _deltas(self.rag.stream(query.query_str, **request.options), request)
@@ -428,7 +436,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         dispatcher.event(SynthesizeStartEvent(query=query))
         with self._event(CBEventType.SYNTHESIZE, query) as event:
             request = await asyncio.to_thread(self._request, nodes, retrieve_ms)
-            sources = [*request.nodes, *more]
+            sources = request.sources = [*request.nodes, *more]
             deltas = _async_one(EMPTY)
             if request.nodes:
                 deltas = _async_deltas(self.rag, self.rag.stream(query.query_str, **request.options), request)
@@ -447,32 +455,61 @@ class RagKVQueryEngine(BaseQueryEngine):
 
     def _request(self, nodes: Sequence[NodeWithScore], retrieve_ms: float) -> _Request:
         pairs = to_scored(self.rag, nodes, self._score_kind, limit=self._engine.most_chunks)
+        options = QueryOptions(**self._options, chunks=[scored for _, scored in pairs])
+        if isinstance(self.retriever, RagKVRetriever):
+            options = {**options, "top_k": self.retriever.top_k, **self.retriever.filtered_search}  # type: ignore[typeddict-item]
         return _Request(
+            rag=self.rag,
             nodes=[node for node, _ in pairs],
-            options=QueryOptions(**self._options, chunks=[scored for _, scored in pairs]),
+            options=options,
             metadata={"engine": self._engine.name},
             retrieve_ms=retrieve_ms,
+            sources=[],
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Request:
-    """The nodes and options of one answer, and the metadata of its response, which `finish` completes."""
+    """The nodes and options of one answer, and the sources and metadata of its response, which `finish` completes."""
 
+    rag: RagKV
     nodes: list[NodeWithScore]
     options: QueryOptions
     metadata: dict[str, Any]
     retrieve_ms: float
+    sources: list[NodeWithScore]
 
     def finish(self, answer: Answer) -> None:
         result = answer.to_json()
-        self.metadata.update({key: result[key] for key in ("finish_reason", "kv", "timing_ms", "decoding", "charge")})
+        shown = ("finish_reason", "kv", "timing_ms", "decoding", "charge", "queries")
+        self.metadata.update({key: result[key] for key in shown})
+        if answer.queries and answer.sources:
+            self._found_later(answer)
         timing = self.metadata["timing_ms"]  # without retrieval, because the answer was given its chunks
         timing["retrieve"], timing["total"] = self.retrieve_ms, round(timing["total"] + self.retrieve_ms, 3)
         won = {source.chunk_id: source.tokens_won for source in answer.sources}
         for node in self.nodes:
             if won.get(node.node_id) is not None:
                 node.metadata["tokens_won"] = won[node.node_id]
+
+    def _found_later(self, answer: Answer) -> None:
+        """Replace the nodes by those of all steps."""
+        chunks = self.rag.store.chunk_many(source.chunk_id for source in answer.sources)
+        scored = [
+            ScoredChunk(
+                chunk=chunks[s.chunk_id],
+                source=s.document,
+                retrieval_score=s.retrieval_score,
+                rerank_score=s.rerank_score,
+                score=s.score,
+                stages=s.stages,
+            )
+            for s in answer.sources
+            if s.chunk_id in chunks
+        ]
+        known = {node.node_id: node for node in (*to_nodes(self.rag, scored), *self.nodes)}
+        nodes = [known[source.chunk_id] for source in answer.sources if source.chunk_id in known]
+        self.sources[: len(self.nodes)], self.nodes = nodes, nodes
 
 
 def _deltas(stream: AnswerStream, request: _Request) -> Generator[str]:

@@ -38,8 +38,9 @@ export class AnswerView {
     this.node = el("section", { class: "answer", "aria-label": `Answer, ${head}` }, el("h3", { class: "answer-head" }, head), this.left, this.right);
   }
 
-  searching() {
-    this.state.textContent = "Searching";
+  /** `query`: one that the model has written. */
+  searching(query) {
+    this.state.textContent = query ? `Searching for: ${query}` : "Searching";
     this.node.classList.add("running");
   }
 
@@ -262,6 +263,7 @@ function facts(answer) {
   if (hits) parts.push(`KV of ${hits} stored (${sized(bytes)}${held ? `, ${held} still in memory` : ""})`);
   if (misses) parts.push(`${misses} encoded anew`);
   if (answer.charge !== null) parts.push(`${(100 * answer.charge).toFixed(1)} % recomputed`);
+  for (const query of answer.queries ?? []) parts.push(`searched for: ${query}`);
   if (answer.decoding.temperature) parts.push(`seed ${answer.decoding.seed}`);
   return el("p", { class: "quiet facts" }, parts.join(" · "));
 }

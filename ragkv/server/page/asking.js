@@ -140,7 +140,8 @@ async function one(name, body, view, signal) {
     announce("Searching.");
     const stream = events(pathOf(name, "query"), { method: "POST", body: { ...body, trace: true, citations: true, stream: true }, signal });
     for await (const [event, data] of stream) {
-      if (event === "sources") view.found(data.sources);
+      if (event === "query") view.searching(data.text);
+      else if (event === "sources") view.found(data.sources);
       else if (event === "reasoning") view.thinks(data.text);
       else if (event === "token") view.token(data.text, data.source);
       else if (event === "done") answer = data;

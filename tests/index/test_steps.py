@@ -1,0 +1,199 @@
+"""Questions over several steps: the queries that a model writes, when they end, and what the answer is read from."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import chain, zip_longest
+
+import pytest
+from script import written
+
+from ragkv import RagKV
+from ragkv.config import IndexConfig, StepsConfig
+from ragkv.errors import ConfigError, UsageError
+from ragkv.index.conversation import WrittenQueries, interleaved
+
+QUESTION = "On which river does the birthplace of the leader of Halden Works lie?"
+LEADER, TOWN = "Where was Mira Oskel born?", "Varnby"
+ENGINES = ("full", "block", "ape", "pced")
+STEPS = StepsConfig(prompt="Look for: {question}", query="{written}", enough="none")
+
+
+@pytest.fixture(scope="module")
+def rag(tmp_path_factory, model_folder):
+    folder = tmp_path_factory.mktemp("steps")
+    texts = {
+        "halden": "Halden Works is led by Mira Oskel.",
+        "mira": "Mira Oskel was born in Varnby.",
+        "varnby": "Varnby stands on the Quinse.",
+        **{f"river{at}": f"On which river does the birthplace of river {at} lie?" for at in range(3)},
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_text(text)
+    settings = {"chunk_tokens": 128, "top_k": 3, "steps": STEPS}
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", **settings) as made:
+        made.ingest(*sorted(folder.glob("*.txt")))
+        made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
+        yield made
+
+
+def names(answer) -> list[str]:
+    return [source.document.removesuffix(".txt") for source in answer.sources]
+
+
+def told(answer) -> tuple:
+    return answer.question, answer.text, answer.queries, names(answer), answer.finish_reason
+
+
+def test_rankings_are_interleaved_and_each_gives_what_none_has_given():
+    def slowly(rankings, most):
+        found = []
+        for each in chain(*zip_longest(*rankings)):
+            if each is not None and each not in found:
+                found.append(each)
+        return found[:most]
+
+    assert interleaved(["ab", "cd"], 9, str) == slowly(["ab", "cd"], 9) == list("acbd")
+    assert interleaved(["abc", "de", "f"], 4, str) == slowly(["abc", "de", "f"], 4) == list("adfb")
+    assert interleaved(["abc", "axy"], 2, str) == ["a", "x"]  # the second's turn is not spent on what is there
+    assert (interleaved([], 3, str), interleaved(["", "a"], 3, str), interleaved(["aa"], 3, str)) == ([], ["a"], ["a"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_model_writes_queries_and_all_that_was_found_is_read(rag, monkeypatch, engine):
+    usual = rag.query(QUESTION, engine=engine, max_new_tokens=4)
+    assert (usual.queries, "mira" in names(usual)) == ((), False)
+    asked = written(monkeypatch, [engine], {"Look for": [f'"{LEADER}" \nand more', TOWN]})
+    answer = rag.query(QUESTION, engine=engine, steps=3, max_new_tokens=4)
+    assert asked == [(f"Look for: {QUESTION}", 3)] * 2
+    assert answer.queries == (LEADER, TOWN)
+    assert len(answer.sources) == 3  # top_k
+    rankings = [rag.retrieve(query) for query in (QUESTION, *answer.queries)]
+    best = interleaved(rankings, 3, lambda scored: scored.chunk.chunk_id)
+    assert names(answer)[0] == names(usual)[0]
+    assert [source.chunk_id for source in answer.sources] == [scored.chunk.chunk_id for scored in best]
+    assert answer.text == rag.query(QUESTION, engine=engine, chunks=best, max_new_tokens=4).text
+    assert answer.kv.misses == 0
+
+
+@pytest.mark.parametrize(
+    ("texts", "queries"),
+    [
+        ([""], 0),
+        (["  \n \n"], 0),
+        (["None."], 0),  # `enough`
+        (["  \"'Halden?' ", ""], 1),
+        (["Halden", "HALDEN!"], 1),  # asked before
+        ([QUESTION], 0),
+        ([LEADER, TOWN, "Halden"], 3),  # as many as there may be
+        (["river"], 1),  # finds what the question has found
+        (["Xyzzy"], 1),  # finds nothing
+    ],
+)
+def test_when_there_is_nothing_more_to_search_for(rag, monkeypatch, texts, queries):
+    asked = written(monkeypatch, ["full"], {"Look for": texts})
+    answer = rag.query(QUESTION, engine="full", steps=4, max_new_tokens=2)
+    assert (len(answer.queries), len(asked), answer.finish_reason) == (queries, len(texts), "length")
+    assert queries > 1 or names(answer)[0] == names(rag.query(QUESTION, max_new_tokens=1))[0]
+
+
+def test_the_next_search_is_for_the_question_with_what_was_written():
+    queries = WrittenQueries(StepsConfig(), "Earlier turns. Who?", "Who {written}?", 3)
+    assert (queries.prompt, queries.next(" A {question} b.\nc")) == (
+        "Earlier turns. Who?",
+        "Who {written}? A {question} b.",
+    )
+    assert queries.next("A {question} b!") is None
+
+
+def test_conditions_hold_in_every_step_and_restrictions_for_the_answer_alone(rag, monkeypatch):
+    written(monkeypatch, ["block"], {"Look for": [LEADER] * 2})
+    answer = rag.query(QUESTION, engine="block", steps=2, where=["source=[hr]*"], max_new_tokens=2)
+    assert (len(answer.queries), "mira" in names(answer)) == (1, False)
+    hot = {"regex": "[0-9]{4}", "temperature": 2.0}
+    answer = rag.query(QUESTION, engine="block", steps=2, decoding=hot, max_new_tokens=9)
+    assert (answer.queries, "mira" in names(answer)) == ((LEADER,), True)
+    assert (answer.text.isdigit(), len(answer.text)) == (True, 4)
+
+
+def test_together_as_one_by_one(rag, monkeypatch):
+    texts = {f"question {at}": each for at, each in enumerate([[LEADER, TOWN], [""], [TOWN, ""], [LEADER, LEADER]])}
+    asked = [{"question": f"{QUESTION} question {at}", "engine": ENGINES[at], "steps": 3} for at in range(4)]
+    asked.insert(1, QUESTION)
+
+    def script():
+        monkeypatch.undo()
+        written(monkeypatch, ENGINES, {f"Look for: {QUESTION} {name}": list(each) for name, each in texts.items()})
+
+    script()
+    alone = [rag.query_many([each], max_new_tokens=4)[0] for each in asked]
+    script()
+    assert [told(each) for each in rag.query_many(asked, max_new_tokens=4)] == [told(each) for each in alone]
+    assert [len(each.queries) for each in alone] == [2, 0, 0, 1, 1]
+    script()
+    one_by_one = [
+        asyncio.run(rag.aquery(max_new_tokens=4, **({"question": each} if isinstance(each, str) else each)))
+        for each in asked
+    ]
+    assert [told(each) for each in one_by_one] == [told(each) for each in alone]
+    # no room for the KV of a second question: it waits, also between its steps
+    script()
+    monkeypatch.setattr(rag.index.runtime.pool, "budget", 1)
+    assert [told(each) for each in rag.query_many(asked, max_new_tokens=4)] == [told(each) for each in alone]
+    assert rag.index.runtime.idle
+
+
+def test_cancelled_while_a_query_is_written_or_searched_for(rag, monkeypatch):
+    written(monkeypatch, ["full"], {"Look for": [LEADER] * 3})
+    stream = rag.stream(QUESTION, engine="full", steps=3, max_new_tokens=4)
+    seen = []
+    stream.when_found = lambda: (seen.append((list(stream.queries), stream.sources)), stream.cancel())
+    assert list(stream) == []
+    assert seen == [([LEADER], ())]
+    assert (stream.answer.finish_reason, stream.answer.sources, stream.answer.text) == ("cancelled", (), "")
+    stream = rag.stream(QUESTION, engine="full", steps=3, max_new_tokens=4)
+    monkeypatch.setattr(stream, "_write", lambda token: stream.cancel())
+    assert (list(stream), stream.answer.finish_reason, stream.queries) == ([], "cancelled", [])
+    assert rag.index.runtime.idle
+
+
+def test_a_follow_up_is_written_anew_for_the_search_alone(rag, monkeypatch):
+    talk = rag.conversation(history="search", rewrite=True)
+    assert talk.rewrite_text("And where?") is None  # the first question
+    talk.add("Who leads Halden Works?", "Mira Oskel.")
+    prompt = talk.rewrite_text("And where was {history} she born?")
+    assert prompt.startswith("Who leads Halden Works?\nAnswer: Mira Oskel.\n\nWrite the last question")
+    assert prompt.endswith(" Last question: And where was {history} she born?")
+    assert rag.conversation().rewrite_text("?") is None
+    assert rag.conversation(history="none", rewrite=True).rewrite_text("?") is None
+    question, asked = "And where?", written(monkeypatch, ["full"], {"Write the last question": [LEADER, "", "Xyzzy"]})
+    words = {"search_for": talk.search_text(question), "rewrite": talk.rewrite_text(question), "top_k": 1}
+    answers = [rag.query(question, engine="block", max_new_tokens=2, **words) for _ in range(3)]
+    assert [read for _, read in asked] == [0, 0, 0]
+    assert [each.queries for each in answers] == [(LEADER,), (), ("Xyzzy",)]
+    assert [names(each) for each in answers] == [["mira"], ["halden"], ["halden"]]
+    assert answers[0].question == question
+    unused = rag.query(question, chunks=rag.retrieve(LEADER), max_new_tokens=2, **words)
+    assert (unused.queries, names(unused)[0]) == ((), "mira")
+
+
+def test_what_cannot_be_is_one_sentence_and_the_file_keeps_the_rest(rag):
+    for steps in (0, 9):
+        with pytest.raises(UsageError, match=f"--steps must be from 1 to 8, not {steps}"):
+            rag.query(QUESTION, steps=steps)
+    wrong = {
+        "count = 9": "steps.count must lie between 1 and 8",
+        'prompt = "x"': "steps.prompt must hold {question}",
+        'query = "{question}"': "steps.query must hold {written}",
+        'rewrite_prompt = "{question}"': "steps.rewrite_prompt must hold {history}",
+        "max_new_tokens = 0": "steps.max_new_tokens must lie between",
+        'rewrite = "yes"': "rewrite = 'yes' has the wrong type",
+        "more = 1": "unknown key 'more'",
+    }
+    for line, message in wrong.items():
+        with pytest.raises(ConfigError) as refused:
+            IndexConfig.from_toml(f"[steps]\n{line}\n")
+        assert message in str(refused.value), line
+    config = IndexConfig(steps=StepsConfig(count=2, rewrite=True))
+    assert "[steps]\ncount = 2\nrewrite = true\n" in config.to_toml()
+    assert IndexConfig.from_toml(config.to_toml()) == config
