@@ -267,7 +267,7 @@ class IndexBackend:
         if task.engine.reads is Encoding.CONTEXT:
             index.require_room_for_context()
         _ = index.runtime
-        if task.chunks is None:
+        if task.chunks is None or task.steps > 1:
             index.encoders.load(embedder=task.search.mode != "bm25", reranker=task.search.rerank)
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
@@ -499,7 +499,7 @@ class AnswerStream:
         self._runtime = backend.runtime
         self._mark("started")
         if task.rewrite is not None and task.chunks is None:
-            self._asked, prefetch = task.query_task(task.rewrite, engine=make_engine("full")), None
+            self._asked, prefetch = task.query_task(task.rewrite, engine=make_engine("full", {})), None
         else:
             prefetch = self._search_first("")
         self._begun = True

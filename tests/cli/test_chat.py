@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from outcome import Result
+from script import written
 
 from ragkv import RagKV
 from ragkv.runtime import Runtime
@@ -64,6 +65,21 @@ def test_a_follow_up_finds_what_an_earlier_turn_named(chat, engine):
         assert answer["engine"] == engine
         assert answer["kv"]["misses"] == 0  # the past stands after the documents
     assert "Periis Zelosman" in answers[0]["answer"]
+
+
+def test_a_follow_up_is_written_anew_and_searched_for_in_steps(chat, ragkv, index, monkeypatch):
+    asked, query = ("Who founded Corvo Mills?", "And where is it?"), "Where is Bolt Pumps based?"
+    written(monkeypatch, ["full"], {"Write the last question": [query] * 2})
+    options = ("--rewrite", "--engine", "block", "--top-k", 1)
+    answers = [json.loads(line) for line in chat(*asked, options=(*options, "--json")).out.splitlines()]
+    assert [answer["queries"] for answer in answers] == [[], [query]]
+    assert [answer["sources"][0]["document"] for answer in answers] == ["corvo.txt", "bolt.txt"]
+    ran = chat(*asked, options=options)
+    assert (ran.code, ran.err.count("searched for: ")) == (0, 1)
+    assert f"searched for: {query}\n" in ran.err
+    for more in (("--steps", 9), ("--steps", 2, "--context", index / "ragkv.toml")):
+        refused = ragkv("query", "Who?", "--index", index, *more)
+        assert (refused.code, len(refused.err.splitlines())) == (2, 1), refused.err
 
 
 def test_without_the_past_the_follow_up_names_nothing(chat):

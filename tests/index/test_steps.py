@@ -11,6 +11,9 @@ from script import written
 from ragkv import RagKV
 from ragkv.config import IndexConfig, StepsConfig
 from ragkv.errors import ConfigError, UsageError
+from ragkv.evaluation.answers import Candidate, IndexSource, baseline_of, run_candidates
+from ragkv.evaluation.io import Question
+from ragkv.evaluation.metrics import Task
 from ragkv.index.conversation import WrittenQueries, interleaved
 
 QUESTION = "On which river does the birthplace of the leader of Halden Works lie?"
@@ -84,7 +87,6 @@ def test_the_model_writes_queries_and_all_that_was_found_is_read(rag, monkeypatc
         (["None."], 0),  # `enough`
         (["  \"'Halden?' ", ""], 1),
         (["Halden", "HALDEN!"], 1),  # asked before
-        ([QUESTION], 0),
         ([LEADER, TOWN, "Halden"], 3),  # as many as there may be
         (["river"], 1),  # finds what the question has found
         (["Xyzzy"], 1),  # finds nothing
@@ -104,6 +106,7 @@ def test_the_next_search_is_for_the_question_with_what_was_written():
         "Who {written}? A {question} b.",
     )
     assert queries.next("A {question} b!") is None
+    assert WrittenQueries(STEPS, "Who?", "Who is it?", 3).next("who is it") is None
 
 
 def test_conditions_hold_in_every_step_and_restrictions_for_the_answer_alone(rag, monkeypatch):
@@ -175,6 +178,20 @@ def test_a_follow_up_is_written_anew_for_the_search_alone(rag, monkeypatch):
     assert answers[0].question == question
     unused = rag.query(question, chunks=rag.retrieve(LEADER), max_new_tokens=2, **words)
     assert (unused.queries, names(unused)[0]) == ((), "mira")
+
+
+def test_the_evaluation_searches_as_a_question_does(rag, monkeypatch):
+    written(monkeypatch, ["full"], {"Look for": [LEADER, TOWN] * 2})
+    expected = rag.query(QUESTION, engine="full", steps=3, max_new_tokens=4)
+    source = IndexSource(rag)
+    task = Task.of([Question(text=QUESTION, answers=("x",))], name="hops")
+    candidates = [source.candidate("full", steps=3), source.candidate("full")]
+    several, once = run_candidates([task], candidates, source=source, max_new_tokens=4)
+    assert (several.text, several.chunks) == (expected.text, 3)
+    assert once.text == rag.query(QUESTION, engine="full", max_new_tokens=4).text
+    assert baseline_of(candidates[0], candidates, "full") is candidates[1]
+    with pytest.raises(UsageError, match="--steps needs --retrieval and --top-k"):
+        Candidate(engine="full", steps=2)
 
 
 def test_what_cannot_be_is_one_sentence_and_the_file_keeps_the_rest(rag):

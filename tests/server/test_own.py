@@ -9,6 +9,7 @@ from urllib.parse import quote
 import pytest
 from guarded import events
 from heldmodel import HeldModel
+from script import written
 
 from ragkv import RagKV
 from ragkv.index.batch import AsyncAnswerStream
@@ -125,6 +126,35 @@ def test_earlier_turns_are_used_as_the_request_says(rag, ask):
     searched = ask("And who founded it?", history=history, history_mode="prompt", history_tokens=0).json()
     assert untimed(searched) == untimed(ask("And who founded it?", history=history, history_mode="search").json())
     assert searched["sources"][0]["score"] != alone["sources"][0]["score"]
+
+
+def test_queries_that_the_model_writes_are_events_and_in_the_answer(ask, call, monkeypatch):
+    texts = ["Who founded Bolt Ltd?", "", "An answer."] * 2
+    written(monkeypatch, ["block"], {"steps here": texts})
+    asked = {"engine": "block", "top_k": 1, "steps": 3}
+    payload = ask("The steps here are those of Works", **asked).json()
+    [query] = payload["queries"]
+    assert (query.endswith(texts[0]), payload["answer"]) == (True, "An answer.")
+    streamed = events(ask("The steps here are those of Works", stream=True, **asked))
+    assert [name for name, _ in streamed][:2] == ["query", "sources"]
+    assert streamed[0][1] == {"text": query}
+    assert streamed[-1][1]["queries"] == [query]
+    assert ask().json()["queries"] == []
+    chat = {"model": "two", "messages": [{"role": "user", "content": "Halden Works"}], "max_tokens": 2}
+    assert call("POST", "/v1/chat/completions", json=chat).json()["queries"] == []
+    for body in ({"steps": 0}, {"steps": 9}):
+        refused = ask(**body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "steps")
+        refused = call("POST", "/v1/chat/completions", json=chat | body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "steps")
+    history = [{"question": "What does Bolt Ltd make?", "answer": "Valves."}]
+    written(monkeypatch, ["full"], {"Write the last question": ["Halden Works 1907?"] * 2})
+    asked = {"history": history, "history_mode": "search", "rewrite": True}
+    assert ask("And who founded it?", **asked).json()["queries"] == ["Halden Works 1907?"]
+    first, second = {"role": "user", "content": "Bolt?"}, {"role": "assistant", "content": "Valves."}
+    talk = chat | {"messages": [first, second, *chat["messages"]], "rewrite": True, "stream": True}
+    said = call("POST", "/v1/chat/completions", json=talk).text
+    assert '"queries":["Halden Works 1907?"]' in said.replace(": ", ":")
 
 
 def test_warnings_are_given_if_asked_for(ask):

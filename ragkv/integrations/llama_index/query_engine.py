@@ -456,7 +456,7 @@ class RagKVQueryEngine(BaseQueryEngine):
     def _request(self, nodes: Sequence[NodeWithScore], retrieve_ms: float) -> _Request:
         pairs = to_scored(self.rag, nodes, self._score_kind, limit=self._engine.most_chunks)
         options = QueryOptions(**self._options, chunks=[scored for _, scored in pairs])
-        if isinstance(self.retriever, RagKVRetriever):
+        if isinstance(self.retriever, RagKVRetriever) and self._options["steps"]:
             options = {**options, "top_k": self.retriever.top_k, **self.retriever.filtered_search}  # type: ignore[typeddict-item]
         return _Request(
             rag=self.rag,

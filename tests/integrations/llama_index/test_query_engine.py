@@ -17,6 +17,7 @@ from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import QueryEngineTool
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters
+from script import written
 
 from ragkv import RagKV
 from ragkv.errors import ConfigError, UsageError
@@ -146,6 +147,18 @@ def test_retrieve_and_synthesize_apart(rag, questions):
     assert str(asyncio.run(engine.asynthesize(bundle, nodes))) == str(response)
     asked = engine.synthesize(QueryBundle(questions[0]), nodes)  # other nodes than its own retrieval
     assert str(asked) == rag.query(questions[0], chunks=rag.retrieve(questions[1], top_k=3)).text
+
+
+def test_the_nodes_of_several_steps(rag, questions, monkeypatch):
+    written(monkeypatch, ["block"], {questions[0]: [questions[2], "", "An answer."] * 2})
+    expected = rag.query(questions[0], engine="block", top_k=2, steps=3)
+    assert (len(expected.queries), expected.text) == (1, "An answer.")
+    response = RagKVQueryEngine(rag, engine="block", top_k=2, steps=3).query(questions[0])
+    assert (str(response), response.metadata["queries"]) == (expected.text, list(expected.queries))
+    assert [node.node_id for node in response.source_nodes] == [source.chunk_id for source in expected.sources]
+    assert {node.node_id for node in response.source_nodes} > {node.node_id for node in response.source_nodes[:1]}
+    with pytest.raises(UsageError, match="steps is for ragkv's own retriever"):
+        RagKVQueryEngine(rag, retriever=RagKVRetriever(rag), steps=2)
 
 
 def test_nothing_found(rag, result):
