@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Required, Self, Unpack
@@ -409,7 +409,7 @@ class AnswerStream:
             return True
         self._span = self._span or Span("ragkv.answer", {"gen_ai.operation.name": "chat"})
         try:
-            with self._span.current(), self._interrupted_by_close():
+            with self._interrupted_by_close():
                 return self._submit(None if self._begun else self._begin(), wait=wait)
         except BaseException as error:
             self._end_span(error)
@@ -481,10 +481,13 @@ class AnswerStream:
 
     @contextmanager
     def _interrupted_by_close(self) -> Iterator[None]:
-        """Turn a StoreError caused by closing the index meanwhile into AnswerInterruptedError."""
+        """Within the answer's span, turn a StoreError caused by closing the index meanwhile into
+        AnswerInterruptedError.
+        """
         begun_open = not self._backend.owner.closed
         try:
-            yield
+            with nullcontext() if self._span is None else self._span.current():
+                yield
         except StoreError:
             if begun_open:
                 self._backend.owner.require_open()
@@ -518,6 +521,7 @@ class AnswerStream:
         assert self._job is not None
         self._runtime.cancel(self._job)
         self._job = None
+        self._times = {"started": self._times["started"]}
         text, self._written = self._written, ""
         if self._steps is None:
             return self._search_first(first_line(text))
@@ -549,6 +553,8 @@ class AnswerStream:
         more = steps.found(found, _chunk_id)
         best = steps.best(task.search.top_k, _chunk_id)
         self._scored = best[: task.engine.most_chunks][::-1]
+        self._mark("retrieved")
+        self._mark("reranked")
         if not more:
             return self._enough(prefetch)
         self._asked = task.query_task(steps.prompt)
@@ -557,13 +563,14 @@ class AnswerStream:
     def _enough(self, prefetch: Prefetch | None) -> Prefetch | None:
         """All chunks are found: the answer is next."""
         self._asked, self._found = self._task, True
+        self._mark("retrieved")
+        self._mark("reranked")
         self.when_found()
         return prefetch
 
     def _find(self, task: AnswerTask) -> tuple[list[ScoredChunk], Prefetch | None]:
         """The chunks for a search, best first; the likely winners' KV is loaded while the reranker works."""
         backend, engine = self._backend, task.engine
-        self._times = {"started": self._times["started"]}
         prefetch: Prefetch | None = None
 
         def begin(likely: list[ScoredChunk]) -> None:
@@ -579,8 +586,6 @@ class AnswerStream:
             if prefetch is not None:
                 prefetch.drop()
             raise
-        self._mark("retrieved")
-        self._mark("reranked")
         return found, prefetch
 
     def _submit(self, prefetch: Prefetch | None, *, wait: bool) -> bool:
