@@ -26,6 +26,7 @@ from ragkv.config import (
     PromptConfig,
     QdrantConfig,
     RuntimeConfig,
+    StepsConfig,
     TierConfig,
     load_config,
     save_config,
@@ -93,8 +94,19 @@ QDRANTS = st.builds(
 AUTO_OR_NUMBER = st.just("auto") | st.integers(1, (1 << 63) - 1)
 ENCODINGS = st.builds(EncodingConfig, context=st.integers(0, 1 << 16))
 RUNTIMES = st.builds(RuntimeConfig, batch_tokens=AUTO_OR_NUMBER, max_rows=AUTO_OR_NUMBER)
+STEPS = st.builds(
+    StepsConfig,
+    count=st.integers(1, 8),
+    prompt=TEXTS.map(lambda text: text + "{question}"),
+    query=TEXTS.map(lambda text: text + "{written}"),
+    enough=TEXTS,
+    max_new_tokens=st.integers(1, 1024),
+    rewrite=st.booleans(),
+    rewrite_prompt=TEXTS.map(lambda text: "{history}" + text + "{question}"),
+)
 CONFIGS = st.builds(
     IndexConfig,
+    steps=STEPS,
     runtime=RUNTIMES,
     encoding=ENCODINGS,
     model=TEXTS,
@@ -135,7 +147,7 @@ def result(value: Any) -> str:
 
 
 def test_every_setting_is_drawn():
-    for drawn in (CONFIGS, PROMPTS, RUNTIMES, ENCODINGS, LIMITS, DECODINGS, TIERS, QDRANTS):
+    for drawn in (CONFIGS, STEPS, PROMPTS, RUNTIMES, ENCODINGS, LIMITS, DECODINGS, TIERS, QDRANTS):
         made = drawn.wrapped_strategy
         assert {field.name for field in fields(made.target)} == made.kwargs.keys()
 
