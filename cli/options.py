@@ -471,9 +471,9 @@ Codec = Annotated[
     str | None,
     _option(
         "--codec",
-        help="How KV is stored: raw, zstd (lossless), int8 or int4 (smaller, lossy).",
+        help="How KV is stored: half (float32 as float16), raw, zstd (lossless), int8 or int4 (smaller, lossy).",
         setting="codec",
-        show_default="raw",
+        show_default="half",
         autocompletion=codecs,
     ),
 ]

@@ -101,7 +101,7 @@ def plan(
     context_tokens: ContextTokens = None,
     codec: Annotated[
         str | None,
-        typer.Option(help="The codec for which times are predicted; sizes are shown for all.", show_default="raw"),
+        typer.Option(help="The codec for which times are predicted; sizes are shown for all.", show_default="half"),
     ] = None,
     embedder: Annotated[
         str | None,

@@ -890,7 +890,9 @@ class Ingester:
 
     def _prefix_kv(self) -> ChunkKV | None:
         if self._prefix is None and self._prefix_ids:
-            [self._prefix] = self._load().encode([self._prefix_ids])
+            [prefix] = self._load().encode([self._prefix_ids])
+            identity = chunk_identity(self._recipe.model, Encoding.STANDALONE, (), self._prefix_ids)
+            self._prefix = self._store.rounded({identity: prefix})[identity]
         return self._prefix
 
     def _embed(self, chunks: Sequence[Chunk], report: IngestReport) -> dict[str, ChunkVectors]:

@@ -270,7 +270,7 @@ class IndexConfig:
     model: str = "mini"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     chunk_tokens: int = 256
-    codec: str = "raw"
+    codec: str = "half"
     engines: tuple[str, ...] = ("ape", "block", "pced")
     default_engine: str = "full"
     top_k: int = 8

@@ -2,7 +2,7 @@
 
 from ragkv._moved import moved_names
 from ragkv.store.cache import MemoryTier, MemoryUse
-from ragkv.store.codecs import Codec, Int4, Int8, KVSlice, Raw, Zstd, codec_from_config, codec_names
+from ragkv.store.codecs import Codec, Half, Int4, Int8, KVSlice, Raw, Zstd, codec_from_config, codec_names
 from ragkv.store.documents import DocumentChange
 from ragkv.store.environment import Holder
 from ragkv.store.maintenance.copy import Copy
@@ -24,6 +24,7 @@ __all__ = [
     "Copy",
     "DocumentChange",
     "DocumentStats",
+    "Half",
     "Holder",
     "Int4",
     "Int8",

@@ -6,10 +6,11 @@ a lossy codec can treat keys and values differently. Decoding needs only the pay
 `DamagedError` for any other bytes. A package can add codecs under the entry-point group `ragkv.codecs` but cannot
 replace a built-in one.
 
-Lossy codecs round each number to a multiple of its slice's step, and zstd's entropy coder packs the integers. KIVI has
-a scale per group and a fixed number of bits; on mini, at the same size, one step per slice has a tenth of KIVI's KL
-divergence (docs/formats.md). Attention scores depend on the absolute error of a key channel: with one step, narrow
-channels take few bits and outlier channels many, no scales are stored, and no number is off by more than half a step.
+`half` rounds float32 to float16, scaled by a power of two where needed. `int8` and `int4` round each number to
+a multiple of its slice's step, and zstd's entropy coder packs the integers. KIVI has a scale per group and a fixed
+number of bits; on mini, at the same size, one step per slice has a tenth of KIVI's KL divergence (docs/formats.md).
+Attention scores depend on the absolute error of a key channel: with one step, narrow channels take few bits and outlier
+channels many, no scales are stored, and no number is off by more than half a step.
 Two ideas of KIVI remain: a key channel's mean is subtracted where that saves bits, and keys get more bits than values.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +29,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from ragkv.attention.shape import ITEM_SIZES, DType
+from ragkv.attention.shape import ITEM_SIZES, DType, KVShape
 from ragkv.errors import ConfigError
 from ragkv.util.plugins import PluginRegistry
 
@@ -87,6 +89,17 @@ class Codec(ABC):
     """The base of all codecs: a frozen dataclass whose fields are its config."""
 
     id: ClassVar[str]
+    early: ClassVar[bool] = False
+    """Whether it rounds so fast that new KV is rounded before the question that made it reads it (`round_trip`), so
+    that every question reads the same numbers. Rounding what is rounded must change nothing."""
+
+    def suited(self, dtype: DType) -> Codec:
+        """The codec for a record of keys and values of this type, which the record names."""
+        return self
+
+    def most_bytes(self, shape: KVShape, tokens: int) -> int:
+        """The bytes to expect at most of a record of this many tokens, for a budget."""
+        return shape.nbytes(tokens)
 
     @abstractmethod
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
@@ -121,7 +134,7 @@ class Codec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Raw(Codec):
-    """The unchanged bytes, so that reading is one memcpy from the map. The default: disk is cheaper than time."""
+    """The unchanged bytes, so that reading is one memcpy from the map."""
 
     id: ClassVar[str] = "raw"
 
@@ -192,6 +205,116 @@ class Zstd(Codec):
         return out
 
 
+_HALF = struct.Struct("<BbHI")
+_HALF_LARGEST = 65_504.0
+_LEAST_EXPONENT, _GREATEST_EXPONENT = -100, 100
+
+
+@dataclass(frozen=True, slots=True)
+class Half(Codec):
+    """float32 as float16, so half the bytes; 16-bit numbers as raw bytes. The default.
+
+    A number is off by at most 2^-11 of itself, or 2^-20 of the largest number of its slice, whichever is larger. A
+    slice whose largest number lies outside [2^-5, 65504] is scaled by a power of two, and one with NaN, infinities or
+    numbers beyond what that reaches is kept as it is. Payload: for each slice `_HALF` (1 for float16, 0 as it is;
+    the exponent of the scale; 0; the decoded bytes) and its numbers.
+    """
+
+    id: ClassVar[str] = "half"
+    early: ClassVar[bool] = True
+
+    def suited(self, dtype: DType) -> Codec:
+        return self if dtype == "float32" else Raw()
+
+    def most_bytes(self, shape: KVShape, tokens: int) -> int:
+        whole = shape.nbytes(tokens)
+        if shape.dtype != "float32":
+            return whole
+        return (
+            shape.state_bytes + (whole - shape.state_bytes) // 2 + 2 * _HALF.size * len(shape.layers) + whole // 65536
+        )
+
+    def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
+        import torch
+
+        data, start, parts = np.frombuffer(buf, np.uint8), 0, []
+        for kv_slice in slices:
+            piece = data[start : start + kv_slice.nbytes]
+            start += kv_slice.nbytes
+            exponent = _exponent(piece.view(np.float32)) if kv_slice.dtype == "float32" else None
+            if exponent is None:
+                parts += [_HALF.pack(0, 0, 0, piece.size), piece.tobytes()]
+                continue
+            numbers = torch.from_numpy(span_of(piece)).view(torch.float32)
+            numbers = numbers * 2.0**-exponent if exponent else numbers
+            parts += [_HALF.pack(1, exponent, 0, piece.size), numbers.half().view(torch.uint8).numpy()]
+        return b"".join(parts)
+
+    def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
+        payload = np.frombuffer(buf, np.uint8)
+        runs, start, total = [], 0, 0
+        while start < payload.size:
+            if payload.size - start < _HALF.size:
+                raise DamagedError(f"{payload.size} bytes are not a half payload")
+            kind, exponent, zero, nbytes = _HALF.unpack_from(payload, start)
+            start += _HALF.size
+            stored = payload[start : start + (nbytes // 2 if kind else nbytes)]
+            start += stored.size
+            scaled = kind == 1 and nbytes % 4 == 0 and _LEAST_EXPONENT <= exponent <= _GREATEST_EXPONENT
+            if zero or stored.size != (nbytes // 2 if kind else nbytes) or not (scaled or kind == exponent == 0):
+                raise DamagedError(f"{payload.size} bytes are not a half payload")
+            runs.append((kind, exponent, stored, total, total + nbytes))
+            total += nbytes
+        out = output(total, out)
+        torch = sys.modules.get("torch")  # seven times as fast as numpy, but `ragkv verify` does not load it
+        for kind, exponent, stored, begin, end in runs:
+            if not kind:
+                out[begin:end] = stored
+            elif torch is not None:
+                numbers = torch.from_numpy(out[begin:end]).view(torch.float32)
+                numbers.copy_(torch.from_numpy(span_of(stored)).view(torch.float16))
+                if exponent:
+                    numbers.mul_(2.0**exponent)
+            else:
+                np.multiply(stored.view(np.float16), np.float32(2.0**exponent), out=out[begin:end].view(np.float32))
+        return out
+
+
+def _exponent(numbers: Floats) -> int | None:
+    """The exponent of the scale by which float16 holds these numbers; None if there is none.
+
+    It is that of the largest number after rounding, so that rounded numbers are scaled as they were.
+    """
+    largest = max(-float(numbers.min()), float(numbers.max())) if numbers.size else 0.0
+    if not largest < math.inf:  # written so that it holds for NaN
+        return None
+    power = math.frexp(largest * (1 + 2**-11))[1]
+    if not largest or (power >= -4 and largest <= _HALF_LARGEST):
+        return 0
+    return power - 15 if _LEAST_EXPONENT <= power - 15 <= _GREATEST_EXPONENT else None
+
+
+class Span:
+    """Memory as an array of integers of `item_size` bytes, which keeps `owner` alive.
+
+    It claims to be writable, because torch warns about arrays that are not.
+    """
+
+    def __init__(self, address: int, nbytes: int, item_size: int, owner: object) -> None:
+        self._owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (-(-nbytes // item_size),),
+            "typestr": f"<i{item_size}",
+            "data": (address, False),
+        }
+
+
+def span_of(stored: Bytes) -> NDArray[Any]:
+    """The bytes for `torch.from_numpy`; they must not be written to."""
+    return np.asarray(Span(int(stored.__array_interface__["data"][0]), stored.size, 1, stored))
+
+
 def output(length: int, out: Bytes | None) -> Bytes:
     """The buffer for `length` decoded bytes; `DamagedError` if `out` has another length or memory is too short."""
     if out is None:
@@ -207,6 +330,7 @@ def output(length: int, out: Bytes | None) -> Bytes:
 CODECS = PluginRegistry(
     "ragkv.codecs",
     built_in={
+        "half": "ragkv.store.codecs:Half",
         "int4": "ragkv.store.codecs:Int4",
         "int8": "ragkv.store.codecs:Int8",
         "raw": "ragkv.store.codecs:Raw",

@@ -619,7 +619,7 @@ def drop_pool() -> None:
     _free.clear()
 
 
-JOINT_BYTES = 1 << 18
+JOINT_BYTES = 1 << 19
 """The keys and the values of a longer layer are in segments of their own. Shorter runs of pages are easier to reuse,
 and each tensor is still contiguous."""
 TOKEN_STEP = 128
@@ -631,6 +631,7 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
     tensors, shape = (*kv.keys, *kv.values), kv.shape
     if shape.dtype not in DTYPE_CODES.values() or any(tensor.dtype != kv.dtype for tensor in tensors):
         raise ValueError(f"a record holds tensors of one dtype out of {list(DTYPE_CODES.values())}")
+    codec = codec.suited(shape.dtype)
     if kv.tokens != identity.tokens:
         raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {identity.tokens}")
     segments: list[RecordSegment] = []
@@ -733,6 +734,12 @@ def decode_record(manifest: Manifest, fetch: Fetch) -> ChunkKV:
     buffer = new_buffer(manifest.raw_bytes)
     decode_segments(manifest, codec, range(len(manifest.segments)), payloads.__getitem__, buffer)
     return record_tensors(manifest, buffer)
+
+
+def round_trip(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> tuple[EncodedRecord, ChunkKV]:
+    """The record of `kv`, and what reading it gives back."""
+    record = encode_record(kv, identity, codec)
+    return record, decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)
 
 
 def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8]) -> Tensor:

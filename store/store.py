@@ -49,7 +49,7 @@ from ragkv.store.maintenance.stats import (
 )
 from ragkv.store.maintenance.verify import Notify, Verification, chunk_named, verify
 from ragkv.store.reader import KVReader, forget, map_record, move_many, read_many, warn_unusable
-from ragkv.store.record import EncodedRecord, KVIdentity, Manifest, encode_record, pack_shape
+from ragkv.store.record import EncodedRecord, KVIdentity, Manifest, encode_record, pack_shape, round_trip
 from ragkv.store.rows import (
     VECTOR_KINDS,
     ChunkVectors,
@@ -583,8 +583,7 @@ class Store:
         for identity, kv, chunk_id in made:
             (record,) = self._encode([(identity, kv)])
             owner = INDEX_OWNER if chunk_id is None else digest(chunk_id)
-            tokens, exact = identity.tokens, self.codec.lossless() == self.codec
-            batch.append(Arrival(record=record, tokens=tokens, owner=owner, exact=exact))
+            batch.append(Arrival(record=record, tokens=identity.tokens, owner=owner, exact=self._exact))
             size += record.stored_bytes
             if size >= STAGE_BYTES:
                 self._live()
@@ -600,10 +599,25 @@ class Store:
             new = txn.get("kv", record.key) is None
             txn.put_record(record)
             txn.refer(INDEX_OWNER, record.key)
-            if new and self.codec.lossless() == self.codec:
+            if new and self._exact:
                 txn.changed.discard(record.key)  # what memory holds of it is what is stored
 
         self._write(apply, need=record.stored_bytes)
+
+    @property
+    def _exact(self) -> bool:
+        """Whether memory holds the numbers that are stored of what was made."""
+        return self.codec.early or self.codec.lossless() == self.codec
+
+    def rounded(self, made: Mapping[KVIdentity, ChunkKV]) -> dict[KVIdentity, ChunkKV]:
+        """New KV with the numbers that reading it from the store will give, where the codec rounds early.
+
+        With other lossy codecs it is read unrounded by the question that made it.
+        """
+        return {
+            of: round_trip(kv, of, self.codec)[1] if self.codec.suited(kv.shape.dtype).early else kv
+            for of, kv in made.items()
+        }
 
     def has_many(self, identities: Iterable[KVIdentity]) -> set[KVIdentity]:
         """Those of which the store has a record, as `has_kv`; from one snapshot."""

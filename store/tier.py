@@ -292,8 +292,8 @@ class _Connected:
         space = config.namespace
         if self.secret is not None:  # so that its name says nothing
             space = hmac.new(self.secret, f"namespace {space}".encode(), hashlib.sha256).hexdigest()[:32]
-        self._codec = codec.config()
-        facts = json.dumps(self._codec, sort_keys=True)
+        self._codec = codec
+        facts = json.dumps(codec.config(), sort_keys=True)
         lossy = hashlib.blake2b(facts.encode(), digest_size=4).hexdigest()
         self._prefix = f"ragkv/{SCHEMA_VERSION}/{space}/{lossy}"
         self.denied: OrderedDict[str, None] = OrderedDict()
@@ -335,7 +335,7 @@ class _Connected:
         packed = bytes(body[_MANIFEST.size : start])
         manifest = matching(packed, identity)
         require_shape(None, manifest, shape)
-        if manifest.codec != self._codec:
+        if manifest.codec != self._codec.suited(manifest.dtype).config():
             raise DamagedError("it was written with another codec")
         segments = []
         for segment in manifest.segments:

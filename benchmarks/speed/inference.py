@@ -56,7 +56,7 @@ from ragkv.model.language_model import LanguageModel
 from ragkv.model.self_check import load_model
 from ragkv.planning.requirements import DecoderShape, apb_flops, full_flops
 from ragkv.runtime import Stream, runtime_of
-from ragkv.store import KVIdentity, Store
+from ragkv.store import Half, KVIdentity, Store
 from ragkv.store.tier import SharedTiers
 from ragkv.types import Encoding
 
@@ -143,7 +143,7 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | Non
     with (
         ExitStack() as opened,
         tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder,
-        Store.create(folder) as store,
+        Store.create(folder, codec=Half()) as store,
     ):
         identities = _fill(store, lm, prefix, chunks)
         works = {name: partial(_answer, lm, store.get_kv, name, identities, question) for name in ENGINES}

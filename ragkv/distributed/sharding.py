@@ -403,7 +403,7 @@ class ShardedDocuments:
         if not self._group.gather(there).amax(0).all():
             started = time.perf_counter()
             encode = self._alone if layout.blocks == 1 else self._together
-            made = encode(blocks, compressor, prefix, mine, found)
+            made = self._index.store.rounded(encode(blocks, compressor, prefix, mine, found))
             self._index.write_behind.note_encoded(sum(kv.tokens for kv in made.values()), time.perf_counter() - started)
             self._keep(blocks, made, after)
         kvs = {**found, **made}

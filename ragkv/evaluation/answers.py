@@ -50,7 +50,7 @@ from ragkv.retrievers import (
 )
 from ragkv.runtime import Generation, Stream, runtime_of
 from ragkv.store import Codec, KVIdentity, MemoryTier, codec_from_config
-from ragkv.store.record import Manifest, decode_record, encode_record
+from ragkv.store.record import round_trip
 from ragkv.types import Chunk, Document, Encoding
 
 if TYPE_CHECKING:
@@ -487,8 +487,7 @@ class RoundTrip:
     raw_bytes: int = 0
 
     def __call__(self, kv: ChunkKV, identity: KVIdentity) -> ChunkKV:
-        record = encode_record(kv if self.change is None else self.change(kv, identity), identity, self.codec)
-        back = decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)
+        record, back = round_trip(kv if self.change is None else self.change(kv, identity), identity, self.codec)
         self.exact = self.exact and bit_equal(kv, back)
         self.stored_bytes += record.stored_bytes
         self.raw_bytes += kv.nbytes

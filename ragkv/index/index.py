@@ -792,6 +792,10 @@ class Index:
         self.write_behind.keep(lambda: self.store.keep_shape(self.fingerprint, shape))
         return shape
 
+    def stored_bytes(self, tokens: int) -> int:
+        """The bytes to expect at most of so many tokens' KV on the disk."""
+        return self.store.codec.most_bytes(self.shape, tokens)
+
     def has_tokens(self, ids: Sequence[int]) -> bool:
         """Whether there are token ids, and all are in the model's embedding table."""
         return bool(ids) and max(ids) < self.model.config.vocab_size

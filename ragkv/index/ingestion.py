@@ -115,7 +115,7 @@ def _afford(index: Index, tokens: Sequence[int]) -> int:
     if budget is None:
         return len(tokens)
     room = budget - index.store.kv_bytes
-    return sum(end <= room for end in accumulate(map(index.shape.nbytes, tokens)))
+    return sum(end <= room for end in accumulate(map(index.stored_bytes, tokens)))
 
 
 def _require_config(index: Index) -> None:

@@ -136,7 +136,8 @@ class KVLoader:
         identity = self.identity(Encoding.STANDALONE, self._index.prefix_ids)
 
         def encode(_: Sequence[KVIdentity]) -> list[ChunkKV]:
-            [made] = self._index.model.encode([self._index.prefix_ids])
+            [kv] = self._index.model.encode([self._index.prefix_ids])
+            made = self._store.rounded({identity: kv})[identity]
             self.write(lambda: self._store.keep_kv(identity, made), [(identity, made)], after)
             return [made]
 
@@ -177,6 +178,7 @@ class KVLoader:
             prefix = self.prefix(after) if missing[0].position else None
             started = time.perf_counter()
             found = encode_identities(self._index.model, missing, lambda: prefix, self.packet(encoding))
+            found = self._store.rounded(found)
             made = [(identity, found[identity]) for identity in missing]
             self._index.write_behind.note_encoded(sum(kv.tokens for _, kv in made), time.perf_counter() - started)
             self.write(lambda: self._store_made(made, owners, keep=keep), made, after)
@@ -449,7 +451,7 @@ def _loaded(
             wanted += [] if store.has_kv(blocks.anchor) else [blocks.anchor]
         started = time.perf_counter()
         prefix = kv_loader.prefix(after)
-        made = list(make_blocks(blocks, wanted, index.model, compressor, prefix, load))
+        made = list(store.rounded(dict(make_blocks(blocks, wanted, index.model, compressor, prefix, load))).items())
         index.write_behind.note_encoded(sum(kv.tokens for _, kv in made), time.perf_counter() - started)
         own = store.chunk(blocks.owners[0]) is not None
         if own:

@@ -382,5 +382,5 @@ def _within(index: Index, order: Sequence[KVIdentity]) -> list[KVIdentity]:
     budget = index.store.budget
     if budget is None:
         return list(order)
-    ends = accumulate(index.shape.nbytes(identity.tokens) for identity in order)
+    ends = accumulate(index.stored_bytes(identity.tokens) for identity in order)
     return [identity for identity, end in zip(order, ends, strict=True) if end <= budget]

@@ -195,7 +195,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("delete --index {index}", 2, "Name the documents to delete"),
     ("delete bolt.txt --index {index}", 2, "needs --yes when stdin is not a terminal"),
     ("delete --where title=X --yes --index {index}", 2, "No document matches --where"),
-    ("config show --index {index} --codec int4", 1, "was made with codec = raw, not int4"),
+    ("config show --index {index} --codec int4", 1, "was made with codec = half, not int4"),
     (DOCTOR + " --codecs ,", 2, "--codecs is empty"),
     (DOCTOR + " --plot quality.pdf", 2, "--plot writes .svg or .png"),
     (DOCTOR + " --codecs brotli", 2, "brotli"),

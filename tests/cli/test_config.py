@@ -233,7 +233,7 @@ def test_a_variable_does_not_overrule_what_an_index_was_built_with(tmp_path):
 def test_the_user_file_says_nothing_of_an_index_that_exists(tmp_path):
     user = written(tmp_path, 'codec = "zstd"\n')
     index = (tmp_path / "ragkv.toml", {"model": "mini"})
-    assert origins(user=user, index=index)["codec"] == ("raw", "default")
+    assert origins(user=user, index=index)["codec"] == ("half", "default")
 
 
 def test_every_variable_is_a_setting_with_an_option():

@@ -21,7 +21,7 @@ def test_a_report_for_people(ragkv, index):
     assert ran.code == 0, ran.err
     for part in ("ragkv 0", "torch 2", "cpu: ", "2 chunks", "the one that made the index", "to do", "nothing"):
         assert part in ran.out
-    for part in ("1 question (made from the index's own chunks)", "ape", "block", "pced", "raw", "bit-exact"):
+    for part in ("1 question (made from the index's own chunks)", "ape", "block", "pced", "half"):
         assert part in ran.out
     assert "not enough to tell" in ran.out
     assert "ask more (--limit N" in ran.out

@@ -34,7 +34,9 @@ def documents(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rag(tmp_path: Path, documents: Path, model_folder: Path) -> Iterator[RagKV]:
-    with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128, top_k=2) as made:
+    settings = {"device": "cpu", "chunk_tokens": 128, "top_k": 2}
+    # raw: what the index reads is compared with what the model makes, bit for bit
+    with RagKV.create(tmp_path / "index", model=str(model_folder), codec="raw", **settings) as made:
         made.ingest(documents)
         yield made
 

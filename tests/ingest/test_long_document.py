@@ -163,7 +163,9 @@ def model(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> str:
 
 
 def made_long(folder: Path, model: str) -> RagKV:
-    return RagKV.create(folder, model=model, engines=("apb",), chunk_tokens=CHUNK, tuning={"apb": LENGTHS})
+    """With exact KV: a new block that reads rounded ones differs in its last bits from one made with them."""
+    tuning = {"apb": LENGTHS}
+    return RagKV.create(folder, model=model, engines=("apb",), chunk_tokens=CHUNK, codec="raw", tuning=tuning)
 
 
 def planned(rag: RagKV) -> Blocks:

@@ -28,8 +28,8 @@ def plan(tmp_path_factory, model_folder):
 def test_everything_is_scaled_from_the_sample(plan):
     found = plan_cluster(plan, 1e7, 100, questions=500)
     scale = 1e7 / plan.corpus.chunks.value
-    raw = next(codec for codec in plan.codecs if codec.codec == "raw")
-    assert found.kv_bytes == pytest.approx(raw.kv_bytes.value * scale)
+    half = next(codec for codec in plan.codecs if codec.codec == "half")
+    assert found.kv_bytes == pytest.approx(half.kv_bytes.value * scale)
     assert found.kv_bytes_node * 100 == pytest.approx(found.kv_bytes)
     assert found.ingest_hours * 3600 * 100 == pytest.approx((plan.seconds.total - plan.seconds.start) * scale)
     assert plan_cluster(plan, 1e7, 200, questions=500).ingest_hours == pytest.approx(found.ingest_hours / 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import runpy
 import struct
+import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -20,13 +21,26 @@ from storekit import equal, identity, make_kv
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
-from ragkv.store import Codec, Int4, Int8, KVIdentity, KVSlice, Raw, Store, Zstd, codec_from_config, codec_names, codecs
+from ragkv.store import (
+    Codec,
+    Half,
+    Int4,
+    Int8,
+    KVIdentity,
+    KVSlice,
+    Raw,
+    Store,
+    Zstd,
+    codec_from_config,
+    codec_names,
+    codecs,
+)
 from ragkv.store.codecs import DamagedError
 from ragkv.store.record import LONG_WORDS, PACKET_WORDS, Manifest, decode_record, encode_record
 from ragkv.types import Encoding
 
 CODECS = [Raw(), Zstd(), Zstd(level=3)]
-ALL = [*CODECS, Int8(), Int4(), Int4(key_bits=6)]
+ALL = [*CODECS, Half(), Int8(), Int4(), Int4(key_bits=6)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -114,9 +128,9 @@ def test_levels_of_zstd_are_whole_numbers_up_to_19(level):
 
 
 def test_unknown_codecs_and_the_layout_of_zstd():
-    with pytest.raises(ConfigError, match=r"unknown codec 'lz9'.*int4, int8, raw, zstd"):
+    with pytest.raises(ConfigError, match=r"unknown codec 'lz9'.*half, int4, int8, raw, zstd"):
         codec_from_config({"id": "lz9"})
-    assert {"int4", "int8", "raw", "zstd"} <= set(codec_names())
+    assert {"half", "int4", "int8", "raw", "zstd"} <= set(codec_names())
     payload = bytes(Zstd().encode(bytes(8), flat(4)))
     with pytest.raises(DamagedError):
         Zstd().decode(payload + b"more")
@@ -157,8 +171,8 @@ class Inverted(Codec):
 def test_another_package_adds_a_codec(tmp_path, monkeypatch):
     added = {"inverted": f"{__name__}:Inverted", "broken": "their_missing_module:Nothing"}
     monkeypatch.setattr(codecs.CODECS, "added", {name: EntryPoint(name, value, "") for name, value in added.items()})
-    assert codec_names() == ["broken", "int4", "int8", "inverted", "raw", "zstd"]
-    with pytest.raises(ConfigError, match="unknown codec 'lz9': choose one of broken, int4, int8, inverted, raw, zstd"):
+    assert codec_names() == ["broken", "half", "int4", "int8", "inverted", "raw", "zstd"]
+    with pytest.raises(ConfigError, match="'lz9': choose one of broken, half, int4, int8, inverted, raw, zstd"):
         codec_from_config({"id": "lz9"})
     with pytest.raises(ConfigError, match=r"codec 'broken' is installed but cannot be loaded \(No module named"):
         codec_from_config({"id": "broken"})
@@ -169,10 +183,100 @@ def test_another_package_adds_a_codec(tmp_path, monkeypatch):
         assert equal(store.get_kv(of), kv)
 
 
-# ---- quantiser
-
 FIXTURES = Path(__file__).parent / "fixtures"
 GOLDEN = runpy.run_path(str(FIXTURES / "golden.py"))
+
+# ---- half
+
+RUN = struct.Struct("<BbHI")
+
+
+def literal_half(payload: bytes) -> list[float]:
+    """docs/formats.md read word for word, one slice after another, one number after another."""
+    found: list[float] = []
+    at = 0
+    while at < len(payload):
+        kind, exponent, _, nbytes = RUN.unpack_from(payload, at)
+        at += RUN.size
+        count, letter = nbytes // 4, "e" if kind else "f"
+        found += [number * 2.0**exponent for number in struct.unpack_from(f"<{count}{letter}", payload, at)]
+        at += count * struct.calcsize(letter)
+    return found
+
+
+@given(
+    scale=st.integers(-160, 128),
+    mean=st.sampled_from([0.0, 3.0, -70.0]),
+    width=st.sampled_from([0.0, 1e-6, 0.1, 1.0]),
+    edge=st.sampled_from([0.0, 65_504.0, 65_505.0, 65_519.9, 65_520.0, 2.0**-5, 2.0**-5 * (1 - 2.0**-12), 1e-40, 3e38]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=60)
+@example(scale=0, mean=0.0, width=1.0, edge=65_519.9, seed=1)
+@example(scale=-25, mean=0.0, width=1.0, edge=2.0**-5 * (1 - 2.0**-12), seed=1)
+@example(scale=127, mean=0.0, width=1.0, edge=3e38, seed=1)
+@example(scale=-150, mean=0.0, width=1.0, edge=0.0, seed=1)
+def test_half_keeps_its_bound_and_rounding_again_changes_nothing(scale, mean, width, edge, seed):
+    """2^-11 of the number, or 2^-20 of the slice's largest; decoded as the text says, with torch and without."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = (torch.randn(2, 7, 9, generator=generator, dtype=torch.float64) * width + mean) * 2.0**scale
+    numbers[1, 2, 3] = edge
+    before = numbers.clamp(torch.finfo(torch.float32).min, torch.finfo(torch.float32).max).float()
+    payload, after = through(Half(), before, "keys")
+    exact, largest = before.double(), float(before.double().abs().max())
+    error = (after.double() - exact).abs()
+    assert bool((error <= torch.maximum(exact.abs() * 2.0**-11, torch.tensor(largest * 2.0**-20))).all())
+    assert after.double().reshape(-1).tolist() == literal_half(payload)
+    assert bytes_of(through(Half(), after, "keys")[1]) == bytes_of(after)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "torch")
+        assert Half().decode(payload).tobytes() == bytes_of(after)
+    kept = not 2.0**-86 <= largest <= 2.0**116 and largest > 0
+    assert len(payload) == RUN.size + before.numel() * (4 if kept else 2) or 2.0**-87 < largest < 2.0**-84
+
+
+@given(data=st.binary(max_size=2048), dtype=st.sampled_from(DTYPES))
+@settings(max_examples=60)
+def test_half_keeps_what_it_cannot_round(data, dtype):
+    """NaN, infinities and 16-bit numbers are as they were; a record of 16-bit numbers is a raw one."""
+    before = torch.frombuffer(bytearray(data[: len(data) // 8 * 8]) or bytearray(8), dtype=dtype).view(1, -1, 2)
+    payload, after = through(Half(), before, "values")
+    if dtype != torch.float32 or not bool(before.isfinite().all()):
+        assert (payload[0], bytes_of(after)) == (0, bytes_of(before))
+    kv = ChunkKV(keys=(before,), values=(before,))
+    record = encode_record(kv, identity(*range(before.shape[1])), Half())
+    assert Manifest.parse(record.manifest).codec == {"id": "half" if dtype == torch.float32 else "raw"}
+
+
+def test_half_payloads_of_another_author_are_refused():
+    good = RUN.pack(1, -3, 0, 8) + struct.pack("<2e", 1.0, -2.0) + RUN.pack(0, 0, 0, 8) + struct.pack("<2f", 5.0, 6.0)
+    assert np.frombuffer(Half().decode(good).tobytes(), "<f4").tolist() == [0.125, -0.25, 5.0, 6.0]
+    for wrong in (
+        good[:-1],
+        good + b"\0",
+        good + RUN.pack(0, 0, 0, 1 << 31),
+        RUN.pack(2, 0, 0, 16) + bytes(16),
+        RUN.pack(1, 101, 0, 16) + bytes(8),
+        RUN.pack(1, -101, 0, 16) + bytes(8),
+        RUN.pack(1, 0, 1, 16) + bytes(8),
+        RUN.pack(0, 1, 0, 16) + bytes(16),
+        RUN.pack(1, 0, 0, 14) + bytes(7),
+        b"",
+    ):
+        with pytest.raises(DamagedError):
+            Half().decode(wrong, out=np.empty(16, np.uint8))
+
+
+def test_half_payloads_decode_for_ever_to_the_same_bits():
+    data = (FIXTURES / "half-float32.payload").read_bytes()
+    end = 4 + struct.unpack_from("<I", data)[0]
+    assert Half().decode(data[4:end]).tobytes() == data[end:]
+    numbers = np.frombuffer(data[end:], "<f4").astype(np.float64)
+    assert np.array_equal(numbers, literal_half(data[4:end]), equal_nan=True)
+
+
+# ---- quantiser
+
 LOSSY = [Int8(), Int4()]
 HEAD = struct.Struct("<BBBxfIII")
 every_lossy_codec = pytest.mark.parametrize("codec", LOSSY, ids=repr)
@@ -456,7 +560,7 @@ def test_payloads_decode_for_ever_to_the_same_bits(codec, dtype):
     assert 0 < float((numbers - before)[:kept].abs().max()) <= 0.5
 
 
-@pytest.mark.parametrize("codec", [Zstd(), *LOSSY], ids=repr)
+@pytest.mark.parametrize("codec", [Zstd(), Half(), *LOSSY], ids=repr)
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7), end=st.integers(0, 10_000))
 @settings(max_examples=200)
 def test_damage_is_refused_or_keeps_the_length(codec, at, bit, end):
@@ -471,7 +575,7 @@ def test_damage_is_refused_or_keeps_the_length(codec, at, bit, end):
             assert codec.decode(damaged, out=np.empty(768, np.uint8)).size == 768
 
 
-@pytest.mark.parametrize("codec", [Zstd(), *LOSSY], ids=repr)
+@pytest.mark.parametrize("codec", [Zstd(), Half(), *LOSSY], ids=repr)
 @given(payload=st.binary(max_size=80))
 def test_noise_is_refused(codec, payload):
     with pytest.raises(DamagedError):
@@ -479,7 +583,7 @@ def test_noise_is_refused(codec, payload):
 
 
 @given(
-    codec=st.sampled_from(LOSSY),
+    codec=st.sampled_from([Half(), *LOSSY]),
     dtype=st.sampled_from(DTYPES),
     encoding=st.sampled_from(list(Encoding)),
     tokens=st.integers(0, 90),

@@ -64,8 +64,8 @@ def there_and_back(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> ChunkKV:
         (4, 1100, 96, [4400, 4400]),  # each for itself
         (4, 2000, 96, [4000] * 4),  # two heads at a time
         (1, 6000, 96, [5376, 624] * 2),  # one head is too long: a multiple of TOKEN_STEP
-        (1, 1 << 9, 128, [1 << 10]),  # keys and values are 256 KiB together: still in one segment
-        (1, (1 << 9) + 1, 128, [513, 513]),
+        (1, 1 << 10, 128, [1 << 11]),  # keys and values are 512 KiB together: still in one segment
+        (1, (1 << 10) + 1, 128, [1025, 1025]),
         (3, 1 << 11, 128, [1 << 12, 1 << 11] * 2),  # the last run of heads holds what is left
         (1, 3 << 11, 128, [1 << 12, 1 << 11] * 2),  # as does the last run of tokens
         (1, 40, 1 << 15, [16, 16, 8] * 2),  # 16 tokens are a segment: fewer than a step
@@ -239,7 +239,7 @@ def test_records_of_every_version_decode_for_ever(path):
 
 
 def test_the_fixtures_are_all_there():
-    assert [path.stem[:9] for path in RECORDS] == ["record-v1"] * 6 + ["record-v2"] * 3
+    assert [path.stem[:9] for path in RECORDS] == ["record-v1"] * 7 + ["record-v2"] * 3
 
 
 def wide_and_narrow() -> ChunkKV:
