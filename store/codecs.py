@@ -237,7 +237,8 @@ class Half(Codec):
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
         import torch
 
-        data, start, parts = np.frombuffer(buf, np.uint8), 0, []
+        data, start = np.frombuffer(buf, np.uint8), 0
+        parts: list[Buffer] = []
         for kv_slice in slices:
             piece = data[start : start + kv_slice.nbytes]
             start += kv_slice.nbytes
@@ -247,7 +248,7 @@ class Half(Codec):
                 continue
             numbers = torch.from_numpy(span_of(piece)).view(torch.float32)
             numbers = numbers * 2.0**-exponent if exponent else numbers
-            parts += [_HALF.pack(1, exponent, 0, piece.size), numbers.half().view(torch.uint8).numpy()]
+            parts += [_HALF.pack(1, exponent, 0, piece.size), numbers.half().view(torch.uint8).numpy().data]
         return b"".join(parts)
 
     def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
@@ -256,7 +257,7 @@ class Half(Codec):
         while start < payload.size:
             if payload.size - start < _HALF.size:
                 raise DamagedError(f"{payload.size} bytes are not a half payload")
-            kind, exponent, zero, nbytes = _HALF.unpack_from(payload, start)
+            kind, exponent, zero, nbytes = _HALF.unpack_from(payload.data, start)
             start += _HALF.size
             stored = payload[start : start + (nbytes // 2 if kind else nbytes)]
             start += stored.size
