@@ -37,7 +37,8 @@ QUESTION = "Who founded it?"
 
 
 def created(folder: Path, model: object, *, context: int, chunk_tokens: int = 96, **settings) -> RagKV:
-    settings.setdefault("engines", ("ape",))
+    """With exact KV, because it is compared with transformers' own."""
+    settings = {"engines": ("ape",), "codec": "raw", **settings}
     return RagKV.create(
         folder,
         model=str(model),
