@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from clichild import CliChild
 
 INGESTCRASH = Path(__file__).parents[1] / "support" / "ingestcrash.py"
 
 
 def ingestcrash(**options: int) -> dict[str, int]:
     """What the harness counted; it ends with a traceback where something was lost or left half done."""
-    command = [sys.executable, str(INGESTCRASH), *(f"--{name}={value}" for name, value in options.items())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
-    assert done.returncode == 0, f"{command}: {done.stderr}"
-    count: dict[str, int] = json.loads(done.stdout)
+    program = f"import runpy; runpy.run_path({str(INGESTCRASH)!r}, run_name='__main__')"
+    code, out, message = CliChild(*(f"--{name}={value}" for name, value in options.items()), program=program).end()
+    assert code == 0, f"{options}: {message}"
+    count: dict[str, int] = json.loads(out)
     return count
 
 
