@@ -481,7 +481,7 @@ def run_on_ray(address: str, options: RayOptions, *, port: int, on_ready: Callab
         try:
             serve.run(made, name=OWNER, route_prefix="/")
         except RuntimeError as error:
-            raise RagkvError(f"The replicas did not start: {_reason(error)}") from error
+            raise RagkvError(f"The replicas did not start: {_reason(serve.status(), error)}") from error
         stopped = threading.Event()  # until here, an interrupt ends the command as any other
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, lambda *_: stopped.set())
@@ -492,6 +492,10 @@ def run_on_ray(address: str, options: RayOptions, *, port: int, on_ready: Callab
         ray.shutdown()
 
 
-def _reason(error: Exception) -> str:
-    """The last line of what Ray reports, which is the error of a replica."""
-    return str(error).strip().splitlines()[-1]
+def _reason(status: Any, error: Exception) -> str:
+    """Why replicas did not start: the error in what Ray Serve reports of the deployments."""
+    found = [] if OWNER not in status.applications else status.applications[OWNER].deployments.values()
+    lines = [
+        line for one in found for line in one.message.splitlines() if re.match(r"(\w+\.)*\w+(Error|Exception): ", line)
+    ]
+    return lines[-1].partition(": ")[2] if lines else str(error).strip().splitlines()[-1]

@@ -12,6 +12,7 @@ import sys
 import warnings
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -221,7 +222,7 @@ def test_the_routes_are_those_of_a_server_and_a_snapshot_is_read_only(ask, call,
 def test_what_is_missing_or_wrong_is_named(pack, tmp_path, monkeypatch):
     options = RayOptions(packs={"two": str(tmp_path)}, host="127.0.0.1")
     with pytest.raises(UsageError, match="There is no pack at"):
-        run_on_ray("local", options, port=0, on_ready=print)
+        options.pinned()
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[ray,serve\]'"):
         run_on_ray("local", options, port=0, on_ready=print)
@@ -265,3 +266,10 @@ def replicas_of(command):
     raylets = {pid for pid, (_, line) in found.items() if "raylet" in line and f"_{command}/" in line}
     name = "ServeReplica:ragkv:AnswerReplica"
     return [pid for pid, (parent, line) in found.items() if parent in raylets and name in line]
+
+
+def test_why_replicas_do_not_start_is_found():
+    message = "It failed 3 times.\nTraceback:\n  File x\nragkv.errors.StoreError: a.ragkv: is not a pack\n"
+    made = SimpleNamespace(deployments={"Front": SimpleNamespace(message=message)})
+    for known, wanted in [({"ragkv": made}, "a.ragkv: is not a pack"), ({}, "it failed")]:
+        assert on_ray._reason(SimpleNamespace(applications=known), RuntimeError("x\nit failed")) == wanted
