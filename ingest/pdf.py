@@ -321,7 +321,7 @@ class _TableFinder:
             seen = _characters("".join(text for (text, _, _), i in zip(pieces, within, strict=True) if i == index))
             differ = (seen - one.characters).total() + (one.characters - seen).total()
             if differ > 2 + 0.03 * seen.total():
-                return []
+                within = [None if i == index else i for i in within]
         found: list[tuple[str, dict[str, Any]]] = [("", {})]
         done: set[int] = set()
         for (text, _, _), i in zip(pieces, within, strict=True):
@@ -372,7 +372,10 @@ def _tables(page: Any) -> list[_Table]:
     straight = [_straight(edge) for edge in page.edges if min(edge["width"], edge["height"]) < 0.5]
     edges = merge_edges(straight, 3, 3, 3, 3)
     words = page.extract_words(x_tolerance_ratio=0.15)
-    edges = merge_edges([*edges, *_open_sides(edges, words)], 3, 3, 3, 3)
+    added = list(_open_sides(edges, words))
+    for left in (line for line in added if "head" in line):  # a head may have shorter rules between its lines
+        edges = [e for e in edges if not (e["x0"] > left["x0"] - 3 and left["top"] + 3 < e["top"] < left["head"] - 3)]
+    edges = merge_edges([*edges, *added], 3, 3, 3, 3)
     points = edges_to_intersections(edges, 3, 3)
     if len(points) > _CELLS:
         return []
@@ -405,6 +408,9 @@ def _open_sides(edges: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str
                 yield from (_line(x, x, top, bottom) for x in (x0, x1))
                 yield from _aligned(bare, words)
                 bare = []
+            elif any(_sticks_out(w, x0, x1) for w in words if top < _middle(w) < bottom):  # the text between two tables
+                yield from _aligned(bare, words)
+                bare = []
             bare.append(lower)
         yield from _aligned(bare, words)
 
@@ -424,12 +430,13 @@ def _aligned(rules: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, A
         return
     x0, x1, top, bottom = rules[0]["x0"], rules[0]["x1"], rules[0]["top"], rules[-1]["top"]
     height = min(lower["top"] - upper["top"] for upper, lower in pairwise(rules))
-    near = [w for w in words if w["x1"] > x0 and w["x0"] < x1]
-    body = [w for w in near if top < _middle(w) < bottom]
-    if not body or any(w["x0"] < x0 - 3 or w["x1"] > x1 + 3 for w in body):
+    body = [w for w in words if w["x1"] > x0 and w["x0"] < x1 and top < _middle(w) < bottom]
+    if not body:
         return
+    # Of the head only its last line: a name above it may span several columns.
+    last = max((_middle(w) for w in body if _middle(w) < rules[1]["top"]), default=top)
     cuts, end = [], x0
-    for word in sorted(body, key=lambda w: w["x0"]):
+    for word in sorted((w for w in body if _middle(w) > last - 3), key=lambda w: w["x0"]):
         if word["x0"] - end > 5 and end > x0:
             cuts.append((word["x0"] + end) / 2)
         end = max(end, word["x1"])
@@ -439,8 +446,10 @@ def _aligned(rules: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, A
     ends = [rule["top"] for rule in rules]
     # A rule below each row, or between rows: the first, or the last, may have none on its other side.
     for at, beyond in ((len(ends), bottom + height), (0, top - height)):
-        outside = [w for w in near if min(beyond, top) < _middle(w) < top or bottom < _middle(w) < max(beyond, bottom)]
+        outside = [w for w in words if min(beyond, top) < _middle(w) < top or bottom < _middle(w) < max(beyond, bottom)]
         crosses = any(w["x0"] < cut < w["x1"] for w in outside for cut in cuts)
+        crosses = crosses or any(_sticks_out(w, x0, x1) for w in outside)
+        outside = [w for w in outside if w["x1"] > x0 and w["x0"] < x1]
         filled = {bisect(cuts, w["x0"]) for w in outside}
         # A head has a name for each column but the first.
         whole = filled >= columns - {0} if at == 0 else 0 in filled and len(filled) > 1
@@ -451,11 +460,12 @@ def _aligned(rules: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, A
     heads = {column for _, filled in gaps[0] for column in filled}
     if len(gaps[0]) > 3 or len(body) > 5 * len(columns) * sum(map(len, gaps)) or not heads >= columns - {0}:
         return
-    yield from (_line(x, x, ends[0], ends[-1]) for x in (x0, *cuts, x1))
+    yield {**_line(x0, x0, ends[0], ends[-1]), "head": ends[1]}
+    yield from (_line(x, x, ends[0], ends[-1]) for x in (*cuts, x1))
     yield from (_line(x0, x1, y, y) for y in (ends[0], ends[-1]))
     for gap in gaps[1:]:
         whole = all(0 in filled and len(filled) > 1 for _, filled in gap)
-        starts = [at for at, filled in gap if 0 in filled] if whole or len(gaps) == 2 else []
+        starts = [at for at, filled in gap if 0 in filled or len(filled) > 1] if whole or len(gaps) == 2 else []
         yield from (_line(x0, x1, at - 1, at - 1) for at in starts[1:])
 
 
@@ -463,6 +473,11 @@ def _straight(edge: Any) -> dict[str, Any]:
     """An edge without the slope that the arithmetic of a turned page leaves."""
     x0, x1, top, bottom = edge["x0"], edge["x1"], edge["top"], edge["bottom"]
     return _line(x0, x0, top, bottom) if edge["width"] < edge["height"] else _line(x0, x1, top, top)
+
+
+def _sticks_out(word: Any, x0: float, x1: float) -> bool:
+    """Whether a word stands on one of these sides, or right beside it, as those of a line that goes on do."""
+    return bool((word["x0"] < x0 - 3 and word["x1"] > x0 - 10) or (word["x0"] < x1 + 10 and word["x1"] > x1 + 3))
 
 
 def _middle(word: Any) -> float:

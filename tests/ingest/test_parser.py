@@ -461,6 +461,29 @@ def test_a_pdfs_table_goes_on_over_the_page(tmp_path, repeat):
     assert rows == [(page, text) for page in (1, 2) for _, text in PRICE_ROWS]
 
 
+def test_tables_of_three_rules_as_papers_have_them(tmp_path):
+    document = FPDF()
+    document.set_font("helvetica", size=10)
+    document.add_page()
+    for top in (40, 120):
+        for y in (0, 12, 33):
+            document.line(60, top + y, 140, top + y)
+        document.line(60, top + 6, 105, top + 6)  # below a name of two columns
+        cells = [(5, "", "both", ""), (10, "animal", "kind", "price"), (17, "gnu", "stuffed and", "92.50")]
+        for y, *texts in [*cells, (21, "", "brushed", ""), (26, "", "plain", "13.65"), (31, "emu", "frozen", "8.99")]:
+            for x, text in zip((61, 85, 125), texts, strict=True):
+                document.text(x, top + y, text)
+        document.set_xy(10, top + 45)
+        document.multi_cell(0, 6, PARAGRAPHS[0])
+    source = read(tmp_path, "a.pdf", bytes(document.output()))
+    assert [source.text[s.start : s.end].strip() for s in source.sections if s.alone] == 2 * [
+        "animal: gnu\nboth kind: stuffed and brushed\nprice: 92.50",
+        "both kind: plain\nprice: 13.65",
+        "animal: emu\nboth kind: frozen\nprice: 8.99",
+    ]
+    assert source.text.count("Halden Works") == 2
+
+
 def test_frames_and_prose_between_rules_are_no_tables(tmp_path):
     document = FPDF()
     document.set_font("helvetica", size=10)
