@@ -511,7 +511,7 @@ def test_an_answer_is_shown_as_markdown_and_copied_as_it_is(visit_of, key, says)
     assert copied.startswith(f"## {QUESTION}\n\n1998. It was a year.")
     assert "\n\n1. " in copied.partition("```\n")[2]
     page.get_by_label("Question", exact=True).fill("")
-    result.get_by_role("button", name=f"Edit the question: {QUESTION}").click()
+    result.get_by_role("button", name=f"Edit: {QUESTION}").click()
     shown(focused(page)).to_have_value(QUESTION)
 
 

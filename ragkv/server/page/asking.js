@@ -187,7 +187,7 @@ function show(question, name, turns, settings) {
       "div",
       { class: "asked-head" },
       el("h2", { class: "asked", dir: "auto" }, question),
-      el("button", { type: "button", class: "plain", "aria-label": `Edit the question: ${question}`, onclick: () => edit(question) }, "Edit"),
+      el("button", { type: "button", class: "plain", "aria-label": `Edit: ${question}`, onclick: () => edit(question) }, "Edit"),
     ),
     el("p", { class: "quiet asked-of", dir: "auto" }, `asked of ${name}${turns ? `, after ${counted(turns, "question")} of this conversation` : ""}${system ? `, as told: ${plain(system)}` : ""}`),
     table?.node,
