@@ -295,7 +295,7 @@ def _exponent(numbers: Floats) -> int | None:
     return power - 15 if _LEAST_EXPONENT <= power - 15 <= _GREATEST_EXPONENT else None
 
 
-class Span:
+class MemorySpan:
     """Memory as an array of integers of `item_size` bytes, which keeps `owner` alive.
 
     It claims to be writable, because torch warns about arrays that are not.
@@ -313,7 +313,7 @@ class Span:
 
 def span_of(stored: Bytes) -> NDArray[Any]:
     """The bytes for `torch.from_numpy`; they must not be written to."""
-    return np.asarray(Span(int(stored.__array_interface__["data"][0]), stored.size, 1, stored))
+    return np.asarray(MemorySpan(int(stored.__array_interface__["data"][0]), stored.size, 1, stored))
 
 
 def output(length: int, out: Bytes | None) -> Bytes:

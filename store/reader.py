@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ragkv.attention.shape import ITEM_SIZES, KVShape
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
-from ragkv.store.codecs import Buffer, Codec, DamagedError, Raw, Span, codec_from_config
+from ragkv.store.codecs import Buffer, Codec, DamagedError, MemorySpan, Raw, codec_from_config
 from ragkv.store.documents import matching, require_shape
 from ragkv.store.environment import Database
 from ragkv.store.record import (
@@ -249,7 +249,7 @@ def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
     sizes = [payload.size for payload in payloads]
     base = min(addresses) // item_size * item_size
     span = max(map(add, addresses, sizes)) - base
-    flat = torch.from_numpy(np.asarray(Span(base, span, item_size, payloads))).view(dtype)
+    flat = torch.from_numpy(np.asarray(MemorySpan(base, span, item_size, payloads))).view(dtype)
     tensors = []
     index = begin = start = 0  # a segment; where it begins, and where the tensor begins, in the record's bytes
     for kv_heads, key_dim, value_dim in manifest.shapes:
@@ -272,7 +272,7 @@ def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
         run = payloads[manifest.layer_run(place).start : manifest.layer_run(place).stop]
         whole = run[0] if len(run) == 1 else np.concatenate(run)
         address = int(whole.__array_interface__["data"][0])
-        held = np.asarray(Span(address, whole.size, 1, whole))
+        held = np.asarray(MemorySpan(address, whole.size, 1, whole))
         states.append(State(layer, name, typed_tensor(of, held).view(shape)))
     return ChunkKV(
         keys=tuple(tensors[::2]), values=tuple(tensors[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
