@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ragkv._moved import moved_names
 from ragkv.config import NONE, History, IndexConfig, RuntimeConfig
-from ragkv.errors import IngestError, UsageError
+from ragkv.errors import IngestError, RetrievalError, UsageError
 from ragkv.index.answer import (
     AnswerStream,
     IndexBackend,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from ragkv.model.prompt import Prompt
     from ragkv.retrievers import Embedder, Reranker
 
+logger = logging.getLogger(__name__)
 __all__ = [
     "QueryOptions",
     "QuestionWithOptions",
@@ -545,9 +547,12 @@ class RagKV:
         with nullcontext() if dry_run else self.store.writing("ragkv repair", timeout=timeout, on_wait=on_wait):
             report = repair_index(self.index, self.kv_loader, encode=encode, dry_run=dry_run, on_progress=on_progress)
             if not dry_run:
-                self._finder.catch_up(build=False)
                 if self.config.qdrant.url and self.config.embedder != NONE:
-                    report.points = follow_collection(self.index, whole=True)
+                    try:
+                        report.points = follow_collection(self.index, whole=True)
+                    except RetrievalError as error:  # the report of what was repaired is not lost by it
+                        logger.warning("what is in Qdrant is left as it is: %s", error)
+                self._finder.catch_up(build=False)
             return report
 
     def gc(

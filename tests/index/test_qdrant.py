@@ -180,8 +180,10 @@ def test_another_indexs_or_embedders_collection_is_refused(make, documents, tmp_
         copy.repair()
         assert hits(copy) == before
         client.update_collection("shared", metadata={"ragkv": None})
+        copy.index.collection.version = None
         with pytest.raises(RetrievalError, match="not of ragkv's making"):
-            copy.repair()
+            copy.retrieve("Ann Lee", retrieval="dense")
+        assert copy.repair().points == 0  # with a warning
 
 
 def test_a_pack_and_a_replaced_empty_index(make, documents, tmp_path):
