@@ -457,7 +457,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         pairs = to_scored(self.rag, nodes, self._score_kind, limit=self._engine.most_chunks)
         options = QueryOptions(**self._options, chunks=[scored for _, scored in pairs])
         if isinstance(self.retriever, RagKVRetriever) and self._options["steps"]:
-            options = {**options, "top_k": self.retriever.top_k, **self.retriever.filtered_search}  # type: ignore[typeddict-item]
+            options = {**options, "top_k": self.retriever.top_k, **self.retriever.filtered_search}
         return _Request(
             rag=self.rag,
             nodes=[node for node, _ in pairs],
