@@ -1035,11 +1035,11 @@ class _CandidateRun:
         ledger = self._ledger(task)
         key = "" if ledger is None else self._key(example, max_new_tokens)
         known = None if ledger is None else ledger.get(key)
-        wait = self._begin(task, example, max_new_tokens, stop_when_right=stop_when_right) if known is None else None
+        begun = None if known else self._begin(task, example, max_new_tokens, stop_when_right=stop_when_right)
 
         def result() -> ExampleResult:
-            found = known if wait is None else wait()
-            if ledger is not None and wait is not None:
+            found = (known or {}) if begun is None else begun()
+            if ledger is not None and begun is not None:
                 ledger.put(key, task=task.name, example=example.example_id, **found)
             text = found["answer"]
             return ExampleResult(
