@@ -116,8 +116,13 @@ class ChatBackend:
         conversation = rag.conversation(history=chat.history, history_tokens=chat.history_tokens, rewrite=chat.rewrite)
         for asked, answer in turns:
             conversation.add(asked, answer)
-        words = {"search_for": conversation.search_text(question), "rewrite": conversation.rewrite_text(question)}
-        return rag.stream(conversation.prompt_text(question), engine=engine, **words, **chat.options)
+        return rag.stream(
+            conversation.prompt_text(question),
+            engine=engine,
+            search_for=conversation.search_text(question),
+            rewrite=conversation.rewrite_text(question),
+            **chat.options,
+        )
 
     def _by(self, there: Callable[[LocalClient], S], here: Callable[[RagKV], T]) -> S | T:
         if self._server is not None:
