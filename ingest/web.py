@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
@@ -352,11 +353,9 @@ def _request(address: str, pool: Any, most: int, *, cut: bool) -> _Fetched | str
     Raises Unreadable for a status, a type or a size that cannot be read, and the errors of urllib3. With `cut`, what
     is longer than `most` bytes is cut off.
     """
-    from ragkv import __version__
-
     parts = urlsplit(address)
     target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
-    agent = f"{_AGENT}/{__version__}"
+    agent = f"{_AGENT}/{version('ragkv')}"
     headers = {"Host": parts.netloc, "User-Agent": agent, "Accept": "*/*", "Accept-Encoding": "gzip"}
     ends = time.monotonic() + _PAGE_SECONDS
     response = pool.request("GET", target, headers=headers, redirect=False, preload_content=False)
