@@ -1003,9 +1003,11 @@ def run_candidates(
                 if comparing is not None:
                     results += comparing.results(task, example, limit, notify)
                 else:
+                    notify(0, task, runs[0].candidate)
                     asked = [each.ask(task, example, limit, stop_when_right=stop_when_right) for each in runs]
                     for at, (each, wait) in enumerate(zip(runs, asked, strict=True)):
-                        notify(at, task, each.candidate)
+                        if at:
+                            notify(at, task, each.candidate)
                         results.append(wait())
                 done += len(runs)
     if on_progress is not None:

@@ -53,7 +53,8 @@ def index(request, make_folder, tmp_path_factory):
     (documents / "halden.md").write_text("Halden Works was founded by Mira Oskel in 1907.\n\nIt is based in Tarn.\n")
     (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
     model, tuning = str(make_folder(request.param)), {"mapreduce": {"summary_tokens": 4}}
-    with RagKV.create(place, model=model, device="cpu", chunk_tokens=64, tuning=tuning) as rag:
+    # raw: what is stored in 16 bits crosses widened
+    with RagKV.create(place, model=model, device="cpu", codec="raw", chunk_tokens=64, tuning=tuning) as rag:
         rag.ingest(documents)
     return place
 

@@ -360,7 +360,7 @@ def test_other_requests_kv_from_the_disk_tier_lmcache_4385_dynamo_14416_15079(co
 def test_an_object_store_with_a_fault_gives_no_wrong_tensor(connect, s3, fault):
     """Errors, truncation, stale and exchanged objects: a miss each, an end, and a way back; create-only is probed."""
     clock, made = Clock(), some()
-    shared = connect("s3://bucket/folder", clock=clock, timeout=0.2 if fault == "hangs" else 60.0)
+    shared = connect("s3://bucket/folder", clock=clock, timeout={"hangs": 0.2, "resets": 1.0}.get(fault, 60.0))
     put(connect("s3://bucket/folder"), made)
     before = dict(s3.objects)
     assert len(before) == len(made)

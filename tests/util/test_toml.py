@@ -61,6 +61,7 @@ LIMITS = st.builds(
     max_characters=st.integers(1, (1 << 63) - 1),
     max_memory=st.sampled_from(("64MiB", "1GiB")) | st.integers(64 << 20, (1 << 63) - 1),
     max_seconds=st.integers(1, (1 << 63) - 1),
+    ocr=st.sampled_from(("auto", "none", "eng+deu")),
     memory=st.sampled_from(("64MiB", "1GiB")) | st.integers(64 << 20, (1 << 63) - 1),
 )
 DECODINGS = st.builds(
