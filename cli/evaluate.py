@@ -297,7 +297,7 @@ def answers(
     device: Device = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto; float32 for mini on a CPU"),
+        typer.Option(help="auto, float32, bfloat16, float16 or int8.", show_default="auto; float32 for mini on a CPU"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write the figures to FILE.json or FILE.md.", show_default=False)

@@ -430,7 +430,12 @@ Model = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    _option("--dtype", help="auto, float32, bfloat16 or float16.", setting="dtype", show_default="auto"),
+    _option(
+        "--dtype",
+        help="auto, float32, bfloat16, float16 or int8 (weights; a processor).",
+        setting="dtype",
+        show_default="auto",
+    ),
 ]
 Engines = Annotated[
     str | None,

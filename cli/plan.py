@@ -92,7 +92,9 @@ def plan(
     model: Annotated[
         str | None, typer.Option(help="Model folder or hub id; `mini` is the bundled one.", show_default="mini")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, float32, bfloat16, float16 or int8.", show_default="auto")
+    ] = None,
     engines: Annotated[str | None, typer.Option(help="Engines to store KV for.", show_default="ape,block,pced")] = None,
     chunk_tokens: Annotated[
         int | None,

@@ -321,7 +321,8 @@ def show_sources(answer: Answer, index: Path | str) -> None:
     loaded = f"KV of {count(kv.hits, 'chunk')} loaded ({size(kv.bytes)}), {kv.misses} encoded anew"
     loaded = loaded if kv.hits or kv.misses else "everything prefilled anew"
     loaded += "" if answer.charge is None else f", {answer.charge:.1%} recomputed"
+    weights = ", int8 weights," if answer.dtype == "int8" else ""
     note(
-        f"{answer.engine} on {index}: first token {timing.load + timing.first_token:.0f} ms "
+        f"{answer.engine}{weights} on {index}: first token {timing.load + timing.first_token:.0f} ms "
         f"(load {timing.load:.0f}), total {timing.total:.0f} ms; {loaded}"
     )

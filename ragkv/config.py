@@ -268,7 +268,7 @@ class IndexConfig:
     """
 
     model: str = "mini"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
     chunk_tokens: int = 256
     codec: str = "half"
     engines: tuple[str, ...] = ("ape", "block", "pced")
@@ -308,7 +308,7 @@ class IndexConfig:
             raise ConfigError("chunk_tokens must lie between 8 and 65536.")
         if self.top_k < 1:
             raise ConfigError("top_k must be at least 1.")
-        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
         one_of("retrieval", self.retrieval, MODES)
         one_of("fusion", self.fusion, typing.get_args(Fusion))
         one_of("history", self.history, HISTORY)

@@ -193,6 +193,8 @@ class Answer:
     kv: KVUse
     decoding: Mapping[str, Any] = field(default_factory=dict)
     """`max_new_tokens` and every setting of `Decoding` that was in effect, including a seed that was drawn."""
+    dtype: str = ""
+    """What the model computed in: float32, bfloat16 or float16, or int8 for int8 weights."""
     charge: float | None = None
     """What an engine that recomputes stored KV has computed of it, as a share: tokens times layers (blend)."""
     trace: tuple[TracedToken, ...] = field(default=(), repr=False)
@@ -216,6 +218,7 @@ class Answer:
             timing=Timing(**result["timing_ms"]),
             kv=KVUse(**result["kv"]),
             decoding=result["decoding"],
+            dtype=result.get("dtype", ""),
             charge=result.get("charge"),
             fields=result.get("fields", {}),
             reasoning=result.get("reasoning", ""),
@@ -233,6 +236,7 @@ class Answer:
             "timing_ms": asdict(self.timing),
             "kv": asdict(self.kv),
             "decoding": dict(self.decoding),
+            "dtype": self.dtype,
             "charge": self.charge,
             "fields": dict(self.fields),
             "reasoning": self.reasoning,

@@ -52,7 +52,7 @@ from ragkv.errors import RagkvError
 from ragkv.model.apb.compressors import KeyNorm
 from ragkv.model.apb.document import BlockLayout, BlockLengths, LongDocument, SequentialExecutor, lengths_for, star
 from ragkv.model.checkpoint import Checkpoint, computes_in, pick_device
-from ragkv.model.language_model import LanguageModel
+from ragkv.model.language_model import LanguageModel, int8_weights
 from ragkv.model.self_check import load_model
 from ragkv.planning.requirements import DecoderShape, apb_flops, full_flops
 from ragkv.runtime import Stream, runtime_of
@@ -126,9 +126,12 @@ def random_llama(dtype: str = "auto", device: str | None = None) -> LanguageMode
     place = pick_device(device)
     if dtype == "auto":
         dtype = "bfloat16" if computes_in(place, torch.bfloat16) else "float32"
-    model = LlamaForCausalLM(config).to(place, getattr(torch, dtype))
+    model = LlamaForCausalLM(config).to(place, getattr(torch, "float32" if dtype == "int8" else dtype))
     name = "random Llama"
-    return LanguageModel(model, tokenizer, Checkpoint(name=name, location=name, local=True))
+    made = LanguageModel(model, tokenizer, Checkpoint(name=name, location=name, local=True))
+    if dtype == "int8":
+        int8_weights(made)
+    return made
 
 
 def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | None) -> list[BenchRow]:

@@ -49,7 +49,7 @@ OnStep = Callable[[str], None]
 """Is given a line about each step of a benchmark."""
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at most a minute on two cores.")]
 AutoDtype = Annotated[
-    str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16 or float16.")
+    str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16, float16 or int8.")
 ]
 
 
@@ -59,7 +59,7 @@ def unseen(*_: object) -> None:
 
 def described(lm: LanguageModel) -> str:
     """The model's name, size and data type."""
-    return f"{lm.checkpoint.name}: {lm.parameters / 1e6:.0f}M parameters, {lm.dtype}"
+    return f"{lm.checkpoint.name}: {lm.parameters / 1e6:.0f}M parameters, {lm.precision}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -293,7 +293,7 @@ def measure_codec(
     questions: Annotated[int, typer.Option(help="Questions per engine.", min=1)] = 330,
     engines: Annotated[str, typer.Option(help="Engines to compare answers of.")] = "block,ape,pced",
     model: Annotated[str, typer.Option(help="Model whose KV is stored.")] = "mini",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16 or int8.")] = "auto",
     quick: Quick = False,
     device: Device = None,
     on_step: OnStep = unseen,

@@ -635,7 +635,7 @@ class LoadedModel:
         self.name = name
         self._rag = rag
         self._device = device
-        self._dtype = dtype if rag is None else rag.config.dtype
+        self._dtype = dtype if rag is None or dtype is not None else rag.config.dtype
         self._lookup = rag.store.get_kv if rag is not None and stored else None
         self._memory = MemoryTier(HOLD_BYTES)
         self._readers: dict[PromptConfig, Reader] = {}
@@ -643,7 +643,8 @@ class LoadedModel:
 
     @property
     def own(self) -> bool:
-        return self._rag is not None and self.name == self._rag.config.model
+        config = None if self._rag is None else self._rag.config
+        return config is not None and (self.name, self._dtype) == (config.model, config.dtype)
 
     @cached_property
     def current(self) -> bool:
@@ -974,7 +975,8 @@ def run_candidates(
     (`ExampleResult.comparison`): a changed KV or a conversation along that of the same candidate without it, the others
     along the first. Questions without chunks are left out, and so is a conversation without enough earlier turns.
 
-    The candidates that share a model answer a question in one batch. With `stop_when_right`, an answer ends as soon as
+    The candidates that share a model answer a question in one batch; those whose logits are compared are asked in turn,
+    and all their models are in memory. With `stop_when_right`, an answer ends as soon as
     it has the full score.
 
     In both cases, a prompt that is too long is an error.
@@ -992,10 +994,14 @@ def run_candidates(
         if on_progress is not None:
             on_progress(done + ahead, total, ", ".join(filter(None, (task.name, candidate.label))))
 
-    for model, dtype in dict.fromkeys((one.model, one.dtype) for one in candidates):  # each model is loaded once
-        loaded = source.model(model, dtype)
-        own = [one for one in candidates if (one.model, one.dtype) == (model, dtype)]
-        runs = [_CandidateRun(one, loaded, source, decoding, work) for one in own]
+    models = list(dict.fromkeys((one.model, one.dtype) for one in candidates))
+    for named in [models] if compare_logits else [[one] for one in models]:  # each model is loaded once
+        loaded = {each: source.model(*each) for each in named}
+        runs = [
+            _CandidateRun(one, loaded[one.model, one.dtype], source, decoding, work)
+            for one in candidates
+            if (one.model, one.dtype) in loaded
+        ]
         comparing = _LogitComparison(runs) if compare_logits else None
         for task in tasks:
             limit = max_new_tokens or task.max_new_tokens

@@ -81,7 +81,7 @@ class JudgedModel:
         return cls(
             model=subject.name,
             parameters=model.parameters,
-            dtype=str(model.dtype).removeprefix("torch."),
+            dtype=model.precision,
             device=str(model.device),
             fingerprint=subject.fingerprint,
             same=subject.current,
@@ -261,6 +261,10 @@ def codec_advice(codec: str, verdict: Verdict, *, exact: bool) -> str:
     }[verdict]
 
 
+_WEIGHTS_ADVICE: dict[Verdict, str] = {
+    "fair": "Changes some answers; take it where a decode step's time matters more.",
+    "poor": 'Changes answers; set dtype = "auto" and ingest into a new index.',
+}
 _MORE = "These questions leave it open; ask more (--limit N, or --questions FILE.jsonl), a hundred or so."
 
 
@@ -389,7 +393,8 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecRow:
-    """A codec compared with the same engine on unchanged KV. `size` is stored bytes divided by raw bytes.
+    """A codec compared with the same engine on unchanged KV. `size` is stored bytes divided by raw bytes. The row
+    "int8 weights" is of a model with them, compared with its float32 weights.
 
     `ci95` has the 95 % intervals of `kl`, `top1` and `answers`, or is None for a codec that lost no bit.
     """
@@ -497,6 +502,7 @@ class Doctor:
             raise UsageError("There is no engine to compare with full; name some, such as --engines ape,block,pced.")
         candidate = partial(self._source.candidate, model=self.subject.name, top_k=top_k or rag.config.top_k)
         self._full = candidate("full", name="full")
+        self._float32 = candidate("full", name="float32 weights", dtype="float32") if self.subject.model.int8 else None
         self._engines = []
         for label, one in specs.items():
             options = {**rag.config.tuning.get(one.name, {}), **one.options}
@@ -519,9 +525,10 @@ class Doctor:
         candidates = [self._full]
         for one in self._engines:
             candidates += [one, *(coded for coded in self._coded if coded.name == f"{one.label}, {coded.codec}")]
+        candidates += [self._talking] if self._float32 is None else [self._talking, self._float32]
         results = run_candidates(
             [Task.of(questions)],
-            [*candidates, self._talking],
+            candidates,
             source=self._source,
             compare_logits=True,
             max_new_tokens=self._max_new_tokens,
@@ -552,6 +559,9 @@ class Doctor:
             )
             for one, made, counts in engines
         )
+        codecs = [_codec_row(one, self._counts(results, one)) for one in self._coded]
+        if self._float32 is not None:
+            codecs.insert(0, self._weights_row(self._counts(results, self._float32)))
         return Quality(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             ragkv=ragkv.__version__,
@@ -570,12 +580,28 @@ class Doctor:
             full_first_token=full.first_token,
             proposal=proposed(rows, full.first_token),
             engines=rows,
-            codecs=tuple(_codec_row(one, self._counts(results, one)) for one in self._coded),
+            codecs=tuple(codecs),
             conversation=self._conversation_row(results),
         )
 
     def _counts(self, results: Sequence[ExampleResult], candidate: Candidate) -> AgreementCounts:
         return AgreementCounts([result for result in results if result.candidate is candidate])
+
+    def _weights_row(self, counts: AgreementCounts) -> CodecRow:
+        """What int8 weights change: `full` in float32 compared with `full` as the index runs it."""
+        verdict = codec_verdict(counts.agreement, exact=False)
+        advice = _WEIGHTS_ADVICE.get(verdict) or codec_advice("", verdict, exact=False)
+        ci95, figures = asdict(counts.agreement), counts.figures()
+        return CodecRow(
+            engine="full",
+            codec="int8 weights",
+            verdict=verdict,
+            advice=advice,
+            exact=False,
+            size=0.25,
+            ci95=ci95,
+            **figures,
+        )
 
     def _conversation_row(self, results: Sequence[ExampleResult]) -> ConversationRow | None:
         talked = self._counts(results, self._talking)

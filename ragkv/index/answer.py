@@ -336,6 +336,7 @@ class AnswerStream:
         self._won: Counter[int] = Counter()
         self._use = KVUse()
         self._charge: float | None = None
+        self._dtype = ""
         self._times: dict[str, float] = {}
         self._finish: str | None = None
         self._runtime: Runtime | None = None
@@ -610,6 +611,7 @@ class AnswerStream:
             self._job = runtime.submit(task.engine, request, task.generation, owner=backend.owner, lease=lease)
             lease = None  # now owned by the job
             self._charge = task.engine.charge(request, backend.owner.model)
+            self._dtype = backend.owner.model.precision
         finally:
             if prefetch is not None:
                 prefetch.drop()  # KV that was prefetched in vain
@@ -698,6 +700,7 @@ class AnswerStream:
             ),
             kv=self._use,
             decoding={"max_new_tokens": self._task.max_new_tokens, **asdict(self._task.decoding)},
+            dtype=self._dtype,
             charge=self._charge,
             trace=tuple(self.trace),
             reasoning=self.reasoning.strip(),

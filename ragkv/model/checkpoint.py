@@ -162,6 +162,8 @@ class Checkpoint:
         place = pick_device(device)
         packed = self.quantised(place, revision)
         regime = "" if packed is None else f":{packed.regime}"
+        if dtype == "int8":
+            regime += f":{int8_levels()}"
         facts = f"{self.digest(revision)}:{self.picked(dtype, place, revision)}:{version}{regime}"
         return hashlib.sha256(facts.encode()).hexdigest()
 
@@ -434,6 +436,14 @@ def processor_units() -> frozenset[str]:
     """What the processor has of the units that multiply in half types, by their names in cpuinfo."""
     able = _capabilities()
     return frozenset(name for units in _UNITS.values() for name in units if able.get(name))
+
+
+def int8_levels() -> int:
+    """The largest int8 that states are rounded to beside int8 weights (`ragkv.model.language_model.Int8Linear`).
+
+    Without VNNI the kernel adds two products in 16 bits, which 8-bit states would overflow: they get 7.
+    """
+    return 127 if _capabilities().get("avx512_vnni") else 63
 
 
 _UNITS = {

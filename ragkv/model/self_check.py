@@ -38,7 +38,7 @@ from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
 from ragkv.model.attention_hook import LayerMask, Visible, require_rule
 from ragkv.model.checkpoint import Checkpoint, pick_devices, require_on_hub, resolve
 from ragkv.model.families import without_rotary
-from ragkv.model.language_model import LanguageModel, shallow_copy
+from ragkv.model.language_model import LanguageModel, int8_weights, shallow_copy
 from ragkv.model.loading import chooses_by_index, describe_error, open_checkpoint, quiet_loading
 from ragkv.model.stateful import ResumeOptions, StatefulModel
 from ragkv.types import Capability
@@ -673,15 +673,20 @@ def load_model(
 ) -> LanguageModel:
     """Load a model by its name (`ragkv.model.checkpoint.resolve`); refuses what ragkv cannot run exactly.
 
-    `dtype` "auto" is the checkpoint's own. Raises ModelLoadError or UnsupportedModelError.
+    `dtype` "auto" is the checkpoint's own; "int8" is float32 with int8 weights, which they become after the check.
+    Raises ModelLoadError or UnsupportedModelError.
     """
     checkpoint = resolve(name)
     if not checkpoint.local:
         require_on_hub(checkpoint.location, revision=revision)
     devices = pick_devices(device, checkpoint.weight_bytes)
-    model, tokenizer = open_checkpoint(checkpoint, dtype=dtype, devices=devices, revision=revision)
+    float_dtype = "float32" if dtype == "int8" else dtype
+    model, tokenizer = open_checkpoint(checkpoint, dtype=float_dtype, devices=devices, revision=revision)
     with describe_error("Model", name), quiet_loading(reports=False):
-        return load_checked(model, tokenizer, checkpoint)
+        loaded = load_checked(model, tokenizer, checkpoint)
+        if dtype == "int8":
+            int8_weights(loaded)
+        return loaded
 
 
 def load_checked(model: Any, tokenizer: Any, checkpoint: Checkpoint) -> LanguageModel:

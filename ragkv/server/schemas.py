@@ -152,6 +152,7 @@ class AnswerReply(BaseModel):
     timing_ms: Timing
     kv: KVUse
     decoding: dict[str, Any] = Field(description="The settings that were in effect, with a seed that was drawn.")
+    dtype: str = Field(default="", description="What the model computed in; int8 for int8 weights.")
     charge: float | None = Field(
         description="What an engine that recomputes stored KV has computed of it, as a share (blend)."
     )

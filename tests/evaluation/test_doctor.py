@@ -27,7 +27,9 @@ from ragkv.evaluation.metrics import Task
 from ragkv.evaluation.quality import UNKNOWN, keep_quality, kept_quality, outdated, plot_quality, unread_quality
 from ragkv.index.conversation import proved_history
 from ragkv.ingest import from_bytes
-from ragkv.runtime import Stream
+from ragkv.model.self_check import load_model
+from ragkv.pipeline import RagKV
+from ragkv.runtime import Stream, runtime_of
 from ragkv.store import Zstd
 
 ASKED = [Question(text="Who founded Halden Works?"), Question(text="What does Bolt Ltd make for ships?")]
@@ -137,6 +139,31 @@ def test_ape_with_one_chunk_and_nothing_tuned_is_full_attention(rag):
     assert (row.top1, row.answers, row.verdict) == (1.0, 1.0, "not enough to tell")
     assert row.ci95["top1"][0] < 0.5  # of two questions
     assert row.settings["temperature"] == 1.0
+
+
+def test_int8_weights_are_judged_against_those_of_the_checkpoint(tmp_path, documents, model_folder):
+    settings = {"device": "cpu", "chunk_tokens": 128, "top_k": 2, "dtype": "int8"}
+    with RagKV.create(tmp_path / "index", model=str(model_folder), engines=["block"], **settings) as rag:
+        rag.ingest(documents)
+        assert rag.query(ASKED[0].text, max_new_tokens=1).dtype == "int8"
+        quality = examine(rag, engines=["block"])
+        [row] = quality.codecs
+        exact = load_model(str(model_folder), dtype="float32")
+        kl = tokens = 0
+        for question in ASKED:
+            request = rag.request(make_engine("full", {}), question.text, rag.retrieve(question.text)[::-1])[0]
+            rounded, other = (
+                Stream(runtime_of(model), make_engine("full", {}), request) for model in (rag.model, exact)
+            )
+            for _ in range(STEPS):
+                p, q = (stream.scores.log_softmax(-1) for stream in (rounded, other))
+                kl, tokens, token = kl + float((p.exp() * (p - q)).sum()), tokens + 1, rounded.best()
+                if token in rag.model.eos_ids:
+                    break
+                rounded.advance(token)
+                other.advance(token)
+    assert (row.engine, row.codec, row.exact) == ("full", "int8 weights", False)
+    assert 0 < row.kl == pytest.approx(kl / tokens, rel=1e-3)
 
 
 def test_codecs_are_compared_with_the_same_engine(rag, coarse):

@@ -111,7 +111,7 @@ CONFIGS = st.builds(
     runtime=RUNTIMES,
     encoding=ENCODINGS,
     model=TEXTS,
-    dtype=st.sampled_from(("auto", "float32", "bfloat16", "float16")),
+    dtype=st.sampled_from(("auto", "float32", "bfloat16", "float16", "int8")),
     chunk_tokens=st.integers(8, 1 << 16),
     codec=TEXTS,
     engines=st.lists(TEXTS, max_size=3) | st.lists(TEXTS, max_size=3).map(tuple),
