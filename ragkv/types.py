@@ -159,7 +159,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVUse:
-    """How many of the answer's chunks came with stored KV. `bytes` and `tokens` are those of the hits.
+    """How many of the answer's chunks came with stored KV. `bytes` (in memory) and `tokens` are those of the hits.
 
     `memory_hits` counts the hits that an earlier query had already loaded.
     """

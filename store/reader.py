@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import add
 from typing import TYPE_CHECKING, Self
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ragkv.attention.shape import ITEM_SIZES, KVShape
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
-from ragkv.store.codecs import Buffer, Codec, DamagedError, MemorySpan, Raw, codec_from_config
+from ragkv.store.codecs import Buffer, Codec, DamagedError, Half, MemorySpan, Raw, codec_from_config
 from ragkv.store.documents import matching, require_shape
 from ragkv.store.environment import Database
 from ragkv.store.record import (
@@ -55,8 +55,13 @@ class _Loading:
     manifest: Manifest
     codec: Codec
     payloads: list[Buffer]
-    buffer: NDArray[np.uint8]
+    half: bool
+    buffer: NDArray[np.uint8] = field(init=False)
     error: DamagedError | None = field(default=None)
+    redo: bool = False
+
+    def __post_init__(self) -> None:
+        self.buffer = new_buffer(self.manifest.raw_bytes // (2 if self.half else 1))
 
     def decode_tasks(self) -> Iterator[Callable[[], None]]:
         """Tasks that each decode a run of segments of about `DECODE_BYTES`."""
@@ -64,13 +69,15 @@ class _Loading:
         for index, segment in enumerate(self.manifest.segments):
             end += segment.raw
             if end - start >= DECODE_BYTES or index + 1 == len(self.manifest.segments):
-                yield partial(self._decode, range(first, index + 1), self.buffer[start:end])
+                place = slice(start // 2, end // 2) if self.half else slice(start, end)
+                yield partial(self._decode, range(first, index + 1), self.buffer[place])
                 first, start = index + 1, end
 
     def _decode(self, run: range, out: NDArray[np.uint8]) -> None:
         if self.error is None:
             try:
-                decode_segments(self.manifest, self.codec, run, self.payloads.__getitem__, out)
+                fetch = self.payloads.__getitem__
+                self.redo |= not decode_segments(self.manifest, self.codec, run, fetch, out, half=self.half)
             except DamagedError as error:
                 self.error = error
 
@@ -78,7 +85,10 @@ class _Loading:
 def read_many(
     txn: Transaction, identities: Iterable[KVIdentity], shape: KVShape | None = None
 ) -> dict[KVIdentity, ChunkKV]:
-    """The KV of these chunks, each in its own buffer, without missing and invalid records."""
+    """The KV of these chunks, each in its own buffer, without missing and invalid records.
+
+    float32 that the codec `half` has stored is `HalfTensors`, unless it is scaled.
+    """
     from ragkv.store.record import record_tensors
 
     loading: dict[KVIdentity, _Loading] = {}
@@ -93,12 +103,16 @@ def read_many(
         except (ConfigError, DamagedError) as error:
             warn_unusable(key, error)
             continue
-        loading[identity] = _Loading(key, manifest, codec, payloads, new_buffer(manifest.raw_bytes))
+        half = isinstance(codec, Half) and manifest.dtype == "float32" and not manifest.states
+        loading[identity] = _Loading(key, manifest, codec, payloads, half)
     share([task for record in loading.values() for task in record.decode_tasks()])
+    if scaled := {identity: replace(each, half=False) for identity, each in loading.items() if each.redo}:
+        loading |= scaled
+        share([task for record in scaled.values() for task in record.decode_tasks()])
     found = {}
     for identity, record in loading.items():
         if record.error is None:
-            found[identity] = record_tensors(record.manifest, record.buffer)
+            found[identity] = record_tensors(record.manifest, record.buffer, half=record.half)
         else:
             warn_unusable(record.key, record.error)
     return found

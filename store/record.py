@@ -35,7 +35,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from ragkv.attention.shape import ITEM_SIZES, DType, KVShape, LayerShape, StateShape
-from ragkv.store.codecs import Buffer, Codec, DamagedError, KVSlice, add_checksum, codec_from_config, verify_checksum
+from ragkv.store.codecs import (
+    Buffer,
+    Codec,
+    DamagedError,
+    Half,
+    KVSlice,
+    add_checksum,
+    codec_from_config,
+    verify_checksum,
+)
 from ragkv.types import Encoding
 from ragkv.util.files import parse_json
 
@@ -525,10 +534,13 @@ def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> B
     return payload
 
 
-def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, out: NDArray[np.uint8]) -> None:
+def decode_segments(
+    manifest: Manifest, codec: Codec, run: range, fetch: Fetch, out: NDArray[np.uint8], *, half: bool = False
+) -> bool:
     """Decode a run of segments into `out`, which they fill; `DamagedError` when one is not what was written.
 
-    Each payload is checked right before it is decoded, so that it is in the processor's cache for the copy.
+    Each payload is checked right before it is decoded, so that it is in the processor's cache for the copy. `half`: the
+    float16 of a record of the codec `half` are copied; False if it holds others.
     """
     start = 0
     keeping, layers = codec.lossless(), len(manifest.shapes)
@@ -537,12 +549,16 @@ def decode_segments(manifest: Manifest, codec: Codec, run: range, fetch: Fetch, 
         payload = checked_segment(manifest, index, fetch(index))
         try:
             of = codec if manifest.segments[index].layer < layers else keeping
-            of.decode(payload, out=out[start:end])
+            if not half:
+                of.decode(payload, out=out[start:end])
+            elif not (isinstance(of, Half) and of.copy_half(payload, out[start // 2 : end // 2])):
+                return False
         except DamagedError:
             raise
         except _UNDECODABLE as error:  # the checksum is right, but the store may be untrusted
             raise DamagedError(f"segment {index} cannot be decoded ({error!r})") from error
         start = end
+    return True
 
 
 POOL_BYTES = 256 << 20
@@ -758,12 +774,16 @@ def typed_tensor(dtype: DType, buffer: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(buffer.view(f"i{ITEM_SIZES[dtype]}")).view(DTYPES[dtype])
 
 
-def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8]) -> ChunkKV:
-    """All layers of a record as views of `buffer`, which holds them one after another, and then its states."""
-    from ragkv.attention.kv import ChunkKV, State
+def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8], *, half: bool = False) -> ChunkKV:
+    """All layers of a record as views of `buffer`, which holds them one after another, and then its states.
+
+    `half`: the buffer holds float16 of a record in float32 (`HalfTensors`).
+    """
+    from ragkv.attention.kv import ChunkKV, HalfTensors, State
 
     end = manifest.kv_bytes
-    flat, tokens, views, start = flat_tensor(manifest, buffer[:end]), manifest.tokens, [], 0
+    flat = typed_tensor("float16", buffer) if half else flat_tensor(manifest, buffer[:end])
+    tokens, views, start = manifest.tokens, [], 0
     for kv_heads, key_dim, value_dim in manifest.shapes:
         for dim in (key_dim, value_dim):  # one torch call for each, because there are many
             views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
@@ -772,8 +792,9 @@ def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8]) -> ChunkKV:
     for layer, name, dtype, sizes in manifest.states:
         begin, end = end, end + math.prod(sizes) * ITEM_SIZES[dtype]
         states.append(State(layer, name, typed_tensor(dtype, buffer[begin:end]).view(sizes)))
+    held: type[Sequence[Tensor]] = HalfTensors if half else tuple
     return ChunkKV(
-        keys=tuple(views[::2]), values=tuple(views[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
+        keys=held(views[::2]), values=held(views[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
     )
 
 

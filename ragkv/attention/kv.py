@@ -6,9 +6,9 @@ rotated, concatenated or copied to be read; `ragkv.attention.partial` gets a rot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +41,33 @@ def dtype_name(dtype: torch.dtype) -> DType:
     return _NAMES[dtype]
 
 
+class HalfTensors(Sequence[Tensor]):
+    """float16 tensors, each of which is made float32 when it is taken.
+
+    KV that the codec `half` has stored is kept so: it takes half the memory, and a processor widens a layer of a chunk
+    within its caches sooner than it reads float32 from memory. What a decode reads at every step is `ChunkKV.wide`.
+    """
+
+    def __init__(self, stored: Sequence[Tensor]) -> None:
+        self.stored = tuple(stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    def __getitem__(self, layer: Any) -> Any:
+        return self.stored[layer].float()
+
+
+def stored(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The tensors as they are in memory, for their shapes, sizes and devices: none of them is widened."""
+    return tensors.stored if isinstance(tensors, HalfTensors) else tensors
+
+
+def _each(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
+    made = tuple(change(tensor) for tensor in stored(tensors))
+    return HalfTensors(made) if isinstance(tensors, HalfTensors) else made
+
+
 class State(NamedTuple):
     """One state of a layer after the chunk's last token: a recurrent or convolution state, of any shape and dtype."""
 
@@ -60,8 +87,8 @@ class ChunkKV:
     together (`ragkv.attention.batch`); None: every process has them.
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
     encoded_at: int = 0
     states: tuple[State, ...] = ()
     owner: int | None = None
@@ -70,8 +97,8 @@ class ChunkKV:
     def __post_init__(self) -> None:
         if len(self.keys) != len(self.values) or not self.keys:
             raise ValueError("a chunk KV needs one key and one value tensor per layer")
-        tokens = self.keys[0].shape[1]
-        for layer, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+        tokens = self.tokens
+        for layer, (key, value) in enumerate(zip(stored(self.keys), stored(self.values), strict=True)):
             if key.ndim != 3 or value.ndim != 3 or key.shape[:2] != value.shape[:2] or key.shape[1] != tokens:
                 raise ValueError(
                     f"layer {layer}: keys {tuple(key.shape)} and values {tuple(value.shape)} are not "
@@ -90,7 +117,7 @@ class ChunkKV:
     @property
     def here(self) -> bool:
         """Whether the tensors are in this process."""
-        return self.owner is None or any(key.shape[0] for key in self.keys)
+        return self.owner is None or any(key.shape[0] for key in stored(self.keys))
 
     @property
     def layers(self) -> int:
@@ -98,15 +125,15 @@ class ChunkKV:
 
     @property
     def tokens(self) -> int:
-        return self.keys[0].shape[1]
+        return stored(self.keys)[0].shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.keys[0].dtype
+        return torch.float32 if isinstance(self.keys, HalfTensors) else self.keys[0].dtype
 
     @property
     def shape(self) -> KVShape:
-        pairs = zip(self.keys, self.values, strict=True)
+        pairs = zip(stored(self.keys), stored(self.values), strict=True)
         return KVShape(
             dtype_name(self.dtype),
             tuple(LayerShape(key.shape[0], key.shape[2], value.shape[2]) for key, value in pairs),
@@ -118,13 +145,13 @@ class ChunkKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
+        """Bytes of all tensors together, as they are in memory."""
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys, values and states."""
-        return (*self.keys, *self.values, *(state.value for state in self.states))
+        """Keys, values and states, as they are in memory."""
+        return (*stored(self.keys), *stored(self.values), *(state.value for state in self.states))
 
     def head(self, tokens: int) -> ChunkKV:
         """The first `tokens` tokens as views. KV is causal, so they do not depend on what follows.
@@ -136,8 +163,8 @@ class ChunkKV:
             raise ValueError("states of the first tokens of a chunk are not kept")
         if tokens not in self._heads:
             made = ChunkKV(
-                keys=tuple(key[:, :tokens] for key in self.keys),
-                values=tuple(value[:, :tokens] for value in self.values),
+                keys=_each(self.keys, lambda key: key[:, :tokens]),
+                values=_each(self.values, lambda value: value[:, :tokens]),
                 encoded_at=self.encoded_at,
                 states=self.states,
                 owner=self.owner,
@@ -152,24 +179,38 @@ class ChunkKV:
         if self.states:
             raise ValueError("a part of a chunk with states cannot be read without the rest")
         return ChunkKV(
-            keys=tuple(key[:, start:stop].clone() for key in self.keys),
-            values=tuple(value[:, start:stop].clone() for value in self.values),
+            keys=_each(self.keys, lambda key: key[:, start:stop].clone()),
+            values=_each(self.values, lambda value: value[:, start:stop].clone()),
             encoded_at=self.encoded_at + start,
             owner=self.owner,
         )
 
     def to(self, place: Place, *, copy: bool = False) -> ChunkKV:
-        """The same KV at `place`; `self` when it is there already, unless a `copy` is wanted."""
+        """The same KV at `place`; `self` when it is there already, unless a `copy` is wanted.
+
+        `HalfTensors` cross as they are and are float32 there.
+        """
         devices = place if isinstance(place, tuple) else (place,) * self.layers
-        if not copy and all(t.device == device for t, device in zip(self.keys, devices, strict=True)):
+        if not copy and all(t.device == device for t, device in zip(stored(self.keys), devices, strict=True)):
             return self
+
+        def moved(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            there = (t.to(device, copy=copy) for t, device in zip(stored(tensors), devices, strict=True))
+            return tuple(t.float() if isinstance(tensors, HalfTensors) else t for t in there)
+
         return ChunkKV(
-            keys=tuple(t.to(device, copy=copy) for t, device in zip(self.keys, devices, strict=True)),
-            values=tuple(t.to(device, copy=copy) for t, device in zip(self.values, devices, strict=True)),
+            keys=moved(self.keys),
+            values=moved(self.values),
             encoded_at=self.encoded_at,
             states=tuple(s._replace(value=s.value.to(devices[s.layer], copy=copy)) for s in self.states),
             owner=self.owner,
         )
+
+    def wide(self) -> ChunkKV:
+        """The same KV without `HalfTensors`; `self` if it has none."""
+        if not isinstance(self.keys, HalfTensors):
+            return self
+        return replace(self, keys=tuple(self.keys), values=tuple(self.values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.kv import ChunkKV, PlacedChunk, stored
 from ragkv.attention.partial import LayerCall, PartialAttention
 from ragkv.attention.rope import Angles, Rotary
 
@@ -534,16 +534,16 @@ def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> t
     moves = _Moves(rotary, [segment.offset for segment in segments])
     keys, values = [], []
     for layer, kind in enumerate(rotary.kinds):
-        key, value = (_empty_like(held[layer], tokens) for held in (first.keys, first.values))
+        key, value = (_empty_like(stored(held)[layer], tokens, first.dtype) for held in (first.keys, first.values))
         at = 0
         for index, segment in enumerate(segments):
             end = at + segment.kv.tokens
-            stored = segment.kv.keys[layer]
-            if kind is not None and segment.offset != 0 and stored.numel():
-                moves.write(key[:, at:end], stored, index, kind)
+            held = stored(segment.kv.keys)[layer]  # float16 is widened as it is written
+            if kind is not None and segment.offset != 0 and held.numel():
+                moves.write(key[:, at:end], held, index, kind)
             else:
-                key[:, at:end] = stored
-            value[:, at:end] = segment.kv.values[layer]
+                key[:, at:end] = held
+            value[:, at:end] = stored(segment.kv.values)[layer]
             at = end
         keys.append(key)
         values.append(value)
@@ -563,18 +563,18 @@ class _Moves:
         self._mixed: dict[tuple[str, int], tuple[tuple[slice, slice] | None, Tensor, Tensor]] = {}
         self._wide = torch.empty(0)
 
-    def write(self, out: Tensor, stored: Tensor, index: int, kind: str) -> None:
-        """`out` = R(offset `index`)·`stored`, `(kv_heads, tokens, head_dim)` each."""
-        if stored.device.type == "cpu":
-            halves, cos, sin = self._mixing(kind, stored.shape[-1])
+    def write(self, out: Tensor, held: Tensor, index: int, kind: str) -> None:
+        """`out` = R(offset `index`)·`held`, `(kv_heads, tokens, head_dim)` each."""
+        if held.device.type == "cpu":
+            halves, cos, sin = self._mixing(kind, held.shape[-1])
             if halves is not None:
-                self._mix(out, stored, halves, cos[index], sin[index])
+                self._mix(out, held, halves, cos[index], sin[index])
                 return
-        if (kind, stored.device) not in self._angles:  # layers may lie on several devices
-            offsets = self._offsets[:, None].to(stored.device, non_blocking=True)
-            self._angles[kind, stored.device] = self._rotary.angles(offsets, kind)  # (chunks, 1, dim) each
-        cos, sin = (a[index : index + 1] for a in self._angles[kind, stored.device])
-        out[:] = self._rotary.apply(stored[None].float(), cos, sin)[0]
+        if (kind, held.device) not in self._angles:  # layers may lie on several devices
+            offsets = self._offsets[:, None].to(held.device, non_blocking=True)
+            self._angles[kind, held.device] = self._rotary.angles(offsets, kind)  # (chunks, 1, dim) each
+        cos, sin = (a[index : index + 1] for a in self._angles[kind, held.device])
+        out[:] = self._rotary.apply(held[None].float(), cos, sin)[0]
 
     def _mixing(self, kind: str, head_dim: int) -> tuple[tuple[slice, slice] | None, Tensor, Tensor]:
         """The halves of a head, and `(chunks, head_dim)` each: what an element, and the one it is mixed with, count."""
@@ -584,20 +584,21 @@ class _Moves:
             self._mixed[kind, head_dim] = self._rotary.halves(kind, head_dim), cos, sin * sign
         return self._mixed[kind, head_dim]
 
-    def _mix(self, out: Tensor, stored: Tensor, halves: tuple[slice, slice], cos: Tensor, sin: Tensor) -> None:
+    def _mix(self, out: Tensor, held: Tensor, halves: tuple[slice, slice], cos: Tensor, sin: Tensor) -> None:
+        held = held.float() if out.dtype == torch.float32 else held
         wide = out
         if out.dtype != torch.float32:
             if self._wide.numel() < out.numel():
                 self._wide = torch.empty(out.numel())
             wide = self._wide[: out.numel()].view(out.shape)
         for mine, other in (halves, halves[::-1]):
-            torch.mul(stored[..., mine], cos[mine], out=wide[..., mine])
-            wide[..., mine].addcmul_(stored[..., other], sin[mine])
+            torch.mul(held[..., mine], cos[mine], out=wide[..., mine])
+            wide[..., mine].addcmul_(held[..., other], sin[mine])
         if wide is not out:
             out.copy_(wide)
 
 
-def _empty_like(like: Tensor, tokens: int) -> Tensor:
+def _empty_like(like: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Memory for `tokens` tokens of the shape `(kv_heads, tokens, head_dim)`."""
     kv_heads, _, head_dim = like.shape
-    return like.new_empty((kv_heads, tokens, head_dim))
+    return like.new_empty((kv_heads, tokens, head_dim), dtype=dtype)

@@ -178,7 +178,7 @@ class LanguageModel:
         read_whole(model, checkpoint.name)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self._parameters = sum(p.numel() for p in model.parameters())
+        self._parameters: int = sum(p.numel() for p in model.parameters())
         self.int8 = False
         """Whether its linear layers have int8 weights (`int8_weights`)."""
         self.layers: int = self.config.num_hidden_layers

@@ -1,20 +1,20 @@
 """The chunk KV that running requests hold on the device.
 
 Requests lease KV within a budget, and KV that several of them hold is counted once. The pool also owns what the runtime
-makes for them: sequences that several requests share and the first one prefills, and chunks that are joined for
-decoding.
+makes for them: sequences that several requests share and the first one prefills, and chunks that are joined, or made
+float32, for decoding.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.kv import ChunkKV, HalfTensors, PlacedChunk
 from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, TokenSequence, join, worth_joining
 from ragkv.engines.base import Forward, Operation, Program, Release, Shared, WaitFor
@@ -161,16 +161,31 @@ class KVPool:
     ) -> ChunkGroup:
         segments, others = _joinable(group)
         if not worth_joining(replace(group, segments=segments), windowed=windowed):
-            return group
+            return self._wide(group)
         key = _run(segments)
         readers = sum(seen[id(segment.kv)] for segment in segments) / len(segments)
         if key not in self._joined and readers / max(runs[key], 1) >= SHARED_BY:
+            return self._wide(group)
+        kv = self._made(key, segments, lambda: replace(join(segments, rotary), owner=segments[0].kv.owner))
+        return replace(group, segments=(*others, PlacedChunk(kv=kv, start=segments[0].start)))
+
+    def _wide(self, group: ChunkGroup) -> ChunkGroup:
+        """The group with KV in float32 that every step reads, made once for all sequences that see it."""
+        if not any(isinstance(segment.kv.keys, HalfTensors) for segment in group.segments):
             return group
+        return replace(group, segments=tuple(map(self._widened, group.segments)))
+
+    def _widened(self, segment: PlacedChunk) -> PlacedChunk:
+        if not isinstance(segment.kv.keys, HalfTensors):
+            return segment
+        return replace(segment, kv=self._made(("wide", id(segment.kv)), (segment,), segment.kv.wide))
+
+    def _made(self, key: Hashable, segments: tuple[PlacedChunk, ...], make: Callable[[], ChunkKV]) -> ChunkKV:
         kv = self._joined.get(key)
         if kv is None:
-            kv = self._joined[key] = replace(join(segments, rotary), owner=segments[0].kv.owner)
+            kv = self._joined[key] = make()
             self._originals[kv] = tuple(segment.kv for segment in segments)
-        return replace(group, segments=(*others, PlacedChunk(kv=kv, start=segments[0].start)))
+        return kv
 
 
 def _joinable(group: ChunkGroup) -> tuple[tuple[PlacedChunk, ...], tuple[PlacedChunk, ...]]:

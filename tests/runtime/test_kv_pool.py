@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from asking import request
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragkv.attention.partial
-from ragkv.attention.kv import PlacedChunk
+from ragkv.attention.kv import HalfTensors, PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, TokenSequence
 from ragkv.engines import make_engine
 from ragkv.runtime import Stream, runtime_of
@@ -194,3 +195,26 @@ def test_sequences_in_common_stay_within_the_budget(make_model):
         pool.keep(("sequence", i), kv, ())
         assert pool.shared(("sequence", 0)) is (kvs[0] if i < 4 else None)
     assert [pool.shared(("sequence", i)) is not None for i in range(4)] == [True, False, False, True]
+
+
+def test_float16_that_every_step_reads_is_widened_once_for_all(model, kvs):
+    """Joined as float32, or made float32 where nothing is joined; a second pool user gets the same tensors."""
+    half = []
+    for kv in kvs:
+        keys, values = (HalfTensors([t.half() for t in tensors]) for tensors in (kv.keys, kv.values))
+        half.append(replace(kv, keys=keys, values=values))
+    pool = KVPool(0)
+    apart = (PlacedChunk(kv=half[0], start=0), PlacedChunk(kv=half[1], start=half[0].tokens + 9))
+    rows = [TokenSequence.over(apart, position=60) for _ in range(2)]
+    settled(pool, model, rows, windowed=True)
+    first, second = ([segment.kv for segment in row.segments] for row in rows)
+    assert [id(kv) for kv in first] == [id(kv) for kv in second]
+    for kv, of in zip(first, half, strict=False):
+        assert all(torch.equal(a, b) for a, b in zip(kv.keys, of.keys, strict=True))
+    assert not any(isinstance(kv.keys, HalfTensors) for kv in first)
+    joined = TokenSequence.over(side_by_side(half), position=60)
+    exact = TokenSequence.over(side_by_side([kv.wide() for kv in half]), position=60)
+    settled(KVPool(0), model, [joined, exact])
+    [one], [other] = ([segment.kv for segment in row.segments] for row in (joined, exact))
+    for a, b in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
+        assert torch.equal(a, b)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from package import run_fresh
 from storekit import equal, identity, make_kv
 
-from ragkv.attention.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV, HalfTensors
 from ragkv.errors import KVLostError, StoreError
-from ragkv.store import Raw, Store, Zstd, reader, record
+from ragkv.store import Half, Raw, Store, Zstd, reader, record
 from ragkv.store.tables import Transaction
 
 TOKENS = 1100  # with 4 heads of 96: keys and values of a layer apart, 825 KiB each
@@ -117,10 +118,10 @@ def test_large_reads_are_shared_among_threads(tmp_path, codec, long, monkeypatch
     workers = set()
     decode = reader.decode_segments
 
-    def noted(*arguments: object) -> None:
+    def noted(*arguments: object, **options: object) -> bool:
         workers.add(threading.current_thread().name)
         gate.wait(timeout=600)  # nobody goes on before two threads are at work
-        decode(*arguments)  # type: ignore[arg-type]
+        return decode(*arguments, **options)  # type: ignore[arg-type]
 
     gate = threading.Barrier(2)
     monkeypatch.setattr(reader, "decode_segments", noted)
@@ -235,3 +236,27 @@ with Store.create(sys.argv[1]) as store:
     print(os.waitpid(child, 0)[1])
 """
     assert run_fresh(code, tmp_path) == ("0\n", "")
+
+
+def test_float32_stays_float16_in_memory_until_it_is_taken(tmp_path):
+    """The same numbers as decoded at once, in half the memory; what is scaled, or has NaN, is decoded at once."""
+    kvs = {identity(n, *range(4)): make_kv(5, dtype=torch.float32) for n in (1, 2, 3)}
+    plain, scaled, odd = kvs
+    kvs[scaled] = replace(kvs[scaled], keys=tuple(t * 1e6 for t in kvs[scaled].keys))
+    kvs[odd].values[1][0, 0, 0] = torch.nan
+    with Store.create(tmp_path, codec=Half()) as store:
+        store.stage_kv(kvs.items())
+        found = store.get_many(kvs)
+        for of, kv in found.items():
+            _, expected = record.round_trip(kvs[of], of, Half())
+            assert kv.dtype == torch.float32
+            assert kv.shape == expected.shape
+            for one, other in ((kv.keys, expected.keys), (kv.values, expected.values)):
+                assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
+    small = found[plain]
+    assert [isinstance(kv.keys, HalfTensors) for kv in found.values()] == [True, False, False]
+    assert small.nbytes * 2 == found[scaled].nbytes == small.wide().nbytes
+    assert [t.dtype for t in small.tensors] == [torch.float16] * len(small.tensors)
+    for change in (lambda kv: kv.head(2), lambda kv: kv.part(1, 3), lambda kv: kv.to(torch.device("cpu"), copy=True)):
+        one, other = change(small), change(small.wide())
+        assert all(torch.equal(a, b) for a, b in zip(one.keys, other.keys, strict=True))
