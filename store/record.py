@@ -792,7 +792,7 @@ def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8], *, half: bool 
     for layer, name, dtype, sizes in manifest.states:
         begin, end = end, end + math.prod(sizes) * ITEM_SIZES[dtype]
         states.append(State(layer, name, typed_tensor(dtype, buffer[begin:end]).view(sizes)))
-    held: type[Sequence[Tensor]] = HalfTensors if half else tuple
+    held: Callable[[list[Tensor]], Sequence[Tensor]] = HalfTensors if half else tuple
     return ChunkKV(
         keys=held(views[::2]), values=held(views[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
     )

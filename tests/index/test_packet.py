@@ -67,7 +67,7 @@ def test_chunks_are_stored_in_their_packets(index, tmp_path, monkeypatch):
         for one, other in zip((*stored.keys, *stored.values), (*fresh.keys, *fresh.values), strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=2**-10)
         sizes = rag.kv_loader.sizes(Encoding.PACKET, [scored])
-        assert sizes[identity.key()] == stored.nbytes == rag.index.shape.nbytes(tokens)
+        assert sizes[identity.key()] == stored.wide().nbytes == rag.index.shape.nbytes(tokens)
         stats = rag.stats()
         assert set(stats.kv_bytes_by_encoding) >= {"packet", "prefixed"}
         assert rag.verify().ok
