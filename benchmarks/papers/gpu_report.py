@@ -29,10 +29,10 @@ from ragkv.benchmarks.speed.batch import SHAPES, IPPDShape, measure_shape
 from ragkv.benchmarks.speed.inference import (
     apb_entrants,
     block_lengths,
-    cached_step,
     prefill,
     random_llama,
     random_request,
+    sequential_seconds,
 )
 from ragkv.benchmarks.speed.report import BenchRow, OnStep, alternating, described, machine, shown, versions
 from ragkv.cli.console import note
@@ -205,21 +205,9 @@ def _ours(lm: LanguageModel, name: str, request: Request, answer: int) -> tuple[
     return first, time.perf_counter() - started
 
 
-def _sequential(lm: LanguageModel, prompt: Sequence[int], answer: int) -> tuple[float, float]:
-    """As `_ours`, by transformers: the whole prompt in one pass, then a token at a time over a DynamicCache."""
-    from transformers import DynamicCache
-
-    cache, started = DynamicCache(config=lm.config), time.perf_counter()
-    token = cached_step(lm, cache, torch.tensor([list(prompt)], device=lm.device), 0)
-    first = time.perf_counter() - started
-    for at in range(len(prompt), len(prompt) + answer - 1):
-        token = cached_step(lm, cache, torch.tensor([[token]], device=lm.device), at)
-    return first, time.perf_counter() - started
-
-
 def _ape(lm: LanguageModel, context: int, answer: int) -> list[Measured]:
     request = random_request(lm, context, question=256)
-    pairs = zip(_ours(lm, "ape", request, answer), _sequential(lm, _prompt(request), answer), strict=True)
+    pairs = zip(_ours(lm, "ape", request, answer), sequential_seconds(lm, _prompt(request), answer), strict=True)
     papers = (_PLOTTED, _PLOTTED)
     if context == 128 * K:
         papers = "28× MInference; sequential prefill 17 s (§1, §5.4)", "4.5× (§5.4)"
@@ -231,7 +219,7 @@ def _ape(lm: LanguageModel, context: int, answer: int) -> list[Measured]:
 
 def _pced(lm: LanguageModel, size: int, document: int, answer: int) -> list[Measured]:
     request = random_request(lm, size, chunk=document)
-    pairs = zip(_ours(lm, "pced", request, answer), _sequential(lm, _prompt(request), answer), strict=True)
+    pairs = zip(_ours(lm, "pced", request, answer), sequential_seconds(lm, _prompt(request), answer), strict=True)
     papers = "0.14 against 25.50 s" if size == 128 * K else _PLOTTED, "1.7× (65k tokens, 512 new)"
     found = [
         Measured.of(_PCED, size, series, ours, "s", "concatenated", theirs, paper)

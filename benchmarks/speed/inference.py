@@ -357,6 +357,18 @@ def cached_step(lm: LanguageModel, cache: Any, ids: torch.Tensor, at: int) -> in
         return int(logits[0, -1].argmax())
 
 
+def sequential_seconds(lm: LanguageModel, prompt: Sequence[int], answer: int) -> tuple[float, float]:
+    """Seconds to an answer's first token and to its last, by transformers: the prompt in one pass, then a DynamicCache."""
+    from transformers import DynamicCache
+
+    cache, started = DynamicCache(config=lm.config), time.perf_counter()
+    token = cached_step(lm, cache, torch.tensor([list(prompt)], device=lm.device), 0)
+    first = time.perf_counter() - started
+    for at in range(len(prompt), len(prompt) + answer - 1):
+        token = cached_step(lm, cache, torch.tensor([[token]], device=lm.device), at)
+    return first, time.perf_counter() - started
+
+
 WARM = 256
 """Tokens of a first document, which is not counted."""
 BLOCKS = 8
