@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ragkv.attention import varlen
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, merge_partials_of
 from ragkv.attention.rope import QueryRotation, QueryRotations, Rotary
@@ -359,6 +360,7 @@ class DecodeBatch:
             lengths[slot] = span.sequence.cache.length + 1
         self._lengths = lengths
         self._masks: dict[int | None, Tensor | None] = {}
+        self._ends: tuple[Tensor, ...] | None = None
         self._device = device
 
     def attend(self, call: LayerCall) -> PartialAttention:
@@ -371,6 +373,8 @@ class DecodeBatch:
         block.write(call.layer, self._slots, self._places, new_keys, new_values)
         longest = max(self._lengths)
         keys, values = (t[call.layer][: self._height, :, :longest] for t in (block.keys, block.values))
+        if varlen.takes(queries, keys, values, softcap=call.softcap):
+            return self._packed(call, queries, longest)
         if not self._whole:  # slots between them that take no token are computed too, and dropped
             spread = queries.new_zeros((self._height, *queries.shape[1:]))
             spread[self._slots] = queries
@@ -380,6 +384,26 @@ class DecodeBatch:
         if not self._whole:
             out, lse = out[self._slots], lse[self._slots]
         return PartialAttention(out.transpose(0, 1)[None], lse.transpose(0, 1)[None])
+
+    def _packed(self, call: LayerCall, queries: Tensor, longest: int) -> PartialAttention:
+        """The same in one launch without a mask: a sequence for each slot, which is as long as what it holds."""
+        if self._ends is None:
+            takes = [int(length > 0) for length in self._lengths]  # a slot between them takes no token
+            starts = [self._block.capacity] * self._height
+            self._ends = tuple(varlen.bounds(lengths, self._device) for lengths in (takes, starts, self._lengths))
+        taken, starts_at, ends = self._ends
+        keys, values = (t[call.layer][: self._height] for t in (self._block.keys, self._block.values))
+        out, lse = varlen.packed(
+            queries,
+            *(t.transpose(1, 2).flatten(0, 1) for t in (keys, values)),
+            (taken, starts_at),
+            (1, longest),
+            scale=call.scale,
+            causal=True,
+            window=call.window,
+            used=ends.diff(),
+        )
+        return PartialAttention(out.transpose(0, 1)[None], lse[None])
 
     def _mask(self, window: int | None) -> Tensor | None:
         """`(slots, 1, m)`, True where a slot's single token sees; None when all see all."""
@@ -579,6 +603,8 @@ def _own_partial(span: SequenceSlice, call: LayerCall) -> PartialAttention:
     """Causal attention of a sequence's new tokens over all its own tokens."""
     keys, values = _append(span, call)
     query, window, n, m = call.query[:, :, span.tokens], call.window, span.n, keys.shape[2]
+    if varlen.takes(query, keys, values, softcap=call.softcap):
+        return PartialAttention(*varlen.causal(query, keys, values, scale=call.scale, window=window))
     if n == 1:
         first = 0 if window is None else max(0, m - window)
         return call.partial(query, keys[:, :, first:], values[:, :, first:])
