@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ragkv.attention import varlen
 from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.pages import PagedRead, PagedReads
 from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, merge_partials_of
 from ragkv.attention.rope import QueryRotation, QueryRotations, Rotary
 from ragkv.attention.sequence import (
@@ -108,6 +109,10 @@ class BatchPlan:
         """All offsets of all placed chunks, without duplicates, ascending: the order of the pass's table of
         rotations."""
         return list(self._table_row)
+
+    def row(self, offset: int) -> int:
+        """The offset's place in this order."""
+        return self._table_row[offset]
 
     def reads(self, window: int | None) -> tuple[ChunkRead, ...]:
         """The reads of a layer with this sliding window: a token at i sees keys at i-window+1..i."""
@@ -392,10 +397,12 @@ class DecodeBatch:
             starts = [self._block.capacity] * self._height
             self._ends = tuple(varlen.bounds(lengths, self._device) for lengths in (takes, starts, self._lengths))
         taken, starts_at, ends = self._ends
-        keys, values = (t[call.layer][: self._height] for t in (self._block.keys, self._block.values))
+        held = self._block.keys[call.layer], self._block.values[call.layer]
+        keys, values = (t[: self._height].transpose(1, 2).flatten(0, 1) for t in held)
         out, lse = varlen.packed(
             queries,
-            *(t.transpose(1, 2).flatten(0, 1) for t in (keys, values)),
+            keys,
+            values,
             (taken, starts_at),
             (1, longest),
             scale=call.scale,
@@ -511,14 +518,16 @@ class Step:
         own = device_plan.own(call)
         self._observe(layer, call)
         plan = device_plan.plan
-        reads = plan.reads(call.window)
+        packs, reads = device_plan.packs(call)
         spread = () if self._ranks is None else plan.spread(call.window)
-        if not reads and not spread:
+        if not packs and not reads and not spread:
             return beside_sink(call.sink, own).to(query.dtype)
         rotation = device_plan.rotations.of(query, layer)
         whole = slice(0, plan.tokens)
         groups: dict[int, list[tuple[Tokens, PartialAttention]]] = {0: [(whole, own)]}
         mine: dict[int, list[tuple[Tokens, PartialAttention]]] = {}  # chunks that single ranks hold
+        for pack in packs:
+            groups.setdefault(pack.group, []).extend(pack.attend(call, rotation))
         for read in reads:
             partial = _read(read, call, rotation)
             into = groups if self._ranks is None or read.kv.owner is None else mine
@@ -555,6 +564,31 @@ class _DevicePlan:
         self._device = device
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._prefill: dict[int | None, tuple[list[PrefillBatch], list[SequenceSlice]]] = {}
+        self._packs: dict[int | None, tuple[list[PagedReads], list[ChunkRead]]] = {}
+
+    def packs(self, call: LayerCall) -> tuple[list[PagedReads], Sequence[ChunkRead]]:
+        """The layer's reads that are one launch each, and the others. Those of a packed launch lie in one block."""
+        if not varlen.takes(call.query, call.key, call.value, softcap=call.softcap):
+            return [], self.plan.reads(call.window)
+        if call.window not in self._packs:
+            found: dict[tuple[int, float, int], list[ChunkRead]] = {}
+            others: list[ChunkRead] = []
+            for read in self.plan.reads(call.window):
+                if read.kv.pages is None or read.kv.owner is not None or read.first or read.mask is not None:
+                    others.append(read)
+                else:
+                    found.setdefault((id(read.kv.pages.block), read.temperature, read.group), []).append(read)
+            self._packs[call.window] = [self._pack(reads) for reads in found.values()], others
+        return self._packs[call.window]
+
+    def _pack(self, reads: Sequence[ChunkRead]) -> PagedReads:
+        paged = []
+        for read in reads:
+            assert read.kv.pages is not None
+            count = read.tokens.stop - read.tokens.start if isinstance(read.tokens, slice) else len(read.tokens)
+            row = self.plan.row(read.offset) if isinstance(read.offset, int) else read.offset
+            paged.append(PagedRead(pages=read.kv.pages, keys=read.kv.tokens, tokens=read.tokens, count=count, row=row))
+        return PagedReads(paged, reads[0].temperature, reads[0].group, self._device)
 
     def own(self, call: LayerCall) -> PartialAttention:
         """Attention of every new token over the tokens of its own sequence."""

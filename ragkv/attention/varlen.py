@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 DEVICES = {"cuda"}
+"""Kinds of devices that have the kernel, and to which KV is copied from pinned memory."""
 DTYPES = {torch.bfloat16, torch.float16}
 _WIDEST = 256
 
@@ -101,15 +102,18 @@ def _batched(
 ) -> tuple[Tensor, Tensor]:
     batch, _, n, _ = query.shape
     m = key.shape[2]
+    queries, keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # no copy of one batch row
     out, lse = packed(
-        *(t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)),  # no copy of one batch row
+        queries,
+        keys,
+        values,
         (_even(batch, n, query.device), _even(batch, m, query.device)),
         (n, m),
         scale=scale,
         causal=causal,
         window=window,
     )
-    return out.unflatten(0, (batch, n)).transpose(1, 2), lse.unflatten(1, (batch, n)).transpose(0, 1)
+    return out.reshape(batch, n, *out.shape[1:]).transpose(1, 2), lse.reshape(-1, batch, n).transpose(0, 1)
 
 
 def _even(sequences: int, length: int, device: torch.device) -> Tensor:

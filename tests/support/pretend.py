@@ -181,6 +181,7 @@ def device() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Generator", _Generators("Generator", (), {}))
         packedkernel.register()
+        patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which needs a real device
         patch.setattr(varlen, "DEVICES", {"pretend"})
         patch.setattr(varlen, "DTYPES", {torch.float32})
         yield DEVICE
