@@ -440,7 +440,7 @@ def measure_ippd(
     rows = []
     for shape in [each.shorter() for each in shapes] if quick else shapes:
         on_step(f"{shape} …")
-        rows += _measure_shape(lm, shape, 1 if quick else rounds, on_step)
+        rows += measure_shape(lm, shape, 1 if quick else rounds, on_step)
     return Report(bench="ippd", machine=machine(str(lm.device)), versions=versions(), rows=tuple(rows))
 
 
@@ -456,7 +456,8 @@ def work_of(shape: IPPDShape, vocabulary: int) -> Work:
     return Work(ids(shape.instruction), contexts, shape.answer)
 
 
-def _measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnStep) -> list[BenchRow]:
+def measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnStep) -> list[BenchRow]:
+    """Questions a second of a model whose answers have no end tokens, beside both baselines, cold and warm."""
     work, candidate = work_of(shape, lm.config.vocab_size), IPPDMethod(lm)
     questions = len(work.prompts)
     batch = _best_batch(candidate, work, shape.batches)

@@ -22,7 +22,7 @@ import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Annotated, Any
@@ -97,26 +97,28 @@ def measure_ttft(
     return Report(bench="ttft", machine=machine(str(lm.device)), versions=versions("lmdb"), rows=tuple(rows))
 
 
-def random_llama(dtype: str = "auto", device: str | None = None) -> LanguageModel:
-    """A Llama of 100M parameters with seeded random weights: 12 layers, hidden 768, GQA 12/4.
+SHAPE: Mapping[str, Any] = {
+    "vocab_size": 16000,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 65536,
+}
+"""A Llama of 100M parameters, as its `LlamaConfig` has it."""
+
+
+def random_llama(dtype: str = "auto", device: str | None = None, shape: Mapping[str, Any] = SHAPE) -> LanguageModel:
+    """A Llama with seeded random weights, made on its device.
 
     "auto" is what a checkpoint in bfloat16 would be run in.
     """
     from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=16000,
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        max_position_embeddings=65536,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = LlamaConfig(bos_token_id=1, eos_token_id=2, **shape)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2}, unk_token="<unk>")),
         bos_token="<s>",
@@ -126,7 +128,8 @@ def random_llama(dtype: str = "auto", device: str | None = None) -> LanguageMode
     place = pick_device(device)
     if dtype == "auto":
         dtype = "bfloat16" if computes_in(place, torch.bfloat16) else "float32"
-    model = LlamaForCausalLM(config).to(place, getattr(torch, "float32" if dtype == "int8" else dtype))
+    with place:
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, "float32" if dtype == "int8" else dtype))
     name = "random Llama"
     made = LanguageModel(model, tokenizer, Checkpoint(name=name, location=name, local=True))
     if dtype == "int8":
@@ -154,7 +157,7 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | Non
             encoding = make_engine("block", {}).encoding or Encoding.STANDALONE
             there = opened.enter_context(_in_tier(tier, store, identities[encoding]))
             works["block, cold from a tier"] = partial(_answer, lm, there, "block", identities, question)
-        times = alternating({"prefill": partial(_prefill, lm, prompt), **works}, rounds)
+        times = alternating({"prefill": partial(prefill, lm, prompt), **works}, rounds)
     median = {name: seconds * 1000 for name, seconds in times.items()}
     return [
         BenchRow.of(
@@ -235,9 +238,10 @@ def _answer(
     return Stream(runtime_of(lm), engine, request).best()
 
 
-def _prefill(lm: LanguageModel, prompt: list[int]) -> int:
+def prefill(lm: LanguageModel, prompt: Sequence[int]) -> int:
+    """The first token, by transformers' own pass over the whole prompt."""
     with lm.plain() as plain:
-        tokens = torch.tensor([prompt], device=lm.device)
+        tokens = torch.tensor([list(prompt)], device=lm.device)
         logits = plain(input_ids=tokens, use_cache=True, logits_to_keep=1).logits
         return int(logits[0, -1].argmax())  # on the host, so the device is done
 
@@ -279,7 +283,7 @@ def _measure_decode_length(lm: LanguageModel, length: int, rounds: int) -> list[
         static.update(held.keys, held.values, layer)
     caches = {"DynamicCache": dynamic, "StaticCache": static}
     for cache in caches.values():
-        _step(lm, cache, question, context)
+        cached_step(lm, cache, question, context)
     token = stream.best()
     once = time.perf_counter()
     stream.advance(token)  # lays the context out; `first step` is what that costs
@@ -294,7 +298,7 @@ def _measure_decode_length(lm: LanguageModel, length: int, rounds: int) -> list[
         times["ragkv"].append(time.perf_counter() - start)
         for name, cache in caches.items():
             start = time.perf_counter()
-            _step(lm, cache, torch.tensor([[token]], device=lm.device), at)
+            cached_step(lm, cache, torch.tensor([[token]], device=lm.device), at)
             times[name].append(time.perf_counter() - start)
         token, at = chosen, at + 1
     median = {name: statistics.median(found) * 1000 for name, found in times.items()}
@@ -312,37 +316,60 @@ def _measure_decode_length(lm: LanguageModel, length: int, rounds: int) -> list[
     ]
 
 
-def random_request(lm: LanguageModel, length: int, *, seed: int = 0) -> Request:
+def random_request(
+    lm: LanguageModel,
+    length: int,
+    *,
+    seed: int = 0,
+    chunk: int = CHUNK_TOKENS,
+    question: int = QUESTION_TOKENS,
+    prefix: int = PREFIX_TOKENS,
+) -> Request:
     """A question over `length` tokens in chunks whose KV is random: its values cost nothing."""
-    generator = torch.Generator().manual_seed(length + (seed << 32))
+    generator = torch.Generator(lm.device).manual_seed(length + (seed << 32))
     shape = (lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads)
 
     def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(3, lm.config.vocab_size, (n,), generator=generator).tolist())
+        drawn = torch.randint(3, lm.config.vocab_size, (n,), generator=generator, device=lm.device)
+        return tuple(drawn.tolist())
 
     def kv(n: int) -> ChunkKV:
         def tensors() -> tuple[torch.Tensor, ...]:
-            made = (torch.randn(shape[0], n, shape[1], generator=generator) for _ in range(lm.layers))
-            return tuple(t.to(lm.device, lm.dtype) for t in made)
+            sizes = shape[0], n, shape[1]
+            made = (torch.randn(sizes, generator=generator, device=lm.device) for _ in range(lm.layers))
+            return tuple(t.to(lm.dtype) for t in made)
 
         return ChunkKV(keys=tensors(), values=tensors())
 
-    chunks = [min(CHUNK_TOKENS, length - at) for at in range(0, length, CHUNK_TOKENS)]
+    chunks = [min(chunk, length - at) for at in range(0, length, chunk)]
     return Request(
-        prefix_ids=ids(PREFIX_TOKENS),
-        prefix=kv(PREFIX_TOKENS),
+        prefix_ids=ids(prefix),
+        prefix=kv(prefix) if prefix else None,
         chunks=tuple(ContextChunk(token_ids=ids(n), score=0.5, kv=kv(n)) for n in chunks),
-        suffix_ids=ids(QUESTION_TOKENS),
+        suffix_ids=ids(question),
     )
 
 
-def _step(lm: LanguageModel, cache: Any, ids: torch.Tensor, at: int) -> int:
+def cached_step(lm: LanguageModel, cache: Any, ids: torch.Tensor, at: int) -> int:
+    """The next token after `ids` `(1, n)` from position `at` on, by transformers' own step over its cache."""
     positions = torch.arange(at, at + ids.shape[1], device=lm.device)[None]
     with lm.plain() as plain:
         logits = plain(
             input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits
         return int(logits[0, -1].argmax())
+
+
+def sequential_seconds(lm: LanguageModel, prompt: Sequence[int], answer: int) -> tuple[float, float]:
+    """Seconds to an answer's first token and to its last, by transformers: the prompt in one pass, then a DynamicCache."""
+    from transformers import DynamicCache
+
+    cache, started = DynamicCache(config=lm.config), time.perf_counter()
+    token = cached_step(lm, cache, torch.tensor([list(prompt)], device=lm.device), 0)
+    first = time.perf_counter() - started
+    for at in range(len(prompt), len(prompt) + answer - 1):
+        token = cached_step(lm, cache, torch.tensor([[token]], device=lm.device), at)
+    return first, time.perf_counter() - started
 
 
 WARM = 256
@@ -394,7 +421,7 @@ def measure_apb(
     with _one_thread():
         for tokens in (WARM, *sizes):
             ids = tuple(torch.randint(3, model.config.vocab_size, (tokens,), generator=generator).tolist())
-            runs = _entrants(model, ids, cut or block_lengths(tokens), ranks)
+            runs = apb_entrants(model, ids, cut or block_lengths(tokens), ranks)
             if cut is None and (papers := lengths_for(tokens)) is not None:
                 runs["apb with the paper's lengths"] = _in_blocks(model, ids, papers)
             times = {name: [run() for _ in range(1 if quick else rounds)] for name, (run, _) in runs.items()}
@@ -405,7 +432,7 @@ def measure_apb(
     return Report(bench="apb", machine=machine(str(model.device)), versions=versions(), rows=tuple(rows))
 
 
-def _entrants(
+def apb_entrants(
     model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths, ranks: int
 ) -> dict[str, tuple[Callable[[], float], float]]:
     """By name, what measures its seconds once, and its operations; of several ranks those of the one with the most."""

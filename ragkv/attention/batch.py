@@ -25,7 +25,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ragkv.attention import varlen
 from ragkv.attention.kv import ChunkKV, PlacedChunk
+from ragkv.attention.pages import PagedRead, PagedReads
 from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, merge_partials_of
 from ragkv.attention.rope import QueryRotation, QueryRotations, Rotary
 from ragkv.attention.sequence import (
@@ -107,6 +109,10 @@ class BatchPlan:
         """All offsets of all placed chunks, without duplicates, ascending: the order of the pass's table of
         rotations."""
         return list(self._table_row)
+
+    def row(self, offset: int) -> int:
+        """The offset's place in this order."""
+        return self._table_row[offset]
 
     def reads(self, window: int | None) -> tuple[ChunkRead, ...]:
         """The reads of a layer with this sliding window: a token at i sees keys at i-window+1..i."""
@@ -359,6 +365,7 @@ class DecodeBatch:
             lengths[slot] = span.sequence.cache.length + 1
         self._lengths = lengths
         self._masks: dict[int | None, Tensor | None] = {}
+        self._ends: tuple[Tensor, ...] | None = None
         self._device = device
 
     def attend(self, call: LayerCall) -> PartialAttention:
@@ -371,6 +378,8 @@ class DecodeBatch:
         block.write(call.layer, self._slots, self._places, new_keys, new_values)
         longest = max(self._lengths)
         keys, values = (t[call.layer][: self._height, :, :longest] for t in (block.keys, block.values))
+        if varlen.takes(queries, keys, values, softcap=call.softcap):
+            return self._packed(call, queries, longest)
         if not self._whole:  # slots between them that take no token are computed too, and dropped
             spread = queries.new_zeros((self._height, *queries.shape[1:]))
             spread[self._slots] = queries
@@ -380,6 +389,28 @@ class DecodeBatch:
         if not self._whole:
             out, lse = out[self._slots], lse[self._slots]
         return PartialAttention(out.transpose(0, 1)[None], lse.transpose(0, 1)[None])
+
+    def _packed(self, call: LayerCall, queries: Tensor, longest: int) -> PartialAttention:
+        """The same in one launch without a mask: a sequence for each slot, which is as long as what it holds."""
+        if self._ends is None:
+            takes = [int(length > 0) for length in self._lengths]  # a slot between them takes no token
+            starts = [self._block.capacity] * self._height
+            self._ends = tuple(varlen.bounds(lengths, self._device) for lengths in (takes, starts, self._lengths))
+        taken, starts_at, ends = self._ends
+        held = self._block.keys[call.layer], self._block.values[call.layer]
+        keys, values = (t[: self._height].transpose(1, 2).flatten(0, 1) for t in held)
+        out, lse = varlen.packed(
+            queries,
+            keys,
+            values,
+            (taken, starts_at),
+            (1, longest),
+            scale=call.scale,
+            causal=True,
+            window=call.window,
+            used=ends.diff(),
+        )
+        return PartialAttention(out.transpose(0, 1)[None], lse[None])
 
     def _mask(self, window: int | None) -> Tensor | None:
         """`(slots, 1, m)`, True where a slot's single token sees; None when all see all."""
@@ -487,14 +518,16 @@ class Step:
         own = device_plan.own(call)
         self._observe(layer, call)
         plan = device_plan.plan
-        reads = plan.reads(call.window)
+        packs, reads = device_plan.packs(call)
         spread = () if self._ranks is None else plan.spread(call.window)
-        if not reads and not spread:
+        if not packs and not reads and not spread:
             return beside_sink(call.sink, own).to(query.dtype)
         rotation = device_plan.rotations.of(query, layer)
         whole = slice(0, plan.tokens)
         groups: dict[int, list[tuple[Tokens, PartialAttention]]] = {0: [(whole, own)]}
         mine: dict[int, list[tuple[Tokens, PartialAttention]]] = {}  # chunks that single ranks hold
+        for pack in packs:
+            groups.setdefault(pack.group, []).extend(pack.attend(call, rotation))
         for read in reads:
             partial = _read(read, call, rotation)
             into = groups if self._ranks is None or read.kv.owner is None else mine
@@ -531,6 +564,31 @@ class _DevicePlan:
         self._device = device
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._prefill: dict[int | None, tuple[list[PrefillBatch], list[SequenceSlice]]] = {}
+        self._packs: dict[int | None, tuple[list[PagedReads], list[ChunkRead]]] = {}
+
+    def packs(self, call: LayerCall) -> tuple[list[PagedReads], Sequence[ChunkRead]]:
+        """The layer's reads that are one launch each, and the others. Those of a packed launch lie in one block."""
+        if not varlen.takes(call.query, call.key, call.value, softcap=call.softcap):
+            return [], self.plan.reads(call.window)
+        if call.window not in self._packs:
+            found: dict[tuple[int, float, int], list[ChunkRead]] = {}
+            others: list[ChunkRead] = []
+            for read in self.plan.reads(call.window):
+                if read.kv.pages is None or read.kv.owner is not None or read.first or read.mask is not None:
+                    others.append(read)
+                else:
+                    found.setdefault((id(read.kv.pages.block), read.temperature, read.group), []).append(read)
+            self._packs[call.window] = [self._pack(reads) for reads in found.values()], others
+        return self._packs[call.window]
+
+    def _pack(self, reads: Sequence[ChunkRead]) -> PagedReads:
+        paged = []
+        for read in reads:
+            assert read.kv.pages is not None
+            count = read.tokens.stop - read.tokens.start if isinstance(read.tokens, slice) else len(read.tokens)
+            row = self.plan.row(read.offset) if isinstance(read.offset, int) else read.offset
+            paged.append(PagedRead(pages=read.kv.pages, keys=read.kv.tokens, tokens=read.tokens, count=count, row=row))
+        return PagedReads(paged, reads[0].temperature, reads[0].group, self._device)
 
     def own(self, call: LayerCall) -> PartialAttention:
         """Attention of every new token over the tokens of its own sequence."""
@@ -579,6 +637,8 @@ def _own_partial(span: SequenceSlice, call: LayerCall) -> PartialAttention:
     """Causal attention of a sequence's new tokens over all its own tokens."""
     keys, values = _append(span, call)
     query, window, n, m = call.query[:, :, span.tokens], call.window, span.n, keys.shape[2]
+    if varlen.takes(query, keys, values, softcap=call.softcap):
+        return PartialAttention(*varlen.causal(query, keys, values, scale=call.scale, window=window))
     if n == 1:
         first = 0 if window is None else max(0, m - window)
         return call.partial(query, keys[:, :, first:], values[:, :, first:])

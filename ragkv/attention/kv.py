@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ragkv._moved import moved_names
+from ragkv.attention import varlen
 from ragkv.attention.shape import DType, KVShape, LayerShape, StateShape
 
 Place: TypeAlias = torch.device | tuple[torch.device, ...]
@@ -77,6 +78,15 @@ class State(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Pages:
+    """Where a chunk KV lies: `count` pages of a block from page `first` on (`ragkv.attention.pages`)."""
+
+    block: Any
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class ChunkKV:
     """One chunk's keys and values for one model.
 
@@ -84,7 +94,8 @@ class ChunkKV:
     `tokens`; a layer that keeps nothing has no heads (`LayerShape`). `encoded_at` is the position of the first token
     while the chunk was prefilled (0 for `standalone`, P for `prefixed`). `states`, sorted by layer and name, are what
     recurrent layers hold after the last token. `owner` is the rank that holds the tensors when several processes answer
-    together (`ragkv.attention.batch`); None: every process has them.
+    together (`ragkv.attention.batch`); None: every process has them. `pages` are those that the tensors are views of,
+    if they are.
     """
 
     keys: Sequence[Tensor]
@@ -92,6 +103,7 @@ class ChunkKV:
     encoded_at: int = 0
     states: tuple[State, ...] = ()
     owner: int | None = None
+    pages: Pages | None = None
     _heads: dict[int, ChunkKV] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -168,6 +180,7 @@ class ChunkKV:
                 encoded_at=self.encoded_at,
                 states=self.states,
                 owner=self.owner,
+                pages=self.pages,
             )
             self._heads.setdefault(tokens, made)
         return self._heads[tokens]
@@ -195,14 +208,14 @@ class ChunkKV:
             return self
 
         def moved(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            there = (t.to(device, copy=copy) for t, device in zip(stored(tensors), devices, strict=True))
+            there = (_moved(t, device, copy) for t, device in zip(stored(tensors), devices, strict=True))
             return tuple(t.float() if isinstance(tensors, HalfTensors) else t for t in there)
 
         return ChunkKV(
             keys=moved(self.keys),
             values=moved(self.values),
             encoded_at=self.encoded_at,
-            states=tuple(s._replace(value=s.value.to(devices[s.layer], copy=copy)) for s in self.states),
+            states=tuple(s._replace(value=_moved(s.value, devices[s.layer], copy)) for s in self.states),
             owner=self.owner,
         )
 
@@ -211,6 +224,16 @@ class ChunkKV:
         if not isinstance(self.keys, HalfTensors):
             return self
         return replace(self, keys=tuple(self.keys), values=tuple(self.values))
+
+
+def _moved(tensor: Tensor, device: torch.device, copy: bool) -> Tensor:
+    """The tensor on the device; the host does not wait for a copy to a GPU.
+
+    The copy is made from pinned memory, which torch keeps until it is done, and before what is asked of the GPU later.
+    """
+    if tensor.device.type != "cpu" or device.type == "cpu" or device.type not in varlen.DEVICES:
+        return tensor.to(device, copy=copy)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

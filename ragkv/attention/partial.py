@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ragkv.attention import varlen
+
 Mask = Tensor | Literal["causal"] | None
 _SCORES = 1 << 26
 """Scores in memory at a time in the plain matmul: 256 MiB, and a few times as much for temporaries."""
@@ -177,10 +179,8 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
     same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1] == query.shape[-1]
     if same and query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return _flash_cpu
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    aligned = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    if same and query.device.type == "cuda" and half and aligned and not isinstance(mask, Tensor):
-        return _flash_cuda
+    if not isinstance(mask, Tensor) and varlen.takes(query, key, value):
+        return varlen.kernel
     return _matmul
 
 
@@ -206,25 +206,6 @@ def _flash_cpu(
         if bool(blind.any()):
             out = out.masked_fill(blind[..., None], 0.0)
             lse = lse.masked_fill(blind, -torch.inf)
-    return out, lse
-
-
-def _flash_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask,
-    scale: float,
-    temperature: float,
-    _softcap: float | None,
-) -> tuple[Tensor, Tensor]:
-    """torch's CUDA flash kernel; it wants as many key heads as query heads."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, is_causal=mask == "causal", scale=scale / temperature
-    )
     return out, lse
 
 

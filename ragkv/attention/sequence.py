@@ -233,7 +233,11 @@ class ArenaBlock:
         if layer not in self.keys:
             for held, like in ((self.keys, key), (self.values, value)):
                 # zeros: unwritten places are masked, but a NaN would get through any mask
-                held[layer] = like.new_zeros((self._slots, like.shape[1], self.capacity, like.shape[3]))
+                _, heads, _, head_dim = like.shape
+                if like.device.type == "cpu":
+                    held[layer] = like.new_zeros((self._slots, heads, self.capacity, head_dim))
+                else:  # token by token, for one kernel call over all slots (`varlen.packed`)
+                    held[layer] = like.new_zeros((self._slots, self.capacity, heads, head_dim)).transpose(1, 2)
 
     def write(self, layer: int, slots: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
         """One token per slot: `key`/`value` `(slots, kv_heads, head_dim)` at `places` of `slots`."""

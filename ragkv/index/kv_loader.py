@@ -27,6 +27,7 @@ from ragkv.types import Chunk, Document, Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
+    from ragkv.attention.pages import PagePool
     from ragkv.engines import ContextChunk, Engine, Request
     from ragkv.model.apb.compressors import Compressor
     from ragkv.model.packet import Packet
@@ -229,6 +230,19 @@ class KVLoader:
     def _budget(self) -> int:
         return memory_budget(self._index.config.memory_budget, self._index.model.place)
 
+    @cached_property
+    def _pages(self) -> PagePool | None:
+        """Pages for the KV in memory, where a kernel reads many chunks at once (`ragkv.attention.pages`)."""
+        from ragkv.attention import varlen
+        from ragkv.attention.pages import PagePool
+
+        model = self._index.model
+        capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+        return None if capped or model.device.type not in varlen.DEVICES else PagePool(model.place, self._budget)
+
+    def _paged(self, kv: ChunkKV) -> ChunkKV:
+        return kv if self._pages is None else self._pages.hold(kv)
+
     def find(
         self,
         identities: Sequence[KVIdentity],
@@ -271,7 +285,7 @@ class KVLoader:
                 found |= self._store.get_many(rest, device=device, shape=self._index.shape)
             if missing := [identity for identity in wanted if identity not in found]:  # damaged, or deleted meanwhile
                 found |= make(missing)
-            return {key: found[by_key[key]] for key in keys}
+            return {key: self._paged(found[by_key[key]]) for key in keys}
 
         found, held = self.memory().get_many(by_key, load)
         return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
@@ -289,7 +303,7 @@ class KVLoader:
         def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
             wanted = [by_key[key] for key in keys]
             found = self._store.get_many(wanted, device=self._index.model.place, shape=self._index.shape)
-            return {identity.key(): kv for identity, kv in found.items()}
+            return {identity.key(): self._paged(kv) for identity, kv in found.items()}
 
         found, held = self.memory().get_many(by_key, load)
         return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}

@@ -170,6 +170,7 @@ def test_stored_kv_crosses_once(engine, index, tmp_path, pretend_device):
         assert answer.kv.misses == 0
         crossed = [c for c in waits.uploads if c.dtype == torch.float32 and c.place.startswith("ragkv/attention/kv.py")]
         assert sum(crossing.bytes for crossing in crossed) == answer.kv.bytes
+        assert not any(crossing.blocking for crossing in crossed)
         assert len({crossing.step for crossing in crossed}) == 1  # before the question is read, none with the tokens
         ask(rag, engine)  # the prefix, which the first question made anew, comes from the store
         with pretend.counting(rag.model) as waits:

@@ -18,11 +18,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import packedkernel
 import pytest
 import torch
 from crossing import Crossing, Waits, count_read, count_upload, counting
 from devicerule import generators, refuse_strangers, waits_for_numbers
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from ragkv.attention import varlen
 
 __all__ = ["Crossing", "PretendTensor", "Waits", "counting", "device"]
 
@@ -177,4 +180,8 @@ def device() -> Iterator[str]:
     _register()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Generator", _Generators("Generator", (), {}))
+        packedkernel.register()
+        patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which needs a real device
+        patch.setattr(varlen, "DEVICES", {"pretend"})
+        patch.setattr(varlen, "DTYPES", {torch.float32})
         yield DEVICE

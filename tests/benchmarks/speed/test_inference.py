@@ -11,7 +11,7 @@ from steady import stopwatches
 from typer.testing import CliRunner
 
 from ragkv.benchmarks.speed import inference, report
-from ragkv.benchmarks.speed.inference import _step, measure_decode, random_llama, random_request
+from ragkv.benchmarks.speed.inference import cached_step, measure_decode, random_llama, random_request
 from ragkv.cli.bench import app
 from ragkv.engines.block import BlockAttention
 from ragkv.errors import UsageError
@@ -27,7 +27,7 @@ def test_both_sides_continue_with_the_same_tokens():
     stream, inputs = Stream(runtime_of(lm), engine, request), engine.cache(lm, request)
     ids, at = torch.tensor([request.suffix_ids]), inputs["past_key_values"].get_seq_length()
     for _ in range(4):
-        token = _step(lm, inputs["past_key_values"], ids, at)
+        token = cached_step(lm, inputs["past_key_values"], ids, at)
         assert token == stream.best()
         stream.advance(token)
         at += ids.shape[1]

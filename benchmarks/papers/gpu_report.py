@@ -1,0 +1,431 @@
+"""`python -m ragkv.benchmarks.papers.gpu_report`: the papers' headline figures of speed, on one GPU, within minutes.
+
+A model in Llama 3.1 8B's shape with random weights in bfloat16 answers random tokens: what a pass costs depends on
+neither. Each row has ragkv's figure, that of transformers' own sdpa attention over the same tokens in the same run, and
+what the paper prints. The tests that need a GPU run first. The shortest sizes come first, and what would not fit into
+the time that is left is skipped and named. Without a GPU everything runs in miniature on the processor, which shows
+that the report works and nothing about speed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ragkv.benchmarks.papers.plots import OTHER_FOLDER, headed, require_matplotlib, save, style, wrapped
+from ragkv.benchmarks.papers.table import commit_of
+from ragkv.benchmarks.speed.batch import SHAPES, IPPDShape, measure_shape
+from ragkv.benchmarks.speed.inference import (
+    apb_entrants,
+    block_lengths,
+    prefill,
+    random_llama,
+    random_request,
+    sequential_seconds,
+)
+from ragkv.benchmarks.speed.report import BenchRow, OnStep, alternating, described, machine, shown, versions
+from ragkv.cli.console import note
+from ragkv.cli.main import SingleCommand, log_to_stderr, run
+from ragkv.engines import Request, make_engine
+from ragkv.errors import ConfigError
+from ragkv.evaluation.io import markdown_table, write_whole
+from ragkv.model.apb.document import lengths_for
+from ragkv.model.language_model import LanguageModel
+from ragkv.runtime import Generation, Stream, runtime_of
+
+COMMAND = "python -m ragkv.benchmarks.papers.gpu_report"
+_REPOSITORY = Path(__file__).parents[2]
+K = 1024
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 256 * K,
+}
+TINY = LLAMA_8B | {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is measured: tokens, but for `experts`, which are documents of `document` tokens, and their `end_to_end`."""
+
+    block: tuple[int, ...] = (50, 512, K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K)
+    ape: tuple[int, ...] = (2 * K, 8 * K, 32 * K, 64 * K, 128 * K)
+    generated: int = 256
+    document: int = 2 * K
+    experts: tuple[int, ...] = (1, 8, 16, 32, 64)
+    end_to_end: int = 32
+    answer: int = 512
+    ippd: tuple[IPPDShape, ...] = tuple(
+        replace(s, instruction=s.instruction * s.divisor, context=s.context * s.divisor, divisor=1) for s in SHAPES
+    )
+    apb: tuple[int, ...] = (32 * K, 64 * K, 128 * K)
+    rounds: int = 3
+
+
+MINIATURE = Sizes(
+    block=(50, 512, K, 2 * K),
+    ape=(K, 2 * K),
+    generated=16,
+    document=128,
+    experts=(1, 8),
+    end_to_end=8,
+    answer=16,
+    ippd=tuple(shape.shorter() for shape in SHAPES),
+    apb=(K, 2 * K),
+    rounds=1,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A row: our figure beside its baseline's, and what the paper prints for it."""
+
+    section: str
+    size: int
+    series: str
+    row: BenchRow
+    paper: str
+
+    @classmethod
+    def of(
+        cls, section: str, size: int, series: str, ours: float, unit: str, baseline: str, theirs: float, paper: str
+    ) -> Measured:
+        return cls(section, size, series, BenchRow.of(f"{series}, {size} tokens", ours, unit, baseline, theirs), paper)
+
+
+Task = tuple[str, int, Callable[[], list[Measured]]]
+"""(section, tokens, what measures it)."""
+_BLOCK = "Block-Attention, Table 2 (Llama 3 8B): first token of a question of 50 tokens over cached passages"
+_APE = "APE, Figure 10 (Llama 3.1 8B, H100): a question of 256 tokens over a context"
+_PCED = "PCED, Figure 3 (64 documents of 2,048 tokens at most): documents as experts"
+_IPPD = "IPPD, Table 5 (Qwen3-8B, L40S): questions about common contexts"
+_APB = "APB, Table 11 (Llama 3.1 8B; FlashAttention on one A800, the others on eight): prefill of a long document"
+_PLOTTED = "plotted, not printed"
+# ms of block and vanilla, and operations of vanilla; block's are 7.5e11 throughout
+_TABLE_2 = dict(
+    zip(
+        (50, 512, K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K),
+        zip(
+            (26, 26, 26, 26, 27, 29, 34, 45),
+            (26, 50, 87, 167, 330, 691, 1515, 3638),
+            (7.5e11, 7.6e12, 1.5e13, 3.0e13, 6.1e13, 1.2e14, 2.45e14, 4.9e14),
+            strict=True,
+        ),
+        strict=True,
+    )
+)
+# questions/s of IPPD, of transformers in batches, of prefix caching in vLLM, in the order of `SHAPES`
+_TABLE_5 = ((57.77, 1.75, 26.39), (62.04, 14.25, 50.10), (52.12, 21.18, 25.17), (6.95, 0.71, 11.43))
+# seconds of FlashAttention, Star Attention and APB
+_TABLE_11 = {32 * K: (3.46, 0.67, 0.33), 64 * K: (9.51, 1.43, 0.50), 128 * K: (30.01, 3.50, 0.94)}
+
+
+def tasks(lm: LanguageModel, sizes: Sizes, on_step: OnStep) -> list[Task]:
+    """All that is to be measured, the smallest first."""
+    found: list[Task] = []
+    found += [(_BLOCK, n, partial(_block, lm, n, sizes.rounds if n <= 8 * K else 1)) for n in sizes.block]
+    found += [(_APE, n, partial(_ape, lm, n, sizes.generated)) for n in sizes.ape]
+    for tokens in (documents * sizes.document for documents in sizes.experts):
+        answer = sizes.answer if tokens == sizes.end_to_end * sizes.document else 1
+        found.append((_PCED, tokens, partial(_pced, lm, tokens, sizes.document, answer)))
+    for shape in sizes.ippd:
+        tokens = shape.contexts * (shape.instruction + shape.context)
+        found.append((_IPPD, tokens, partial(_ippd, lm, shape, on_step)))
+    found += [(_APB, n, partial(_apb, lm, n)) for n in sizes.apb]
+    return sorted(found, key=lambda task: task[1])
+
+
+def flops(lm: LanguageModel, tokens: int, context: int) -> float:
+    """Operations of `tokens` new tokens over `context`: two per weight and token, four per score and width of a head.
+
+    The embedding is looked up, and the head is computed for the last token alone.
+    """
+    config, vocabulary = lm.config, lm.config.vocab_size * lm.config.hidden_size
+    scores = tokens * context + tokens * (tokens + 1) / 2
+    return float(
+        2 * (lm.parameters - 2 * vocabulary) * tokens
+        + 2 * vocabulary
+        + 4 * config.num_hidden_layers * config.hidden_size * scores
+    )
+
+
+def _block(lm: LanguageModel, total: int, rounds: int) -> list[Measured]:
+    context = total - 50
+    request = random_request(lm, context, prefix=0)
+    works = {
+        "block": lambda: Stream(runtime_of(lm), make_engine("block", {}), request).best(),
+        "vanilla": lambda: prefill(lm, _prompt(request)),
+    }
+    times = alternating(works, rounds)
+    ours, theirs = (flops(lm, tokens, before) / 1e12 for tokens, before in ((50, context), (total, 0)))
+    block, vanilla, whole = _TABLE_2[total]
+    seconds, operations = f"{block} against {vanilla} ms", f"0.75 against {whole / 1e12:g} Tflop"
+    own, other = (1000 * times[name] for name in works)
+    return [
+        Measured.of(_BLOCK, total, "first token", own, "ms", "prefill", other, seconds),
+        Measured.of(_BLOCK, total, "operations by formula", ours, "Tflop", "prefill", theirs, operations),
+    ]
+
+
+def _prompt(request: Request) -> list[int]:
+    return [*request.prefix_ids, *(i for chunk in request.chunks for i in chunk.token_ids), *request.suffix_ids]
+
+
+def _ours(lm: LanguageModel, name: str, request: Request, answer: int) -> tuple[float, float]:
+    """Seconds to the first token of an answer, and to its last."""
+    runtime, started = runtime_of(lm), time.perf_counter()
+    tokens = runtime.tokens(runtime.submit(make_engine(name, {}), request, Generation(max_new_tokens=answer)))
+    next(tokens)
+    first = time.perf_counter() - started
+    if 1 + sum(1 for _ in tokens) != answer:
+        raise RuntimeError(f"an answer does not have {answer} tokens")
+    return first, time.perf_counter() - started
+
+
+def _ape(lm: LanguageModel, context: int, answer: int) -> list[Measured]:
+    request = random_request(lm, context, question=256)
+    pairs = zip(_ours(lm, "ape", request, answer), sequential_seconds(lm, _prompt(request), answer), strict=True)
+    papers = (_PLOTTED, _PLOTTED)
+    if context == 128 * K:
+        papers = "28× MInference; sequential prefill 17 s (§1, §5.4)", "4.5× (§5.4)"
+    return [
+        Measured.of(_APE, context, series, ours, "s", "sequential encoding", theirs, paper)
+        for series, (ours, theirs), paper in zip(("first token", f"{answer} tokens"), pairs, papers, strict=True)
+    ]
+
+
+def _pced(lm: LanguageModel, size: int, document: int, answer: int) -> list[Measured]:
+    request = random_request(lm, size, chunk=document)
+    pairs = zip(_ours(lm, "pced", request, answer), sequential_seconds(lm, _prompt(request), answer), strict=True)
+    papers = "0.14 against 25.50 s" if size == 128 * K else _PLOTTED, "1.7× (65k tokens, 512 new)"
+    found = [
+        Measured.of(_PCED, size, series, ours, "s", "concatenated", theirs, paper)
+        for series, (ours, theirs), paper in zip(("first token", f"{answer} tokens"), pairs, papers, strict=True)
+    ]
+    return found if answer > 1 else found[:1]
+
+
+def _ippd(lm: LanguageModel, shape: IPPDShape, on_step: OnStep) -> list[Measured]:
+    ippd, batched, cached = _TABLE_5[shape.number - 1]
+    return [
+        Measured(
+            _IPPD,
+            shape.number,
+            shape.name,
+            replace(row, name=row.name.replace(f"shape {shape.number}", shape.name)),
+            f"{ippd:g} against {batched if 'generate' in row.baseline else cached:g} questions/s",
+        )
+        for row in measure_shape(lm, shape, 1, on_step)
+    ]
+
+
+def _apb(lm: LanguageModel, tokens: int) -> list[Measured]:
+    ids = random_request(lm, 0, question=tokens, prefix=0).suffix_ids
+    runs = apb_entrants(lm, ids, lengths_for(tokens) or block_lengths(tokens), 1)
+    seconds = {name: run() for name, (run, _) in runs.items()}
+    printed = dict(zip(runs, _TABLE_11.get(tokens, ()), strict=False))
+    return [
+        Measured.of(
+            _APB,
+            tokens,
+            name,
+            seconds[name],
+            "s",
+            "full",
+            seconds["full"],
+            f"{printed[name]:g} against {printed['full']:g} s" if printed else _PLOTTED,
+        )
+        for name in ("star", "apb")
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePicture:
+    """Ours and the baseline over the tokens, both axes logarithmic."""
+
+    title: str
+    rows: Sequence[Measured]
+
+    @property
+    def size(self) -> tuple[float, float]:
+        return 9.0, 4.6
+
+    def draw(self, figure: Any) -> None:
+        axes, number = figure.add_subplot(), 0
+        for series in dict.fromkeys(one.series for one in self.rows):
+            found = [one for one in self.rows if one.series == series]
+            for label, values in (
+                (f"ragkv, {series}", [one.row.value for one in found]),
+                (f"{found[0].row.baseline}, {series}", [one.row.baseline_value for one in found]),
+            ):
+                axes.plot([one.size for one in found], values, label=wrapped(label, 28), linewidth=2, **style(number))
+                number += 1
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(xlabel="tokens", ylabel=self.rows[0].row.unit)
+        headed(figure, self.title)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
+
+
+def gpu_tests() -> str:
+    """What `pytest -m gpu` says in its last line; only files that have such tests are collected."""
+    mark = "mark." + "gpu"
+    files = [str(path) for path in (_REPOSITORY / "tests").rglob("test_*.py") if mark in path.read_text("utf-8")]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *sorted(files)]
+    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return "; ".join([*(done.stdout or done.stderr).strip().splitlines()[-1:], *failed]) or "no answer"
+
+
+def measure(
+    todo: Sequence[Task], seconds: float, on_step: OnStep, clock: Callable[[], float] = time.perf_counter
+) -> tuple[list[Measured], list[str]]:
+    """The rows, and a sentence about each size that was skipped or failed.
+
+    A size is skipped if it is likely to end later than `seconds` from now: the section's last one took its time, and
+    attention grows faster than its tokens.
+    """
+    end, rows, notes, last = clock() + seconds, list[Measured](), list[str](), dict[str, tuple[int, float]]()
+    for section, tokens, work in todo:
+        started = clock()
+        before, took = last.get(section, (tokens, 0.0))
+        expected = took * (tokens / before) ** 1.5
+        if started + expected > end:
+            notes.append(f"{section}: {tokens} tokens were skipped, because the time was up.")
+            continue
+        on_step(f"{section}: {tokens} tokens …")
+        try:
+            if section not in last:  # the first one warms up
+                work()
+            started = clock()
+            rows += work()
+        except RuntimeError as error:  # CUDA's, out of memory too: the other figures are wanted all the same
+            notes.append(f"{section}: {tokens} tokens failed: {type(error).__name__}: {str(error).splitlines()[0]}")
+        last[section] = tokens, clock() - started
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return sorted(rows, key=lambda one: (one.section, one.size)), notes
+
+
+def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], notes: Sequence[str]) -> list[Path]:
+    """Write gpu.md, gpu.json and a picture for each section of seconds; returns their paths."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"The report cannot be written to {folder}: {error}.") from error
+    parts = [
+        facts["device"],
+        "# The papers' headline figures on one GPU",
+        f"Made by `{COMMAND}` in {facts['seconds']:.0f} s; commit {facts['commit']}; {facts['model']}; "
+        + ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        + f".\n\n`pytest -m gpu`: {facts['tests']}",
+    ]
+    written = [folder / "gpu.json", folder / "gpu.md"]
+    for number, (section, group) in enumerate(groupby(rows, key=lambda one: one.section)):
+        found = list(group)
+        body = [
+            [
+                one.row.name,
+                f"{shown(one.row.value)} {one.row.unit}",
+                one.row.baseline,
+                f"{shown(one.row.baseline_value)} {one.row.unit}",
+                f"{one.row.ratio:.2f}×",
+                one.paper,
+            ]
+            for one in found
+        ]
+        parts += [f"## {section}", markdown_table(["", "ragkv", "baseline", "", "ratio", "the paper"], body)]
+        timed = [one for one in found if one.row.unit in ("s", "ms")]
+        if len({one.size for one in timed}) > 1:
+            stem = folder / f"gpu-{number}"
+            written += save(TimePicture(title=section, rows=timed), stem, command=COMMAND, notes=[facts["device"]])
+            parts.append(f"![{section}]({stem.name}.svg)")
+    parts += ["## Not measured", "".join(f"- {one}\n" for one in notes)] if notes else []
+    data = {**facts, "rows": [asdict(one) for one in rows], "notes": list(notes)}
+    text = json.dumps(data, ensure_ascii=False, indent=1) + "\n"
+    for path, content in zip(written, (text, "\n\n".join(part.rstrip("\n") for part in parts) + "\n"), strict=False):
+        write_whole(path, content, instead=OTHER_FOLDER)
+    return written
+
+
+def make_report(
+    folder: Path, sizes: Sizes, shape: Mapping[str, Any], minutes: float, tests: Callable[[], str], on_step: OnStep
+) -> list[Path]:
+    """Run the tests, measure, and write; returns the paths. `tests` gives the line about them."""
+    started = time.perf_counter()
+    gpu = torch.cuda.is_available() and shape is LLAMA_8B
+    on_step("the tests that need a GPU …")
+    outcome = tests()
+    lm = random_llama("bfloat16" if gpu else "float32", "cuda" if gpu else "cpu", shape)
+    lm.eos_ids = frozenset()  # all answers are of one length
+    lm.module.generation_config.eos_token_id = None
+    place = machine(str(lm.device))
+    if gpu:
+        device = f"Measured on one GPU: {place}."
+    else:
+        device = f"No GPU was used: a miniature on a processor, which says nothing about speed ({place})."
+    on_step(f"{device} {described(lm)}")
+    rows, notes = measure(tasks(lm, sizes, on_step), 60 * minutes - (time.perf_counter() - started), on_step)
+    facts = {
+        "device": device,
+        "gpu": gpu,
+        "model": described(lm),
+        "commit": commit_of(_REPOSITORY),
+        "versions": versions(),
+        "tests": outcome,
+        "seconds": time.perf_counter() - started,
+    }
+    return write(folder, rows, facts, notes)
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+
+@app.command(cls=SingleCommand)
+def report(
+    out: Annotated[Path, typer.Option(help="Folder for gpu.md, gpu.json and pictures.")] = Path("docs/results/gpu"),
+    miniature: Annotated[bool, typer.Option("--miniature", help="Small, on the processor; so without a GPU.")] = False,
+    minutes: Annotated[float, typer.Option(help="Sizes that would take longer are skipped.", min=0)] = 8.0,
+) -> None:
+    """The papers' headline figures of speed on one GPU: Block-Attention, APE, PCED, IPPD and APB.
+
+    Example: `python -m ragkv.benchmarks.papers.gpu_report --out results`
+    """
+    log_to_stderr(debug=False)
+    require_matplotlib()
+    small = miniature or not torch.cuda.is_available()
+    sizes, shape = (MINIATURE, TINY) if small else (Sizes(), LLAMA_8B)
+    written = make_report(out, sizes, shape, minutes, gpu_tests, note)
+    note(f"{written[1]} written")
+
+
+def main() -> None:
+    """Entry point of `python -m ragkv.benchmarks.papers.gpu_report`."""
+    run(app, COMMAND)
+
+
+if __name__ == "__main__":
+    main()

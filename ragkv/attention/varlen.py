@@ -1,0 +1,121 @@
+"""Attention on a GPU by torch's kernel for packed sequences: grouped heads read in place, a logsumexp, windows.
+
+`torch.nn.attention.varlen` calls FlashAttention with sequences of any lengths in one launch. A sequence here is a set
+of queries with the keys that they see: the new tokens of one stream, or one chunk and the tokens that read it. It takes
+half types and heads of at most 256 numbers, and has no softcap; `takes` says whether a call is for it.
+
+It has never run on a GPU. Its tests (`tests/support/packedkernel.py`) give the operator a plain kernel with the shapes
+and the rules that FlashAttention's has (torch's `flash_api.cpp`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DEVICES = {"cuda"}
+"""Kinds of devices that have the kernel, and to which KV is copied from pinned memory."""
+DTYPES = {torch.bfloat16, torch.float16}
+_WIDEST = 256
+
+
+def takes(query: Tensor, key: Tensor, value: Tensor, *, softcap: float | None = None) -> bool:
+    """Whether the kernel computes these; all have their heads in dimension 1, or all in dimension 2."""
+    width = query.shape[-1]
+    return (
+        softcap is None
+        and query.device.type in DEVICES
+        and query.dtype in DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and width == key.shape[-1] == value.shape[-1]
+        and width % 8 == 0
+        and width <= _WIDEST
+    )
+
+
+def bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Where packed sequences of these lengths begin, and where the last one ends: int32 `(sequences + 1,)`."""
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+
+
+def packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Tensor, Tensor],
+    most: tuple[int, int],
+    *,
+    scale: float,
+    causal: bool = False,
+    window: int | None = None,
+    used: Tensor | None = None,
+    table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One launch over packed sequences: output `(tokens, q_heads, head_dim)` and logsumexp `(q_heads, tokens)` in fp32.
+
+    `query` `(tokens, q_heads, head_dim)`; `key` and `value` `(keys, kv_heads, head_dim)`, or with `table` the pages
+    `(pages, page, kv_heads, head_dim)`, of which sequence i has those in row i. Any strides but the last. `ends` are
+    the `bounds` of queries and keys, `most` the longest of each. `used` `(sequences,)` is how many keys count, if not
+    all. `causal`: the queries are the last of their keys; `window` is then how many keys each sees. Every query must
+    see a key.
+    """
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    right = 0 if causal else -1
+    out, lse = varlen_attn(
+        query,
+        key,
+        value,
+        *ends,
+        *most,
+        return_aux=AuxRequest(lse=True),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, right),
+        enable_gqa=True,
+        seqused_k=used,
+        block_table=table,
+    )
+    tokens, q_heads = query.shape[:2]
+    # documented as (tokens, heads), but the kernel gives (heads, tokens); the self-check on load sees a wrong one
+    return out, lse if lse.shape == (q_heads, tokens) else lse.T
+
+
+def kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: object, scale: float, temperature: float, _softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """A `Kernel` of `ragkv.attention.partial` for a mask that is None or "causal": a sequence for each batch row."""
+    return _batched(query, key, value, scale=scale / temperature, causal=mask == "causal")
+
+
+def causal(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries `(batch, q_heads, n, head_dim)` that are the last n of the keys: `(out, lse)`."""
+    return _batched(query, key, value, scale=scale, causal=True, window=window)
+
+
+def _batched(
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    batch, _, n, _ = query.shape
+    m = key.shape[2]
+    queries, keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # no copy of one batch row
+    out, lse = packed(
+        queries,
+        keys,
+        values,
+        (_even(batch, n, query.device), _even(batch, m, query.device)),
+        (n, m),
+        scale=scale,
+        causal=causal,
+        window=window,
+    )
+    return out.reshape(batch, n, *out.shape[1:]).transpose(1, 2), lse.reshape(-1, batch, n).transpose(0, 1)
+
+
+def _even(sequences: int, length: int, device: torch.device) -> Tensor:
+    """`bounds` of equal lengths, made on the device."""
+    return torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device)

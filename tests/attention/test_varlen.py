@@ -1,0 +1,194 @@
+"""The device's kernel for packed sequences, and chunk KV in pages, beside the processor's path and the plain matmul."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import crowd
+import packedkernel
+import pytest
+import torch
+from crowd import Asked, alone
+
+from ragkv.attention import pages, varlen
+from ragkv.attention.kv import ChunkKV
+from ragkv.attention.pages import PAGE, PagePool
+from ragkv.attention.partial import partial_attention
+from ragkv.engines import make_engine
+from ragkv.runtime import Generation, Runtime
+
+CPU = torch.device("cpu")
+ENGINES = [
+    ("block", ()),
+    ("block", (("sink", "bos"),)),
+    ("ape", (("temperature", 0.6), ("scale", 0.7), ("scale_mode", "log"))),
+    ("pced", ()),
+    ("mapreduce", (("instruction", "sum"), ("summary_tokens", 3))),
+    ("full", ()),
+]
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The kernel takes processors' tensors in fp32; its calls."""
+    packedkernel.register()
+    monkeypatch.setattr(varlen, "DEVICES", {"cpu"})
+    monkeypatch.setattr(varlen, "DTYPES", {torch.float32})
+    packedkernel.calls.clear()
+    return packedkernel.calls
+
+
+def states(batch, heads, kv_heads, n, m, width=16):
+    generator = torch.Generator().manual_seed(n * m + heads)
+    sizes = (batch, heads, n, width), (batch, kv_heads, m, width), (batch, kv_heads, m, width)
+    return tuple(torch.randn(size, generator=generator) for size in sizes)
+
+
+def check_kernel(states, device, dtype, close):
+    """What the kernel gives on a device, with and without windows, against masks in the plain matmul."""
+    for batch, heads, n, m, window in [(1, 8, 5, 5, None), (2, 4, 7, 7, 3), (1, 8, 3, 11, None), (1, 2, 4, 19, 6)]:
+        query, key, value = (t.to(device, dtype) for t in states(batch, heads, 2, n, m))
+        behind = torch.arange(m - n, m, device=device)[:, None] - torch.arange(m, device=device)
+        mask = (behind >= 0) & (behind < (window or m))
+        slow = partial_attention(query, key, value, scale=0.3, mask=mask, reference=True)
+        out, lse = varlen.causal(query, key, value, scale=0.3, window=window)
+        torch.testing.assert_close(out, slow.out, **close)
+        torch.testing.assert_close(lse, slow.lse, **close)
+        for mask in (None, "causal") if n == m else (None,):
+            slow = partial_attention(query, key, value, scale=0.3, temperature=0.8, mask=mask, reference=True)
+            fast = partial_attention(query, key, value, scale=0.3, temperature=0.8, mask=mask)
+            torch.testing.assert_close(fast.out, slow.out, **close)
+            torch.testing.assert_close(fast.lse, slow.lse, **close)
+
+
+def test_the_kernel_equals_the_matmul(kernel, monkeypatch):
+    monkeypatch.setattr("ragkv.attention.partial._kernel", lambda *_: varlen.kernel)
+    check_kernel(states, CPU, torch.float32, {"atol": 1e-5, "rtol": 1e-5})
+    assert kernel
+
+
+@pytest.mark.gpu
+def test_the_real_kernel_equals_the_matmul():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    check_kernel(states, torch.device("cuda"), torch.bfloat16, {"atol": 2e-2, "rtol": 2e-2})
+
+
+def test_what_it_cannot_compute_is_left_to_others(kernel):
+    query, key, value = states(1, 4, 2, 3, 3)
+    assert varlen.takes(query, key, value)
+    assert not varlen.takes(query, key, value, softcap=30.0)
+    assert not varlen.takes(query.double(), key.double(), value.double())
+    assert not varlen.takes(query, key, value[..., :8])
+    assert not varlen.takes(*states(1, 4, 2, 3, 3, width=20))
+    assert not varlen.takes(*states(1, 4, 2, 3, 3, width=264))
+
+
+def test_the_keys_of_one_sequence_are_not_copied(kernel, monkeypatch):
+    seen = []
+    monkeypatch.setattr(varlen, "packed", lambda q, k, v, *_, **__: seen.extend((k, v)) or (q, q[..., 0].T))
+    query, key, value = states(1, 8, 2, 3, 40)
+    varlen.causal(query, key[:, :, :30], value[:, :, :30], scale=0.3)
+    assert [t.data_ptr() for t in seen] == [key.data_ptr(), value.data_ptr()]
+
+
+def chunk(tokens, layers=2):
+    made = [torch.randn(2, tokens, 16) for _ in range(2 * layers)]
+    return ChunkKV(keys=tuple(made[:layers]), values=tuple(made[layers:]), encoded_at=3)
+
+
+def equal(one, other):
+    return all(map(torch.equal, (*one.keys, *one.values), (*other.keys, *other.values)))
+
+
+def test_chunks_lie_in_pages_until_the_last_view_is_gone(kernel):
+    token = chunk(1).nbytes
+    pool = PagePool(CPU, pages.BLOCK * PAGE * token)
+    given = [chunk(n) for n in (1, PAGE, PAGE + 1, 3 * PAGE)]
+    held = [pool.hold(kv) for kv in given]
+    assert all(map(equal, held, given))
+    assert [(kv.pages.first, kv.pages.count) for kv in held] == [(0, 1), (1, 1), (2, 2), (4, 3)]
+    assert pool.hold(held[0]) is held[0]
+    head = held[2].head(5)
+    del held[1:3]
+    gc.collect()
+    assert pool.hold(chunk(2 * PAGE)).pages.first != 2  # a view of these is alive
+    head_is = head.keys[0].clone()
+    more = [pool.hold(chunk(PAGE)) for _ in range(4)]
+    assert torch.equal(head.keys[0], head_is)
+    assert more[0].pages.first == 1  # the page that is free again
+    del head
+    gc.collect()
+    assert pool.hold(chunk(2 * PAGE)).pages.first == 2
+    large = chunk((pages.BLOCK + 1) * PAGE)
+    assert pool.hold(large) is large  # beyond the budget
+
+
+def test_kv_that_the_kernel_does_not_read_is_left_where_it_is(kernel):
+    pool = PagePool(CPU, 1 << 30)
+    odd = ChunkKV(keys=(torch.randn(1, 3, 12),), values=(torch.randn(1, 3, 12),))
+    assert pool.hold(odd) is odd
+    empty = chunk(0)
+    assert pool.hold(empty) is empty
+
+
+def questions(name, tuning):
+    """Over some chunks in orders of their own, so that the same chunk is read at other offsets."""
+    orders = [(7, 6, 5), (6, 7), (5,)]
+    return [
+        Asked(engine=(name, tuning), prefix=True, chunks=order, suffix=(80 + i, 81), steps=4, heat=0.0)
+        for i, order in enumerate(orders)
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2"])
+@pytest.mark.parametrize(("name", "tuning"), ENGINES, ids=lambda each: str(each))
+def test_questions_over_pages_have_the_answers_of_the_processor(family, name, tuning, make_model, kernel, monkeypatch):
+    """Together and alone; gemma3 has windows, gemma2 a softcap, which the kernel does not have."""
+    model = make_model(family)
+    asked = questions(name, tuning)
+    kernel.clear()  # the self-check on load went through it
+    with monkeypatch.context() as patch:
+        patch.setattr(varlen, "DEVICES", set())
+        expected = [alone(model, one) for one in asked]
+    assert not kernel
+    pool, bank = PagePool(CPU, 1 << 30), crowd._bank
+
+    def paged(*which):
+        prefix, kvs = bank(*which)
+        return pool.hold(prefix), [pool.hold(kv) for kv in kvs]
+
+    monkeypatch.setattr(crowd, "_bank", paged)
+    monkeypatch.setattr(crowd, "_ALONE", {})
+    found = [alone(model, one) for one in asked]
+    together = [(tokens, scores) for _, tokens, scores in crowd.together(model, asked)[1]]
+    for (tokens, scores), (want, wanted) in zip(found + together, expected * 2, strict=True):
+        assert [token.token_id for token in tokens] == [token.token_id for token in want]
+        for one, other in zip(scores, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    assert bool(kernel) == (family != "gemma2")
+
+
+def test_a_question_reads_all_chunks_of_a_layer_in_one_launch(make_model, kernel, monkeypatch):
+    model, launches = make_model("llama"), []
+    pool, packed = PagePool(CPU, 1 << 30), varlen.packed
+
+    def counted(*given, **more):
+        launches.append(more.get("table") is not None)
+        return packed(*given, **more)
+
+    monkeypatch.setattr(varlen, "packed", counted)
+    bank = crowd._bank
+
+    def paged(*which):
+        prefix, kvs = bank(*which)
+        return pool.hold(prefix), [pool.hold(kv) for kv in kvs]
+
+    monkeypatch.setattr(crowd, "_bank", paged)
+    [one, *_] = questions("block", ())
+    wanted = crowd.request(model, one)
+    launches.clear()
+    runtime = Runtime(model)
+    list(itertools.islice(runtime.decode(make_engine("block", {}), wanted, Generation(max_new_tokens=1)), 1))
+    assert launches == [False, True] * model.layers  # its own tokens, then the prefix and three chunks
