@@ -629,6 +629,16 @@ def _plan(
     )
 
 
+def overtaken_after(ahead: float, step: float, other_step: float) -> int | None:
+    """The token of an answer with which another runtime is ahead that began `ahead` later; None if it never is.
+
+    A token takes `step` here and `other_step` there, in the unit of `ahead`.
+    """
+    if ahead < 0:
+        return 1
+    return 2 + math.floor(ahead / (step - other_step)) if step > other_step else None
+
+
 def _times(estimate: Estimate, factor: float) -> Estimate:
     return Estimate(value=estimate.value * factor, spread=estimate.spread * factor)
 
