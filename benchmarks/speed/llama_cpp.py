@@ -255,7 +255,7 @@ def _measure_length(
     sizes = {kind: file.stat().st_size / len(before) for (kind, _), file in states.items()}
     median = {name: seconds * 1000 for name, seconds in times.items()}
     best = {
-        name: min(median[key] for flash in (False, True) if (key := f"{name} {flash}") in median)
+        name: min(median[column] for flash in (False, True) if (column := f"{name} {flash}") in median)
         for name in ("state", "prefill", *kinds)
     }
 
