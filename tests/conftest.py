@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: a second thread spins
 
 import pytest
 import torch
