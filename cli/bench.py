@@ -28,6 +28,7 @@ _MODULES = {
     "apb": "inference",
     "ttft": "inference",
     "decode": "inference",
+    "llama-cpp": "llama_cpp",
     "batch": "batch",
     "ingest": "batch",
     "store": "storage",
@@ -40,12 +41,16 @@ _MODULES = {
 """The benchmarks, and the module of each."""
 
 
+def _function(name: str) -> str:
+    return f"measure_{name.replace('-', '_')}"
+
+
 class _Benchmark(TyperCommand):
     """A benchmark that is imported when it is run or its options are shown."""
 
     @functools.cached_property
     def _imported(self) -> Any:
-        measure = getattr(import_module(f"{_SPEED}.{_MODULES[str(self.name)]}"), f"measure_{self.name}")
+        measure = getattr(import_module(f"{_SPEED}.{_MODULES[str(self.name)]}"), _function(str(self.name)))
         alone = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
         alone.command(self.name)(_command(str(self.name), measure))
         return typer.main.get_command(alone)
@@ -70,7 +75,7 @@ class _Benchmarks(CommandGroup):
 def _benchmark(name: str) -> _Benchmark:
     path = Path(str(import_module(_SPEED).__file__)).with_name(f"{_MODULES[name]}.py")
     functions = [each for each in ast.parse(path.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)]
-    [measure] = [each for each in functions if each.name == f"measure_{name}"]
+    [measure] = [each for each in functions if each.name == _function(name)]
     return _Benchmark(name, help=ast.get_docstring(measure), rich_markup_mode="markdown")
 
 

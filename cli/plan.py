@@ -120,6 +120,15 @@ def plan(
             help="About how long to measure, besides loading the model; the output says what is left out.", min=1
         ),
     ] = 30,
+    beside: Annotated[
+        tuple[float, float] | None,
+        typer.Option(
+            help="Tokens/s at which another runtime prefills and decodes (pp and tg of llama-bench): shows with which "
+            "token of an answer it would be ahead.",
+            metavar="PREFILL DECODE",
+            show_default=False,
+        ),
+    ] = None,
     folder: WorkFolder = None,
     chunks: Annotated[
         float | None,
@@ -201,6 +210,7 @@ def plan(
             sample_bytes=sample_bytes,
             seed=seed,
             seconds=seconds,
+            beside=beside,
             on_step=show,
             **settings,
         )
@@ -308,13 +318,14 @@ def _notify(plan: Plan) -> None:
         "than the last column."
     )
     echo()
-    table = plain("engine", "first token", "prefill", "sooner")
+    table = plain("engine", "first token", "prefill", "sooner", "a later token")
     for engine in plan.engines:
         table.add_row(
             engine.engine,
             _milliseconds(engine.first_token),
             _milliseconds(engine.prefill),
             f"{engine.prefill_ms / engine.first_token_ms:,.1f}x",
+            _ms(engine.token.value),
         )
     draw(table)
     first = plan.engines[0]
@@ -327,6 +338,14 @@ def _notify(plan: Plan) -> None:
             else f"With {first.engine} the ingest is repaid after {plan.questions:,.0f} questions."
         )
     )
+    if plan.beside is not None:
+        prefill, decode = plan.beside
+        found = [(engine.engine, engine.overtaken_after(prefill, decode)) for engine in plan.engines]
+        when = ", ".join(f"{name} " + ("never" if at is None else f"with token {at:,}") for name, at in found)
+        echo(
+            f"A runtime that prefills the {first.prompt_tokens:,} tokens of the prompt at {prefill:g} tokens/s and "
+            f"decodes at {decode:g} overtakes in an answer: {when}."
+        )
     if plan.left_out:
         echo()
         echo(f"Left out for lack of time (--seconds {plan.asked_seconds:g}): {' '.join(plan.left_out)}")

@@ -406,7 +406,7 @@ def _titles(chunks: Sequence[str]) -> list[str]:
 _CODEC_SEARCH = "ape, T and S searched"
 _ENGINES = {"block": "block", "ape, T = S = 1": "ape(temperature=1, scale=1)", _CODEC_SEARCH: "ape", "pced": "pced"}
 """Engines, by the beginning of their lines' labels."""
-_CODECS = ("raw", "zstd", "int8", "int4")
+_CODECS = ("raw", "half", "zstd", "int8", "int4")
 _KINDS = ("one hop", "two hops")
 
 

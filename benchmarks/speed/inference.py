@@ -138,20 +138,14 @@ def random_llama(dtype: str = "auto", device: str | None = None, shape: Mapping[
 
 
 def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | None) -> list[BenchRow]:
-    generator = torch.Generator().manual_seed(length)
-
-    def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(3, lm.config.vocab_size, (n,), generator=generator).tolist())
-
-    prefix, question = ids(PREFIX_TOKENS), ids(QUESTION_TOKENS)
-    chunks = [ids(min(CHUNK_TOKENS, length - at)) for at in range(0, length, CHUNK_TOKENS)]
+    prefix, chunks, question = random_prompt(lm, length)
     prompt = [*prefix, *(i for chunk in chunks for i in chunk), *question]
     with (
         ExitStack() as opened,
         tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder,
         Store.create(folder, codec=Half()) as store,
     ):
-        identities = _fill(store, lm, prefix, chunks)
+        identities = fill(store, lm, prefix, chunks)
         works = {name: partial(_answer, lm, store.get_kv, name, identities, question) for name in ENGINES}
         if tier is not None:
             encoding = make_engine("block", {}).encoding or Encoding.STANDALONE
@@ -165,6 +159,17 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | Non
         )
         for name in works
     ]
+
+
+def random_prompt(lm: LanguageModel, length: int) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
+    """The ids of a prefix, of chunks with `length` tokens in all, and of a question."""
+    generator = torch.Generator().manual_seed(length)
+
+    def ids(n: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, lm.config.vocab_size, (n,), generator=generator).tolist())
+
+    prefix, question = ids(PREFIX_TOKENS), ids(QUESTION_TOKENS)
+    return prefix, [ids(min(CHUNK_TOKENS, length - at)) for at in range(0, length, CHUNK_TOKENS)], question
 
 
 @contextmanager
@@ -194,15 +199,20 @@ def _in_tier(
         tiers.close()
 
 
-def _fill(
-    store: Store, lm: LanguageModel, prefix: tuple[int, ...], chunks: list[tuple[int, ...]]
+def fill(
+    store: Store,
+    lm: LanguageModel,
+    prefix: tuple[int, ...],
+    chunks: list[tuple[int, ...]],
+    encodings: Sequence[Encoding] = (Encoding.STANDALONE, Encoding.PREFIXED),
 ) -> dict[Encoding, list[KVIdentity]]:
-    """Encode the chunks in both encodings and store them. Each list begins with the prefix's identity."""
+    """Encode the chunks in these encodings and store them. Each list begins with the prefix's identity."""
     [prefix_kv] = lm.encode([prefix])
     head = KVIdentity(model="bench", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=prefix)
     store.stage_kv([(head, prefix_kv)])
     found = {}
-    for encoding, before in ((Encoding.STANDALONE, ()), (Encoding.PREFIXED, prefix)):
+    for encoding in encodings:
+        before = prefix if encoding is Encoding.PREFIXED else ()
         kvs = lm.encode(chunks, prefix=prefix_kv if before else None)
         identities = [
             KVIdentity(model="bench", encoding=encoding, prefix_ids=before, chunk_ids=chunk) for chunk in chunks
@@ -220,6 +230,17 @@ def _answer(
     question: tuple[int, ...],
 ) -> int:
     """Load the KV, read the question, and choose the first token."""
+    return stream(lm, get, name, identities, question).best()
+
+
+def stream(
+    lm: LanguageModel,
+    get: Callable[[KVIdentity], ChunkKV | None],
+    name: str,
+    identities: dict[Encoding, list[KVIdentity]],
+    question: tuple[int, ...],
+) -> Stream:
+    """Load the KV; the stream of an answer that has not begun."""
     engine = make_engine(name, {})
     head, *chunks = identities[engine.encoding or Encoding.STANDALONE]
 
@@ -235,7 +256,7 @@ def _answer(
         chunks=tuple(ContextChunk(token_ids=i.chunk_ids, score=0.5, kv=loaded(i)) for i in chunks),
         suffix_ids=question,
     )
-    return Stream(runtime_of(lm), engine, request).best()
+    return Stream(runtime_of(lm), engine, request)
 
 
 def prefill(lm: LanguageModel, prompt: Sequence[int]) -> int:
@@ -361,7 +382,7 @@ def cached_step(lm: LanguageModel, cache: Any, ids: torch.Tensor, at: int) -> in
 
 
 def sequential_seconds(lm: LanguageModel, prompt: Sequence[int], answer: int) -> tuple[float, float]:
-    """Seconds to an answer's first token and to its last, by transformers: the prompt in one pass, then a DynamicCache."""
+    """Seconds to an answer's first token and last, by transformers: the prompt in one pass, then a DynamicCache."""
     from transformers import DynamicCache
 
     cache, started = DynamicCache(config=lm.config), time.perf_counter()
@@ -418,7 +439,7 @@ def measure_apb(
     ranks = ranks if model.device.type == "cpu" else 1
     generator = torch.Generator().manual_seed(0)
     rows: list[BenchRow] = []
-    with _one_thread():
+    with one_thread():
         for tokens in (WARM, *sizes):
             ids = tuple(torch.randint(3, model.config.vocab_size, (tokens,), generator=generator).tolist())
             runs = apb_entrants(model, ids, cut or block_lengths(tokens), ranks)
@@ -477,7 +498,7 @@ def _in_blocks(model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths) ->
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Each rank is a thread with one torch thread, so that none spins and processor time is a fair measure."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -104,19 +104,24 @@ def _rounded(value: float, digits: int) -> float:
     return float(f"{value:.3g}") if abs(value) < 10 ** (2 - digits) else round(value, digits)
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """How long `work` takes; freeing its result is not part of it."""
-    start = time.perf_counter()
+def seconds_of(work: Callable[[], object], *, processor: bool = False) -> float:
+    """How long `work` takes, or its processor time; freeing its result is not part of it."""
+    now = time.process_time if processor else time.perf_counter
+    start = now()
     result = work()
-    end = time.perf_counter()
+    end = now()
     del result
     return end - start
 
 
 def alternating(
-    works: Mapping[str, Callable[[], object]], rounds: int, *, before: Mapping[str, Callable[[], object]] | None = None
+    works: Mapping[str, Callable[[], object]],
+    rounds: int,
+    *,
+    before: Mapping[str, Callable[[], object]] | None = None,
+    processor: bool = False,
 ) -> dict[str, float]:
-    """The median seconds of each work; they take turns in every round.
+    """The median seconds of each work, or its `processor` time; they take turns in every round.
 
     The first round warms up, and what runs `before` each work is not timed.
     """
@@ -125,7 +130,7 @@ def alternating(
         for name, work in works.items():
             if before is not None and name in before:
                 before[name]()
-            times[name].append(seconds_of(work))
+            times[name].append(seconds_of(work, processor=processor))
     return {name: statistics.median(found[1:]) for name, found in times.items()}
 
 

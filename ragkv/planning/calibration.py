@@ -6,6 +6,7 @@ at least once. The median counts, and the range of the repeats shows how far it 
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ FEWEST = 3
 """The fewest repeats that show whether they agree."""
 WIDE = 0.25
 """If repeats are further apart than this share of their median, the machine was not steady."""
+STEPS = 4
+"""Tokens of an answer that are timed after the second one."""
 QUESTION = "What do the documents say about it?"
 
 Clock = Callable[[], float]
@@ -131,13 +134,19 @@ class CodecCalibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCalibration:
-    """Seconds to the first token with KV from the store (page cache), and with transformers' own sdpa prefill."""
+    """Seconds to the first token with KV from the store (page cache), and with transformers' own sdpa prefill.
+
+    `second_token` includes what is done once before it; `token` is one after that. `prompt_tokens` counts all.
+    """
 
     engine: str
     first_token: Repeats
+    second_token: Repeats
+    token: Repeats
     prefill: Repeats
     chunks: int
     context_tokens: int
+    prompt_tokens: int
 
     @property
     def first_token_ms(self) -> float:
@@ -146,6 +155,26 @@ class EngineCalibration:
     @property
     def prefill_ms(self) -> float:
         return self.prefill.value * 1000
+
+    def overtaken_after(self, prefill: float, decode: float) -> int | None:
+        """The token of an answer with which another runtime is ahead that computes so many tokens per second."""
+        first, second, token = (found.value for found in (self.first_token, self.second_token, self.token))
+        return overtaken_after((first, second, token), (self.prompt_tokens / prefill, 1 / decode, 1 / decode))
+
+
+def overtaken_after(ours: tuple[float, float, float], others: tuple[float, float, float]) -> int | None:
+    """The number of the token that another runtime has sooner than this one; None if it never has.
+
+    Both have the seconds that the first token, the second one, and each one after it take.
+    """
+    ahead = others[0] - ours[0]
+    if ahead < 0:
+        return 1
+    ahead += others[1] - ours[1]
+    if ahead < 0:
+        return 2
+    behind = ours[2] - others[2]
+    return 3 + math.floor(ahead / behind) if behind > 0 else None
 
 
 class ChunkCalibration:
@@ -327,29 +356,39 @@ class ChunkCalibration:
         rag = self._rag
         chunks = self._fitting(self.chunks[: rag.config.top_k], self.tokens, 1)
         suffix = rag.prompt.suffix_ids(rag.model.tokens, QUESTION)
-        times: dict[str, list[float]] = {name: [] for name in (*names, "")}
+        prompt = [*self.prefix_ids, *(i for _, ids in chunks for i in ids), *suffix]
+        prefills: list[float] = []
+        answers: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}
         with Store.open(self._folder / rag.config.codec, readonly=True) as store:
             for done in range(ROUNDS + 1):  # the first round warms up
                 if done and not self.left:
                     break
-                times[""].append(self._prefill([*self.prefix_ids, *(i for _, ids in chunks for i in ids), *suffix]))
+                prefills.append(self._prefill(prompt))
                 for name in names:
-                    times[name].append(self._answer(store, name, chunks, suffix))
-        # if there was time for the warm-up round only, it has to be enough
-        repeats = {name: Repeats(seconds=tuple(found[1:] or found)) for name, found in times.items()}
+                    answers[name].append(self._answer(store, name, chunks, suffix))
+
+        def repeats(found: Sequence[float]) -> Repeats:
+            # if there was time for the warm-up round only, it has to be enough
+            return Repeats(seconds=tuple(found[1:] or found))
+
         return [
             EngineCalibration(
                 engine=name,
-                first_token=repeats[name],
-                prefill=repeats[""],
+                first_token=repeats([first for first, _, _ in found]),
+                second_token=repeats([second for _, second, _ in found]),
+                token=repeats([token for _, _, token in found]),
+                prefill=repeats(prefills),
                 chunks=len(chunks),
                 context_tokens=sum(len(ids) for _, ids in chunks),
+                prompt_tokens=len(prompt),
             )
-            for name in names
+            for name, found in answers.items()
         ]
 
-    def _answer(self, store: Store, name: str, chunks: Sequence[TrialChunk], suffix: tuple[int, ...]) -> float:
-        """The seconds to load KV, read the question, and choose the first token."""
+    def _answer(
+        self, store: Store, name: str, chunks: Sequence[TrialChunk], suffix: tuple[int, ...]
+    ) -> tuple[float, float, float]:
+        """The seconds to load KV, read the question, and choose a token; those of the second token; of a later one."""
         rag = self._rag
         engine = make_engine(name, rag.config.tuning, context=rag.config.encoding.context)
         encoding = engine.reads
@@ -373,8 +412,15 @@ class ChunkCalibration:
             question=QUESTION,
             prompt=rag.prompt,
         )
-        Stream(rag.index.runtime, engine, request).best()  # ends with the token on the host, so the device is done
-        return self._now() - started
+        stream = Stream(rag.index.runtime, engine, request)
+        token = stream.best()  # is on the host, so the device is done
+        ends = [self._now()]
+        for _ in range(1 + STEPS):
+            stream.advance(token)
+            token = stream.best()
+            ends.append(self._now())
+        stream.close()
+        return ends[0] - started, ends[1] - ends[0], (ends[-1] - ends[1]) / STEPS
 
     def _prefill(self, prompt: list[int]) -> float:
         tokens = torch.tensor([prompt], device=self._rag.model.device)

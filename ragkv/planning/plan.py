@@ -386,6 +386,8 @@ class Plan:
     encodings: tuple[str, ...]
     default_engine: str
     chunk_tokens: int
+    beside: tuple[float, float] | None
+    """Tokens per second at which another runtime prefills and decodes."""
     corpus: CorpusEstimate
     trial_chunks: int
     trial_tokens: int
@@ -457,6 +459,9 @@ class Plan:
                     "repeats": len(found.first_token.seconds),
                     "chunks": found.chunks,
                     "context_tokens": found.context_tokens,
+                    "second_token_ms": round(found.second_token.value * 1000, 3),
+                    "token_ms": round(found.token.value * 1000, 3),
+                    "overtaken_after": None if self.beside is None else found.overtaken_after(*self.beside),
                 }
                 for found in self.engines
             ],
@@ -472,6 +477,7 @@ def plan_ingest(
     sample_bytes: int = SAMPLE_BYTES,
     seed: int = 0,
     seconds: float = SECONDS,
+    beside: tuple[float, float] | None = None,
     now: Clock | None = None,
     on_step: Callable[[int, int, str], None] | None = None,
     **settings: Any,
@@ -480,12 +486,16 @@ def plan_ingest(
 
     More than `sample_bytes` of documents are sampled. The trial's store is made in a temporary folder under `folder`,
     so that this disk is measured, and removed afterwards. The plan takes about `seconds` plus the time to load the
-    model; a step that has begun is finished. `on_step(done, total, what)` gets a total of 0 if it is not known. Raises
-    UsageError for a missing path, files without text, engines that store no KV, or invalid `seconds`; and ConfigError
-    and ModelLoadError like `RagKV.create`.
+    model; a step that has begun is finished. `beside` has the tokens per second at which another runtime prefills and
+    decodes; then each engine has the token of an answer from which on that runtime would have been sooner.
+    `on_step(done, total, what)` gets a total of 0 if it is not known. Raises UsageError for a missing path, files
+    without text, engines that store no KV, or invalid `seconds` or `beside`; and ConfigError and ModelLoadError like
+    `RagKV.create`.
     """
     if not 0 < seconds < math.inf:
         raise UsageError(f"--seconds must be more than 0, not {seconds}.")
+    if beside is not None and not all(0 < rate < math.inf for rate in beside):
+        raise UsageError(f"--beside takes two rates above 0, in tokens/s, not {beside[0]} {beside[1]}.")
     step = on_step or (lambda done, total, what: None)
     now = now or perf_counter
     try:
@@ -533,7 +543,7 @@ def plan_ingest(
         step(steps, steps, "done")
         plan = _plan(rag, corpus, trial, tried, engines, embedding)
         left_out = _left_out(rag, corpus, trial, codecs[len(tried) :], engines)
-        return replace(plan, asked_seconds=seconds, spent_seconds=now() - begun, left_out=left_out)
+        return replace(plan, beside=beside, asked_seconds=seconds, spent_seconds=now() - begun, left_out=left_out)
 
 
 def _left_out(
@@ -594,6 +604,7 @@ def _plan(
         encodings=tuple(encoding.value for encoding in encodings),
         default_engine=rag.config.default_engine,
         chunk_tokens=rag.config.chunk_tokens,
+        beside=None,
         corpus=corpus,
         trial_chunks=len(trial.chunks),
         trial_tokens=trial.tokens,

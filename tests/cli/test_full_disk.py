@@ -4,13 +4,12 @@ command finishes once there is room."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from clichild import CliChild, run_script
 from namespace import namespace
 from nightly import NIGHTLY
 
@@ -19,7 +18,6 @@ from ragkv.config import load_config
 from ragkv.store import Store
 from ragkv.store.record import Manifest
 
-SCRIPT = Path(__file__).parents[1] / "support" / "fulldisk.py"
 DOCUMENTS = 4
 MEBIBYTES = {"tmpfs": 4, "limit": 6}
 """Room for some of the documents: on a disk only what is written counts, in a file its whole length."""
@@ -62,19 +60,13 @@ def content(index: Path) -> tuple[dict[str, Any], dict[bytes, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tmpfs", "limit"])
 def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Path) -> None:
-    prefix = namespace()
-    if way == "tmpfs" and prefix is None:
+    if way == "tmpfs" and namespace() is None:
         pytest.skip("no mount namespace to make a small disk in: the quota on file sizes is tried instead")
-    if way == "limit" and prefix is not None and not NIGHTLY:
+    if way == "limit" and namespace() is not None and not NIGHTLY:
         pytest.skip("a small disk was tried; make test-all tries both")
     index, copy = tmp_path / "place" / "index", tmp_path / "copy"
     index.parent.mkdir()
-    command = [sys.executable, str(SCRIPT), way, str(MEBIBYTES[way]), str(index), str(documents), str(copy)]
-    if way == "tmpfs":
-        command = [*(prefix or ()), *command]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    payload = json.loads(done.stdout)
+    payload = json.loads(run_script("fulldisk", way, MEBIBYTES[way], index, documents, copy))
 
     full = payload["full"]
     assert (full["code"], full["out"]) == (1, "")
@@ -108,8 +100,10 @@ def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Pat
 SETTING = """
 import shutil, subprocess, sys
 from pathlib import Path
+from namespace import enter
 from ragkv.cli.main import main
 
+enter()
 made, place, copy = map(Path, sys.argv[1:])
 size = sum(path.stat().st_size for path in made.rglob("*")) + (1 << 20)
 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", place], check=True)
@@ -130,23 +124,13 @@ finally:
 
 
 def test_a_smaller_budget_is_set_on_a_full_disk(undisturbed: Path, tmp_path: Path) -> None:
-    prefix = namespace()
-    if prefix is None:
+    if namespace() is None:
         pytest.skip("no mount namespace to make a small disk in")
     (tmp_path / "place").mkdir()
     with Store.open(undisturbed, readonly=True) as store:
         was = store.stats().kv_bytes
-    command = [
-        *prefix,
-        sys.executable,
-        "-c",
-        SETTING,
-        str(undisturbed),
-        str(tmp_path / "place"),
-        str(tmp_path / "copy"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    code, _, message = CliChild(undisturbed, tmp_path / "place", tmp_path / "copy", program=SETTING).end()
+    assert code == 0, message
     config = load_config(tmp_path / "copy")
     assert (config.kv_budget, config.top_k) == ("100KB", 7)
     assert (tmp_path / "copy" / "ragkv.toml").read_text().startswith("# mine\n")

@@ -6,18 +6,16 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clichild import run_script
 from nightly import NIGHTLY
 
 from ragkv import RagKV
 from ragkv.config import PromptConfig
 
-SCREEN = Path(__file__).parents[1] / "support" / "screen.py"
 # the clipboard, a reset, a title, concealed text, a cleared screen, C1's CSI, bidi and invisible marks, markup, emoji
 EVIL = (
     "\x1b]52;c;SGk=\x07 \x1bc\x1b]0;owned\x1b\\\x1b[8m\x1b[2J\x9b31m\x7f\x08\r\u202egpj\u2066\u2069\u200f\u061c\u2028"
@@ -121,15 +119,10 @@ def _read_by_programs(arguments: list[str]) -> bool:
 
 
 @pytest.mark.slow
-def test_no_command_hands_a_control_character_on(place, tmp_path):
+def test_no_command_hands_a_control_character_on(place, tmp_path, monkeypatch):
     payload = commands(place, "made")
-    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "PYTHONPATH": str(SCREEN.parent)}
-    screen = [sys.executable, str(SCREEN), str(place["index"])]
-    done = subprocess.run(
-        screen, input=json.dumps(payload), capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    results = json.loads(run_script("screen", place["index"], stdin=json.dumps(payload)))
     seen = 0
     for asked, result in zip(payload, results, strict=True):
         line, terminal = asked["arguments"], asked["terminal"]

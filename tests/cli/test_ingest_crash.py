@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import pytest
-from clichild import CliChild
-
-INGESTCRASH = Path(__file__).parents[1] / "support" / "ingestcrash.py"
+from clichild import run_script
 
 
 def ingestcrash(**options: int) -> dict[str, int]:
     """What the harness counted; it ends with a traceback where something was lost or left half done."""
-    program = f"import runpy; runpy.run_path({str(INGESTCRASH)!r}, run_name='__main__')"
-    code, out, message = CliChild(*(f"--{name}={value}" for name, value in options.items()), program=program).end()
-    assert code == 0, f"{options}: {message}"
-    count: dict[str, int] = json.loads(out)
+    count: dict[str, int] = json.loads(run_script("ingestcrash", *(f"--{name}={n}" for name, n in options.items())))
     return count
 
 

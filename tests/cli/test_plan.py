@@ -41,6 +41,14 @@ def test_text_and_json_say_the_same(plan):
     assert found["codecs"][0]["bytes_per_million_tokens"] == 2 * 9 * 2 * 16 * 4 * 1_000_000
 
 
+def test_another_runtime_overtakes(plan):
+    [found] = json.loads(plan("--json", "--beside", 50, 500).out)["first_token"]
+    assert (found["ms"], found["second_token_ms"], found["token_ms"]) == (10, 10, 10)
+    assert f"overtakes in an answer: block with token {found['overtaken_after']:,}." in plan("--beside", 50, 500).out
+    assert "overtakes in an answer: block never." in plan("--beside", 50, 100).out
+    assert plan("--beside", 0, 1).code == 2
+
+
 def test_a_steady_machine_an_uneven_one_and_one_without_time(plan, monkeypatch):
     result = plan()
     assert "in 3 repeats" in result.out

@@ -10,6 +10,7 @@ from steady import steady
 
 from ragkv import RagKV
 from ragkv.errors import ConfigError, UsageError
+from ragkv.planning.calibration import EngineCalibration, Repeats
 from ragkv.planning.plan import plan_ingest
 
 CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
@@ -125,6 +126,28 @@ def test_the_first_steps_have_no_total_and_come_before_the_model(quick, document
         (1, 2, "reading"),
     ]
     assert steps[-1] == (8, 8, "done")
+
+
+@pytest.mark.parametrize(
+    ("rates", "token"),
+    [
+        ((1000, 40), 58),  # 1.105 s behind after two tokens, and makes up 20 ms with each one after them
+        ((1000, 20), None),  # as slow a token: it stays behind
+        ((4000, 40), 2),  # the chunks are laid out before the second token
+        ((4001, 20), 1),  # its prefill alone is sooner
+    ],
+)
+def test_another_runtime_overtakes_with_the_right_token(rates, token):
+    seconds = {"first_token": 0.5, "second_token": 0.42, "token": 0.045, "prefill": 1.0}
+    repeats = {name: Repeats(seconds=(value,)) for name, value in seconds.items()}
+    found = EngineCalibration(engine="block", chunks=8, context_tokens=1900, prompt_tokens=2000, **repeats)
+    assert found.overtaken_after(*rates) == token
+
+
+@pytest.mark.parametrize("rates", [(0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf"))])
+def test_a_runtime_without_rates_is_refused(documents, rates):
+    with pytest.raises(UsageError, match="--beside takes two rates above 0"):
+        plan_ingest(documents, beside=rates)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])

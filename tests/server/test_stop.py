@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from contextlib import ExitStack
 
 import pytest
+from clichild import CliChild
 from live import PATIENCE, live, received
 from servechild import ServeChild
 
@@ -139,7 +138,7 @@ def work():
     {busy}
 threading.Thread(target=work).start()
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=600, capture_output=True).returncode == status
+    assert CliChild(program=code).end()[0] == status
 
 
 def test_the_last_second_comes_even_if_the_event_loop_never_runs_again():
@@ -160,11 +159,9 @@ last._alarm = 0.1
 config = uvicorn.Config(app, port=0, log_config=None, lifespan="off")
 GracefulServer(config, ready, lambda: None, lambda: None, 0, last).run()
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"\n"
-        process.terminate()
-        assert process.wait(600) == -signal.SIGALRM
+    server = CliChild(program=code)
+    assert server.line() == "\n"
+    assert server.end(signal.SIGTERM)[0] == -signal.SIGALRM
 
 
 def test_what_has_ended_by_itself_is_not_ended():
@@ -179,4 +176,4 @@ assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 last._timer.join()
 raise SystemExit(7)
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=600).returncode == 7
+    assert CliChild(program=code).end()[0] == 7

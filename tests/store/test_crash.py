@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-CRASHTEST = Path(__file__).parents[1] / "support" / "crashtest.py"
+from clichild import run_script
 
 
 def crashtest(**options: int) -> dict[str, int]:
     """What the harness counted; it ends with a traceback where a store was not what it should be."""
-    command = [sys.executable, str(CRASHTEST), *(f"--{name}={value}" for name, value in options.items())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3000)
-    assert done.returncode == 0, f"{command}: {done.stderr}"
-    count: dict[str, int] = json.loads(done.stdout)
+    count: dict[str, int] = json.loads(run_script("crashtest", *(f"--{name}={n}" for name, n in options.items())))
     return count
 
 

@@ -5,22 +5,16 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-SCRIPT = Path(__file__).parents[1] / "support" / "damage.py"
+from clichild import run_script
 
 
 def damage(*options: str) -> dict[str, Any]:
-    result = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    payload: dict[str, Any] = json.loads(result.stdout)
+    payload: dict[str, Any] = json.loads(run_script("damage", *options))
     return payload
 
 

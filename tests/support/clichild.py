@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
-__all__ = ["CliChild", "forkserver"]
+__all__ = ["CliChild", "forkserver", "run_script"]
 
 PROGRAM = "from ragkv.cli.main import main; main()"
 HEAVY = (
-    "ragkv.pipeline",
-    "ragkv.server.app",
-    "ragkv.cli.main",
+    "FlagEmbedding",  # loads pandas, peft and datasets, which takes longer than a question
+    "faiss",
+    "hypothesis",
+    "ragkv.cli.chat",
+    "ragkv.cli.doctor",
+    "ragkv.cli.documents",
+    "ragkv.cli.evaluate",
     "ragkv.cli.ingest",
+    "ragkv.cli.main",
+    "ragkv.cli.maintenance",
+    "ragkv.cli.plan",
     "ragkv.cli.query",
     "ragkv.cli.serve",
+    "ragkv.engines.ape",
+    "ragkv.engines.block",
+    "ragkv.engines.full",
+    "ragkv.engines.pced",
+    "ragkv.evaluation.retrieval",
+    "ragkv.ingest.ingester",
+    "ragkv.ingest.web",
     "ragkv.model.language_model",
+    "ragkv.model.self_check",
+    "ragkv.pipeline",
     "ragkv.runtime",
-    "transformers.models.llama.modeling_llama",
+    "ragkv.server.app",
+    "ragkv.server.local",
+    "ragkv.server.mcp",
+    "rich.progress",
+    "sentence_transformers",
+    "tqdm.auto",
     "transformers.generation",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.xlm_roberta.modeling_xlm_roberta",
 )
+"""What most commands import, from the standard library to the models; what is absent is passed over."""
 
 
 def forkserver():
@@ -61,14 +89,25 @@ class CliChild:
         return line
 
     def end(self, number=None) -> tuple[int, str, str]:
-        """Its exit code after this signal, or after the end of its stdin; what else it said on stdout and stderr, which
-        has to fit into the buffers of pipes."""
+        """Its exit code after this signal, or after the end of its stdin; what else it said on stdout and stderr."""
         if number is not None:
             os.kill(self.process.pid, number)
         self._stdin.close()
-        self.process.join()
-        with self._stdout, self.stderr:
-            return self.process.exitcode, self._stdout.read(), self.stderr.read()
+        with self._stdout, self.stderr, ThreadPoolExecutor() as pool:
+            out, err = pool.submit(self._stdout.read), pool.submit(self.stderr.read)
+            self.process.join()
+            return self.process.exitcode, out.result(), err.result()
+
+
+def run_script(name: str, *words, stdin: str = "") -> str:
+    """What `tests/support/NAME.py` prints as a program; it has to end well."""
+    path = str(Path(__file__).with_name(f"{name}.py"))
+    child = CliChild(*words, program=f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
+    if stdin:
+        child.say(stdin)
+    code, out, err = child.end()
+    assert code == 0, f"{name} {words}: {err}"
+    return out
 
 
 def _file(connection, mode):
@@ -91,5 +130,6 @@ def _run(program, words, variables, into, out, err):
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.argv = ["ragkv", *words]
+    gc.freeze()  # or each collection would copy the pages of all that was there before
     torch.set_num_threads(1)
     exec(program, {"__name__": "__main__"})

@@ -1,8 +1,8 @@
 """The `ragkv` command many times in processes of their own, for the price of one import.
 
 `fork_command` runs `ragkv ARGUMENTS` in a child of this process, which has loaded everything and opened no store.
-As a program: `python command.py '[["stats", "--index", "x"], ...]' [INDEX ...]` prints a JSON list of `{code, out,
-err}`; the commands share the models of these indexes.
+As a program: `command.py WAY '[["stats", "--index", "x"], ...]' INDEX` prints a JSON list of `{code, out, err}`; the
+commands share the models of the index, which is mounted read-only, or whose permissions hold for root too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
@@ -22,6 +23,7 @@ import transformers.models.auto.modeling_auto
 import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before the forks)
 import typer
 from loaded import preload
+from namespace import enter, obey_permissions
 
 import ragkv.engines.ape
 import ragkv.engines.full
@@ -92,5 +94,12 @@ class Command:
 
 
 if __name__ == "__main__":
-    preload(*sys.argv[2:])
-    print(json.dumps([asdict(Command(*arguments).wait()) for arguments in json.loads(sys.argv[1])]))
+    way, commands, index = sys.argv[1:]
+    if way == "read-only mount":
+        enter()
+        subprocess.run(["mount", "--bind", index, index], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", index], check=True)
+    else:
+        obey_permissions()
+    preload(index)
+    print(json.dumps([asdict(Command(*arguments).wait()) for arguments in json.loads(commands)]))

@@ -2,8 +2,8 @@
 
     python tests/support/fulldisk.py tmpfs|limit MEBIBYTES INDEX DOCUMENTS COPY
 
-`tmpfs` mounts a small file system over INDEX's parent, so it has to run in a mount namespace of its own, and what it
-leaves there is copied to COPY; `limit` sets a quota on the size of files, and runs anywhere.
+`tmpfs` mounts a small file system over INDEX's parent, in a mount namespace of its own, and what it leaves there is
+copied to COPY; `limit` sets a quota on the size of files, and runs anywhere.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from command import Command
 from loaded import preload
+from namespace import enter
 
 from ragkv.store import Store
 
@@ -40,6 +41,7 @@ def main() -> None:
     way, size, index, documents = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     most = size << 20 if way == "limit" else resource.RLIM_INFINITY
     if way == "tmpfs":
+        enter()
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "none", index.parent], check=True)
     ingest = ("ingest", documents, "--index", index, "--engines", "block", "--json")
     result = {

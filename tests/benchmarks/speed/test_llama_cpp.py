@@ -1,0 +1,114 @@
+"""`ragkv bench llama-cpp`: with a stand-in for llama.cpp, and with llama.cpp itself where it is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rounding import fits
+from steady import stopwatches
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from ragkv.benchmarks.speed import llama_cpp, report
+from ragkv.cli.bench import app
+from ragkv.errors import MissingExtraError, RagkvError
+from ragkv.model.self_check import load_model
+
+
+class StandIn:
+    """Reads the GGUF file with transformers; a state file holds the tokens that were read."""
+
+    def __init__(self, file: Path, cells: int, *, flash: bool, kv: str = "f16") -> None:
+        assert flash or kv == "f16"
+        self.cells = cells
+        self.model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+        self.clear()
+
+    def clear(self) -> None:
+        self.ids: list[int] = []
+
+    def read(self, ids):
+        self.ids += ids
+        assert len(self.ids) <= self.cells
+        with torch.inference_mode():
+            return self.model(input_ids=torch.tensor([self.ids])).logits[0, -1].numpy()
+
+    def save(self, file: Path) -> None:
+        file.write_text(json.dumps(self.ids))
+
+    def load(self, file: Path) -> None:
+        assert not self.ids
+        self.ids = json.loads(file.read_text())
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A tiny model whose heads are as wide as a Q8_0 block, and clocks that never stand still."""
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 2}
+    report.make_language_model(tmp_path / "model", **shape)
+    made = load_model(str(tmp_path / "model"), dtype="float32", device="cpu")
+    monkeypatch.setattr(llama_cpp, "random_llama", lambda *_: made)
+    stopwatches(monkeypatch, report)
+    return made
+
+
+@pytest.fixture
+def standin(monkeypatch):
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: name)
+    monkeypatch.setattr(llama_cpp, "versions", lambda *_: {})
+    monkeypatch.setattr(llama_cpp, "LlamaCpp", StandIn)
+
+
+def rows_of(*arguments: str):
+    result = CliRunner().invoke(app, ["llama-cpp", "--tokens", "90", "--rounds", "1", "--json", *arguments])
+    assert result.exit_code == 0, (result.output, result.exception)
+    return json.loads(result.stdout)["rows"]
+
+
+def check(rows) -> None:
+    assert [(row["name"], row["baseline"]) for row in rows[:8]] == [
+        ("first token, 90 tokens", "llama.cpp f16, state from a file"),
+        ("first token, 90 tokens", "llama.cpp f16, prefill"),
+        ("second token, 90 tokens", "llama.cpp f16"),
+        ("token, 90 tokens", "llama.cpp f16"),
+        ("token, 90 tokens", "llama.cpp q8_0 weights"),
+        ("token, 90 tokens", "llama.cpp q8_0 weights and KV"),
+        ("KV of a token, 90 tokens", "llama.cpp f16, state in a file"),
+        ("KV of a token, 90 tokens", "llama.cpp q8_0, state in a file"),
+    ]
+    for row in rows[:8]:
+        assert fits(row, digits=2), row
+
+
+@pytest.mark.usefixtures("model", "standin")
+def test_every_figure_stands_beside_llama_cpp():
+    check(rows_of())
+
+
+@pytest.mark.usefixtures("model")
+def test_the_same_with_llama_cpp_itself():
+    pytest.importorskip("llama_cpp")
+    check(rows_of())
+
+
+def test_other_logits_are_refused(model, standin, monkeypatch):
+    monkeypatch.setattr(
+        StandIn, "read", lambda self, ids: np.random.default_rng(0).normal(size=model.config.vocab_size)
+    )
+    found = CliRunner().invoke(app, ["llama-cpp", "--quick"])
+    assert isinstance(found.exception, RagkvError)
+    assert "correlate with ours by only" in str(found.exception)
+
+
+@pytest.mark.parametrize(("package", "remedy"), [("llama_cpp", "pip install llama-cpp-python"), ("gguf", r"\[gguf\]")])
+def test_without_a_package_one_sentence_names_it(monkeypatch, package, remedy):
+    monkeypatch.setattr(llama_cpp, "find_spec", lambda name: None if name == package else name)
+    with pytest.raises(MissingExtraError, match=remedy):
+        llama_cpp.measure_llama_cpp()
