@@ -41,7 +41,7 @@ class TextChunk:
     text: str
     page: int | None
     heading: str | None
-    box: Box | None
+    box: Box | None = None
 
 
 def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: int) -> list[TextChunk]:

@@ -186,4 +186,4 @@ def _with_tool_errors(work: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[
 
 
 def _passage(source: Mapping[str, Any]) -> FoundPassage:
-    return FoundPassage(**{name: source.get(name) for name in FoundPassage.model_fields})
+    return FoundPassage.model_validate({name: source.get(name) for name in FoundPassage.model_fields})
