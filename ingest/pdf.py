@@ -121,7 +121,7 @@ def _pages(
             if _runs_together(text):
                 spaced = scans.spaced(number, [piece[0] for piece in pieces] or [text])
                 text = "".join(spaced)
-                pieces = [(new, *at) for new, (_, *at) in zip(spaced, pieces, strict=False)]
+                pieces = [(new, x, y) for new, (_, x, y) in zip(spaced, pieces, strict=False)]
             parts = finder.parts(number, pieces) if ruled else []
             resources = None if text.strip() else page.get("/Resources")
             if resources is not None and "/XObject" in resources.get_object():
