@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +39,7 @@ from ragkv.cli.options import (
     split_names,
     user_file,
 )
-from ragkv.config import CONFIG_FILE, load_config
+from ragkv.config import CONFIG_FILE, PromptConfig, load_config
 from ragkv.errors import UsageError
 from ragkv.util.toml import read_toml
 
@@ -156,13 +157,18 @@ def change(
 
     given: dict[str, Any] = {}
     for setting in settings:
-        name, sign, value = setting.partition("=")
-        if not sign or name.strip() not in CHANGEABLE:
+        name, sign, value = (part.strip() for part in setting.partition("="))
+        if sign and name not in CHANGEABLE and name in {f"prompt.{each.name}" for each in fields(PromptConfig)}:
+            raise UsageError(
+                f"{name} stands before the documents, whose KV depends on it: change it in {index / CONFIG_FILE} "
+                "and ingest again, or give --system to a question."
+            )
+        if not sign or name not in CHANGEABLE:
             raise UsageError(f"{setting!r} is not NAME=VALUE with a NAME of {', '.join(CHANGEABLE)}.")
-        if name.strip() in given:
-            raise UsageError(f"{name.strip()} is given twice; give it one value.")
-        whole = re.fullmatch(r"[+-]?\d{1,40}", value.strip(), re.ASCII)
-        given[name.strip()] = int(value) if whole else value.strip()
+        if name in given:
+            raise UsageError(f"{name} is given twice; give it one value.")
+        whole = re.fullmatch(r"[+-]?\d{1,40}", value, re.ASCII)
+        given[name] = int(value) if whole else {"true": True, "false": False}.get(value, value)
     dropped = change_settings(index, given)
     if as_json:
         print_json({"index": str(index), "settings": given, "evicted": dropped})

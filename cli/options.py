@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 import typer
 
 from ragkv.cli.console import note_wait
-from ragkv.config import CONFIG_FILE, MODELS, MODES, EncodingConfig, IndexConfig, build_config
+from ragkv.config import CONFIG_FILE, MODELS, MODES, EncodingConfig, IndexConfig, StepsConfig, build_config
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageError
 from ragkv.finetune.config import Setting
 from ragkv.model.checkpoint import lasting
@@ -125,7 +125,10 @@ FLAGS: Mapping[str, str] = {
 }
 """The option of each, named as its variable."""
 
-CHANGEABLE = ("kv", "kv_budget", "memory_budget", "default_engine", "top_k", "history")
+CHANGEABLE = (
+    *("kv", "kv_budget", "memory_budget", "default_engine", "top_k", "history", "prompt.question"),
+    *(f"steps.{each.name}" for each in fields(StepsConfig)),
+)
 """The settings that do not affect what is already in an index; `ragkv config set` changes them."""
 
 CHOSEN = (*USED, "default_engine", "top_k")

@@ -307,7 +307,8 @@ def show_sources(answer: Answer, index: Path | str) -> None:
     """Print the chunks, best first, and the times. They go to stderr, so that a pipe gets only the answer."""
     note("")
     for query in answer.queries:
-        note(f"searched for: {beginning(query, 200)}")
+        written = query.rpartition(answer.question)[2].strip() if answer.question in query else ""
+        note(f"searched {'again, the question with' if written else 'for'}: {beginning(written or query, 200)}")
     for rank, source in enumerate(answer.sources, start=1):
         place = "" if source.page is None else f", page {source.page}"
         place += "" if source.heading is None else f", {source.heading}"

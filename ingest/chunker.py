@@ -11,16 +11,17 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from operator import attrgetter
 
 from ragkv.errors import ConfigError
 from ragkv.ingest.parser import HEADING_SEPARATOR, Section
 from ragkv.ingest.sandbox import SourceText
-from ragkv.types import Document
+from ragkv.types import Box, Document
 
 TokenCounter = Callable[[str], int]
 
@@ -33,13 +34,14 @@ _GLUE = "\ufffc"  # neither white space nor punctuation, and in no tokenizer sho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChunk:
-    """A span of a text; `page` and `heading` are for its citation."""
+    """A span of a text; `page`, `heading` and `box` are for its citation."""
 
     start: int
     end: int
     text: str
     page: int | None
     heading: str | None
+    box: Box | None = None
 
 
 def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: int) -> list[TextChunk]:
@@ -67,9 +69,24 @@ def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: in
                     text=source.text[start:end],
                     page=group[0].page,
                     heading=_common_heading(touched),
+                    box=_box_around(group[first:last], start, end),
                 )
             )
     return chunks
+
+
+def _box_around(sections: Sequence[Section], start: int, end: int) -> Box | None:
+    """The box around the lines of one page that `[start, end)` touches; None if no place of them is known."""
+    boxes = [
+        box
+        for section in sections
+        for (line, box), (following, _) in pairwise([*section.lines, (section.end - section.start, ())])
+        if section.start + line < end and section.start + following > start
+    ]
+    if not boxes:
+        return None
+    left, top, right, bottom = zip(*boxes, strict=True)
+    return min(left), min(top), max(right), max(bottom)
 
 
 def _bounded(count_tokens: TokenCounter, max_tokens: int) -> TokenCounter:

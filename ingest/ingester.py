@@ -32,7 +32,7 @@ from ragkv.model.prompt import Prompt
 from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
 from ragkv.store.data_file import mapped_bytes
-from ragkv.types import Chunk, Document, Encoding
+from ragkv.types import Box, Chunk, Document, Encoding
 from ragkv.util.batches import batches
 from ragkv.util.display import as_html, card, details, table
 
@@ -74,6 +74,7 @@ class ReadyChunk:
     start: int
     page: int | None = None
     heading: str | None = None
+    box: Box | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +118,7 @@ class ReadyDocument:
                 end=chunk.start + len(chunk.text),
                 page=chunk.page,
                 heading=chunk.heading,
+                box=chunk.box,
             )
             for ordinal, (chunk, ids) in enumerate(zip(self.chunks, token_ids, strict=True))
         ]
@@ -350,7 +352,7 @@ def preview(
     with SourceReader(limits) as reader:
         for source in sources:
             with skip_unreadable(source, report):
-                text = changed_text(source.fetched(), reader, store, recipe, report)
+                text = changed_text(source.fetched() or source, reader, store, recipe, report)
                 if text is None:
                     continue
                 report.left_out += [Skipped(path=source.shown, reason=part) for part in text.left_out]
@@ -397,7 +399,7 @@ def require_readable(paths: Sequence[Path | SourceFile], *, limits: ParseLimits 
     with SourceReader(limits) as reader:
         for source in sources:
             with skip_unreadable(source, report):
-                reader.read(source.fetched())
+                reader.read(source.fetched() or source)
                 return
     raise nothing_read(report.skipped)
 
@@ -662,7 +664,13 @@ class Ingester:
         found: _Prepared | None = None
         size = source.size
         with skip_unreadable(source, report):
-            source = source.fetched()
+            stored = None if source.remote is None else self._store.document(source.document_id)
+            current = stored is not None and stored.recipe == self._digest
+            fetched = source.fetched(stored.document.metadata if stored and current else None)
+            if fetched is None:
+                report.unchanged.append(source.document_id)
+                return None
+            source = fetched
             text = changed_text(source, reader, self._store, self._digest, report)
             if text is not None:
                 document = Document(
@@ -671,6 +679,7 @@ class Ingester:
                     content_hash=text.content_hash,  # of the bytes read: the file may have changed since it was hashed
                     media_type=source.media_type,
                     title=text.title,
+                    metadata=source.validators,
                 )
                 found = self._prepared(document, text.text, self._chunks(document, text), size)
                 report.left_out += [Skipped(path=source.shown, reason=part) for part in text.left_out]
@@ -706,6 +715,7 @@ class Ingester:
                 end=chunk.end,
                 page=chunk.page,
                 heading=chunk.heading,
+                box=chunk.box,
             )
 
     def _ids(self, text: str) -> tuple[int, ...]:

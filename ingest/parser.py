@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from ragkv.config import IngestConfig, byte_count
 from ragkv.errors import RagkvError
+from ragkv.types import Box
 from ragkv.util.plugins import PluginRegistry
 
 
@@ -113,7 +114,8 @@ _LONGEST_HEADING = 300  # characters; a heading is repeated in the paths of all 
 class Section:
     """Characters `[start, end)` of a text: a page (counted from 1), the text under a heading, or a row.
 
-    `heading` is a path ("Guide > Install"). A section that is `alone` never shares a chunk with its neighbours.
+    `heading` is a path ("Guide > Install"). A section that is `alone` never shares a chunk with its neighbours. `lines`
+    are those of a page that was read by OCR: the first character of each, from `start` on, and the box of its words.
     """
 
     start: int
@@ -121,6 +123,7 @@ class Section:
     page: int | None = None
     heading: str | None = None
     alone: bool = False
+    lines: Sequence[tuple[int, Box]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

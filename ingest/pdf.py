@@ -25,13 +25,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import install_hint
 from ragkv.ingest.parser import Parsed, Unreadable, check_sections, join_sections, limits, silenced
 from ragkv.ingest.tabular import table_rows
 from ragkv.ingest.text import clean
+from ragkv.types import Box
 
 if TYPE_CHECKING:
     from pypdf import PageObject, PdfReader
@@ -60,6 +61,7 @@ _MOST_PIXELS = 80_000_000  # of an image
 _MOST_LANGUAGES = 4
 _SURE = 50.0  # the mean confidence of a page's words, of 100, below which it is taken for a photo
 _GLYPHS = {0xFB00 + i: s for i, s in enumerate(("ff", "fi", "fl", "ffi", "ffl", "st", "st"))} | {0xAD: ""}
+_LONG_WORD = re.compile(r"[A-Za-z\u00c0-\u04ff]{21,}")
 _LIST_ITEM = re.compile(r"[•▪◦‣·*–-]\s|\(?(?:\d{1,3}|[A-Za-z])[.)]\s")
 
 
@@ -116,10 +118,14 @@ def _pages(
         try:
             ruled = finder.may_have_tables(page)
             text = page.extract_text(visitor_text=keep if ruled else None)
+            if _runs_together(text):
+                spaced = scans.spaced(number, [piece[0] for piece in pieces] or [text])
+                text = "".join(spaced)
+                pieces = [(new, x, y) for new, (_, x, y) in zip(spaced, pieces, strict=False)]
             parts = finder.parts(number, pieces) if ruled else []
             resources = None if text.strip() else page.get("/Resources")
             if resources is not None and "/XObject" in resources.get_object():
-                text = scans.read(number)
+                parts = [scans.read(number)]
         except Unreadable as error:
             left_out.append(f"page {number}: {error}")
             continue
@@ -128,13 +134,15 @@ def _pages(
             continue
         for part, fields in parts or [(text, {})]:
             alone = "alone" in fields
-            yield part if alone else _unwrap(clean(part.translate(_GLYPHS))), {"page": number, **fields}
+            yield part if alone or "lines" in fields else _unwrap(part), {"page": number, **fields}
     if scans.unread:
         left_out.append(f"{_SCANNED} ({_numbers(scans.unread)}): {scans.reason}")
 
 
 class _Scans:
-    """Reads pages that are pictures; `unread` are those that it did not read, for `reason`."""
+    """What pdfium does: it draws pages for OCR, and it finds the spaces that pypdf loses, as in a font without a glyph
+    for them, whose width pypdf guesses. `unread` are the pages without text that were not read, for `reason`.
+    """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -143,22 +151,62 @@ class _Scans:
         self.unread: list[int] = []
         self.reason = ocr_missing()
 
-    def read(self, number: int) -> str:
-        """The text of page `number`, from 1."""
+    def read(self, number: int) -> tuple[str, dict[str, Any]]:
+        """The text of page `number`, from 1, with the places of its lines."""
         self._count += 1
         if self._count > _MOST_SCANS and not self.reason:
             self.reason = f"only {_MOST_SCANS} are read; split the file"
         if self.reason:
             self.unread.append(number)
-            return ""
+            return "", {}
+        page = self._page(number)
+        width, height = page.get_size()
+        scale = min(_DPI / 72, (_PIXELS / max(1.0, width * height)) ** 0.5)
+        return recognise(page.render(scale=scale, grayscale=True).to_pil(), round(72 * scale))
+
+    def spaced(self, number: int, pieces: Sequence[str]) -> Sequence[str]:
+        """The pieces of a page's text with pdfium's spaces, wherever the two see the same characters."""
+        try:
+            found = self._page(number).get_textpage().get_text_range()
+        except (ImportError, RuntimeError):  # it is missing, or refuses what pypdf reads
+            return pieces
+        found = clean(found.replace("\ufffe", "-").replace("\x02", "-").translate(_GLYPHS))  # its hyphens at line ends
+        text = "".join(pieces := [piece.translate(_GLYPHS) for piece in pieces])
+        same = "".join(found.split()) == "".join(text.split())
+        lines = {"".join(line.split()): line for line in ([found] if same else found.split("\n"))}
+        ends, count = set[int](), 0
+        for line in [text] if same else text.split("\n"):
+            bare = "".join(line.split())
+            at = count
+            for each in lines.get(bare, ""):
+                if each.isspace():
+                    ends.add(at)
+                else:
+                    at += 1
+            count += len(bare)
+        spaced, count, last = [], 0, " "
+        for piece in pieces:
+            new = ""
+            for each in piece:
+                if not each.isspace():
+                    new += " " if count in ends and not last.isspace() else ""
+                    count += 1
+                last = each
+                new += each
+            spaced.append(new)
+        return spaced
+
+    def _page(self, number: int) -> Any:
         if self._document is None:
             import pypdfium2
 
             self._document = pypdfium2.PdfDocument(self._data)
-        page = self._document[number - 1]
-        width, height = page.get_size()
-        scale = min(_DPI / 72, (_PIXELS / max(1.0, width * height)) ** 0.5)
-        return recognise(page.render(scale=scale, grayscale=True).to_pil(), round(72 * scale))
+        return self._document[number - 1]
+
+
+def _runs_together(text: str) -> bool:
+    """Whether much of a text is in words that are too long for any language with spaces."""
+    return 20 * sum(map(len, _LONG_WORD.findall(text))) > len(text)
 
 
 def _numbers(pages: Sequence[int]) -> str:
@@ -197,8 +245,8 @@ def ocr_missing() -> str:
     return f"tesseract lacks the language {', '.join(sorted(lacking))} of ingest.ocr" if lacking else ""
 
 
-def recognise(image: Any, dpi: int) -> str:
-    """The text of a grey picture (PIL), by tesseract; empty if it is not sure that it sees text."""
+def recognise(image: Any, dpi: int) -> tuple[str, dict[str, Any]]:
+    """The text of a grey picture (PIL) by tesseract, with its `Section.lines`; empty if it is not sure to see text."""
     wanted = limits().ocr
     if wanted == "auto":  # all that are installed, unless it is everything that there is
         found = sorted(name for name in _languages() if name != "osd" and "/" not in name)
@@ -214,19 +262,28 @@ def recognise(image: Any, dpi: int) -> str:
     if done.returncode:
         raise Unreadable(f"OCR failed (tesseract ended with {done.returncode})")
     lines: dict[tuple[str, ...], list[str]] = {}
+    boxes: dict[tuple[str, ...], Box] = {}
     sure: list[float] = []
     for row in done.stdout.decode("utf-8", "replace").split("\n")[1:]:
         fields = row.split("\t")
         if len(fields) == 12 and fields[11].strip() and float(fields[10]) >= 0:
             sure.append(float(fields[10]))
-            lines.setdefault(tuple(fields[1:5]), []).append(fields[11].strip())
+            line = tuple(fields[1:5])
+            lines.setdefault(line, []).append(fields[11].strip())
+            x, y, width, height = map(int, fields[6:10])
+            left, top, right, bottom = boxes.get(line, (1.0, 1.0, 0.0, 0.0))
+            right = max(right, round(min(1.0, (x + width) / image.width), 4))
+            bottom = max(bottom, round(min(1.0, (y + height) / image.height), 4))
+            boxes[line] = min(left, round(x / image.width, 4)), min(top, round(y / image.height, 4)), right, bottom
     if not sure or sum(sure) / len(sure) < _SURE:
-        return ""
-    text, above = "", None
-    for place, words in lines.items():
-        text += ("" if above is None else "\n" if place[:3] == above[:3] else "\n\n") + " ".join(words)
-        above = place
-    return text
+        return "", {}
+    read: list[tuple[str, Box | None]] = []
+    for _, inside in groupby(lines, lambda line: line[:3]):
+        read += [(" ".join(lines[line]), boxes[line]) for line in inside] + [("", None)]
+    pieces = _unwrapped([text for text, _ in read])
+    starts = list(accumulate(map(len, pieces)))[::2]
+    places = [(at, box) for at, (_, box) in zip(starts, read, strict=True) if box]
+    return "".join(pieces).strip(), {"lines": places}
 
 
 def read_image(data: bytes) -> Parsed:
@@ -252,8 +309,8 @@ def read_image(data: bytes) -> Parsed:
                 page = ImageOps.exif_transpose(image).convert("L")
                 scale = min(1.0, (_PIXELS / (page.width * page.height)) ** 0.5)
                 page = page.resize((max(1, int(page.width * scale)), max(1, int(page.height * scale))))
-                text = _unwrap(clean(recognise(page, round(_DPI * scale))))
-                pages.append((text, {"page": number + 1} if count > 1 else {}))
+                text, places = recognise(page, round(_DPI * scale))
+                pages.append((text, places | ({"page": number + 1} if count > 1 else {})))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise Unreadable(f"it has more than {_MOST_PIXELS:,} pixels") from None
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
@@ -552,10 +609,15 @@ def _sentence(error: BaseException) -> str:
 
 def _unwrap(text: str) -> str:
     """Join lines broken by the page's width: a full line continues, a short one ends its paragraph."""
-    lines = [" ".join(line.split()) for line in text.split("\n")]
+    return "".join(_unwrapped(clean(text).split("\n"))).strip()
+
+
+def _unwrapped(lines: Sequence[str]) -> list[str]:
+    """Each line, and before it what separates it from the one above."""
+    lines = [" ".join(line.translate(_GLYPHS).split()) for line in lines]
     lengths = sorted(len(line) for line in lines if line)
     if not lengths:
-        return ""
+        return []
     full = 0.75 * lengths[int(0.9 * (len(lengths) - 1))]  # the 90th percentile approximates the column's width
     parts: list[str] = []
     previous = ""
@@ -573,4 +635,4 @@ def _unwrap(text: str) -> str:
             separator = "\n\n" if previous[-1] in ".!?:。！？" else "\n"
         parts += [separator, line]
         previous = line
-    return re.sub(r"\n{3,}", "\n\n", "".join(parts)).strip()
+    return parts

@@ -253,8 +253,15 @@ class SourceReader:
             content_hash=answer["content_hash"],
             title=answer["title"],
             sections=tuple(
-                Section(start=start, end=end, page=page, heading=heading, alone=alone)
-                for start, end, page, heading, alone in answer["sections"]
+                Section(
+                    start=start,
+                    end=end,
+                    page=page,
+                    heading=heading,
+                    alone=alone,
+                    lines=tuple((at, tuple(box)) for at, box in lines),
+                )
+                for start, end, page, heading, alone, lines in answer["sections"]
             ),
             left_out=tuple(answer["left_out"]),
         )

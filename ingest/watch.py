@@ -39,9 +39,14 @@ class FolderChanges:
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """What a walk found: (times, digest) by document id; without times, the file is read again by the next walk."""
+    """What a walk found: (times, whether they are settled, digest) by document id; if not, the next walk reads it.
 
-    files: dict[str, tuple[tuple[int, ...] | None, str]] = field(default_factory=dict)
+    `changed` has the times of the folders above each changed file. A folder may be moved away and back while its files
+    are ingested: they were missing, or others, and look as before.
+    """
+
+    files: dict[str, tuple[tuple[int, ...], bool, str]] = field(default_factory=dict)
+    changed: dict[str, list[int]] = field(default_factory=dict)
     skipped: frozenset[Skipped] = frozenset()
 
 
@@ -99,20 +104,25 @@ class FolderWatcher:
             try:
                 at = source.path.stat()
             except OSError:  # gone meanwhile, as the next walk finds
-                found.files[source.document_id] = (None, "")
+                found.files[source.document_id] = ((), False, "")
                 continue
             times = (at.st_mtime_ns, at.st_ctime_ns, at.st_size, at.st_ino)
-            if known is not None and known[0] == times:
+            moved = last.changed.get(source.document_id) not in (None, _above(source.path))
+            if known is not None and known[:2] == (times, True) and not moved:
                 found.files[source.document_id] = known
                 continue
+            above = _above(source.path)
             try:
                 digest = source.digest() if at.st_size <= self._largest else str(times)
             except OSError as error:
                 digest = str(error)
             settled = max(at.st_mtime_ns, at.st_ctime_ns) < began - _RACY
-            found.files[source.document_id] = (times if settled else None, digest)
-            if (known is None or known[1] != digest) and not self._is_current(source, digest):
+            found.files[source.document_id] = (times, settled, digest)
+            # A file that was written since, and is as it was, may have been ingested as it was between.
+            same = known is not None and (known[0], known[2]) == (times, digest) and not moved
+            if not same and not self._is_current(source, digest):
                 changed.append(source)
+                found.changed[source.document_id] = above
         gone = self._gone(present, sources, skipped, last) if self._prune else []
         fresh = [skip for skip in skipped if skip not in last.skipped]
         return FolderChanges(sources=changed, gone=gone, skipped=fresh), found
@@ -196,6 +206,17 @@ class FolderWatcher:
                     (parent / "store" / "data.mdb").is_file() for parent in inside
                 )
         return True
+
+
+def _above(path: Path) -> list[int]:
+    """When names in the folders above a file last changed, from its own up to one that is gone."""
+    found = []
+    for folder in path.parents:
+        try:
+            found.append(folder.stat().st_mtime_ns)
+        except OSError:
+            break
+    return found
 
 
 def _inode(folder: Path) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -44,6 +44,8 @@ _CONNECT_SECONDS, _READ_SECONDS, _PAGE_SECONDS = 10.0, 30.0, 120.0
 _LONGEST_DELAY = 30.0  # seconds of a robots.txt's Crawl-delay
 _FAILURES = 3  # in a row, after which a host is not asked again
 _LONGEST_URL = 2048
+_VALIDATORS = {"etag": "If-None-Match", "last-modified": "If-Modified-Since"}
+"""What names the version of a page, as a document's metadata, and the header that asks for a page with another."""
 
 
 def from_web(*addresses: str, urls: Iterable[str] = (), **rules: Any) -> list[SourceFile]:
@@ -74,11 +76,12 @@ def read_sitemap(data: bytes) -> Parsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    """`address` is that of the last redirect, `kind` a media type of ragkv's."""
+    """`address` is that of the last redirect, `kind` a media type of ragkv's; `validators` are for the next request."""
 
     address: str
     kind: str
     data: bytes
+    validators: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -155,20 +158,32 @@ class Web:
             for page in pages[: self.max_pages]
         ]
 
-    def get(self, source: SourceFile) -> SourceFile:
-        """The source with its bytes and type; raises UnreadableSource. The last page is kept, for the next call."""
+    def get(self, source: SourceFile, known: Mapping[str, str] | None) -> SourceFile | None:
+        """The source with its bytes and type; None if the server says that it is still the one with the validators
+        `known` (304). Raises UnreadableSource. The last page is kept, for the next call.
+        """
         address = source.document_id
         try:
             if self._last is None or self._last[0] != address:
-                self._last = (address, self._fetch(address, self._scopes_of(address)))
+                self._last = (address, self._fetch(address, self._scopes_of(address), known))
             found = self._last[1]
             if found.address != address and found.address in self._listed:
                 raise Unreadable(f"it redirects to {found.address}, which is listed itself")
         except Unreadable as error:
-            if isinstance(error, _HTTPStatusError) and error.status in (404, 410):
+            status = error.status if isinstance(error, _HTTPStatusError) else 0
+            if status == 304 and known:
+                return None
+            if status in (404, 410):
                 self._gone.add(address)
             raise UnreadableSource(source.name, str(error)) from None
-        return replace(source, media_type=found.kind, size=len(found.data), data=found.data, remote=None)
+        return replace(
+            source,
+            media_type=found.kind,
+            size=len(found.data),
+            data=found.data,
+            remote=None,
+            validators=found.validators,
+        )
 
     def is_gone(self, document_id: str) -> bool:
         """Whether this document's page vanished: the server says so, or a sitemap that was read whole lists it no
@@ -251,7 +266,7 @@ class Web:
             reason = f"{count:,} of its pages lie below {scope}: add --within {scope}"
             self.skipped.append(Skipped(path=sitemap, reason=reason))
 
-    def _fetch(self, address: str, scopes: Sequence[str]) -> _Fetched:
+    def _fetch(self, address: str, scopes: Sequence[str], known: Mapping[str, str] | None = None) -> _Fetched:
         """Fetch an address by its site's rules; raises Unreadable with the reason."""
         for _ in range(_REDIRECTS + 1):
             if not any(_is_below(address, scope) for scope in scopes):
@@ -264,7 +279,7 @@ class Web:
             delay = min(float(site.robots.crawl_delay(_AGENT) or 0), _LONGEST_DELAY)
             if (wait := site.asked + delay - time.monotonic()) > 0:
                 time.sleep(wait)
-            found = self._ask(address, site, _MOST_BYTES)
+            found = self._ask(address, site, _MOST_BYTES, known=known)
             if isinstance(found, _Fetched):
                 return found
             address = _normal(urljoin(address, found))
@@ -320,7 +335,15 @@ class Web:
         # IPv4 first: many networks have names for IPv6 and no way to it
         return min(addresses, key=lambda each: ":" in each)
 
-    def _ask(self, address: str, site: _Site, most: int, *, cut: bool = False) -> _Fetched | str:
+    def _ask(
+        self,
+        address: str,
+        site: _Site,
+        most: int,
+        *,
+        cut: bool = False,
+        known: Mapping[str, str] | None = None,
+    ) -> _Fetched | str:
         """One request, in a thread, because a server can send headers slowly without end: what came, or where to."""
         if site.failures >= _FAILURES:
             raise Unreadable("the host did not answer before")
@@ -328,7 +351,7 @@ class Web:
 
         def work() -> None:
             try:
-                answer.append(_request(address, site.pool, most, cut=cut))
+                answer.append(_request(address, site.pool, most, cut=cut, known=known))
             except BaseException as error:
                 answer.append(error)
 
@@ -347,7 +370,7 @@ class Web:
         return found
 
 
-def _request(address: str, pool: Any, most: int, *, cut: bool) -> _Fetched | str:
+def _request(address: str, pool: Any, most: int, *, cut: bool, known: Mapping[str, str] | None) -> _Fetched | str:
     """GET an address: the page with its type, or the address that it redirects to.
 
     Raises Unreadable for a status, a type or a size that cannot be read, and the errors of urllib3. With `cut`, what
@@ -357,6 +380,7 @@ def _request(address: str, pool: Any, most: int, *, cut: bool) -> _Fetched | str
     target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
     agent = f"{_AGENT}/{version('ragkv')}"
     headers = {"Host": parts.netloc, "User-Agent": agent, "Accept": "*/*", "Accept-Encoding": "gzip"}
+    headers |= {header: known[name] for name, header in _VALIDATORS.items() if known and name in known}
     ends = time.monotonic() + _PAGE_SECONDS
     response = pool.request("GET", target, headers=headers, redirect=False, preload_content=False)
     try:
@@ -380,7 +404,9 @@ def _request(address: str, pool: Any, most: int, *, cut: bool) -> _Fetched | str
     finally:
         response.close()  # of a whole page, the connection went back to the pool before
     charset = re.search(r"(?i)charset\s*=\s*[\"']?([\w.:-]+)", parameters)
-    return _typed(address, kind, charset[1] if charset else None, bytes(data), most)
+    given = {name: response.headers.get(name, "") for name in _VALIDATORS}
+    given = {name: value for name, value in given.items() if value.isprintable() and 0 < len(value.encode()) <= 256}
+    return replace(_typed(address, kind, charset[1] if charset else None, bytes(data), most), validators=given)
 
 
 def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int) -> _Fetched:

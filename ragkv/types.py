@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from ragkv._moved import moved_names
 from ragkv.util.display import as_html, as_markdown, card, details, expert_mark, run, table
@@ -50,6 +50,10 @@ class Capability(StrEnum):
     """A sequence holds several questions that do not see each other."""
 
 
+Box: TypeAlias = tuple[float, float, float, float]
+"""Left, top, right and bottom as fractions of the upright page's width and height, from its upper left corner."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """One source, already read to text.
@@ -71,7 +75,8 @@ class Chunk:
     """A span of a document's text.
 
     `token_ids` are the generation model's tokens of the chunk as it appears in the prompt: its text, then the separator
-    that follows every chunk. `start` and `end` are character offsets into the document's text.
+    that follows every chunk. `start` and `end` are character offsets into the document's text. `box` is around its
+    words on the page, or picture, that was read by OCR.
     """
 
     chunk_id: str
@@ -83,6 +88,7 @@ class Chunk:
     end: int
     page: int | None = None
     heading: str | None = None
+    box: Box | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +111,7 @@ class ScoredChunk:
 class Source:
     """One chunk that an answer is based on. `tokens_won` is, for PCED, how many tokens this chunk's expert chose.
 
-    `heading` is the path of headings above the chunk, or the row of a table that the chunk is.
+    `heading` is the path of headings above the chunk, or the row of a table that the chunk is. `box` is the chunk's.
     """
 
     document: str
@@ -113,6 +119,7 @@ class Source:
     text: str
     page: int | None
     heading: str | None = None
+    box: Box | None = None
     score: float
     retrieval_score: float
     rerank_score: float | None
@@ -214,7 +221,9 @@ class Answer:
             text=result["answer"],
             engine=result["engine"],
             finish_reason=result["finish_reason"],
-            sources=tuple(Source(**source) for source in result["sources"]),
+            sources=tuple(
+                Source(**{**each, "box": tuple(each["box"]) if each.get("box") else None}) for each in result["sources"]
+            ),
             timing=Timing(**result["timing_ms"]),
             kv=KVUse(**result["kv"]),
             decoding=result["decoding"],

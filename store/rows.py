@@ -93,7 +93,10 @@ _CHUNK_FIELDS = tuple(field.name for field in fields(Chunk) if field.name != "to
 
 def pack_chunk(chunk: Chunk) -> bytes:
     """The uint32 length of the JSON, the JSON of all fields but the token ids, the token ids as uint32."""
-    head = json.dumps({name: getattr(chunk, name) for name in _CHUNK_FIELDS}).encode()
+    row = {name: getattr(chunk, name) for name in _CHUNK_FIELDS}
+    if chunk.box is None:  # as in the rows of before, which versions of before read
+        del row["box"]
+    head = json.dumps(row).encode()
     return add_checksum(_LENGTH.pack(len(head)), head, pack_ids(chunk.token_ids))
 
 
@@ -102,10 +105,15 @@ def parse_chunk(value: Buffer) -> Chunk:
         body = _limited(value)
         end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
         row = _table(body[_LENGTH.size : end])
+        box = row.pop("box", None)
         _require(row, _CHUNK)
         if not row["chunk_id"]:
             raise ValueError("it has no id")
-        return Chunk(**row, token_ids=unpack_ids(body[end:]))
+        if box is not None:
+            left, top, right, bottom = box = tuple(map(float, box))
+            if not (0 <= left <= right <= 1 and 0 <= top <= bottom <= 1):
+                raise ValueError("its box is not on its page")
+        return Chunk(**row, box=box, token_ids=unpack_ids(body[end:]))
 
     return _parsed(parse, "a chunk")
 

@@ -180,7 +180,8 @@ def unpack_arrays(packed: Any, rank: int) -> list[ScoredChunk]:
 
 
 def _chunk(fields: Mapping[str, Any]) -> Chunk:
-    return Chunk(**{**fields, "token_ids": tuple(map(int, fields["token_ids"]))})
+    box = tuple(fields["box"]) if fields["box"] else None
+    return Chunk(**{**fields, "token_ids": tuple(map(int, fields["token_ids"])), "box": box})
 
 
 def _best(group: RankGroup, mine: Sequence[Hit], k: int) -> list[Hit]:

@@ -215,11 +215,17 @@ def _fitting(config: IndexConfig, settings: Mapping[str, Any], model: LanguageMo
 def change_settings(folder: Path, settings: Mapping[str, Any]) -> int:
     """Change settings in an index's `ragkv.toml`; returns the number of KV records evicted for a smaller budget.
 
-    Raises ConfigError for an invalid value, StoreError if the index cannot be written.
+    A name may be that of a table's setting, as in "steps.count". Raises ConfigError for an invalid value, StoreError
+    if the index cannot be written.
     """
     from ragkv.engines import engine_class
 
-    config = replace(load_config(folder), **settings)
+    config = load_config(folder)
+    for name, value in settings.items():
+        table, _, key = name.rpartition(".")
+        if table:
+            key, value = table, replace(getattr(config, table), **{key: value})
+        config = replace(config, **{key: value})
     engine_class(config.default_engine)
     with Store.open(folder, codec=codec_from_config({"id": config.codec})) as store:
         save_config(folder, config)

@@ -213,7 +213,12 @@ def _encode_again(packed: Path, folder: Path, device: str | None) -> int:
             for stored in store.documents():
                 chunks = [
                     ReadyChunk(
-                        chunk_id=one.chunk_id, text=one.text, start=one.start, page=one.page, heading=one.heading
+                        chunk_id=one.chunk_id,
+                        text=one.text,
+                        start=one.start,
+                        page=one.page,
+                        heading=one.heading,
+                        box=one.box,
                     )
                     for one in store.chunks(stored.document.document_id)
                 ]

@@ -15,13 +15,15 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
 import ragkv
+from ragkv.config import MOST_STEPS
 from ragkv.errors import RagkvError
 from ragkv.index.answer import source_of
 from ragkv.index.search import chunk_named
 from ragkv.pipeline import QueryOptions, RagKV
 from ragkv.server.errors import readable_error
 from ragkv.server.local import LocalClient, UnservedError, query_body
-from ragkv.server.schemas import FailFastList, ShownChunk
+from ragkv.server.schemas import FailFastList, PageBox, ShownChunk
+from ragkv.types import Box
 
 MOST_DOCUMENTS = 1000
 P = ParamSpec("P")
@@ -42,6 +44,7 @@ class FoundPassage(BaseModel):
     text: str
     page: int | None
     heading: str | None
+    box: Box | None = PageBox
     score: float
 
 
@@ -52,12 +55,13 @@ class FoundPassages(BaseModel):
 
 
 class ToolAnswer(BaseModel):
-    """An answer, and the passages it was made from, best first."""
+    """An answer, the passages it was made from, best first, and the search queries that the model has written."""
 
     answer: str
     engine: str
     finish_reason: str
     sources: list[FoundPassage]
+    queries: list[str]
 
 
 class ListedDocument(BaseModel):
@@ -119,10 +123,16 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
         where: Conditions = None,
         engine: Annotated[str | None, Field(description="How passages are read: ape, block, pced, full, …")] = None,
         max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="The longest answer, in tokens.")] = 256,
+        steps: Annotated[
+            int | None,
+            Field(ge=1, le=MOST_STEPS, description="The most searches: the model writes those after the first."),
+        ] = None,
+        system: Annotated[str | None, Field(description="Instructions for this question.")] = None,
     ) -> ToolAnswer:
         """Answer a question from the documents, with the passages that the answer was made from."""
         options: QueryOptions = {
             "top_k": top_k, "where": where or [], "engine": engine, "max_new_tokens": max_new_tokens,
+            "steps": steps, "system": system,
         }  # fmt: skip
         body, identifier = query_body(question, options), secrets.token_hex(8)
         try:
@@ -137,6 +147,7 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
             engine=answer.engine,
             finish_reason=answer.finish_reason,
             sources=[_passage(source.to_json()) for source in answer.sources],
+            queries=list(answer.queries),
         )
 
     @tool("show")
@@ -175,4 +186,4 @@ def _with_tool_errors(work: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[
 
 
 def _passage(source: Mapping[str, Any]) -> FoundPassage:
-    return FoundPassage(**{name: source[name] for name in FoundPassage.model_fields})
+    return FoundPassage.model_validate({name: source.get(name) for name in FoundPassage.model_fields})

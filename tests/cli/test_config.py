@@ -12,7 +12,7 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.cli.options import FLAGS, VARIABLES, UserFile, in_force, user_file
-from ragkv.config import IndexConfig, load_config
+from ragkv.config import IndexConfig, StepsConfig, load_config
 from ragkv.errors import ConfigError
 
 
@@ -109,6 +109,26 @@ def test_the_words_around_the_documents_are_set_when_an_index_is_made(ragkv, tmp
     answers = [json.loads(ragkv(*asked, *more).out) for more in ((), ("--system", "Answer in French."))]
     assert [answer["kv"]["misses"] for answer in answers] == [0, 0]
     assert answers[0]["question"] == answers[1]["question"]
+
+
+def test_what_stored_kv_does_not_depend_on_is_changed(ragkv, empty):
+    changes = ("prompt.question=Q: {question}", "steps.count=2", "steps.rewrite=true", "steps.query={written}")
+    assert ragkv("config", "set", *changes, "--index", empty).code == 0
+    config = load_config(empty)
+    assert (config.prompt.question, config.steps) == (
+        "Q: {question}", StepsConfig(count=2, rewrite=True, query="{written}"),
+    )  # fmt: skip
+    for change, says in (
+        ("prompt.system=Be brief.", "prompt.system stands before the documents, whose KV depends on it: change it in"),
+        ("prompt.question=What?", "prompt.question must hold {question} exactly once"),
+        ("prompt.none=1", "is not NAME=VALUE with a NAME of kv, "),
+        ("steps.count=9", "steps.count must lie between 1 and 8"),
+        ("steps.count=two", "steps.count"),
+        ("chunk_tokens=5", "is not NAME=VALUE with a NAME of kv, "),
+    ):
+        refused = ragkv("config", "set", change, "--index", empty)
+        assert (refused.code, says in refused.sentence) in ((1, True), (2, True)), refused.err
+    assert load_config(empty) == config
 
 
 def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, monkeypatch, empty, tmp_path):

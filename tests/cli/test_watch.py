@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -82,6 +83,34 @@ def test_a_walk_reads_a_file_once_and_a_huge_one_never(rag, folder, monkeypatch)
     watcher.follow(apply, stop)
     assert sorted(seen) == sorted([*(f"{number}.txt" for number in range(8)), "huge.txt", "shut.txt"])
     assert sorted(hashed) == sorted({*seen} - {"huge.txt"})
+
+
+@pytest.mark.parametrize("moved", ["file", "folder"])
+def test_what_is_as_before_after_an_ingest_that_saw_something_else_is_ingested_again(rag, tmp_path, moved):
+    """The first ingest reads another sentence, or finds no file; the next walk finds what the first one found."""
+    (folder := tmp_path / "notes" / "mills").mkdir(parents=True)
+    (file := folder / "0.txt").write_text("Mill 0 makes flour.")
+    os.utime(file, (0, 0))
+    stop, rounds = threading.Event(), []
+
+    def apply(changes):
+        rounds.append([source.name for source in changes.sources])
+        if len(rounds) == 1 and moved == "file":
+            file.write_text("Mill 0 makes oats.")
+            rag.follow(changes)
+            file.write_text("Mill 0 makes flour.")
+        elif len(rounds) == 1:
+            away = folder.rename(tmp_path / "away")
+            rag.follow(changes)
+            away.rename(folder)
+        else:
+            rag.follow(changes)
+            stop.set()
+        return True
+
+    rag.watcher([tmp_path / "notes"], notify=rounds.append).follow(apply, stop)
+    assert rounds == [["mills/0.txt"]] * 2
+    assert [chunk.text for chunk in rag.store.chunks()] == ["Mill 0 makes flour."]
 
 
 @pytest.fixture

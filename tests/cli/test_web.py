@@ -7,6 +7,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -24,12 +25,13 @@ BOLT = PAGE.format("Bolt Ltd", "Bolt Ltd makes valves and was founded by Ann Lee
 
 
 class Site(dict[str, Any]):
-    """Path to body, or to (status, headers, body); `asked` are the paths of all requests."""
+    """Path to body, or to (status, headers, body); `asked` are the paths of all requests, `heads` their headers."""
 
     address = ""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.heads: list[Message] = []
 
     def sitemap(self, *paths: str, kind: str = "urlset", at: str = "/sitemap.xml") -> None:
         listed = "".join(f"<x><loc>{self.address * p.startswith('/') + p}</loc></x>" for p in paths)
@@ -45,6 +47,7 @@ def site() -> Iterator[Site]:
 
         def do_GET(self) -> None:
             found.asked.append(self.path)
+            found.heads.append(self.headers)
             answer = found.get(self.path, (404, {}, ""))
             status, headers, body = answer if isinstance(answer, tuple) else (200, {}, answer)
             if callable(body):
@@ -117,6 +120,24 @@ def test_a_sitemap_stays_right(site, command, tmp_path, model_folder):
     with RagKV.open(index, device="cpu") as rag:
         [found] = rag.retrieve("Who founded Bolt Ltd?")
         assert (found.chunk.document_id, found.chunk.heading) == (f"{site.address}/c.html", "Bolt Ltd")
+
+
+def test_a_page_that_has_not_changed_is_not_sent_again(site, command, tmp_path, model_folder):
+    site |= {"/a.html": (200, {"ETag": '"1"'}, HALDEN), "/b.html": (200, {"Last-Modified": "yesterday"}, BOLT)}
+    site |= {"/c.html": (200, {"ETag": "x" * 999}, PAGE.format("Corvo", "Corvo Mills was founded by Ann Lee."))}
+    site.sitemap("/a.html", "/b.html", "/c.html")
+    words = f"ingest {site.address}/sitemap.xml --allow-private --index {tmp_path}/index --json"
+    assert len(json.loads(command(f"{words} --model {model_folder} --device cpu").out)["added"]) == 3
+    site |= {"/a.html": (304, {}, ""), "/b.html": (304, {}, ""), "/c.html": (304, {}, "")}
+    report = json.loads(command(words).out)
+    assert len(report["unchanged"]) == 2
+    assert [skip["reason"] for skip in report["skipped"]] == ["the server answers 304"]  # it was asked for the page
+    asked = [(head["If-None-Match"], head["If-Modified-Since"]) for head in site.heads]
+    assert [each for each in asked if any(each)] == [('"1"', None), (None, "yesterday")]
+    site["/a.html"] = (200, {"ETag": '"2"'}, HALDEN.replace("1907", "1908"))
+    assert json.loads(command(words).out)["updated"] == [f"{site.address}/a.html"]
+    command(words)
+    assert site.heads[-3]["If-None-Match"] == '"2"'
 
 
 def test_a_page_and_a_list_of_pages(site, command, tmp_path, model_folder):

@@ -25,6 +25,7 @@ from reading import read, reason
 from ragkv.config import IngestConfig
 from ragkv.errors import ConfigError, install_hint
 from ragkv.ingest import pdf as pdf_module
+from ragkv.ingest.chunker import split_text
 from ragkv.ingest.parser import ParseLimits, Section, limited, media_type_of
 from ragkv.ingest.sandbox import SourceText, UnreadableSource, read_source
 from ragkv.ingest.source import find_sources, from_bytes
@@ -511,6 +512,34 @@ def test_without_pdfplumber_or_with_damage_a_table_is_text(tmp_path, monkeypatch
         assert lost.text.count(word) == 1
 
 
+def squeezed(*lines: str) -> bytes:
+    """A page whose font claims a space of a full em, while its words stand a quarter apart, without one."""
+    shown = b" ".join(b"[(%s)] TJ T*" % b") -280 (".join(map(str.encode, line.split())) for line in lines)
+    content = b"BT /F 11 Tf 14 TL 50 700 Td " + shown + b" ET"
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 600 800]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>>",
+        b"<</Length %d>>stream\n%s\nendstream" % (len(content), content),
+        b"<</Type/Font/Subtype/TrueType/BaseFont/Helvetica/FirstChar 32/LastChar 126/Widths[1000%s]>>" % (b" 556" * 94),
+    ]
+    data = b"%PDF-1.4\n" + b"".join(b"%d 0 obj%s endobj\n" % each for each in enumerate(objects, start=1))
+    places = b"".join(b"%010d 00000 n \n" % data.index(b"%d 0 obj" % (number + 1)) for number in range(5))
+    table = b"xref\n0 6\n0000000000 65535 f \n" + places + b"trailer\n<</Size 6/Root 1 0 R>>\n"
+    return data + table + b"startxref\n%d\n%%%%EOF\n" % len(data)
+
+
+def test_spaces_that_pypdf_loses_are_pdfiums(tmp_path, monkeypatch):
+    lines = "The mill at Varn makes flour of oats and the river", "drives its wheel in every month but one of the year."
+    data = squeezed(*lines)
+    assert read(tmp_path, "a.pdf", data).text == " ".join(lines)
+    other = "What pdfium sees is something else\n" + lines[1]  # a line that both see gets its spaces
+    monkeypatch.setattr("pypdfium2.PdfTextPage.get_text_range", lambda self: other)
+    assert read(tmp_path, "a.pdf", data).text == f"{lines[0].replace(' ', '')} {lines[1]}"
+    monkeypatch.setitem(sys.modules, "pypdfium2", None)
+    assert read(tmp_path, "a.pdf", data).text == " ".join(line.replace(" ", "") for line in lines)
+
+
 # ---- scans
 
 LETTER = "The mill at Varn was sold to Ann Lee in the spring of 1912."
@@ -550,6 +579,42 @@ def test_scanned_pages_and_images_are_read(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(pdf_module, "_SURE", 101.0)  # as for a photo
     assert reason(tmp_path, "a.png", scanned()) == "no text found"
+
+
+@pytest.mark.skipif(shutil.which("tesseract") is None, reason="tesseract is not installed")
+@pytest.mark.parametrize("turned", [False, True])
+def test_scanned_words_have_boxes(tmp_path, turned):
+    """Those of the lines that a chunk holds a word of, on the upright page; a typed page has none."""
+    page = FPDF(format=(148, 210))
+    page.add_page()
+    page.set_font("helvetica", size=11)
+    for y, text in (
+        (50, "The mill at Varn was sold in the spring to an inter-"),
+        (56, "national buyer, and the wheel stopped."),
+    ):
+        page.text(20, y, text)
+    page.text(20, 150, "A boat carries the flour to Oster on the last day of each month.")
+    picture = pypdfium2.PdfDocument(bytes(page.output()))[0].render(scale=200 / 72, grayscale=True).to_pil()
+    if turned:  # a camera that was held on its side, and says so
+        picture = picture.rotate(90, expand=True)
+    exif = picture.getexif()
+    exif[0x0112] = 6 if turned else 1
+    picture.save(found := io.BytesIO(), "PNG", exif=exif)
+    picture.convert("L").rotate(-90 if turned else 0, expand=True).save(upright := io.BytesIO(), "PNG")
+    for name, data, number in (("a.png", found.getvalue(), None), ("a.pdf", scans(upright.getvalue()), 2)):
+        source = read(tmp_path, name, data)
+        assert "an international buyer" in source.text
+        words, whole = (
+            split_text(source, count_tokens=lambda text: len(text.split()), max_tokens=most) for most in (6, 200)
+        )
+        boxes = [next(each.box for each in words if word in each.text) for word in ("mill", "wheel", "boat")]
+        for (left, upper, right, lower), baseline in zip(boxes, (50, 56, 150), strict=True):
+            assert left == pytest.approx(20 / 148, abs=0.01)
+            assert 0.3 < right < 0.95
+            assert upper < (baseline - 1) / 210 < lower < (baseline + 3) / 210
+        around = next(each.box for each in whole if each.page == number)
+        assert around == (min(box[0] for box in boxes), boxes[0][1], max(box[2] for box in boxes), boxes[2][3])
+        assert all(each.box is None for each in words if each.page == 1)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 
 import jsonschema_rs
+import llguidance
 import pytest
 import regex
 from asking import request
@@ -21,6 +22,7 @@ from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, UsageError
 from ragkv.model.prompt import Prompt, Tokens, render
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of
+from ragkv.runtime import decoding as decoding_module
 from ragkv.types import TracedToken, field_sources
 
 ENGINES = ("full", "single", "ippd", "ippd-stacked", "block", "blend", "ape", "pced", "apb", "mapreduce")
@@ -147,6 +149,26 @@ def test_what_cannot_be_used_is_one_sentence(wrong, message):
     with pytest.raises(ConfigError, match=message) as caught:
         Decoding(**wrong)
     assert "\n" not in str(caught.value)
+
+
+def test_requests_with_one_constraint_share_what_is_compiled(make_model, monkeypatch):
+    made, matcher = [], llguidance.LLMatcher
+
+    def counted(tokens, constraint, **more):
+        made.append(constraint)
+        return matcher(tokens, constraint, **more)
+
+    vars(counted).update({name: getattr(matcher, name) for name in dir(matcher) if name[0] in "gv"})  # static methods
+    monkeypatch.setattr(llguidance, "LLMatcher", counted)
+    monkeypatch.setattr(decoding_module, "_COPIES", 2)
+    monkeypatch.setattr(decoding_module, "_CONSTRAINTS", 2)
+    model = make_model("llama")
+    first, second, third = (Decoding(regex=each) for each in ("[ab]{2}", "[cd]{2}", "[ef]{2}"))
+    answers = [answer(model, "full", each)[0] for each in (first, first, second, first, second, third, first)]
+    assert answers == [answer(model, "full", each)[0] for each in (first, first, second, first, second, third, first)]
+    # made anew after two answers, and when two others were asked for since
+    assert len(made) < 14
+    assert made[:5] == [each.constraint for each in (first, second, first, third, first)]
 
 
 def test_a_grammar_that_is_too_much_ends_its_own_answer(make_model):

@@ -14,7 +14,9 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from words import install
 
+from ragkv import RagKV
 from ragkv.errors import NothingFoundError
 from ragkv.types import ScoredChunk
 
@@ -85,6 +87,22 @@ def test_kv_that_a_question_encodes_has_a_span(rag, spans):
     assert parents["ragkv.kv.encode"] == "ragkv.kv.load"
     assert found["ragkv.kv.encode"].attributes["ragkv.kv.encode.tokens"] == len(chunk.token_ids)
     assert found["ragkv.kv.load"].attributes["ragkv.kv.misses"] == 1
+
+
+def test_a_reranker_has_a_span_between_search_and_prefill(spans, tmp_path, model_folder, monkeypatch):
+    install(monkeypatch)
+    (tmp_path / "a.txt").write_text("Halden Works was founded by Mira Oskel.")
+    settings = {"device": "cpu", "engines": ("ape",), "reranker": "words", "candidates": 7}
+    with RagKV.create(tmp_path / "index", model=str(model_folder), **settings) as rag:
+        rag.ingest(tmp_path / "a.txt")
+        answer = rag.query(QUESTION, max_new_tokens=2)
+    assert answer.sources[0].rerank_score is not None
+    found, parents = spans()
+    reranked = found["ragkv.rerank"]
+    assert (parents["ragkv.rerank"], dict(reranked.attributes)) == ("ragkv.answer", {"ragkv.rerank.candidates": 7})
+    assert found["ragkv.search"].end_time <= reranked.start_time + 1000  # as floats of seconds are rounded
+    assert reranked.end_time <= found["ragkv.prefill"].start_time + 1000
+    assert (reranked.end_time - reranked.start_time) / 1e6 == pytest.approx(answer.timing.rerank, abs=0.01)
 
 
 def test_many_answers_have_a_span_each(rag, spans, monkeypatch):

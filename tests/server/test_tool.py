@@ -12,6 +12,7 @@ import pytest
 from clichild import CliChild
 from live import live
 from mcp import Client, StdioServerParameters
+from script import written
 
 from ragkv import RagKV
 from ragkv.server.local import LocalClient
@@ -67,9 +68,19 @@ def test_their_results_are_those_of_the_index(tools, rag):
     assert shown.structured_content["text"]
 
 
+def test_the_model_may_write_further_queries(tools, rag, monkeypatch):
+    question, query = "The steps here are those of Works", "Who founded Bolt Ltd?"
+    written(monkeypatch, ["block"], {"steps here": [query, "Yes."]})
+    asking = {"question": question, "engine": "block", "top_k": 1, "steps": 2, "system": "Be brief."}
+    (payload,), _ = asked(tools, ("ask", asking))
+    found = payload.structured_content
+    assert (found["queries"], found["answer"]) == ([f"{question} {query}"], "Yes.")
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "says"),
     [
+        ("ask", {"question": QUESTION, "steps": 9}, "less than or equal to 8"),
         ("ask", {"question": " "}, "empty"),
         ("ask", {"question": QUESTION, "engine": "none"}, "none"),
         ("ask", {"question": QUESTION, "where": ["source=none"]}, "No document matches"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from storekit import chunk, unpack, vectors_of, write
 
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store import ChunkVectors, Store
+from ragkv.store.rows import pack_chunk, parse_chunk
 from ragkv.types import Chunk, Document
 
 
@@ -97,3 +99,13 @@ def test_a_store_of_format_1_has_no_vectors_until_it_is_opened_for_writing(tmp_p
     with Store.open(tmp_path) as store:
         write(store, "a", (1, 2))
         assert len(dict(store.vectors("dense"))) == 1
+
+
+def test_a_row_without_a_box_is_as_it_always_was():
+    plain = Chunk(chunk_id="a", document_id="d", ordinal=0, text="Mill", token_ids=(1,), start=0, end=4)
+    boxed = replace(plain, box=(0.1, 0.0, 0.5, 1.0))
+    assert b'"box"' not in pack_chunk(plain)
+    assert [parse_chunk(pack_chunk(each)) for each in (plain, boxed)] == [plain, boxed]
+    for bad in ((0.5, 0.0, 0.1, 1.0), (0.1, 0.0, 0.5, 1.1), (0.1, 0.0, 0.5)):
+        with pytest.raises(CorruptStoreError, match="a chunk in the store is damaged"):
+            parse_chunk(pack_chunk(replace(plain, box=bad)))

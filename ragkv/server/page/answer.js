@@ -263,7 +263,11 @@ function facts(answer) {
   if (hits) parts.push(`KV of ${hits} stored (${sized(bytes)}${held ? `, ${held} still in memory` : ""})`);
   if (misses) parts.push(`${misses} encoded anew`);
   if (answer.charge !== null) parts.push(`${(100 * answer.charge).toFixed(1)} % recomputed`);
-  for (const query of answer.queries ?? []) parts.push(`searched for: ${query}`);
+  for (const query of answer.queries ?? []) {
+    const at = query.lastIndexOf(answer.question); // of what a step has searched for, the page shows what it added
+    const written = at < 0 ? "" : query.slice(at + answer.question.length).trim();
+    parts.push(written ? `searched again, the question with: ${written}` : `searched for: ${query}`);
+  }
   if (answer.decoding.temperature) parts.push(`seed ${answer.decoding.seed}`);
   return el("p", { class: "quiet facts" }, parts.join(" · "));
 }
