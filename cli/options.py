@@ -29,6 +29,7 @@ from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageErro
 from ragkv.finetune.config import Setting
 from ragkv.model.checkpoint import lasting
 from ragkv.util.display import one_line
+from ragkv.util.files import user_folder
 from ragkv.util.toml import read_toml, shortened
 
 
@@ -196,9 +197,7 @@ def shown_value(value: object) -> str:
 
 def user_file() -> Path:
     """Where the user file is, or would be: `$XDG_CONFIG_HOME/ragkv/config.toml`, else `~/.config/ragkv/config.toml`."""
-    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    # the XDG specification says to ignore a relative path
-    return (base if base.is_absolute() else Path.home() / ".config") / "ragkv" / "config.toml"
+    return user_folder("XDG_CONFIG_HOME", ".config") / "ragkv" / "config.toml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ from transformers.utils import logging as transformers_logging
 
 from ragkv.errors import MissingExtraError, ModelLoadError, RagkvError, UnsupportedModelError, install_hint
 from ragkv.model.checkpoint import ADAPTER, Checkpoint, Quantised, shares
-from ragkv.util.files import make_folder, parse_json, read_plain, remove_tree, sync_path, write_plain
+from ragkv.util.files import make_folder, parse_json, read_plain, remove_tree, sync_path, user_folder, write_plain
 
 logger = logging.getLogger(__name__)
 
@@ -496,9 +496,8 @@ class _UnpackedCopy:
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: str) -> _UnpackedCopy | None:
         """Where the copy of a checkpoint lies, or would lie; None, with a warning, for a user without a home."""
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
         try:
-            base = (base if base.is_absolute() else Path.home() / ".cache") / "ragkv" / "unpacked"
+            base = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "unpacked"
         except RuntimeError as error:
             _warn(checkpoint.name, str(error))
             return None

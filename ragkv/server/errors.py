@@ -49,6 +49,12 @@ class ApiError(Exception):
         return {"error": {**self._error, "request_id": request_id.get() or None}}
 
 
+def too_many(message: str, *, seconds: int) -> ApiError:
+    """The error of a server that has enough to do; the client may try again after `seconds`."""
+    headers = {"retry-after": str(seconds)}
+    return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+
+
 _OPTION = re.compile(r"--(no-)?(candidates|engine|max-new-tokens|rerank|retrieval|top-k|where)\b")
 """Names of command-line options that are also fields of requests."""
 _PATH = re.compile(r"(?<![^\s'\"(`])/(?:[^'\"`:;,/\n]+/)*([^\s'\"`:;,/]+)")

@@ -35,7 +35,7 @@ from ragkv.errors import (
 )
 from ragkv.ingest import IngestProgress, IngestReport, SourceFile, from_bytes
 from ragkv.ingest.watch import FolderChanges
-from ragkv.server.errors import ApiError
+from ragkv.server.errors import ApiError, too_many
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
 from ragkv.store import Store
@@ -324,9 +324,7 @@ class JobQueue:
             waiting = len(self._receiving) + sum(job.facts.state == "queued" for job in self._jobs.values())
             if waiting >= MOST_WAITING:
                 message = f"{waiting} ingest jobs wait already, the most at a time: try again when one has ended."
-                raise ApiError(
-                    429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "10"}
-                )
+                raise too_many(message, seconds=10)
             identifier = secrets.token_hex(8)
             self._receiving.add(identifier)
         try:

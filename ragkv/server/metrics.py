@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ragkv.server.errors import ApiError
+from ragkv.server.errors import ApiError, too_many
 from ragkv.types import Answer
 
 QUEUE = 16
@@ -108,9 +108,7 @@ class ConcurrencyLimiter:
             raise _stopping()
         if self.inside >= self._most:
             message = f"{self.inside} requests are being answered, the most at a time: try again in a second."
-            raise ApiError(
-                429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "1"}
-            )
+            raise too_many(message, seconds=1)
         self.inside += 1
         tracker = RequestTracker(self, name, self._clock())
         self._trackers.add(tracker)

@@ -43,13 +43,13 @@ from ragkv.errors import MissingExtraError, RagkvError, UsageError, install_hint
 from ragkv.index.pack import sealed, unpack
 from ragkv.pipeline import RagKV
 from ragkv.server.app import make_app
-from ragkv.server.errors import ApiError, Json, event
+from ragkv.server.errors import ApiError, Json, event, too_many
 from ragkv.server.jobs import JobManager
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.middleware import Guard
 from ragkv.server.schemas import OWNER, ServedIndexes
 from ragkv.server.settings import Keys, ServerLimits, ServerSettings, reserve
-from ragkv.util.files import make_folder
+from ragkv.util.files import make_folder, user_folder
 from ragkv.util.telemetry import export_spans, request_id
 
 TRIES = 5
@@ -108,8 +108,7 @@ def snapshot(pack: str, digest: str, tiers: tuple[TierConfig, ...] = ()) -> Iter
     A lock on its `ragkv.toml` says that it is in use. What was left by killed processes is deleted when the next one
     comes. UsageError for a pack with another digest.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    base = (base if base.is_absolute() else Path.home() / ".cache") / "ragkv" / "packs"
+    base = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "packs"
     make_folder(base)
     folder = base / f"{digest[:32]}-{hashlib.blake2b(repr(tiers).encode(), digest_size=4).hexdigest()}"
     with _locked(base):
@@ -350,9 +349,7 @@ class Front:
                 if sent:
                     break
                 message = "All replicas answer as many requests as they may: try again in a second."
-                raise ApiError(
-                    429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers={"retry-after": "1"}
-                ) from error
+                raise too_many(message, seconds=1) from error
             except (RayError, RayServeException) as error:
                 if isinstance(error, RayTaskError) and not sent:  # it failed, and is not lost
                     raise

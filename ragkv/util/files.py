@@ -37,6 +37,15 @@ class NotPlainError(OSError):
     """A path is a link, a pipe, a folder or a device instead of a file, or the file is nearly all holes."""
 
 
+def user_folder(variable: str, otherwise: str) -> Path:
+    """The folder of the user that an XDG variable names, else `otherwise` in the home; RuntimeError without a home.
+
+    The XDG specification says to ignore a relative path.
+    """
+    base = Path(os.environ.get(variable, ""))
+    return base if base.is_absolute() else Path.home() / otherwise
+
+
 def require_plain(path: Path) -> bool:
     """Whether there is a file at `path`; `NotPlainError` if it is a link or another kind of file."""
     try:
