@@ -41,8 +41,8 @@ class FolderChanges:
 class _Walk:
     """What a walk found: (times, whether they are settled, digest) by document id; if not, the next walk reads it.
 
-    `changed` has the times of the folders above each changed file. A folder may be moved away and back while its files
-    are ingested: they were missing, or others, and look as before.
+    `changed` says when the folders around each changed file were renamed. A folder may be moved away and back while its
+    files are ingested: they were missing, or others, and look as before.
     """
 
     files: dict[str, tuple[tuple[int, ...], bool, str]] = field(default_factory=dict)
@@ -107,11 +107,12 @@ class FolderWatcher:
                 found.files[source.document_id] = ((), False, "")
                 continue
             times = (at.st_mtime_ns, at.st_ctime_ns, at.st_size, at.st_ino)
-            moved = last.changed.get(source.document_id) not in (None, _above(source.path))
+            before = last.changed.get(source.document_id)
+            moved = before is not None and any(set(self._above(source.path)).difference(before))
             if known is not None and known[:2] == (times, True) and not moved:
                 found.files[source.document_id] = known
                 continue
-            above = _above(source.path)
+            above = self._above(source.path)
             try:
                 digest = source.digest() if at.st_size <= self._largest else str(times)
             except OSError as error:
@@ -207,16 +208,19 @@ class FolderWatcher:
                 )
         return True
 
-
-def _above(path: Path) -> list[int]:
-    """When names in the folders above a file last changed, from its own up to one that is gone."""
-    found = []
-    for folder in path.parents:
-        try:
-            found.append(folder.stat().st_mtime_ns)
-        except OSError:
-            break
-    return found
+    def _above(self, path: Path) -> list[int]:
+        """When the folders around a file, up to the watched one, were renamed; 0 for one that has got or lost a name
+        since."""
+        found = []
+        for folder in path.parents:
+            try:
+                at = folder.stat()
+            except OSError:
+                break
+            found.append(at.st_ctime_ns if at.st_ctime_ns != at.st_mtime_ns else 0)
+            if folder in self._folders:
+                break
+        return found
 
 
 def _inode(folder: Path) -> tuple[int, int] | None:

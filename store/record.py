@@ -652,7 +652,7 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
         raise ValueError(f"the KV holds {kv.tokens} tokens, its identity {identity.tokens}")
     segments: list[RecordSegment] = []
     payloads: list[Buffer] = []
-    buffer = new_buffer(kv.nbytes)
+    buffer = new_buffer(shape.nbytes(kv.tokens))
     start = 0
     for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
         end = start

@@ -490,7 +490,7 @@ class RoundTrip:
         record, back = round_trip(kv if self.change is None else self.change(kv, identity), identity, self.codec)
         self.exact = self.exact and bit_equal(kv, back)
         self.stored_bytes += record.stored_bytes
-        self.raw_bytes += kv.nbytes
+        self.raw_bytes += kv.shape.nbytes(kv.tokens)
         return back
 
 

@@ -25,7 +25,7 @@ from ragkv.index.index import served
 from ragkv.index.search import DocumentView, list_documents
 from ragkv.server.errors import ApiError
 from ragkv.server.streaming import ConversationText
-from ragkv.types import Box, Chunk, KVUse, Source, Timing
+from ragkv.types import Chunk, KVUse, Source, Timing
 from ragkv.util.telemetry import note_span
 
 if TYPE_CHECKING:
@@ -33,11 +33,15 @@ if TYPE_CHECKING:
     from ragkv.types import Document
 
 
-PageBox = Field(
-    None,
-    description="The box around its words on a page that was read by OCR: left, top, right and bottom as fractions of "
-    "the upright page, from its upper left corner.",
-)
+PageBox = Annotated[
+    Sequence[float],
+    Field(
+        min_length=4,
+        max_length=4,
+        description="The box around its words on a page that was read by OCR: left, top, right and bottom as fractions "
+        "of the upright page, from its upper left corner.",
+    ),
+]
 
 
 class ShownChunk(BaseModel):
@@ -51,7 +55,7 @@ class ShownChunk(BaseModel):
     end: int
     page: int | None
     heading: str | None
-    box: Box | None = PageBox
+    box: PageBox | None = None
 
     @classmethod
     def of(cls, chunk: Chunk) -> Self:
@@ -121,7 +125,7 @@ class AnswerSource(BaseModel):
     text: str
     page: int | None
     heading: str | None
-    box: Box | None = PageBox
+    box: PageBox | None = None
     score: float = Field(description="The fused relevance, from 0 to below 1 (PCED Eqs. 4-7).")
     retrieval_score: float
     rerank_score: float | None

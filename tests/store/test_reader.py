@@ -257,6 +257,7 @@ def test_float32_stays_float16_in_memory_until_it_is_taken(tmp_path):
     assert [isinstance(kv.keys, HalfTensors) for kv in found.values()] == [True, False, False]
     assert small.nbytes * 2 == found[scaled].nbytes == small.wide().nbytes
     assert [t.dtype for t in small.tensors] == [torch.float16] * len(small.tensors)
+    assert record.encode_record(small, plain, Half()) == record.encode_record(kvs[plain], plain, Half())
     for change in (lambda kv: kv.head(2), lambda kv: kv.part(1, 3), lambda kv: kv.to(torch.device("cpu"), copy=True)):
         one, other = change(small), change(small.wide())
         assert all(torch.equal(a, b) for a, b in zip(one.keys, other.keys, strict=True))
