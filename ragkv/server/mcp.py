@@ -23,7 +23,6 @@ from ragkv.pipeline import QueryOptions, RagKV
 from ragkv.server.errors import readable_error
 from ragkv.server.local import LocalClient, UnservedError, query_body
 from ragkv.server.schemas import FailFastList, PageBox, ShownChunk
-from ragkv.types import Box
 
 MOST_DOCUMENTS = 1000
 P = ParamSpec("P")
@@ -44,7 +43,7 @@ class FoundPassage(BaseModel):
     text: str
     page: int | None
     heading: str | None
-    box: Box | None = PageBox
+    box: PageBox | None = None
     score: float
 
 
