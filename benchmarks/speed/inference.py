@@ -34,9 +34,11 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
     BenchRow,
+    Lengths,
     OnStep,
     Quick,
     Report,
+    Rounds,
     alternating,
     described,
     machine,
@@ -67,8 +69,8 @@ ENGINES = ("block", "ape", "blend")
 
 
 def measure_ttft(
-    tokens: Annotated[str, typer.Option(help="Context lengths.")] = "512,2048,8192",
-    rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 3,
+    tokens: Lengths = "512,2048,8192",
+    rounds: Rounds = 3,
     model: Annotated[
         str | None, typer.Option(help="Model to measure.", show_default="a random Llama of 100M parameters")
     ] = None,
@@ -146,11 +148,15 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | Non
         Store.create(folder, codec=Half()) as store,
     ):
         identities = fill(store, lm, prefix, chunks)
-        works = {name: partial(_answer, lm, store.get_kv, name, identities, question) for name in ENGINES}
+
+        def answer(get: Callable[[KVIdentity], ChunkKV | None], name: str) -> int:
+            return stream(lm, get, name, identities, question).best()
+
+        works = {name: partial(answer, store.get_kv, name) for name in ENGINES}
         if tier is not None:
             encoding = make_engine("block", {}).encoding or Encoding.STANDALONE
             there = opened.enter_context(_in_tier(tier, store, identities[encoding]))
-            works["block, cold from a tier"] = partial(_answer, lm, there, "block", identities, question)
+            works["block, cold from a tier"] = partial(answer, there, "block")
         times = alternating({"prefill": partial(prefill, lm, prompt), **works}, rounds)
     median = {name: seconds * 1000 for name, seconds in times.items()}
     return [
@@ -222,17 +228,6 @@ def fill(
     return found
 
 
-def _answer(
-    lm: LanguageModel,
-    get: Callable[[KVIdentity], ChunkKV | None],
-    name: str,
-    identities: dict[Encoding, list[KVIdentity]],
-    question: tuple[int, ...],
-) -> int:
-    """Load the KV, read the question, and choose the first token."""
-    return stream(lm, get, name, identities, question).best()
-
-
 def stream(
     lm: LanguageModel,
     get: Callable[[KVIdentity], ChunkKV | None],
@@ -271,7 +266,7 @@ STEPS = 8
 
 
 def measure_decode(
-    tokens: Annotated[str, typer.Option(help="Context lengths.")] = "2048,16384",
+    tokens: Lengths = "2048,16384",
     rounds: Annotated[int, typer.Option(help="Rounds of 8 tokens per length; medians are shown.", min=1)] = 3,
     dtype: AutoDtype = "auto",
     quick: Quick = False,
@@ -422,7 +417,7 @@ def measure_apb(
         ),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Also the slowest of this many ranks, on a processor; 1: no.", min=1)] = 2,
-    rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 1,
+    rounds: Rounds = 1,
     dtype: AutoDtype = "auto",
     quick: Quick = False,
     device: Device = None,

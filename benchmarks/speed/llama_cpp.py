@@ -18,11 +18,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 
 from ragkv.benchmarks.speed.inference import (
     CHUNK_TOKENS,
@@ -37,9 +36,11 @@ from ragkv.benchmarks.speed.inference import (
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
     BenchRow,
+    Lengths,
     OnStep,
     Quick,
     Report,
+    Rounds,
     alternating,
     described,
     machine,
@@ -62,8 +63,8 @@ ANSWER = 256
 
 
 def measure_llama_cpp(
-    tokens: Annotated[str, typer.Option(help="Context lengths.")] = "2048,8192",
-    rounds: Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)] = 3,
+    tokens: Lengths = "2048,8192",
+    rounds: Rounds = 3,
     dtype: AutoDtype = "auto",
     quick: Quick = False,
     on_step: OnStep = unseen,
@@ -100,15 +101,7 @@ def write_gguf(path: Path, lm: LanguageModel, weights: str) -> None:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     file = gguf.GGUFWriter(path, "llama")
-    file.add_context_length(config.max_position_embeddings)
-    file.add_embedding_length(config.hidden_size)
-    file.add_block_count(config.num_hidden_layers)
-    file.add_feed_forward_length(config.intermediate_size)
-    file.add_head_count(config.num_attention_heads)
-    file.add_head_count_kv(config.num_key_value_heads)
-    file.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    file.add_layer_norm_rms_eps(config.rms_norm_eps)
-    file.add_vocab_size(config.vocab_size)
+    add_sizes(file, config)
     file.add_tokenizer_model("no_vocab")
     for name, weight in lm.module.state_dict().items():
         numbers = weight.float().numpy()
@@ -120,6 +113,24 @@ def write_gguf(path: Path, lm: LanguageModel, weights: str) -> None:
             file.add_tensor(to, gguf.quants.quantize(numbers, kind), raw_dtype=kind)
         else:
             file.add_tensor(to, numbers)
+    finish(file)
+
+
+def add_sizes(file: Any, config: Any) -> None:
+    """Add the sizes in a transformers configuration to a GGUF file (`gguf.GGUFWriter`)."""
+    file.add_context_length(config.max_position_embeddings)
+    file.add_embedding_length(config.hidden_size)
+    file.add_block_count(config.num_hidden_layers)
+    file.add_feed_forward_length(config.intermediate_size)
+    file.add_head_count(config.num_attention_heads)
+    file.add_head_count_kv(config.num_key_value_heads)
+    file.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    file.add_layer_norm_rms_eps(config.rms_norm_eps)
+    file.add_vocab_size(config.vocab_size)
+
+
+def finish(file: Any) -> None:
+    """Write a GGUF file with all that was added to it, and close it."""
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 OnStep = Callable[[str], None]
 """Is given a line about each step of a benchmark."""
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at most a minute on two cores.")]
+Lengths = Annotated[str, typer.Option(help="Context lengths.")]
+Rounds = Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)]
 AutoDtype = Annotated[
     str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16, float16 or int8.")
 ]

@@ -608,9 +608,9 @@ class Int8Linear(nn.Module):
 
 
 def int8_weights(model: LanguageModel) -> None:
-    """Round the weights of the linear layers of a checked model to int8, in place: half the time of a decode step.
+    """Round the linear layers' weights of a checked model to int8, in place: `Int8Linear`, for sooner decode steps.
 
-    `UnsupportedModelError` if it runs on a device, on a processor that FBGEMM does not know, or reads its weights by
+    `UnsupportedModelError` if it runs on a device, on a processor without a kernel for them, or reads its weights by
     itself; `ragkv doctor` says what the rounding changes.
     """
     name = model.checkpoint.name

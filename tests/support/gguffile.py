@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ragkv.benchmarks.speed.llama_cpp import add_sizes, finish
 from ragkv.model.language_model import LanguageModel
 
 NAMES = {
@@ -29,15 +30,7 @@ def write(path: Path, model: LanguageModel, *, packed: bool, pre: str = "qwen2")
 
     config = model.config
     file = gguf.GGUFWriter(path, "qwen2")
-    file.add_context_length(config.max_position_embeddings)
-    file.add_embedding_length(config.hidden_size)
-    file.add_block_count(config.num_hidden_layers)
-    file.add_feed_forward_length(config.intermediate_size)
-    file.add_head_count(config.num_attention_heads)
-    file.add_head_count_kv(config.num_key_value_heads)
-    file.add_rope_freq_base(10000.0)
-    file.add_layer_norm_rms_eps(config.rms_norm_eps)
-    file.add_vocab_size(config.vocab_size)
+    add_sizes(file, config)
     _write_vocabulary(file, model.tokens._tokenizer, config.vocab_size, pre)
     for name, weight in model.module.state_dict().items():
         module, _, kind = name.rpartition(".")
@@ -52,10 +45,7 @@ def write(path: Path, model: LanguageModel, *, packed: bool, pre: str = "qwen2")
             file.add_tensor(to, gguf.quants.quantize(numbers, q8), raw_dtype=q8)
         else:
             file.add_tensor(to, numbers)
-    file.write_header_to_file()
-    file.write_kv_data_to_file()
-    file.write_tensors_to_file()
-    file.close()
+    finish(file)
 
 
 def _write_vocabulary(file: Any, tokenizer: Any, size: int, pre: str) -> None:
