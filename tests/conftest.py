@@ -16,6 +16,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: a
 
 import pytest
 import torch
+from clichild import one_thread
 from hypothesis import HealthCheck, settings
 from nightly import NIGHTLY
 
@@ -52,7 +53,7 @@ settings.register_profile(
 )
 settings.load_profile("ragkv")
 
-torch.set_num_threads(1)  # tiny tensors: a second thread only waits, and badly so beside other processes
+one_thread()  # tiny tensors: a second thread only waits, and badly so beside other processes
 
 VOCABULARY = 320
 LAYERS = 5  # enough for every layer type to occur: SmolLM3 drops RoPE in each fourth; Gemma 3 is global in each sixth

@@ -231,6 +231,7 @@ with Store.create(sys.argv[1]) as store:
     with record._lock:  # as another thread of the parent would
         child = os.fork()
     if not child:
+        torch.set_num_threads(1)  # before two threads use what the fork has of torch's pool
         with Store.open(sys.argv[1]) as again:
             os._exit(0 if torch.equal(again.get_kv(of).keys[0], kv.keys[0]) else 1)
     print(os.waitpid(child, 0)[1])

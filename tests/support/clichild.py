@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-__all__ = ["CliChild", "forkserver", "run_script"]
+__all__ = ["CliChild", "forkserver", "one_thread", "run_script"]
 
 PROGRAM = "from ragkv.cli.main import main; main()"
 HEAVY = (
@@ -110,6 +110,18 @@ def run_script(name: str, *words, stdin: str = "") -> str:
     return out
 
 
+def one_thread() -> None:
+    """torch computes with one thread here and in forks of this process.
+
+    A fork replaces torch's pool at its first use; two threads that use it first, at once, would see none
+    ("pool INTERNAL ASSERT FAILED"), so the fork does it before it has a second thread.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+
+
 def _file(connection, mode):
     """The end of a pipe as a file of its own."""
     with connection:
@@ -120,8 +132,6 @@ def _run(program, words, variables, into, out, err):
     os.environ.clear()
     os.environ.update(variables)  # those of this test, not of the one that had the first process
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has all of its children ignore
-    import torch
-
     os.dup2(into.fileno(), 0)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
@@ -131,5 +141,5 @@ def _run(program, words, variables, into, out, err):
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.argv = ["ragkv", *words]
     gc.freeze()  # or each collection would copy the pages of all that was there before
-    torch.set_num_threads(1)
+    one_thread()
     exec(program, {"__name__": "__main__"})
