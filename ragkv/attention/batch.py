@@ -395,20 +395,21 @@ class DecodeBatch:
         if self._ends is None:
             takes = [int(length > 0) for length in self._lengths]  # a slot between them takes no token
             starts = [self._block.capacity] * self._height
-            self._ends = tuple(varlen.bounds(lengths, self._device) for lengths in (takes, starts, self._lengths))
-        taken, starts_at, ends = self._ends
+            taken, starts_at = (varlen.bounds(lengths, self._device) for lengths in (takes, starts))
+            self._ends = taken, starts_at, varlen.bounds(self._lengths, self._device).diff()
+        *ends, used = self._ends
         held = self._block.keys[call.layer], self._block.values[call.layer]
         keys, values = (t[: self._height].transpose(1, 2).flatten(0, 1) for t in held)
         out, lse = varlen.packed(
             queries,
             keys,
             values,
-            (taken, starts_at),
+            (ends[0], ends[1]),
             (1, longest),
             scale=call.scale,
             causal=True,
             window=call.window,
-            used=ends.diff(),
+            used=used,
         )
         return PartialAttention(out.transpose(0, 1)[None], lse[None])
 

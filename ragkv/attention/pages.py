@@ -25,9 +25,9 @@ from ragkv.attention.kv import ChunkKV, Pages, Place
 from ragkv.attention.partial import LayerCall, PartialAttention
 from ragkv.attention.rope import QueryRotation
 
-PAGE = 256
-"""Tokens of a page, which FlashAttention wants to be a multiple of 256."""
-BLOCK = 64
+PAGE = 16
+"""Tokens of a page."""
+BLOCK = 1024
 """Pages of a block, unless a chunk needs more."""
 
 
@@ -145,18 +145,16 @@ class PagedReads:
                 for read in reads
             ]
         )
-        width = max(read.pages.count for read in reads)
-        table = [[*range(p.first, p.first + p.count), *[0] * (width - p.count)] for p in (read.pages for read in reads)]
-        keys = [read.keys for read in reads]
-        self._table = torch.tensor(table, dtype=torch.int32).to(device, non_blocking=True)
-        self._used = torch.tensor(keys, dtype=torch.int32).to(device, non_blocking=True)
-        self._ends = varlen.bounds(self._counts, device), varlen.bounds(keys, device)
+        starts = [PAGE * read.pages.first for read in reads]
+        keys = torch.tensor([[*starts, 0], [*(read.keys for read in reads), 0]], dtype=torch.int32)
+        starts_at, used = keys.to(device, non_blocking=True)
+        self._ends, self._used = (varlen.bounds(self._counts, device), starts_at), used[:-1]
 
     def attend(self, call: LayerCall, rotation: QueryRotation | None) -> list[tuple[slice | Tensor, PartialAttention]]:
         """The partial attention of each read with its tokens; merged to one where the same tokens see all chunks."""
         query = call.query[:, :, self._index] if rotation is None else rotation.by(self._rows, self._index)
-        keys, values = self._block.keys[call.layer], self._block.values[call.layer]
-        kv_heads, group = keys.shape[2], query.shape[1] // keys.shape[2]
+        keys, values = (held[call.layer].flatten(0, 1) for held in (self._block.keys, self._block.values))
+        kv_heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
         # all keys are visible, so the query heads of a group are queries of one head
         folded = query[0].reshape(kv_heads, group, -1, query.shape[3]).permute(2, 1, 0, 3).flatten(0, 1)
         most, keys_most = self._most
@@ -168,7 +166,6 @@ class PagedReads:
             (most * group, keys_most),
             scale=call.scale / self._temperature,
             used=self._used,
-            table=self._table,
         )
         out = out.reshape(-1, group, kv_heads, out.shape[-1]).permute(2, 1, 0, 3).flatten(0, 1)[None]
         lse = lse.reshape(kv_heads, -1, group).transpose(1, 2).flatten(0, 1)[None]

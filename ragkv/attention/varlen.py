@@ -1,8 +1,9 @@
 """Attention on a GPU by torch's kernel for packed sequences: grouped heads read in place, a logsumexp, windows.
 
-`torch.nn.attention.varlen` calls FlashAttention with sequences of any lengths in one launch. A sequence here is a set
-of queries with the keys that they see: the new tokens of one stream, or one chunk and the tokens that read it. It takes
-half types and heads of at most 256 numbers, and has no softcap; `takes` says whether a call is for it.
+The operator behind `torch.nn.attention.varlen` calls FlashAttention with sequences of any lengths in one launch. A
+sequence here is a set of queries with the keys that they see: the new tokens of one stream, or one chunk and the tokens
+that read it. It takes half types and heads of at most 256 numbers, and has no softcap; `takes` says whether a call is
+for it. It is called itself, because what torch puts before it takes less, and differs from version to version.
 
 It has never run on a GPU. Its tests (`tests/support/packedkernel.py`) give the operator a plain kernel with the shapes
 and the rules that FlashAttention's has (torch's `flash_api.cpp`).
@@ -52,35 +53,33 @@ def packed(
     causal: bool = False,
     window: int | None = None,
     used: Tensor | None = None,
-    table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One launch over packed sequences: output `(tokens, q_heads, head_dim)` and logsumexp `(q_heads, tokens)` in fp32.
 
-    `query` `(tokens, q_heads, head_dim)`; `key` and `value` `(keys, kv_heads, head_dim)`, or with `table` the pages
-    `(pages, page, kv_heads, head_dim)`, of which sequence i has those in row i. Any strides but the last. `ends` are
-    the `bounds` of queries and keys, `most` the longest of each. `used` `(sequences,)` is how many keys count, if not
-    all. `causal`: the queries are the last of their keys; `window` is then how many keys each sees. Every query must
-    see a key.
+    `query` `(tokens, q_heads, head_dim)`; `key` and `value` `(keys, kv_heads, head_dim)`, any strides but the last.
+    `ends` are the `bounds` of queries and keys, `most` the longest of each. With `used`, int32 `(sequences,)`, those of
+    the keys only say where each sequence begins, in any order, and `used` how many keys it has. `causal`: the queries
+    are the last of their keys; `window` is then how many keys each sees. Every query must see a key.
     """
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    right = 0 if causal else -1
-    out, lse = varlen_attn(
+    if most[0] == 1 and window is None and len(query) == len(ends[0]) - 1:
+        causal = (
+            False  # one query sees all keys: so the kernel takes the heads of a group together, and splits the keys
+        )
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
         *ends,
         *most,
-        return_aux=AuxRequest(lse=True),
+        0.0,  # dropout
+        causal,
+        False,  # return_debug_mask
         scale=scale,
-        window_size=(-1 if window is None else window - 1, right),
-        enable_gqa=True,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=0 if causal else None,
         seqused_k=used,
-        block_table=table,
     )
-    tokens, q_heads = query.shape[:2]
-    # documented as (tokens, heads), but the kernel gives (heads, tokens); the self-check on load sees a wrong one
-    return out, lse if lse.shape == (q_heads, tokens) else lse.T
+    return out, lse
 
 
 def kernel(

@@ -175,7 +175,7 @@ def test_a_question_reads_all_chunks_of_a_layer_in_one_launch(make_model, kernel
     pool, packed = PagePool(CPU, 1 << 30), varlen.packed
 
     def counted(*given, **more):
-        launches.append(more.get("table") is not None)
+        launches.append(more.get("used") is not None)
         return packed(*given, **more)
 
     monkeypatch.setattr(varlen, "packed", counted)
