@@ -231,14 +231,14 @@ def byte_tokenizer() -> Any:
 
 
 @functools.cache
-def language_model(family: str, dtype: str = "float32") -> Any:
+def language_model(family: str, dtype: str = "float32", device: str = "cpu") -> Any:
     """`LanguageModel` over `random_model`, after the load-time self-check."""
     from ragkv.model.checkpoint import Checkpoint
     from ragkv.model.language_model import LanguageModel
     from ragkv.model.self_check import check_model
 
     checkpoint = Checkpoint(name=family, location=family, local=True)
-    model = LanguageModel(random_model(family, dtype), byte_tokenizer(), checkpoint)
+    model = LanguageModel(random_model(family, dtype).to(device), byte_tokenizer(), checkpoint)
     check_model(model)
     return model
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import secrets
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ import torch
 import typer
 
 from ragkv.attention.kv import ChunkKV
+from ragkv.attention.pages import PagePool
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
     BenchRow,
@@ -341,7 +343,8 @@ def random_request(
     question: int = QUESTION_TOKENS,
     prefix: int = PREFIX_TOKENS,
 ) -> Request:
-    """A question over `length` tokens in chunks whose KV is random: its values cost nothing."""
+    """A question over `length` tokens in chunks whose KV is random, and lies where an index would keep it in memory."""
+    pages = PagePool(lm.place, sys.maxsize)
     generator = torch.Generator(lm.device).manual_seed(length + (seed << 32))
     shape = (lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads)
 
@@ -355,7 +358,7 @@ def random_request(
             made = (torch.randn(sizes, generator=generator, device=lm.device) for _ in range(lm.layers))
             return tuple(t.to(lm.dtype) for t in made)
 
-        return ChunkKV(keys=tensors(), values=tensors())
+        return pages.hold(ChunkKV(keys=tensors(), values=tensors()))
 
     chunks = [min(chunk, length - at) for at in range(0, length, chunk)]
     return Request(
