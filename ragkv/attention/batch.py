@@ -122,6 +122,11 @@ class BatchPlan:
             self._reads[window] = tuple(read for read in found if read is not None)
         return self._reads[window]
 
+    @property
+    def windowed(self) -> bool:
+        """Whether a layer with a sliding window has read chunks."""
+        return any(found for window, found in self._reads.items() if window is not None)
+
     def spread(self, window: int | None) -> tuple[tuple[int, Tokens], ...]:
         """The groups that read chunks held by single ranks, and the tokens that see them. The same on all ranks."""
         if window not in self._spread:
@@ -346,12 +351,22 @@ def prefill_batches(
 
 
 class DecodeBatch:
-    """Sequences that take a single token each and keep their KV in one arena block."""
+    """Sequences that take a single token each and keep their KV in one arena block.
+
+    `fixed`: it is attended to again for later tokens, after `advance`; then `packed` says whether it can be.
+    """
 
     def __init__(
-        self, block: ArenaBlock, spans: Sequence[SequenceSlice], slots: Sequence[int], device: torch.device
+        self,
+        block: ArenaBlock,
+        spans: Sequence[SequenceSlice],
+        slots: Sequence[int],
+        device: torch.device,
+        *,
+        fixed: bool = False,
     ) -> None:
-        self._block = block
+        self._block, self._fixed = block, fixed
+        self.packed = False
         order = sorted(range(len(slots)), key=lambda i: slots[i])
         at = [spans[i].at for i in order]
         result = torch.tensor([[slots[i] for i in order], [spans[i].sequence.cache.length for i in order], at])
@@ -379,7 +394,7 @@ class DecodeBatch:
         longest = max(self._lengths)
         keys, values = (t[call.layer][: self._height, :, :longest] for t in (block.keys, block.values))
         if varlen.takes(queries, keys, values, softcap=call.softcap):
-            return self._packed(call, queries, longest)
+            return self._packed(call, queries, block.capacity if self._fixed else longest)
         if not self._whole:  # slots between them that take no token are computed too, and dropped
             spread = queries.new_zeros((self._height, *queries.shape[1:]))
             spread[self._slots] = queries
@@ -397,6 +412,7 @@ class DecodeBatch:
             starts = [self._block.capacity] * self._height
             taken, starts_at = (varlen.bounds(lengths, self._device) for lengths in (takes, starts))
             self._ends = taken, starts_at, varlen.bounds(self._lengths, self._device).diff()
+            self.packed = True
         *ends, used = self._ends
         held = self._block.keys[call.layer], self._block.values[call.layer]
         keys, values = (t[: self._height].transpose(1, 2).flatten(0, 1) for t in held)
@@ -412,6 +428,12 @@ class DecodeBatch:
             used=used,
         )
         return PartialAttention(out.transpose(0, 1)[None], lse[None])
+
+    def advance(self) -> None:
+        """The tokens that were attended to count, and each sequence takes another one."""
+        assert self._ends is not None
+        self._places.add_(1)
+        self._ends[2].add_(self._ends[0].diff())
 
     def _mask(self, window: int | None) -> Tensor | None:
         """`(slots, 1, m)`, True where a slot's single token sees; None when all see all."""
@@ -430,20 +452,21 @@ class DecodeBatch:
 
 
 def decode_batches(
-    spans: Sequence[SequenceSlice], device: torch.device
+    spans: Sequence[SequenceSlice], device: torch.device, *, fixed: bool = False
 ) -> tuple[list[DecodeBatch], list[SequenceSlice]]:
-    """The slices that are read together, and the other ones."""
+    """The slices that are read together, and the other ones; all of them by `fixed` batches, if these are asked for."""
     found: dict[int, list[tuple[SequenceSlice, ArenaBlock, int]]] = {}
     for span in spans:
         cache = span.sequence.cache
-        if span.n == 1 and isinstance(cache, ArenaKVCache) and cache.block and cache.length < cache.block.capacity:
-            found.setdefault(id(cache.block), []).append((span, cache.block, cache.slot))
+        place = cache.lies_in() if fixed or isinstance(cache, ArenaKVCache) else None
+        if span.n == 1 and place and cache.length < place[0].capacity:
+            found.setdefault(id(place[0].keys), []).append((span, *place))
     batches = []
     together: set[int] = set()
     for uses in found.values():
         slots = [slot for _, _, slot in uses]
-        if len(uses) > 1 and 2 * len(uses) > max(slots):  # else most of what is read would be unused
-            batches.append(DecodeBatch(uses[0][1], [span for span, _, _ in uses], slots, device))
+        if fixed or (len(uses) > 1 and 2 * len(uses) > max(slots)):  # else most of what is read would be unused
+            batches.append(DecodeBatch(uses[0][1], [span for span, _, _ in uses], slots, device, fixed=fixed))
             together.update(span.at for span, _, _ in uses)
     return batches, [span for span in spans if span.at not in together]
 
@@ -456,7 +479,8 @@ class Step:
     """The new tokens of some sequences, each sequence at most once, and the attention of a forward pass over them.
 
     `counts[i]` tokens belong to `sequences[i]`. The sequences' own KV grows by them, but the tokens only count after
-    `commit`. With `last`, the number of the last layer that has keys of its own, the pass computes keys and values
+    `commit`. After `advance` a `fixed` step, of sequences that take one token each, is that of their next tokens, if it
+    `repeats`. With `last`, the number of the last layer that has keys of its own, the pass computes keys and values
     alone: that layer raises `KVComplete` as soon as it has them. So does that layer for sequences that are all wanted
     `until` one. `shared` maps each layer that reads another layer's keys to that layer. With `ranks`, all ranks take
     the same step, and each reads the chunks that it holds.
@@ -472,6 +496,7 @@ class Step:
         last: int | None = None,
         shared: Mapping[int, int] | None = None,
         ranks: Ranks | None = None,
+        fixed: bool = False,
     ) -> None:
         ends = list(itertools.accumulate(counts))
         self.spans = [
@@ -482,7 +507,8 @@ class Step:
         self._shared = shared or {}
         self._rotary = rotary
         self._ranks = ranks
-        self._plans = {device: _DevicePlan(self.spans, rotary, device)}
+        self._fixed = fixed
+        self._plans = {device: _DevicePlan(self.spans, rotary, device, fixed=fixed)}
 
     @property
     def positions(self) -> list[int]:
@@ -500,6 +526,16 @@ class Step:
             span.sequence.cache.commit(span.n)
             span.sequence.cache.shared = self._shared
             span.sequence.position += span.n
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the same kernels compute the next tokens; known once all layers were attended to."""
+        return len(self._plans) == 1 and all(plan.repeats for plan in self._plans.values())
+
+    def advance(self) -> None:
+        """The new tokens are now the ones after those that were `commit`ted; on the device, and nowhere else."""
+        for plan in self._plans.values():
+            plan.advance()
 
     def attend(self, call: LayerCall) -> Tensor:
         """One layer's attention of the new tokens over their contexts and their own tokens.
@@ -551,21 +587,31 @@ class Step:
     def _plan_on(self, device: torch.device) -> _DevicePlan:
         """The plan of the layers on this device; it is made when the first of them needs it."""
         if device not in self._plans:
-            self._plans[device] = _DevicePlan(self.spans, self._rotary, device)
+            self._plans[device] = _DevicePlan(self.spans, self._rotary, device, fixed=self._fixed)
         return self._plans[device]
 
 
 class _DevicePlan:
     """A step on one device: its planned reads, its rotated queries and its masks."""
 
-    def __init__(self, spans: Sequence[SequenceSlice], rotary: Rotary, device: torch.device) -> None:
+    def __init__(self, spans: Sequence[SequenceSlice], rotary: Rotary, device: torch.device, *, fixed: bool) -> None:
         self.plan = BatchPlan(spans, device)
         self.rotations = QueryRotations(rotary, self.plan.offsets, device)
-        self._decode, self._alone = decode_batches(spans, device)
+        self._decode, self._alone = decode_batches(spans, device, fixed=fixed)
         self._device = device
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._prefill: dict[int | None, tuple[list[PrefillBatch], list[SequenceSlice]]] = {}
         self._packs: dict[int | None, tuple[list[PagedReads], list[ChunkRead]]] = {}
+
+    @property
+    def repeats(self) -> bool:
+        """As the `Step`'s: windows move over chunks, and masks are made for one length."""
+        return not self._alone and all(batch.packed for batch in self._decode) and not self.plan.windowed
+
+    def advance(self) -> None:
+        """As the `Step`'s."""
+        for batch in self._decode:
+            batch.advance()
 
     def packs(self, call: LayerCall) -> tuple[list[PagedReads], Sequence[ChunkRead]]:
         """The layer's reads that are one launch each, and the others. Those of a packed launch lie in one block."""

@@ -127,39 +127,40 @@ class PagedReads:
 
     def __init__(self, reads: Sequence[PagedRead], temperature: float, group: int, device: torch.device) -> None:
         self.group = group
-        self._tokens = [read.tokens for read in reads]
-        first = self._tokens[0]
-        self._alike = isinstance(first, slice) and all(isinstance(t, slice) and t == first for t in self._tokens)
         self._block, self._temperature = reads[0].pages.block, temperature
-        self._counts = [read.count for read in reads]
-        self._most = max(self._counts), max(read.keys for read in reads)
-        self._index = torch.cat(
-            [
-                torch.arange(t.start, t.stop, device=device) if isinstance(t, slice) else t
-                for t in (read.tokens for read in reads)
-            ]
-        )
-        self._rows = torch.cat(
-            [
-                torch.full((read.count,), read.row, device=device) if isinstance(read.row, int) else read.row
-                for read in reads
-            ]
-        )
-        starts = [PAGE * read.pages.first for read in reads]
-        keys = torch.tensor([[*starts, 0], [*(read.keys for read in reads), 0]], dtype=torch.int32)
+        first = reads[0].tokens
+        self._seen: slice | None = None
+        """The tokens that see all the chunks, whose partial attentions are merged here."""
+        if isinstance(first, slice) and all(isinstance(r.tokens, slice) and r.tokens == first for r in reads):
+            self._seen, rounds = first, [list(reads)]
+        else:
+            rounds = _rounds(reads)
+        ordered = [read for each in rounds for read in each]
+        counts = [read.count for read in ordered]
+        self._counts = [sum(read.count for read in each) for each in rounds]
+        self._most = max(counts), max(read.keys for read in ordered)
+        each = [
+            torch.arange(r.tokens.start, r.tokens.stop) if isinstance(r.tokens, slice) else r.tokens for r in ordered
+        ]
+        rows = [torch.full((r.count,), r.row) if isinstance(r.row, int) else r.row for r in ordered]
+        self._index, self._rows = _there(each, device), _there(rows, device)
+        self._tokens = torch.split(self._index, self._counts)
+        starts = [PAGE * read.pages.first for read in ordered]
+        keys = torch.tensor([[*starts, 0], [*(read.keys for read in ordered), 0]], dtype=torch.int32)
         starts_at, used = keys.to(device, non_blocking=True)
-        self._ends, self._used = (varlen.bounds(self._counts, device), starts_at), used[:-1]
+        self._ends, self._used = (varlen.bounds(counts, device), starts_at), used[:-1]
+        self._chunks = len(ordered)
 
     def attend(self, call: LayerCall, rotation: QueryRotation | None) -> list[tuple[slice | Tensor, PartialAttention]]:
-        """The partial attention of each read with its tokens; merged to one where the same tokens see all chunks."""
-        query = call.query[:, :, self._index] if rotation is None else rotation.by(self._rows, self._index)
+        """The partial attention of each round of reads with its tokens; merged to one where the same tokens see all
+        chunks.
+        """
         keys, values = (held[call.layer].flatten(0, 1) for held in (self._block.keys, self._block.values))
-        kv_heads, group = keys.shape[1], query.shape[1] // keys.shape[1]
-        # all keys are visible, so the query heads of a group are queries of one head
-        folded = query[0].reshape(kv_heads, group, -1, query.shape[3]).permute(2, 1, 0, 3).flatten(0, 1)
+        heads, kv_heads, width = call.query.shape[1], keys.shape[1], call.query.shape[3]
+        group = heads // kv_heads
         most, keys_most = self._most
         out, lse = varlen.packed(
-            folded,
+            self._queries(call, rotation, kv_heads),
             keys,
             values,
             (self._ends[0] * group, self._ends[1]),
@@ -167,13 +168,59 @@ class PagedReads:
             scale=call.scale / self._temperature,
             used=self._used,
         )
-        out = out.reshape(-1, group, kv_heads, out.shape[-1]).permute(2, 1, 0, 3).flatten(0, 1)[None]
-        lse = lse.reshape(kv_heads, -1, group).transpose(1, 2).flatten(0, 1)[None]
-        if not self._alike:
-            each = zip(torch.split(out, self._counts, 2), torch.split(lse, self._counts, 2), strict=True)
-            return list(zip(self._tokens, itertools.starmap(PartialAttention, each), strict=True))
-        shape = (1, lse.shape[1], len(self._counts), self._counts[0])
-        out, lse = out.reshape(*shape, -1), lse.reshape(shape)  # every query sees keys, so its lse is finite
-        total = lse.logsumexp(2)
-        merged = (out.float() * torch.exp(lse - total[:, :, None])[..., None]).sum(2)
-        return [(self._tokens[0], PartialAttention(merged, total))]
+        if self._seen is None:
+            out = out.reshape(-1, group, kv_heads, width).permute(2, 1, 0, 3).flatten(0, 1)[None]
+            lse = lse.reshape(kv_heads, -1, group).transpose(1, 2).flatten(0, 1)[None]
+            parts = zip(torch.split(out, self._counts, 2), torch.split(lse, self._counts, 2), strict=True)
+            return list(zip(self._tokens, itertools.starmap(PartialAttention, parts), strict=True))
+        lse = lse.reshape(kv_heads, self._chunks, -1, group)  # every query sees keys, so it is finite
+        total = lse.logsumexp(1)
+        shares = torch.exp(lse - total[:, None]).permute(1, 2, 3, 0)  # (chunks, n, group, kv_heads)
+        merged = (out.reshape(*shares.shape, width) * shares[..., None]).sum(0)  # fp32
+        one = PartialAttention(
+            merged.permute(2, 1, 0, 3).flatten(0, 1)[None], total.transpose(1, 2).flatten(0, 1)[None]
+        )
+        return [(self._seen, one)]
+
+    def _queries(self, call: LayerCall, rotation: QueryRotation | None, kv_heads: int) -> Tensor:
+        """`(queries · group, kv_heads, head_dim)`: all keys are visible, so the heads of a group are queries of one."""
+
+        def folded(states: Tensor) -> Tensor:
+            grouped = states[0].reshape(kv_heads, -1, states.shape[2], states.shape[3])
+            return grouped.permute(2, 1, 0, 3)  # (n, group, kv_heads, head_dim)
+
+        if self._seen is None:
+            query = call.query[:, :, self._index] if rotation is None else rotation.by(self._rows, self._index)
+            return folded(query).flatten(0, 1)
+        if rotation is None:
+            query = folded(call.query[:, :, self._seen])
+            return query.expand(self._chunks, *query.shape).flatten(0, 2)
+        wide, quarter = (folded(t[:, :, self._seen]).contiguous() for t in (rotation.wide, rotation.quarter))
+        count = self._counts[0] // self._chunks
+        cos, sin = (t[self._rows[::count]][:, None, None, None] for t in (rotation.cos, rotation.sin))
+        return (wide * cos).addcmul_(quarter, sin).to(rotation.dtype).flatten(0, 2)
+
+
+def _rounds(reads: Sequence[PagedRead]) -> list[list[PagedRead]]:
+    """The reads in rounds that have each token once at most, so that a round is merged as one."""
+    rounds: list[tuple[set[int] | None, list[PagedRead]]] = []
+    for read in reads:
+        if not isinstance(read.tokens, slice):  # where its tokens are is known on the device alone
+            rounds.append((None, [read]))
+            continue
+        tokens = set(range(read.tokens.start, read.tokens.stop))
+        for taken, found in rounds:
+            if taken is not None and taken.isdisjoint(tokens):
+                taken |= tokens
+                found.append(read)
+                break
+        else:
+            rounds.append((tokens, [read]))
+    return [found for _, found in rounds]
+
+
+def _there(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """One tensor on the device; what was made on the processor travels in one copy."""
+    if all(part.device.type == "cpu" for part in parts):
+        return torch.cat(list(parts)).to(device, non_blocking=True)
+    return torch.cat([part.to(device, non_blocking=True) for part in parts])

@@ -97,7 +97,8 @@ def partial_attention(
         empty = query.new_zeros((batch, q_heads, n, value.shape[-1]))
         return PartialAttention(empty, query.new_full((batch, q_heads, n), -torch.inf, dtype=torch.float32))
     shared = key.shape[0] != batch
-    gains = q_heads != kv_heads and (n < _ROWS or query.device.type != "cpu")
+    there = not reference and varlen.takes(query, key, value, softcap=softcap)
+    gains = q_heads != kv_heads and (n < _ROWS or query.device.type != "cpu") and not (there and n == 1)
     fold = mask is None and (shared or gains)
     if fold:
         query = _fold(query, kv_heads, shared=shared)

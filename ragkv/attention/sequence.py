@@ -63,6 +63,14 @@ class KVCache:
         cache.length = sum(segment.kv.tokens for segment in segments)
         return cache
 
+    def lies_in(self) -> tuple[ArenaBlock, int] | None:
+        """The block that it lies in, and its slot there; its own memory is a block of one. None before it has any."""
+        if not self._keys:
+            return None
+        block = ArenaBlock(1, next(iter(self._keys.values())).shape[2])
+        block.keys, block.values = self._keys, self._values
+        return block, 0
+
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write `(1, kv_heads, n, head_dim)` of `layer` after the tokens held; returns views of these and the new ones.
 
@@ -272,6 +280,9 @@ class ArenaKVCache(KVCache):
         keys[:, :, self.length : end] = key
         values[:, :, self.length : end] = value
         return keys[:, :, :end], values[:, :, :end]
+
+    def lies_in(self) -> tuple[ArenaBlock, int] | None:
+        return super().lies_in() if self.block is None else (self.block, self.slot)
 
     def layers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         if self.block is None:
@@ -524,7 +535,7 @@ def worth_joining(group: ChunkGroup, *, windowed: bool) -> bool:
 def join(segments: Sequence[PlacedChunk], rotary: Rotary) -> ChunkKV:
     """A copy of the chunks as one KV, in the order given, every key rotated to its position in the prompt.
 
-    Keys are rotated in fp32, a chunk at a time (which fits the processor's cache), then rounded once to the stored
+    Keys are rotated in fp32, on a processor a chunk at a time (which fits its cache), then rounded once to the stored
     dtype.
     """
     keys, values = _joined(segments, rotary)
@@ -535,6 +546,8 @@ def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> t
     """`join` as keys and values of every layer, `(kv_heads, tokens + room, head_dim)`; the room is not initialised."""
     tokens = sum(segment.kv.tokens for segment in segments) + room
     first = segments[0].kv
+    if stored(first.keys)[0].device.type != "cpu":
+        return _joined_by_layer(segments, rotary, tokens)
     moves = _Moves(rotary, [segment.offset for segment in segments])
     keys, values = [], []
     for layer, kind in enumerate(rotary.kinds):
@@ -554,30 +567,51 @@ def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> t
     return keys, values
 
 
-class _Moves:
-    """Writes keys rotated by some offsets, in fp32, rounded once.
+def _joined_by_layer(
+    segments: Sequence[PlacedChunk], rotary: Rotary, capacity: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """`_joined` on a device, with memory for `capacity` tokens: some launches a layer, not some for each chunk."""
+    offsets = torch.tensor([[segment.offset for segment in segments for _ in range(segment.kv.tokens)]])
+    tokens, moved = offsets.shape[1], bool(offsets.any())
+    angles: dict[tuple[str, torch.device], Angles] = {}
+    keys, values = list[Tensor](), list[Tensor]()
+    for layer, kind in enumerate(rotary.kinds):
+        key, value = (
+            torch.cat([stored(held)[layer] for held in each], 1)
+            for each in ([segment.kv.keys for segment in segments], [segment.kv.values for segment in segments])
+        )
+        if kind is not None and moved and key.numel():
+            if (kind, key.device) not in angles:  # layers may lie on several devices
+                angles[kind, key.device] = rotary.angles(offsets.to(key.device, non_blocking=True), kind)
+            key = rotary.apply(key[None].float(), *angles[kind, key.device])[0]
+        for made, found in ((keys, key), (values, value)):
+            made.append(_empty_like(found, capacity, segments[0].kv.dtype))
+            made[-1][:, :tokens] = found
+    return keys, values
 
-    On a processor it needs no memory but the result's and that of one chunk in fp32: getting new memory for the model's
-    own function would take longer than its arithmetic.
+
+class _Moves:
+    """Writes keys rotated by some offsets, in fp32, rounded once, on a processor.
+
+    It needs no memory but the result's and that of one chunk in fp32: getting new memory for the model's own function
+    would take longer than its arithmetic.
     """
 
     def __init__(self, rotary: Rotary, offsets: Sequence[int]) -> None:
         self._rotary, self._offsets = rotary, torch.tensor(offsets)
-        self._angles: dict[tuple[str, torch.device], Angles] = {}
+        self._angles: dict[str, Angles] = {}
         self._mixed: dict[tuple[str, int], tuple[tuple[slice, slice] | None, Tensor, Tensor]] = {}
         self._wide = torch.empty(0)
 
     def write(self, out: Tensor, held: Tensor, index: int, kind: str) -> None:
         """`out` = R(offset `index`)·`held`, `(kv_heads, tokens, head_dim)` each."""
-        if held.device.type == "cpu":
-            halves, cos, sin = self._mixing(kind, held.shape[-1])
-            if halves is not None:
-                self._mix(out, held, halves, cos[index], sin[index])
-                return
-        if (kind, held.device) not in self._angles:  # layers may lie on several devices
-            offsets = self._offsets[:, None].to(held.device, non_blocking=True)
-            self._angles[kind, held.device] = self._rotary.angles(offsets, kind)  # (chunks, 1, dim) each
-        cos, sin = (a[index : index + 1] for a in self._angles[kind, held.device])
+        halves, cos, sin = self._mixing(kind, held.shape[-1])
+        if halves is not None:
+            self._mix(out, held, halves, cos[index], sin[index])
+            return
+        if kind not in self._angles:
+            self._angles[kind] = self._rotary.angles(self._offsets[:, None], kind)  # (chunks, 1, dim) each
+        cos, sin = (a[index : index + 1] for a in self._angles[kind])
         out[:] = self._rotary.apply(held[None].float(), cos, sin)[0]
 
     def _mixing(self, kind: str, head_dim: int) -> tuple[tuple[slice, slice] | None, Tensor, Tensor]:

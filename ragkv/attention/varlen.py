@@ -11,6 +11,7 @@ and the rules that FlashAttention's has (torch's `flash_api.cpp`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -99,9 +100,14 @@ def causal(
 def _batched(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, causal: bool, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    batch, _, n, _ = query.shape
+    batch, heads, n, _ = query.shape
     m = key.shape[2]
     queries, keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # no copy of one batch row
+    if batch == 1 and n > 1 and not causal:
+        blocks = heads * -(-n // _ROWS)
+        pieces = min(m // _LEAST_KEYS, -(-_BLOCKS // blocks))
+        if pieces > 1:
+            return _in_pieces(queries, keys, values, pieces, scale)
     out, lse = packed(
         queries,
         keys,
@@ -115,6 +121,42 @@ def _batched(
     return out.reshape(batch, n, *out.shape[1:]).transpose(1, 2), lse.reshape(-1, batch, n).transpose(0, 1)
 
 
+_ROWS, _BLOCKS, _LEAST_KEYS = 128, 256, 256
+"""The kernel takes so many queries of a head at a time; blocks that keep a GPU busy; keys that are worth a block."""
+
+
+def _in_pieces(queries: Tensor, keys: Tensor, values: Tensor, pieces: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Few queries over many keys, which the kernel would read in as few blocks: the keys in pieces, merged."""
+    n, m = len(queries), len(keys)
+    size = -(-m // pieces)
+    starts = range(0, m, size)
+    lengths = torch.tensor([*starts, m], dtype=torch.int32)
+    ends = lengths.to(queries.device, non_blocking=True)
+    out, lse = packed(
+        queries.repeat(len(starts), 1, 1),
+        keys,
+        values,
+        (_even(len(starts), n, queries.device), ends),
+        (n, size),
+        scale=scale,
+    )
+    lse = lse.reshape(-1, len(starts), n)
+    total = lse.logsumexp(1)
+    shares = torch.exp(lse - total[:, None]).permute(1, 2, 0)
+    merged = (out.reshape(*shares.shape, -1) * shares[..., None]).sum(0)  # fp32
+    return merged.to(out.dtype).transpose(0, 1)[None], total[None]
+
+
 def _even(sequences: int, length: int, device: torch.device) -> Tensor:
-    """`bounds` of equal lengths, made on the device."""
-    return torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device)
+    """`bounds` of equal lengths; the same tensor again if it was asked for lately, as by every layer of a pass."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # what a graph makes is the graph's
+        return _made_even(sequences, length, device)
+    return _kept_even(sequences, length, device)
+
+
+def _made_even(sequences: int, length: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # so that it may be used where gradients are kept, too
+        return torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device)
+
+
+_kept_even = functools.lru_cache(64)(_made_even)

@@ -296,15 +296,44 @@ class LanguageModel:
         step = Step(rows, counts, self.rotary, self.device, last=last, shared=self.shared, ranks=ranks)
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
-        # in one asynchronous transfer
-        result = torch.tensor([*flat, *step.positions, *kept]).to(self.device, non_blocking=True)
-        tokens, positions, keep = torch.split(result, [len(flat), len(flat), len(kept)])
-        logits = torch.empty((0, 0))
-        cache = _PackedCache()
-        by = LatentAttention(step, self._latents, cache) if self._latents else step
+        tokens, positions, keep = self._uploaded(flat, step.positions, kept)
         given = {"input_ids": tokens[None]}
         if vectors is not None:
             given = {"inputs_embeds": embed(self._model.get_input_embeddings(), tokens[None], vectors)}
+        return self._logits(step, given, positions, keep, seen), step
+
+    def repeatable(
+        self, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor, Callable[[], Tensor] | None]:
+        """`step` of one token for each sequence: its logits, and how the next ones are computed.
+
+        For those, write their ids into the returned `(rows,)` int64, and call: it gives their logits, by the same
+        kernels on the same memory, without a look at the host, and counts nothing in `rows`. None if it cannot be.
+        """
+        step = Step(rows, [1] * len(rows), self.rotary, self.device, shared=self.shared, fixed=True)
+        tokens, positions, keep = self._uploaded([i for each in ids for i in each], step.positions, step.kept)
+
+        def again() -> Tensor:
+            positions.add_(1)
+            step.advance()
+            return self._logits(step, {"input_ids": tokens[None]}, positions, keep, None)
+
+        logits = self._logits(step, {"input_ids": tokens[None]}, positions, keep, None)
+        step.commit()
+        return logits, tokens, again if step.repeats and not self._latents else None
+
+    def _uploaded(self, *numbers: Sequence[int]) -> tuple[Tensor, ...]:
+        """These numbers on the device, in one asynchronous transfer."""
+        result = torch.tensor([i for each in numbers for i in each]).to(self.device, non_blocking=True)
+        return torch.split(result, [len(each) for each in numbers])
+
+    def _logits(
+        self, step: Step, given: dict[str, Tensor], positions: Tensor, keep: Tensor, seen: list[LayerMask] | None
+    ) -> Tensor:
+        """The fp32 logits of the tokens `keep`."""
+        logits = torch.empty((0, 0))
+        cache = _PackedCache()
+        by = LatentAttention(step, self._latents, cache) if self._latents else step
         with suppress(KVComplete), attention_backend(by, seen=seen):
             logits = (
                 self._model(
@@ -317,9 +346,7 @@ class LanguageModel:
                 .logits[0]
                 .float()
             )
-        if len(logits) > len(kept):  # Whisper returns those of every token
-            logits = logits[keep]
-        return logits, step
+        return logits[keep] if len(logits) > len(keep) else logits  # Whisper returns those of every token
 
     @property
     def last_own(self) -> int:

@@ -541,6 +541,7 @@ class Runtime:
         self._jobs.pop(job.ticket, None)
         if job in self._stepper.running:
             self._stepper.running.remove(job)
+            self._stepper.graph.forget()
         if job.lease is not None:
             self._returned.append(job.lease)
 

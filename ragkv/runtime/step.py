@@ -25,6 +25,7 @@ from ragkv.attention.batch import Ranks
 from ragkv.attention.sequence import MOST_TOKENS, KVArena, KVCache, StackedSequence, TokenSequence
 from ragkv.engines.base import Argmax, Forward, Join, Operation, Program, Release, Sample, WaitFor
 from ragkv.errors import UsageError
+from ragkv.runtime.decode_graph import DecodeGraph
 from ragkv.runtime.decoding import Decoder, Token
 from ragkv.runtime.kv_pool import KVPool, with_shared
 from ragkv.runtime.scheduler import Pace, Scheduler, Ticket
@@ -235,6 +236,7 @@ class Stepper:
         self._ranks = ranks
         self._arena = KVArena()
         self._pace = Pace()
+        self.graph = DecodeGraph()
         self.running: list[Job] = []
         """The jobs that were let in and have not ended."""
         self.marks: list[tuple[Job, TokenSequence, int, int]] = []
@@ -331,7 +333,7 @@ class Stepper:
 
     def _pass(self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         if self._ranks is None:
-            return self.model.step(sequences, ids)
+            return self.graph.step(self.model, sequences, ids)
         return step_across(self.model, sequences, ids, self._ranks)
 
     def _join_contexts(self, work: Sequence[tuple[Job, Slices]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from dataclasses import replace
 
 import crowd
 import packedkernel
@@ -16,7 +17,7 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.attention.pages import PAGE, PagePool
 from ragkv.attention.partial import partial_attention
 from ragkv.engines import make_engine
-from ragkv.runtime import Generation, Runtime
+from ragkv.runtime import Generation, Runtime, decode_graph
 
 CPU = torch.device("cpu")
 ENGINES = [
@@ -35,6 +36,7 @@ def kernel(monkeypatch):
     packedkernel.register()
     monkeypatch.setattr(varlen, "DEVICES", {"cpu"})
     monkeypatch.setattr(varlen, "DTYPES", {torch.float32})
+    monkeypatch.setattr(decode_graph, "capture", lambda work: work)  # run again instead
     packedkernel.calls.clear()
     return packedkernel.calls
 
@@ -47,7 +49,8 @@ def states(batch, heads, kv_heads, n, m, width=16):
 
 def check_kernel(states, device, dtype, close):
     """What the kernel gives on a device, with and without windows, against masks in the plain matmul."""
-    for batch, heads, n, m, window in [(1, 8, 5, 5, None), (2, 4, 7, 7, 3), (1, 8, 3, 11, None), (1, 2, 4, 19, 6)]:
+    shapes = [(1, 8, 5, 5, None), (2, 4, 7, 7, 3), (1, 8, 3, 11, None), (1, 2, 4, 19, 6), (1, 4, 3, 1300, None)]
+    for batch, heads, n, m, window in [*shapes, (3, 8, 1, 40, None), (1, 8, 1, 700, 9)]:
         query, key, value = (t.to(device, dtype) for t in states(batch, heads, 2, n, m))
         behind = torch.arange(m - n, m, device=device)[:, None] - torch.arange(m, device=device)
         mask = (behind >= 0) & (behind < (window or m))
@@ -137,7 +140,7 @@ def questions(name, tuning):
     """Over some chunks in orders of their own, so that the same chunk is read at other offsets."""
     orders = [(7, 6, 5), (6, 7), (5,)]
     return [
-        Asked(engine=(name, tuning), prefix=True, chunks=order, suffix=(80 + i, 81), steps=4, heat=0.0)
+        Asked(engine=(name, tuning), prefix=True, chunks=order, suffix=(80 + i, 81), steps=7, heat=0.0)
         for i, order in enumerate(orders)
     ]
 
@@ -195,6 +198,56 @@ def test_questions_on_a_gpu_have_the_answers_of_the_processor(family, name, tuni
         for one, other in list(zip(scores, wanted, strict=True))[: None if dtype == "float32" else 1]:
             error = (one.float().cpu() - other).norm() / other.norm()
             assert error < (1e-4 if dtype == "float32" else 0.2)
+
+
+def test_steps_that_repeat_are_captured_once_for_each_set_of_sequences(make_model, kernel, monkeypatch):
+    model, replays = make_model("llama"), []
+
+    def captured(work):
+        replays.append(0)
+
+        def replay():
+            replays[-1] += 1
+            return work()
+
+        return replay
+
+    monkeypatch.setattr(decode_graph, "capture", captured)
+    monkeypatch.setattr(crowd, "_ALONE", {})
+    one, other, _ = (replace(asked, steps=9) for asked in questions("block", ()))
+    expected = [[token.token_id for token in alone(model, asked)[0]] for asked in (one, other)]
+    assert replays == [5, 5]  # of nine tokens, one by the question and two before the captured step
+    runtime, found = crowd.together(model, [one, replace(other, steps=6)])
+    assert [[token.token_id for token in tokens] for _, tokens, _ in found] == [expected[0], expected[1][:6]]
+    assert replays == [5, 5, 2, 0]  # then one is left, and has three steps
+    assert runtime._stepper.graph._captured is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "tuning"), ENGINES, ids=lambda each: str(each))
+def test_a_captured_step_computes_what_its_kernels_do(name, tuning, make_model, monkeypatch):
+    """Rounding differs with how the keys are split, so answers are compared while their tokens are the same."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model, captures, capture = make_model("llama", "bfloat16", "cuda"), [], decode_graph.capture
+    asked = [replace(one, steps=12) for one in questions(name, tuning)]
+
+    def answers():
+        crowd._ALONE.clear()
+        return [alone(model, one) for one in asked] + [each[1:] for each in crowd.together(model, asked)[1]]
+
+    monkeypatch.setattr(decode_graph, "capture", lambda work: captures.append(capture(work)) or captures[-1])
+    found = answers()
+    assert captures
+    monkeypatch.setattr(decode_graph, "ALIKE", 1 << 30)
+    compared = 0
+    for (tokens, scores), (others, wanted) in zip(found, answers(), strict=True):
+        for one, other, score, want in zip(tokens, others, scores, wanted, strict=False):
+            assert (score.float() - want.float()).norm() / want.norm() < 0.2
+            compared += 1
+            if one.token_id != other.token_id:
+                break
+    assert compared > 6 * len(found)
 
 
 def test_a_question_reads_all_chunks_of_a_layer_in_one_launch(make_model, kernel, monkeypatch):
