@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -731,6 +731,7 @@ class Ingester:
         needed = self._needed(run)
         stored = self._store.has_many(needed)
         report.kv_reused += len(stored)
+        keep = {identity.key() for identity in stored}
         missing = self._affordable([identity for identity in needed if identity not in stored], report)
         stored.update(missing)
         for prepared in run.waiting:
@@ -758,11 +759,11 @@ class Ingester:
                 lenient=True,
             )
             if size + change.size > TOGETHER_BYTES:
-                self._write(together, run)
+                self._write(together, run, keep)
                 together, size = [], 0
             together.append((prepared, change))
             size += change.size
-        self._write(together, run)
+        self._write(together, run, keep)
         run.waiting.clear()
         self._give_back()
 
@@ -785,18 +786,19 @@ class Ingester:
         if mapped - self._mapped > self._memory // 2:
             self._store.give_back_pages()
 
-    def _write(self, changes: Sequence[tuple[_Prepared, DocumentChange]], run: _Run) -> None:
-        """Commit documents in one transaction, because each transaction waits for the disk.
+    def _write(self, changes: Sequence[tuple[_Prepared, DocumentChange]], run: _Run, keep: Set[bytes]) -> None:
+        """Commit documents in one transaction, because each transaction waits for the disk. `keep`: keys of the KV that
+        the batch needs.
 
         If it fails (a full disk, a chunk of another document), they are written singly up to the one that fails.
         """
         try:
-            self._store.write_changes([change for _, change in changes])
+            self._store.write_changes([change for _, change in changes], keep=keep)
         except StoreError:
             if len(changes) == 1:
                 raise
             for one in changes:
-                self._write([one], run)
+                self._write([one], run, keep)
             return
         for prepared, _ in changes:
             (run.report.updated if prepared.known else run.report.added).append(prepared.document.document_id)

@@ -76,7 +76,8 @@ class DocumentChange:
         values = (*self._rows, *self._vectors.values())
         return len(self.text) + sum(map(len, values)) + sum(record.stored_bytes for record in self.records.values())
 
-    def apply(self, txn: Transaction) -> None:
+    def apply(self, txn: Transaction) -> set[bytes]:
+        """Write it; returns the keys of the KV records that it needed before, for `collect`."""
         name = self.document.document_id
         document = digest(name)
         known = _document_of(txn, name)
@@ -99,7 +100,6 @@ class DocumentChange:
                         continue
                     raise StoreError(f"{name!r} refers to a KV record that is neither stored nor given")
                 txn.refer(digest(chunk_id), key)
-        txn.collect(released)
         stored = StoredDocument(
             document=self.document,
             recipe=self.recipe,
@@ -114,6 +114,7 @@ class DocumentChange:
         if before != after or known != _described(self.document):
             touched = before.differing(after)
             advance(txn, None if touched is None else name, touched or ())
+        return released
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ One LMDB environment under `<index>/store/` is the truth of an index. Everything
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
@@ -323,16 +323,17 @@ class Store:
             lenient=lenient,
         )
 
-    def write_changes(self, changes: Sequence[DocumentChange]) -> None:
+    def write_changes(self, changes: Sequence[DocumentChange], *, keep: Set[bytes] = frozenset()) -> None:
         """Make documents visible in one transaction, in this order: all of them or, after an error, none.
 
-        A transaction waits for the disk, so that small documents are better written together. `StoreError` when a
-        reference has no record, or a chunk belongs to another document.
+        A transaction waits for the disk, so that small documents are better written together. `keep`: keys of KV that
+        later changes need, which stays although no chunk may need it until then. `StoreError` when a reference has no
+        record, or a chunk belongs to another document.
         """
 
         def apply(txn: Transaction) -> None:
-            for change in changes:
-                change.apply(txn)
+            released = {key for change in changes for key in change.apply(txn)}
+            txn.collect(released - keep)  # at the end, because a document may take over the KV of one before it
 
         if changes:
             self._write(apply, need=sum(change.size for change in changes))

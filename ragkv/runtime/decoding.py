@@ -153,7 +153,9 @@ class TokenMask:
         self._require()
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """`scores` `(1, vocab)` with -inf for tokens that are not allowed; end tokens are, if the answer is whole."""
+        """`scores` `(1, vocab)`, in place, with -inf for tokens that are not allowed; end tokens are, if the answer is
+        whole.
+        """
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8).copy()
         self._require()
         for each in self._vocabulary.banned:
@@ -167,7 +169,9 @@ class TokenMask:
         barred = np.ones(width, np.uint8)  # unpacked here: on the host it takes a tenth of torch's time
         bits = np.unpackbits(~allowed, bitorder="little")[:width]
         barred[: len(bits)] = bits
-        return scores.masked_fill(torch.from_numpy(barred).bool().to(scores.device, non_blocking=True), -torch.inf)
+        return scores.masked_fill_(
+            torch.from_numpy(barred.view(np.bool_)).to(scores.device, non_blocking=True), -torch.inf
+        )
 
     def take(self, token_id: int) -> bool:
         """Record the chosen token; whether the answer is whole and nothing may follow."""

@@ -226,8 +226,8 @@ from ragkv.store import Store
 ragkv.ingest.ingester.TOGETHER_BYTES = 1  # each document in a transaction of its own
 write, written = Store.write_changes, []
 
-def write_changes(self, changes):
-    write(self, changes)
+def write_changes(self, changes, **more):
+    write(self, changes, **more)
     written.extend(changes)
     if len(written) == 3:
         print("three", flush=True)

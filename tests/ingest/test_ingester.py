@@ -137,3 +137,20 @@ def test_overlapping_chunks_under_their_own_ids(tmp_path, model_folder):
         assert rag.query("Who founded it?", engine="block", max_new_tokens=1, chunks=[scored]).kv.misses == 1
         assert not rag.store.has_kv(rag.kv_loader.identity(Encoding.STANDALONE, old.token_ids))
         assert rag.verify().ok
+
+
+@pytest.mark.parametrize("together", [1 << 24, 1])
+def test_a_document_takes_over_the_kv_of_one_that_changes_in_the_same_ingest(
+    tmp_path, model_folder, monkeypatch, together
+):
+    """In one transaction, and in two."""
+    monkeypatch.setattr(ingester, "TOGETHER_BYTES", together)
+    (folder := tmp_path / "notes").mkdir()
+    (folder / "a.txt").write_text("Mill 1 makes flour.")
+    with RagKV.create(tmp_path / "own", model=str(model_folder), device="cpu", engines=("ape",)) as rag:
+        rag.ingest(folder)
+        (folder / "a.txt").rename(folder / "b.txt")
+        (folder / "a.txt").write_text("Mill 2 makes oats.")
+        assert rag.ingest(folder).kv_reused == 1
+        assert [(each.source, each.kv_bytes > 0) for each in rag.document_stats()] == [("a.txt", True), ("b.txt", True)]
+        assert (rag.stats().kv_records, rag.stats().orphans) == (2, 0)
