@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
@@ -238,7 +239,8 @@ def language_model(family: str, dtype: str = "float32", device: str = "cpu") -> 
     from ragkv.model.self_check import check_model
 
     checkpoint = Checkpoint(name=family, location=family, local=True)
-    model = LanguageModel(random_model(family, dtype).to(device), byte_tokenizer(), checkpoint)
+    made = random_model(family, dtype)
+    model = LanguageModel(made if device == "cpu" else copy.deepcopy(made).to(device), byte_tokenizer(), checkpoint)
     check_model(model)
     return model
 

@@ -46,8 +46,10 @@ class DecodeGraph:
         self._seen: list[object] = []
         """What the last steps ran on: their sequences, what these read, and the memory of their own KV."""
         self._alike = 0
-        self._captured: tuple[Tensor, Callable[[], Tensor]] | None = None
-        """Where the tokens' ids are written, and what computes their logits."""
+        self._captured: tuple[Tensor, Callable[[], Tensor], Callable[[], Tensor]] | None = None
+        """Where the tokens' ids are written, what computes their logits, and what was captured, which holds all memory
+        that the graph's kernels read.
+        """
         self._off = False
 
     def forget(self) -> None:
@@ -67,7 +69,7 @@ class DecodeGraph:
         self._alike += 1
         captured = self._captured
         if captured is not None:
-            tokens, replay = captured
+            tokens, replay, _ = captured
             tokens.copy_(torch.tensor([i for each in ids for i in each]), non_blocking=True)
             logits = replay().clone()
             for row in rows:
@@ -80,7 +82,7 @@ class DecodeGraph:
         self._off = again is None
         if again is not None:
             try:
-                self._captured = tokens, capture(again)
+                self._captured = tokens, capture(again), again
             except Exception as error:  # a model that asks the device something, or leaves torch
                 self._off = True
                 logger.info("decode steps of this model run kernel by kernel: they cannot be captured: %s", error)
