@@ -129,18 +129,16 @@ def _in_pieces(queries: Tensor, keys: Tensor, values: Tensor, pieces: int, scale
     """Few queries over many keys, which the kernel would read in as few blocks: the keys in pieces, merged."""
     n, m = len(queries), len(keys)
     size = -(-m // pieces)
-    starts = range(0, m, size)
-    lengths = torch.tensor([*starts, m], dtype=torch.int32)
-    ends = lengths.to(queries.device, non_blocking=True)
+    pieces = -(-m // size)
     out, lse = packed(
-        queries.repeat(len(starts), 1, 1),
+        queries.repeat(pieces, 1, 1),
         keys,
         values,
-        (_even(len(starts), n, queries.device), ends),
+        (_even(pieces, n, queries.device), _even(pieces, size, queries.device).clamp(max=m)),
         (n, size),
         scale=scale,
     )
-    lse = lse.reshape(-1, len(starts), n)
+    lse = lse.reshape(-1, pieces, n)
     total = lse.logsumexp(1)
     shares = torch.exp(lse - total[:, None]).permute(1, 2, 0)
     merged = (out.reshape(*shares.shape, -1) * shares[..., None]).sum(0)  # fp32
