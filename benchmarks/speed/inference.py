@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import secrets
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ import torch
 import typer
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.attention.pages import PagePool
+from ragkv.attention.pages import PAGE, PagePool
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
     BenchRow,
@@ -344,9 +343,10 @@ def random_request(
     prefix: int = PREFIX_TOKENS,
 ) -> Request:
     """A question over `length` tokens in chunks whose KV is random, and lies where an index would keep it in memory."""
-    pages = PagePool(lm.place, sys.maxsize)
     generator = torch.Generator(lm.device).manual_seed(length + (seed << 32))
     shape = (lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads)
+    token = 2 * lm.layers * shape[0] * shape[1] * lm.dtype.itemsize
+    pages = PagePool(lm.place, token * (length + prefix + PAGE * (2 + length // chunk)))
 
     def ids(n: int) -> tuple[int, ...]:
         drawn = torch.randint(3, lm.config.vocab_size, (n,), generator=generator, device=lm.device)

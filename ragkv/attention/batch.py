@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ragkv.attention import varlen
 from ragkv.attention.kv import ChunkKV, PlacedChunk
-from ragkv.attention.pages import PagedRead, PagedReads
+from ragkv.attention.pages import PAGE, PagedRead, PagedReads
 from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, merge_partials_of
 from ragkv.attention.rope import QueryRotation, QueryRotations, Rotary
 from ragkv.attention.sequence import (
@@ -631,10 +631,14 @@ class _DevicePlan:
     def _pack(self, reads: Sequence[ChunkRead]) -> PagedReads:
         paged = []
         for read in reads:
-            assert read.kv.pages is not None
-            count = read.tokens.stop - read.tokens.start if isinstance(read.tokens, slice) else len(read.tokens)
+            pages, tokens = read.kv.pages, read.tokens
+            assert pages is not None
+            count = tokens.stop - tokens.start if isinstance(tokens, slice) else len(tokens)
             row = self.plan.row(read.offset) if isinstance(read.offset, int) else read.offset
-            paged.append(PagedRead(pages=read.kv.pages, keys=read.kv.tokens, tokens=read.tokens, count=count, row=row))
+            piece = varlen.piece(read.kv.tokens, len(reads) * read.kv.keys[0].shape[0], count)
+            for start in range(0, read.kv.tokens, piece):
+                at, keys = PAGE * pages.first + start, min(piece, read.kv.tokens - start)
+                paged.append(PagedRead(block=pages.block, at=at, keys=keys, tokens=tokens, count=count, row=row))
         return PagedReads(paged, reads[0].temperature, reads[0].group, self._device)
 
     def own(self, call: LayerCall) -> PartialAttention:

@@ -27,8 +27,8 @@ from ragkv.attention.rope import QueryRotation
 
 PAGE = 16
 """Tokens of a page."""
-BLOCK = 1024
-"""Pages of a block, unless a chunk needs more."""
+BLOCK = 8192
+"""Pages of a block, unless the budget is less or a chunk needs more: what one launch reads lies in one block."""
 
 
 class PageBlock:
@@ -100,22 +100,23 @@ class PagePool:
         for block in self._blocks:
             if block.shape == shape and (pages := block.take(count)) is not None:
                 return pages
-        number = max(BLOCK, count)
-        size = kv.nbytes // kv.tokens * PAGE * number
-        if self._bytes + size > self._budget:
+        page = kv.nbytes // kv.tokens * PAGE
+        number = min(max(BLOCK, count), (self._budget - self._bytes) // page)
+        if number < count:
             return None
         self._blocks.append(PageBlock(kv, devices, number))
-        self._bytes += size
+        self._bytes += page * number
         return self._blocks[-1].take(count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedRead:
-    """A chunk's pages and its tokens, and those of the pass that see it: where they are, how many, and the row of each
-    in the pass's table of rotations.
+    """Some tokens of a chunk, `keys` of them from the token `at` of its block on, and those of the pass that see them:
+    where they are, how many, and the row of each in the pass's table of rotations.
     """
 
-    pages: Pages
+    block: PageBlock
+    at: int
     keys: int
     tokens: slice | Tensor
     count: int
@@ -127,7 +128,8 @@ class PagedReads:
 
     def __init__(self, reads: Sequence[PagedRead], temperature: float, group: int, device: torch.device) -> None:
         self.group = group
-        self._block, self._temperature = reads[0].pages.block, temperature
+        self._tokens: list[slice | Tensor]
+        self._block, self._temperature = reads[0].block, temperature
         first = reads[0].tokens
         self._seen: slice | None = None
         """The tokens that see all the chunks, whose partial attentions are merged here."""
@@ -144,9 +146,9 @@ class PagedReads:
         ]
         rows = [torch.full((r.count,), r.row) if isinstance(r.row, int) else r.row for r in ordered]
         self._index, self._rows = _there(each, device), _there(rows, device)
-        self._tokens = torch.split(self._index, self._counts)
-        starts = [PAGE * read.pages.first for read in ordered]
-        keys = torch.tensor([[*starts, 0], [*(read.keys for read in ordered), 0]], dtype=torch.int32)
+        places = zip(rounds, torch.split(self._index, self._counts), strict=True)
+        self._tokens = [_run(each) or index for each, index in places]
+        keys = torch.tensor([[*(read.at for read in ordered), 0], [*(r.keys for r in ordered), 0]], dtype=torch.int32)
         starts_at, used = keys.to(device, non_blocking=True)
         self._ends, self._used = (varlen.bounds(counts, device), starts_at), used[:-1]
         self._chunks = len(ordered)
@@ -173,13 +175,10 @@ class PagedReads:
             lse = lse.reshape(kv_heads, -1, group).transpose(1, 2).flatten(0, 1)[None]
             parts = zip(torch.split(out, self._counts, 2), torch.split(lse, self._counts, 2), strict=True)
             return list(zip(self._tokens, itertools.starmap(PartialAttention, parts), strict=True))
-        lse = lse.reshape(kv_heads, self._chunks, -1, group)  # every query sees keys, so it is finite
-        total = lse.logsumexp(1)
-        shares = torch.exp(lse - total[:, None]).permute(1, 2, 3, 0)  # (chunks, n, group, kv_heads)
-        merged = (out.reshape(*shares.shape, width) * shares[..., None]).sum(0)  # fp32
-        one = PartialAttention(
-            merged.permute(2, 1, 0, 3).flatten(0, 1)[None], total.transpose(1, 2).flatten(0, 1)[None]
-        )
+        out = out.reshape(self._chunks, -1, kv_heads, width)
+        out, lse = varlen.merged_pieces(out, lse.reshape(kv_heads, self._chunks, -1))
+        out = out.reshape(-1, group, kv_heads, width).permute(2, 1, 0, 3).flatten(0, 1)
+        one = PartialAttention(out[None], lse.reshape(kv_heads, -1, group).transpose(1, 2).flatten(0, 1)[None])
         return [(self._seen, one)]
 
     def _queries(self, call: LayerCall, rotation: QueryRotation | None, kv_heads: int) -> Tensor:
@@ -217,6 +216,13 @@ def _rounds(reads: Sequence[PagedRead]) -> list[list[PagedRead]]:
         else:
             rounds.append((tokens, [read]))
     return [found for _, found in rounds]
+
+
+def _run(reads: Sequence[PagedRead]) -> slice | None:
+    """The tokens of these reads, if each read's follow those of the one before."""
+    found = [read.tokens for read in reads if isinstance(read.tokens, slice)]
+    apart = any(before.stop != after.start for before, after in itertools.pairwise(found))
+    return None if apart or len(found) < len(reads) else slice(found[0].start, found[-1].stop)
 
 
 def _there(parts: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -75,8 +75,12 @@ class Rotary:
         """`states` `(batch, heads, n, head_dim)` rotated by 90°; elements that the rotation leaves alone stay as they
         are.
         """
-        cos = self.angles(torch.zeros((1, 1), dtype=torch.long, device=states.device), kind)[0]
-        return self.apply(states, torch.zeros_like(cos), torch.ones_like(cos))
+        return self.apply(states, *self.right_angle(kind, states.device))
+
+    def right_angle(self, kind: str, device: torch.device) -> Angles:
+        """cos 0 and sin 1, as `apply` takes them."""
+        cos = self.angles(torch.zeros((1, 1), dtype=torch.long, device=device), kind)[0]
+        return torch.zeros_like(cos), torch.ones_like(cos)
 
 
 class QueryRotations:
@@ -93,6 +97,7 @@ class QueryRotations:
         self._device = device
         self._moved = any(self._rows)
         self._factors: dict[tuple[str, int], Angles] = {}
+        self._right: dict[str, Angles] = {}
 
     def of(self, query: Tensor, layer: int) -> QueryRotation | None:
         """The rotation of this layer's query `(1, q_heads, n, head_dim)`; None where nothing is rotated."""
@@ -103,8 +108,11 @@ class QueryRotations:
         if key not in self._factors:
             back = -torch.tensor(list(self._rows)).to(self._device, non_blocking=True)
             self._factors[key] = self._rotary.factors(back, kind, query.shape[-1])
+        if kind not in self._right:
+            self._right[kind] = self._rotary.right_angle(kind, self._device)
         wide = query.contiguous().float()  # so that its heads are folded without a copy, whatever the offset
-        return QueryRotation(wide, self._rotary.quarter(wide, kind), *self._factors[key], self._rows, query.dtype)
+        quarter = self._rotary.apply(wide, *self._right[kind])
+        return QueryRotation(wide, quarter, *self._factors[key], self._rows, query.dtype)
 
 
 @dataclass(slots=True)

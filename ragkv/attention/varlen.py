@@ -104,10 +104,9 @@ def _batched(
     m = key.shape[2]
     queries, keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # no copy of one batch row
     if batch == 1 and n > 1 and not causal:
-        blocks = heads * -(-n // _ROWS)
-        pieces = min(m // _LEAST_KEYS, -(-_BLOCKS // blocks))
-        if pieces > 1:
-            return _in_pieces(queries, keys, values, pieces, scale)
+        size = piece(m, heads, n)
+        if size < m:
+            return _in_pieces(queries, keys, values, size, scale)
     out, lse = packed(
         queries,
         keys,
@@ -125,10 +124,15 @@ _ROWS, _BLOCKS, _LEAST_KEYS = 128, 256, 256
 """The kernel takes so many queries of a head at a time; blocks that keep a GPU busy; keys that are worth a block."""
 
 
-def _in_pieces(queries: Tensor, keys: Tensor, values: Tensor, pieces: int, scale: float) -> tuple[Tensor, Tensor]:
+def piece(keys: int, rows: int, n: int) -> int:
+    """Keys of the pieces in which `rows` heads or sequences of n queries each should read theirs."""
+    pieces = min(keys // _LEAST_KEYS, -(-_BLOCKS // (rows * -(-n // _ROWS))))
+    return -(-keys // max(1, pieces))
+
+
+def _in_pieces(queries: Tensor, keys: Tensor, values: Tensor, size: int, scale: float) -> tuple[Tensor, Tensor]:
     """Few queries over many keys, which the kernel would read in as few blocks: the keys in pieces, merged."""
     n, m = len(queries), len(keys)
-    size = -(-m // pieces)
     pieces = -(-m // size)
     out, lse = packed(
         queries.repeat(pieces, 1, 1),
@@ -138,11 +142,17 @@ def _in_pieces(queries: Tensor, keys: Tensor, values: Tensor, pieces: int, scale
         (n, size),
         scale=scale,
     )
-    lse = lse.reshape(-1, pieces, n)
-    total = lse.logsumexp(1)
-    shares = torch.exp(lse - total[:, None]).permute(1, 2, 0)
-    merged = (out.reshape(*shares.shape, -1) * shares[..., None]).sum(0)  # fp32
+    merged, total = merged_pieces(out.reshape(pieces, n, *out.shape[1:]), lse.reshape(-1, pieces, n))
     return merged.to(out.dtype).transpose(0, 1)[None], total[None]
+
+
+def merged_pieces(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Partial attentions of the same queries, `(pieces, n, heads, head_dim)` and `(heads, pieces, n)`, as one over all
+    keys: `(n, heads, head_dim)` and `(heads, n)`, in fp32. Each query sees some keys of each piece.
+    """
+    logs = lse.log_softmax(1)  # one launch, where logsumexp takes a dozen
+    shares = logs.exp().permute(1, 2, 0)
+    return (out * shares[..., None]).sum(0), (lse - logs)[:, 0]
 
 
 def _even(sequences: int, length: int, device: torch.device) -> Tensor:
