@@ -25,6 +25,7 @@ import torch
 import typer
 
 from ragkv.benchmarks.papers.plots import OTHER_FOLDER, headed, require_matplotlib, save, style, wrapped
+from ragkv.benchmarks.papers.run import notes_path
 from ragkv.benchmarks.papers.table import commit_of
 from ragkv.benchmarks.speed.batch import SHAPES, IPPDShape, measure_shape
 from ragkv.benchmarks.speed.inference import (
@@ -333,7 +334,9 @@ def measure(
 
 
 def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], notes: Sequence[str]) -> list[Path]:
-    """Write gpu.md, gpu.json and a picture for each section of seconds; returns their paths."""
+    """Write gpu.md, with what a person wrote in gpu.notes.md, gpu.json and a picture for each section of seconds; returns
+    their paths.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -366,6 +369,8 @@ def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], note
             written += save(TimePicture(title=section, rows=timed), stem, command=COMMAND, notes=[facts["device"]])
             parts.append(f"![{section}]({stem.name}.svg)")
     parts += ["## Not measured", "".join(f"- {one}\n" for one in notes)] if notes else []
+    if (own := notes_path(folder, "gpu")).exists():
+        parts += ["## Notes", own.read_text(encoding="utf-8")]
     data = {**facts, "rows": [asdict(one) for one in rows], "notes": list(notes)}
     text = json.dumps(data, ensure_ascii=False, indent=1) + "\n"
     for path, content in zip(written, (text, "\n\n".join(part.rstrip("\n") for part in parts) + "\n"), strict=False):

@@ -5,7 +5,7 @@ sequence here is a set of queries with the keys that they see: the new tokens of
 that read it. It takes half types and heads of at most 256 numbers, and has no softcap; `takes` says whether a call is
 for it. It is called itself, because what torch puts before it takes less, and differs from version to version.
 
-It has never run on a GPU. Its tests (`tests/support/packedkernel.py`) give the operator a plain kernel with the shapes
+Without a GPU its tests (`tests/support/packedkernel.py`) give the operator a plain kernel with the shapes
 and the rules that FlashAttention's has (torch's `flash_api.cpp`).
 """
 
