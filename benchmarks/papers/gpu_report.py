@@ -334,8 +334,8 @@ def measure(
 
 
 def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], notes: Sequence[str]) -> list[Path]:
-    """Write gpu.md, with what a person wrote in gpu.notes.md, gpu.json and a picture for each section of seconds; returns
-    their paths.
+    """Write gpu.md, with what a person wrote in gpu.notes.md, gpu.json and a picture for each section of seconds.
+    Returns their paths.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
