@@ -31,6 +31,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, *, softcap: float | None = 
         softcap is None
         and query.device.type in DEVICES
         and query.dtype in DTYPES
+        and not (query.requires_grad and torch.is_grad_enabled())  # there is no gradient through the logsumexp
         and query.dtype == key.dtype == value.dtype
         and width == key.shape[-1] == value.shape[-1]
         and width % 8 == 0

@@ -22,8 +22,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALIKE = 3
-"""So many steps of the same sequences in a row, and the last of them is captured."""
+ALIKE, MOST_ALIKE = 3, 48
+"""So many steps of the same sequences in a row, and the last of them is captured; up to so many, while captured steps
+have too few replays to be worth their capture.
+"""
+WORTH = 6
+"""Replays that are worth a capture, which takes as long as two steps."""
 
 
 def capture(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -45,7 +49,7 @@ class DecodeGraph:
     def __init__(self) -> None:
         self._seen: list[object] = []
         """What the last steps ran on: their sequences, what these read, and the memory of their own KV."""
-        self._alike = 0
+        self._alike, self._wanted, self._replays = 0, ALIKE, 0
         self._captured: tuple[Tensor, Callable[[], Tensor], Callable[[], Tensor]] | None = None
         """Where the tokens' ids are written, what computes their logits, and what was captured, which holds all memory
         that the graph's kernels read.
@@ -54,7 +58,9 @@ class DecodeGraph:
 
     def forget(self) -> None:
         """Let go of the sequences: one of them has ended. For any thread."""
-        self._seen, self._alike, self._captured = [], 0, None
+        if self._captured is not None:
+            self._wanted = ALIKE if self._replays >= WORTH else min(2 * self._wanted, MOST_ALIKE)
+        self._seen, self._alike, self._replays, self._captured = [], 0, 0, None
 
     def step(self, model: LanguageModel, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         """`model.step(rows, ids)`."""
@@ -72,11 +78,12 @@ class DecodeGraph:
             tokens, replay, _ = captured
             tokens.copy_(torch.tensor([i for each in ids for i in each]), non_blocking=True)
             logits = replay().clone()
+            self._replays += 1
             for row in rows:
                 row.cache.commit(1)
                 row.position += 1
             return logits
-        if self._alike < ALIKE:
+        if self._alike < self._wanted:
             return model.step(rows, ids)
         logits, tokens, again = model.repeatable(rows, ids)
         self._off = again is None
