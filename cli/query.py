@@ -327,3 +327,6 @@ def show_sources(answer: Answer, index: Path | str) -> None:
         f"{answer.engine}{weights} on {index}: first token {timing.load + timing.first_token:.0f} ms "
         f"(load {timing.load:.0f}), total {timing.total:.0f} ms; {loaded}"
     )
+    if answer.finish_reason == "length":
+        most = answer.decoding["max_new_tokens"]
+        note(f"The answer was cut: it reached --max-new-tokens {most}, or the model's last position.")

@@ -24,6 +24,7 @@ _PARTS = 5000  # of an archive: sheets, slides, chapters
 _CELLS = 3_000_000  # of a workbook, with the empty ones before a filled one
 _REPEATS = 64  # most copies of a cell, or spaces, that one ODT element stands for
 _MESSAGES = 100_000  # of a mailbox
+_DAY_ZERO = datetime(1899, 12, 30)  # a time without a date is on it
 _DATE_FORMATS = {*range(14, 23), *range(45, 48)}  # numFmtId, ECMA-376 part 1, 18.8.30
 
 
@@ -105,10 +106,13 @@ def _value(cell: Any, strings: Sequence[str], dates: Sequence[bool]) -> str:
         return "true" if value == "1" else "false"
     if kind in ("", "n") and style.isdecimal() and int(style) < len(dates) and dates[int(style)]:
         try:
-            moment = datetime(1899, 12, 30) + timedelta(days=round(float(value), 8))
+            moment = _DAY_ZERO + timedelta(days=round(float(value), 8))
         except (ValueError, OverflowError):
             return value
-        return str(moment.date() if moment.time() == datetime.min.time() else moment.replace(microsecond=0))
+        moment = moment.replace(microsecond=0)
+        if moment.date() == _DAY_ZERO.date():
+            return str(moment.time())
+        return str(moment.date() if moment.time() == datetime.min.time() else moment)
     return value
 
 
@@ -148,7 +152,7 @@ def read_epub(data: bytes) -> Parsed:
         for number, item in enumerate(_all(package_file, "itemref"), start=1):
             href = normpath(join(dirname(main), unquote(items.get(attribute(item, "idref"), ""))))
             try:
-                chapter = read_html(package.read(href))
+                chapter = read_html(package.read(href), whole=True)
             except KeyError:
                 left_out.append(f"chapter {number}: it is missing")
                 continue
@@ -180,16 +184,18 @@ def read_odt(data: bytes) -> Parsed:
 
 
 def _blocks(element: Any) -> Iterator[tuple[int, str]]:
-    """(heading level or 0, text) of every block that has text."""
+    """(heading level or 0, text) of every block that has text; its notes come after it."""
     for child in element:
         name = local_name(child)
+        notes: list[str] = []
         if name in ("h", "p"):
-            if line := " ".join(_words(child).split()):
+            if line := " ".join(_words(child, notes).split()):
                 level = attribute(child, "outline-level")
                 yield (int(level) if level.isdecimal() else 1) if name == "h" else 0, line
         elif name == "table":
             rows = [
-                [words for cell in row for words in [_cell(cell)] * _repeat(cell)] for row in _all(child, "table-row")
+                [words for cell in row for words in [_cell(cell, notes)] * _repeat(cell)]
+                for row in _all(child, "table-row")
             ]
             rows = [row for row in rows if any(row)]
             if rows:
@@ -200,10 +206,11 @@ def _blocks(element: Any) -> Iterator[tuple[int, str]]:
             yield from ((level, f"- {line}") for level, line in _blocks(child))
         elif name != "tracked-changes":
             yield from _blocks(child)
+        yield from ((0, note) for note in notes)
 
 
-def _cell(cell: Any) -> str:
-    return " ".join(" ".join(_words(paragraph).split()) for paragraph in _all(cell, "p"))
+def _cell(cell: Any, notes: list[str]) -> str:
+    return " ".join(" ".join(_words(paragraph, notes).split()) for paragraph in _all(cell, "p"))
 
 
 def _repeat(cell: Any) -> int:
@@ -211,12 +218,22 @@ def _repeat(cell: Any) -> int:
     return min(int(count), _REPEATS) if count.isdecimal() else 1
 
 
-def _words(element: Any) -> str:
-    """The text of a paragraph with its notes; `s`, `tab` and `line-break` stand for white space."""
+def _words(element: Any, notes: list[str]) -> str:
+    """The text of a paragraph without comments; `s`, `tab` and `line-break` stand for white space. Its notes go to
+    `notes`, and their numbers stay.
+    """
     parts = [element.text or ""]
     for child in element:
-        space = local_name(child) in ("s", "tab", "line-break")
-        parts += [" " if space else _words(child) if local_name(child) else "", child.tail or ""]
+        name = local_name(child)
+        if name == "note":
+            number = "".join(found.text or "" for found in child if local_name(found) == "note-citation")
+            notes.append(f"[{number}] {' '.join(line for _, line in _blocks(child))}")
+            parts.append(f"[{number}]")
+        elif name in ("s", "tab", "line-break"):
+            parts.append(" ")
+        elif name and not name.startswith("annotation"):
+            parts.append(_words(child, notes))
+        parts.append(child.tail or "")
     return "".join(parts)
 
 
@@ -239,7 +256,10 @@ def read_mbox(data: bytes) -> Parsed:
             named: list[str] = []
             subject, text = _message(raw, named)
             left_out.extend(f"message {number}: {each}" for each in named)
-            yield text, {"heading": f"message {number}" + (f" ({subject[:80]})" if subject else ""), "alone": True}
+            yield (
+                text.replace("\n>From ", "\nFrom "),
+                {"heading": f"message {number}" + (f" ({subject[:80]})" if subject else ""), "alone": True},
+            )
 
     text, sections = join_sections(messages())
     return Parsed(text=text, sections=sections, left_out=left_out)
@@ -256,7 +276,7 @@ def _message(data: bytes, left_out: list[str]) -> tuple[str, str]:
         payload = cast("bytes | None", body.get_payload(decode=True)) or b""
         charset = body.get_content_charset()
         if body.get_content_subtype() == "html":
-            text = read_html(payload).text
+            text = read_html(payload, whole=True).text
         else:
             try:
                 text = payload.decode(charset or "utf-8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from ragkv.ingest.parser import Parsed, Unreadable, check_text, sections_under, silenced
 
@@ -21,6 +22,8 @@ _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
 )
 _SAMPLE = 1 << 20  # bytes for guessing an encoding, from shortly before the first one that is not ASCII
 _NOT_ASCII = re.compile(rb"[\x80-\xff]")
+_EAST_ASIAN = re.compile(rb"[\x80-\xff]{3}")
+"""Three such bytes in a row: Latin text has single ones between letters."""
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 
@@ -49,6 +52,7 @@ def decode(data: bytes) -> str:
 def _legacy(data: bytes) -> str:
     """Decode an 8-bit or East Asian encoding by the best guess, or as Windows-1252 if that is no worse."""
     from charset_normalizer import from_bytes
+    from charset_normalizer.utils import is_multi_byte_encoding
 
     start = next((found.start() for found in _NOT_ASCII.finditer(data)), 0)
     sample = data if len(data) <= _SAMPLE else data[max(0, start - _SAMPLE // 16) :][:_SAMPLE]
@@ -61,6 +65,8 @@ def _legacy(data: bytes) -> str:
         if as_good and "cp1252" in guess.could_be_from_charset:
             best = guess
             break
+    if is_multi_byte_encoding(best.encoding) and not _EAST_ASIAN.search(sample):
+        return data.decode("cp1252", "replace")
     return str(best) if sample is data else data.decode(best.encoding, "replace")
 
 
@@ -142,10 +148,16 @@ def _words(heading: str) -> str:
     return open_.rstrip() if not open_ or open_[-1] in " \t" else heading
 
 
-def read_html(data: bytes) -> Parsed:
+_CONTAINERS = """.//main|.//article|.//*[@role='main' or @role='article' or contains(@id, 'content')
+    or contains(@class, 'content') or starts-with(@id, 'main') or starts-with(@class, 'main')]"""
+_LAYOUT = "|".join(f".//table[.//table]{path}" for path in ("", "/tr", "/tr/td", "/tbody", "/tbody/tr", "/tbody/tr/td"))
+
+
+def read_html(data: bytes, *, whole: bool = False) -> Parsed:
     """The main text as Markdown: headings, lists and tables are kept, navigation is dropped.
 
-    If the extraction finds only a small part of the page's text, all of the text is taken.
+    If the extraction finds only a small part of the page's text, all of the text is taken. `whole`: it is no page of a
+    site but a chapter or a message, without navigation.
     """
     import trafilatura
     from trafilatura.settings import use_config
@@ -158,6 +170,7 @@ def read_html(data: bytes) -> Parsed:
             raise Unreadable("no text found")
         config = use_config()
         config.set("DEFAULT", "MIN_EXTRACTED_SIZE", "1")  # a short page is a page
+        _mark_article(tree, whole=whole)
         title = " ".join((tree.findtext(".//title") or "").split()) or None
         everything = trafilatura.html2txt(tree)
         text = trafilatura.extract(tree, output_format="markdown", include_comments=False, config=config) or ""
@@ -165,3 +178,32 @@ def read_html(data: bytes) -> Parsed:
             text = trafilatura.baseline(tree)[1] or everything
     parsed = parse_markdown(clean(text))
     return replace(parsed, title=title or parsed.title)
+
+
+def _mark_article(tree: Any, *, whole: bool) -> None:
+    """Make the body of a page without containers one article. Else only its paragraphs are found, without headings
+    and lists, and a part with links for its footnotes passes for navigation.
+    """
+    from lxml.etree import strip_attributes
+    from lxml.html.defs import block_tags
+
+    body = tree.find("body")
+    if body is None or (body.xpath(_CONTAINERS) and not whole):
+        return
+    for link in body.xpath(".//a" if whole else ".//a[starts-with(@href, '#')]"):
+        link.drop_tag()
+    if whole:
+        strip_attributes(body, "id", "class", "role")  # by which navigation is known
+        for cell in body.xpath(_LAYOUT):
+            cell.tag = "div"
+    for part in list(body.iter("div")):  # of lines in a division, the first may be lost
+        if not any(child.tag in block_tags or child.tag == "a" for child in part.iterdescendants()):
+            part.tag = "p"
+        elif (part.text or "").strip():
+            line = part.makeelement("p")
+            line.text, part.text = part.text, None
+            part.insert(0, line)
+    article = body.makeelement("article")
+    article.text, body.text = body.text, None
+    article.extend(list(body))
+    body.append(article)

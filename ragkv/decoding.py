@@ -120,7 +120,8 @@ def _constraint(schema: str | None, regex: str | None, grammar: str | None) -> s
     except (ValueError, RecursionError) as error:
         wrong, messages = True, [str(error)]
     if wrong:
-        why = " ".join(" ".join(messages).split()).removesuffix(".")
+        lines = "\n".join(messages).splitlines()  # between these are drawings of the place
+        why = " ".join([*lines[:1], *(line[7:] for line in lines if line.startswith("error: "))]).removesuffix(".")
         raise ConfigError(f"decoding: {name} cannot be used: {why[:300]}.", param=name)
     return found
 

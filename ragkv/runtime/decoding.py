@@ -101,6 +101,8 @@ def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
 
 _CONSTRAINTS = 16  # that are kept compiled
 _COPIES = 256  # of one: they share the states of a lexer, whose number is bounded
+_LONGEST_NUMBER = 24  # characters of the longest 64-bit number; a small model may write zeros for ever
+_IN_NUMBER = frozenset("0123456789.eE+-")
 _PROBE = '{"a b": [1, "ä"]}\n'
 
 
@@ -144,12 +146,19 @@ class _Vocabulary:
 
 
 class TokenMask:
-    """One request's constraint: which tokens may follow those that it has taken. It is a logits processor."""
+    """One request's constraint: which tokens may follow those that it has taken. It is a logits processor.
 
-    def __init__(self, model: ModelFacts, constraint: str, ends: frozenset[int]) -> None:
+    `json`: the answer is JSON, in which a number ends after 24 characters if it may.
+    """
+
+    def __init__(self, model: ModelFacts, constraint: str, ends: frozenset[int], *, json: bool = False) -> None:
         self._vocabulary = model.companion(_Vocabulary)
         self._matcher = self._vocabulary.matcher(constraint)
         self._ends = ends
+        self._json = json
+        self._decode = model.tokens.decode
+        self._quoted = self._escaped = False
+        self._number = 0  # characters of the number that the text so far ends with
         self._require()
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -169,6 +178,10 @@ class TokenMask:
         barred = np.ones(width, np.uint8)  # unpacked here: on the host it takes a tenth of torch's time
         bits = np.unpackbits(~allowed, bitorder="little")[:width]
         barred[: len(bits)] = bits
+        if self._number >= _LONGEST_NUMBER:
+            left = np.flatnonzero(barred == 0)
+            longer = [each for each in left if self._decode([int(each)])[:1] in _IN_NUMBER]
+            barred[longer] = len(longer) < len(left)
         return scores.masked_fill_(
             torch.from_numpy(barred.view(np.bool_)).to(scores.device, non_blocking=True), -torch.inf
         )
@@ -177,6 +190,13 @@ class TokenMask:
         """Record the chosen token; whether the answer is whole and nothing may follow."""
         self._matcher.consume_token(token_id)
         self._require()
+        for character in self._decode([token_id]) if self._json else "":
+            if self._quoted:
+                self._quoted = self._escaped or character != '"'
+                self._escaped = character == "\\" and not self._escaped
+            else:
+                self._quoted = character == '"'
+                self._number = self._number + 1 if character in _IN_NUMBER else 0
         return bool(self._matcher.is_stopped())
 
     def _require(self) -> None:
@@ -342,7 +362,8 @@ class Decoder:
         self._generation = generation
         self._ends = model.eos_ids.union(generation.decoding.stop_ids)
         constraint = generation.decoding.constraint
-        self._mask = None if constraint is None else TokenMask(model, constraint, self._ends)
+        json = generation.decoding.schema is not None
+        self._mask = None if constraint is None else TokenMask(model, constraint, self._ends, json=json)
         own = generation.processors if self._mask is None else (*generation.processors, self._mask)
         self._sampler = Sampler(generation.decoding, own)
         thinking = generation.decoding.thinking

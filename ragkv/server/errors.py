@@ -55,7 +55,7 @@ def too_many(message: str, *, seconds: int) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
-_OPTION = re.compile(r"--(no-)?(candidates|engine|max-new-tokens|rerank|retrieval|top-k|where)\b")
+_OPTION = re.compile(r"--(no-)?(candidates|engine|max-new-tokens|rerank|retrieval|steps|top-k|where)\b")
 """Names of command-line options that are also fields of requests."""
 _PATH = re.compile(r"(?<![^\s'\"(`])/(?:[^'\"`:;,/\n]+/)*([^\s'\"`:;,/]+)")
 _REMEDY = re.compile(r";[^;]*(?:\bragkv [a-z]+|--[a-z])[^;]*$")

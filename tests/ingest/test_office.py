@@ -39,7 +39,7 @@ def xlsx(sheet: str) -> bytes:
                 s1="styles:styles.xml", s2="worksheet:one.xml", s3="sharedStrings:s.xml"
             ),
             "xl/s.xml": "<sst><si><t>Mill</t></si><si><r><t>Ke</t></r><r><t>sk</t></r></si></sst>",
-            "xl/styles.xml": '<s><cellXfs><xf numFmtId="0"/><xf numFmtId="14"/></cellXfs></s>',
+            "xl/styles.xml": '<s><cellXfs><xf numFmtId="0"/><xf numFmtId="14"/><xf numFmtId="20"/></cellXfs></s>',
             "xl/one.xml": f"<w><sheetData>{sheet}</sheetData></w>",
         }
     )
@@ -48,6 +48,7 @@ def xlsx(sheet: str) -> bytes:
 ROWS = (
     '<row r="1"><c r="A1" t="s"><v>0</v></c><c r="C1" t="inlineStr"><is><t>Founded</t></is></c></row>'
     '<row r="4"><c r="A4" t="s"><v>1</v></c><c r="C4" s="1" t="n"><v>2.0</v></c></row>'
+    '<row r="5"><c r="C5" s="2"><v>0.3541666667</v></c></row>'
 )
 
 
@@ -64,6 +65,13 @@ def pptx() -> bytes:
     )
 
 
+CHAPTER = (
+    '<div class="menu"><h1>Mills</h1>Short<br/>lines<p>Kesk Mills<a href="#n">1</a></p><ul><li>oats</li></ul></div>'
+    '<div class="footnotes"><p id="n">makes flour.</p></div>'
+)
+NOTE = "<note><note-citation>7</note-citation><note-body><p>oats</p></note-body></note>"
+
+
 def epub() -> bytes:
     return archive(
         **{
@@ -71,7 +79,7 @@ def epub() -> bytes:
             "META-INF/container.xml": '<c><rootfile full-path="O/b.opf"/></c>',
             "O/b.opf": '<p><title>Mills</title><item id="a" href="one%20.xhtml"/>'
             '<itemref idref="a"/><itemref idref="z"/></p>',
-            "O/one .xhtml": "<html><head><title>Kesk</title></head><body><p>Kesk Mills makes flour.</p></body></html>",
+            "O/one .xhtml": f"<html><head><title>Kesk</title></head><body>{CHAPTER}</body></html>",
         }
     )
 
@@ -87,7 +95,7 @@ def odt(inside: str = "") -> bytes:
 def eml() -> bytes:
     message = EmailMessage()
     message["From"], message["Subject"] = "Ida <ida@kesk.example>", "Flour"
-    message.set_content("Kesk Mills makes flour.")
+    message.set_content("Kesk Mills makes flour.\n>From oats.")
     message.add_attachment(b"x", maintype="image", subtype="png", filename="mill.png")
     return message.as_bytes()
 
@@ -95,15 +103,16 @@ def eml() -> bytes:
 @pytest.mark.parametrize(
     ("suffix", "data", "text", "place"),
     [
-        ("xlsx", xlsx(ROWS), "Mill: Kesk\nFounded: 1900-01-01", "Mills, row 4"),
+        ("xlsx", xlsx(ROWS), "Mill: Kesk\nFounded: 1900-01-01\n\nFounded: 08:30:00", "Mills, row 4"),
         ("pptx", pptx(), "First\n\nSecond", 1),
-        ("epub", epub(), "Kesk Mills makes flour.", "Kesk"),
+        ("epub", epub(), "# Mills\n\nShort\nlines\n\nKesk Mills1\n\n- oats\n\nmakes flour.", "Mills"),
         ("odt", odt(), "# Mills\n\nKesk Mills\n\n| a | b |", "Mills"),
-        ("eml", eml(), "From: Ida <ida@kesk.example>\nSubject: Flour\n\nKesk Mills makes flour.", None),
+        ("odt", odt(f"<p>A{NOTE}<annotation><p>Why?</p></annotation> b.</p>"), "\n\nA[7] b.\n\n[7] oats\n\n|", "Mills"),
+        ("eml", eml(), "From: Ida <ida@kesk.example>\nSubject: Flour\n\nKesk Mills makes flour.\n>From oats.", None),
         (
             "mbox",
             b"From a\n" + eml() + b"\nFrom b\n" + eml(),
-            "Kesk Mills makes flour.\n\nFrom: Ida",
+            "Kesk Mills makes flour.\nFrom oats.\n\nFrom: Ida",
             "message 1 (Flour)",
         ),
     ],

@@ -49,6 +49,7 @@ def test_encodings(tmp_path, encoding):
     ("text", "encoding"),
     [
         ("Ein kleiner Gruß aus der schönen Stadt.", "cp1252"),
+        ("Mill,Founder\nÄrdal Mølle,Åse Ødegård", "latin-1"),
         ("Привет, как дела? Это простой русский текст о погоде.", "cp1251"),
         ("これは日本語の文章です。漢字とかな。", "shift_jis"),
     ],
@@ -168,6 +169,14 @@ def test_html_main_text_as_markdown(tmp_path, charset):
         assert kept in source.text
     for dropped in ("Products", "Copyright", "var x", "<"):
         assert dropped not in source.text
+
+
+def test_a_page_without_containers_keeps_headings_and_lists(tmp_path):
+    body = "<div><a href='/'>Home</a> <a href='/b'>Shop</a></div><h1>Mills</h1><ul><li>oats</li></ul><div>"
+    body += f"<h2>Flour</h2><p>Kesk makes flour.<a href='#n'>1</a></p></div><p>{'It is a mill. ' * 20}</p>"
+    source = read(tmp_path, "a.html", f"<html><body>{body}</body></html>".encode())
+    assert source.text.startswith("# Mills\n\n- oats\n\n## Flour\n\nKesk makes flour.1\n\nIt is")
+    assert [section.heading for section in source.sections] == ["Mills", "Mills > Flour"]
 
 
 @pytest.mark.parametrize("page", ["<p>Only this.</p>", "<html><body><div>Only this.</div></body></html>", "Only this."])

@@ -12,6 +12,7 @@ import jsonschema_rs
 import llguidance
 import pytest
 import regex
+import torch
 from asking import request
 from nightly import NIGHTLY
 from pydantic import BaseModel
@@ -93,6 +94,25 @@ def test_every_finished_answer_is_valid(name, make_model):
             finished += 1
             jsonschema_rs.validate(schema, json.loads(text))
     assert finished > 0.8 * len(SHARE)
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_a_number_ends_where_a_text_of_digits_goes_on(kind, make_model):
+    """As a model that writes zeros for ever."""
+    model = make_model("llama")
+    schema = {"properties": {"text": {"type": "string", "pattern": "^.{40}$"}, "of": {"type": kind}}}
+    schema |= {"type": "object", "required": ["text", "of"], "additionalProperties": False}
+    zeros = model.tokens.encode("0")[-1:]
+
+    def prefer(ids, scores):
+        return scores.index_add(-1, torch.tensor(zeros), torch.tensor([[100.0]]))
+
+    found = Decoding(schema=schema_text(schema))
+    generation = Generation(max_new_tokens=600, decoding=found, processors=[prefer])
+    tokens = list(runtime_of(model).decode(*asked(model, "full"), generation))
+    assert tokens[-1].finish_reason == "stop"
+    value = json.loads("".join(token.text for token in tokens))
+    assert (len(value["text"]), value["text"].strip("0")) == (40, "")
 
 
 PATTERN = r"(?:yes|no, because [a-z ]{3,12})\.|[0-9]{2,4}(?: km)?"

@@ -145,6 +145,7 @@ def test_queries_that_the_model_writes_are_events_and_in_the_answer(ask, call, m
     for body in ({"steps": 0}, {"steps": 9}):
         refused = ask(**body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "steps")
+        assert refused.json()["error"]["message"] == f"steps must be from 1 to 8, not {body['steps']}."
         refused = call("POST", "/v1/chat/completions", json=chat | body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "steps")
     history = [{"question": "What does Bolt Ltd make?", "answer": "Valves."}]
