@@ -601,7 +601,7 @@ class _Moves:
         self._rotary, self._offsets = rotary, torch.tensor(offsets)
         self._angles: dict[str, Angles] = {}
         self._mixed: dict[tuple[str, int], tuple[tuple[slice, slice] | None, Tensor, Tensor]] = {}
-        self._wide = torch.empty(0)
+        self._buffers = [torch.empty(0), torch.empty(0)]
 
     def write(self, out: Tensor, held: Tensor, index: int, kind: str) -> None:
         """`out` = R(offset `index`)·`held`, `(kv_heads, tokens, head_dim)` each."""
@@ -623,17 +623,20 @@ class _Moves:
         return self._mixed[kind, head_dim]
 
     def _mix(self, out: Tensor, held: Tensor, halves: tuple[slice, slice], cos: Tensor, sin: Tensor) -> None:
-        held = held.float() if out.dtype == torch.float32 else held
-        wide = out
-        if out.dtype != torch.float32:
-            if self._wide.numel() < out.numel():
-                self._wide = torch.empty(out.numel())
-            wide = self._wide[: out.numel()].view(out.shape)
+        if held.dtype != torch.float32:
+            held = self._buffer(0, out).copy_(held)
+        wide = out if out.dtype == torch.float32 else self._buffer(1, out)
+        torch.mul(held, cos, out=wide)
         for mine, other in (halves, halves[::-1]):
-            torch.mul(held[..., mine], cos[mine], out=wide[..., mine])
             wide[..., mine].addcmul_(held[..., other], sin[mine])
         if wide is not out:
             out.copy_(wide)
+
+    def _buffer(self, which: int, like: Tensor) -> Tensor:
+        """Memory in fp32 of the shape of `like`, which the next chunk uses again."""
+        if self._buffers[which].numel() < like.numel():
+            self._buffers[which] = torch.empty(like.numel())
+        return self._buffers[which][: like.numel()].view(like.shape)
 
 
 def _empty_like(like: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
