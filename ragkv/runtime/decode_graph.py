@@ -8,6 +8,7 @@ in a row is captured, and those that follow are replays, until a sequence joins 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ class DecodeGraph:
     def __init__(self) -> None:
         self._seen: list[object] = []
         """What the last steps ran on: their sequences, what these read, and the memory of their own KV."""
+        self._at: list[tuple[int, int]] = []
+        """The length and the position of each after the last of them: what the graph has counted up to."""
         self._alike, self._wanted, self._replays = 0, ALIKE, 0
         self._captured: tuple[Tensor, Callable[[], Tensor], Callable[[], Tensor]] | None = None
         """Where the tokens' ids are written, what computes their logits, and what was captured, which holds all memory
@@ -69,10 +72,16 @@ class DecodeGraph:
         if seen is None:
             self.forget()
             return model.step(rows, ids)
-        if len(seen) != len(self._seen) or any(one is not other for one, other in zip(seen, self._seen, strict=False)):
+        same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
+        if not same or [(row.cache.length, row.position) for row in rows] != self._at:
             self.forget()
             self._seen = seen
         self._alike += 1
+        logits = self._next(model, rows, ids)
+        self._at = [(row.cache.length, row.position) for row in rows]
+        return logits
+
+    def _next(self, model: LanguageModel, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         captured = self._captured
         if captured is not None:
             tokens, replay, _ = captured
