@@ -440,8 +440,9 @@ def _lines_of(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise UsageError(
-            f"--urls names a text file with one address a line; {file} cannot be read ({error})."
+            f"--urls names a text file with one address a line; {file} cannot be read: {reason}."
         ) from None
 
 

@@ -449,7 +449,9 @@ def _normal(address: str) -> str:
     if port not in (None, 443 if scheme == "https" else 80):
         place += f":{port}"
     kept = "/%:@!$&'()*+,;=~-._"
-    found = urlunsplit((scheme, place, quote(parts.path or "/", kept), quote(parts.query, kept + "?"), ""))
+    path = re.sub("(?i)%2e", ".", quote(parts.path, kept)).lstrip("/")
+    path = urlsplit(urljoin("http://host/", f"/{path}")).path  # without `..`, which robots.txt does not know
+    found = urlunsplit((scheme, place, path, quote(parts.query, kept + "?"), ""))
     if len(found) > _LONGEST_URL or not found.isprintable():
         raise Unreadable(f"its address is longer than {_LONGEST_URL:,} characters")
     return found
