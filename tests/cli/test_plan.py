@@ -37,8 +37,8 @@ def test_text_and_json_say_the_same(plan):
     assert [codec["codec"] for codec in found["codecs"]] == ["raw", "zstd", "half", "int8", "int4"]
     parts = [value for name, value in found["seconds"].items() if name != "total"]
     assert sum(parts) == pytest.approx(found["seconds"]["total"], abs=0.01)
-    # random Llama of the tests: 9 layers, 2 KV heads of 16, float32
-    assert found["codecs"][0]["bytes_per_million_tokens"] == 2 * 9 * 2 * 16 * 4 * 1_000_000
+    # random Llama of the tests: 3 layers, 2 KV heads of 16, float32
+    assert found["codecs"][0]["bytes_per_million_tokens"] == 2 * 3 * 2 * 16 * 4 * 1_000_000
 
 
 def test_another_runtime_overtakes(plan):

@@ -66,7 +66,7 @@ def test_a_chunk_with_all_that_is_kept_of_it(ragkv, index):
     for record in found["kv"]:
         assert record["codec"] == "zstd"
         assert 0 < record["bytes"] < record["raw_bytes"]
-        assert record["raw_bytes"] == 2 * 9 * 2 * 16 * 4 * len(chunk.token_ids)  # two of layers x heads x dim x fp32
+        assert record["raw_bytes"] == 2 * 3 * 2 * 16 * 4 * len(chunk.token_ids)  # two of layers x heads x dim x fp32
         assert record["shared_by"] == 1
     assert found["kv"][0]["prefix_tokens"] > 0 == found["kv"][1]["prefix_tokens"]
     assert found["vectors"] == {}

@@ -138,7 +138,7 @@ def test_the_papers_baselines_answer(rag):
     assert single.text == rag.query(QUESTION, engine="full", top_k=1, max_new_tokens=6).text
     everything = rag.query(QUESTION, engine="all", max_new_tokens=6)
     assert everything.text == rag.query(QUESTION, engine="full", max_new_tokens=6).text
-    stream = rag.stream(QUESTION, engine="mapreduce", max_new_tokens=6)
+    stream = rag.stream(QUESTION, engine="mapreduce", top_k=2, max_new_tokens=6)
     assert "".join(stream).strip() == stream.answer.text
     assert (stream.answer.engine, stream.answer.kv.hits, len(stream.answer.sources)) == ("mapreduce", 2, 2)
 

@@ -535,7 +535,7 @@ class TestAdapter:
     def tuned(self, make_model, tmp_path):
         """A checkpoint with an adapter that peft has written, and the logits of peft's own model."""
         base, folder = tmp_path / "base", tmp_path / "adapter"
-        model = make_model("llama")
+        model = make_model("llama-deep")
         model.module.save_pretrained(base)
         model.tokens._tokenizer.save_pretrained(base)
         learner = peft.PeftModel(

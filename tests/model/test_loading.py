@@ -82,8 +82,8 @@ def test_a_config_that_is_no_object(folder, text):
 
 
 def test_missing_weights_are_named_and_never_made_up(folder):
-    weights(folder, lambda tensors: tensors.pop("model.layers.3.mlp.up_proj.weight"))
-    assert "lacks weights (model.layers.3.mlp.up_proj.weight)" in refusal(folder)
+    weights(folder, lambda tensors: tensors.pop("model.layers.2.mlp.up_proj.weight"))
+    assert "lacks weights (model.layers.2.mlp.up_proj.weight)" in refusal(folder)
 
 
 def test_weights_under_foreign_names_are_missing_ones(folder):

@@ -193,7 +193,9 @@ def test_the_kv_is_cut_free_of_other_rows(hybrid):
 )
 def test_bounds_of_time_steps_that_single_tokens_do_not_have_are_a_refusal(seed, least, dtype, tokenizer):
     """Nemotron-H heeds `time_step_min` in a pass over several tokens alone; few tokens of a trained model meet it."""
-    model = families.small_model("nemotron_h", seed=seed, time_step_min=least, chunk_size=16).to(dtype)
+    sizes = {"chunk_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    sizes |= {"moe_shared_expert_intermediate_size": 96}
+    model = families.small_model("nemotron_h", seed=seed, time_step_min=least, **sizes).to(dtype)
     with pytest.raises(UnsupportedModelError, match="and it cannot go on from its own cache: a token that is read"):
         load_checked(model, tokenizer, Checkpoint(name="small", location="small", local=True))
 

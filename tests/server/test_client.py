@@ -12,10 +12,10 @@ import runpy
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
-import openai
 import pytest
 from live import PATIENCE, live
 from pydantic import BaseModel
@@ -126,8 +126,13 @@ def test_langchain(seen, expected):
     assert {"annotations", "sources"}.isdisjoint(result["kept"])
 
 
+@pytest.fixture(scope="module")
+def openai():
+    return import_module("openai")  # not at collection: it takes a second
+
+
 @pytest.fixture
-def client(expected, server, key):
+def client(openai, expected, server, key):
     return openai.OpenAI(base_url=server.url, api_key=key[1], max_retries=0)
 
 
@@ -137,7 +142,7 @@ class Founder(BaseModel):
 
 
 @pytest.mark.parametrize("engine", ["full", "pced"])
-def test_openai_parses_what_it_asks_for(client, engine):
+def test_openai_parses_what_it_asks_for(openai, client, engine):
     asked = {**ASKED, "model": f"ragkv/two:{engine}", "max_tokens": 300}
     result = client.chat.completions.parse(**asked, response_format=Founder)
     assert isinstance(result.choices[0].message.parsed, Founder)
@@ -149,7 +154,7 @@ def test_openai_parses_what_it_asks_for(client, engine):
 
 @pytest.mark.parametrize("question", [QUESTION, "Zzyzx?"])  # also if no document matches
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "Founder"}}])
-def test_openai_calls_tools_and_gives_their_results(client, choice, question):
+def test_openai_calls_tools_and_gives_their_results(openai, client, choice, question):
     tools = [openai.pydantic_function_tool(Founder), openai.pydantic_function_tool(Founder, name="other")]
     before = [{"role": "user", "content": question}]
     asked = {**ASKED, "max_tokens": 120, "tools": tools, "tool_choice": choice, "parallel_tool_calls": False}
@@ -169,7 +174,7 @@ def test_openai_calls_tools_and_gives_their_results(client, choice, question):
     assert last.choices[0].message.tool_calls is None
 
 
-def test_openai_raises_what_goes_wrong_under_way(client, torn):
+def test_openai_raises_what_goes_wrong_under_way(openai, client, torn):
     pieces = []
     stream = client.chat.completions.create(**ASKED, stream=True)
     with pytest.raises(openai.APIError, match=r"It broke\.") as caught:
@@ -178,7 +183,7 @@ def test_openai_raises_what_goes_wrong_under_way(client, torn):
     assert any(pieces)
 
 
-def test_openai_in_an_event_loop(expected, server, key, stopped):
+def test_openai_in_an_event_loop(openai, expected, server, key, stopped):
     async def ask():
         async with openai.AsyncOpenAI(base_url=server.url, api_key=key[1], max_retries=0) as asker:
             stream = await asker.chat.completions.create(**ASKED, stream=True)
