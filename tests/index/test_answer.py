@@ -21,7 +21,8 @@ def rag(tmp_path_factory, model_folder):
     folder = tmp_path_factory.mktemp("answer")
     (folder / "halden.md").write_text("Halden Works was founded by Mira Oskel in 1907.")
     (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
+    settings = {"chunk_tokens": 128, "tuning": {"mapreduce": {"summary_tokens": 32}}}
+    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", **settings) as made:
         made.ingest(folder / "halden.md", folder / "bolt.txt")
         made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
         yield made
@@ -138,7 +139,7 @@ def test_the_papers_baselines_answer(rag):
     assert single.text == rag.query(QUESTION, engine="full", top_k=1, max_new_tokens=6).text
     everything = rag.query(QUESTION, engine="all", max_new_tokens=6)
     assert everything.text == rag.query(QUESTION, engine="full", max_new_tokens=6).text
-    stream = rag.stream(QUESTION, engine="mapreduce", top_k=2, max_new_tokens=6)
+    stream = rag.stream(QUESTION, engine="mapreduce", max_new_tokens=6)
     assert "".join(stream).strip() == stream.answer.text
     assert (stream.answer.engine, stream.answer.kv.hits, len(stream.answer.sources)) == ("mapreduce", 2, 2)
 
