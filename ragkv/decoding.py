@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
-from ragkv.errors import ConfigError, MissingExtraError, install_hint
+from ragkv.errors import ConfigError, extra
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +106,8 @@ def _constraint(schema: str | None, regex: str | None, grammar: str | None) -> s
         if (schema, regex, grammar) == (None, None, None):
             return None
         raise ConfigError("decoding: schema, regex and grammar must not be empty; leave it out.", param="schema")
-    try:
+    with extra(f"An answer by a {name} needs llguidance", "structured", param=name):
         from llguidance import LLMatcher
-    except ImportError as error:
-        message = f"An answer by a {name} needs llguidance; {install_hint('structured')}."
-        raise MissingExtraError(message, param=name) from error
     try:
         if name == "schema":
             found = LLMatcher.grammar_from_json_schema(given, overrides=_JSON_LAYOUT)  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ the path, option or model that is wrong, and then the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -89,6 +90,15 @@ class UnsupportedModelError(RagkvError):
 
 class MissingExtraError(RagkvError):
     """A feature needs an optional dependency that is not installed."""
+
+
+@contextmanager
+def extra(need: str, *extras: str, param: str | None = None) -> Iterator[None]:
+    """Around the imports of a feature: MissingExtraError, "NEED; run pip install …", if one fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(f"{need}; {install_hint(*extras)}.", param=param) from error
 
 
 class IngestError(RagkvError):

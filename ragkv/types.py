@@ -54,6 +54,11 @@ Box: TypeAlias = tuple[float, float, float, float]
 """Left, top, right and bottom as fractions of the upright page's width and height, from its upper left corner."""
 
 
+def box_from_json(box: Sequence[float] | None) -> Box | None:
+    """The box of which JSON made a list."""
+    return None if box is None else tuple(map(float, box))  # type: ignore[return-value]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """One source, already read to text.
@@ -221,9 +226,7 @@ class Answer:
             text=result["answer"],
             engine=result["engine"],
             finish_reason=result["finish_reason"],
-            sources=tuple(
-                Source(**{**each, "box": tuple(each["box"]) if each.get("box") else None}) for each in result["sources"]
-            ),
+            sources=tuple(Source(**{**each, "box": box_from_json(each.get("box"))}) for each in result["sources"]),
             timing=Timing(**result["timing_ms"]),
             kv=KVUse(**result["kv"]),
             decoding=result["decoding"],

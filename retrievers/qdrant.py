@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from ragkv.config import QdrantConfig
-from ragkv.errors import ConfigError, MissingExtraError, RetrievalError, install_hint
+from ragkv.errors import ConfigError, RetrievalError, extra
 from ragkv.retrievers import dense, sparse
 from ragkv.retrievers.arrays import IdSet, id_key
 from ragkv.retrievers.base import Hit, ScoreKind, best_hits
@@ -87,10 +87,8 @@ class QdrantCollection:
     """
 
     def __init__(self, config: QdrantConfig, index: str) -> None:
-        try:
+        with extra("[qdrant] in ragkv.toml needs qdrant-client", "qdrant"):
             from qdrant_client import QdrantClient, models
-        except ImportError as error:
-            raise MissingExtraError(f"[qdrant] in ragkv.toml needs qdrant-client; {install_hint('qdrant')}.") from error
         self.name = config.collection or f"ragkv-{index[:16]}"
         self.made = False
         """Whether `open` has found the collection, or `make` has made it."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.codecs import Buffer, DamagedError, add_checksum, verify_checksum
 from ragkv.store.record import pack_ids, unpack_ids
-from ragkv.types import Chunk, Document
+from ragkv.types import Chunk, Document, box_from_json
 from ragkv.util.files import parse_json
 
 _LENGTH = struct.Struct("<I")
@@ -105,12 +105,12 @@ def parse_chunk(value: Buffer) -> Chunk:
         body = _limited(value)
         end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
         row = _table(body[_LENGTH.size : end])
-        box = row.pop("box", None)
+        box = box_from_json(row.pop("box", None))
         _require(row, _CHUNK)
         if not row["chunk_id"]:
             raise ValueError("it has no id")
         if box is not None:
-            left, top, right, bottom = box = tuple(map(float, box))
+            left, top, right, bottom = box
             if not (0 <= left <= right <= 1 and 0 <= top <= bottom <= 1):
                 raise ValueError("its box is not on its page")
         return Chunk(**row, box=box, token_ids=unpack_ids(body[end:]))

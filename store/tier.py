@@ -32,7 +32,7 @@ import xxhash
 
 from ragkv.attention.shape import KVShape
 from ragkv.config import TierConfig
-from ragkv.errors import ConfigError, MissingExtraError, StoreError, install_hint
+from ragkv.errors import ConfigError, StoreError, extra
 from ragkv.store.codecs import Buffer, Codec, DamagedError
 from ragkv.store.documents import matching, require_shape
 from ragkv.store.record import SCHEMA_VERSION, EncodedRecord, KVIdentity, decode_record, encode_record
@@ -86,12 +86,10 @@ class RedisTier:
     """
 
     def __init__(self, url: str, *, timeout: float, ttl: int = 0) -> None:
-        try:
+        with extra("A redis:// tier needs redis", "tiers"):
             import redis
             from redis.backoff import NoBackoff
             from redis.retry import Retry
-        except ImportError as error:
-            raise MissingExtraError(f"A redis:// tier needs redis; {install_hint('tiers')}.") from error
         self._ttl = ttl or None
         self._client: Any = redis.Redis.from_url(
             url,
@@ -143,11 +141,9 @@ class ObjectTier:
     """An object store by obstore: `s3://`, `gs://`, `az://`, `file://` or `memory://`, with its usual credentials."""
 
     def __init__(self, url: str, *, timeout: float) -> None:
-        try:
+        with extra("A tier in an object store needs obstore", "tiers"):
             import obstore
             from obstore import store
-        except ImportError as error:
-            raise MissingExtraError(f"A tier in an object store needs obstore; {install_hint('tiers')}.") from error
         self._obstore = obstore
         parts = urlsplit(url)
         options: Any = {"timeout": f"{TRANSFER_SECONDS:g}s", "connect_timeout": f"{timeout:g}s", "allow_http": True}
@@ -373,10 +369,8 @@ def _secret(config: TierConfig) -> bytes | None:
 
 
 def _cipher(secret: bytes) -> Any:
-    try:
+    with extra("A tier with a secret needs cryptography", "tiers"):
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except ImportError as error:
-        raise MissingExtraError(f"A tier with a secret needs cryptography; {install_hint('tiers')}.") from error
     return AESGCM(secret)
 
 

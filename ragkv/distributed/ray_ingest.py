@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.config import IndexConfig, save_config
-from ragkv.errors import MissingExtraError, RagkvError, UsageError, install_hint
+from ragkv.errors import RagkvError, UsageError, extra
 from ragkv.index.create import open_index
 from ragkv.index.ingestion import make_ingester
 from ragkv.ingest import IngestReport, MadeDocument, Make, ParseLimits, Skipped, SourceFile
 from ragkv.ingest.sandbox import SourceReader
 from ragkv.store import Store, codec_from_config
+from ragkv.util.plugins import join_ray
 
 
 class DocumentMaker:
@@ -67,16 +68,10 @@ def ray_maker(
     """
     if not config.tiers:
         raise UsageError("--ray needs a store that all machines reach: add [[tiers]] to ragkv.toml (docs/tiers.md).")
-    try:
+    with extra("--ray needs Ray", "ray"):
         import ray
-    except ImportError as error:
-        raise MissingExtraError(f"--ray needs Ray; {install_hint('ray')}.") from error
-    mine = not ray.is_initialized()
-    try:
-        if mine:
-            ray.init(address, log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UsageError(f"There is no Ray cluster at {address} ({error}).") from error
+    if mine := not ray.is_initialized():
+        join_ray(address)
     settings = replace(config, kv="all", kv_budget="none").to_toml()
     have = ray.cluster_resources()
     gpus = int(have.get("GPU", 0))

@@ -26,12 +26,13 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.config import IndexConfig
 from ragkv.distributed.group import Handshake, Peers, RankGroup, wait_for
 from ragkv.distributed.sharding import RankExecutor, ShardedBackend, rank_of
-from ragkv.errors import MissingExtraError, RanksError, UsageError, install_hint
+from ragkv.errors import RanksError, UsageError
 from ragkv.index.answer import AnswerBackend, AnswerStream, validate_task
 from ragkv.index.contexts import Contexts, context_limits
 from ragkv.index.index import Index
 from ragkv.model.prompt import render
 from ragkv.types import Encoding
+from ragkv.util.plugins import join_ray
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -144,16 +145,10 @@ def on_ray(address: str, ranks: int, command: Sequence[str], *, patience: float)
     They meet in a store of this process. Returns rank 0's exit code, stdout and stderr. UsageError for no cluster, and
     when it has no room for the ranks within `patience` seconds; RanksError when rank 0 is lost.
     """
+    ray = join_ray(address, logging_level=logging.ERROR)
     try:
-        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-    except ImportError as error:
-        raise MissingExtraError(f"--ray needs Ray; {install_hint('ray')}.") from error
-    try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UsageError(f"There is no Ray cluster at {address} ({error}).") from error
-    try:
+
         have = ray.cluster_resources()
         need = {"CPU": max(1, int(have.get("CPU", 1)) // ranks), "GPU": int(have.get("GPU", 0) >= ranks)}
         group = ray.util.placement_group([need] * ranks, strategy="SPREAD")

@@ -37,7 +37,7 @@ from ragkv.retrievers import BM25, Hit, VectorSearch
 from ragkv.retrievers.arrays import IdSet
 from ragkv.retrievers.base import best_hits
 from ragkv.retrievers.bm25 import CorpusStatistics
-from ragkv.types import Chunk, Document, Encoding, KVUse, ScoredChunk
+from ragkv.types import Chunk, Document, Encoding, KVUse, ScoredChunk, box_from_json
 
 if TYPE_CHECKING:
     from ragkv.engines import ContextChunk, Engine, Request
@@ -180,8 +180,8 @@ def unpack_arrays(packed: Any, rank: int) -> list[ScoredChunk]:
 
 
 def _chunk(fields: Mapping[str, Any]) -> Chunk:
-    box = tuple(fields["box"]) if fields["box"] else None
-    return Chunk(**{**fields, "token_ids": tuple(map(int, fields["token_ids"])), "box": box})
+    token_ids = tuple(map(int, fields["token_ids"]))
+    return Chunk(**{**fields, "token_ids": token_ids, "box": box_from_json(fields["box"])})
 
 
 def _best(group: RankGroup, mine: Sequence[Hit], k: int) -> list[Hit]:

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -559,9 +559,14 @@ class Doctor:
             )
             for one, made, counts in engines
         )
-        codecs = [_codec_row(one, self._counts(results, one)) for one in self._coded]
-        if self._float32 is not None:
-            codecs.insert(0, self._weights_row(self._counts(results, self._float32)))
+        codecs = []
+        if self._float32 is not None:  # what int8 weights change: `full` in float32 beside `full` as it runs here
+            counts = self._counts(results, self._float32)
+            codecs.append(_codec_row("full", "int8 weights", counts, exact=False, size=0.25, advice=_WEIGHTS_ADVICE))
+        for one in self._coded:
+            counts = self._counts(results, one)
+            engine = one.label.rpartition(", ")[0]
+            codecs.append(_codec_row(engine, one.codec, counts, exact=counts.exact, size=counts.size))
         return Quality(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             ragkv=ragkv.__version__,
@@ -586,22 +591,6 @@ class Doctor:
 
     def _counts(self, results: Sequence[ExampleResult], candidate: Candidate) -> AgreementCounts:
         return AgreementCounts([result for result in results if result.candidate is candidate])
-
-    def _weights_row(self, counts: AgreementCounts) -> CodecRow:
-        """What int8 weights change: `full` in float32 compared with `full` as the index runs it."""
-        verdict = codec_verdict(counts.agreement, exact=False)
-        advice = _WEIGHTS_ADVICE.get(verdict) or codec_advice("", verdict, exact=False)
-        ci95, figures = asdict(counts.agreement), counts.figures()
-        return CodecRow(
-            engine="full",
-            codec="int8 weights",
-            verdict=verdict,
-            advice=advice,
-            exact=False,
-            size=0.25,
-            ci95=ci95,
-            **figures,
-        )
 
     def _conversation_row(self, results: Sequence[ExampleResult]) -> ConversationRow | None:
         talked = self._counts(results, self._talking)
@@ -640,15 +629,23 @@ def _alternatives(config: IndexConfig, subject: LoadedModel) -> list[Spec]:
     return [one for one in found if unsupported_reason(make_engine(one.name, {}), subject.model) is None]
 
 
-def _codec_row(candidate: Candidate, counts: AgreementCounts) -> CodecRow:
-    verdict = codec_verdict(counts.agreement, exact=counts.exact)
+def _codec_row(
+    engine: str,
+    codec: str,
+    counts: AgreementCounts,
+    *,
+    exact: bool,
+    size: float,
+    advice: Mapping[Verdict, str] | None = None,
+) -> CodecRow:
+    verdict = codec_verdict(counts.agreement, exact=exact)
     return CodecRow(
-        engine=candidate.label.rpartition(", ")[0],
-        codec=candidate.codec,
+        engine=engine,
+        codec=codec,
         verdict=verdict,
-        advice=codec_advice(candidate.codec, verdict, exact=counts.exact),
-        exact=counts.exact,
-        size=counts.size,
-        ci95=None if counts.exact else asdict(counts.agreement),
+        advice=(advice or {}).get(verdict) or codec_advice(codec, verdict, exact=exact),
+        exact=exact,
+        size=size,
+        ci95=None if exact else asdict(counts.agreement),
         **counts.figures(),
     )

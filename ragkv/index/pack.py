@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ragkv.config import CONFIG_FILE, QdrantConfig, load_config, save_config
-from ragkv.errors import KVMismatchError, MissingExtraError, RetrievalError, StoreError, UsageError, install_hint
+from ragkv.errors import KVMismatchError, RetrievalError, StoreError, UsageError, extra
 from ragkv.index.create import create_index, open_index
 from ragkv.index.filters import match
 from ragkv.index.index import Index, read_metadata
@@ -307,11 +307,9 @@ def _digest_of(path: Path) -> str:
 
 def _key(path: Path, *, private: bool) -> Any:
     """The Ed25519 key of a PEM file; UsageError if it holds none."""
-    try:
+    with extra("Signatures need cryptography", "tiers"):
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError as error:
-        raise MissingExtraError(f"Signatures need cryptography; {install_hint('tiers')}.") from error
     try:
         data = path.read_bytes()
         if private:
@@ -326,11 +324,9 @@ def _key(path: Path, *, private: bool) -> Any:
 
 
 def _require_signed(public: bytes, signature: bytes, signed: bytes, path: Path | str) -> None:
-    try:
+    with extra(f"{path} is signed, which needs cryptography", "tiers"):
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    except ImportError as error:
-        raise MissingExtraError(f"{path} is signed, which needs cryptography; {install_hint('tiers')}.") from error
     try:
         Ed25519PublicKey.from_public_bytes(public).verify(signature, signed)
     except (InvalidSignature, ValueError) as error:

@@ -39,7 +39,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.config import CONFIG_FILE, TierConfig, load_config, save_config
-from ragkv.errors import MissingExtraError, RagkvError, UsageError, install_hint
+from ragkv.errors import RagkvError, UsageError, extra
 from ragkv.index.pack import sealed, unpack
 from ragkv.pipeline import RagKV
 from ragkv.server.app import make_app
@@ -50,6 +50,7 @@ from ragkv.server.middleware import Guard
 from ragkv.server.schemas import OWNER, ServedIndexes
 from ragkv.server.settings import Keys, ServerLimits, ServerSettings, reserve
 from ragkv.util.files import make_folder, user_folder
+from ragkv.util.plugins import join_ray
 from ragkv.util.telemetry import export_spans, request_id
 
 TRIES = 5
@@ -455,19 +456,14 @@ def run_on_ray(address: str, options: RayOptions, *, port: int, on_ready: Callab
     `on_ready` receives the address once questions are answered. MissingExtraError without Ray; UsageError for what is
     no pack, no cluster or no free port; RagkvError with the reason if the replicas do not start.
     """
-    try:
+    with extra("--ray needs Ray", "ray", "serve"):
         import ray
         from ray import serve
-    except ImportError as error:
-        raise MissingExtraError(f"--ray needs Ray; {install_hint('ray', 'serve')}.") from error
     options = options.pinned()
     with reserve(options.host, port) as free:
         port = free.getsockname()[1]
-    try:
-        own = {"include_dashboard": False} if address == "local" else {}
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **own)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UsageError(f"There is no Ray cluster at {address} ({error}).") from error
+    own = {"include_dashboard": False} if address == "local" else {}
+    join_ray(address, logging_level=logging.ERROR, **own)
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         made = application({each.name: getattr(options, each.name) for each in fields(options)})

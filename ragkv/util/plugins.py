@@ -11,7 +11,7 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from ragkv.errors import RagkvError
+from ragkv.errors import RagkvError, UsageError, extra
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,20 @@ class PluginRegistry:
             raise ImportError(str(error)) from error
         except Exception as error:  # it is another package's code: a syntax error, say
             raise ImportError(f"{type(error).__name__}: {error}") from error
+
+
+def join_ray(address: str, **options: Any) -> Any:
+    """The module `ray`, connected to the cluster at `address`: "local" starts one on this machine, "auto" finds it.
+
+    MissingExtraError without Ray; UsageError for no cluster.
+    """
+    with extra("--ray needs Ray", "ray"):
+        import ray
+    try:
+        ray.init(address, log_to_driver=False, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UsageError(f"There is no Ray cluster at {address} ({error}).") from error
+    return ray
 
 
 def _rank(entry: EntryPoint) -> tuple[str, bool, str]:
