@@ -184,14 +184,15 @@ def _mark_article(tree: Any, *, whole: bool) -> None:
     """Make the body of a page without containers one article. Else only its paragraphs are found, without headings
     and lists, and a part with links for its footnotes passes for navigation.
     """
-    from lxml.etree import strip_attributes
+    from lxml.etree import strip_attributes, strip_tags
     from lxml.html.defs import block_tags
 
     body = tree.find("body")
     if body is None or (body.xpath(_CONTAINERS) and not whole):
         return
     for link in body.xpath(".//a" if whole else ".//a[starts-with(@href, '#')]"):
-        link.drop_tag()
+        link.tag = "bdi"  # an inline tag without a meaning here, to drop them all at once
+    strip_tags(body, "bdi")
     if whole:
         strip_attributes(body, "id", "class", "role")  # by which navigation is known
         for cell in body.xpath(_LAYOUT):
