@@ -6,6 +6,7 @@ Bytes that are not text are refused as binary. Markdown is kept unchanged, and i
 from __future__ import annotations
 
 import re
+from codecs import register_error
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
     (b"\xfe\xff", "utf-16"),
 )
 _SAMPLE = 1 << 20  # bytes for guessing an encoding, from shortly before the first one that is not ASCII
+_UTF_8 = re.compile(rb"[\xc2-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf4][\x80-\xbf]{3}")
 _NOT_ASCII = re.compile(rb"[\x80-\xff]")
 _EAST_ASIAN = re.compile(rb"[\x80-\xff]{3}")
 """Three such bytes in a row: Latin text has single ones between letters."""
@@ -29,6 +31,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 def read_plain(data: bytes) -> Parsed:
     """The unchanged text as one section."""
+    if data.startswith(b"{\\rtf"):
+        raise Unreadable("RTF is not read; save it as DOCX or ODT")
     return Parsed(text=decode(data))
 
 
@@ -50,12 +54,28 @@ def decode(data: bytes) -> str:
 
 
 def _legacy(data: bytes) -> str:
-    """Decode an 8-bit or East Asian encoding by the best guess, or as Windows-1252 if that is no worse."""
+    """Decode an 8-bit or East Asian encoding by the best guess, or as Windows-1252 if that is no worse; and UTF-8 that
+    is cut off, or has a few bytes of Windows-1252.
+    """
     from charset_normalizer import from_bytes
     from charset_normalizer.utils import is_multi_byte_encoding
 
     start = next((found.start() for found in _NOT_ASCII.finditer(data)), 0)
     sample = data if len(data) <= _SAMPLE else data[max(0, start - _SAMPLE // 16) :][:_SAMPLE]
+    wrong = 0
+
+    def single(error: UnicodeError) -> tuple[str, int]:
+        nonlocal wrong
+        wrong += 1
+        assert isinstance(error, UnicodeDecodeError)
+        if error.reason == "unexpected end of data":
+            return "", error.end
+        return error.object[error.start : error.end].decode("cp1252", "replace"), error.end
+
+    register_error("ragkv-single", single)
+    sample.decode("utf-8", "ragkv-single")
+    if 4 * wrong <= len(_UTF_8.findall(sample)):
+        return data.decode("utf-8", "ragkv-single")
     guesses = from_bytes(sample)  # only a sample, because it tries some ninety encodings
     best = guesses.best()
     if best is None:

@@ -58,6 +58,15 @@ def test_legacy_encodings_are_guessed(tmp_path, text, encoding):
     assert read(tmp_path, "a.txt", text.encode(encoding)).text == text
 
 
+@pytest.mark.parametrize("end", ["ß".encode("cp1252"), "ß".encode()[:1]])
+def test_utf_8_with_a_wrong_byte_or_cut_off_stays_utf_8(tmp_path, end):
+    assert read(tmp_path, "a.txt", "Größe für alle ".encode() * 3 + end).text.rstrip("ß") == "Größe für alle " * 3
+
+
+def test_rtf_is_no_text(tmp_path):
+    assert reason(tmp_path, "a.rtf", rb"{\rtf1\ansi Kesk}") == "RTF is not read; save it as DOCX or ODT"
+
+
 def test_line_ends_become_newlines_and_the_hash_is_of_the_bytes(tmp_path):
     source = read(tmp_path, "a.txt", b"a\r\nb\rc\nd")
     assert source.text == "a\nb\nc\nd"
