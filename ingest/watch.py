@@ -125,6 +125,8 @@ class FolderWatcher:
                 changed.append(source)
                 found.changed[source.document_id] = above
         gone = self._gone(present, sources, skipped, last) if self._prune else []
+        for folder in () if self._prune else self._folders:
+            self._say(folder not in present, f"{folder} is not there; its files are ingested when it is.")
         fresh = [skip for skip in skipped if skip not in last.skipped]
         return FolderChanges(sources=changed, gone=gone, skipped=fresh), found
 

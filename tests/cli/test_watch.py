@@ -215,6 +215,14 @@ def test_a_folder_that_is_gone_as_a_whole_keeps_its_documents(folder, rag, follo
     until(lambda: rag.stats().documents == 7)
 
 
+def test_a_folder_that_is_not_there_yet_is_named_and_followed_later(folder, rag, followed):
+    away = folder.rename(folder.parent / "away")
+    reports = followed(folder, prune=False)
+    until(lambda: [str(each) for each in reports] == [f"{folder} is not there; its files are ingested when it is."])
+    away.rename(folder)
+    until(lambda: rag.stats().documents == 8)
+
+
 def test_what_could_not_be_stored_is_tried_again(folder, rag, monkeypatch):
     monkeypatch.setattr(watch, "WALK_TICKS", 1)
     stop, calls = threading.Event(), []
