@@ -14,6 +14,7 @@ from typing import Any
 from ragkv.ingest.parser import Parsed, Unreadable, check_text, sections_under, silenced
 
 BINARY = "binary file"
+_NO_TEXT = {b"%PDF-": "it is a PDF: name it .pdf", b"{\\rtf": "RTF is not read; save it as DOCX or ODT"}
 _BOMS = (  # UTF-32 first: its little-endian mark begins with UTF-16's
     (b"\xff\xfe\x00\x00", "utf-32"),
     (b"\x00\x00\xfe\xff", "utf-32"),
@@ -31,13 +32,13 @@ _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 
 def read_plain(data: bytes) -> Parsed:
     """The unchanged text as one section."""
-    if data.startswith(b"{\\rtf"):
-        raise Unreadable("RTF is not read; save it as DOCX or ODT")
     return Parsed(text=decode(data))
 
 
 def decode(data: bytes) -> str:
     """Decode by byte order mark, as UTF-16 if the NULs suggest it, as UTF-8, else by charset-normalizer."""
+    if reason := next((why for mark, why in _NO_TEXT.items() if data.startswith(mark)), None):
+        raise Unreadable(reason)
     check_text(len(data) // 4)  # no encoding takes more than four bytes for a character
     encoding = next((name for mark, name in _BOMS if data.startswith(mark)), None) or _utf16(data) or "utf-8"
     try:

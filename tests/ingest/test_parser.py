@@ -63,7 +63,8 @@ def test_utf_8_with_a_wrong_byte_or_cut_off_stays_utf_8(tmp_path, end):
     assert read(tmp_path, "a.txt", "Größe für alle ".encode() * 3 + end).text.rstrip("ß") == "Größe für alle " * 3
 
 
-def test_rtf_is_no_text(tmp_path):
+def test_rtf_and_pdf_are_no_text(tmp_path):
+    assert reason(tmp_path, "a.md", b"%PDF-1.4 obj") == "it is a PDF: name it .pdf"
     assert reason(tmp_path, "a.rtf", rb"{\rtf1\ansi Kesk}") == "RTF is not read; save it as DOCX or ODT"
 
 
