@@ -36,7 +36,8 @@ def test_the_table_is_that_of_the_release(ragkv):
 
 
 @pytest.mark.slow
-def test_families_are_tried_anew_in_a_process_of_their_own(ragkv):
+def test_families_are_tried_anew_in_a_process_of_their_own(ragkv, monkeypatch):
+    monkeypatch.setattr(surveys.multiprocessing, "get_context", lambda method: forkserver())
     found = json.loads(ragkv("models", "--families", "opt,opt", "--json").out)
     recorded = {row["family"]: row["engines"] for row in Survey.recorded().to_json()["families"]}
     assert {row["family"]: row["engines"] for row in found["families"]} == {name: recorded[name] for name in ("opt",)}

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from clichild import CliChild
 
 from ragkv import RagKV
 
@@ -50,19 +51,20 @@ class Ranks:
     def start(self, rank, index, *, grace=WAIT, timeout=WAIT):
         result = {"RANK": rank, "WORLD_SIZE": self.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port}
         result |= {"TORCHELASTIC_USE_AGENT_STORE": self.store is not None, "OMP_NUM_THREADS": 1}
-        result |= {"TORCH_CPP_LOG_LEVEL": "FATAL"}  # as it is set before torch is loaded
         command = ["query", "-", "--index", index, "--engine", "block", "--max-new-tokens", "4", "--json"]
         command += ["--timeout", timeout, "--patience", WAIT]
-        process = subprocess.Popen(
-            [sys.executable, "-c", START, *map(str, [grace, *command])],
-            env=os.environ | {name: str(value) for name, value in result.items()},
-            stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.running.append(process)
-        return process
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in result.items():
+                patch.setenv(name, str(value))
+            self.running.append(CliChild(grace, *command, program=START))
+        return self.running[-1]
+
+    def message(self, child):
+        """Its exit code and what it has printed."""
+        self.running.remove(child)
+        code, out, err = child.end()
+        assert "Traceback" not in err
+        return code, out, err
 
 
 @contextmanager
@@ -71,20 +73,9 @@ def ranks_of(size, **more):
     try:
         yield ranks
     finally:
-        for process in ranks.running:
-            process.kill()
-            process.communicate()
-
-
-def ask(first):
-    first.stdin.write(QUESTION + "\n")
-    first.stdin.flush()
-
-
-def message(process):
-    out, err = process.communicate(timeout=WAIT)
-    assert "Traceback" not in err
-    return process.returncode, out, err
+        for child in ranks.running:
+            child.process.kill()
+            child.end()
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
@@ -94,16 +85,19 @@ def test_a_rank_that_is_killed_or_hangs_is_named(index, sign):
     with ranks_of(2) as ranks:
         first, second = ranks.start(0, folder, grace=0, timeout=limit), ranks.start(1, folder)
         if sign == signal.SIGKILL:
-            ask(first)
-            assert json.loads(first.stdout.readline())["answer"] == wanted
+            first.say(QUESTION)
+            assert json.loads(first.line())["answer"] == wanted
         else:
             second_has_met = ranks.store.get("ragkv/0/loaded/1")
             assert second_has_met == b""
-        second.send_signal(sign)
-        ask(first)
-        code, out, err = message(first)
+        os.kill(second.process.pid, sign)
+        first.say(QUESTION)
+        code, out, err = ranks.message(first)
     assert (code, out) == (1, "")
-    assert f"Rank 1 ({os.uname().nodename}, process {second.pid}) has ended, cannot be reached or is not where" in err
+    assert (
+        f"Rank 1 ({os.uname().nodename}, process {second.process.pid}) has ended, cannot be reached or is not where"
+        in err
+    )
 
 
 @pytest.mark.nightly
@@ -114,8 +108,8 @@ def test_a_rank_with_another_model_is_named(index, tmp_path, make_folder, own_st
     with RagKV.create(tmp_path / "other", model=str(make_folder("qwen3")), device="cpu", chunk_tokens=128) as made:
         made.ingest(tmp_path / "a.txt")
     with ranks_of(3, own_store=own_store) as ranks:
-        for process in [ranks.start(rank, each) for rank, each in enumerate((folder, tmp_path / "other", folder))]:
-            code, out, err = message(process)
+        for child in [ranks.start(rank, each) for rank, each in enumerate((folder, tmp_path / "other", folder))]:
+            code, out, err = ranks.message(child)
             assert (code, out) == (1, "")
             assert "Rank 1 (" in err
             assert "has another model than rank 0" in err
