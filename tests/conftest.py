@@ -60,7 +60,7 @@ settings.load_profile("ragkv")
 one_thread()  # tiny tensors: a second thread only waits, and badly so beside other processes
 
 VOCABULARY = 320
-LAYERS = 5  # enough for every layer type to occur: SmolLM3 drops RoPE in each fourth; Gemma 3 is global in each sixth
+LAYERS = 4  # enough for every layer type to occur: SmolLM3 drops RoPE in each fourth; Gemma 3 is global in each sixth
 FAR = 9  # a chunk far before still changes the answer where each layer has a window of 8
 FEW = 3  # of "llama", which most tests ask, for whatever it says
 

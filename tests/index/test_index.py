@@ -58,7 +58,7 @@ def test_auto_is_a_quarter_of_what_the_container_has_up_to_a_cap(monkeypatch, tm
 
 QUESTION = "Who founded Halden Works?"
 ENGINES = ("ape", "block", "full", "ippd-stacked", "pced")
-NUMBERS = {"deepseek3": 5 * 28, "gemma3n": 4 * 2 * 32}  # per token
+NUMBERS = {"deepseek3": 4 * 28, "gemma3n": 4 * 2 * 32}  # per token
 
 
 @pytest.fixture(scope="module", params=sorted(NUMBERS))

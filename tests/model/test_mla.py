@@ -118,8 +118,8 @@ def test_a_token_is_kept_as_its_latent_and_its_rope_key(make_model):
     [kv] = model.encode([[5, 6, 7]])
     assert kv.shape.layers == (LayerShape(1, 20 + 8, 0),) * model.layers
     kept, expanded = latent_bytes(model.config, 4)
-    assert kv.shape.token_bytes == kept == 5 * 28 * 4
-    assert expanded == 5 * 4 * (12 + 8 + 14) * 4
+    assert kv.shape.token_bytes == kept == model.layers * 28 * 4
+    assert expanded == model.layers * 4 * (12 + 8 + 14) * 4
     assert kv.nbytes == 3 * kept
 
 
