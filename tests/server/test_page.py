@@ -238,6 +238,19 @@ def test_it_streams_and_can_be_stopped(page, rag, monkeypatch):
     shown(page.locator("#thread")).to_be_hidden()  # it is no part of a conversation
 
 
+def test_a_question_that_a_reload_leaves_without_an_answer_is_in_its_field(page, rag, monkeypatch):
+    held = HeldModel(rag, monkeypatch, last=5)
+    page.get_by_label("Engine").select_option("full")
+    page.get_by_label("Question").fill(QUESTION)
+    page.keyboard.press("Enter")
+    shown(page.locator(".result .text")).to_have_text(re.compile(r"\w"))
+    ready_again(page)
+    assert held.cancelled.wait(600)
+    shown(page.get_by_label("Question")).to_have_value(QUESTION)
+    ready_again(page)
+    shown(page.get_by_label("Question")).to_have_value("")
+
+
 def test_a_source_opens_in_its_document_with_the_passage_marked(page, rag):
     expected = rag.query(HOPS, engine="pced", top_k=2)
     result = ask(page, HOPS, engine="pced", top_k=2)

@@ -10,6 +10,8 @@ const MOST_SHOWN = 20;
 let facts = null;
 let lanes = [];
 let running = null;
+const UNANSWERED = "ragkv-unanswered-1";
+let leaving = false; // the page is, so an answer that breaks off is not the server's doing
 
 /** Wire the form. */
 export function setUpAsking() {
@@ -34,6 +36,8 @@ export function setUpAsking() {
   byId("all-engines").addEventListener("change", () => {
     for (const lane of lanes) lane.offer(byId("all-engines").checked);
   });
+  addEventListener("pagehide", () => (leaving = true));
+  addEventListener("pageshow", () => (leaving = false));
   setUpConversation(opened);
 }
 
@@ -47,6 +51,30 @@ export function askOf(index) {
   byId("all-engines").parentElement.hidden = !folded.length;
   byId("folded").textContent = folded.join(", ");
   converse(index.name);
+  const question = unanswered(index.name);
+  if (!question) return;
+  edit(question);
+  announce("The page was left before this question was answered: ask it again.");
+}
+
+/** The question that was being answered when the page was left or loaded anew; it is told once. */
+function unanswered(name) {
+  try {
+    const [index, question] = JSON.parse(sessionStorage.getItem(UNANSWERED));
+    if (index !== name) return "";
+    sessionStorage.removeItem(UNANSWERED);
+    return question;
+  } catch {
+    return ""; // there is none, or storage is forbidden
+  }
+}
+
+function remember(name, question) {
+  try {
+    sessionStorage.setItem(UNANSWERED, JSON.stringify([name, question]));
+  } catch {
+    // there is no room, or storage is forbidden: then a reload forgets it
+  }
 }
 
 /** Show what was asked and answered in a conversation. */
@@ -117,6 +145,7 @@ async function ask() {
   const { signal } = running;
   busy(true);
   const answers = [];
+  remember(name, question);
   try {
     for (const [place, view] of views.entries()) {
       const answer = await one(name, { question, history, ...asked[place] }, view, signal);
@@ -125,6 +154,7 @@ async function ask() {
     }
   } finally {
     running = null;
+    if (!leaving) unanswered(name);
     keep(asked, answers, history.length);
     busy(false);
     if (document.activeElement === byId("question") && byId("question").value.trim() === question) byId("question").select(); // to be typed over
