@@ -86,7 +86,7 @@ BIG = 40_000_000  # parameters: what cannot be shrunk is left to the refusals th
 def test_a_sample_is_exact(family, tokenizer):
     if family not in families.families():
         pytest.skip("not in this version of transformers")
-    verdict = examine(family, families.small_model(family), tokenizer, steps=4)
+    verdict = examine(family, families.small_model(family, layers=4), tokenizer, steps=4)
     assert verdict.error is not None, verdict.reason
     assert verdict.error <= EXACT
 
@@ -94,7 +94,7 @@ def test_a_sample_is_exact(family, tokenizer):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KEPT)
 def test_chunks_that_cannot_be_moved_are_read_in_place(family, tokenizer):
-    verdict = examine(family, families.small_model(family), tokenizer, steps=4)
+    verdict = examine(family, families.small_model(family, layers=4), tokenizer, steps=4)
     assert {name: verdict.engine(name) for name in ENGINES} == {
         "full": "exact",
         "pced": "exact",
