@@ -13,7 +13,7 @@ import ragkv.attention.batch
 from ragkv.attention.batch import BatchPlan, DecodeBatch, Step, _DevicePlan
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.partial import PartialAttention, merge_partials_of
-from ragkv.attention.rope import QueryRotation, Rotary
+from ragkv.attention.rope import QueryRotation
 from ragkv.attention.sequence import ArenaBlock, ChunkGroup, KVCache
 from ragkv.errors import ModelLoadError, UnsupportedModelError
 from ragkv.evaluation import families
@@ -73,11 +73,11 @@ def test_long_windows_are_proved_too(family, make_model, monkeypatch, refused):
         check_model(long)
 
 
-READS, WEIGHTS, BY, QUARTER, OWN = (
+READS, WEIGHTS, BY, TURNED, OWN = (
     BatchPlan.reads,
     BatchPlan._weights,
     QueryRotation.by,
-    Rotary.quarter,
+    QueryRotation._turned,
     _DevicePlan.own,
 )
 POSITIONS, STEP = Step.positions.fget, LanguageModel.step
@@ -131,6 +131,11 @@ def next_offset(rotation, offset, tokens):
     if isinstance(offset, int):
         return BY(rotation, list(rotation.rows)[min(rotation.rows[offset] + 1, last)], tokens)
     return BY(rotation, (offset + 1).clamp_max(last), tokens)
+
+
+def by_another_quarter(change):
+    """Queries are rotated by mixing them with something else than themselves rotated by 90°."""
+    return lambda rotation, row, at: TURNED(replace(rotation, quarter=change(rotation.quarter)), row, at)
 
 
 def mixed_offsets(rotation, offset, tokens):
@@ -190,9 +195,9 @@ FAULTS = {
     "chunks read where they were made": (["llama", "gemma2", "mistral-sliding"], MOVED, (PlacedChunk, "offset", 0)),
     "rows whose offsets are mixed up": (LLAMA, MOVED, (QueryRotation, "by", mixed_offsets)),
     "rotation by the next offset of the table": (LLAMA, MOVED, (QueryRotation, "by", next_offset)),
-    "rotation the other way": (LLAMA, MOVED, (Rotary, "quarter", lambda *a: -QUARTER(*a))),
-    "no rotation": (LLAMA, MOVED, (Rotary, "quarter", lambda self, states, kind: states * 0)),
-    "pairs for halves": (LLAMA, MOVED, (Rotary, "quarter", lambda self, s, kind: QUARTER(self, s.flip(-1), kind))),
+    "rotation the other way": (LLAMA, MOVED, (QueryRotation, "_turned", by_another_quarter(torch.neg))),
+    "no rotation": (LLAMA, MOVED, (QueryRotation, "_turned", by_another_quarter(torch.zeros_like))),
+    "pairs for halves": (LLAMA, MOVED, (QueryRotation, "_turned", by_another_quarter(lambda q: q.flip(-1)))),
     "queries of another row": (LLAMA, QUESTION, reads(of_another_row)),
     "a chunk that is read for one row alone": (LLAMA, "a group weighted by its other mode", reads(of_one_row)),
     "a chunk that is lost": (LLAMA, QUESTION, (BatchPlan, "reads", lambda plan, window: READS(plan, window)[:-1])),
