@@ -315,8 +315,8 @@ def test_a_cancelled_job_tells_what_is_in_the_index(own, send, ended, call, monk
     committed, go_on = threading.Event(), threading.Event()
     write = Ingester._write
 
-    def slowly(ingester, changes, run):
-        write(ingester, changes, run)
+    def slowly(ingester, *changes):
+        write(ingester, *changes)
         committed.set()
         assert go_on.wait(600)
 
