@@ -380,7 +380,7 @@ class DecodeBatch:
             lengths[slot] = span.sequence.cache.length + 1
         self._lengths = lengths
         self._masks: dict[int | None, Tensor | None] = {}
-        self._ends: tuple[Tensor, ...] | None = None
+        self._ends: tuple[Tensor, Tensor, Tensor] | None = None
         self._device = device
 
     def attend(self, call: LayerCall) -> PartialAttention:
@@ -413,14 +413,14 @@ class DecodeBatch:
             taken, starts_at = (varlen.bounds(lengths, self._device) for lengths in (takes, starts))
             self._ends = taken, starts_at, varlen.bounds(self._lengths, self._device).diff()
             self.packed = True
-        *ends, used = self._ends
+        taken, starts_at, used = self._ends
         held = self._block.keys[call.layer], self._block.values[call.layer]
         keys, values = (t[: self._height].transpose(1, 2).flatten(0, 1) for t in held)
         out, lse = varlen.packed(
             queries,
             keys,
             values,
-            (ends[0], ends[1]),
+            (taken, starts_at),
             (1, longest),
             scale=call.scale,
             causal=True,

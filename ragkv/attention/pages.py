@@ -104,7 +104,11 @@ class PagePool:
         number = min(max(BLOCK, count), (self._budget - self._bytes) // page)
         if number < count:
             return None
-        self._blocks.append(PageBlock(kv, devices, number))
+        try:
+            self._blocks.append(PageBlock(kv, devices, number))
+        except torch.OutOfMemoryError:  # less is free than the budget: chunks lie by themselves
+            self._budget = self._bytes
+            return None
         self._bytes += page * number
         return self._blocks[-1].take(count)
 

@@ -97,8 +97,9 @@ def partial_attention(
         empty = query.new_zeros((batch, q_heads, n, value.shape[-1]))
         return PartialAttention(empty, query.new_full((batch, q_heads, n), -torch.inf, dtype=torch.float32))
     shared = key.shape[0] != batch
-    there = not reference and varlen.takes(query, key, value, softcap=softcap)
-    gains = q_heads != kv_heads and (n < _ROWS or query.device.type != "cpu") and not (there and n == 1)
+    gains = q_heads != kv_heads and (n < _ROWS or query.device.type != "cpu")
+    if gains and n == 1 and not reference:  # that kernel takes the heads of a group together itself
+        gains = not varlen.takes(query, key, value, softcap=softcap)
     fold = mask is None and (shared or gains)
     if fold:
         query = _fold(query, kv_heads, shared=shared)

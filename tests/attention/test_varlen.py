@@ -128,6 +128,17 @@ def test_chunks_lie_in_pages_until_the_last_view_is_gone(kernel):
     assert pool.hold(large) is large  # beyond the budget
 
 
+def test_without_memory_for_pages_chunks_lie_by_themselves(kernel, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    pool, kv = PagePool(CPU, 1 << 30), chunk(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "PageBlock", full)
+        assert pool.hold(kv) is kv
+    assert pool.hold(kv) is kv  # it does not try again
+
+
 def test_kv_that_the_kernel_does_not_read_is_left_where_it_is(kernel):
     pool = PagePool(CPU, 1 << 30)
     odd = ChunkKV(keys=(torch.randn(1, 3, 12),), values=(torch.randn(1, 3, 12),))
@@ -145,6 +156,17 @@ def questions(name, tuning):
     ]
 
 
+def hold_in_pages(pool, monkeypatch):
+    """What is asked from now on reads the bank's chunks from pages."""
+    bank = crowd._bank
+
+    def paged(*which):
+        prefix, kvs = bank(*which)
+        return pool.hold(prefix), [pool.hold(kv) for kv in kvs]
+
+    monkeypatch.setattr(crowd, "_bank", paged)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2"])
 @pytest.mark.parametrize(("name", "tuning"), ENGINES, ids=lambda each: str(each))
 def test_questions_over_pages_have_the_answers_of_the_processor(family, name, tuning, make_model, kernel, monkeypatch):
@@ -156,13 +178,7 @@ def test_questions_over_pages_have_the_answers_of_the_processor(family, name, tu
         patch.setattr(varlen, "DEVICES", set())
         expected = [alone(model, one) for one in asked]
     assert not kernel
-    pool, bank = PagePool(CPU, 1 << 30), crowd._bank
-
-    def paged(*which):
-        prefix, kvs = bank(*which)
-        return pool.hold(prefix), [pool.hold(kv) for kv in kvs]
-
-    monkeypatch.setattr(crowd, "_bank", paged)
+    hold_in_pages(PagePool(CPU, 1 << 30), monkeypatch)
     monkeypatch.setattr(crowd, "_ALONE", {})
     found = [alone(model, one) for one in asked]
     together = [(tokens, scores) for _, tokens, scores in crowd.together(model, asked)[1]]
@@ -186,13 +202,7 @@ def test_questions_on_a_gpu_have_the_answers_of_the_processor(family, name, tuni
     model, asked = make_model(family), questions(name, tuning)
     expected = [alone(model, one)[1] for one in asked]
     there = make_model(family, dtype, "cuda")
-    pool, bank = PagePool(there.device, 1 << 30), crowd._bank
-
-    def paged(*which):
-        prefix, kvs = bank(*which)
-        return pool.hold(prefix), [pool.hold(kv) for kv in kvs]
-
-    monkeypatch.setattr(crowd, "_bank", paged)
+    hold_in_pages(PagePool(there.device, 1 << 30), monkeypatch)
     found = [alone(there, one)[1] for one in asked] + [scores for _, _, scores in crowd.together(there, asked)[1]]
     for scores, wanted in zip(found, expected * 2, strict=True):
         for one, other in list(zip(scores, wanted, strict=True))[: None if dtype == "float32" else 1]:
@@ -278,13 +288,7 @@ def test_a_question_reads_all_chunks_of_a_layer_in_one_launch(make_model, kernel
         return packed(*given, **more)
 
     monkeypatch.setattr(varlen, "packed", counted)
-    bank = crowd._bank
-
-    def paged(*which):
-        prefix, kvs = bank(*which)
-        return pool.hold(prefix), [pool.hold(kv) for kv in kvs]
-
-    monkeypatch.setattr(crowd, "_bank", paged)
+    hold_in_pages(pool, monkeypatch)
     [one, *_] = questions("block", ())
     wanted = crowd.request(model, one)
     launches.clear()
