@@ -41,7 +41,7 @@ from ragkv.cli.options import (
 )
 from ragkv.config import CONFIG_FILE, PromptConfig, load_config
 from ragkv.errors import UsageError
-from ragkv.util.toml import read_toml
+from ragkv.util.files import read_toml
 
 app = typer.Typer(help="Show settings and where they come from, or change some.", no_args_is_help=True)
 

@@ -50,7 +50,7 @@ from ragkv.cli.options import (
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, PromptConfig, build_config, load_config
 from ragkv.errors import ConfigError, IngestError, StoreBusyError, StoreFullError, UsageError
 from ragkv.server.local import LocalClient, UnservedError
-from ragkv.util.toml import parse_toml
+from ragkv.util.files import parse_toml
 
 if TYPE_CHECKING:
     from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, Skipped
@@ -297,7 +297,7 @@ def ingest(
 
 
 def _ray(config: IndexConfig, address: str, device: str | None) -> AbstractContextManager[Make]:
-    from ragkv.distributed.ray_ingest import ray_maker
+    from ragkv.index.ingestion import ray_maker
 
     return ray_maker(config, address, device=device)
 

@@ -29,8 +29,7 @@ from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageErro
 from ragkv.finetune.config import Setting
 from ragkv.model.checkpoint import lasting
 from ragkv.util.display import one_line
-from ragkv.util.files import user_folder
-from ragkv.util.toml import read_toml, shortened
+from ragkv.util.files import read_toml, shortened, user_folder
 
 
 def engines(incomplete: str) -> list[str]:

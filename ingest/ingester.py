@@ -22,8 +22,16 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 from ragkv.config import IndexConfig
 from ragkv.errors import IngestError, StoreError, UsageError
 from ragkv.ingest.chunker import chunk_id, split_text
-from ragkv.ingest.context import Encoder, chunk_identity, encode_in_context, encoded_tokens, seen_before
-from ragkv.ingest.long_document import Blocks, make_blocks, plan_blocks
+from ragkv.ingest.encoding import (
+    Blocks,
+    Encoder,
+    chunk_identity,
+    encode_in_context,
+    encoded_tokens,
+    make_blocks,
+    plan_blocks,
+    seen_before,
+)
 from ragkv.ingest.parser import ParseLimits, Unreadable, check_text, limited
 from ragkv.ingest.parser import limits as limits_in_force
 from ragkv.ingest.sandbox import SourceReader, SourceText, UnreadableSource
@@ -445,7 +453,7 @@ def missing_sources(
 
 T = TypeVar("T")
 Make: TypeAlias = Callable[[Sequence[SourceFile]], Iterable[MadeDocument]]
-"""Makes the documents of sources in other processes, in any order (`ragkv.distributed.ray_ingest`)."""
+"""Makes the documents of sources in other processes, in any order (`ragkv.index.ingestion`)."""
 
 BATCH_TOKENS = 2048  # encoded together; progress is reported after each batch
 WAITING_CHARACTERS = 4 << 20  # of documents waiting for their batch; a blank document is long but has few tokens

@@ -260,12 +260,11 @@ _PARSERS = {
     "application/pdf": "pdf:read_pdf",
     **{f"image/{kind}": "pdf:read_image" for kind in ("png", "jpeg", "tiff")},
     "application/sitemap+xml": "web:read_sitemap",
-    _TYPES[".docx"]: "docx:read_docx",
-    **{_TYPES[f".{kind}"]: f"office:read_{kind}" for kind in ("xlsx", "pptx", "epub", "odt", "eml", "mbox")},
-    "text/csv": "tabular:read_csv",
-    "text/tab-separated-values": "tabular:read_tsv",
-    "application/jsonl": "tabular:read_jsonl",
-    "application/json": "tabular:read_json",
+    **{_TYPES[f".{kind}"]: f"office:read_{kind}" for kind in ("docx", "xlsx", "pptx", "epub", "odt", "eml", "mbox")},
+    "text/csv": "text:read_csv",
+    "text/tab-separated-values": "text:read_tsv",
+    "application/jsonl": "text:read_jsonl",
+    "application/json": "text:read_json",
 }
 
 logger = logging.getLogger(__name__)

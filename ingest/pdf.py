@@ -1,6 +1,6 @@
 """PDF: text page by page. Lines that were broken only by the page's width are joined again.
 
-A table with rules becomes rows, as a sheet does (`ragkv.ingest.tabular`): pdfplumber finds its cells from the page's
+A table with rules becomes rows, as a sheet does (`ragkv.ingest.text`): pdfplumber finds its cells from the page's
 lines, pypdf's text at their place is left out, and the rows stand where it began. If the two libraries see different
 characters there, the page stays running text, so nothing is lost or read twice. How much is searched for tables is
 bounded in bytes of the pages' contents, not in time, so that a file gives the same rows on every machine.
@@ -30,8 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import install_hint
 from ragkv.ingest.parser import Parsed, Unreadable, check_sections, join_sections, limits, silenced
-from ragkv.ingest.tabular import table_rows
-from ragkv.ingest.text import clean
+from ragkv.ingest.text import clean, table_rows
 from ragkv.types import Box
 
 if TYPE_CHECKING:

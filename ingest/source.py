@@ -21,8 +21,7 @@ from typing import Protocol, TypeAlias
 
 from ragkv.errors import UsageError
 from ragkv.ingest.parser import TEXT, Unreadable, is_foreign, media_type_of, type_names
-from ragkv.ingest.tabular import sniff_delimiter
-from ragkv.ingest.text import decode
+from ragkv.ingest.text import decode, sniff_delimiter
 
 _READ_BYTES = 1 << 20  # bytes
 _ADDRESS = re.compile(r"(https?|ftps?|s3|gs|file):/{1,2}(.*)", re.IGNORECASE | re.DOTALL)

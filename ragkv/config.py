@@ -15,8 +15,18 @@ from typing import Any, Literal, Self
 
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
-from ragkv.util.files import overwrite_plain, require_plain, write_plain
-from ragkv.util.toml import dump_toml, edit_toml, parse_toml, plain, read_text, read_toml, shortened
+from ragkv.util.files import (
+    dump_toml,
+    edit_toml,
+    overwrite_plain,
+    parse_toml,
+    plain,
+    read_text,
+    read_toml,
+    require_plain,
+    shortened,
+    write_plain,
+)
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "ragkv.toml"

@@ -244,7 +244,7 @@ class RagKV:
         same. For bytes, pass `ragkv.ingest.from_bytes(data, name=…)`. `dry_run` reports what would be done. `memory` is
         about how much the ingest uses besides its models ("512MiB"; default: `[ingest] memory`).
         `show_progress` draws a bar, on stderr or in the notebook. `make` makes the documents in other processes
-        (`ragkv.distributed.ray_ingest`).
+        (`ragkv.index.ingestion`).
 
         One ingest runs at a time. Another one waits for it, for at most `timeout` seconds; `on_wait` gets its holder.
         Raises UsageError for a missing path, IngestError if nothing could be read, StoreFullError if the disk is full

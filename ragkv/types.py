@@ -28,7 +28,7 @@ class Encoding(StrEnum):
     """The prompt's prefix of P tokens: its first token is at position P."""
 
     CONTEXT = "context"
-    """The prefix and, of its own document, title, heading and the tokens before it (`ragkv.ingest.context`)."""
+    """The prefix and, of its own document, title, heading and the tokens before it (`ragkv.ingest.encoding`)."""
 
     LONG = "long"
     """The prefix, the anchor and the tokens that earlier blocks pass on: a block of a long document (APB)."""

@@ -17,7 +17,6 @@ from ragkv.retrievers.base import (
     relative_score_fusion,
 )
 from ragkv.retrievers.bm25 import BM25, BM25Config
-from ragkv.retrievers.dense import DenseConfig, DenseIndex
 from ragkv.retrievers.embedders import (
     BGEM3,
     SentenceEmbedder,
@@ -27,7 +26,7 @@ from ragkv.retrievers.embedders import (
     load_embedder,
 )
 from ragkv.retrievers.rerankers import CrossEncoder, load_reranker, reranker_fingerprint
-from ragkv.retrievers.sparse import SparseIndex, colbert_scores
+from ragkv.retrievers.vectors import DenseConfig, DenseIndex, SparseIndex, colbert_scores
 
 __all__ = [
     "BGEM3",

@@ -27,9 +27,9 @@ from uuid import UUID
 
 from ragkv.config import QdrantConfig
 from ragkv.errors import ConfigError, RetrievalError, extra
-from ragkv.retrievers import dense, sparse
 from ragkv.retrievers.arrays import IdSet, id_key
 from ragkv.retrievers.base import Hit, ScoreKind, best_hits
+from ragkv.retrievers.vectors import EXTRA, TIE, is_zero_dense, is_zero_sparse
 
 if TYPE_CHECKING:
     from qdrant_client import models
@@ -250,7 +250,7 @@ def _cut(items: list[str]) -> list[list[str]]:
 
 
 def _is_zero(vector: Any, what: str) -> bool:
-    return sparse.is_zero(vector, what) if isinstance(vector, Mapping) else dense.is_zero(vector, what)
+    return is_zero_sparse(vector, what) if isinstance(vector, Mapping) else is_zero_dense(vector, what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,7 @@ class QdrantIndex:
         self, query: Any, asked: Any, k: int, chosen: models.Filter | None, among: IdSet | None
     ) -> dict[str, float]:
         """The best chunks of a filter with their scores: at least `k` and all that tie with the last, if there are."""
-        want = k + dense.EXTRA
+        want = k + EXTRA
         while True:
             proposed = self.collection.propose(self.score_kind, asked, want, chosen)
             names = [chunk_id for chunk_id, _ in proposed]
@@ -287,7 +287,7 @@ class QdrantIndex:
             scores = {name: _score(query, stored[name]) for name in seen}
             best = sorted(scores.values(), reverse=True)[:k]
             # Below the last proposal there is nothing better, but for the rounding of Qdrant's scores.
-            complete = len(best) == k and proposed[-1][1] < best[-1] - dense.TIE * max(1.0, abs(best[-1]))
+            complete = len(best) == k and proposed[-1][1] < best[-1] - TIE * max(1.0, abs(best[-1]))
             if len(proposed) < want or complete or want >= MOST_PROPOSALS:
                 break
             want *= 4

@@ -5,15 +5,14 @@ from ragkv.store.cache import MemoryTier, MemoryUse
 from ragkv.store.codecs import Codec, Half, Int4, Int8, KVSlice, Raw, Zstd, codec_from_config, codec_names
 from ragkv.store.documents import DocumentChange
 from ragkv.store.environment import Holder
-from ragkv.store.maintenance.copy import Copy
 from ragkv.store.maintenance.eviction import Use, UseTotals
 from ragkv.store.maintenance.repair import Repair, RepairSource
-from ragkv.store.maintenance.stats import Collection, DocumentStats, KVRecord, StoreStats
+from ragkv.store.maintenance.space import Collection, Copy, DocumentStats, KVRecord, StoreStats
 from ragkv.store.maintenance.verify import Notify, Problem, Progress, Verification
 from ragkv.store.reader import KVReader
 from ragkv.store.record import KVIdentity, Manifest
-from ragkv.store.rows import ChunkVectors, StoredDocument
 from ragkv.store.store import STORE_FILES, Store
+from ragkv.store.tables import ChunkVectors, StoredDocument
 from ragkv.util.files import sync_path
 
 __all__ = [

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 from ragkv.errors import CorruptStoreError
 from ragkv.store.codecs import Buffer, DamagedError, add_checksum, verify_checksum
 from ragkv.store.record import Summary, summarise
-from ragkv.store.rows import parse_document
-from ragkv.store.tables import VALUE_BYTES, Transaction, digest
+from ragkv.store.tables import VALUE_BYTES, Transaction, digest, parse_document
 from ragkv.util.files import parse_json
 
 _STALE = b"stale"

@@ -12,22 +12,26 @@ from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.codecs import Buffer, DamagedError
 from ragkv.store.counters import advance
 from ragkv.store.record import PASSED_ON, EncodedRecord, KVIdentity, Manifest, pack_shape
-from ragkv.store.rows import (
+from ragkv.store.tables import (
     VECTOR_KINDS,
     ChunkVectors,
     StoredDocument,
+    Transaction,
     Vector,
     VectorKind,
+    chunk_key,
+    digest,
+    document_key,
     pack_chunk,
     pack_document,
     pack_text,
     parse_chunk,
     parse_document,
     parse_vector,
+    shape_key,
     vector_prefix,
     vector_rows,
 )
-from ragkv.store.tables import Transaction, chunk_key, digest, document_key, shape_key
 from ragkv.types import Chunk, Document, Encoding
 
 

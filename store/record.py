@@ -71,7 +71,7 @@ class KVIdentity:
     `model` is the model's fingerprint in hex. `prefix_ids` are all tokens that the chunk saw before its own: of a
     `prefixed` chunk those of the prompt, of a `context` one also those of its document. They are empty
     for a `standalone` one, so its record stays valid when the prompt changes. For a `long` block they are the eight
-    words of a digest of everything before it, and its position (`ragkv.ingest.long_document`). For a `packet` they are
+    words of a digest of everything before it, and its position (`ragkv.ingest.encoding`). For a `packet` they are
     eight words of a digest of the trained vectors, its position, and the numbers of vectors before and after the chunk
     (`ragkv.model.packet`).
     """

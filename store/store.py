@@ -20,7 +20,6 @@ from ragkv.store.counters import NAME_BYTES, Changes, Version, changes_since, ge
 from ragkv.store.data_file import discard_stub, give_back, refuse_links
 from ragkv.store.documents import DocumentChange, drop_document, holds, vector_of
 from ragkv.store.environment import LMDB_FILES, LOCK_FILE, Database, Holder, WriterLock
-from ragkv.store.maintenance.copy import copy_store
 from ragkv.store.maintenance.eviction import (
     BUDGET,
     Arrival,
@@ -35,12 +34,13 @@ from ragkv.store.maintenance.eviction import (
     record_uses,
 )
 from ragkv.store.maintenance.repair import Repair, RepairSource, repair
-from ragkv.store.maintenance.stats import (
+from ragkv.store.maintenance.space import (
     Collection,
     DocumentStats,
     KVRecord,
     StoreStats,
     collect,
+    copy_store,
     needed_models,
     orphans,
     records_of,
@@ -50,28 +50,26 @@ from ragkv.store.maintenance.stats import (
 from ragkv.store.maintenance.verify import Notify, Verification, chunk_named, verify
 from ragkv.store.reader import KVReader, forget, map_record, move_many, read_many, warn_unusable
 from ragkv.store.record import EncodedRecord, KVIdentity, Manifest, encode_record, pack_shape, round_trip
-from ragkv.store.rows import (
-    VECTOR_KINDS,
-    ChunkVectors,
-    StoredDocument,
-    UseRow,
-    Vector,
-    VectorKind,
-    parse_chunk,
-    parse_document,
-    parse_text,
-    vector_prefix,
-)
 from ragkv.store.tables import (
     INDEX_OWNER,
     PLACE_BYTES,
     TOMBSTONE,
+    VECTOR_KINDS,
+    ChunkVectors,
+    StoredDocument,
     Transaction,
+    UseRow,
+    Vector,
+    VectorKind,
     chunk_key,
     digest,
     document_digest,
     document_key,
+    parse_chunk,
+    parse_document,
+    parse_text,
     shape_key,
+    vector_prefix,
 )
 from ragkv.types import Chunk, Document
 from ragkv.util.files import parse_json

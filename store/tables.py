@@ -1,14 +1,29 @@
-"""The store's tables within one LMDB transaction, and the operations that keep records and references consistent."""
+"""The store's tables within one LMDB transaction, and the bytes of their rows.
+
+`Transaction` keeps records and references consistent. Each row of a document, text, chunk, vector or KV use has a
+checksum. Retrieval indexes are derived from the vectors, so vectors are written and deleted in their document's
+transaction; their keys begin with the kind, so a scan reads one kind only. A row of `uses` outlives its KV record: an
+evicted chunk that is asked for again is known to be wanted (`ragkv.store.maintenance.eviction`).
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, TypeVar
 
-from ragkv.errors import StoreError
-from ragkv.store.codecs import Buffer
-from ragkv.store.record import EncodedRecord
+import numpy as np
+from numpy.typing import NDArray
+
+from ragkv.errors import CorruptStoreError, StoreError
+from ragkv.store.codecs import Buffer, DamagedError, add_checksum, verify_checksum
+from ragkv.store.record import EncodedRecord, pack_ids, unpack_ids
+from ragkv.types import Chunk, Document, box_from_json
+from ragkv.util.files import parse_json
 
 TABLES: Mapping[str, bool] = {
     "meta": False,
@@ -267,3 +282,294 @@ def chunk_key(document: bytes, ordinal: int) -> bytes:
 
 def _segment_key(key: bytes, index: int) -> bytes:
     return key + index.to_bytes(4, "big")
+
+
+_LENGTH = struct.Struct("<I")
+_TEXT_BYTES = 512 << 20
+_ROW_BYTES = 64 << 20
+"""No row of a document or a chunk is this large: 65,536 tokens with their text take a hundredth of it."""
+_YEAR_9999 = 253_370_764_800
+_DOCUMENT_ROW: Mapping[str, tuple[type, ...]] = {
+    "recipe": (str,),
+    "chunks": (int,),
+    "tokens": (int,),
+    "ingested_at": (float, int),
+    "document": (dict,),
+}
+_DOCUMENT: Mapping[str, tuple[type, ...]] = {
+    "document_id": (str,),
+    "source": (str,),
+    "content_hash": (str,),
+    "media_type": (str,),
+    "title": (str, type(None)),
+    "metadata": (dict,),
+}
+_CHUNK: Mapping[str, tuple[type, ...]] = {
+    "chunk_id": (str,),
+    "document_id": (str,),
+    "ordinal": (int,),
+    "text": (str,),
+    "start": (int,),
+    "end": (int,),
+    "page": (int, type(None)),
+    "heading": (str, type(None)),
+}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredDocument:
+    """A document and how it was ingested: `recipe` as the ingest gave it, `ingested_at` in seconds since 1970."""
+
+    document: Document
+    recipe: str
+    chunks: int
+    tokens: int
+    ingested_at: float
+
+
+def pack_document(stored: StoredDocument) -> bytes:
+    row = {name: getattr(stored, name) for name in ("recipe", "chunks", "tokens", "ingested_at")}
+    fields = {name: getattr(stored.document, name) for name in Document.__slots__}
+    return _pack_json({**row, "document": {**fields, "metadata": dict(stored.document.metadata)}})
+
+
+def parse_document(value: Buffer) -> StoredDocument:
+    def parse() -> StoredDocument:
+        row = _table(_limited(value))
+        _require(row, _DOCUMENT_ROW)
+        fields = row["document"]
+        _require(fields, _DOCUMENT)
+        if not fields["document_id"] or not 0 <= row["ingested_at"] < _YEAR_9999:
+            raise ValueError("its id is empty, or its time of ingest is impossible")
+        if not all(isinstance(text, str) for text in fields["metadata"].values()):
+            raise ValueError("its metadata are not texts")
+        return StoredDocument(**{**row, "document": Document(**fields)})
+
+    return _parsed(parse, "a document")
+
+
+_CHUNK_FIELDS = tuple(field.name for field in fields(Chunk) if field.name != "token_ids")
+
+
+def pack_chunk(chunk: Chunk) -> bytes:
+    """The uint32 length of the JSON, the JSON of all fields but the token ids, the token ids as uint32."""
+    row = {name: getattr(chunk, name) for name in _CHUNK_FIELDS}
+    if chunk.box is None:  # as in the rows of before, which versions of before read
+        del row["box"]
+    head = json.dumps(row).encode()
+    return add_checksum(_LENGTH.pack(len(head)), head, pack_ids(chunk.token_ids))
+
+
+def parse_chunk(value: Buffer) -> Chunk:
+    def parse() -> Chunk:
+        body = _limited(value)
+        end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+        row = _table(body[_LENGTH.size : end])
+        box = box_from_json(row.pop("box", None))
+        _require(row, _CHUNK)
+        if not row["chunk_id"]:
+            raise ValueError("it has no id")
+        if box is not None:
+            left, top, right, bottom = box
+            if not (0 <= left <= right <= 1 and 0 <= top <= bottom <= 1):
+                raise ValueError("its box is not on its page")
+        return Chunk(**row, box=box, token_ids=unpack_ids(body[end:]))
+
+    return _parsed(parse, "a chunk")
+
+
+def pack_text(text: str) -> bytes:
+    """A text as UTF-8. Lone surrogates, which a badly decoded text may hold, are kept."""
+    packed = text.encode("utf-8", "surrogatepass")
+    if len(packed) > _TEXT_BYTES:
+        raise StoreError(f"a document's text has {len(packed)} bytes, where {_TEXT_BYTES} is the most: split it")
+    return add_checksum(packed)
+
+
+def parse_text(value: Buffer) -> str:
+    return _parsed(lambda: str(_limited(value, _TEXT_BYTES + 8), "utf-8", "surrogatepass"), "a text")
+
+
+def _limited(value: Buffer, most: int = _ROW_BYTES) -> memoryview:
+    """A row's bytes. An oversized row is refused before reading: a sparse file can hold gigabytes of zeros."""
+    if len(value) > most:
+        raise ValueError(f"it has {len(value)} bytes")
+    return verify_checksum(value)
+
+
+def _table(body: memoryview) -> dict[str, Any]:
+    found = parse_json(bytes(body))
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
+
+
+def _require(row: Any, kinds: Mapping[str, tuple[type, ...]]) -> None:
+    """`ValueError` unless the row has exactly these fields, each of its type, with whole numbers from 0 to 2^48."""
+    if not isinstance(row, dict):
+        raise ValueError("it is not a JSON object")
+    for name, value in row.items():
+        if type(value) not in kinds.get(name, ()):
+            raise ValueError(f"its {name} is of the wrong type")
+        if type(value) is int and not 0 <= value < 1 << 48:
+            raise ValueError(f"its {name} is out of range")
+    if missing := kinds.keys() - row.keys():
+        raise ValueError(f"its {min(missing)} is missing")
+
+
+def _pack_json(row: dict[str, Any]) -> bytes:
+    return add_checksum(json.dumps(row).encode())
+
+
+def _parsed(parse: Callable[[], T], what: str) -> T:
+    try:
+        return parse()
+    except (ValueError, KeyError, TypeError, struct.error) as error:
+        raise CorruptStoreError(
+            f"{what} in the store is damaged ({error}): run `ragkv repair`, or restore a backup"
+        ) from error
+
+
+VectorKind: TypeAlias = Literal["dense", "sparse", "colbert"]
+Vector: TypeAlias = NDArray[Any] | Mapping[str, float]
+
+VECTOR_KINDS: tuple[VectorKind, ...] = ("dense", "sparse", "colbert")
+PART_BYTES = 1 << 20  # longer values would fragment LMDB's file, see `ragkv.store.record`
+
+_MOST_BYTES = 512 << 20  # 65,536 tokens of 2,048 float32 numbers each
+
+_ARRAY = struct.Struct("<BBII")
+_AXES = {"dense": 1, "colbert": 2}
+_COUNT = struct.Struct("<I")
+_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<f2")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChunkVectors:
+    """One chunk's vectors, of the kinds that its embedder supports.
+
+    dense: `(dim,)`; sparse: token to weight; colbert: `(tokens, dim)`. Arrays are float32 or float16, which is kept;
+    `ValueError` for any other dtype.
+    """
+
+    dense: NDArray[Any] | None = None
+    sparse: Mapping[str, float] | None = None
+    colbert: NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        for kind, axes in (("dense", 1), ("colbert", 2)):
+            array = getattr(self, kind)
+            if array is not None and (array.ndim != axes or array.dtype not in _DTYPES.values()):
+                raise ValueError(
+                    f"{kind} vectors are float32 or float16 with {axes} axes, not {array.dtype}, {array.ndim}"
+                )
+
+
+def vector_prefix(kind: VectorKind, place: bytes = b"") -> bytes:
+    """The prefix of the keys of a kind, or of one chunk by (the start of) its key in `chunks`."""
+    return kind[:1].encode() + place
+
+
+def pack_vectors(vectors: ChunkVectors) -> Iterator[tuple[VectorKind, list[bytes]]]:
+    """The values of each present kind in parts of at most 1 MiB."""
+    for kind in VECTOR_KINDS:
+        vector: Vector | None = getattr(vectors, kind)
+        if vector is not None:
+            body = _pack_array(vector) if isinstance(vector, np.ndarray) else _pack_weights(vector)
+            yield kind, [add_checksum(body[at : at + PART_BYTES]) for at in range(0, len(body), PART_BYTES)]
+
+
+def vector_rows(vectors: ChunkVectors, chunk: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The rows in `vectors` of a chunk, by its key in `chunks`."""
+    for kind, parts in pack_vectors(vectors):
+        for number, part in enumerate(parts):
+            yield vector_prefix(kind, chunk) + number.to_bytes(4, "big"), part
+
+
+def parse_vector(kind: VectorKind, parts: Sequence[Buffer]) -> Vector:
+    """The inverse of `pack_vectors`, as a copy; `DamagedError` when a part is not what was written."""
+    if sum(map(len, parts)) > _MOST_BYTES or any(len(part) > 2 * PART_BYTES for part in parts):
+        raise DamagedError(f"its {kind} vector is larger than any")
+    body = b"".join(verify_checksum(part) for part in parts)
+    try:
+        return _parse_weights(body) if kind == "sparse" else _parse_array(body, kind)
+    except (struct.error, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(f"its {kind} vector is malformed ({error!r})") from error
+
+
+def _pack_array(array: NDArray[Any]) -> bytes:
+    """uint8 dtype, uint8 axes, uint32 rows (1 for a single vector) and columns, the numbers row by row."""
+    code = next(code for code, dtype in _DTYPES.items() if dtype == array.dtype)
+    rows, columns = array.shape if array.ndim == 2 else (1, *array.shape)
+    return _ARRAY.pack(code, array.ndim, rows, columns) + np.ascontiguousarray(array, _DTYPES[code]).tobytes()
+
+
+def _parse_array(body: bytes, kind: VectorKind) -> NDArray[Any]:
+    code, axes, rows, columns = _ARRAY.unpack_from(body)
+    numbers = np.frombuffer(body, _DTYPES[code], offset=_ARRAY.size)
+    if axes != _AXES[kind] or (axes == 1 and rows != 1) or (rows and not columns):
+        raise ValueError(f"{axes} axes, {rows} x {columns}")
+    if not np.isfinite(numbers).all():
+        raise ValueError("it has numbers that are not finite")
+    return numbers.reshape((rows, columns) if axes == 2 else (columns,)).copy()
+
+
+def _pack_weights(weights: Mapping[str, float]) -> bytes:
+    """uint32 count, the weights as float32, the tokens as a JSON list in UTF-8."""
+    return b"".join(
+        (
+            _COUNT.pack(len(weights)),
+            np.array(list(weights.values()), "<f4").tobytes(),
+            json.dumps(list(weights)).encode(),
+        )
+    )
+
+
+def _parse_weights(body: bytes) -> dict[str, float]:
+    end = _COUNT.size + 4 * _COUNT.unpack_from(body)[0]
+    weights = np.frombuffer(body[_COUNT.size : end], "<f4")
+    tokens = parse_json(body[end:])
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ValueError("its tokens are not texts")
+    if not np.isfinite(weights).all() or len(set(tokens)) != len(tokens):
+        raise ValueError("it has weights that are not finite, or a token twice")
+    return dict(zip(tokens, weights.tolist(), strict=True))
+
+
+_ROW = struct.Struct("<dQdQQ32s")
+_MOST = 1 << 48
+_YEAR_9999 = 253_370_764_800
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UseRow:
+    """The uses of one record.
+
+    `weight` is defined in `ragkv.store.maintenance.eviction`, `count` is the number of uses, `last` the time of the
+    last recording (seconds since 1970). `tokens` and `nbytes` are the chunk's and its KV's; `owner` is the digest of
+    the id of the chunk that used it last.
+    """
+
+    weight: float
+    count: int
+    last: float
+    tokens: int
+    nbytes: int
+    owner: bytes
+
+    def pack(self) -> bytes:
+        return add_checksum(_ROW.pack(self.weight, self.count, self.last, self.tokens, self.nbytes, self.owner))
+
+    @classmethod
+    def parse(cls, value: Buffer) -> UseRow:
+        """The row; `DamagedError` when it is not one."""
+        body = verify_checksum(value)
+        if len(body) != _ROW.size:
+            raise DamagedError(f"it has {len(body)} bytes")
+        row = cls(**dict(zip(cls.__slots__, _ROW.unpack(body), strict=True)))
+        if not math.isfinite(row.weight) or abs(row.weight) > _MOST or not 0 <= row.last < _YEAR_9999:
+            raise DamagedError("its weight or its time is impossible")
+        if max(row.count, row.tokens, row.nbytes) > _MOST:
+            raise DamagedError("its numbers are out of range")
+        return row

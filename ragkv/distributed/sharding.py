@@ -31,7 +31,7 @@ from ragkv.index.answer import AnswerTask, IndexBackend
 from ragkv.index.index import Index
 from ragkv.index.kv_loader import After, DocumentBlocks, KVLoader, Prefetch, each_document, given_blocks, planned
 from ragkv.index.search import Finder, Found, Searcher
-from ragkv.ingest.long_document import Blocks, make_blocks, stored_block, with_choice
+from ragkv.ingest.encoding import Blocks, make_blocks, stored_block, with_choice
 from ragkv.model.apb.document import EncodedBlock, LongDocument, PassedKV
 from ragkv.retrievers import BM25, Hit, VectorSearch
 from ragkv.retrievers.arrays import IdSet

@@ -157,7 +157,7 @@ def answer_from(row: TokenSequence, ids: Sequence[int]) -> Program:
 class ContextChunk:
     """One retrieved chunk as an engine receives it; `kv` is None for an engine that needs no stored KV.
 
-    `seen` is for who encodes it: the tokens of its document that it shall see (`ragkv.ingest.context`).
+    `seen` is for who encodes it: the tokens of its document that it shall see (`ragkv.ingest.encoding`).
     """
 
     token_ids: tuple[int, ...]

@@ -34,7 +34,7 @@ from ragkv.index.conversation import Conversation, Turn, WrittenQueries
 from ragkv.index.index import indexes_of, kinds_of, useful_kinds
 from ragkv.index.search import Searcher
 from ragkv.ingest import encode_identities
-from ragkv.ingest.context import chunk_identity, seen_before
+from ragkv.ingest.encoding import chunk_identity, seen_before
 from ragkv.model.apb.document import SequentialExecutor, document_for_question
 from ragkv.model.checkpoint import HEADS, MINI, digest_files, resolve
 from ragkv.model.prompt import Prompt, render

@@ -34,7 +34,7 @@ from ragkv.errors import (
     StoreError,
 )
 from ragkv.ingest import IngestFingerprint
-from ragkv.ingest.context import LINE_TOKENS
+from ragkv.ingest.encoding import LINE_TOKENS
 from ragkv.model.checkpoint import MINI, resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.retrievers import ScoreKind

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from ragkv.errors import CorruptStoreError, RagkvError
 from ragkv.index.index import DeferredWrite, Index, memory_budget
 from ragkv.ingest import encode_identities
-from ragkv.ingest.context import chunk_identity, seen_before
-from ragkv.ingest.long_document import Blocks, bare, make_blocks, plan_blocks
+from ragkv.ingest.encoding import Blocks, bare, chunk_identity, make_blocks, plan_blocks, seen_before
 from ragkv.store import KVIdentity, MemoryTier, Use
 from ragkv.store.record import EncodedRecord
 from ragkv.store.tables import digest

@@ -57,8 +57,7 @@ from ragkv.retrievers.segments import (
 )
 from ragkv.store import DocumentStats, KVRecord, Store, StoredDocument
 from ragkv.store.counters import Version
-from ragkv.store.rows import VECTOR_KINDS
-from ragkv.store.tables import document_key
+from ragkv.store.tables import VECTOR_KINDS, document_key
 from ragkv.types import Chunk, Document, ScoredChunk
 from ragkv.util.files import is_folder, make_folder, parse_json, read_plain
 

@@ -20,7 +20,7 @@ import torch
 from ragkv.config import NONE
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.ingest import chunk_vectors, encode_identities
-from ragkv.ingest.context import chunk_identity
+from ragkv.ingest.encoding import chunk_identity
 from ragkv.ingest.ingester import BATCH_TOKENS
 from ragkv.runtime import Stream
 from ragkv.store import KVIdentity, Store, codec_from_config

@@ -30,8 +30,7 @@ from ragkv.store.counters import count_all, read_counters
 from ragkv.store.environment import Database
 from ragkv.store.maintenance.verify import chunk_named, find_record
 from ragkv.store.record import EncodedRecord
-from ragkv.store.rows import UseRow
-from ragkv.store.tables import INDEX_OWNER, Transaction
+from ragkv.store.tables import INDEX_OWNER, Transaction, UseRow
 from ragkv.util.files import parse_json
 
 K = TypeVar("K", bound=Hashable)

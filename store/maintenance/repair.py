@@ -41,26 +41,24 @@ from ragkv.store.maintenance.verify import (
     verify,
 )
 from ragkv.store.record import KVIdentity
-from ragkv.store.rows import (
+from ragkv.store.tables import (
+    INDEX_OWNER,
+    PLACE_BYTES,
+    VALUE_BYTES,
     VECTOR_KINDS,
     ChunkVectors,
     StoredDocument,
+    Transaction,
+    chunk_key,
+    digest,
+    document_digest,
+    document_key,
     pack_chunk,
     pack_document,
     pack_text,
     parse_document,
     parse_text,
     vector_rows,
-)
-from ragkv.store.tables import (
-    INDEX_OWNER,
-    PLACE_BYTES,
-    VALUE_BYTES,
-    Transaction,
-    chunk_key,
-    digest,
-    document_digest,
-    document_key,
 )
 from ragkv.types import Chunk, Document, Encoding
 from ragkv.util.batches import batches

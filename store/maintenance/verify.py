@@ -25,17 +25,21 @@ from ragkv.store.data_file import give_back, mapped_bytes
 from ragkv.store.documents import read_vector, require_shape
 from ragkv.store.environment import Database
 from ragkv.store.record import Manifest, Summary, check_payloads, summarise
-from ragkv.store.rows import VECTOR_KINDS, UseRow, parse_chunk, parse_document, parse_text
 from ragkv.store.tables import (
     INDEX_OWNER,
     PLACE_BYTES,
     TABLES,
     VALUE_BYTES,
+    VECTOR_KINDS,
     Transaction,
+    UseRow,
     chunk_key,
     digest,
     document_digest,
     document_key,
+    parse_chunk,
+    parse_document,
+    parse_text,
 )
 from ragkv.types import Chunk
 from ragkv.util.files import parse_json

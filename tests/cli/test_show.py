@@ -14,7 +14,7 @@ import pytest
 from ragkv import RagKV
 from ragkv.index.index import Index
 from ragkv.store import ChunkVectors, Store
-from ragkv.store.rows import parse_document
+from ragkv.store.tables import parse_document
 from ragkv.types import Chunk, Document
 
 CONDITIONS = (

@@ -7,8 +7,8 @@ import pickle
 import pytest
 
 from ragkv import RagKV
-from ragkv.distributed.ray_ingest import DocumentMaker, ray_maker
 from ragkv.errors import MissingExtraError, UsageError
+from ragkv.index.ingestion import DocumentMaker, ray_maker
 
 TEXTS = {
     "halden.txt": "Halden Works was founded by Mira Oskel in 1907.",

@@ -30,7 +30,7 @@ from ragkv.retrievers import BM25, DenseConfig, DenseIndex, Embedding, SparseInd
 from ragkv.retrievers.segments import SavedElsewhereError, Segmented
 from ragkv.store import ChunkVectors, Store
 from ragkv.types import Chunk, Document
-from ragkv.util.toml import dump_toml, read_toml
+from ragkv.util.files import dump_toml, read_toml
 
 FILES = {
     "halden.md": "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n",

@@ -23,11 +23,10 @@ from ragkv.index.answer import AnswerStream, validate_task
 from ragkv.index.create import _fitting
 from ragkv.index.maintenance import IndexRepairSource
 from ragkv.ingest import ReadyChunk, ReadyDocument, encode_identities
-from ragkv.ingest.context import LINE_TOKENS, seen_before
+from ragkv.ingest.encoding import LINE_TOKENS, seen_before
 from ragkv.planning.plan import plan_ingest
 from ragkv.runtime import Runtime, Stream
-from ragkv.store.rows import pack_chunk
-from ragkv.store.tables import chunk_key, digest
+from ragkv.store.tables import chunk_key, digest, pack_chunk
 from ragkv.types import Capability, Chunk, Document, Encoding, ScoredChunk
 
 TEXT = "".join(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading import read, reason, rows
 
-from ragkv.ingest.docx import read_docx
+from ragkv.ingest.office import read_docx
 from ragkv.ingest.parser import Unreadable
 
 W = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
@@ -148,7 +148,7 @@ def test_entities_and_large_parts_are_refused(tmp_path, monkeypatch):
     with zipfile.ZipFile(out, "w") as written:
         written.writestr("word/document.xml", hostile + p("open &e;") + "</w:body></w:document>")
     assert read_docx(out.getvalue()).text == "open"
-    monkeypatch.setattr("ragkv.ingest.docx._LARGEST", 1000)
+    monkeypatch.setattr("ragkv.ingest.office._LARGEST", 1000)
     with pytest.raises(Unreadable, match="is larger than"):
         read_docx(WHOLE)
 

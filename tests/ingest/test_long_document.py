@@ -13,8 +13,8 @@ from longbook import BLOCK, CHUNK, LENGTHS, book, tiny_model
 from ragkv import RagKV
 from ragkv.errors import ConfigError
 from ragkv.index.contexts import Contexts
-from ragkv.ingest import long_document as blocks_of
-from ragkv.ingest.long_document import Blocks, plan_blocks
+from ragkv.ingest import encoding as blocks_of
+from ragkv.ingest.encoding import Blocks, plan_blocks
 from ragkv.model.apb.document import compressor_for
 from ragkv.types import Encoding
 

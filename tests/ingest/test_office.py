@@ -8,7 +8,7 @@ from email.message import EmailMessage
 
 import pytest
 
-from ragkv.ingest import Unreadable, docx
+from ragkv.ingest import Unreadable, office
 from ragkv.ingest.parser import media_type_of, parse
 from ragkv.ingest.source import sniff
 
@@ -155,6 +155,6 @@ def test_hostile_files_are_refused(suffix, data, reason):
 
 
 def test_what_unpacks_to_too_much_is_refused_while_it_is_unpacked(monkeypatch):
-    monkeypatch.setattr(docx, "_LARGEST", 1 << 20)
+    monkeypatch.setattr(office, "_LARGEST", 1 << 20)
     with pytest.raises(Unreadable, match="ODT cannot be read: unpacked, it is larger than 1 MiB"):
         parse(media_type_of("odt"), odt("<p>Kesk</p>" * 200_000))

@@ -12,7 +12,7 @@ from reading import read, reason, rows
 
 from ragkv.ingest.chunker import split_text
 from ragkv.ingest.parser import Unreadable
-from ragkv.ingest.tabular import read_csv, read_json, read_jsonl, sniff_delimiter
+from ragkv.ingest.text import read_csv, read_json, read_jsonl, sniff_delimiter
 
 
 def test_rows_are_sections_of_named_values(tmp_path):

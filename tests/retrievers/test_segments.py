@@ -30,7 +30,7 @@ from package import run_fresh
 
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, Hit, SparseIndex, VectorIndex
-from ragkv.retrievers.dense import make
+from ragkv.retrievers.vectors import make
 from ragkv.util import files as ownmark
 
 POOL = 320

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragkv.errors import RetrievalError
-from ragkv.retrievers import Hit, SparseIndex, colbert_scores, sparse
+from ragkv.retrievers import Hit, SparseIndex, colbert_scores, vectors
 from ragkv.retrievers.arrays import term_hashes
 
 weights = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0, 4, width=32), max_size=6)
@@ -107,7 +107,7 @@ def unit_rows(tokens: int, seed: int, dtype: str = "float32", dimension: int = 3
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("batch_rows", [1, 50, 8192])
 def test_scores_are_those_of_the_definition(dtype, batch_rows, monkeypatch):
-    monkeypatch.setattr(sparse, "_BATCH_ROWS", batch_rows)
+    monkeypatch.setattr(vectors, "_BATCH_ROWS", batch_rows)
     documents = [unit_rows(tokens, tokens, dtype) for tokens in (1, 30, 7, 64, 2, 49, 51)]
     query = unit_rows(11, 99, dtype)
     expected = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ragkv.server.citations import cited, is_refusal
+from ragkv.server.api import cited, is_refusal
 from ragkv.types import Answer, KVUse, Source, Timing
 
 KESK = "# Linodyne Paper\n\nLinodyne Paper is a company in the town of Kesk. It employs 360 people and makes Ranatix."

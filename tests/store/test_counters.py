@@ -13,7 +13,7 @@ from ragkv.store import ChunkVectors, Store
 from ragkv.store import counters as module
 from ragkv.store.codecs import add_checksum
 from ragkv.store.counters import Version, name_of
-from ragkv.store.rows import parse_chunk
+from ragkv.store.tables import parse_chunk
 from ragkv.types import Chunk, Document
 
 DOCUMENT = Document(document_id="a", source="a.md", content_hash="0", metadata={"lang": "en"})

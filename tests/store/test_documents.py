@@ -12,7 +12,7 @@ from storekit import chunk, unpack, vectors_of, write
 
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store import ChunkVectors, Store
-from ragkv.store.rows import pack_chunk, parse_chunk
+from ragkv.store.tables import pack_chunk, parse_chunk
 from ragkv.types import Chunk, Document
 
 

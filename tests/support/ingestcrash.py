@@ -31,8 +31,7 @@ from storecheck import problems
 import ragkv.ingest.ingester as ingester
 from ragkv.ingest.ingester import Ingester
 from ragkv.store import Store
-from ragkv.store.rows import parse_document
-from ragkv.store.tables import INDEX_OWNER
+from ragkv.store.tables import INDEX_OWNER, parse_document
 
 QUESTION = "Who founded the company?"
 EVENTS = ((Ingester, "_add"), (Ingester, "_commit"), (Store, "stage_kv"), (Store, "write_changes"))

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from ragkv.store import Store
 from ragkv.store.record import Manifest, decode_record
-from ragkv.store.rows import parse_chunk, parse_document, parse_text
-from ragkv.store.tables import INDEX_OWNER, TABLES, digest, document_key
+from ragkv.store.tables import INDEX_OWNER, TABLES, digest, document_key, parse_chunk, parse_document, parse_text
 
 Table = dict[bytes, bytes]
 Pairs = set[tuple[bytes, bytes]]

@@ -33,7 +33,7 @@ from ragkv.config import (
 )
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
-from ragkv.util.toml import dump_toml, edit_toml, parse_toml
+from ragkv.util.files import dump_toml, edit_toml, parse_toml
 
 TEXTS = st.text(
     st.characters(exclude_categories=("Cs",)) | st.sampled_from("\0\x1b\r\n\t\x7f\x9b\u2028\u202e\\\"'#[].=")

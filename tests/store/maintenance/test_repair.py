@@ -12,8 +12,16 @@ from storekit import identity
 from ragkv.errors import StoreError
 from ragkv.store import Store
 from ragkv.store.maintenance.repair import apply_plan, find_damage, plan_document
-from ragkv.store.rows import pack_chunk, pack_document, parse_chunk, parse_document
-from ragkv.store.tables import INDEX_OWNER, Transaction, digest, document_key
+from ragkv.store.tables import (
+    INDEX_OWNER,
+    Transaction,
+    digest,
+    document_key,
+    pack_chunk,
+    pack_document,
+    parse_chunk,
+    parse_document,
+)
 from ragkv.types import Encoding
 
 Change = Callable[[Transaction, Any], object]

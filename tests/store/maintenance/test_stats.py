@@ -59,18 +59,18 @@ def test_a_list_that_names_what_is_in_use_is_mended(library):
 
 def test_a_record_that_is_taken_up_meanwhile_stays(library, monkeypatch):
     """Between finding garbage and dropping it, a question may have put the record for a chunk of its own."""
-    from ragkv.store.maintenance import stats
+    from ragkv.store.maintenance import space
 
     staged = library.identities(next(library.store.chunks("c")))[0]
     late = identity(*range(9), model="m")
     library.store.stage_kv([(late, library.encode([late])[0])])
-    sweep = stats._sweep
+    sweep = space._sweep
 
     def put_first(*arguments: Any) -> None:
         library.store.put_kv(late, library.encode([late])[0], chunk_id=next(library.store.chunks("c")).chunk_id)
         sweep(*arguments)
 
-    monkeypatch.setattr(stats, "_sweep", put_first)
+    monkeypatch.setattr(space, "_sweep", put_first)
     assert library.store.collect(in_use=everything).records == 0
     assert library.store.has_kv(late)
     assert library.store.has_kv(staged)

@@ -16,8 +16,7 @@ from ragkv.store.codecs import add_checksum
 from ragkv.store.counters import is_stale
 from ragkv.store.data_file import give_back
 from ragkv.store.maintenance import verify
-from ragkv.store.rows import pack_document, parse_document
-from ragkv.store.tables import INDEX_OWNER
+from ragkv.store.tables import INDEX_OWNER, pack_document, parse_document
 from ragkv.util.plugins import PluginRegistry
 
 
