@@ -50,13 +50,18 @@ from ragkv.store.counters import is_stale, recount, update_counters
 from ragkv.store.data_file import (
     FULL,
     OpenFile,
+    PageProgress,
+    PageReport,
     Reserve,
+    TrustStamp,
     allocate_lock,
+    check_pages,
+    free_bytes,
+    log_progress,
     read_header,
     refuse_links,
     refuse_network,
 )
-from ragkv.store.page_check import PageProgress, PageReport, TrustStamp, check_pages, free_bytes, log_progress
 from ragkv.store.tables import ADDED, TABLES, Transaction
 from ragkv.util.files import NotPlainError, open_plain, parse_json, require_plain
 

@@ -52,8 +52,8 @@ from ragkv.cli.options import Debug, Json, Quiet
 from ragkv.errors import UsageError
 from ragkv.finetune.block import METADATA, replace_folder, visible
 from ragkv.finetune.data import Progress, passages
-from ragkv.worlds import QuestionKind, World
 from ragkv.worlds.text import Cloze, clozes, english_sentences, reference_texts
+from ragkv.worlds.world import QuestionKind, World
 
 LayoutName = Literal["full", "block", "single"]
 Kind = Literal[QuestionKind, "cloze"]

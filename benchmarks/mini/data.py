@@ -41,9 +41,18 @@ from transformers import PreTrainedTokenizerFast
 
 from ragkv.config import PromptConfig
 from ragkv.finetune.data import PAD_SEGMENT, answerable, passages
-from ragkv.worlds import UNANSWERABLE, Fact, World, WorldQuestion, comparisons, lists, unanswerable, unstated
 from ragkv.worlds.text import Shots, clozes, docstrings, english_sentences, neutral_sentence, shot_text
-from ragkv.worlds.world import listed
+from ragkv.worlds.world import (
+    UNANSWERABLE,
+    Fact,
+    World,
+    WorldQuestion,
+    comparisons,
+    listed,
+    lists,
+    unanswerable,
+    unstated,
+)
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, BOS, END, "<|system|>", "<|user|>", "<|assistant|>")

@@ -41,9 +41,8 @@ from ragkv.finetune.block import replace_folder
 from ragkv.finetune.data import Progress, passages
 from ragkv.finetune.retaining_heads import save_checkpoint
 from ragkv.retrievers import load_embedder, load_reranker
-from ragkv.worlds import Split, World
 from ragkv.worlds.text import module_docstrings
-from ragkv.worlds.world import paraphrases, shared_words
+from ragkv.worlds.world import Split, World, paraphrases, shared_words
 
 MAX_TOKENS = 512
 """The longest text, with special tokens. Positions start after the padding id, as in XLM-R."""

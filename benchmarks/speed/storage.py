@@ -59,7 +59,7 @@ from ragkv.pipeline import RagKV
 from ragkv.store import Codec, KVIdentity, Raw, Store, Zstd, codec_from_config
 from ragkv.store.record import EncodedRecord, Manifest, decode_record, drop_pool, encode_record
 from ragkv.types import Chunk, Document, Encoding
-from ragkv.worlds import World
+from ragkv.worlds.world import World
 
 LAYERS, KV_HEADS, HEAD_DIM, TOKENS = 16, 8, 64, 256
 CHUNKS = 12

@@ -39,8 +39,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ragkv.engines.base import ContextChunk, Engine, Request, make_engine, require_supported
 from ragkv.errors import ConfigError, ModelLoadError, UnsupportedModelError
 from ragkv.mini import lm_path
+from ragkv.model.attention_hook import adapt
 from ragkv.model.checkpoint import Checkpoint
-from ragkv.model.families import adapt
 from ragkv.model.language_model import LanguageModel
 from ragkv.model.loading import quiet_loading
 from ragkv.model.self_check import load_checked

@@ -31,7 +31,7 @@ from ragkv.config import PromptConfig, one_of
 from ragkv.errors import ConfigError, UsageError
 from ragkv.index.conversation import Conversation, Turn
 from ragkv.mini import lm_path
-from ragkv.worlds import Split, World, WorldDocument, WorldQuestion
+from ragkv.worlds.world import Split, World, WorldDocument, WorldQuestion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -29,9 +29,19 @@ from ragkv.attention.kv import ChunkKV, Place, PlacedChunk
 from ragkv.attention.sequence import TokenSequence
 from ragkv.attention.shape import KVShape
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
-from ragkv.model.attention_hook import NAME, AttentionBackend, LatentAttention, LayerMask, attention_backend, latents_of
+from ragkv.model.attention_hook import (
+    NAME,
+    AttentionBackend,
+    LatentAttention,
+    LayerMask,
+    adapt,
+    attention_backend,
+    latents_of,
+    read_whole,
+    rotaries_of,
+    without_rotary,
+)
 from ragkv.model.checkpoint import Checkpoint, int8_levels, processor_units
-from ragkv.model.families import adapt, read_whole, rotaries_of, without_rotary
 from ragkv.model.loading import reach, refuse_by_name
 from ragkv.model.packet import Packet, embed
 from ragkv.model.prompt import Tokens

@@ -35,9 +35,8 @@ from ragkv.attention.partial import LayerCall
 from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, KVArena, TokenSequence
 from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
-from ragkv.model.attention_hook import LayerMask, Visible, require_rule
+from ragkv.model.attention_hook import LayerMask, Visible, require_rule, without_rotary
 from ragkv.model.checkpoint import Checkpoint, pick_devices, require_on_hub, resolve
-from ragkv.model.families import without_rotary
 from ragkv.model.language_model import LanguageModel, int8_weights, shallow_copy
 from ragkv.model.loading import chooses_by_index, describe_error, open_checkpoint, quiet_loading
 from ragkv.model.stateful import ResumeOptions, StatefulModel

@@ -72,7 +72,7 @@ def test_it_is_read_as_a_task():
 
 def test_passages_are_the_document_in_order():
     pytest.importorskip("bm25s", reason="bm25s is not installed")
-    cut = runpy.run_path(str(HERE / "questions.py"))["passages"]
+    cut = runpy.run_path(str(HERE / "make.py"))["passages"]
     for name, text in DOCUMENTS.items():
         at = 0
         for passage in cut(name, text):

@@ -12,7 +12,7 @@ from ragkv.errors import UsageError
 from ragkv.evaluation.io import Spec
 from ragkv.evaluation.metrics import score
 from ragkv.evaluation.tasks.catalog import TASKS, described, make_task, passages
-from ragkv.worlds import QuestionKind, World
+from ragkv.worlds.world import QuestionKind, World
 
 
 def made(name: str, *, seed: int = 0, limit: int = 6, chunks: int = 8, **options):

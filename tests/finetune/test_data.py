@@ -27,7 +27,7 @@ from ragkv.finetune.data import (
 )
 from ragkv.index.conversation import Conversation, Turn
 from ragkv.runtime import Stream, runtime_of
-from ragkv.worlds import World
+from ragkv.worlds.world import World
 
 PROMPT = PromptConfig(system="Be.", context="D:\n")
 LINE = {"prompt": "Who?", "blocks": ["Ann made it.", "Bo did not, he said.", "x"], "response": "Ann."}

@@ -16,7 +16,7 @@ from storekit import identity, write
 
 from ragkv.errors import CorruptStoreError
 from ragkv.store import Store
-from ragkv.store.page_check import PageReport, TrustStamp, check_pages
+from ragkv.store.data_file import PageReport, TrustStamp, check_pages
 
 KINDS = {"rows": False, "large": False, "several": True}
 PAGE = 4096

@@ -9,8 +9,17 @@ from collections import Counter
 
 import pytest
 
-from ragkv.worlds import UNANSWERABLE, Split, World, comparisons, lists, split_of, unanswerable
-from ragkv.worlds.world import paraphrases, shared_words
+from ragkv.worlds.world import (
+    UNANSWERABLE,
+    Split,
+    World,
+    comparisons,
+    lists,
+    paraphrases,
+    shared_words,
+    split_of,
+    unanswerable,
+)
 
 SPLITS: tuple[Split, ...] = ("train", "heldout")
 
@@ -27,7 +36,7 @@ def name_words(world: World) -> set[str]:
 
 def test_generate_is_the_same_in_another_process():
     code = (
-        "import hashlib; from ragkv.worlds import World;"
+        "import hashlib; from ragkv.worlds.world import World;"
         "print(hashlib.sha256(repr(World.generate(3, split='heldout')).encode()).hexdigest())"
     )
     digests = {

@@ -25,7 +25,6 @@ from typing import Literal
 from ragkv.errors import UsageError
 from ragkv.evaluation.io import Spec
 from ragkv.evaluation.metrics import Example, Task
-from ragkv.worlds import QuestionKind, Split, World, WorldDocument, WorldQuestion
 from ragkv.worlds.text import (
     GROUPS,
     Shots,
@@ -37,7 +36,7 @@ from ragkv.worlds.text import (
     shot_text,
     variable_list,
 )
-from ragkv.worlds.world import listed
+from ragkv.worlds.world import QuestionKind, Split, World, WorldDocument, WorldQuestion, listed
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's repeated haystack (`type_haystack: noise`)."""

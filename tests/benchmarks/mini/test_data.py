@@ -28,8 +28,8 @@ from ragkv.benchmarks.mini.data import (
 )
 from ragkv.evaluation.tasks.catalog import icl
 from ragkv.finetune.data import passages
-from ragkv.worlds import UNANSWERABLE, World
 from ragkv.worlds.text import BLANK, GROUPS, docstrings, english_sentences, reference_texts
+from ragkv.worlds.world import UNANSWERABLE, World
 
 
 @pytest.mark.parametrize("block", [False, True])

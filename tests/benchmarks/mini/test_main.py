@@ -13,7 +13,7 @@ from ragkv.benchmarks.mini.__main__ import AccuracyRow, evaluate_mini, export_mi
 from ragkv.benchmarks.mini.data import chunk_text, prefix_text, suffix_text
 from ragkv.benchmarks.mini.train import build_model
 from ragkv.finetune.block import METADATA
-from ragkv.worlds import World
+from ragkv.worlds.world import World
 
 
 @pytest.fixture

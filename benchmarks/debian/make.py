@@ -1,12 +1,14 @@
-"""Makes `questions.jsonl` from `documents/` and `written.jsonl`: questions from the documents' structure, and written
-ones.
+"""Makes `documents/` from three packages of Debian 12, and `questions.jsonl` from `documents/` and `written.jsonl`.
 
-apt-get download python3.11-doc && dpkg-deb -x python3.11-doc_*.deb unpacked
-python benchmarks/debian/questions.py unpacked/usr/share/doc/python3.11/html
+apt-get download debian-handbook debian-faq python3.11-doc
+for package in *.deb; do dpkg-deb -x $package unpacked; done
+python benchmarks/debian/make.py documents unpacked
+python benchmarks/debian/make.py questions unpacked
 
-The pages of other modules of Python, which are not among the documents, give the questions that nothing answers.
-Each question has four passages to be read: those that it needs, and what BM25 takes for most like them and does not
-hold the answer.
+The documents are HTML pages as Markdown, whose text is that of the page. The questions are written ones, and some from
+the documents' structure. The pages of other modules of Python, which are not among the documents, give the questions
+that nothing answers. Each question has four passages to be read: those that it needs, and what BM25 takes for most like
+them and does not hold the answer.
 """
 
 from __future__ import annotations
@@ -15,20 +17,143 @@ import hashlib
 import json
 import random
 import re
-import runpy
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import bm25s
+from lxml import html
 
 from ragkv.evaluation.io import normal
 
 HERE = Path(__file__).parent
-page = runpy.run_path(str(HERE / "documents.py"))["page"]
+PAGES = {
+    "debian-handbook": (
+        "usr/share/doc/debian-handbook/html/en-US",
+        "existing-setup network-infrastructure packaging-system sect.apparmor sect.apt-cache sect.apt-file"
+        " sect.asynchronous-task-scheduling-anacron sect.automatic-upgrades sect.backup"
+        " sect.becoming-package-maintainer sect.computer-layers sect.config-printing sect.dhcp"
+        " sect.domain-name-servers sect.dynamic-routing sect.filesystem-hierarchy sect.follow-debian-news"
+        " sect.foundation-documents sect.hotplug sect.how-to-migrate sect.inetd sect.ipv6"
+        " sect.kernel-role-and-tasks sect.main-desktop-tools sect.nfs-file-server sect.package-authentication"
+        " sect.quality-of-service sect.quotas sect.release-lifecycle sect.remote-login sect.rights-management"
+        " sect.role-of-distributions sect.syslog sect.task-scheduling-cron-atd sect.ubuntu"
+        " sect.user-group-databases sect.why-debian sect.windows-emulation the-debian-project",
+    ),
+    "debian-faq": (
+        "usr/share/doc/debian/FAQ",
+        "basic-defs.en choosing.en compatibility.en customizing.en ftparchives.en getting-debian.en kernel.en"
+        " nextrelease.en pkg-basics.en pkgtools.en redistributing.en software.en support.en uptodate.en",
+    ),
+    "python": (
+        "usr/share/doc/python3.11/html",
+        "glossary library/bisect library/calendar library/contextlib library/copy library/csv library/difflib"
+        " library/exceptions library/fileinput library/fnmatch library/getpass library/gzip library/hashlib"
+        " library/heapq library/hmac library/html library/logging.handlers library/mimetypes library/pprint"
+        " library/queue library/random library/sched library/secrets library/shelve library/shutil library/signal"
+        " library/tempfile library/textwrap library/time library/timeit library/uuid library/venv library/zlib",
+    ),
+}
+"""Of each package: its folder, and the pages that are taken from it."""
+_LEFT_OUT = (
+    "nav",
+    "navheader",
+    "navfooter",
+    "docnav",
+    "headerlink",
+    "indexterm",
+    "footer",
+    "related",
+    "sphinxsidebar",
+    "toc",
+)
+_HEADINGS = {"h1": 1, "h2": 2, "h3": 3, "h4": 4}
+_SET = ("p", "div", "dl", "ul", "ol", "table", "pre")
+_SPACE = re.compile(r"\s+")
+
+
+def text_of(element: Any) -> str:
+    """All of the text of an element but for what is left out."""
+    parts = [element.text or ""]
+    for child in element:
+        parts += ["" if left_out(child) else text_of(child), child.tail or ""]
+    return "".join(parts)
+
+
+def left_out(element: Any) -> bool:
+    kinds = (element.get("class") or "").split()
+    return not isinstance(element.tag, str) or element.tag in ("script", "style") or any(k in kinds for k in _LEFT_OUT)
+
+
+def blocks(element: Any) -> Iterator[str]:
+    """The element as Markdown blocks, in order."""
+    for child in element:
+        if left_out(child):
+            continue
+        kinds = (child.get("class") or "").split()
+        if child.tag in _HEADINGS:
+            yield f"{'#' * _HEADINGS[child.tag]} {''.join(flat(text_of(child)))}"
+        elif child.tag == "p" and kinds == ["title"]:
+            yield "".join(["**", *flat(text_of(child)), "**"])
+        elif child.tag == "pre":
+            yield "```\n" + text_of(child).strip("\n") + "\n```"
+        elif child.tag == "dt":
+            yield "".join(["**", *flat(text_of(child)), "**"])
+        elif child.tag in ("p", "dd", "li") or "para" in kinds:
+            found = list(contents(child))
+            if child.tag == "li" and found:
+                found[0] = f"- {found[0]}"
+            yield from found
+        elif child.tag == "tr":
+            yield "| " + " | ".join("".join(flat(text_of(cell))) for cell in child) + " |"
+        else:
+            yield from blocks(child)
+
+
+def contents(element: Any) -> Iterator[str]:
+    """The blocks of a paragraph, a list item or a definition: its text, cut where a list or a listing begins."""
+    run = element.text or ""
+    for child in element:
+        if child.tag in _SET:
+            yield from flat(run)
+            run = ""
+            holder = html.Element("div")
+            holder.append(deepcopy(child))
+            holder[0].tail = None
+            yield from blocks(holder)
+        elif not left_out(child):
+            run += text_of(child)
+        run += child.tail or ""
+    yield from flat(run)
+
+
+def flat(text: str) -> list[str]:
+    """The text on one line, if there is any."""
+    found = _SPACE.sub(" ", text.replace("¶", "")).strip()
+    return [found] if found else []
+
+
+def page(path: Path) -> str:
+    root = html.fromstring(path.read_bytes(), parser=html.HTMLParser(encoding="utf-8"))
+    main = next(iter(root.xpath("//div[@role='main']")), None)
+    main = root.find("body") if main is None else main
+    found = [block for block in blocks(main) if block.strip("#*-| ")]
+    text = "\n\n".join(found)
+    text = re.sub(r"(?<=\|)\n\n(?=\|)", "\n", text)
+    return text.replace("\xa0", " ") + "\n"
+
+
+def make_documents(unpacked: Path) -> None:
+    for package, (folder, names) in PAGES.items():
+        for name in names.split():
+            target = HERE / "documents" / package / f"{name.removeprefix('library/').removesuffix('.en')}.md"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(page(unpacked / folder / f"{name}.html"), encoding="utf-8")
+
 
 LONG = 700
 """Characters after which a passage ends with its block."""
@@ -295,11 +420,11 @@ def pick_pair(options: tuple[tuple[str, str], ...], key: str) -> tuple[str, str]
     return options[int(hashlib.sha256(key.encode()).hexdigest(), 16) % len(options)]
 
 
-def absent(html: Path, texts: dict[str, str]) -> Iterator[Made]:
+def absent(python: Path, texts: dict[str, str]) -> Iterator[Made]:
     """Questions about modules that are not among the documents, and whose names stand nowhere in them."""
     everything = "\n".join(texts.values())
     for module in ABSENT:
-        for made in of_python(f"python/{module}.md", page(html / "library" / f"{module}.html").split("\n\n")):
+        for made in of_python(f"python/{module}.md", page(python / "library" / f"{module}.html").split("\n\n")):
             name = re.search(rf"\b{module}\.\w+(?:\.\w+)?", made.question)
             if made.kind in ("default", "version") and name and name[0] not in everything:
                 yield Made("unanswerable", made.question, REFUSALS)
@@ -369,7 +494,8 @@ def row(made: Made, search: Search) -> dict[str, Any] | None:
     return {**line, "chunks": [passage.chunk for passage in chosen]}
 
 
-def main(html: Path) -> None:
+def make_questions(unpacked: Path) -> None:
+    python = unpacked / PAGES["python"][0]
     files = sorted((HERE / "documents").glob("*/*.md"))
     texts = {path.relative_to(HERE / "documents").as_posix(): path.read_text(encoding="utf-8") for path in files}
     search = Search(texts)
@@ -380,7 +506,7 @@ def main(html: Path) -> None:
         for each in find(name, text.split("\n\n")):
             if line := row(each, search):
                 made.setdefault(each.question, line)
-    for each in absent(html, texts):
+    for each in absent(python, texts):
         if line := row(each, search):
             made.setdefault(each.question, line)
     for kind, limit in (*LIMITS.items(), ("unanswerable", 40)):
@@ -394,4 +520,4 @@ def main(html: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    {"documents": make_documents, "questions": make_questions}[sys.argv[1]](Path(sys.argv[2]))

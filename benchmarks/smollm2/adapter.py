@@ -1,12 +1,14 @@
-"""Makes the training data of smollm2's adapter: `train.jsonl` and `heldout.jsonl`, lines of several questions about the
-same passages (docs/finetune.md).
+"""Makes the training data of smollm2's adapter, and puts the adapter that was trained on it into the package.
 
 mkdir debs && cd debs
 apt-get download gnome-user-docs gnucash-docs installation-guide-amd64 apache2-doc git-doc aptitude-doc-en \
     postgresql-doc-15 debian-policy valgrind
 for package in *.deb; do dpkg-deb -x $package ../unpacked; done
-python benchmarks/smollm2/data.py unpacked build/smollm2
+python benchmarks/smollm2/adapter.py data unpacked build/smollm2
+ragkv finetune block ...                                         # README.md
+python benchmarks/smollm2/adapter.py bundle build/smollm2/tuned  # in bfloat16: 10 MB
 
+The data are `train.jsonl` and `heldout.jsonl`, lines of several questions about the same passages (docs/finetune.md).
 The questions come from three places: `written.jsonl` (written after reading a passage of these packages),
 `documents.jsonl` (short documents that were written for this, with their questions) and `worlds.py` (generated ones).
 None of these documents is among those of `benchmarks/debian` or `examples/documents`.
@@ -25,6 +27,9 @@ from typing import Any, NamedTuple
 
 from lxml import etree
 
+from ragkv.mini import smollm2_adapter_path
+from ragkv.model.checkpoint import ADAPTER
+
 HERE = Path(__file__).parent
 UNKNOWN = "The documents do not say."
 MOST = 700
@@ -32,6 +37,7 @@ MOST = 700
 HELDOUT = 12
 """One passage or document in so many is held out."""
 SHARE = Path("usr/share")
+_DEBIAN = runpy.run_path(str(HERE.parent / "debian" / "make.py"))
 _MALLARD = ("help/C/gnome-help", "help/C/system-admin-guide")
 _HTML = (
     ("doc/gnucash-docs/gnucash-guide-en", "gnucash-guide", "*.html"),
@@ -49,6 +55,9 @@ _HTML = (
     ("doc/debian-policy", "debian-policy", "**/*.html"),
 )
 _SPACE = re.compile(r"\s+")
+_ADAPTER_SETTINGS = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "bias", "target_modules")
+CHUNKS = 4
+"""Chunks per question of new indexes: with 8, an earlier adapter refused far fewer questions that it should refuse."""
 
 
 class Asked(NamedTuple):
@@ -96,7 +105,6 @@ def mallard(path: Path) -> str:
 
 def pages(unpacked: Path) -> Iterator[tuple[str, str]]:
     """The packages' pages as Markdown, with their names."""
-    html = runpy.run_path(str(HERE.parent / "debian" / "documents.py"))["page"]
     for folder in _MALLARD:
         name = folder.rpartition("/")[2].replace("system-admin-guide", "gnome-admin")
         for path in sorted((unpacked / SHARE / folder).glob("*.page")):
@@ -105,17 +113,16 @@ def pages(unpacked: Path) -> Iterator[tuple[str, str]]:
         for path in sorted((unpacked / SHARE / folder).glob(pattern)):
             if path.is_file() and not path.name.startswith(("_", "search", "genindex")):
                 try:
-                    yield f"{name}/{path.stem}", html(path)
+                    yield f"{name}/{path.stem}", _DEBIAN["page"](path)
                 except (TypeError, etree.ParserError) as error:  # a page without a body
                     print(f"left out: {path} ({error})", file=sys.stderr)
 
 
 def passages_of(unpacked: Path) -> dict[str, str]:
     """The passages of the packages by id: the page's name and the number of the passage in it."""
-    cut = runpy.run_path(str(HERE.parent / "debian" / "questions.py"))["passages"]
     found: dict[str, str] = {}
     for name, text in pages(unpacked):
-        for number, passage in enumerate(cut(name, text)):
+        for number, passage in enumerate(_DEBIAN["passages"](name, text)):
             if len(passage.text) >= 150 and len(passage.chunk) <= 1600:
                 found.setdefault(f"{name}#{number}", passage.chunk)
     return found
@@ -223,7 +230,7 @@ def joined(rng: random.Random, sources: Sequence[Source]) -> list[Source]:
     ]
 
 
-def main(unpacked: Path, output: Path) -> None:
+def make_data(unpacked: Path, output: Path) -> None:
     rng = random.Random(0)
     passages = passages_of(unpacked)
     real, own, made = list(written(passages)), list(documents(rng)), list(worlds(rng, 300))
@@ -250,5 +257,25 @@ def main(unpacked: Path, output: Path) -> None:
         print(f"{name}: {len(lines)} rows, {sum(len(line['questions']) for line in lines)} questions")
 
 
+def bundle(tuned: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    target = smollm2_adapter_path()
+    target.mkdir(exist_ok=True)
+    weights = load_file(tuned / "adapter" / ADAPTER)
+    save_file({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, target / ADAPTER, {"format": "pt"})
+    found = json.loads((tuned / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    kept = {name: found[name] for name in _ADAPTER_SETTINGS} | {
+        "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct"
+    }
+    kept["target_modules"] = sorted(kept["target_modules"])
+    (target / "adapter_config.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    made = json.loads((tuned / "ragkv.json").read_text(encoding="utf-8"))
+    recipe = {name: value for name, value in made["recipe"].items() if name not in ("data", "output", "eval_data")}
+    declared = {**made, "top_k": CHUNKS, "recipe": recipe}
+    (target / "ragkv.json").write_text(json.dumps(declared, indent=1) + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    {"data": make_data, "bundle": bundle}[sys.argv[1]](*map(Path, sys.argv[2:]))
