@@ -113,9 +113,16 @@ def doctor(
     Example: `ragkv doctor --questions questions.jsonl`
     """
     from ragkv.evaluation.doctor import Doctor, Environment, JudgedModel, models_present, remedies
-    from ragkv.evaluation.io import Spec, made_questions, parse_specs, read_questions
+    from ragkv.evaluation.io import (
+        Spec,
+        check_plot,
+        keep_quality,
+        made_questions,
+        parse_specs,
+        plot_quality,
+        read_questions,
+    )
     from ragkv.evaluation.metrics import draw_sample
-    from ragkv.evaluation.quality import check_plot, keep_quality, plot_quality
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_names
 

@@ -47,7 +47,7 @@ def stats(
     Example: `ragkv stats --index my-index --per-document`
     """
     brief()
-    from ragkv.evaluation.quality import kept_quality, outdated, unread_quality
+    from ragkv.evaluation.io import kept_quality, outdated, unread_quality
     from ragkv.pipeline import RagKV
 
     if where and not per_document:

@@ -30,10 +30,9 @@ from ragkv.errors import UsageError
 if TYPE_CHECKING:
     from ragkv.evaluation.families import Survey
     from ragkv.index.answer import QuestionWithOptions
-    from ragkv.planning.calibration import Repeats
+    from ragkv.planning.calibration import ModelRequirements, Repeats
     from ragkv.planning.cluster import ClusterPlan
     from ragkv.planning.plan import Estimate, Plan
-    from ragkv.planning.requirements import ModelRequirements
 
 
 def show_budgets(
@@ -419,7 +418,7 @@ def models(
     if checkpoint is not None and families is not None:
         raise UsageError("Give a model or --families, not both; see ragkv models --help.")
     if checkpoint is not None:
-        from ragkv.planning.requirements import model_requirements
+        from ragkv.planning.calibration import model_requirements
 
         requirements = model_requirements(checkpoint, dtype=dtype or "auto", device=device)
         print_json(requirements.to_json()) if as_json else _show(requirements)

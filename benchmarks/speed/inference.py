@@ -13,7 +13,7 @@ A long document (APB §4.3, Figure 4) is prefilled in one causal pass, by Star A
 keys and values of every token, by the same model, kernels and run, in one process; blocks run one after another, or on
 ranks side by side. APB has the lengths of `block_lengths`, and from 32K tokens on the paper's too; Star Attention has
 the same blocks. Beside each ratio stands that of the operations which the formula counts
-(`ragkv.planning.requirements`). Time is that of one thread of a processor, or of the device where there is one.
+(`ragkv.model.apb.document`). Time is that of one thread of a processor, or of the device where there is one.
 """
 
 from __future__ import annotations
@@ -53,11 +53,20 @@ from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.engines.block import BlockAttention
 from ragkv.errors import RagkvError
 from ragkv.model.apb.compressors import KeyNorm
-from ragkv.model.apb.document import BlockLayout, BlockLengths, LongDocument, SequentialExecutor, lengths_for, star
+from ragkv.model.apb.document import (
+    BlockLayout,
+    BlockLengths,
+    DecoderShape,
+    LongDocument,
+    SequentialExecutor,
+    apb_flops,
+    full_flops,
+    lengths_for,
+    star,
+)
 from ragkv.model.checkpoint import Checkpoint, computes_in, pick_device
 from ragkv.model.language_model import LanguageModel, int8_weights
 from ragkv.model.self_check import load_model
-from ragkv.planning.requirements import DecoderShape, apb_flops, full_flops
 from ragkv.runtime import Stream, runtime_of
 from ragkv.store import Half, KVIdentity, Store
 from ragkv.store.tier import SharedTiers

@@ -22,9 +22,16 @@ from ragkv.engines import make_engine
 from ragkv.errors import PromptTooLongError, UsageError
 from ragkv.index.answer import AnswerStream, validate_task
 from ragkv.model.apb.compressors import KeyNorm, Random
-from ragkv.model.apb.document import BlockLayout, BlockLengths, LongDocument, SequentialExecutor, query_aware_compressor
+from ragkv.model.apb.document import (
+    BlockLayout,
+    BlockLengths,
+    DecoderShape,
+    LongDocument,
+    SequentialExecutor,
+    passing_bytes,
+    query_aware_compressor,
+)
 from ragkv.model.language_model import LanguageModel
-from ragkv.planning.requirements import DecoderShape, passing_bytes
 from ragkv.runtime import Runtime, Stream
 from ragkv.runtime.step import step_across
 from ragkv.types import Encoding

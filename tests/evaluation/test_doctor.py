@@ -22,9 +22,8 @@ from ragkv.evaluation.doctor import (
     proposed,
     remedies,
 )
-from ragkv.evaluation.io import Question
+from ragkv.evaluation.io import UNKNOWN, Question, keep_quality, kept_quality, outdated, plot_quality, unread_quality
 from ragkv.evaluation.metrics import Task
-from ragkv.evaluation.quality import UNKNOWN, keep_quality, kept_quality, outdated, plot_quality, unread_quality
 from ragkv.index.conversation import proved_history
 from ragkv.ingest import from_bytes
 from ragkv.model.self_check import load_model

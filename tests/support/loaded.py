@@ -17,8 +17,7 @@ from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.index.index import LoadedModels
 from ragkv.model import self_check
 
-PLANNING = "ragkv.planning.requirements"
-ASKING = frozenset({"ragkv.index.index", "ragkv.cli.query", "ragkv.evaluation.answers", PLANNING})
+ASKING = frozenset({"ragkv.index.index", "ragkv.cli.query", "ragkv.evaluation.answers", "ragkv.planning.calibration"})
 """Modules that ask a model and leave its weights as they are."""
 
 
@@ -53,10 +52,7 @@ def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def share_models(patch: pytest.MonkeyPatch) -> None:
-    load = loaded_once(self_check.load_model)
-    for module in (self_check, sys.modules.get(PLANNING)):
-        if module is not None:
-            patch.setattr(module, "load_model", load)
+    patch.setattr(self_check, "load_model", loaded_once(self_check.load_model))
     for name in ("load_embedder", "load_reranker"):
         patch.setattr(ragkv.retrievers, name, loaded_once(getattr(ragkv.retrievers, name)))
 

@@ -19,13 +19,16 @@ from ragkv.model.apb.compressors import BlockTokens, Compressor, KeyNorm, Random
 from ragkv.model.apb.document import (
     BlockLayout,
     BlockLengths,
+    DecoderShape,
     LongDocument,
     SequentialExecutor,
+    apb_flops,
+    full_flops,
     lengths_for,
+    passing_bytes,
     query_aware_compressor,
     star,
 )
-from ragkv.planning.requirements import DecoderShape, apb_flops, full_flops, passing_bytes
 
 LIMIT = 3e-5
 SHAPES = ("llama", "qwen3", "gemma3")
