@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
+import ragkv
 from ragkv.cli.console import count, draw, echo, kept_steps, note, plain, print_grid, print_json, steps
 from ragkv.cli.options import DEFAULT_INDEX, Device, Index, Quiet, codec_lists, engine_lists, given_names, given_numbers
-from ragkv.config import MOST_STEPS
+from ragkv.config import MOST_STEPS, NONE
 from ragkv.errors import UsageError
-from ragkv.evaluation.io import markdown_table, percent, points, write_whole
+from ragkv.evaluation.io import golden_questions, markdown_table, parse_specs, percent, points, write_whole
+from ragkv.model.checkpoint import MINI
 from ragkv.util.display import json_text
 
 if TYPE_CHECKING:
@@ -104,8 +106,6 @@ def print_rows(rows: Sequence[ScoreRow]) -> None:
 
 def write_rows(output: Path, tasks: Sequence[Task], rows: Sequence[ScoreRow], seed: int) -> None:
     """Write all rows and what they were measured on as .json, or the tables as .md; whole or not at all."""
-    import ragkv
-
     report = {
         "ragkv": ragkv.__version__,
         "seed": seed,
@@ -409,9 +409,7 @@ class _Choice:
 
 def _of_index(rag: RagKV, choice: _Choice) -> tuple[list[Candidate], Any]:
     """The candidates, and the index as the source of their chunks."""
-    from ragkv.config import NONE
     from ragkv.evaluation.answers import IndexSource, all_candidates
-    from ragkv.evaluation.io import parse_specs
 
     config = rag.config
     asked = all_candidates(
@@ -435,8 +433,6 @@ def _of_tasks(
 ) -> tuple[list[Candidate], Any]:
     """The candidates, and the task as the source of their chunks."""
     from ragkv.evaluation.answers import GIVEN, RAW, Scorer, TaskSource, all_candidates
-    from ragkv.evaluation.io import parse_specs
-    from ragkv.model.checkpoint import MINI
 
     models = choice.models or [MINI]
     beside = MINI if set(models) == {MINI} else None  # the mini embedder knows nothing of the real world
@@ -456,7 +452,6 @@ def _of_tasks(
 
 def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
     """The tasks of a file, or a built-in task at every size."""
-    from ragkv.evaluation.io import parse_specs
     from ragkv.evaluation.tasks.catalog import make_task
 
     path = Path(text)
@@ -470,7 +465,6 @@ def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: d
 
 def _questions(path: Path, limit: int | None, seed: int) -> Task:
     """The questions of a file that have gold answers."""
-    from ragkv.evaluation.io import golden_questions
     from ragkv.evaluation.metrics import Task, draw_sample
 
     golden, _ = golden_questions(path)

@@ -28,6 +28,7 @@ from ragkv.cli.options import (
 )
 from ragkv.cli.question_files import questions_of_log
 from ragkv.errors import UsageError
+from ragkv.evaluation.io import kept_quality, outdated, unread_quality
 
 if TYPE_CHECKING:
     from ragkv.index.maintenance import WarmReport
@@ -47,7 +48,6 @@ def stats(
     Example: `ragkv stats --index my-index --per-document`
     """
     brief()
-    from ragkv.evaluation.io import kept_quality, outdated, unread_quality
     from ragkv.pipeline import RagKV
 
     if where and not per_document:

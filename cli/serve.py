@@ -38,6 +38,7 @@ from ragkv.cli.options import (
 from ragkv.config import byte_count, load_config, one_of
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
 from ragkv.server.local import LocalClient, UnservedError, connect, is_free, peer_uid
+from ragkv.util.files import key_file
 
 _RAY = "On a Ray cluster"
 
@@ -345,8 +346,6 @@ def start(arguments: Sequence[str], log: Path) -> dict[str, Any]:
 
 def log_file(index: Path) -> Path:
     """The log file of an index's server: below `$XDG_STATE_HOME/ragkv`, else `~/.local/state/ragkv`."""
-    from ragkv.util.files import key_file
-
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(index.resolve())).strip("-.")[-100:]
     try:
         return key_file().parent / "serve" / f"{name}.log"

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
 from ragkv.mini import embedder_path, reranker_path
-from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, require_on_hub, resolve
+from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, pick_device, require_on_hub, resolve
 from ragkv.model.prompt import harden, readable
 from ragkv.retrievers.base import Embedder, Embedding, ScoreKind
 from ragkv.util.display import first_sentence
@@ -506,8 +506,6 @@ class BGEM3(CheckpointModel):
         return self.embed_documents([text])
 
     def _load(self, device: str) -> None:
-        from ragkv.model.checkpoint import pick_device
-
         self._device = pick_device(device)
         folder = self._folder.path
         with loading("Embedder", self.name):
@@ -615,8 +613,6 @@ class SentenceEmbedder(CheckpointModel):
         return self._embed([text], question=True)
 
     def _load(self, device: str) -> None:
-        from ragkv.model.checkpoint import pick_device
-
         place = pick_device(device)
         with loading("Embedder", self.name, reports=True):
             from sentence_transformers import SentenceTransformer

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ragkv.errors import ConfigError, ModelLoadError
+from ragkv.model.checkpoint import pick_device
 from ragkv.model.prompt import harden, readable
 from ragkv.retrievers.base import Reranker
 from ragkv.retrievers.embedders import (
@@ -66,8 +67,6 @@ class CrossEncoder(CheckpointModel):
 
     def _load(self, device: str) -> None:
         import torch
-
-        from ragkv.model.checkpoint import pick_device
 
         self._device = pick_device(device)
         folder = self._folder

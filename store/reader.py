@@ -29,7 +29,10 @@ from ragkv.store.record import (
     checked_payloads,
     checked_segment,
     decode_segments,
+    flat_tensor,
+    layer_tensors,
     new_buffer,
+    record_tensors,
     share,
     typed_tensor,
 )
@@ -89,8 +92,6 @@ def read_many(
 
     float32 that the codec `half` has stored is `HalfTensors`, unless it is scaled.
     """
-    from ragkv.store.record import record_tensors
-
     loading: dict[KVIdentity, _Loading] = {}
     for identity in dict.fromkeys(identities):
         key = identity.key()
@@ -189,8 +190,6 @@ class KVReader:
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """A layer's keys `(kv_heads, tokens, key_dim)` and values `(kv_heads, tokens, value_dim)`."""
-        from ragkv.store.record import flat_tensor, layer_tensors
-
         if not 0 <= layer < self.layers:
             raise IndexError(f"there is no layer {layer}: the record has {self.layers}")
         manifest = self._manifest

@@ -189,10 +189,8 @@ def greedy_answers(
 logger = logging.getLogger(__name__)
 
 
-def build_mini(
-    config: MiniTrainConfig, output: Path, *, contexts: int = 25, on_progress: Progress | None = None
-) -> list[dict[str, Any]]:
-    """Train in the folder `output` and write `output/model`. Returns the accuracies on `contexts` held-out worlds.
+def build_mini(config: MiniTrainConfig, output: Path, *, on_progress: Progress | None = None) -> list[dict[str, Any]]:
+    """Train in the folder `output` and write `output/model`. Returns the accuracies on 25 held-out worlds.
 
     Each row has layout, passages, kind, accuracy and n. The tokenizer and a checkpoint are kept in `output`, so that a
     killed run continues.
@@ -206,7 +204,7 @@ def build_mini(
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = train_mini(config, tokenizer, output, on_progress=on_progress).cpu()
     model.set_attn_implementation("sdpa")
-    rows = measure(model, tokenizer, contexts=contexts)
+    rows = measure(model, tokenizer, contexts=25)
     export_mini(model, tokenizer, output / "model", config=config, rows=rows)
     return [asdict(row) for row in rows]
 
@@ -218,7 +216,6 @@ def export_mini(
     *,
     config: MiniTrainConfig,
     rows: Sequence[AccuracyRow],
-    notes: Mapping[str, Any] | None = None,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
 ) -> None:
     """Write the weights in `dtype`, the tokenizer, generation defaults and `ragkv.json` to `destination`.
@@ -232,7 +229,6 @@ def export_mini(
         "history": "search",  # it is trained on single questions
         "recipe": {
             **asdict(config),
-            **(notes or {}),
             "heldout_accuracy": [{**asdict(row), "accuracy": round(row.accuracy, 4)} for row in rows],
         },
     }

@@ -522,14 +522,9 @@ def _list_ask(question: WorldQuestion) -> QASample:
 
 
 def prose_passages(
-    rng: random.Random,
-    tokenizer: PreTrainedTokenizerFast,
-    texts: Sequence[str],
-    count: int,
-    *,
-    limit: int = 96,
+    rng: random.Random, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], count: int
 ) -> list[str]:
-    """`count` passages of 30 to `limit` tokens from a few of `texts`, in random order, with or without line breaks."""
+    """`count` passages of 30 to 96 tokens from a few of `texts`, in random order, with or without line breaks."""
     found: list[str] = []
     while len(found) < count:
         text = rng.choice(texts)
@@ -537,11 +532,11 @@ def prose_passages(
             text = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
         sentences = [sentence for line in text.splitlines(keepends=True) for sentence in _cut_line(line)]
         sizes = [len(ids) for ids in tokenizer(sentences, add_special_tokens=False)["input_ids"]]
-        own, size, target, cut = "", 0, rng.randint(30, limit), []
+        own, size, target, cut = "", 0, rng.randint(30, 96), []
         for sentence, tokens in zip(sentences, sizes, strict=True):
             if size and size + tokens > target:
                 cut.append(own.strip())
-                own, size, target = "", 0, rng.randint(30, limit)
+                own, size, target = "", 0, rng.randint(30, 96)
             own, size = own + sentence, size + tokens
         cut.append(own.strip())
         start = rng.randrange(max(1, len(cut) - 3))
@@ -567,16 +562,15 @@ def prose_sample(
     tokenizer: PreTrainedTokenizerFast,
     *,
     passage_range: tuple[int, int],
-    questions: int = 10,
     block: bool = False,
 ) -> TrainingSample:
-    """Pack questions for words left out of sentences of the passages; one in ten is about a sentence of other texts."""
+    """Pack ten questions for words left out of sentences of the passages; one in ten is about other texts."""
     count = max(1, rng.randint(*passage_range))
     texts = prose_passages(rng, tokenizer, docstrings(), count)
     found = [(index, s) for index, text in enumerate(texts) for s in english_sentences(text)]
     rng.shuffle(found)
     asks: list[QASample] = []
-    for index, sentence in found[:questions]:
+    for index, sentence in found[:10]:
         blanks = clozes(rng, sentence, 2)
         if blanks and rng.random() < _ALTERED_SHARE and "\n".join(texts).count(blanks[0].gold) == 1:
             word, blank = _other_word(rng), blanks[0]
@@ -593,7 +587,7 @@ def prose_sample(
             if other not in " ".join(" ".join(texts).split()):
                 asks += [QASample(cloze.question, UNANSWERABLE) for cloze in clozes(rng, other)]
     rng.shuffle(asks)
-    return pack(tokenizer, texts, asks[:questions], block=block)
+    return pack(tokenizer, texts, asks[:10], block=block)
 
 
 def _other_word(rng: random.Random) -> str:

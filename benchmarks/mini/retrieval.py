@@ -300,14 +300,13 @@ def run_training(
     step: Callable[[int], tuple[Tensor, Mapping[str, float]]],
     output: Path,
     *,
-    resume: bool,
     on_progress: Progress | None,
 ) -> None:
     """Train `modules` in place. `step(number)` returns the loss and further figures.
 
-    Writes `output/checkpoint.pt` on the way. With `resume`, an existing checkpoint is continued, or refused with
-    ValueError if it has another shape or number of steps. After every step, `on_progress` receives step, steps, loss,
-    the figures of `step`, lr and seconds.
+    Writes `output/checkpoint.pt` on the way. An existing checkpoint is continued, or refused with ValueError if it has
+    another shape or number of steps. After every step, `on_progress` receives step, steps, loss, the figures of `step`,
+    lr and seconds.
     """
     for module in modules.values():
         module.to(config.device)
@@ -323,7 +322,7 @@ def run_training(
     parts: dict[str, Any] = {**modules, "optimizer": optimizer, "schedule": schedule}
     path, first, spent = output / "checkpoint.pt", 0, 0.0
     output.mkdir(parents=True, exist_ok=True)
-    if resume and path.exists():
+    if path.exists():
         saved = torch.load(path, map_location=config.device, weights_only=True)
         if saved["shape"] != asdict(config.shape) or saved["steps"] != config.steps:
             raise ValueError(f"{path} was written with another shape or number of steps; choose another folder")
@@ -349,10 +348,10 @@ def run_training(
             save_checkpoint(path, state | facts)
 
 
-def world_texts(count: int, *, seed: int = 0) -> Iterator[str]:
+def world_texts(count: int) -> Iterator[str]:
     """The documents and questions of `count` worlds of the training split."""
     for index in range(count):
-        world = World.generate(seed + index, split="train", size=24)
+        world = World.generate(index, split="train", size=24)
         for document in world.documents:
             yield f"# {document.title}\n\n{document.text}\n\n"
         for question in world.questions[::9]:
@@ -414,9 +413,6 @@ class M3:
 
     def __call__(self, ids: Tensor, mask: Tensor) -> TrainingVectors:
         """The vectors of ids and mask (n, tokens), in fp32."""
-        import torch
-        from torch.nn import functional as F
-
         hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = torch.relu(self.sparse(hidden)).squeeze(-1).float() * mask  # (n, tokens)
         spread = torch.zeros(len(ids), self.encoder.config.vocab_size, device=ids.device)
@@ -454,7 +450,6 @@ def train_embedder(
     tokenizer: PreTrainedTokenizerFast,
     output: Path,
     *,
-    resume: bool = True,
     on_progress: Progress | None = None,
 ) -> M3:
     """Train and return the embedder in fp32; see `run_training` for checkpoints and progress.
@@ -471,7 +466,7 @@ def train_embedder(
             read = model(*pad(tokenizer, data.passages, config.device))
         return _loss(config, data, asked, read)
 
-    run_training(config, model.modules, step, output, resume=resume, on_progress=on_progress)
+    run_training(config, model.modules, step, output, on_progress=on_progress)
     return model
 
 
@@ -590,7 +585,6 @@ def train_reranker(
     tokenizer: PreTrainedTokenizerFast,
     output: Path,
     *,
-    resume: bool = True,
     on_progress: Progress | None = None,
 ) -> XLMRobertaForSequenceClassification:
     """Train and return the reranker in fp32; see `run_training` for checkpoints and progress.
@@ -632,7 +626,7 @@ def train_reranker(
         first = right.gather(1, scores.argmax(1, keepdim=True)).float().mean().item()
         return ordered + judged + MATCH_WEIGHT * off, {"first": first, "off": off.item()}
 
-    run_training(config, {"model": model, "teller": token_head}, step, output, resume=resume, on_progress=on_progress)
+    run_training(config, {"model": model, "teller": token_head}, step, output, on_progress=on_progress)
     return model
 
 

@@ -462,9 +462,6 @@ class Peer:
         """Average the gradients over all processes' rows; `weight` is the divisor of this process's mean loss."""
         if self.count == 1:
             return
-        import torch
-        from torch import distributed
-
         gradients = [value.grad for value in model.parameters() if value.grad is not None]
         total = torch.tensor([weight])
         distributed.all_reduce(total)

@@ -28,6 +28,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from transformers import DynamicCache
 
 from ragkv.benchmarks.speed.inference import CHUNK_TOKENS, PREFIX_TOKENS, QUESTION_TOKENS, random_llama, random_request
 from ragkv.benchmarks.speed.report import (
@@ -126,8 +127,6 @@ def _one_by_one(lm: LanguageModel, requests: Sequence[Request]) -> None:
 
 def _shared_cache(lm: LanguageModel, request: Request, ready: Any, asked: Sequence[tuple[int, ...]]) -> None:
     """Greedy decoding of all questions as one batch by transformers, over the keys and values of a `ready` cache."""
-    from transformers import DynamicCache
-
     cache = DynamicCache()
     for number, layer in enumerate(ready.layers):
         cache.update(*(t.expand(len(asked), -1, -1, -1) for t in (layer.keys, layer.values)), number)
@@ -383,8 +382,6 @@ class IPPDMethod:
 
     def caches(self, work: Work) -> list[Any]:
         """transformers: a cache of instruction and context for each context; the instruction is prefilled once."""
-        from transformers import DynamicCache
-
         first = DynamicCache()
         self._forward(first, work.instruction, 0)
         caches = []

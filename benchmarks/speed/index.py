@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import faiss
+import numpy as np
 import sentence_transformers
 import torch
 import transformers
@@ -441,9 +442,6 @@ def measure_retrieval(
 
 
 def _dense(chunks: int, questions: int, folder: Path, on_step: OnStep) -> list[BenchRow]:
-    import faiss
-    import numpy as np
-
     on_step(f"dense: {chunks} vectors of {DIMENSION} numbers …")
     rng = np.random.default_rng(0)
     vectors, asked = (_units(rng, number) for number in (chunks, questions))
@@ -502,7 +500,6 @@ def _dense(chunks: int, questions: int, folder: Path, on_step: OnStep) -> list[B
 
 def _sparse(chunks: int, questions: int, folder: Path, on_step: OnStep) -> list[BenchRow]:
     import bm25s
-    import numpy as np
 
     logging.getLogger("bm25s").setLevel(logging.WARNING)  # it reports every step to any handler there is
     on_step(f"sparse: {chunks} chunks of {CHUNK_TOKENS} tokens …")
@@ -548,8 +545,6 @@ def _sparse(chunks: int, questions: int, folder: Path, on_step: OnStep) -> list[
 
 
 def _units(rng: np.random.Generator, rows: int) -> NDArray[np.float32]:
-    import numpy as np
-
     made = rng.standard_normal((rows, DIMENSION), dtype=np.float32)
     made /= np.linalg.norm(made, axis=1, keepdims=True)
     return made
@@ -557,8 +552,6 @@ def _units(rng: np.random.Generator, rows: int) -> NDArray[np.float32]:
 
 def _zipf(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.int32]:
     """Token numbers; the r-th most frequent has a share proportional to 1 / (r + 10)."""
-    import numpy as np
-
     share = np.cumsum(1 / (np.arange(VOCABULARY) + 10.0))
     tokens: NDArray[np.int32] = np.searchsorted(share, rng.random(shape) * share[-1]).astype(np.int32)
     return tokens
@@ -566,8 +559,6 @@ def _zipf(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.int32]
 
 def _weights(rng: np.random.Generator, drawn: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """The distinct tokens of a text with weights like those of bge-m3, mostly under 0.3."""
-    import numpy as np
-
     tokens = np.unique(drawn)
     return tokens, rng.gamma(2, 0.06, len(tokens)).astype(np.float32)
 

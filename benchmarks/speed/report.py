@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
+from importlib.metadata import version
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -191,8 +192,6 @@ def machine(device: str) -> str:
 
 def versions(*packages: str) -> dict[str, str]:
     """The versions of the packages that a figure depends on."""
-    from importlib.metadata import version
-
     return {package: version(package) for package in ("ragkv", "torch", "transformers", *packages)}
 
 
@@ -302,7 +301,6 @@ def _tokenizer() -> Any:
 
 def make_language_model(folder: Path, **shape: float) -> None:
     """A Llama with random weights and a token per word of a corpus; without a shape, the smallest there can be."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from ragkv.model.loading import quiet_loading

@@ -32,7 +32,7 @@ from ragkv.index.index import Index
 from ragkv.index.kv_loader import After, DocumentBlocks, KVLoader, Prefetch, each_document, given_blocks, planned
 from ragkv.index.search import Finder, Found, Searcher
 from ragkv.ingest.encoding import Blocks, make_blocks, stored_block, with_choice
-from ragkv.model.apb.document import EncodedBlock, LongDocument, PassedKV
+from ragkv.model.apb.document import EncodedBlock, LongDocument, PassedKV, compressor_for
 from ragkv.retrievers import BM25, Hit, VectorSearch
 from ragkv.retrievers.arrays import IdSet
 from ragkv.retrievers.base import best_hits
@@ -354,8 +354,6 @@ class ShardedDocuments:
         Missing blocks are encoded by all ranks together, each its own. UsageError on all ranks when they do not have
         the same documents.
         """
-        from ragkv.model.apb.document import compressor_for
-
         compressor = compressor_for(self._engine.config.compressor, self._index.model)
         plans = list(planned(self._index, self._engine, compressor, scored))
         self._require_same([blocks for _, blocks in plans])
@@ -445,8 +443,6 @@ class ShardedDocuments:
         found: Mapping[KVIdentity, ChunkKV],
     ) -> dict[KVIdentity, ChunkKV]:
         """Encode the blocks that any rank lacks, each rank its own. Returns this rank's new blocks, and the anchor."""
-        from ragkv.model.apb.document import LongDocument
-
         model, layout = self._index.model, blocks.layout
         known: dict[int, EncodedBlock] = {}
         for identity, kv in found.items():

@@ -36,7 +36,7 @@ from ragkv.index.search import Searcher
 from ragkv.ingest import encode_identities
 from ragkv.ingest.encoding import chunk_identity, seen_before
 from ragkv.model.apb.document import SequentialExecutor, document_for_question
-from ragkv.model.checkpoint import HEADS, MINI, digest_files, resolve
+from ragkv.model.checkpoint import HEADS, MINI, digest_files, pick_device, resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.retrievers import (
     Embedder,
@@ -293,8 +293,6 @@ class Scorer:
 
     @property
     def _place(self) -> str:
-        from ragkv.model.checkpoint import pick_device
-
         return str(pick_device(self._device))
 
 
@@ -669,8 +667,6 @@ class LoadedModel:
     def dtype(self) -> str:
         """The dtype that the model computes in. On a CPU mini uses float32, which is several times faster on CPUs
         without bfloat16 units."""
-        from ragkv.model.checkpoint import pick_device
-
         if self._dtype is not None:
             return self._dtype
         return "float32" if self.name == MINI and pick_device(self._device).type == "cpu" else "auto"

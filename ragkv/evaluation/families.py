@@ -712,13 +712,13 @@ def choose(names: str) -> list[str]:
     return list(dict.fromkeys(chosen))
 
 
-def survey(names: Sequence[str], *, seed: int = 0, patience: float = PATIENCE) -> Iterator[FamilyVerdict]:
+def survey(names: Sequence[str]) -> Iterator[FamilyVerdict]:
     """Judge small random models of these families, in the order given; two at a time where there are two processors."""
     idle: list[_Worker] = []
 
     def ask(name: str) -> FamilyVerdict:
         worker = idle.pop() if idle else _Worker()
-        result = worker.ask((name, seed), patience)
+        result = worker.ask((name, 0), PATIENCE)
         if isinstance(result, str):  # the process is gone
             worker.end()
             return FamilyVerdict.refused(name, result)

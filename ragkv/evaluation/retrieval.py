@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from ragkv.config import MODES, NONE, Mode
@@ -45,6 +46,7 @@ from ragkv.evaluation.io import FileRow, Progress, normal, question_of, rows
 from ragkv.evaluation.metrics import Passage, RetrievalQuestion, RetrievalTask, Search
 from ragkv.index.index import indexes_of, kinds_of, served, useful_kinds, why_not_served
 from ragkv.index.search import Searcher
+from ragkv.model.checkpoint import pick_device
 from ragkv.pipeline import RagKV
 from ragkv.retrievers import (
     BM25,
@@ -228,8 +230,6 @@ def _pack_sparse(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 def _digest(passages: Sequence[Passage]) -> str:
     """A hex digest of ids and texts. Lengths are hashed too, so that text cannot move from one to the next."""
-    import xxhash
-
     digest = xxhash.xxh3_128()
     for passage in passages:
         for text in (passage.passage_id, passage.text):
@@ -349,8 +349,6 @@ def load_models(
     max_tokens: int | None = None,
 ) -> tuple[Embedder | None, Reranker | None]:
     """Load the models that are named. The embedder only computes the kinds of vectors that the modes need."""
-    from ragkv.model.checkpoint import pick_device
-
     place = str(pick_device(device))
     kinds = None if settings.modes is None else _needed(settings.modes)
     if kinds and embedder and settings.modes is not None:

@@ -35,9 +35,9 @@ from ragkv.errors import (
 )
 from ragkv.ingest import IngestFingerprint
 from ragkv.ingest.encoding import LINE_TOKENS
-from ragkv.model.checkpoint import MINI, resolve
+from ragkv.model.checkpoint import MINI, pick_device, resolve
 from ragkv.model.prompt import Prompt, render
-from ragkv.retrievers import ScoreKind
+from ragkv.retrievers import DenseConfig, ScoreKind, embedder_fingerprint, embedder_modes, embedder_stamp
 from ragkv.store import Problem, Store, Use
 from ragkv.store.record import KVIdentity
 from ragkv.store.tier import Fetched, SharedTiers
@@ -201,8 +201,6 @@ def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_factory(config: IndexConfig) -> None:
     """ConfigError for an unsupported FAISS factory string, before anything is embedded."""
-    from ragkv.retrievers import DenseConfig
-
     if config.embedder != NONE:
         DenseConfig(factory=config.index_factory).check(USUAL_WIDTH)
 
@@ -213,8 +211,6 @@ def validate_vectors(config: IndexConfig, *, fetch: bool) -> IndexConfig:
     ConfigError for a retrieval mode that these vectors cannot serve. Without `fetch`, an embedder that would have to be
     downloaded is not checked.
     """
-    from ragkv.retrievers import embedder_modes
-
     given = None if config.embedder == NONE else embedder_modes(config.embedder, fetch=fetch)
     if given is None:
         return config
@@ -231,7 +227,6 @@ def validate_vectors(config: IndexConfig, *, fetch: bool) -> IndexConfig:
 
 def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None:
     """Load the embedder of an index; None for an index without vectors."""
-    from ragkv.model.checkpoint import pick_device
     from ragkv.retrievers import load_embedder
 
     if config.embedder == NONE:
@@ -246,7 +241,6 @@ def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None
 
 def load_reranker_of(config: IndexConfig, device: str | None) -> Reranker | None:
     """Load the cross-encoder of an index; None for an index without one."""
-    from ragkv.model.checkpoint import pick_device
     from ragkv.retrievers import load_reranker
 
     return None if config.reranker == NONE else load_reranker(config.reranker, device=str(pick_device(device)))
@@ -308,14 +302,10 @@ class Encoders:
     @cached_property
     def fingerprint(self) -> str | None:
         """The embedder's current fingerprint, without loading it; None for an index without vectors."""
-        from ragkv.retrievers import embedder_fingerprint
-
         return None if self._config.embedder == NONE else embedder_fingerprint(self._config.embedder)
 
     def metadata(self) -> dict[str, str] | None:
         """The metadata to record about the embedder that made all vectors."""
-        from ragkv.retrievers import embedder_stamp
-
         if self.fingerprint is None:
             return None
         name = self._config.embedder
@@ -326,8 +316,6 @@ class Encoders:
 
         The embedder's files, often gigabytes, are only hashed if their sizes or times have changed.
         """
-        from ragkv.retrievers import embedder_stamp
-
         name = self._config.embedder
         if name == NONE:
             raise RetrievalError(

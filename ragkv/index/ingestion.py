@@ -263,14 +263,11 @@ class DocumentMaker:
 
 
 @contextmanager
-def ray_maker(
-    config: IndexConfig, address: str, *, device: str | None = None, workers: int | None = None
-) -> Iterator[Make]:
+def ray_maker(config: IndexConfig, address: str, *, device: str | None = None) -> Iterator[Make]:
     """Connect to Ray at `address` ("local" starts it on this machine, "auto" finds it) for `RagKV.ingest(make=…)`.
 
-    There is a worker for every accelerator of the cluster, or for every two processors if it has none, at most
-    `workers`. They see the files under the same paths, and the tiers under the same URLs. UsageError for an index
-    without tiers.
+    There is a worker for every accelerator of the cluster, or for every two processors if it has none. They see the
+    files under the same paths, and the tiers under the same URLs. UsageError for an index without tiers.
     """
     if not config.tiers:
         raise UsageError("--ray needs a store that all machines reach: add [[tiers]] to ragkv.toml (docs/tiers.md).")
@@ -281,7 +278,7 @@ def ray_maker(
     settings = replace(config, kv="all", kv_budget="none").to_toml()
     have = ray.cluster_resources()
     gpus = int(have.get("GPU", 0))
-    most = max(1, min(workers or 1 << 16, gpus or int(have.get("CPU", 1)) // 2))
+    most = max(1, gpus or int(have.get("CPU", 1)) // 2)
 
     def make(sources: Sequence[SourceFile]) -> Iterator[MadeDocument]:
         import ray.data

@@ -31,13 +31,10 @@ class ConcurrencyLimiter:
     The metrics have vLLM's names, with `ragkv` instead of `vllm`, so that its dashboards need one word changed.
     """
 
-    def __init__(
-        self, most: int, clock: Callable[[], float] = time.monotonic, *, patience: float = PATIENCE_SECONDS
-    ) -> None:
+    def __init__(self, most: int, *, patience: float = PATIENCE_SECONDS) -> None:
         self._most = most
         self._patience = patience
         self._queue: deque[asyncio.Future[None]] = deque()
-        self._clock = clock
         self.inside = 0
         """The number of admitted requests."""
         # separate from the loop's default executor, where uploads and listings would delay every question
@@ -110,7 +107,7 @@ class ConcurrencyLimiter:
             message = f"{self.inside} requests are being answered, the most at a time: try again in a second."
             raise too_many(message, seconds=1)
         self.inside += 1
-        tracker = RequestTracker(self, name, self._clock())
+        tracker = RequestTracker(self, name, time.monotonic())
         self._trackers.add(tracker)
         return tracker
 
@@ -203,12 +200,12 @@ class RequestTracker:
         """Record the time to the first token."""
         if not self._began:
             self.runs()
-            self._limiter._first.labels(self._name).observe(self._limiter._clock() - self._start)
+            self._limiter._first.labels(self._name).observe(time.monotonic() - self._start)
 
     def finished(self, answer: Answer, prompt: int, generated: int) -> None:
         """Record a complete answer."""
         limiter, name = self._limiter, self._name
-        limiter._whole.labels(name).observe(limiter._clock() - self._start)
+        limiter._whole.labels(name).observe(time.monotonic() - self._start)
         limiter._prompt.labels(name).inc(prompt)
         limiter._made.labels(name).inc(generated)
         limiter._done.labels(name, answer.finish_reason).inc()

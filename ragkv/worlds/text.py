@@ -95,12 +95,10 @@ def _is_content_word(word: str) -> bool:
 
 
 @cache
-def docstrings(least: int = 3) -> tuple[str, ...]:
-    """Docstrings of the standard library with at least `least` plain sentences, without those of its tests."""
-    found = dict.fromkeys(
-        text for path in _modules() for text in module_docstrings(path) if text.count(". ") + 1 >= least
-    )
-    return tuple(text for text in found if len(english_sentences(text)) >= least)
+def docstrings() -> tuple[str, ...]:
+    """Docstrings of the standard library with at least three plain sentences, without those of its tests."""
+    found = dict.fromkeys(text for path in _modules() for text in module_docstrings(path) if text.count(". ") >= 2)
+    return tuple(text for text in found if len(english_sentences(text)) >= 3)
 
 
 def _modules() -> Iterator[Path]:

@@ -40,7 +40,7 @@ from ragkv.store.maintenance.verify import (
     most_chunks,
     verify,
 )
-from ragkv.store.record import KVIdentity
+from ragkv.store.record import KVIdentity, encode_record
 from ragkv.store.tables import (
     INDEX_OWNER,
     PLACE_BYTES,
@@ -519,8 +519,6 @@ class _Repairer:
     def _encode(self, batch: Sequence[tuple[KVIdentity, set[bytes]]]) -> None:
         identities = [identity for identity, _ in batch]
         made = zip(identities, self._repair_source.encode(identities), strict=True)
-        from ragkv.store.record import encode_record
-
         records = {identity: encode_record(kv, identity, self._codec) for identity, kv in made}
 
         def apply(txn: Transaction) -> None:

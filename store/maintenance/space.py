@@ -434,14 +434,11 @@ def _pour(database: Database, data: Path, progress: Counter) -> None:
         def write(block: memoryview) -> None:
             try:
                 while block:
-                    block = block[_written(file.write(block), progress) :]
+                    count = file.write(block) or 0
+                    progress.add(count)
+                    block = block[count:]
             except OSError as error:
                 raise StoreFullError(f"{data} cannot be written ({error.strerror}): make room and try again") from error
 
         database.copy(write)
         os.fsync(file.fileno())
-
-
-def _written(count: int | None, progress: Counter) -> int:
-    progress.add(count or 0)
-    return count or 0

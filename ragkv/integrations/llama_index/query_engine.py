@@ -54,6 +54,7 @@ from ragkv.integrations.llama_index.nodes import (
     to_scored,
     with_scores,
 )
+from ragkv.model.checkpoint import pick_device
 from ragkv.pipeline import QueryOptions, RagKV
 from ragkv.retrievers import Reranker, ScoreKind, fuse, load_reranker, normalise_rerank
 from ragkv.types import Answer, Chunk, Document, ScoredChunk
@@ -207,8 +208,6 @@ class RagKVRerank(BaseNodePostprocessor):
             raise UsageError(f"top_n must be at least 1, or None for all nodes, not {top_n}.")
         loaded = reranker
         if isinstance(loaded, str):
-            from ragkv.model.checkpoint import pick_device
-
             loaded = load_reranker(loaded, device=str(pick_device(device)), max_tokens=max_tokens)
         options: dict[str, Any] = {"model_name": loaded.name, "top_n": top_n, "score_kind": score_kind}
         if callback_manager is not None:
