@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,10 +67,12 @@ def ls(
     brief()
     if limit is None and sys.stdout.isatty() and not as_json:
         limit = TERMINAL_ROWS
-    served = (
-        None if without_server(no_server) or pattern is not None else _served(index, where or [], after, limit or None)
-    )
-    page = _read(index, pattern, where or [], after, limit or None) if served is None else served
+    page: dict[str, Any] | None = None
+    if pattern is None and not without_server(no_server):  # a pattern may be a path, which the server would not know
+        with suppress(UnservedError):
+            page = LocalClient(index).documents(where or [], after=after, limit=limit or None)
+    if page is None:
+        page = _read(index, pattern, where or [], after, limit or None)
     found, total, behind = page["documents"], page["total"], page["after"]
     if as_json:
         print_json(page)
@@ -89,14 +92,6 @@ def ls(
     if behind is not None and not as_json:
         name = shlex.quote(behind)
         note(f"There are more (the index holds {total:,}): --after {name} lists the next, --limit 0 all.")
-
-
-def _served(index: Path, where: list[str], after: str, limit: int | None) -> dict[str, Any] | None:
-    """The page from the index's server; None if there is none, or for a PATTERN, which may be a local path."""
-    try:
-        return LocalClient(index).documents(where, after=after, limit=limit)
-    except UnservedError:
-        return None
 
 
 def _read(index: Path, pattern: str | None, where: list[str], after: str, limit: int | None) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -121,6 +121,12 @@ def data(
         note(f"{written['lines']} lines in {output}, {written['two_hops']} of them ask over two passages.")
 
 
+def _trained(train: Callable[..., dict[str, Any]], config: Any, *, silent: bool) -> dict[str, Any]:
+    """Train with a bar over the steps."""
+    with steps("training", silent=silent) as show:
+        return train(config, on_progress=lambda step: show(step["step"], step["steps"], f"loss {step['loss']:.3f}"))
+
+
 @app.command("retaining-heads", no_args_is_help=True)
 @shared_options
 def retaining_heads(
@@ -134,11 +140,7 @@ def retaining_heads(
     """
     from ragkv.finetune.retaining_heads import train_retaining_heads
 
-    with steps("training", silent=quiet or as_json) as show:
-        done = train_retaining_heads(
-            replace(config, device=device),
-            on_progress=lambda step: show(int(step["step"]), int(step["steps"]), f"loss {step['loss']:.3f}"),
-        )
+    done = _trained(train_retaining_heads, replace(config, device=device), silent=quiet or as_json)
     if as_json:
         print_json(done)
         return
@@ -165,11 +167,8 @@ def packet(
     """
     from ragkv.finetune.packet import train_packet
 
-    with steps("training", silent=quiet or as_json) as show:
-        done = train_packet(
-            replace(config, prompt=_prompt(prompt_of), device=device),
-            on_progress=lambda step: show(int(step["step"]), int(step["steps"]), f"loss {step['loss']:.3f}"),
-        )
+    config = replace(config, prompt=_prompt(prompt_of), device=device)
+    done = _trained(train_packet, config, silent=quiet or as_json)
     if as_json:
         print_json(done)
         return

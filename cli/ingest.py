@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,7 +53,7 @@ from ragkv.server.local import LocalClient, UnservedError
 from ragkv.util.files import parse_toml
 
 if TYPE_CHECKING:
-    from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, Skipped
+    from ragkv.ingest import IngestProgress, IngestReport, ParseLimits, Skipped
     from ragkv.ingest.source import SourceFile
     from ragkv.ingest.watch import FolderChanges
     from ragkv.pipeline import RagKV
@@ -258,7 +258,7 @@ def ingest(
     else:
         new = not (index / CONFIG_FILE).exists()
         with _index(index, settings, device, sources, quiet=quiet) as rag:
-            from ragkv.index.ingestion import ingest_note, remember
+            from ragkv.index.ingestion import ingest_note, ray_maker, remember
 
             own = None if quiet else ingest_note(rag.config, rag.store, sources)
             if own:
@@ -282,7 +282,7 @@ def ingest(
                     if show is not None:
                         show(progress)
 
-                with nullcontext() if ray is None else _ray(rag.config, ray, device) as make:
+                with nullcontext() if ray is None else ray_maker(rag.config, ray, device=device) as make:
                     report = rag.ingest(
                         *sources, prune=prune, memory=memory, make=make, on_progress=on_progress, **wait(no_wait)
                     )
@@ -294,12 +294,6 @@ def ingest(
         print_json(report.to_json())
     elif not quiet:
         _notify(report, index)
-
-
-def _ray(config: IndexConfig, address: str, device: str | None) -> AbstractContextManager[Make]:
-    from ragkv.index.ingestion import ray_maker
-
-    return ray_maker(config, address, device=device)
 
 
 def _watch(
@@ -450,9 +444,7 @@ def _limits(index: Path) -> ParseLimits:
     """The limits of the index, or those that a new one would have."""
     from ragkv.ingest import ParseLimits
 
-    if (index / CONFIG_FILE).exists():
-        return ParseLimits.of(load_config(index).ingest)
-    return ParseLimits.of(UserFile.read(user_file()).settings.get("ingest", IngestConfig()))
+    return ParseLimits.of(_kept(index, "ingest") or IngestConfig())
 
 
 def _preview(

@@ -171,16 +171,12 @@ def require_same(folder: Path, config: IndexConfig, given: Mapping[str, Any]) ->
         made, asked = getattr(config, name), given[name]
         if name == "prompt":
             remedy += f", or change [prompt] in its {CONFIG_FILE} and ingest again"
-            name, made, asked = next(each for each in _fields_of("prompt", made, asked) if each[1] != each[2])
+            field = next(f.name for f in fields(made) if getattr(made, f.name) != getattr(asked, f.name))
+            name, made, asked = f"prompt.{field}", getattr(made, field), getattr(asked, field)
         raise KVMismatchError(
             f"The index at {folder} was made with {name} = {shown_value(made)}, not {shown_value(asked)}; use another "
             f"--index, or {remedy}."
         )
-
-
-def _fields_of(name: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The fields of two dataclasses of a kind: dotted name, value, other value."""
-    return ((f"{name}.{f.name}", getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
 
 
 def shown_value(value: object) -> str:

@@ -64,26 +64,6 @@ def refuse_options(ctx: typer.Context) -> None:
             )
 
 
-def open_contexts(
-    paths: Sequence[Path],
-    model: str | None,
-    device: str | None,
-    limits: RuntimeConfig,
-    *,
-    tuning: Mapping[str, Mapping[str, int]],
-    quiet: bool,
-) -> Contexts:
-    """Read the files, in the order given, and load the model that reads them.
-
-    Settings come from variables and the user file, as for a new index; `ippd` answers unless `--engine` says
-    otherwise; `tuning` adds to that of its engines. Raises UsageError for a missing file, and IngestError for a file
-    that cannot be read.
-    """
-    from ragkv.index.contexts import Contexts
-
-    return Contexts(*context_material(paths, model, device, tuning=tuning, quiet=quiet), limits=limits)
-
-
 def context_material(
     paths: Sequence[Path],
     model: str | None,
@@ -92,7 +72,13 @@ def context_material(
     tuning: Mapping[str, Mapping[str, int]],
     quiet: bool,
 ) -> tuple[LanguageModel, list[tuple[str, str]], IndexConfig]:
-    """The parts of `Contexts`: the model, the texts by name, and the configuration."""
+    """The parts of `Contexts`: the model that reads the files, their texts by name in the order given, the
+    configuration.
+
+    Settings come from variables and the user file, as for a new index; `ippd` answers unless `--engine` says
+    otherwise; `tuning` adds to that of its engines. Raises UsageError for a missing file, and IngestError for a file
+    that cannot be read.
+    """
     from ragkv.index.create import new_config
     from ragkv.index.ingestion import default_model
     from ragkv.model.self_check import load_model
@@ -290,8 +276,10 @@ def _source(
 ) -> Iterator[RagKV | Contexts]:
     """What this process answers from: the files of `--context`, or the index."""
     if context:
+        from ragkv.index.contexts import Contexts
+
         refuse_options(ctx)
-        with open_contexts(context, model, device, limits, tuning=tuning, quiet=quiet) as files:
+        with Contexts(*context_material(context, model, device, tuning=tuning, quiet=quiet), limits=limits) as files:
             yield files
         return
     from ragkv.pipeline import RagKV

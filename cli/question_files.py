@@ -358,6 +358,12 @@ class QuestionBatch:
             **self.rates,
         }
 
+    @property
+    def rate(self) -> str:
+        """The rates as people read them."""
+        rates = self.rates
+        return f"{rates['questions_per_second']:,.1f} questions/s, {rates['tokens_per_second']:,.0f} tokens/s"
+
 
 def answer_all(
     rag: Answerer, questions: Path, output: Path, *, engine: str, options: Mapping[str, Any], silent: bool
@@ -394,11 +400,7 @@ def answer_all(
                     batch.kv.update(asdict(one.answer.kv))
                 batch.seconds = time.perf_counter() - started
                 if show is not None:
-                    rates = batch.rates
-                    rate = (
-                        f"{rates['questions_per_second']:,.1f} questions/s, {rates['tokens_per_second']:,.0f} tokens/s"
-                    )
-                    show("query", batch.kept + len(failed) + batch.answered, batch.questions, rate)
+                    show("query", batch.kept + len(failed) + batch.answered, batch.questions, batch.rate)
     batch.failed = [entry for _, entry in sorted(failed, key=lambda each: each[0])]
     return batch
 
@@ -411,11 +413,10 @@ def show_batch(batch: QuestionBatch, *, as_json: bool, quiet: bool) -> None:
         for failed in batch.failed:
             note(f"{failed['where']}: {failed['error']}")
         if not quiet:
-            rates, read = batch.rates, batch.kv["hits"] - batch.kv["memory_hits"]
-            rate = f" ({rates['questions_per_second']:,.1f} questions/s, {rates['tokens_per_second']:,.0f} tokens/s)"
+            read = batch.kv["hits"] - batch.kv["memory_hits"]
             parts = [
                 f"{batch.output}: {count(batch.answered, 'answer')} in {batch.seconds:.1f} s"
-                f"{rate if batch.answered else ''}",
+                + (f" ({batch.rate})" if batch.answered else ""),
                 f"{batch.kept} answered before" if batch.kept else "",
                 f"{len(batch.failed)} failed" if batch.failed else "",
             ]

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -154,9 +154,6 @@ def serve(
             for name, place in named_places(index or [str(DEFAULT_INDEX)]).items()
         }
 
-        def on_ready(url: str) -> None:
-            _ready(url, list(packs), as_json=as_json, quiet=quiet)
-
         try:
             from ragkv.server.ray import RayOptions, run_on_ray
         except ModuleNotFoundError as error:
@@ -176,7 +173,7 @@ def serve(
             batch_tokens=batch_tokens,
             max_rows=max_rows,
         )
-        run_on_ray(ray, options, port=port, on_ready=on_ready)
+        run_on_ray(ray, options, port=port, on_ready=lambda url: _ready(url, packs, as_json=as_json, quiet=quiet))
         return
     # absolute, so that errors name it, and commands in any folder find it
     folders = {name: f.expanduser().absolute() for name, f in named_folders(index or [str(DEFAULT_INDEX)]).items()}
@@ -213,14 +210,16 @@ def serve(
             if not quiet:
                 note(f"loading {rag.config.model} for {name}")
             rag.model  # noqa: B018 - loaded now, so that the first question need not wait
-
-        def ready(url: str) -> None:
-            _ready(url, list(indexes), as_json=as_json, quiet=quiet)
-
         watched = _watched(folders, read_only=read_only)
         if watched and not quiet:
             note(f"watching {', '.join(str(each) for _, each, _ in watched)}")
-        run_server(ServedIndexes(indexes), settings, ready, listening, watched)
+        run_server(
+            ServedIndexes(indexes),
+            settings,
+            lambda url: _ready(url, indexes, as_json=as_json, quiet=quiet),
+            listening,
+            watched,
+        )
 
 
 def _watched(folders: Mapping[str, Path], *, read_only: bool) -> list[tuple[str, Path, bool]]:
@@ -238,7 +237,6 @@ def _watched(folders: Mapping[str, Path], *, read_only: bool) -> list[tuple[str,
 
 def _start(first: Path, *, as_json: bool, quiet: bool) -> None:
     """Start the same command line in the background, with a log named after its first index."""
-
     words = [word for word in sys.argv[1:] if word not in ("--background", "--json")]
     server = start([*words, "--json"], log_file(first))
     if as_json:
@@ -260,7 +258,7 @@ def _log_requests(*, quiet: bool, as_json: bool) -> None:
         log.propagate = False
 
 
-def _ready(url: str, names: list[str], *, as_json: bool, quiet: bool) -> None:
+def _ready(url: str, names: Iterable[str], *, as_json: bool, quiet: bool) -> None:
     models = [f"ragkv/{name}" for name in names]
     if as_json:
         print_json_line({"url": f"{url}/v1", "models": models})
@@ -409,11 +407,12 @@ def mcp(
             rag.index.require_same_model()
         tools = make_tools(rag, index.resolve().name, server)
         if http:
-
-            def ready(url: str) -> None:
-                _mcp_ready(f"{url}/mcp", index, as_json=as_json, quiet=quiet)
-
-            run_tools(tools, settings, ready, listening)
+            run_tools(
+                tools,
+                settings,
+                lambda url: _mcp_ready(f"{url}/mcp", index, as_json=as_json, quiet=quiet),
+                listening,
+            )
         else:
             tools.run()
 

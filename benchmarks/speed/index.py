@@ -63,15 +63,15 @@ PARTS = ("open", "ask", "where", "change", "upkeep")
 """What may be measured of an index, besides making it."""
 
 Step = Callable[[int, int, str], None]
-Run = Callable[..., list[Any]]
+Run = Callable[..., "list[IndexMeasurement]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """The figures of one run by size, each a list of `stage.Figure` in the same order."""
+    """The figures of one run by size, in the same order."""
 
     sizes: tuple[int, ...]
-    figures: dict[int, list[Any]]
+    figures: dict[int, list[IndexMeasurement]]
     report: Report
 
     def growth(self, name: str) -> str:
@@ -126,8 +126,10 @@ def measure_index(
     return Growth(sizes=tuple(figures), figures=figures, report=report)
 
 
-def _measured(folder: Path, size: int, parts: Sequence[str], rounds: int, show: Step, run: Run) -> list[Any]:
-    def measured(what: str, stage: Callable[..., list[Any]], *arguments: Any) -> list[Any]:
+def _measured(
+    folder: Path, size: int, parts: Sequence[str], rounds: int, show: Step, run: Run
+) -> list[IndexMeasurement]:
+    def measured(what: str, stage: Callable[..., list[IndexMeasurement]], *arguments: Any) -> list[IndexMeasurement]:
         show(0, 0, f"{size:,} chunks: {what}")
         return run(
             stage, folder, size, *arguments, on_progress=lambda done, of: show(done, of, f"{size:,} chunks: {what}")
@@ -153,7 +155,9 @@ def _measured(folder: Path, size: int, parts: Sequence[str], rounds: int, show: 
     return found
 
 
-def _rows(size: int, figures: Sequence[Any], least: int, baseline: Sequence[Any]) -> list[BenchRow]:
+def _rows(
+    size: int, figures: Sequence[IndexMeasurement], least: int, baseline: Sequence[IndexMeasurement]
+) -> list[BenchRow]:
     """Times as two rows, of the processor and of the clock. What the baseline's size has no figure of has its own."""
     rows = []
     known = {one.name: one for one in baseline}
@@ -288,8 +292,7 @@ def change(folder: Path, size: int, modes: Sequence[str], rounds: int, progress:
         found.setdefault(name, []).append(_asking(rag, name, size, number, mode, **options))
 
     def written(name: str, write: Callable[[], object]) -> None:
-        _, cpu, wall = _stage_seconds(write)
-        found.setdefault(name, []).append(IndexMeasurement(name=name, value=cpu * 1000, wall=wall * 1000))
+        found.setdefault(name, []).append(_timing(name, write))
 
     with _opened(index_folder(folder, size)) as rag:
         _prepare(rag)
@@ -323,8 +326,7 @@ def check(folder: Path, size: int, what: str, progress: Progress) -> list[IndexM
             "verify --quick": lambda: rag.verify(quick=True),
             "gc --dry-run": lambda: rag.gc(dry_run=True),
         }
-        _, cpu, wall = _stage_seconds(calls[what])
-        return [IndexMeasurement(name=what, value=cpu * 1000, wall=wall * 1000), _memory(f"{what}: peak memory")]
+        return [_timing(what, calls[what]), _memory(f"{what}: peak memory")]
 
 
 def index_folder(folder: Path, size: int) -> Path:
@@ -375,14 +377,19 @@ def _prepare(rag: RagKV) -> None:
 
 
 def _opening(name: str, index: Path) -> IndexMeasurement:
-    rag, cpu, wall = _stage_seconds(lambda: RagKV.open(index, device="cpu"))
-    rag.close()
-    return IndexMeasurement(name=name, value=cpu * 1000, wall=wall * 1000)
+    opened: list[RagKV] = []
+    found = _timing(name, lambda: opened.append(RagKV.open(index, device="cpu")))
+    opened[0].close()
+    return found
 
 
 def _asking(rag: RagKV, name: str, size: int, number: int, mode: str, **options: Any) -> IndexMeasurement:
     question = Corpus(size).question(number)
-    _, cpu, wall = _stage_seconds(lambda: rag.retrieve(question, retrieval=mode, rerank=False, top_k=8, **options))
+    return _timing(name, lambda: rag.retrieve(question, retrieval=mode, rerank=False, top_k=8, **options))
+
+
+def _timing(name: str, work: Callable[[], object]) -> IndexMeasurement:
+    _, cpu, wall = _stage_seconds(work)
     return IndexMeasurement(name=name, value=cpu * 1000, wall=wall * 1000)
 
 
@@ -597,26 +604,16 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return made, time.perf_counter() - start
 
 
-def _made(build: Callable[[], Any]) -> tuple[Any, float, float | None]:
-    """The built index, the seconds it took, and its memory in MB (None if the system does not report it)."""
+def _made(build: Callable[[], Any]) -> tuple[Any, float, float]:
+    """The built index, the seconds it took, and its memory in MB (0 if the system does not report it)."""
     gc.collect()
-    before = _resident()
+    before = own_memory()
     made, seconds = _timed(build)
     gc.collect()
-    after = _resident()
-    return made, seconds, None if before is None or after is None else after - before
+    return made, seconds, own_memory() - before
 
 
-def _resident() -> float | None:
-    """The anonymous memory of this process, in MB."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return None
-    return next((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("RssAnon")), None)
-
-
-def _memory_row(name: str, memory: float | None, baseline: str, baseline_memory: float | None) -> list[BenchRow]:
+def _memory_row(name: str, memory: float, baseline: str, baseline_memory: float) -> list[BenchRow]:
     if not memory or not baseline_memory:
         return []
     return [BenchRow.of(f"{name}: memory", memory, "MB", baseline, baseline_memory, digits=4)]

@@ -68,10 +68,7 @@ class APB(Engine):
     encoding = Encoding.PREFIXED
     Config = APBConfig
     whole_documents = True
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        return frozenset({Capability.MERGE, Capability.MOVE})
+    needs = frozenset({Capability.MERGE, Capability.MOVE})
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         segments = self._placed(request)

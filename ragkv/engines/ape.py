@@ -40,10 +40,7 @@ class APE(Engine):
     name = "ape"
     encoding = Encoding.PREFIXED
     Config = APEConfig
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        return frozenset({Capability.MERGE})
+    needs = frozenset({Capability.MERGE})
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         config: APEConfig = self.config

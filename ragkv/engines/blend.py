@@ -154,9 +154,7 @@ class Blend(Engine):
     def encoding(self) -> Encoding:
         return Encoding(self.config.over)
 
-    @property
-    def needs(self) -> frozenset[Capability]:
-        return frozenset({Capability.MERGE, Capability.MOVE})
+    needs = frozenset({Capability.MERGE, Capability.MOVE})
 
     def charge(self, request: Request, model: ModelFacts) -> float | None:
         context = self._context(request, model)

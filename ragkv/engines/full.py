@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ragkv.attention.sequence import TokenSequence
 from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Program, Request, answer_from
-from ragkv.types import Capability
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +19,7 @@ class FullAttention(Engine):
     name = "full"
     encoding = None
     Config = FullConfig
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        return frozenset()
+    needs = frozenset()
 
     def read(self, request: Request) -> tuple[ContextChunk, ...]:
         """The chunks that are in the prompt, in ascending relevance."""

@@ -48,10 +48,7 @@ class IPPD(Engine):
     name = "ippd"
     encoding = None
     Config = IPPDConfig
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        return frozenset()
+    needs = frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens, shared=_shared(request).sizes)
@@ -187,10 +184,7 @@ class Stacked(Engine):
     encoding = None
     Config = StackedConfig
     stacks = True
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        return frozenset({Capability.STACK})
+    needs = frozenset({Capability.STACK})
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         return IPPD().demand(request, max_new_tokens)

@@ -21,7 +21,7 @@ from ragkv.engines.base import (
     answer_from,
 )
 from ragkv.errors import ConfigError
-from ragkv.types import Capability, Encoding
+from ragkv.types import Encoding
 
 if TYPE_CHECKING:
     from ragkv.model.prompt import Prompt
@@ -56,10 +56,7 @@ class MapReduce(Engine):
     name = "mapreduce"
     encoding = Encoding.PREFIXED
     Config = MapReduceConfig
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        return frozenset()
+    needs = frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         config: MapReduceConfig = self.config

@@ -20,7 +20,7 @@ from ragkv.attention.sequence import TokenSequence
 from ragkv.config import one_of
 from ragkv.engines.base import Demand, Engine, Forward, ModelFacts, Program, Request, Sample
 from ragkv.errors import ConfigError
-from ragkv.types import Capability, Encoding
+from ragkv.types import Encoding
 
 _LEAST = 1e-12  # r_k is clipped to [1e-12, 1) before its logarithm (PCED Appendix B)
 
@@ -126,10 +126,7 @@ class PCED(Engine):
     encoding = Encoding.PREFIXED
     Config = PCEDConfig
     counts_winners = True
-
-    @property
-    def needs(self) -> frozenset[Capability]:
-        return frozenset()
+    needs = frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         rows = 1 + len(request.filled)

@@ -24,7 +24,6 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -36,7 +35,7 @@ from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.jobs import JobManager
 from ragkv.server.local import LocalSocket, peer_uid
 from ragkv.server.metrics import ConcurrencyLimiter, QdrantMetrics, TierMetrics
-from ragkv.server.middleware import Guard, LocalApp, LocalRequest, error_body
+from ragkv.server.middleware import Guard, LocalApp, LocalRequest, Responded, error_body, guard_app
 from ragkv.server.openai import protocol_routes
 from ragkv.server.page import page_routes
 from ragkv.server.schemas import FAILURES, HealthReply, ServedIndexes
@@ -453,7 +452,7 @@ def _run(
     last: LastSecond,
     lifespan: bool = False,
     local: LocalApps = lambda stop: [],
-    responded: Callable[[str, str | None, int], None] = lambda method, handler, status: None,
+    responded: Responded = lambda method, handler, status: None,
 ) -> None:
     """Serve `app` at its address, and `local` apps at their sockets, until a signal comes."""
 
@@ -462,25 +461,9 @@ def _run(
         on_stopping()
 
     most = 4 * settings.requests + 64
-    hosts = None if settings.keys is not None else {"127.0.0.1", "[::1]", "localhost"}
-    outer: ASGIApp = Guard(
-        app,
-        keys=settings.keys,
-        hosts=hosts,
-        limits=settings.limits,
-        origins=settings.origins,
-        most=most,
-        responded=responded,
+    outer = guard_app(
+        app, keys=settings.keys, limits=settings.limits, origins=settings.origins, most=most, responded=responded
     )
-    if settings.origins:
-        # outermost, so that a page can read an error; all headers are allowed, because OpenAI's clients send their own
-        outer = CORSMiddleware(
-            outer,
-            allow_origins=settings.origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id"],
-        )
     listening = port or reserve(settings.host, settings.port)
 
     def ready() -> None:

@@ -107,13 +107,14 @@ class IngestJob:
         self,
         facts: JobStatus,
         sources: Sequence[SourceFile] = (),
+        before: Mapping[str, str] | None = None,
         changes: FolderChanges | None = None,
     ) -> None:
         self.facts = facts
         self.sources = list(sources)
         self.changes = changes
         """What has changed in a watched folder; None for an upload."""
-        self.before: dict[str, str] = {}
+        self.before = dict(before or {})
         self.stopping = False
         """Whether it was asked to end."""
         self.watchers: set[Callable[[], object]] = set()

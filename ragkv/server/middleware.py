@@ -12,13 +12,14 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -56,14 +57,15 @@ _HEADERS = (
 logger = logging.getLogger(__name__)
 requests = logging.getLogger(f"{__name__}.requests")
 """The lines of requests alone."""
+Responded: TypeAlias = Callable[[str, str | None, int], None]
+"""Called for each response with its method, the path of its route, and its status."""
 
 
 class Guard:
     """ASGI middleware around the whole server.
 
     `hosts` None accepts any `Host`, for servers that require a key. `origins` are foreign web pages that may upload
-    files. More than `most` requests at a time are refused, except at paths that need no key. `responded` is called for
-    each response with its method, the path of its route, and its status.
+    files. More than `most` requests at a time are refused, except at paths that need no key.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class Guard:
         limits: ServerLimits,
         origins: Collection[str] = (),
         most: float = math.inf,
-        responded: Callable[[str, str | None, int], None] = lambda method, handler, status: None,
+        responded: Responded = lambda method, handler, status: None,
     ) -> None:
         self._app = app
         self._most = most
@@ -161,6 +163,25 @@ class Guard:
         own = origin is None or urlsplit(origin).netloc == headers.get("host")
         if not own or site not in ("none", "same-origin"):
             raise ApiError(403, "A page of another origin may not send files here.", code="wrong_origin")
+
+
+def guard_app(
+    app: ASGIApp,
+    *,
+    keys: Keys | None,
+    limits: ServerLimits,
+    origins: Sequence[str],
+    most: int,
+    responded: Responded = lambda method, handler, status: None,
+) -> ASGIApp:
+    """`app` behind a `Guard`, for the network: without keys, browsers may name this machine alone as the host."""
+    hosts = None if keys is not None else {"127.0.0.1", "[::1]", "localhost"}
+    guard = Guard(app, keys=keys, hosts=hosts, limits=limits, origins=origins, most=most, responded=responded)
+    if not origins:
+        return guard
+    # outermost, so that a page can read an error; all headers are allowed, because OpenAI's clients send their own
+    exposed = ["retry-after", "x-request-id"]
+    return CORSMiddleware(guard, origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed)
 
 
 class _Body:

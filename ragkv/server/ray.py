@@ -32,7 +32,6 @@ from typing import Any
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route, Router
@@ -46,7 +45,7 @@ from ragkv.server.app import make_app
 from ragkv.server.errors import ApiError, Json, event, too_many
 from ragkv.server.jobs import JobManager
 from ragkv.server.metrics import ConcurrencyLimiter
-from ragkv.server.middleware import Guard
+from ragkv.server.middleware import Guard, guard_app
 from ragkv.server.schemas import OWNER, ServedIndexes
 from ragkv.server.settings import Keys, ServerLimits, ServerSettings, reserve
 from ragkv.util.files import make_folder, user_folder
@@ -244,21 +243,9 @@ class Front:
         self._answers = answers
         self._ask = answers.options(stream=True).answer.remote
         routes = [Route("/healthz", self._healthz), Route("/metrics", self._metrics)]
-        guard = Guard(
-            Router(routes, default=self._relay, redirect_slashes=False),
-            keys=keys,
-            hosts=None if keys is not None else {"127.0.0.1", "[::1]", "localhost"},
-            limits=ServerLimits(),
-            origins=options.origins,
-            most=4 * options.requests + 64,
-        )
-        origins = list(options.origins)
-        exposed = ["retry-after", "x-request-id"]
-        self._app: ASGIApp = guard
-        if origins:
-            self._app = CORSMiddleware(
-                guard, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=exposed
-            )
+        router = Router(routes, default=self._relay, redirect_slashes=False)
+        most = 4 * options.requests + 64
+        self._app = guard_app(router, keys=keys, limits=ServerLimits(), origins=options.origins, most=most)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The app; called by Ray Serve."""
