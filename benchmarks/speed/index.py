@@ -43,6 +43,7 @@ from ragkv.benchmarks.speed.report import (
     Report,
     machine,
     make_models,
+    own_memory,
     run_fresh,
     shown,
     unseen,
@@ -343,15 +344,6 @@ def peak_memory() -> float:
     """The most memory that this process has had, with what it maps of files, in MB."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most / 1e6 if sys.platform == "darwin" else most * 1024 / 1e6
-
-
-def own_memory() -> float:
-    """The memory of this process without what it maps of files, in MB; 0 where the system does not tell."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:
-        return 0.0
-    return next((int(row.split()[1]) * 1024 / 1e6 for row in status.splitlines() if row.startswith("RssAnon")), 0.0)
 
 
 @contextmanager

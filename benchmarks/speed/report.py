@@ -17,8 +17,7 @@ import statistics
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import version
@@ -26,6 +25,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -190,6 +190,15 @@ def machine(device: str) -> str:
     return f"{name} ({units}), {os.cpu_count()} cores, {torch.get_num_threads()} threads{gpu}"
 
 
+def own_memory(process: int | str = "self") -> float:
+    """A process's memory without what it maps of files, in MB; 0 where the system does not report it."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0.0
+    return next((int(row.split()[1]) * 1024 / 1e6 for row in status.splitlines() if row.startswith("RssAnon")), 0.0)
+
+
 def versions(*packages: str) -> dict[str, str]:
     """The versions of the packages that a figure depends on."""
     return {package: version(package) for package in ("ragkv", "torch", "transformers", *packages)}
@@ -338,6 +347,7 @@ def _embedder(folder: Path) -> None:
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+"""Libraries read these variables when they are loaded, which is before any function of ours could set a number."""
 
 
 def run_fresh(work: Callable[..., T], *arguments: Any, on_progress: Progress | None = None) -> T:
@@ -348,7 +358,7 @@ def run_fresh(work: Callable[..., T], *arguments: Any, on_progress: Progress | N
     context = get_context("forkserver")
     context.set_forkserver_preload([work.__module__])
     here, there = context.Pipe(duplex=False)
-    with _one_thread():
+    with patch.dict(os.environ, dict.fromkeys(_ONE_THREAD, "1")):
         process = context.Process(target=_work, args=(there, work, arguments), daemon=True)
         process.start()
     there.close()
@@ -373,21 +383,6 @@ def run_fresh(work: Callable[..., T], *arguments: Any, on_progress: Progress | N
         process.join(timeout=5)
         process.kill()
         process.join()
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Libraries read these variables when they are loaded, which is before any function of ours could set a number."""
-    kept = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-    try:
-        yield
-    finally:
-        for name, value in kept.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _work(there: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlsplit
 
+import numpy as np
 import typer
 
 from ragkv.benchmarks.speed.report import (
@@ -37,6 +38,7 @@ from ragkv.benchmarks.speed.report import (
     Report,
     machine,
     make_language_model,
+    own_memory,
     unseen,
     versions,
 )
@@ -168,12 +170,12 @@ class KnownAnswer:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What happened. `errors` are sentences; `memory` are bytes of the server, one a second."""
+    """What happened. `errors` are sentences; `memory` is that of the server in MB, each second."""
 
     done: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
 
     @property
     def requests(self) -> int:
@@ -187,7 +189,7 @@ async def run_mixed(
     seconds: float,
     seed: int,
     text: Callable[[int], str],
-    memory: Callable[[], int],
+    memory: Callable[[], float],
     on_second: Callable[[float, Outcome], None] = lambda done, outcome: None,
 ) -> Outcome:
     """Run the clients. `text(n)` is the n-th text that is uploaded, to the index "changing"."""
@@ -314,10 +316,6 @@ class Server:
     pid: int
     log: Path
 
-    def memory(self) -> int:
-        """Bytes of its own, without the pages of files that it has mapped; 0 where the system does not tell."""
-        return next((kb * 1024 for name, kb in _numbers(self.pid) if name == "RssAnon:"), 0)
-
     def processor(self) -> float:
         """Seconds of processor time so far; 0 where the system does not tell."""
         try:
@@ -388,7 +386,7 @@ def measure_serve(
                         text=lambda number: (
                             replace(corpus, size=8 * (1001 + number)).document(1000 + number).chunks[0].text
                         ),
-                        memory=server.memory,
+                        memory=lambda: own_memory(server.pid),
                         on_second=lambda at, found: _notify(on_step, at, found),
                     )
                 )
@@ -441,7 +439,7 @@ def _together(
     alone, together = (statistics.median(clock for clock, _ in times[name]) for name in ("alone", "together"))
     busy, busier = (statistics.median(used for _, used in times[name]) for name in ("alone", "together"))
     tokens = sum(each.tokens for each in payload["together"]) / rounds
-    waits = [_percentile([each.first * 1000 for each in payload[name]], 0.95) for name in ("alone", "together")]
+    waits = [float(np.percentile([1000 * each.first for each in payload[name]], 95)) for name in ("alone", "together")]
     many, few = f"{streams} streams", "one after another"
     return [
         BenchRow.of(f"{many}: tokens per second", tokens / together, "1/s", few, tokens / alone, alone / together),
@@ -476,7 +474,7 @@ def _mixed_rows(outcome: Outcome, minutes: float, on_step: OnStep) -> list[Bench
         on_step(f"error: {line}")
     on_step(", ".join(f"{number:,} {name}" for name, number in sorted(outcome.done.items())))
     third = max(1, len(outcome.memory) // 3)
-    first, last = (statistics.median(part) / 1e6 for part in (outcome.memory[:third], outcome.memory[-third:]))
+    first, last = (statistics.median(part) for part in (outcome.memory[:third], outcome.memory[-third:]))
     name = f"{minutes:g} minutes mixed"
     return [
         BenchRow.of(f"{name}: memory, last third", last, "MB", "first third", first, first / last if last else 1.0),
@@ -487,27 +485,9 @@ def _mixed_rows(outcome: Outcome, minutes: float, on_step: OnStep) -> list[Bench
 
 def _notify(on_step: OnStep, at: float, found: Outcome) -> None:
     if round(at) % 30 == 0 and at > 1:
-        last = found.memory[-1] / 1e6
-        on_step(f"{at:.0f} s: {found.requests:,} requests, {len(found.errors)} errors, {last:.0f} MB")
+        on_step(f"{at:.0f} s: {found.requests:,} requests, {len(found.errors)} errors, {found.memory[-1]:.0f} MB")
 
 
 def _count_row(name: str, bad: int, of: int) -> BenchRow:
     """How many of all; the ratio is the share that was good."""
     return BenchRow.of(name, bad, "", "requests", of, (of - bad) / of if of else 1.0)
-
-
-def _percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def _numbers(pid: int) -> Iterator[tuple[str, int]]:
-    """The lines of /proc/PID/status that count kilobytes."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        if line.endswith(" kB"):
-            name, number, _ = line.split()
-            yield name, int(number)

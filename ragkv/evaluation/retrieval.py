@@ -31,7 +31,7 @@ import secrets
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, cast
@@ -246,17 +246,8 @@ class MemoEmbedder:
         self.name = embedder.name
         self.modes: frozenset[ScoreKind] = embedder.modes
         self.fingerprint = embedder.fingerprint
-        self._embedder = embedder
-        self._last: tuple[str, Embedding] | None = None
-
-    def embed_documents(self, texts: Sequence[str]) -> Embedding:
-        return self._embedder.embed_documents(texts)
-
-    def embed_query(self, text: str) -> Embedding:
-        last = self._last
-        if last is None or last[0] != text:
-            self._last = last = (text, self._embedder.embed_query(text))
-        return last[1]
+        self.embed_documents = embedder.embed_documents
+        self.embed_query = lru_cache(1)(embedder.embed_query)
 
 
 class MemoReranker:

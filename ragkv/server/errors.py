@@ -55,6 +55,11 @@ def too_many(message: str, *, seconds: int) -> ApiError:
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
+def stopping_error() -> ApiError:
+    """The error of a server that is stopping."""
+    return ApiError(503, "The server is stopping.", kind="server_error", code="unavailable")
+
+
 _OPTION = re.compile(r"--(no-)?(candidates|engine|max-new-tokens|rerank|retrieval|steps|top-k|where)\b")
 """Names of command-line options that are also fields of requests."""
 _PATH = re.compile(r"(?<![^\s'\"(`])/(?:[^'\"`:;,/\n]+/)*([^\s'\"`:;,/]+)")

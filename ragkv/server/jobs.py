@@ -35,7 +35,7 @@ from ragkv.errors import (
 )
 from ragkv.ingest import IngestProgress, IngestReport, SourceFile, from_bytes
 from ragkv.ingest.watch import FolderChanges
-from ragkv.server.errors import ApiError, too_many
+from ragkv.server.errors import ApiError, stopping_error, too_many
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
 from ragkv.store import Store
@@ -528,7 +528,7 @@ class JobQueue:
 
     def _require_open(self) -> None:
         if self._closing:
-            raise ApiError(503, "The server is stopping.", kind="server_error", code="unavailable")
+            raise stopping_error()
 
 
 class JobManager:
@@ -558,7 +558,7 @@ class JobManager:
         folder = rag.folder.resolve()  # two names may be one index
         with self._lock:
             if self._closed:
-                raise ApiError(503, "The server is stopping.", kind="server_error", code="unavailable")
+                raise stopping_error()
             if folder in self._queues and not self._queues[folder].in_place:
                 self._queues.pop(folder).close()
             if folder not in self._queues:

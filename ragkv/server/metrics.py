@@ -12,7 +12,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ragkv.server.errors import ApiError, too_many
+from ragkv.server.errors import stopping_error, too_many
 from ragkv.types import Answer
 
 QUEUE = 16
@@ -102,7 +102,7 @@ class ConcurrencyLimiter:
     def enter(self, name: str) -> RequestTracker:
         """Admit a request to the index `name`; ApiError 429 if there are too many, 503 if the server is stopping."""
         if self._stopped:
-            raise _stopping()
+            raise stopping_error()
         if self.inside >= self._most:
             message = f"{self.inside} requests are being answered, the most at a time: try again in a second."
             raise too_many(message, seconds=1)
@@ -116,7 +116,7 @@ class ConcurrencyLimiter:
         self._stopped = True
         while self._queue:
             if not (place := self._queue.popleft()).done():
-                place.set_exception(_stopping())
+                place.set_exception(stopping_error())
         for tracker in list(self._trackers):
             tracker.cancel()
 
@@ -224,7 +224,3 @@ class RequestTracker:
             self._limiter._free()
             self._limiter._trackers.discard(self)
             (self._limiter._running if self._began else self._limiter._waiting).labels(self._name).dec()
-
-
-def _stopping() -> ApiError:
-    return ApiError(503, "The server is stopping.", kind="server_error", code="unavailable")

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from ragkv.errors import AnswerInterruptedError, UsageError
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.index.conversation import Conversation
-from ragkv.server.errors import ApiError, Json, to_api_error
+from ragkv.server.errors import ApiError, Json, stopping_error, to_api_error
 from ragkv.server.metrics import RequestTracker
 from ragkv.types import Answer
 
@@ -231,7 +231,7 @@ async def unless_gone(request: Request, tracker: RequestTracker, work: Awaitable
             tracker.abandoned()
             raise ApiError(499, "The client went away.", code="client_closed_request")
         if working.cancelled():
-            raise ApiError(503, "The server is stopping.", kind="server_error", code="unavailable")
+            raise stopping_error()
         return working.result()
     finally:
         for task in (working, leaving):

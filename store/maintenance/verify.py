@@ -377,9 +377,8 @@ class QuickCheck:
         self.counters = Counters()
         self.orphans: Counts[str] = Counts()
         self.segments = 0
-        self._chunks: dict[
-            bytes, tuple[bytes, int]
-        ] = {}  # of documents: their key, and how many chunks are missing yet
+        # of documents: their key, and how many chunks are missing yet
+        self._chunks: dict[bytes, tuple[bytes, int]] = {}
         self._vector_key = b""  # of the last part visited
         self._layouts: dict[tuple[str, bytes], tuple[int, int]] = {}  # bytes of the states, and of each token
         self._record = b""  # of the last reference visited
@@ -409,21 +408,16 @@ class QuickCheck:
         return ()
 
     def _text(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
+        """A row of a document: if it is damaged, all of the document is checked."""
         if _is_sealed(value):
             return ()
-        return self._again(txn, key)
+        owner, _ = self._chunks.get(key[:32], (b"", 0))
+        return check_document(txn, owner) if owner and txn.get("documents", owner) is not None else ()
 
     def _chunk(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
         owner, left = self._chunks.get(key[:32], (b"", 0))
         self._chunks[key[:32]] = owner, left - 1
-        if _is_sealed(value):
-            return ()
-        return self._again(txn, key)
-
-    def _again(self, txn: Transaction, key: bytes) -> Rows:
-        """All of the document of a damaged row."""
-        owner, _ = self._chunks.get(key[:32], (b"", 0))
-        return check_document(txn, owner) if owner and txn.get("documents", owner) is not None else ()
+        return self._text(txn, key, value)
 
     def incomplete(self) -> list[bytes]:
         """Keys of the documents with missing chunks."""
@@ -539,9 +533,8 @@ class Counter:
 
 
 _PAIR_BYTES = 64
-_QUICK_ROWS = 4096
+_QUICK_ROWS = 4096  # of a quick verification in one snapshot
 _MAPPED = 128 << 20  # bytes of pages that a quick walk maps before it releases them
-"""Rows of a quick verification in one snapshot."""
 _QUICK = ("documents", "texts", "chunks", "places", "kv", "references", "vectors")
 _OF_DOCUMENT = {"texts": "text", "chunks": "chunk row"}
 """Tables whose keys begin with a document's digest, with the name of a row for the user."""
@@ -650,8 +643,8 @@ class _Walk:
         for table, visit in (
             ("meta", self._checked("meta", check_metadata)),
             ("documents", self._document),
-            ("texts", self._text),
-            ("chunks", self._chunk),
+            ("texts", partial(self._owned, "texts")),
+            ("chunks", partial(self._owned, "chunks")),
             ("places", self._checked("places", check_place)),
             ("kv", self._record),
             ("segments", self._segment),
@@ -712,7 +705,7 @@ class _Walk:
                         more = True
                         break
                     if table in _OF_DOCUMENT and quick.stray(key):
-                        self._suspect(table, key, f"{_OF_DOCUMENT[table]} {key.hex()[:16]}")
+                        self._suspect(table, key)
                     self._problems += visit(txn, key, value)
                     self._rows["bytes"] += len(value)
                     rows, after = rows + 1, key
@@ -749,18 +742,15 @@ class _Walk:
         size += sum(len(value) for _, value in txn.scan("chunks", document))
         return self._seen("documents", check_document(txn, key), size)
 
-    def _text(self, txn: Transaction, key: bytes) -> int:
-        self._suspect("texts", key, f"{_OF_DOCUMENT['texts']} {key.hex()[:16]}")
-        return self._seen("texts", (), 0)
+    def _owned(self, table: str, txn: Transaction, key: bytes) -> int:
+        """A row of a document; all that is in it was checked with the document."""
+        self._suspect(table, key)
+        return self._seen(table, (), 0)
 
-    def _chunk(self, txn: Transaction, key: bytes) -> int:
-        self._suspect("chunks", key, f"{_OF_DOCUMENT['chunks']} {key.hex()[:16]}")
-        return self._seen("chunks", (), 0)
-
-    def _suspect(self, table: str, key: bytes, where: str) -> None:
+    def _suspect(self, table: str, key: bytes) -> None:
         """Note a row whose document was not there when documents were walked."""
         if key[:32] not in self._documents:
-            what = "it is of a document that is not there"
+            where, what = f"{_OF_DOCUMENT[table]} {key.hex()[:16]}", "it is of a document that is not there"
             self._suspects[table.encode() + key] = Problem(kind="stray", table=table, key=key, where=where, what=what)
 
     def _stray(self) -> Iterator[Problem]:
