@@ -7,8 +7,8 @@ python benchmarks/debian/make.py questions unpacked
 
 The documents are HTML pages as Markdown, whose text is that of the page. The questions are written ones, and some from
 the documents' structure. The pages of other modules of Python, which are not among the documents, give the questions
-that nothing answers. Each question has four passages to be read: those that it needs, and what BM25 takes for most like
-them and does not hold the answer.
+that nothing answers. Each question has four passages to be read: those that it needs, and the ones that BM25 ranks
+highest among those that do not hold the answer.
 """
 
 from __future__ import annotations

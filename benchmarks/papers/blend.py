@@ -1,8 +1,8 @@
-"""Quality without training: what `blend`'s selectors and chunks that saw their document bring back, at equal charge.
+"""What `blend`'s selectors, and chunks that saw their document, restore of full attention's quality without training.
 
-No paper has these tables: each has its own selectors, at a nominal ratio. Here every selector may spend the same charge
-(`Engine.charge`), which counts what choosing costs, and stands beside random tokens. Each line is led along the answer
-of full attention; the gap is the KL that block placement has.
+These tables are ragkv's own: each paper compares its own selectors, at a nominal ratio of tokens. Here every selector
+may spend the same charge (`Engine.charge`), which includes the cost of choosing, and is compared with random tokens.
+Each engine is run along the answer of full attention; the gap to close is the KL divergence of plain block placement.
 """
 
 from __future__ import annotations

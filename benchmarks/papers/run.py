@@ -1,4 +1,4 @@
-"""Fill a paper's table: let every line answer every column, check the paper's orders, write JSON, Markdown and plots.
+"""Fill a paper's table: ask every line the questions of every column, check the paper's orders, write and plot it.
 
 The orders and notes of a written page can be updated again without measuring anything.
 """

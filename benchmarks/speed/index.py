@@ -5,8 +5,8 @@ generated. Every measurement runs in a fresh process on one thread, and gives th
 one call. Libraries are loaded before, so that the first question pays only for what it reads of the index.
 
 Vector indexes are compared with the libraries that they are built on: FAISS's `IndexFlatIP` called directly over the
-same vectors, and bm25s over the same tokens (its scores are others, its postings are the same). Questions are asked of
-both in turns. Vectors are random, which an exact search does not notice. Tokens follow Zipf and Mandelbrot's law, as in
+same vectors, and bm25s over the same tokens (other scores, the same postings). Questions are asked of both in turns.
+Vectors are random, as an exact search takes equally long for any. Tokens follow Zipf and Mandelbrot's law, as in
 a subword vocabulary, so that a question meets a few tokens that half of all chunks have.
 """
 

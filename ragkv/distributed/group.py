@@ -3,7 +3,7 @@
 Ranks meet once. Each sends a handshake first, because all must have the same model, prompt and settings. Every
 collective ends in bounded time: torch's gloo fails when a connection is lost, and its waiting has a limit. A failure
 does not show which rank is at fault, so each rank that notices it reports to the store where they met, which ends what
-the others wait for; the rank that does not report is the lost one. Who started the ranks starts them again.
+the others wait for; the rank that does not report is the lost one. The launcher has to start them again.
 """
 
 from __future__ import annotations

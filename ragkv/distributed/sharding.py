@@ -5,7 +5,7 @@ a word is, the range of scores that a fusion scales) is computed from the number
 
 Long documents (APB §3.5): rank r encodes block t·ranks + r in round t. In every layer each rank gathers what the blocks
 of the round pass on; a block sees those before it, of this round and of all earlier ones. The tensor operations are
-those of `Sequential`, and so are the results, bit for bit.
+those of `SequentialExecutor`, and so are the results, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Training data: examples from a user's JSONL file or from generated worlds, and the rows of token ids made from them.
 
-A line has one of three forms, both read as blocks | question | response (Block-Attention §2.2: independent parts are
+A line has one of three forms, all read as blocks | question | response (Block-Attention §2.2: independent parts are
 blocks):
 
 - `{"prompt", "blocks", "response"}`: a question, its retrieved passages, the answer. The prompt around them is that of
