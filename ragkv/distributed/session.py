@@ -28,8 +28,8 @@ from ragkv.distributed.group import Handshake, Peers, RankGroup, wait_for
 from ragkv.distributed.sharding import RankExecutor, ShardedBackend, rank_of
 from ragkv.errors import RanksError, UsageError
 from ragkv.index.answer import AnswerBackend, AnswerStream, validate_task
-from ragkv.index.contexts import Contexts, context_limits
-from ragkv.index.index import Index
+from ragkv.index.contexts import Contexts
+from ragkv.index.index import Index, runtime_limits
 from ragkv.model.prompt import render
 from ragkv.types import Encoding
 from ragkv.util.plugins import join_ray
@@ -334,7 +334,7 @@ class ContextRankBackend:
 
     @property
     def limits(self) -> RuntimeLimits:
-        return context_limits(self.model, self.config)
+        return runtime_limits(self.model, self.config)
 
     def backend(self, group: RankGroup, runtime: Runtime) -> RankContexts:
         return RankContexts(self.model, self._texts, self.config, group=group, runtime=runtime)

@@ -19,7 +19,7 @@ from ragkv.index.answer import (
     validate_task,
 )
 from ragkv.index.batch import Answers
-from ragkv.index.index import memory_budget, memory_of
+from ragkv.index.index import runtime_limits
 from ragkv.index.kv_loader import After, Prefetch
 from ragkv.model.prompt import render
 from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ragkv.engines import ContextChunk, Request
     from ragkv.model.apb.document import BlockExecutor
     from ragkv.model.language_model import LanguageModel
-    from ragkv.runtime import Runtime, RuntimeLimits
+    from ragkv.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Contexts:
         self.closed = False
         self.prompt = render(config.prompt, model.tokens)
         self._prefix_ids = self.prompt.prefix_ids(model.tokens)
-        self.runtime: Runtime = runtime_of(model, context_limits(model, config, limits))
+        self.runtime: Runtime = runtime_of(model, runtime_limits(model, config, limits))
         self._packet = make_engine("block", config.tuning).packet
         self._executor: BlockExecutor | None = None
         """The encoder of the blocks of long texts; None: this process, one after another."""
@@ -237,15 +237,6 @@ class Contexts:
             if ids == self._prefix_ids or any(each.chunk.token_ids == ids for each in self._common):
                 self._held[key] = found
         return found
-
-
-def context_limits(model: LanguageModel, config: IndexConfig, limits: RuntimeConfig | None = None) -> RuntimeLimits:
-    """The runtime's limits from `limits` and the configuration, the rest from this machine's memory."""
-    from ragkv.runtime import limits_for
-
-    budget = memory_budget(config.memory_budget, model.place)
-    given = (config.runtime if limits is None else config.runtime.overridden(limits)).given
-    return limits_for(model, memory=memory_of(model.place), budget=budget, **given)
 
 
 def given_chunk(chunk: Chunk, source: str) -> ScoredChunk:

@@ -395,6 +395,15 @@ def _memory_of(device: torch.device) -> int:
     return min(limits)
 
 
+def runtime_limits(model: LanguageModel, config: IndexConfig, limits: RuntimeConfig | None = None) -> RuntimeLimits:
+    """The runtime's limits from `limits` and the configuration, the rest from this machine's memory."""
+    from ragkv.runtime import limits_for
+
+    budget = memory_budget(config.memory_budget, model.place)
+    given = (config.runtime if limits is None else config.runtime.overridden(limits)).given
+    return limits_for(model, memory=memory_of(model.place), budget=budget, **given)
+
+
 USES = 256
 """Uses of chunks to count before they are recorded."""
 WAITING_BYTES = 256 << 20
@@ -595,12 +604,13 @@ class Index:
             return self._tiers
 
     @property
-    def collection(self) -> QdrantCollection | None:
-        """The index's vectors in Qdrant, connected at the first use; None if its `ragkv.toml` names none."""
+    def collection(self) -> QdrantCollection:
+        """The vectors in Qdrant of an index whose `ragkv.toml` names one, connected at the first use."""
         from ragkv.retrievers.qdrant import QdrantCollection
 
         with self._lock:
-            if self._collection is None and self.config.qdrant.url and not self._closed:
+            if self._collection is None:
+                self.require_open()
                 name = self.store.get_meta("qdrant")
                 if not isinstance(name, str):
                     if self.store.readonly:
@@ -667,11 +677,7 @@ class Index:
     @property
     def run_limits(self) -> RuntimeLimits:
         """The runtime's limits: the user's settings, the rest from this machine's memory."""
-        from ragkv.runtime import limits_for
-
-        place = self.model.place
-        budget = memory_budget(self.config.memory_budget, place)
-        return limits_for(self.model, memory=memory_of(place), budget=budget, **self.limits.given)
+        return runtime_limits(self.model, self.config, self.limits)
 
     def close(self) -> None:
         """End the running answers (AnswerInterruptedError), then close the store."""

@@ -546,7 +546,6 @@ def follow_collection(index: Index, *, whole: bool = False, notify: OnCount | No
     another process is sending.
     """
     collection, store, folder = index.collection, index.store, index.derived / "qdrant"
-    assert collection is not None
     if collection.made and not whole and (store.readonly or collection.version == store.version):
         return 0
     facts = _collected(index)
@@ -572,7 +571,6 @@ def collection_state(index: Index, *, quick: bool) -> str:
     store = index.store
     try:
         collection = index.collection
-        assert collection is not None
         facts = _collected(index)
         collection.open(*facts)
         if not collection.made:
@@ -603,7 +601,6 @@ def _send(
 ) -> int:
     """Send and delete what has changed since a version; if that is unknown, what differs."""
     collection, store, now = index.collection, index.store, index.store.version
-    assert collection is not None
     changes = None if since is None else store.changes(Version(*since))
     if not collection.made:
         width = next((len(vector) for _, vector in store.vectors("dense")), 0)
@@ -924,10 +921,12 @@ class Finder:
 
     def _vectors(self, name: str, notify: OnCount | None = None) -> VectorSearch[Any]:
         """The index of the vectors of a kind, updated to the store's generation."""
-        if (collection := self._index.collection) is not None:
+        if self._index.config.qdrant.url:
             follow_collection(self._index, notify=notify)
             kind: Any = name
-            return QdrantIndex(collection=collection, score_kind=kind, vectors=partial(self._store.vector_many, kind))
+            return QdrantIndex(
+                collection=self._index.collection, score_kind=kind, vectors=partial(self._store.vector_many, kind)
+            )
         dense = DenseConfig(factory=self._index.config.index_factory)
         made_by = self._index.encoders.require_same_embedder()
         return self._derived.vectors(name, embedder=made_by, config=dense, notify=notify)  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from ragkv.decoding import Decoding, schema_text
 from ragkv.errors import MissingExtraError, NothingFoundError, RetrievalError, UsageError
 from ragkv.index.answer import AnswerStream, QueryOptions
 from ragkv.index.batch import AsyncAnswerStream
+from ragkv.index.contexts import given_chunk
 from ragkv.model.tools import ToolCallParser, tool_format, tool_tail
 from ragkv.pipeline import RagKV
 from ragkv.server.errors import ApiError, Json, event, pack_json, readable_error, to_api_error
@@ -49,7 +50,7 @@ from ragkv.server.streaming import (
     send_answer,
     unless_gone,
 )
-from ragkv.types import Answer, ScoredChunk, Source
+from ragkv.types import Answer, Source
 from ragkv.util.batches import batches
 
 if TYPE_CHECKING:
@@ -263,8 +264,7 @@ class ChatRequest(QuestionOptions):
         """
         if words.conversation is not None:
             given = chosen.rag.chunk(words.conversation, chunk_id="conversation")
-            scored = ScoredChunk(chunk=given, source="", retrieval_score=0.0, rerank_score=None, score=0.5)
-            return {**self.query_options(words, engine="full"), "chunks": [scored], "steps": 1}
+            return {**self.query_options(words, engine="full"), "chunks": [given_chunk(given, "")], "steps": 1}
         if chosen.engine is not None and self.engine not in (None, chosen.engine):
             message = f"The model names engine {chosen.engine!r}, and `engine` {self.engine!r}."
             raise ApiError(400, message, param="engine")
@@ -850,9 +850,8 @@ def _prepared(body: ChatRequest, chosen: ModelChoice) -> tuple[bool, AnswerStrea
         raise to_api_error(error, body.names) from error
 
     def undocumented() -> AnswerStream:
-        nothing = chosen.rag.chunk("", chunk_id="nothing")
-        scored = ScoredChunk(chunk=nothing, source="", retrieval_score=0.0, rerank_score=None, score=0.5)
-        return chosen.rag.stream(words.prompt, **{**options, "engine": "full", "chunks": [scored], "steps": 1})
+        nothing = given_chunk(chosen.rag.chunk("", chunk_id="nothing"), "")
+        return chosen.rag.stream(words.prompt, **{**options, "engine": "full", "chunks": [nothing], "steps": 1})
 
     return words.conversation is None, stream, undocumented if "decoding" in more else None
 
