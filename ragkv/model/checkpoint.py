@@ -309,7 +309,7 @@ def lasting(name: str) -> str:
         return name
 
 
-def require_on_hub(name: str, *, revision: str | None = None) -> None:
+def require_on_hub(name: str) -> None:
     """Refuse a hub id that is neither in the local cache nor on a hub that answers: ModelLoadError, within seconds.
 
     It asks the hub once, so that a typo or a missing network is reported at once. If the hub answers, its client
@@ -318,10 +318,10 @@ def require_on_hub(name: str, *, revision: str | None = None) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-    if any(isinstance(try_to_load_from_cache(name, mark, revision=revision), str) for mark in _MARKS):
+    if any(isinstance(try_to_load_from_cache(name, mark), str) for mark in _MARKS):
         return
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=_PATIENCE)
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_PATIENCE)
     except EntryNotFoundError:  # it exists, in another layout
         return
     except OfflineModeIsEnabled:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -182,9 +183,7 @@ _LORA_A, _LORA_B = ".lora_A.weight", ".lora_B.weight"
 _SLACK = 1.5  # parameters that a configuration may describe for each one in the files
 
 
-def open_checkpoint(
-    checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...], revision: str | None = None
-) -> tuple[Any, Any]:
+def open_checkpoint(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...]) -> tuple[Any, Any]:
     """transformers' model and tokenizer of `checkpoint`, complete and on its device, or split over `devices`.
 
     Raises UnsupportedModelError for what ragkv cannot run exactly, MissingExtraError for a quantised checkpoint whose
@@ -192,12 +191,12 @@ def open_checkpoint(
     """
     if checkpoint.adapter is not None:
         plain = replace(checkpoint, adapter=None)
-        model, tokenizer = open_checkpoint(plain, dtype=dtype, devices=devices, revision=revision)
+        model, tokenizer = open_checkpoint(plain, dtype=dtype, devices=devices)
         with describe_error("Adapter of model", checkpoint.name):
             merge_adapter(model, Path(checkpoint.adapter))
         return model, tokenizer
     if checkpoint.file is None:
-        return _open(checkpoint, dtype=dtype, devices=devices, revision=revision)
+        return _open(checkpoint, dtype=dtype, devices=devices)
     with describe_error("Model", checkpoint.name):
         dtype = checkpoint.picked(dtype, devices[0])
         copy = _UnpackedCopy.of(checkpoint, dtype)
@@ -230,14 +229,10 @@ def merge_adapter(model: Any, folder: Path) -> None:
             weight.copy_(weight.float() + scale * (up @ down).to(weight.device))
 
 
-def _open(
-    checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...], revision: str | None = None
-) -> tuple[Any, Any]:
+def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...]) -> tuple[Any, Any]:
     """As `open_checkpoint`; a GGUF file is unpacked."""
     name, place = checkpoint.name, checkpoint.location
     options: dict[str, Any] = {"local_files_only": checkpoint.local, "trust_remote_code": False}
-    if not checkpoint.local:
-        options["revision"] = revision
     if checkpoint.file is not None:
         options["gguf_file"] = checkpoint.file
         Quantised(method="gguf", unpacked=True).require(name)
@@ -251,7 +246,7 @@ def _open(
             gguf = None if checkpoint.file is None else _gguf(checkpoint)
             shapes = _stored_shapes(checkpoint, gguf)
             if shapes is not None:
-                _require_layers(checkpoint, len(shapes), revision, gguf)
+                _require_layers(checkpoint, len(shapes), gguf)
             config = AutoConfig.from_pretrained(place, **options)
             refuse_whole(name, config.get_text_config(decoder=True))
             # in an unpacked copy, how text is split stands in tokenizer.json; the class of the family would replace it
@@ -261,12 +256,12 @@ def _open(
                 _split_digits(tokenizer, gguf)
             if shapes is not None:
                 _require_sizes(name, shapes, config)
-            packed = checkpoint.quantised(devices[0], revision)
+            packed = checkpoint.quantised(devices[0])
             with _its_package(name, packed):
                 model, found = _maker(config).from_pretrained(
                     place,
                     config=config,
-                    dtype=checkpoint.picked(dtype, devices[0], revision),
+                    dtype=checkpoint.picked(dtype, devices[0]),
                     attn_implementation=_ATTENTION,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # so that they are listed, and refused below
@@ -413,9 +408,9 @@ def _require_weights(name: str, found: dict[str, Any]) -> None:
         raise ModelLoadError(f"Model {name!r} has weights that cannot be read ({_some(list(map(str, errors)))}).")
 
 
-def _require_layers(checkpoint: Checkpoint, tensors: int, revision: str | None, gguf: Any) -> None:
+def _require_layers(checkpoint: Checkpoint, tensors: int, gguf: Any) -> None:
     """Refuse more layers than there are tensors, before the configuration lists the kind of each of them."""
-    payload = checkpoint.described(revision)
+    payload = checkpoint.described()
     if gguf is not None:
         found = ((name, f.contents()) for name, f in gguf.fields.items() if name.endswith(".block_count"))
         payload = {f"n_layers ({name})": count for name, count in found}
@@ -559,11 +554,8 @@ def _checksums(folder: Path) -> dict[str, str]:
     found = {}
     for path in sorted(folder.iterdir()):
         if path.name != _MANIFEST:
-            total = xxhash.xxh3_128()
             with path.open("rb") as file:
-                while block := file.read(1 << 22):
-                    total.update(block)
-            found[path.name] = total.hexdigest()
+                found[path.name] = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     return found
 
 

@@ -667,9 +667,7 @@ def _state_distance(found: Tensor, expected: Tensor) -> float:
 _REFUSAL = " is not supported: "
 
 
-def load_model(
-    name: str, *, dtype: str = "auto", device: str | None = None, revision: str | None = None
-) -> LanguageModel:
+def load_model(name: str, *, dtype: str = "auto", device: str | None = None) -> LanguageModel:
     """Load a model by its name (`ragkv.model.checkpoint.resolve`); refuses what ragkv cannot run exactly.
 
     `dtype` "auto" is the checkpoint's own; "int8" is float32 with int8 weights, which they become after the check.
@@ -677,10 +675,10 @@ def load_model(
     """
     checkpoint = resolve(name)
     if not checkpoint.local:
-        require_on_hub(checkpoint.location, revision=revision)
+        require_on_hub(checkpoint.location)
     devices = pick_devices(device, checkpoint.weight_bytes)
     float_dtype = "float32" if dtype == "int8" else dtype
-    model, tokenizer = open_checkpoint(checkpoint, dtype=float_dtype, devices=devices, revision=revision)
+    model, tokenizer = open_checkpoint(checkpoint, dtype=float_dtype, devices=devices)
     with describe_error("Model", name), quiet_loading(reports=False):
         loaded = load_checked(model, tokenizer, checkpoint)
         if dtype == "int8":

@@ -181,7 +181,6 @@ def parse_json(text: str | bytes) -> Any:
 logger = logging.getLogger(__name__)
 
 _BYTES = 32
-_BLOCK = 1 << 20
 
 
 def key_file() -> Path:
@@ -191,11 +190,8 @@ def key_file() -> Path:
 
 def keyed_checksum(path: Path) -> bytes:
     """The keyed checksum of a file that ragkv has just written, in hex. `OSError` if the file cannot be read."""
-    digest = hashlib.blake2b(key=_key(), digest_size=_BYTES)
     with os.fdopen(open_plain(path), "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest().encode()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(key=_key(), digest_size=_BYTES)).hexdigest().encode()
 
 
 def has_keyed_checksum(path: Path, mark: Path) -> bool:
