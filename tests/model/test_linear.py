@@ -12,8 +12,15 @@ from torch import nn
 import ragkv.model.language_model
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
-from ragkv.model.checkpoint import resolve
-from ragkv.model.language_model import FEW, FewRowsLinear, Int8Linear, int8_weights, read_few_rows
+from ragkv.model.checkpoint import int8_levels, resolve
+from ragkv.model.language_model import (
+    FEW,
+    FewRowsLinear,
+    Int8Linear,
+    _merged_int8,
+    int8_weights,
+    read_few_rows,
+)
 from ragkv.model.self_check import load_model
 
 
@@ -48,6 +55,75 @@ def test_a_trained_layer_has_its_gradients(layers):
         torch.testing.assert_close(swift.weight.grad, plain.weight.grad, atol=0, rtol=0)
 
 
+class _Attention(nn.Module):
+    def __init__(self, *, bias=True, dtype=torch.bfloat16):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(256, out, bias, dtype=dtype) for out in (192, 64, 64))
+
+    def forward(self, states):
+        return [layer(states) for layer in (self.q_proj, self.k_proj, self.v_proj)]
+
+
+@pytest.fixture(params=[True, False], ids=["bias", "plain"])
+def attention(request, monkeypatch):
+    """Three layers that are given the same input, as they are and merged; and how often the merged product ran."""
+    torch.manual_seed(0)
+    plain = _Attention(bias=request.param)
+    merged = copy.deepcopy(plain)
+    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"amx_bf16"}))
+    read_few_rows(merged)
+    ran, product = [], ragkv.model.language_model._of_few_rows
+
+    def counted(weight, *others):
+        ran.append(len(weight))
+        return product(weight, *others)
+
+    monkeypatch.setattr(ragkv.model.language_model, "_of_few_rows", counted)
+    return plain, merged, ran
+
+
+@pytest.mark.parametrize("rows", [1, 3, FEW + 1])
+@torch.no_grad()
+def test_layers_with_the_same_input_are_computed_as_one(attention, rows):
+    plain, merged, ran = attention
+    for _ in range(2):
+        states = torch.randn(1, rows, 256).bfloat16()
+        for found, expected in zip(merged(states), plain(states), strict=True):
+            assert (found.shape, found.is_contiguous()) == (expected.shape, True)
+            torch.testing.assert_close(found, expected, atol=2**-7, rtol=2**-7)
+    assert ran == ([] if rows > FEW else [320, 320])
+
+
+@torch.no_grad()
+def test_merged_layers_answer_each_input_however_they_are_asked(attention):
+    """In any order, with another's input between (a pass of another thread), and alone."""
+    plain, merged, _ = attention
+    one, two = torch.randn(2, 1, 256).bfloat16()
+    for name, states in (("v", one), ("q", one), ("q", two), ("k", one), ("v", two), ("k", two)):
+        found, expected = (getattr(module, f"{name}_proj")(states) for module in (merged, plain))
+        torch.testing.assert_close(found, expected, atol=2**-7, rtol=2**-7)
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "copy"])
+@torch.no_grad()
+def test_a_merged_layer_follows_its_weights(attention, how):
+    _, merged, _ = attention
+    states = torch.randn(1, 256).bfloat16()
+    before = merged(states)
+    if how == "in place":  # as an optimiser does
+        merged.k_proj.weight.mul_(2)
+    elif how == "data":  # as a merge of adapters may
+        merged.k_proj.weight.data = merged.k_proj.weight * 2
+    else:
+        merged = copy.deepcopy(merged)  # its weights are its own
+        merged.k_proj.weight.mul_(2)
+    bias = 0 if merged.k_proj.bias is None else merged.k_proj.bias
+    after = merged(states)
+    torch.testing.assert_close(after[1], (before[1] - bias) * 2 + bias, atol=2**-6, rtol=2**-6)
+    for place in (0, 2):
+        torch.testing.assert_close(after[place], before[place], atol=0, rtol=0)
+
+
 def test_other_layers_and_processors_keep_their_own(monkeypatch):
     wide = nn.Sequential(nn.Linear(4, 4))
     half = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
@@ -59,7 +135,7 @@ def test_other_layers_and_processors_keep_their_own(monkeypatch):
 
 
 def _int8(layer, levels=127):
-    return Int8Linear(layer, levels)
+    return Int8Linear([layer], levels)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -84,6 +160,14 @@ def test_an_int8_result_does_not_depend_on_other_tokens():
     with torch.no_grad():
         together = layer(states)
         assert all(torch.equal(layer(states[at : at + 1])[0], together[at]) for at in range(6))
+
+
+@torch.no_grad()
+def test_int8_layers_with_the_same_input_are_those_alone():
+    apart, states = _Attention(dtype=torch.float32), torch.randn(2, 3, 256)
+    found = [part(states) for part in _merged_int8([apart.q_proj, apart.k_proj, apart.v_proj])]
+    for layer, together in zip((apart.q_proj, apart.k_proj, apart.v_proj), found, strict=True):
+        assert torch.equal(together, Int8Linear([layer], int8_levels())(states))
 
 
 @pytest.fixture(scope="module")
