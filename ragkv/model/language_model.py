@@ -577,7 +577,7 @@ def _siblings(model: nn.Module, eligible: Callable[[Any], bool]) -> Iterator[lis
     """The layers that are given the same input."""
     for parent in model.modules():
         for names in SIBLINGS:
-            layers = [getattr(parent, name, None) for name in names]
+            layers: list[Any] = [getattr(parent, name, None) for name in names]
             if all(map(eligible, layers)) and len({(layer.bias is None, layer.in_features) for layer in layers}) == 1:
                 yield layers
 
@@ -638,11 +638,11 @@ def _lie_side_by_side(layers: Sequence[FewRowsLinear]) -> None:
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
     sizes = [layer.out_features for layer in layers]
-    merged = MergedLinear(lambda input: _of_few_rows(weight, bias, input).split(sizes))
+    merged = MergedLinear(lambda input: torch.split(_of_few_rows(weight, bias, input), sizes))
     for index, layer in enumerate(layers):
-        layer.weight.data = weight.split(sizes)[index]
+        layer.weight.data = torch.split(weight, sizes)[index]
         if bias is not None:
-            layer.bias.data = bias.split(sizes)[index]
+            layer.bias.data = torch.split(bias, sizes)[index]
         layer.merged = merged, index, layer.weight.data_ptr()
 
 
@@ -725,7 +725,7 @@ class Int8Part(nn.Module):
 def _merged_int8(layers: Sequence[nn.Linear]) -> Iterator[Int8Part]:
     whole = Int8Linear(layers, int8_levels())
     sizes = [layer.out_features for layer in layers]
-    merged = MergedLinear(lambda input: whole(input).split(sizes, -1))
+    merged = MergedLinear(lambda input: torch.split(whole(input), sizes, -1))
     for index in range(len(layers)):
         yield Int8Part(merged, index)
 
