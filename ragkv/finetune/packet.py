@@ -132,9 +132,7 @@ def _examples(config: PacketConfig) -> tuple[list[TrainingExample], list[Trainin
         found = [example for index, example in enumerate(found) if index % _HELDOUT]
     if not found:
         raise UsageError(f"{config.data} has one line, which is held out; add more, or give --eval-data.")
-    return [replace(e, prompt=replace(e.prompt, bos=words.bos)) for e in found], [
-        replace(e, prompt=replace(e.prompt, bos=words.bos)) for e in heldout
-    ]
+    return found, heldout
 
 
 class PacketTraining:
