@@ -143,6 +143,8 @@ def merge_partials_of(partials: Sequence[tuple[slice | Tensor, PartialAttention]
 
     Returns fp32. A token that none of them covers has lse −inf.
     """
+    if len(partials) > 2:
+        partials = _side_by_side(partials)
     first = partials[0][1]
     if all(isinstance(which, slice) and partial.lse.shape[-1] == tokens for which, partial in partials):
         return merge_partials([partial for _, partial in partials])
@@ -161,6 +163,31 @@ def merge_partials_of(partials: Sequence[tuple[slice | Tensor, PartialAttention]
             out.index_add_(2, which, partial.out.float() * weight[:, :, which, None])
     out /= torch.where(total == 0, 1.0, total)[..., None]
     return PartialAttention(out, top + torch.where(total == 0, 1.0, total).log())
+
+
+def _side_by_side(
+    partials: Sequence[tuple[slice | Tensor, PartialAttention]],
+) -> list[tuple[slice | Tensor, PartialAttention]]:
+    """The partial attentions of tokens that follow each other as one: sixteen sequences with eight chunks each are
+    eight partial attentions of all tokens, whose merge has sixteen times fewer operations."""
+    rows: dict[int, list[list[tuple[slice, PartialAttention]]]] = {}  # by the token that would follow
+    found: list[tuple[slice | Tensor, PartialAttention]] = []
+    for which, partial in partials:
+        if isinstance(which, slice):
+            waiting = rows.get(which.start)
+            row = waiting.pop() if waiting else []
+            row.append((which, partial))
+            rows.setdefault(which.stop, []).append(row)
+        else:
+            found.append((which, partial))
+    for row in (row for each in rows.values() for row in each):
+        if len(row) > 1:
+            out = torch.cat([partial.out for _, partial in row], 2)
+            lse = torch.cat([partial.lse for _, partial in row], 2)
+            found.append((slice(row[0][0].start, row[-1][0].stop), PartialAttention(out, lse)))
+        else:
+            found.append(row[0])
+    return found
 
 
 def _fold(query: Tensor, kv_heads: int, *, shared: bool) -> Tensor:

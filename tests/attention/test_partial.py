@@ -117,6 +117,20 @@ def test_parts_of_some_tokens_merge_as_parts_of_all_would(data, n):
     assert found.out.dtype == torch.float32
 
 
+@pytest.mark.parametrize("order", ["by sequence", "by chunk", "shuffled"])
+def test_chunks_of_adjacent_sequences_merge_as_one_of_all(order):
+    """Three sequences of two tokens: two read two chunks of their own, the last one none."""
+    torch.manual_seed(0)
+    held = [(slice(at, at + 2), scattered(6, [at, at + 1])[1]) for at in (0, 0, 2, 2)]
+    if order != "by sequence":
+        held = [held[place] for place in ((0, 2, 1, 3) if order == "by chunk" else (3, 0, 2, 1))]
+    held.insert(1, (slice(0, 6), scattered(6, list(range(6)))[1]))
+    found = merge_partials_of(held, 6)
+    expected = merge_partials([spread(6, tokens, part) for tokens, part in held])
+    torch.testing.assert_close(found.out, expected.out)
+    torch.testing.assert_close(found.lse, expected.lse)
+
+
 def test_the_given_parts_are_not_written_to():
     parts = [scattered(3, [0, 1, 2]), (slice(0, 3), scattered(3, [0, 1, 2])[1]), scattered(3, [2, 0])]
     kept = [(part.out.clone(), part.lse.clone()) for _, part in parts]
