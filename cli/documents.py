@@ -24,7 +24,19 @@ from ragkv.cli.console import (
     size,
 )
 from ragkv.cli.main import brief
-from ragkv.cli.options import DEFAULT_INDEX, DryRun, Index, Json, NoServer, NoWait, Quiet, Where, wait, without_server
+from ragkv.cli.options import (
+    DEFAULT_INDEX,
+    Documents,
+    DryRun,
+    Index,
+    Json,
+    NoServer,
+    NoWait,
+    Quiet,
+    Where,
+    wait,
+    without_server,
+)
 from ragkv.errors import UsageError
 from ragkv.server.local import LocalClient, UnservedError
 from ragkv.types import Chunk
@@ -182,12 +194,7 @@ def _neighbour(chunk: Chunk | None) -> str:
 
 
 def delete(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Ids, source names, paths, or patterns such as 'docs/*'.", metavar="DOCUMENT", show_default=False
-        ),
-    ] = None,
+    names: Documents = None,
     index: Index = DEFAULT_INDEX,
     where: Where = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Delete without asking.")] = False,

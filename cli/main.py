@@ -43,30 +43,6 @@ _MOVED = {
 """Commands of earlier versions, by their group and name: what replaces them."""
 
 
-class CommandGroup(TyperGroup):
-    """Reports wrong usage in one sentence, and says after an interrupt that committed work is kept."""
-
-    def make_context(self, *arguments: Any, **more: Any) -> Any:
-        with _in_one_sentence():
-            return super().make_context(*arguments, **more)
-
-    def invoke(self, ctx: Any) -> Any:
-        with _in_one_sentence():
-            return super().invoke(ctx)
-
-
-class SingleCommand(TyperCommand):
-    """The same for a program that is one command."""
-
-    def make_context(self, *arguments: Any, **more: Any) -> Any:
-        with _in_one_sentence():
-            return super().make_context(*arguments, **more)
-
-    def invoke(self, ctx: Any) -> Any:
-        with _in_one_sentence():
-            return super().invoke(ctx)
-
-
 @contextmanager
 def _in_one_sentence() -> Iterator[None]:
     try:
@@ -76,6 +52,20 @@ def _in_one_sentence() -> Iterator[None]:
     except KeyboardInterrupt:
         note("ragkv: interrupted; what was committed is kept, and the same command continues from there.")
         raise typer.Exit(130) from None
+
+
+class CommandGroup(TyperGroup):
+    """Reports wrong usage in one sentence, and says after an interrupt that committed work is kept."""
+
+    make_context = _in_one_sentence()(TyperGroup.make_context)
+    invoke = _in_one_sentence()(TyperGroup.invoke)
+
+
+class SingleCommand(TyperCommand):
+    """The same for a program that is one command."""
+
+    make_context = _in_one_sentence()(TyperCommand.make_context)
+    invoke = _in_one_sentence()(TyperCommand.invoke)
 
 
 def _sentence(error: Any) -> Exception:

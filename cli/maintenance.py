@@ -14,6 +14,7 @@ from ragkv.cli.main import brief
 from ragkv.cli.options import (
     DEFAULT_INDEX,
     Device,
+    Documents,
     DryRun,
     Engine,
     Index,
@@ -366,14 +367,7 @@ def compact(
 
 def pack(
     destination: Annotated[Path, typer.Argument(help="The new file.", metavar="FILE")],
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Documents: ids, source names, paths, or patterns such as 'docs/*'; all by default.",
-            metavar="DOCUMENT",
-            show_default=False,
-        ),
-    ] = None,
+    names: Documents = None,
     index: Index = DEFAULT_INDEX,
     sign: Annotated[
         Path | None, typer.Option(help="Sign with the Ed25519 private key in this PEM file.", metavar="KEY")
@@ -381,7 +375,7 @@ def pack(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write an index, or chosen documents with their KV, into one file, for ragkv unpack on another machine.
+    """Write an index, or with DOCUMENT only these and their KV, into one file, for ragkv unpack on another machine.
 
     It holds no tiers, no deleted text and no KV of other documents. `openssl genpkey -algorithm ed25519 -out key.pem`
     makes a key to sign with.
@@ -437,14 +431,7 @@ def _show_pack(found: Pack, path: Path, *, as_json: bool, quiet: bool) -> None:
 @shared_options
 def warm(
     *,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Documents: ids, source names, paths, or patterns such as 'docs/*'.",
-            metavar="DOCUMENT",
-            show_default=False,
-        ),
-    ] = None,
+    names: Documents = None,
     index: Index = DEFAULT_INDEX,
     questions: Annotated[
         Path | None,

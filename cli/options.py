@@ -557,6 +557,14 @@ WorkFolder = Annotated[
     Path | None,
     typer.Option("--folder", callback=_folder, help="Measure on this disk.", show_default="the temporary folder"),
 ]
+Documents = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Documents: ids, source names, paths, or patterns such as 'docs/*'.",
+        metavar="DOCUMENT",
+        show_default=False,
+    ),
+]
 Where = Annotated[
     list[str] | None,
     typer.Option(
