@@ -57,6 +57,7 @@ settings.register_profile(
 )
 settings.load_profile("ragkv")
 
+gc.set_threshold(200_000, 20, 100)  # next to nothing that is made while tests are collected is garbage
 one_thread()  # tiny tensors: a second thread only waits, and badly so beside other processes
 
 VOCABULARY = 320

