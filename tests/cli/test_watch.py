@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import watchfiles
 from clichild import CliChild
 from live import live
 from nightly import NIGHTLY
@@ -42,6 +43,15 @@ def until(holds) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch) -> None:
+    """A walk begins, and a group of changes is complete, after a 20th of the time that users wait."""
+    whole = watchfiles.watch
+    soon = {"step": watch.SETTLE_MILLISECONDS // 20, "rust_timeout": 50}
+    monkeypatch.setattr(watchfiles, "watch", lambda *folders, **settings: whole(*folders, **settings | soon))
+    monkeypatch.setattr(watch, "WALK_TICKS", 20 * watch.WALK_TICKS)
 
 
 @pytest.fixture

@@ -106,10 +106,10 @@ def _styles(count: int) -> bytes:
 
 
 BOMBS: Mapping[str, Callable[[], bytes]] = {
-    "paragraphs.docx": lambda: docx("<w:p/>", repeat=8_000_000),
+    "paragraphs.docx": lambda: docx("<w:p/>", repeat=3_200_000),
     "cells.docx": lambda: docx("<w:tc/>", head="<w:tbl><w:tr>", repeat=3_200_000, tail="</w:tr></w:tbl>"),
     "attributes.docx": lambda: docx('<w:p a="" b="" c="" d="" e="" f="" g="" h=""/>', repeat=400_000),
-    "one-text.docx": lambda: docx("A" * 1000, head="<w:p><w:r><w:t>", repeat=500_000, tail="</w:t></w:r></w:p>"),
+    "one-text.docx": lambda: docx("A" * 1000, head="<w:p><w:r><w:t>", repeat=100_000, tail="</w:t></w:r></w:p>"),
     "deep.docx": lambda: docx("<w:sdt>", repeat=100_000, tail=paragraph("deep")),
     "tables.docx": lambda: docx(
         "<w:tbl><w:tr><w:tc>", repeat=80, tail=paragraph("deep") + "</w:tc></w:tr></w:tbl>" * 80
