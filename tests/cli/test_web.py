@@ -65,7 +65,7 @@ def site() -> Iterator[Site]:
         def handle_error(self, *_: object) -> None: ...  # the reader hangs up on what is too large or too slow
 
     with Server(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         found.address = f"http://127.0.0.1:{server.server_port}"
         yield found

@@ -225,7 +225,7 @@ for _method in ("do_PUT", "do_POST", "do_DELETE", "do_PATCH"):
 def test_a_server_that_fails_is_named_in_a_sentence(make, documents, tmp_path, status):
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         Answers.go.clear()
-        thread = Thread(target=server.serve_forever)
+        thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         url = "http://127.0.0.1:1" if status is None else f"http://127.0.0.1:{server.server_port}/{status}"
         try:

@@ -123,7 +123,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
     huggingface_hub.close_session()  # a client reads them when it is made
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         point_to(f"http://127.0.0.1:{server.server_port}", monkeypatch)
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield asked
         server.shutdown()

@@ -203,7 +203,7 @@ def test_spans_are_exported_as_the_variables_say():
 
     code = "from ragkv.util.telemetry import *; end = export_spans(); Span('one').end(); end()"
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
         told = run(
             code, OTEL_EXPORTER_OTLP_ENDPOINT=url, OTEL_EXPORTER_OTLP_HEADERS="x-key=k", OTEL_SERVICE_NAME="desk"

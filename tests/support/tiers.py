@@ -110,7 +110,7 @@ class S3Server(ThreadingHTTPServer):
         self.objects: dict[str, bytes] = {}
         self.fault = ""
         self.held = threading.Event()
-        self._thread = threading.Thread(target=self.serve_forever)
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.01,))
         self._thread.start()
 
     def close(self) -> None:
