@@ -189,8 +189,8 @@ class LanguageModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self._parameters: int = sum(p.numel() for p in model.parameters())
-        self.int8 = False
-        """Whether its linear layers have int8 weights (`int8_weights`)."""
+        self.int8 = 0
+        """Bytes of its linear layers' int8 weights, with their scales (`int8_weights`); 0: they have none."""
         self.layers: int = self.config.num_hidden_layers
         self.missing_capabilities: Mapping[Capability, str] = {}
         """What the engines may need that this model does not bear, and why: the proof on load finds it out."""
@@ -747,7 +747,7 @@ def int8_weights(model: LanguageModel) -> None:
     def large(layer: Any) -> bool:
         return type(layer) in (nn.Linear, FewRowsLinear) and layer.weight.numel() >= LEAST_WEIGHTS
 
-    made: dict[nn.Module, nn.Module] = {}
+    made: dict[Any, nn.Module] = {}
     for layers in _siblings(model.module, large):
         made |= zip(layers, _merged_int8(layers), strict=True)
     for parent in list(model.module.modules()):
@@ -755,7 +755,7 @@ def int8_weights(model: LanguageModel) -> None:
             if large(layer):
                 made[layer] = made.get(layer) or Int8Linear([layer], int8_levels())
                 setattr(parent, key, made[layer])
-    model.int8 = True
+    model.int8 = sum(layer.weight.numel() + 4 * layer.out_features for layer in made)
     try:
         if not made:
             raise AttributeError("it has no linear layers of their size")

@@ -182,6 +182,8 @@ def test_a_model_with_int8_weights_names_them(int8_mini):
     assert not any(type(layer) is nn.Linear for layer in int8_mini.module.modules())
     assert (int8_mini.precision, int8_mini.dtype, plain.precision) == ("int8", torch.float32, "float32")
     assert int8_mini.parameters == plain.parameters
+    matrices = [layer for layer in plain.module.modules() if isinstance(layer, nn.Linear)]
+    assert (plain.int8, int8_mini.int8) == (0, sum(each.weight.numel() + 4 * each.out_features for each in matrices))
     checkpoint = resolve("mini")
     assert checkpoint.fingerprint("int8") != checkpoint.fingerprint("float32")
     ids = plain.tokens.encode("The bakery in Harrow Lane opens at six.")
