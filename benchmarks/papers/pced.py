@@ -441,6 +441,6 @@ CODECS = Table(
     ),
     orders=tuple(order for name in _ENGINES for order in _orders(name)),
     prepare=partial(with_searched_pair, lines=[f"{_CODEC_SEARCH}, {codec}" for codec in _CODECS], chunks=8),
-    limit=60,
+    limit=200,
     remarks=("Chunks are ranked by dense vectors and the reranker; each is read through its codec and back.",),
 )
