@@ -411,7 +411,7 @@ def order_json(verdict: Verdict) -> dict[str, Any]:
         "left": asdict(order.left),
         "relation": order.relation,
         "right": asdict(order.right),
-        "within": order.within,
+        "within": float(order.within),
         "source": order.source,
         "verdict": verdict.word,
         "difference": None if difference is None else asdict(difference),
