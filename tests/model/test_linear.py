@@ -95,6 +95,14 @@ def test_layers_with_the_same_input_are_computed_as_one(attention, rows):
 
 
 @torch.no_grad()
+def test_cross_attention_is_not_merged(monkeypatch):
+    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"amx_bf16"}))
+    layer = nn.ModuleDict({"self_attn": _Attention(), "encoder_attn": _Attention()})
+    read_few_rows(layer)
+    assert [each.q_proj.merged is None for each in layer.values()] == [False, True]
+
+
+@torch.no_grad()
 def test_merged_layers_answer_each_input_however_they_are_asked(attention):
     """In any order, with another's input between (a pass of another thread), and alone."""
     plain, merged, _ = attention
