@@ -574,9 +574,9 @@ class MergedLinear:
 
 
 def _siblings(model: nn.Module, eligible: Callable[[Any], bool]) -> Iterator[list[Any]]:
-    """The layers that are given the same input."""
-    for parent in model.modules():
-        for names in SIBLINGS:
+    """The layers that are given the same input: not those of cross-attention, whose keys are the encoder's."""
+    for place, parent in model.named_modules():
+        for names in () if "cross" in place or "encoder_attn" in place else SIBLINGS:
             layers: list[Any] = [getattr(parent, name, None) for name in names]
             if all(map(eligible, layers)) and len({(layer.bias is None, layer.in_features) for layer in layers}) == 1:
                 yield layers

@@ -95,6 +95,7 @@ def test_what_is_missing_is_named(make, monkeypatch):
         raise AssertionError("there is no Ray")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray Data's own, of Ray 2.60
 def test_on_ray_itself(make, files):
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     with make("ray") as rag, ray_maker(rag.config, "local", device="cpu") as made:
