@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ for name in OTHERS_VARIABLES:
     os.environ.pop(name, None)
 sys.dont_write_bytecode = False
 os.environ["RAGKV_DEFAULT_MODEL"] = "mini"  # also where smollm2 is installed
+
+# In memory, where there is plenty of it: on a disk the tests that write indexes wait for it.
+SHARED_MEMORY, PLENTY = Path("/dev/shm"), 8 << 30
+if "TMPDIR" not in os.environ and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > PLENTY:
+    os.environ["TMPDIR"] = tempfile.tempdir = str(SHARED_MEMORY)
 
 # A process starts with the signals that its parent ignored or held back. In the background (`nohup make test &`) that
 # is Ctrl-C, and the tests that interrupt a command would wait for one that never ends.
