@@ -4,7 +4,7 @@ mkdir debs && cd debs
 apt-get download gnome-user-docs gnucash-docs installation-guide-amd64 apache2-doc git-doc aptitude-doc-en \
     postgresql-doc-15 debian-policy valgrind
 for package in *.deb; do dpkg-deb -x $package ../unpacked; done
-python benchmarks/smollm2/adapter.py data unpacked build/smollm2
+python benchmarks/smollm2/adapter.py data unpacked build/smollm2 --rounds 3
 ragkv finetune block ...                                         # README.md
 python benchmarks/smollm2/adapter.py bundle build/smollm2/tuned  # in bfloat16: 10 MB
 
@@ -16,6 +16,7 @@ None of these documents is among those of `benchmarks/debian` or `examples/docum
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
@@ -230,25 +231,29 @@ def joined(rng: random.Random, sources: Sequence[Source]) -> list[Source]:
     ]
 
 
-def make_data(unpacked: Path, output: Path) -> None:
+def make_data(unpacked: Path, output: Path, rounds: int) -> None:
+    """Write both files. Each round asks about all passages again, beside others, and about new generated documents."""
     rng = random.Random(0)
     passages = passages_of(unpacked)
-    real, own, made = list(written(passages)), list(documents(rng)), list(worlds(rng, 300))
+    real, own, made = list(written(passages)), list(documents(rng)), list(worlds(rng, 300 * rounds))
     kinds = sorted({name.partition("/")[0] for name in passages})
-    prose = [rng.choice([text for name, text in passages.items() if name.startswith(kind)]) for kind in kinds * 150]
-    pools = [
-        [*prose, *(text for source in real for text, _ in source.passages)],
-        [text for source in own for text, _ in source.passages],
-        [text for source in made for text, _ in source.passages],
-    ]
+    # nothing of what is held out is seen in training, not even beside other passages
+    unseen = {text for source in real[::HELDOUT] for text, _ in source.passages}
+    by_kind = [[text for name, text in passages.items() if name.startswith(k) and text not in unseen] for k in kinds]
+    prose = [rng.choice(texts) for texts in by_kind * 150 * rounds]
     train: list[dict[str, Any]] = []
     heldout: list[dict[str, Any]] = []
-    for sources, pool, times in zip((real, own, made), pools, (3, 5, 1), strict=True):
+    for sources, times in ((real, 3 * rounds), (own, 5 * rounds), (made, 1)):
         for _ in range(times):
             cut_anew = list(documents(rng)) if sources is own else sources
             learned = [source for number, source in enumerate(cut_anew) if number % HELDOUT]
-            train += rows(rng, joined(rng, learned) if sources is real else learned, pool)
-        heldout += list(rows(rng, sources[::HELDOUT], pool))[:40]
+            pool = [text for source in learned for text, _ in source.passages]
+            if sources is real:
+                pool, learned = [*prose, *pool], joined(rng, learned)
+            train += rows(rng, learned, pool)
+        held = sources[::HELDOUT]
+        pool = [text for source in held for text, _ in source.passages]
+        heldout += list(rows(rng, held, [*prose, *pool] if sources is real else pool))[:40]
     rng.shuffle(train)
     output.mkdir(parents=True, exist_ok=True)
     for name, lines in (("train", train), ("heldout", heldout)):
@@ -277,5 +282,20 @@ def bundle(tuned: Path) -> None:
     (target / "ragkv.json").write_text(json.dumps(declared, indent=1) + "\n", encoding="utf-8")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The training data of smollm2's adapter, and its bundling.")
+    commands = parser.add_subparsers(required=True)
+    data = commands.add_parser("data", help="write train.jsonl and heldout.jsonl")
+    data.add_argument("unpacked", type=Path, help="folder of the unpacked packages")
+    data.add_argument("output", type=Path)
+    data.add_argument("--rounds", type=int, default=1, help="each asks about all passages beside others (default 1)")
+    data.set_defaults(run=make_data)
+    put = commands.add_parser("bundle", help="put a tuned adapter into the package")
+    put.add_argument("tuned", type=Path, help="the output folder of ragkv finetune block")
+    put.set_defaults(run=bundle)
+    chosen = vars(parser.parse_args())
+    chosen.pop("run")(**chosen)
+
+
 if __name__ == "__main__":
-    {"data": make_data, "bundle": bundle}[sys.argv[1]](*map(Path, sys.argv[2:]))
+    main()
