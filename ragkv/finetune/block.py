@@ -329,7 +329,9 @@ def _train(
             model=learner,
             args=arguments,
             data_collator=collate,
-            train_dataset=SampledRows(parts, steps * rows, seed=config.seed, full_share=config.full_share, **layout),
+            train_dataset=SampledRows(
+                parts, steps * rows, seed=config.seed, full_share=config.full_share, batch=config.batch, **layout
+            ),
             eval_dataset=evaluated if heldout else None,
             callbacks=[Follower(model, stop, on_progress=on_progress, on_step=on_step)],
         )

@@ -172,6 +172,7 @@ def _texts(found: Mapping[str, Any], key: str, source: str) -> tuple[str, ...]:
 
 IGNORED = -100
 """The label of a token that is not a target, as in transformers."""
+_SORTED_BATCHES = 16
 _MULTIPLE = 8  # rows are padded to a multiple of it, which matrix units prefer
 
 
@@ -330,19 +331,36 @@ class SampledRows:
 
     So a resumed run sees the same rows without saving any state of the data. Each epoch has its own order. A row has
     the full layout with probability `full_share`, otherwise the block layout. `layout` are `lay_out`'s settings.
+
+    Rows of a `batch` are of similar length, since the shorter ones are padded: those of a few batches are sorted, then
+    the batches are shuffled.
     """
 
     def __init__(
-        self, parts: Sequence[ExampleTokens], count: int, *, seed: int, full_share: float, **layout: Any
+        self, parts: Sequence[ExampleTokens], count: int, *, seed: int, full_share: float, batch: int = 1, **layout: Any
     ) -> None:
         self._parts, self._count, self._seed, self._full_share = parts, count, seed, full_share
-        self._layout = layout
+        self._batch, self._layout = batch, layout
         self._epoch, self._order = -1, list(range(len(parts)))
+        self._window, self._rows = -1, list[PackedRow]()
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, index: int) -> PackedRow:
+        if self._batch == 1:
+            return self._row(index)
+        size = self._batch * _SORTED_BATCHES
+        window, place = divmod(index, size)
+        if window != self._window:
+            drawn = [self._row(number) for number in range(window * size, min((window + 1) * size, self._count))]
+            drawn.sort(key=lambda row: len(row.tokens))
+            batches = [drawn[start : start + self._batch] for start in range(0, len(drawn), self._batch)]
+            random.Random(f"{self._seed}:batches:{window}").shuffle(batches)
+            self._window, self._rows = window, [row for batch in batches for row in batch]
+        return self._rows[place]
+
+    def _row(self, index: int) -> PackedRow:
         epoch, place = divmod(index, len(self._parts))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, list(range(len(self._parts)))

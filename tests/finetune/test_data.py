@@ -185,6 +185,25 @@ def test_rows_are_drawn_by_their_number_alone(make_model):
     assert all(SampledRows(parts, 9, seed=3, **options | {"full_share": 0.0})[i].block for i in range(9))
 
 
+def test_rows_of_a_batch_are_of_similar_length_and_all_are_drawn(make_model):
+    model = make_model("llama")
+    parts = [parts_of(model, response="x" * (1 + number * 7 % 50)) for number in range(50)]
+    options = {"full_share": 0.5, "sink": "prefix", "reencode": True, "seed": 3}
+    alone, sorted_ = SampledRows(parts, 200, **options), SampledRows(parts, 200, batch=4, **options)
+    rows, drawn = [alone[index] for index in range(200)], [sorted_[index] for index in range(200)]
+
+    def padding(found):
+        batches = [[len(row.tokens) for row in found[start : start + 4]] for start in range(0, 200, 4)]
+        return sum(4 * max(lengths) - sum(lengths) for lengths in batches)
+
+    assert sorted(drawn) == sorted(rows)
+    assert padding(drawn) < padding(rows) / 4
+    lengths = [len(row.tokens) for row in drawn[:64:4]]
+    assert lengths not in (sorted(lengths), sorted(lengths, reverse=True))
+    fresh = SampledRows(parts, 200, batch=4, **options)
+    assert [fresh[index] for index in reversed(range(200))] == drawn[::-1]
+
+
 def test_rows_without_a_bos_are_those_with_one_but_for_it(make_model):
     model = make_model("llama")
     chat = {"messages": [{"role": "user", "content": "A.\n\nWho?"}, {"role": "assistant", "content": "Ann."}]}
