@@ -155,6 +155,8 @@ def _holders(model: nn.Module) -> Iterator[object]:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Run = Callable[["LanguageModel", Step, Tensor, Tensor, Tensor], Tensor]
+"""Computes a pass: (model, step, tokens, positions, kept) -> logits, as `LanguageModel.logits` does."""
 
 
 class LanguageModel:
@@ -268,6 +270,7 @@ class LanguageModel:
         seen: list[LayerMask] | None = None,
         ranks: Ranks | None = None,
         vectors: Tensor | None = None,
+        run: Run | None = None,
     ) -> Tensor:
         """One forward pass: append `ids[i]` to `rows[i]`; the sequences may differ in length, position and context.
 
@@ -275,13 +278,13 @@ class LanguageModel:
         marks as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with
         the last keys and values. Sequences that are wanted `until` a layer are a pass of their own. Nothing is appended
         when it raises. `seen` is for the self-check. With `ranks`, all ranks take this step, over the chunks that each
-        holds. `vectors` stand at the negative ids (`ragkv.model.packet`).
+        holds. `vectors` stand at the negative ids (`ragkv.model.packet`). `run` computes an ordinary pass's logits.
         """
         logits, steps = torch.empty((0, 0)), []
         for until in sorted({row.until for row in rows}, key=lambda layer: -1 if layer is None else layer):
             some = [at for at, row in enumerate(rows) if row.until == until]
             of, given = [rows[at] for at in some], [ids[at] for at in some]
-            scores, step = self._pass(of, given, until, every=every, seen=seen, ranks=ranks, vectors=vectors)
+            scores, step = self._pass(of, given, until, every=every, seen=seen, ranks=ranks, vectors=vectors, run=run)
             steps.append(step)
             logits = scores if until is None else logits
         for step in steps:
@@ -298,6 +301,7 @@ class LanguageModel:
         seen: list[LayerMask] | None,
         ranks: Ranks | None,
         vectors: Tensor | None,
+        run: Run | None,
     ) -> tuple[Tensor, Step]:
         """`step` of sequences that are all wanted `until` the same layer, and the `Step` to commit."""
         wanted = until is None and (every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True)))
@@ -307,10 +311,12 @@ class LanguageModel:
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         tokens, positions, keep = self._uploaded(flat, step.positions, kept)
+        if run is not None and last is None and ranks is None and vectors is None and seen is None:
+            return run(self, step, tokens, positions, keep), step
         given = {"input_ids": tokens[None]}
         if vectors is not None:
             given = {"inputs_embeds": embed(self._model.get_input_embeddings(), tokens[None], vectors)}
-        return self._logits(step, given, positions, keep, seen), step
+        return self.logits(step, given, positions, keep, seen), step
 
     def repeatable(
         self, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]
@@ -326,9 +332,9 @@ class LanguageModel:
         def again() -> Tensor:
             positions.add_(1)
             step.advance()
-            return self._logits(step, {"input_ids": tokens[None]}, positions, keep, None)
+            return self.logits(step, {"input_ids": tokens[None]}, positions, keep)
 
-        logits = self._logits(step, {"input_ids": tokens[None]}, positions, keep, None)
+        logits = self.logits(step, {"input_ids": tokens[None]}, positions, keep)
         step.commit()
         return logits, tokens, again if step.repeats and not self._latents else None
 
@@ -337,13 +343,18 @@ class LanguageModel:
         result = torch.tensor([i for each in numbers for i in each]).to(self.device, non_blocking=True)
         return torch.split(result, [len(each) for each in numbers])
 
-    def _logits(
-        self, step: Step, given: dict[str, Tensor], positions: Tensor, keep: Tensor, seen: list[LayerMask] | None
+    def logits(
+        self,
+        by: AttentionBackend,
+        given: Mapping[str, Tensor],
+        positions: Tensor,
+        keep: Tensor,
+        seen: list[LayerMask] | None = None,
     ) -> Tensor:
-        """The fp32 logits of the tokens `keep`."""
+        """The fp32 logits of the tokens `keep` of a pass that attends `by` a step; nothing is counted."""
         logits = torch.empty((0, 0))
         cache = _PackedCache()
-        by = LatentAttention(step, self._latents, cache) if self._latents else step
+        by = LatentAttention(by, self._latents, cache) if self._latents else by
         with suppress(KVComplete), attention_backend(by, seen=seen):
             logits = (
                 self._model(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import crowd
 import packedkernel
 import pytest
+import recordedgraph
 import torch
 from crowd import Asked, alone
 
@@ -17,7 +18,7 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.attention.pages import PAGE, PagePool
 from ragkv.attention.partial import partial_attention
 from ragkv.engines import make_engine
-from ragkv.runtime import Generation, Runtime, decode_graph, step
+from ragkv.runtime import Generation, Runtime, cuda_graphs, step
 
 CPU = torch.device("cpu")
 ENGINES = [
@@ -36,7 +37,7 @@ def kernel(monkeypatch):
     packedkernel.register()
     monkeypatch.setattr(varlen, "DEVICES", {"cpu"})
     monkeypatch.setattr(varlen, "DTYPES", {torch.float32})
-    monkeypatch.setattr(decode_graph, "capture", lambda work: work)  # run again instead
+    recordedgraph.use(monkeypatch)
     packedkernel.calls.clear()
     return packedkernel.calls
 
@@ -229,7 +230,7 @@ def test_steps_that_repeat_are_captured_once_for_each_set_of_sequences(make_mode
 
         return replay
 
-    monkeypatch.setattr(decode_graph, "capture", captured)
+    monkeypatch.setattr(cuda_graphs, "capture", captured)
     monkeypatch.setattr(crowd, "_ALONE", {})
     one, other, *_ = (replace(asked, steps=9) for asked in questions("block", ()))
     expected = [alone(model, asked)[1] for asked in (one, other)]
@@ -265,17 +266,17 @@ def test_a_captured_step_computes_what_its_kernels_do(name, tuning, make_model, 
     """Rounding differs with how the keys are split, so answers are compared while their tokens are the same."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    model, captures, capture = make_model("llama", "bfloat16", "cuda"), [], decode_graph.capture
+    model, captures, capture = make_model("llama", "bfloat16", "cuda"), [], cuda_graphs.capture
     asked = [replace(one, steps=12) for one in questions(name, tuning)]
 
     def answers():
         crowd._ALONE.clear()
         return [alone(model, one) for one in asked] + [each[1:] for each in crowd.together(model, asked)[1]]
 
-    monkeypatch.setattr(decode_graph, "capture", lambda work: captures.append(capture(work)) or captures[-1])
+    monkeypatch.setattr(cuda_graphs, "capture", lambda work: captures.append(capture(work)) or captures[-1])
     found = answers()
     assert captures
-    monkeypatch.setattr(decode_graph, "ALIKE", 1 << 30)
+    monkeypatch.setattr(cuda_graphs, "ALIKE", 1 << 30)
     compared = 0
     for (tokens, scores), (others, wanted) in zip(found, answers(), strict=True):
         for one, other, score, want in zip(tokens, others, scores, wanted, strict=False):

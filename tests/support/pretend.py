@@ -20,13 +20,13 @@ from typing import Any
 
 import packedkernel
 import pytest
+import recordedgraph
 import torch
 from crossing import Crossing, Waits, count_read, count_upload, counting
 from devicerule import generators, refuse_strangers, waits_for_numbers
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from ragkv.attention import varlen
-from ragkv.runtime import decode_graph
 
 __all__ = ["Crossing", "PretendTensor", "Waits", "counting", "device"]
 
@@ -184,6 +184,6 @@ def device() -> Iterator[str]:
         packedkernel.register()
         patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which needs a real device
         patch.setattr(varlen, "DEVICES", {"pretend"})
-        patch.setattr(decode_graph, "capture", lambda work: work)  # run again instead
+        recordedgraph.use(patch)
         patch.setattr(varlen, "DTYPES", {torch.float32})
         yield DEVICE

@@ -1,0 +1,271 @@
+"""CUDA graphs of forward passes: a pass of an 8B model launches 1,500 kernels, which takes longer than they run.
+
+`DecodeGraph` captures whole decode steps. A step of the same sequences as the last ones, of one token each, differs
+from those in the tokens, the positions and the lengths alone, and these are numbers on the device
+(`ragkv.attention.batch.Step`, `fixed`). So the third such step in a row is captured, and those that follow are replays,
+until a sequence joins or leaves or its memory is full.
+
+`PiecewiseGraphs` captures any other pass of few tokens, such as that of a question, in the pieces between the attention
+of two layers, as vLLM does: what a layer computes for a token does not depend on what the token reads. Attention alone
+is launched kernel by kernel. A graph is of a number of tokens, to which a pass is padded.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ragkv.attention import varlen
+from ragkv.attention.batch import Step
+from ragkv.attention.partial import LayerCall
+from ragkv.attention.sequence import TokenSequence
+
+if TYPE_CHECKING:
+    from ragkv.model.language_model import LanguageModel
+
+logger = logging.getLogger(__name__)
+
+ALIKE, MOST_ALIKE = 3, 48
+"""So many steps of the same sequences in a row, and the last of them is captured; up to so many, while captured steps
+have too few replays to be worth their capture.
+"""
+WORTH = 6
+"""Replays that are worth a capture, which takes as long as two steps."""
+SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens to which a pass is padded; with more the device is busy for longer than the launches take."""
+PASSES = 2
+"""So many passes of a size, and the last of them is captured, which takes as long as two."""
+
+
+def capture(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """What runs the kernels of `work` again and returns the same tensor, filled anew; `work` itself runs none."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may copy KV meanwhile
+        result = work()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
+class Capture:
+    """Captures what this thread launches between `begin` and `end`, which gives what launches it again.
+
+    All graphs share their memory, which is safe for pieces that are launched in the order of their capture: what one of
+    them leaves for later is held by who needs it.
+    """
+
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """On the stream that captures: torch does not capture the usual one."""
+        before = torch.cuda.current_stream()
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                if self._graph is not None:  # something failed in a piece
+                    with suppress(RuntimeError):
+                        self.end()
+        before.wait_stream(self._stream)
+
+    def begin(self) -> None:
+        """Capture from here on; nothing runs."""
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Callable[[], None]:
+        """End the piece."""
+        assert self._graph is not None
+        graph, self._graph = self._graph, None
+        graph.capture_end()
+        return graph.replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What leads to a layer's attention: `replay` fills the tensors of `call`, and attention is to fill `out`."""
+
+    replay: Callable[[], None]
+    call: LayerCall
+    out: Tensor
+
+
+class _Pieces:
+    """A pass of some number of tokens that is being captured: each layer's attention ends a piece."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._outs: dict[tuple[int, ...], Tensor] = {}
+        """One for all layers of a shape; zeros, because padding's is never filled."""
+        self.pieces: list[_Piece] = []
+
+    def attend(self, call: LayerCall) -> Tensor:
+        """As `AttentionBackend.attend`, whose result is yet to be filled."""
+        replay = self._capture.end()
+        shape = (*call.query.shape[:-1], call.value.shape[-1] or call.key.shape[-1])
+        if shape not in self._outs:
+            self._outs[shape] = call.query.new_zeros(shape)
+        self.pieces.append(_Piece(replay, call, self._outs[shape]))
+        self._capture.begin()
+        return self._outs[shape]
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A captured pass: where its numbers are written, its pieces, what follows the last of them, and the logits."""
+
+    tokens: Tensor
+    positions: Tensor
+    keep: Tensor
+    pieces: Sequence[_Piece]
+    last: Callable[[], None]
+    logits: Tensor
+
+    def run(self, step: Step, *numbers: Tensor) -> Tensor:
+        """The logits of the step's kept tokens; `numbers` are its tokens, positions and kept ones."""
+        for held, given in zip((self.tokens, self.positions, self.keep), numbers, strict=True):
+            held[: len(given)] = given
+        here = slice(len(numbers[0]))
+        for piece in self.pieces:
+            piece.replay()
+            query, key, value = (t[:, :, here] for t in (piece.call.query, piece.call.key, piece.call.value))
+            piece.out[:, :, here] = step.attend(replace(piece.call, query=query, key=key, value=value))
+        self.last()
+        return self.logits[: len(numbers[2])].clone()
+
+
+class PiecewiseGraphs:
+    """Runs forward passes of one model, and captures those of a size that comes again. Of one thread at a time."""
+
+    def __init__(self) -> None:
+        self._passes: Counter[tuple[int, int]] = Counter()
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._capture: Capture | None = None
+        self._off = False
+
+    def logits(self, model: LanguageModel, step: Step, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
+        """`model.logits(step, tokens, positions, keep)`."""
+        if not self._off and len(tokens) <= SIZES[-1]:
+            size = _padded(len(tokens)), _padded(len(keep))
+            self._passes[size] += 1
+            if size not in self._captured and self._passes[size] >= PASSES:
+                try:
+                    self._captured[size] = self._capture_pass(model, *size)
+                except Exception as error:  # a model that asks the device something, or leaves torch
+                    self._off = True
+                    logger.info("passes of this model run kernel by kernel: they cannot be captured: %s", error)
+            if size in self._captured:
+                return self._captured[size].run(step, tokens, positions, keep)
+        return model.logits(step, {"input_ids": tokens[None]}, positions, keep)
+
+    def _capture_pass(self, model: LanguageModel, tokens: int, kept: int) -> _Captured:
+        if {parameter.device for parameter in model.module.parameters()} != {model.device}:
+            raise ValueError("its layers lie on several devices")
+        self._capture = self._capture or Capture()
+        ids, positions, keep = (torch.zeros(n, dtype=torch.long, device=model.device) for n in (tokens, tokens, kept))
+        pieces = _Pieces(self._capture)
+        with self._capture.aside():
+            self._capture.begin()
+            logits = model.logits(pieces, {"input_ids": ids[None]}, positions, keep)
+            return _Captured(ids, positions, keep, pieces.pieces, self._capture.end(), logits)
+
+
+def _padded(count: int) -> int:
+    return SIZES[bisect.bisect_left(SIZES, count)]
+
+
+class DecodeGraph:
+    """Runs a model's steps, and captures those that repeat. Of one thread at a time."""
+
+    def __init__(self) -> None:
+        self._seen: list[object] = []
+        """What the last steps ran on: their sequences, what these read, and the memory of their own KV."""
+        self._at: list[tuple[int, int]] = []
+        """The length and the position of each after the last of them: what the graph has counted up to."""
+        self._alike, self._wanted, self._replays = 0, ALIKE, 0
+        self._captured: tuple[Tensor, Callable[[], Tensor], Callable[[], Tensor]] | None = None
+        """Where the tokens' ids are written, what computes their logits, and what was captured, which holds all memory
+        that the graph's kernels read.
+        """
+        self._off = False
+        self._pieces = PiecewiseGraphs()
+
+    def forget(self) -> None:
+        """Let go of the sequences: one of them has ended. For any thread."""
+        if self._captured is not None:
+            self._wanted = ALIKE if self._replays >= WORTH else min(2 * self._wanted, MOST_ALIKE)
+        self._seen, self._alike, self._replays, self._captured = [], 0, 0, None
+
+    def step(self, model: LanguageModel, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+        """`model.step(rows, ids)`."""
+        able = model.joins and model.device.type in varlen.DEVICES
+        if not able:
+            self.forget()
+            return model.step(rows, ids)
+        seen = _seen(rows, ids)
+        if seen is None:
+            self.forget()
+            return self._step(model, rows, ids)
+        same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
+        if not same or [(row.cache.length, row.position) for row in rows] != self._at:
+            self.forget()
+            self._seen = seen
+        self._alike += 1
+        logits = self._next(model, rows, ids)
+        self._at = [(row.cache.length, row.position) for row in rows]
+        return logits
+
+    def _next(self, model: LanguageModel, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+        captured = self._captured
+        if captured is not None:
+            tokens, replay, _ = captured
+            tokens.copy_(torch.tensor([i for each in ids for i in each]), non_blocking=True)
+            logits = replay().clone()
+            self._replays += 1
+            for row in rows:
+                row.cache.commit(1)
+                row.position += 1
+            return logits
+        if self._off or self._alike < self._wanted:
+            return self._step(model, rows, ids)
+        logits, tokens, again = model.repeatable(rows, ids)
+        self._off = again is None
+        if again is not None:
+            try:
+                self._captured = tokens, capture(again), again
+            except Exception as error:  # a model that asks the device something, or leaves torch
+                self._off = True
+                logger.info("decode steps of this model run kernel by kernel: they cannot be captured: %s", error)
+        return logits
+
+    def _step(self, model: LanguageModel, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+        return model.step(rows, ids, run=self._pieces.logits)
+
+
+def _seen(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> list[object] | None:
+    """What a step of these runs on; None unless they are ordinary sequences that take a token and have room for it."""
+    found: list[object] = []
+    for row, each in zip(rows, ids, strict=True):
+        if type(row) is not TokenSequence or row.silent or len(each) != 1:
+            return None
+        place = row.cache.lies_in()
+        if place is None or not 0 < row.cache.length < place[0].capacity:
+            return None
+        found += (row, row.groups, next(iter(place[0].keys.values()), None))
+    return found
