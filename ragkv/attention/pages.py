@@ -23,7 +23,7 @@ from torch import Tensor
 from ragkv.attention import varlen
 from ragkv.attention.kv import ChunkKV, Pages, Place
 from ragkv.attention.partial import LayerCall, PartialAttention
-from ragkv.attention.rope import QueryRotation
+from ragkv.attention.rope import QueryRotation, RotationTable
 
 PAGE = 16
 """Tokens of a page."""
@@ -156,6 +156,10 @@ class PagedReads:
         starts_at, used = keys.to(device, non_blocking=True)
         self._ends, self._used = (varlen.bounds(counts, device), starts_at), used[:-1]
         self._chunks = len(ordered)
+        self._folded: dict[int, Tensor] = {}
+        """Where each read's queries begin, by the number of heads that are queries of one."""
+        self._factors: dict[RotationTable, tuple[Tensor, ...]] = {}
+        """The reads' factors, by the table that has them."""
 
     def attend(self, call: LayerCall, rotation: QueryRotation | None) -> list[tuple[slice | Tensor, PartialAttention]]:
         """The partial attention of each round of reads with its tokens; merged to one where the same tokens see all
@@ -164,12 +168,14 @@ class PagedReads:
         keys, values = (held[call.layer].flatten(0, 1) for held in (self._block.keys, self._block.values))
         heads, kv_heads, width = call.query.shape[1], keys.shape[1], call.query.shape[3]
         group = heads // kv_heads
+        if group not in self._folded:
+            self._folded[group] = self._ends[0] * group
         most, keys_most = self._most
         out, lse = varlen.packed(
             self._queries(call, rotation, kv_heads),
             keys,
             values,
-            (self._ends[0] * group, self._ends[1]),
+            (self._folded[group], self._ends[1]),
             (most * group, keys_most),
             scale=call.scale / self._temperature,
             used=self._used,
@@ -198,10 +204,13 @@ class PagedReads:
         if rotation is None:
             query = folded(call.query[:, :, self._seen])
             return query.expand(self._chunks, *query.shape).flatten(0, 2)
-        wide, quarter = (folded(t[:, :, self._seen]).contiguous() for t in (rotation.wide, rotation.quarter))
-        count = self._counts[0] // self._chunks
-        cos, sin = (t[self._rows[::count]][:, None, None, None] for t in (rotation.cos, rotation.sin))
-        return (wide * cos).addcmul_(quarter, sin).to(rotation.dtype).flatten(0, 2)
+        wide, partner = rotation.widened(folded(call.query[:, :, self._seen]))
+        table = rotation.table
+        if table not in self._factors:
+            rows = self._rows[:: self._counts[0] // self._chunks]
+            self._factors[table] = tuple(t[rows][:, None, None, None] for t in (table.cos, table.sin))
+        cos, sin = self._factors[table]
+        return (wide * cos).addcmul_(partner, sin).to(call.query.dtype).flatten(0, 2)
 
 
 def _rounds(reads: Sequence[PagedRead]) -> list[list[PagedRead]]:

@@ -40,7 +40,7 @@ class Rotary:
         return self.apply(states.float(), *self.angles(offsets, kind)).to(states.dtype)
 
     def factors(self, offsets: Tensor, kind: str, head_dim: int) -> Angles:
-        """cos and sin `(offsets, head_dim)` in fp32 such that R(o)·x = cos·x + sin·`quarter(x)`, element by element.
+        """cos and sin `(offsets, head_dim)` in fp32 such that R(o)·x = cos·x + sin·(x rotated by 90°), by element.
 
         Applying the model's function to ones shows what it does to each element: which angle belongs to which element
         (halves or pairs), and which elements it leaves alone (cos 1, sin 0).
@@ -60,35 +60,38 @@ class Rotary:
             return torch.ones(head_dim, dtype=torch.bool, device=device)
         return self.factors(torch.ones(1, dtype=torch.long, device=device), kind, head_dim)[1][0] != 0
 
+    def partners(self, kind: str, head_dim: int) -> tuple[Tensor, Tensor]:
+        """`(head_dim,)` each, on the processor: which element of a head a rotation mixes into each, and its sign.
+
+        R(o)·x = cos·x + sin·sign·x[partner], by `factors`. An element that is left alone is its own partner.
+        """
+        zero = torch.zeros((1, 1), dtype=torch.long)
+        cos = torch.zeros_like(self.angles(zero, kind)[0])
+        numbered = torch.arange(1.0, head_dim + 1)[None, None, None]
+        turned = self.apply(numbered, cos, torch.ones_like(cos)).flatten()  # by 90°
+        return turned.abs().long() - 1, turned.sign()
+
     def halves(self, kind: str, head_dim: int) -> tuple[slice, slice] | None:
         """The two halves of a head of which a rotation mixes the first elements, the second, and so on; None if it
-        leaves elements alone or mixes others. For tensors on the processor.
+        leaves elements alone or mixes others.
         """
-        mixed = self.quarter(torch.arange(1.0, head_dim + 1)[None, None, None], kind).flatten().abs()
-        for halves in (slice(head_dim // 2), slice(head_dim // 2, None)), (slice(0, None, 2), slice(1, None, 2)):
-            first, second = (torch.arange(1.0, head_dim + 1)[half] for half in halves)
-            if head_dim % 2 == 0 and mixed[halves[0]].equal(second) and mixed[halves[1]].equal(first):
-                return halves
+        partners, places = self.partners(kind, head_dim)[0], torch.arange(head_dim)
+        for one, other in (
+            (slice(head_dim // 2), slice(head_dim // 2, None)),
+            (slice(0, None, 2), slice(1, None, 2)),
+        ):
+            mixed = head_dim % 2 == 0 and partners[one].equal(places[other])
+            if mixed and partners[other].equal(places[one]):
+                return one, other
         return None
-
-    def quarter(self, states: Tensor, kind: str) -> Tensor:
-        """`states` `(batch, heads, n, head_dim)` rotated by 90°; elements that the rotation leaves alone stay as they
-        are.
-        """
-        return self.apply(states, *self.right_angle(kind, states.device))
-
-    def right_angle(self, kind: str, device: torch.device) -> Angles:
-        """cos 0 and sin 1, as `apply` takes them."""
-        cos = self.angles(torch.zeros((1, 1), dtype=torch.long, device=device), kind)[0]
-        return torch.zeros_like(cos), torch.ones_like(cos)
 
 
 class QueryRotations:
     """The rotated queries of one forward pass. The factors are computed once per kind of frequencies, not once per
     layer.
 
-    `offsets` are all offsets that the pass will need. A rotated query is cos·q + sin·(q rotated by 90°), so the model's
-    own function runs once per layer, and each offset costs two passes over the query.
+    `offsets` are all offsets that the pass will need. A rotated query is cos·q + sin·(q's partners), so that each
+    offset costs two passes over the query.
     """
 
     def __init__(self, rotary: Rotary, offsets: Sequence[int], device: torch.device) -> None:
@@ -96,8 +99,7 @@ class QueryRotations:
         self._rows = {offset: row for row, offset in enumerate(sorted(set(offsets)))}
         self._device = device
         self._moved = any(self._rows)
-        self._factors: dict[tuple[str, int], Angles] = {}
-        self._right: dict[str, Angles] = {}
+        self._tables: dict[tuple[str, int], RotationTable] = {}
 
     def of(self, query: Tensor, layer: int) -> QueryRotation | None:
         """The rotation of this layer's query `(1, q_heads, n, head_dim)`; None where nothing is rotated."""
@@ -105,37 +107,58 @@ class QueryRotations:
         if kind is None or not self._moved:
             return None
         key = (kind, query.shape[-1])
-        if key not in self._factors:
-            back = -torch.tensor(list(self._rows)).to(self._device, non_blocking=True)
-            self._factors[key] = self._rotary.factors(back, kind, query.shape[-1])
-        if kind not in self._right:
-            self._right[kind] = self._rotary.right_angle(kind, self._device)
-        wide = query.contiguous().float()  # so that its heads are folded without a copy, whatever the offset
-        quarter = self._rotary.apply(wide, *self._right[kind])
-        return QueryRotation(wide, quarter, *self._factors[key], self._rows, query.dtype)
+        if key not in self._tables:
+            self._tables[key] = self._table(*key)
+        return QueryRotation(query, self._tables[key])
+
+    def _table(self, kind: str, head_dim: int) -> RotationTable:
+        back = -torch.tensor(list(self._rows)).to(self._device, non_blocking=True)
+        cos, sin = self._rotary.factors(back, kind, head_dim)
+        partners, sign = self._rotary.partners(kind, head_dim)
+        swapped = partners.equal(torch.arange(head_dim).roll(head_dim // 2))
+        there, signs = (t.to(self._device, non_blocking=True) for t in (partners, sign))
+        return RotationTable(self._rows, cos, sin * signs, None if swapped else there)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RotationTable:
+    """cos and signed sin `(offsets, head_dim)` of each offset's row, and the partners; None: the head's other half."""
+
+    rows: dict[int, int]
+    cos: Tensor
+    sin: Tensor
+    partners: Tensor | None
 
 
 @dataclass(slots=True)
 class QueryRotation:
     """One layer's query, prepared for rotation by any of the pass's offsets."""
 
-    wide: Tensor
-    quarter: Tensor
-    cos: Tensor
-    sin: Tensor
-    rows: dict[int, int]
-    dtype: torch.dtype
+    query: Tensor
+    table: RotationTable
+    _wide: tuple[Tensor, Tensor] | None = None
     _last: tuple[int, slice, Tensor] | None = None
 
     def by(self, offset: int | Tensor, tokens: slice | Tensor) -> Tensor:
         """R(-offset)·query of these tokens; a tensor `(n,)` of table indices rotates each token by its own offset."""
         if not isinstance(offset, int) or not isinstance(tokens, slice):
-            return self._turned(self.rows[offset] if isinstance(offset, int) else offset, tokens)
+            return self._turned(self.table.rows[offset] if isinstance(offset, int) else offset, tokens)
         # chunks with the same offset follow each other
         if self._last is None or self._last[:2] != (offset, tokens):
-            self._last = (offset, tokens, self._turned(self.rows[offset], tokens))
+            self._last = (offset, tokens, self._turned(self.table.rows[offset], tokens))
         return self._last[2]
 
+    def widened(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries `(…, head_dim)` in fp32, and what a rotation mixes into each of their elements, both contiguous."""
+        wide = states.to(torch.float32, memory_format=torch.contiguous_format)
+        if self.table.partners is not None:
+            return wide, wide.index_select(-1, self.table.partners)
+        half = wide.shape[-1] // 2
+        return wide, torch.cat([wide[..., half:], wide[..., :half]], -1)
+
     def _turned(self, row: int | Tensor, tokens: slice | Tensor) -> Tensor:
-        turned = self.wide[:, :, tokens] * self.cos[row]
-        return turned.addcmul_(self.quarter[:, :, tokens], self.sin[row]).to(self.dtype)
+        if self._wide is None:  # contiguous, so that its heads are folded without a copy, whatever the offset
+            self._wide = self.widened(self.query)
+        wide, partner = self._wide
+        turned = wide[:, :, tokens] * self.table.cos[row]
+        return turned.addcmul_(partner[:, :, tokens], self.table.sin[row]).to(self.query.dtype)

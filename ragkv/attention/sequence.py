@@ -618,7 +618,7 @@ class _Moves:
         """The halves of a head, and `(chunks, head_dim)` each: what an element, and the one it is mixed with, count."""
         if (kind, head_dim) not in self._mixed:
             cos, sin = self._rotary.factors(self._offsets, kind, head_dim)
-            sign = self._rotary.quarter(torch.ones(1, 1, 1, head_dim), kind).flatten()
+            _, sign = self._rotary.partners(kind, head_dim)
             self._mixed[kind, head_dim] = self._rotary.halves(kind, head_dim), cos, sin * sign
         return self._mixed[kind, head_dim]
 

@@ -127,15 +127,20 @@ def rolled_weights(plan):
 
 
 def next_offset(rotation, offset, tokens):
-    last = len(rotation.rows) - 1
+    last = len(rotation.table.rows) - 1
     if isinstance(offset, int):
-        return BY(rotation, list(rotation.rows)[min(rotation.rows[offset] + 1, last)], tokens)
+        return BY(rotation, list(rotation.table.rows)[min(rotation.table.rows[offset] + 1, last)], tokens)
     return BY(rotation, (offset + 1).clamp_max(last), tokens)
 
 
-def by_another_quarter(change):
-    """Queries are rotated by mixing them with something else than themselves rotated by 90°."""
-    return lambda rotation, row, at: TURNED(replace(rotation, quarter=change(rotation.quarter)), row, at)
+def by_other_partners(change):
+    """Queries are rotated by mixing them with something else than their partners."""
+
+    def turned(rotation, row, at):
+        wide, partner = rotation.widened(rotation.query)
+        return TURNED(replace(rotation, _wide=(wide, change(partner))), row, at)
+
+    return turned
 
 
 def mixed_offsets(rotation, offset, tokens):
@@ -195,9 +200,9 @@ FAULTS = {
     "chunks read where they were made": (["llama", "gemma2", "mistral-sliding"], MOVED, (PlacedChunk, "offset", 0)),
     "rows whose offsets are mixed up": (LLAMA, MOVED, (QueryRotation, "by", mixed_offsets)),
     "rotation by the next offset of the table": (LLAMA, MOVED, (QueryRotation, "by", next_offset)),
-    "rotation the other way": (LLAMA, MOVED, (QueryRotation, "_turned", by_another_quarter(torch.neg))),
-    "no rotation": (LLAMA, MOVED, (QueryRotation, "_turned", by_another_quarter(torch.zeros_like))),
-    "pairs for halves": (LLAMA, MOVED, (QueryRotation, "_turned", by_another_quarter(lambda q: q.flip(-1)))),
+    "rotation the other way": (LLAMA, MOVED, (QueryRotation, "_turned", by_other_partners(torch.neg))),
+    "no rotation": (LLAMA, MOVED, (QueryRotation, "_turned", by_other_partners(torch.zeros_like))),
+    "pairs for halves": (LLAMA, MOVED, (QueryRotation, "_turned", by_other_partners(lambda q: q.flip(-1)))),
     "queries of another row": (LLAMA, QUESTION, reads(of_another_row)),
     "a chunk that is read for one row alone": (LLAMA, "a group weighted by its other mode", reads(of_one_row)),
     "a chunk that is lost": (LLAMA, QUESTION, (BatchPlan, "reads", lambda plan, window: READS(plan, window)[:-1])),
