@@ -2,8 +2,9 @@
 
 A question waits for this before its first token, so it is one pass over the bytes: each segment is checked and copied
 while it is in the processor's cache, threads share large reads, and memory is reused (`ragkv.store.record`). A record
-that is not whole and correct is a miss. Tensors over the map need no copy; they are only valid within their read
-transaction and serve to check the bytes in place and copy them directly to a device.
+that is not whole and correct is a miss. What a device is to have is read into memory that it can read by itself, and
+crosses in one copy a record. Tensors over the map need no copy; they are only valid within their read transaction and
+serve to check the bytes in place and copy them directly to several devices.
 """
 
 from __future__ import annotations
@@ -52,19 +53,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Loading:
-    """A record that is being read into its buffer."""
+    """A record that is being read into its buffer, from which it goes to the `device`, if there is one."""
 
     key: bytes
     manifest: Manifest
     codec: Codec
     payloads: list[Buffer]
     half: bool
+    device: torch.device | None
     buffer: NDArray[np.uint8] = field(init=False)
     error: DamagedError | None = field(default=None)
     redo: bool = False
+    _staged: Tensor | None = field(default=None)
 
     def __post_init__(self) -> None:
-        self.buffer = new_buffer(self.manifest.raw_bytes // (2 if self.half else 1))
+        nbytes = self.manifest.raw_bytes // (2 if self.half else 1)
+        if self.device is None:
+            self.buffer = new_buffer(nbytes)
+        else:
+            self._staged = staging(nbytes, self.device)
+            self.buffer = self._staged.numpy()
 
     def decode_tasks(self) -> Iterator[Callable[[], None]]:
         """Tasks that each decode a run of segments of about `DECODE_BYTES`."""
@@ -76,6 +84,14 @@ class _Loading:
                 yield partial(self._decode, range(first, index + 1), self.buffer[place])
                 first, start = index + 1, end
 
+    def tensors(self) -> ChunkKV:
+        """Its tensors, once all tasks are done: to a device, all of them in one copy."""
+        if self._staged is None or self.device is None:
+            return record_tensors(self.manifest, self.buffer, half=self.half)
+        from ragkv.attention.kv import moved
+
+        return record_tensors(self.manifest, moved(self._staged, self.device), half=self.half).wide()
+
     def _decode(self, run: range, out: NDArray[np.uint8]) -> None:
         if self.error is None:
             try:
@@ -85,12 +101,23 @@ class _Loading:
                 self.error = error
 
 
+def staging(nbytes: int, device: torch.device) -> Tensor:
+    """`(nbytes,)` bytes of any content, from which the device reads by itself; torch keeps them for the next ones."""
+    import torch
+
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
 def read_many(
-    txn: Transaction, identities: Iterable[KVIdentity], shape: KVShape | None = None
+    txn: Transaction,
+    identities: Iterable[KVIdentity],
+    shape: KVShape | None = None,
+    device: torch.device | None = None,
 ) -> dict[KVIdentity, ChunkKV]:
     """The KV of these chunks, each in its own buffer, without missing and invalid records.
 
-    float32 that the codec `half` has stored is `HalfTensors`, unless it is scaled.
+    float32 that the codec `half` has stored is `HalfTensors`, unless it is scaled. With a `device`, the buffers are
+    there.
     """
     loading: dict[KVIdentity, _Loading] = {}
     for identity in dict.fromkeys(identities):
@@ -105,7 +132,7 @@ def read_many(
             warn_unusable(key, error)
             continue
         half = isinstance(codec, Half) and manifest.dtype == "float32" and not manifest.states
-        loading[identity] = _Loading(key, manifest, codec, payloads, half)
+        loading[identity] = _Loading(key, manifest, codec, payloads, half, device)
     share([task for record in loading.values() for task in record.decode_tasks()])
     if scaled := {identity: replace(each, half=False) for identity, each in loading.items() if each.redo}:
         loading |= scaled
@@ -113,7 +140,7 @@ def read_many(
     found = {}
     for identity, record in loading.items():
         if record.error is None:
-            found[identity] = record_tensors(record.manifest, record.buffer, half=record.half)
+            found[identity] = record.tensors()
         else:
             warn_unusable(record.key, record.error)
     return found
@@ -237,7 +264,9 @@ def map_record(txn: Transaction, identity: KVIdentity, shape: KVShape | None = N
 def move_many(
     txn: Transaction, identities: Iterable[KVIdentity], place: Place, shape: KVShape | None = None
 ) -> dict[KVIdentity, ChunkKV]:
-    """The KV of these chunks on another device or several, copied from the map; misses are left out."""
+    """The KV of these chunks on another device or several; misses are left out."""
+    if not isinstance(place, tuple):
+        return read_many(txn, identities, shape, place)
     found = {identity: map_record(txn, identity, shape) for identity in dict.fromkeys(identities)}
     return {identity: kv.to(place, copy=True) for identity, kv in found.items() if kv is not None}
 

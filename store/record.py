@@ -758,24 +758,27 @@ def round_trip(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> tuple[Encoded
     return record, decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)
 
 
-def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8]) -> Tensor:
+def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8] | Tensor) -> Tensor:
     """A view of the bytes as numbers of the record's dtype."""
     return typed_tensor(manifest.dtype, buffer)
 
 
-def typed_tensor(dtype: DType, buffer: NDArray[np.uint8]) -> Tensor:
+def typed_tensor(dtype: DType, buffer: NDArray[np.uint8] | Tensor) -> Tensor:
     """A view of the bytes as numbers of this dtype; a copy where they do not begin at a multiple of its size."""
     import torch
 
     from ragkv.attention.kv import DTYPES
 
+    if isinstance(buffer, torch.Tensor):
+        even = buffer.storage_offset() % ITEM_SIZES[dtype] == 0
+        return (buffer if even else buffer.clone()).view(DTYPES[dtype])
     if buffer.__array_interface__["data"][0] % ITEM_SIZES[dtype]:
         buffer = buffer.copy()
     return torch.from_numpy(buffer.view(f"i{ITEM_SIZES[dtype]}")).view(DTYPES[dtype])
 
 
-def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8], *, half: bool = False) -> ChunkKV:
-    """All layers of a record as views of `buffer`, which holds them one after another, and then its states.
+def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8] | Tensor, *, half: bool = False) -> ChunkKV:
+    """All layers of a record as views of `buffer`, bytes that hold them one after another, and then its states.
 
     `half`: the buffer holds float16 of a record in float32 (`HalfTensors`).
     """
@@ -783,18 +786,28 @@ def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8], *, half: bool 
 
     end = manifest.kv_bytes
     flat = typed_tensor("float16", buffer) if half else flat_tensor(manifest, buffer[:end])
-    tokens, views, start = manifest.tokens, [], 0
-    for kv_heads, key_dim, value_dim in manifest.shapes:
-        for dim in (key_dim, value_dim):  # one torch call for each, because there are many
-            views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
-            start += kv_heads * tokens * dim
+    tokens, start, stacked = manifest.tokens, 0, None
+    views: list[Tensor] = []
+    if len({(heads, dim) for heads, *dims in manifest.shapes for dim in dims}) == 1:
+        kv_heads, dim, _ = manifest.shapes[0]
+        stacked = flat.view(2 * len(manifest.shapes), kv_heads, tokens, dim)
+        views += stacked.unbind()
+    else:
+        for kv_heads, key_dim, value_dim in manifest.shapes:
+            for dim in (key_dim, value_dim):  # one torch call for each, because there are many
+                views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
+                start += kv_heads * tokens * dim
     states = []
     for layer, name, dtype, sizes in manifest.states:
         begin, end = end, end + math.prod(sizes) * ITEM_SIZES[dtype]
         states.append(State(layer, name, typed_tensor(dtype, buffer[begin:end]).view(sizes)))
     held: Callable[[list[Tensor]], Sequence[Tensor]] = HalfTensors if half else tuple
     return ChunkKV(
-        keys=held(views[::2]), values=held(views[1::2]), encoded_at=manifest.encoded_at, states=tuple(states)
+        keys=held(views[::2]),
+        values=held(views[1::2]),
+        encoded_at=manifest.encoded_at,
+        states=tuple(states),
+        stacked=None if half else stacked,
     )
 
 

@@ -104,6 +104,7 @@ class ChunkKV:
     states: tuple[State, ...] = ()
     owner: int | None = None
     pages: Pages | None = None
+    stacked: Tensor | None = None
     _heads: dict[int, ChunkKV] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -207,15 +208,15 @@ class ChunkKV:
         if not copy and all(t.device == device for t, device in zip(stored(self.keys), devices, strict=True)):
             return self
 
-        def moved(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            there = (_moved(t, device, copy) for t, device in zip(stored(tensors), devices, strict=True))
+        def each(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            there = (moved(t, device, copy=copy) for t, device in zip(stored(tensors), devices, strict=True))
             return tuple(t.float() if isinstance(tensors, HalfTensors) else t for t in there)
 
         return ChunkKV(
-            keys=moved(self.keys),
-            values=moved(self.values),
+            keys=each(self.keys),
+            values=each(self.values),
             encoded_at=self.encoded_at,
-            states=tuple(s._replace(value=_moved(s.value, devices[s.layer], copy)) for s in self.states),
+            states=tuple(s._replace(value=moved(s.value, devices[s.layer], copy=copy)) for s in self.states),
             owner=self.owner,
         )
 
@@ -226,7 +227,7 @@ class ChunkKV:
         return replace(self, keys=tuple(self.keys), values=tuple(self.values))
 
 
-def _moved(tensor: Tensor, device: torch.device, copy: bool) -> Tensor:
+def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
     """The tensor on the device; the host does not wait for a copy to a GPU.
 
     The copy is made from pinned memory, which torch keeps until it is done, and before what is asked of the GPU later.

@@ -41,7 +41,16 @@ class PageBlock:
                 for t, device in zip(held, devices, strict=True)
             )
 
-        self.keys, self.values, self.shape = made(like.keys), made(like.values), like.shape
+        self.shape = like.shape
+        self.stacked: Tensor | None = None
+        """Keys and values of all layers in turn, `(2 · layers, pages, PAGE, kv_heads, head_dim)`, if they are alike."""
+        first = like.keys[0]
+        if len(set(devices)) == 1 and all(t.shape == first.shape for t in (*like.keys, *like.values)):
+            size = 2 * like.layers, pages, PAGE, first.shape[0], first.shape[2]
+            self.stacked = torch.empty(size, dtype=first.dtype, device=devices[0])
+            self.keys, self.values = tuple(self.stacked[::2]), tuple(self.stacked[1::2])
+        else:
+            self.keys, self.values = made(like.keys), made(like.values)
         self._free = [(0, pages)]  # (first, count) of each run of free pages, ascending
         self._back: deque[tuple[int, int]] = deque()  # a finalizer appends, wherever it runs
 
@@ -86,13 +95,19 @@ class PagePool:
         if pages is None:
             return kv
 
-        def put(blocks: Sequence[Tensor], held: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            start = pages.first * PAGE
-            places = (block.flatten(0, 1)[start : start + kv.tokens].transpose(0, 1) for block in blocks)
-            return tuple(there.copy_(t, non_blocking=True) for there, t in zip(places, held, strict=True))
+        block, start = pages.block, pages.first * PAGE
 
-        block = pages.block
-        return replace(kv, keys=put(block.keys, kv.keys), values=put(block.values, kv.values), pages=pages)
+        def places(blocks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(each.flatten(0, 1)[start : start + kv.tokens].transpose(0, 1) for each in blocks)
+
+        held = replace(kv, keys=places(block.keys), values=places(block.values), pages=pages, stacked=None)
+        if block.stacked is not None and kv.stacked is not None:
+            there = block.stacked.flatten(1, 2)[:, start : start + kv.tokens].transpose(1, 2)
+            there.copy_(kv.stacked, non_blocking=True)
+        else:
+            for there, tensor in zip((*held.keys, *held.values), (*kv.keys, *kv.values), strict=True):
+                there.copy_(tensor, non_blocking=True)
+        return held
 
     def _take(self, kv: ChunkKV, devices: Sequence[torch.device]) -> Pages | None:
         count = -(-kv.tokens // PAGE)

@@ -60,22 +60,22 @@ class Rotary:
             return torch.ones(head_dim, dtype=torch.bool, device=device)
         return self.factors(torch.ones(1, dtype=torch.long, device=device), kind, head_dim)[1][0] != 0
 
-    def partners(self, kind: str, head_dim: int) -> tuple[Tensor, Tensor]:
+    def partners(self, kind: str, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """`(head_dim,)` each, on the processor: which element of a head a rotation mixes into each, and its sign.
 
-        R(o)·x = cos·x + sin·sign·x[partner], by `factors`. An element that is left alone is its own partner.
+        R(o)·x = cos·x + sin·sign·x[partner], by `factors`. An element that is left alone is its own partner. Angles are
+        made on `device`, and not read from there.
         """
-        zero = torch.zeros((1, 1), dtype=torch.long)
-        cos = torch.zeros_like(self.angles(zero, kind)[0])
+        size = self.angles(torch.zeros((1, 1), dtype=torch.long, device=device), kind)[0].shape
         numbered = torch.arange(1.0, head_dim + 1)[None, None, None]
-        turned = self.apply(numbered, cos, torch.ones_like(cos)).flatten()  # by 90°
+        turned = self.apply(numbered, torch.zeros(size), torch.ones(size)).flatten()  # by 90°
         return turned.abs().long() - 1, turned.sign()
 
     def halves(self, kind: str, head_dim: int) -> tuple[slice, slice] | None:
         """The two halves of a head of which a rotation mixes the first elements, the second, and so on; None if it
         leaves elements alone or mixes others.
         """
-        partners, places = self.partners(kind, head_dim)[0], torch.arange(head_dim)
+        partners, places = self.partners(kind, head_dim, torch.device("cpu"))[0], torch.arange(head_dim)
         for one, other in (
             (slice(head_dim // 2), slice(head_dim // 2, None)),
             (slice(0, None, 2), slice(1, None, 2)),
@@ -114,7 +114,7 @@ class QueryRotations:
     def _table(self, kind: str, head_dim: int) -> RotationTable:
         back = -torch.tensor(list(self._rows)).to(self._device, non_blocking=True)
         cos, sin = self._rotary.factors(back, kind, head_dim)
-        partners, sign = self._rotary.partners(kind, head_dim)
+        partners, sign = self._rotary.partners(kind, head_dim, self._device)
         swapped = partners.equal(torch.arange(head_dim).roll(head_dim // 2))
         there, signs = (t.to(self._device, non_blocking=True) for t in (partners, sign))
         return RotationTable(self._rows, cos, sin * signs, None if swapped else there)

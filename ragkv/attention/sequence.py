@@ -618,7 +618,7 @@ class _Moves:
         """The halves of a head, and `(chunks, head_dim)` each: what an element, and the one it is mixed with, count."""
         if (kind, head_dim) not in self._mixed:
             cos, sin = self._rotary.factors(self._offsets, kind, head_dim)
-            _, sign = self._rotary.partners(kind, head_dim)
+            _, sign = self._rotary.partners(kind, head_dim, torch.device("cpu"))
             self._mixed[kind, head_dim] = self._rotary.halves(kind, head_dim), cos, sin * sign
         return self._mixed[kind, head_dim]
 

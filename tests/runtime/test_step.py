@@ -192,8 +192,9 @@ def test_stored_kv_crosses_once(engine, rags, tmp_path, pretend_device):
         with pretend.counting(rag.model) as waits:
             answer = ask(rag, engine)
         assert answer.kv.misses == 0
-        crossed = [c for c in waits.uploads if c.dtype == torch.float32 and c.place.startswith("ragkv/attention/kv.py")]
+        crossed = [c for c in waits.uploads if c.dtype == torch.uint8 and c.place.startswith("ragkv/attention/kv.py")]
         assert sum(crossing.bytes for crossing in crossed) == answer.kv.bytes
+        assert len(crossed) == answer.kv.hits  # a record is one copy
         assert not any(crossing.blocking for crossing in crossed)
         assert len({crossing.step for crossing in crossed}) == 1  # before the question is read, none with the tokens
         ask(rag, engine)  # the prefix, which the first question made anew, comes from the store

@@ -15,7 +15,7 @@ import pytest
 import torch
 from devicerule import waits_for_numbers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from ragkv.runtime import cuda_graphs
@@ -25,6 +25,11 @@ def use(patch: pytest.MonkeyPatch) -> None:
     """Whole steps are run again, and pieces replayed."""
     patch.setattr(cuda_graphs, "capture", lambda work: work)
     patch.setattr(cuda_graphs, "Capture", RecordedCapture)
+
+
+def recording() -> bool:
+    """Whether a piece is being recorded."""
+    return any(isinstance(mode, _Recording) for mode in _get_current_dispatch_mode_stack())
 
 
 def _memory(tensor: Any) -> int:
