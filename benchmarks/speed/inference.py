@@ -52,6 +52,7 @@ from ragkv.config import TierConfig
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.engines.block import BlockAttention
 from ragkv.errors import RagkvError
+from ragkv.index.index import memory_budget
 from ragkv.model.apb.compressors import KeyNorm
 from ragkv.model.apb.document import (
     BlockLayout,
@@ -159,10 +160,11 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | Non
     ):
         identities = fill(store, lm, prefix, chunks)
 
-        def answer(get: Callable[[KVIdentity], ChunkKV | None], name: str) -> int:
+        def answer(get: GetKV, name: str) -> int:
             return stream(lm, get, name, identities, question).best()
 
-        works = {name: partial(answer, store.get_kv, name) for name in ENGINES}
+        read = partial(store.get_many, device=lm.place, shape=lm.kv_shape)
+        works = {name: partial(answer, read, name) for name in ENGINES}
         if tier is not None:
             encoding = make_engine("block", {}).encoding or Encoding.STANDALONE
             there = opened.enter_context(_in_tier(tier, store, identities[encoding]))
@@ -188,10 +190,11 @@ def random_prompt(lm: LanguageModel, length: int) -> tuple[tuple[int, ...], list
     return prefix, [ids(min(CHUNK_TOKENS, length - at)) for at in range(0, length, CHUNK_TOKENS)], question
 
 
+GetKV = Callable[[Sequence[KVIdentity]], Mapping[KVIdentity, ChunkKV]]
+
+
 @contextmanager
-def _in_tier(
-    url: str, store: Store, identities: Sequence[KVIdentity]
-) -> Iterator[Callable[[KVIdentity], ChunkKV | None]]:
+def _in_tier(url: str, store: Store, identities: Sequence[KVIdentity]) -> Iterator[GetKV]:
     """A function that gets KV from a tier, as a replica whose memory and store are empty does; first it is written."""
     tiers = SharedTiers([TierConfig(url=url, namespace=f"bench-{secrets.token_hex(4)}", timeout=60.0)], store.codec)
     try:
@@ -201,15 +204,7 @@ def _in_tier(
             tiers.offer([(identity, kv)], patient=True)
         if not tiers.settle(600.0):
             raise RagkvError(f"The tier {url} takes too long to write.")
-        fetched: dict[KVIdentity, ChunkKV] = {}
-
-        def get(identity: KVIdentity) -> ChunkKV | None:
-            if identity == identities[0]:  # a new answer: as an index does, all of its chunks are asked for at once
-                fetched.clear()
-                fetched.update({each: kv for each, (_, kv) in tiers.fetch(identities).items()})
-            return fetched.get(identity)
-
-        yield get
+        yield lambda wanted: {each: kv for each, (_, kv) in tiers.fetch(wanted).items()}
     finally:
         tiers.delete([identity.key() for identity in identities])
         tiers.close()
@@ -240,28 +235,29 @@ def fill(
 
 def stream(
     lm: LanguageModel,
-    get: Callable[[KVIdentity], ChunkKV | None],
+    get: GetKV,
     name: str,
     identities: dict[Encoding, list[KVIdentity]],
     question: tuple[int, ...],
 ) -> Stream:
-    """Load the KV; the stream of an answer that has not begun."""
-    engine = make_engine(name, {})
-    head, *chunks = identities[engine.encoding or Encoding.STANDALONE]
-
-    def loaded(identity: KVIdentity) -> Any:
-        kv = get(identity)
-        if kv is None:
-            raise RuntimeError("the benchmark's own store lost a record")
-        return kv.to(lm.device)
-
+    """Load the KV, all of it at once as an index does; the stream of an answer that has not begun."""
+    engine, pages = make_engine(name, {}), lm.companion(_pages)
+    head, *chunks = wanted = identities[engine.encoding or Encoding.STANDALONE]
+    found = get(wanted)
+    if len(found) < len(wanted):
+        raise RuntimeError("the benchmark's own store lost a record")
+    kvs = {identity: pages.hold(kv.to(lm.place)) for identity, kv in found.items()}
     request = Request(
         prefix_ids=head.chunk_ids,
-        prefix=loaded(head),
-        chunks=tuple(ContextChunk(token_ids=i.chunk_ids, score=0.5, kv=loaded(i)) for i in chunks),
+        prefix=kvs[head],
+        chunks=tuple(ContextChunk(token_ids=i.chunk_ids, score=0.5, kv=kvs[i]) for i in chunks),
         suffix_ids=question,
     )
     return Stream(runtime_of(lm), engine, request)
+
+
+def _pages(lm: LanguageModel) -> PagePool:
+    return PagePool(lm.place, memory_budget("auto", lm.place))
 
 
 def prefill(lm: LanguageModel, prompt: Sequence[int]) -> int:

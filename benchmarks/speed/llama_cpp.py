@@ -238,7 +238,7 @@ def _measure_length(
     with tempfile.TemporaryDirectory(dir=folder) as index, Store.create(index, codec=Half()) as store:
         identities = fill(store, lm, prefix, chunks, [Encoding.STANDALONE])
         stored = store.kv_bytes / len(before)
-        ours = partial(stream, lm, store.get_kv, "block", identities, question)
+        ours = partial(stream, lm, store.get_many, "block", identities, question)
         streams: list[Stream] = []
 
         def first() -> None:

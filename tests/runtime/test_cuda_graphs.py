@@ -18,7 +18,7 @@ def recorded(monkeypatch):
 
 
 def passes(model):
-    """Rows and their tokens, pass by pass: questions over chunks and steps of several sequences, of which sizes recur."""
+    """Rows and their tokens, pass by pass: questions over chunks, and steps of several; some sizes recur."""
     chunks = model.encode([range(5, 14), range(20, 41), (7, 8)])
 
     def over(*which, start=3, temperature=1.0):
