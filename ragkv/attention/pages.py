@@ -219,8 +219,8 @@ class PagedReads:
         if rotation is None:
             query = folded(call.query[:, :, self._seen])
             return query.expand(self._chunks, *query.shape).flatten(0, 2)
-        wide, partner = rotation.widened(folded(call.query[:, :, self._seen]))
         table = rotation.table
+        wide, partner = table.widened(folded(call.query[:, :, self._seen]))
         if table not in self._factors:
             rows = self._rows[:: self._counts[0] // self._chunks]
             self._factors[table] = tuple(t[rows][:, None, None, None] for t in (table.cos, table.sin))

@@ -109,25 +109,37 @@ class QueryRotations:
         key = (kind, query.shape[-1])
         if key not in self._tables:
             self._tables[key] = self._table(*key)
-        return QueryRotation(query, self._tables[key])
+        return QueryRotation(query, self._tables[key], self._rows)
 
     def _table(self, kind: str, head_dim: int) -> RotationTable:
         back = -torch.tensor(list(self._rows)).to(self._device, non_blocking=True)
-        cos, sin = self._rotary.factors(back, kind, head_dim)
-        partners, sign = self._rotary.partners(kind, head_dim, self._device)
-        swapped = partners.equal(torch.arange(head_dim).roll(head_dim // 2))
-        there, signs = (t.to(self._device, non_blocking=True) for t in (partners, sign))
-        return RotationTable(self._rows, cos, sin * signs, None if swapped else there)
+        return RotationTable.of(self._rotary, back, kind, head_dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotationTable:
-    """cos and signed sin `(offsets, head_dim)` of each offset's row, and the partners; None: the head's other half."""
+    """cos and signed sin of some offsets, `(offsets, head_dim)`, and the partners; None: the head's other half."""
 
-    rows: dict[int, int]
     cos: Tensor
     sin: Tensor
     partners: Tensor | None
+
+    @classmethod
+    def of(cls, rotary: Rotary, offsets: Tensor, kind: str, head_dim: int) -> RotationTable:
+        """That of `offsets` `(n,)`, on their device."""
+        cos, sin = rotary.factors(offsets, kind, head_dim)
+        partners, sign = rotary.partners(kind, head_dim, offsets.device)
+        swapped = partners.equal(torch.arange(head_dim).roll(head_dim // 2))
+        there, signs = (t.to(offsets.device, non_blocking=True) for t in (partners, sign))
+        return cls(cos, sin * signs, None if swapped else there)
+
+    def widened(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """`(…, head_dim)` in fp32, and what a rotation mixes into each of their elements, both contiguous."""
+        wide = states.to(torch.float32, memory_format=torch.contiguous_format)
+        if self.partners is not None:
+            return wide, wide.index_select(-1, self.partners)
+        half = wide.shape[-1] // 2
+        return wide, torch.cat([wide[..., half:], wide[..., :half]], -1)
 
 
 @dataclass(slots=True)
@@ -136,29 +148,22 @@ class QueryRotation:
 
     query: Tensor
     table: RotationTable
+    rows: dict[int, int]
     _wide: tuple[Tensor, Tensor] | None = None
     _last: tuple[int, slice, Tensor] | None = None
 
     def by(self, offset: int | Tensor, tokens: slice | Tensor) -> Tensor:
         """R(-offset)·query of these tokens; a tensor `(n,)` of table indices rotates each token by its own offset."""
         if not isinstance(offset, int) or not isinstance(tokens, slice):
-            return self._turned(self.table.rows[offset] if isinstance(offset, int) else offset, tokens)
+            return self._turned(self.rows[offset] if isinstance(offset, int) else offset, tokens)
         # chunks with the same offset follow each other
         if self._last is None or self._last[:2] != (offset, tokens):
-            self._last = (offset, tokens, self._turned(self.table.rows[offset], tokens))
+            self._last = (offset, tokens, self._turned(self.rows[offset], tokens))
         return self._last[2]
-
-    def widened(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries `(…, head_dim)` in fp32, and what a rotation mixes into each of their elements, both contiguous."""
-        wide = states.to(torch.float32, memory_format=torch.contiguous_format)
-        if self.table.partners is not None:
-            return wide, wide.index_select(-1, self.table.partners)
-        half = wide.shape[-1] // 2
-        return wide, torch.cat([wide[..., half:], wide[..., :half]], -1)
 
     def _turned(self, row: int | Tensor, tokens: slice | Tensor) -> Tensor:
         if self._wide is None:  # contiguous, so that its heads are folded without a copy, whatever the offset
-            self._wide = self.widened(self.query)
+            self._wide = self.table.widened(self.query)
         wide, partner = self._wide
         turned = wide[:, :, tokens] * self.table.cos[row]
         return turned.addcmul_(partner[:, :, tokens], self.table.sin[row]).to(self.query.dtype)

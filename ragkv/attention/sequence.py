@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk, stored
 from ragkv.attention.partial import LayerCall, PartialAttention
-from ragkv.attention.rope import Angles, Rotary
+from ragkv.attention.rope import Angles, Rotary, RotationTable
 
 
 class KVCache:
@@ -571,9 +571,10 @@ def _joined_by_layer(
     segments: Sequence[PlacedChunk], rotary: Rotary, capacity: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """`_joined` on a device, with memory for `capacity` tokens: some launches a layer, not some for each chunk."""
-    offsets = torch.tensor([[segment.offset for segment in segments for _ in range(segment.kv.tokens)]])
-    tokens, moved = offsets.shape[1], bool(offsets.any())
-    angles: dict[tuple[str, torch.device], Angles] = {}
+    offsets = sorted({segment.offset for segment in segments})
+    rows = torch.tensor([offsets.index(segment.offset) for segment in segments for _ in range(segment.kv.tokens)])
+    tokens, moved = len(rows), any(offsets)
+    tables: dict[tuple[str, int, torch.device], tuple[RotationTable, Tensor, Tensor]] = {}
     keys, values = list[Tensor](), list[Tensor]()
     for layer, kind in enumerate(rotary.kinds):
         key, value = (
@@ -581,12 +582,20 @@ def _joined_by_layer(
             for each in ([segment.kv.keys for segment in segments], [segment.kv.values for segment in segments])
         )
         if kind is not None and moved and key.numel():
-            if (kind, key.device) not in angles:  # layers may lie on several devices
-                angles[kind, key.device] = rotary.angles(offsets.to(key.device, non_blocking=True), kind)
-            key = rotary.apply(key[None].float(), *angles[kind, key.device])[0]
+            known = kind, key.shape[-1], key.device
+            if known not in tables:  # layers may lie on several devices
+                there, row = (t.to(key.device, non_blocking=True) for t in (torch.tensor(offsets), rows))
+                table = RotationTable.of(rotary, there, kind, key.shape[-1])
+                tables[known] = table, table.cos[row], table.sin[row]
+            table, cos, sin = tables[known]
+            wide, partner = table.widened(key)
+            key = (wide * cos).addcmul_(partner, sin).to(key.dtype)
         for made, found in ((keys, key), (values, value)):
-            made.append(_empty_like(found, capacity, segments[0].kv.dtype))
-            made[-1][:, :tokens] = found
+            if capacity > tokens or found.dtype != segments[0].kv.dtype:
+                made.append(_empty_like(found, capacity, segments[0].kv.dtype))
+                made[-1][:, :tokens] = found
+            else:
+                made.append(found)
     return keys, values
 
 

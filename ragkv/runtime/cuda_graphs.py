@@ -13,6 +13,7 @@ is launched kernel by kernel. A graph is of a number of tokens, to which a pass 
 from __future__ import annotations
 
 import bisect
+import functools
 import logging
 import operator
 from collections import Counter
@@ -46,29 +47,31 @@ PASSES = 2
 """So many passes of a size, and the last of them is captured, which takes as long as two."""
 
 
-def capture(work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """What runs the kernels of `work` again and returns the same tensor, filled anew; `work` itself runs none."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may copy KV meanwhile
-        result = work()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return result
-
-    return replay
-
-
 class Capture:
     """Captures what this thread launches between `begin` and `end`, which gives what launches it again.
 
-    All graphs share their memory, which is safe for pieces that are launched in the order of their capture: what one of
-    them leaves for later is held by who needs it.
+    All graphs of a runtime share their memory, which is safe because they are launched one after another: what one of
+    them leaves for later is held by who needs it, and is read before another one is launched.
     """
 
     def __init__(self) -> None:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._first = self.whole(lambda: torch.zeros(1, device="cuda"))
+        """Torch's memory for graphs is gone with the last of them, and cannot be used again."""
+
+    def whole(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What runs the kernels of `work` again and returns the same tensor, filled anew; `work` itself runs none."""
+        with self.aside():
+            self.begin()
+            result = work()
+            launch = self.end()
+
+        def replay() -> Tensor:
+            launch()
+            return result
+
+        return replay
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -85,7 +88,7 @@ class Capture:
         before.wait_stream(self._stream)
 
     def begin(self) -> None:
-        """Capture from here on; nothing runs."""
+        """Capture from here on; nothing runs. Other threads may copy KV meanwhile."""
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
@@ -153,10 +156,10 @@ class _Captured:
 class PiecewiseGraphs:
     """Runs forward passes of one model, and captures those of a size that comes again. Of one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, capture: Callable[[], Capture]) -> None:
         self._passes: Counter[tuple[int, int]] = Counter()
         self._captured: dict[tuple[int, int], _Captured] = {}
-        self._capture: Capture | None = None
+        self._capture = capture
         self._off = False
 
     def logits(self, model: LanguageModel, step: Step, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
@@ -177,13 +180,13 @@ class PiecewiseGraphs:
     def _capture_pass(self, model: LanguageModel, tokens: int, kept: int) -> _Captured:
         if {parameter.device for parameter in model.module.parameters()} != {model.device}:
             raise ValueError("its layers lie on several devices")
-        self._capture = self._capture or Capture()
+        capture = self._capture()
         ids, positions, keep = (torch.zeros(n, dtype=torch.long, device=model.device) for n in (tokens, tokens, kept))
-        pieces = _Pieces(self._capture)
-        with self._capture.aside():
-            self._capture.begin()
+        pieces = _Pieces(capture)
+        with capture.aside():
+            capture.begin()
             logits = model.logits(pieces, {"input_ids": ids[None]}, positions, keep)
-            return _Captured(ids, positions, keep, pieces.pieces, self._capture.end(), logits)
+            return _Captured(ids, positions, keep, pieces.pieces, capture.end(), logits)
 
 
 def _padded(count: int) -> int:
@@ -204,7 +207,8 @@ class DecodeGraph:
         that the graph's kernels read.
         """
         self._off = False
-        self._pieces = PiecewiseGraphs()
+        self._capture = functools.cache(Capture)
+        self._pieces = PiecewiseGraphs(self._capture)
 
     def forget(self) -> None:
         """Let go of the sequences: one of them has ended. For any thread."""
@@ -248,7 +252,7 @@ class DecodeGraph:
         self._off = again is None
         if again is not None:
             try:
-                self._captured = tokens, capture(again), again
+                self._captured = tokens, self._capture().whole(again), again
             except Exception as error:  # a model that asks the device something, or leaves torch
                 self._off = True
                 logger.info("decode steps of this model run kernel by kernel: they cannot be captured: %s", error)

@@ -61,7 +61,7 @@ def test_tokens_are_turned_back_by_every_offset(tokens, offsets):
 def test_each_token_is_turned_back_by_its_own_offset(tokens):
     query, own = torch.randn(1, 4, 5, HEAD_DIM), [12, -4, 0]
     rotation = turns_of([5, 0, -4, 12]).of(query, 0)
-    turned = rotation.by(torch.tensor([rotation.table.rows[offset] for offset in own]), tokens)
+    turned = rotation.by(torch.tensor([rotation.rows[offset] for offset in own]), tokens)
     for place, offset in enumerate(own):
         expected = exact(query[:, :, tokens][:, :, place], "near", -offset)
         torch.testing.assert_close(turned[:, :, place].double(), expected, atol=1e-5, rtol=0)

@@ -230,7 +230,7 @@ def test_steps_that_repeat_are_captured_once_for_each_set_of_sequences(make_mode
 
         return replay
 
-    monkeypatch.setattr(cuda_graphs, "capture", captured)
+    monkeypatch.setattr(recordedgraph.RecordedCapture, "whole", lambda _, work: captured(work))
     monkeypatch.setattr(crowd, "_ALONE", {})
     one, other, *_ = (replace(asked, steps=9) for asked in questions("block", ()))
     expected = [alone(model, asked)[1] for asked in (one, other)]
@@ -266,14 +266,16 @@ def test_a_captured_step_computes_what_its_kernels_do(name, tuning, make_model, 
     """Rounding differs with how the keys are split, so answers are compared while their tokens are the same."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    model, captures, capture = make_model("llama", "bfloat16", "cuda"), [], cuda_graphs.capture
+    model, captures, whole = make_model("llama", "bfloat16", "cuda"), [], cuda_graphs.Capture.whole
     asked = [replace(one, steps=12) for one in questions(name, tuning)]
 
     def answers():
         crowd._ALONE.clear()
         return [alone(model, one) for one in asked] + [each[1:] for each in crowd.together(model, asked)[1]]
 
-    monkeypatch.setattr(cuda_graphs, "capture", lambda work: captures.append(capture(work)) or captures[-1])
+    monkeypatch.setattr(
+        cuda_graphs.Capture, "whole", lambda self, work: captures.append(whole(self, work)) or captures[-1]
+    )
     found = answers()
     assert captures
     monkeypatch.setattr(cuda_graphs, "ALIKE", 1 << 30)

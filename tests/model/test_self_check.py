@@ -127,9 +127,9 @@ def rolled_weights(plan):
 
 
 def next_offset(rotation, offset, tokens):
-    last = len(rotation.table.rows) - 1
+    last = len(rotation.rows) - 1
     if isinstance(offset, int):
-        return BY(rotation, list(rotation.table.rows)[min(rotation.table.rows[offset] + 1, last)], tokens)
+        return BY(rotation, list(rotation.rows)[min(rotation.rows[offset] + 1, last)], tokens)
     return BY(rotation, (offset + 1).clamp_max(last), tokens)
 
 
@@ -137,7 +137,7 @@ def by_other_partners(change):
     """Queries are rotated by mixing them with something else than their partners."""
 
     def turned(rotation, row, at):
-        wide, partner = rotation.widened(rotation.query)
+        wide, partner = rotation.table.widened(rotation.query)
         return TURNED(replace(rotation, _wide=(wide, change(partner))), row, at)
 
     return turned

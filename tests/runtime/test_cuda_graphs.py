@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import recordedgraph
 import torch
@@ -44,7 +46,7 @@ def passes(model):
 
 def compared(model, monkeypatch, close):
     """Of every pass, whether it ran in pieces; its logits are those of the model's kernels."""
-    graphs, replays, replayed = PiecewiseGraphs(), [], cuda_graphs._Captured.run
+    graphs, replays, replayed = PiecewiseGraphs(cache(cuda_graphs.Capture)), [], cuda_graphs._Captured.run
     monkeypatch.setattr(cuda_graphs._Captured, "run", lambda *given: replays.append(1) or replayed(*given))
     in_pieces, found, expected = [], [], []
     for (rows, ids), (others, _) in zip(passes(model), passes(model), strict=True):
