@@ -572,7 +572,8 @@ def _joined_by_layer(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """`_joined` on a device, with memory for `capacity` tokens: some launches a layer, not some for each chunk."""
     offsets = sorted({segment.offset for segment in segments})
-    rows = torch.tensor([offsets.index(segment.offset) for segment in segments for _ in range(segment.kv.tokens)])
+    lengths = torch.tensor([segment.kv.tokens for segment in segments])
+    rows = torch.tensor([offsets.index(segment.offset) for segment in segments]).repeat_interleave(lengths)
     tokens, moved = len(rows), any(offsets)
     tables: dict[tuple[str, int, torch.device], tuple[RotationTable, Tensor, Tensor]] = {}
     keys, values = list[Tensor](), list[Tensor]()

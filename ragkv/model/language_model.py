@@ -319,9 +319,9 @@ class LanguageModel:
         return self.logits(step, given, positions, keep, seen), step
 
     def repeatable(
-        self, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]
+        self, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], run: Run
     ) -> tuple[Tensor, Tensor, Callable[[], Tensor] | None]:
-        """`step` of one token for each sequence: its logits, and how the next ones are computed.
+        """`step` of one token for each sequence: its logits, which `run` computes, and how the next ones are computed.
 
         For those, write their ids into the returned `(rows,)` int64, and call: it gives their logits, by the same
         kernels on the same memory, without a look at the host, and counts nothing in `rows`. None if it cannot be.
@@ -334,7 +334,7 @@ class LanguageModel:
             step.advance()
             return self.logits(step, {"input_ids": tokens[None]}, positions, keep)
 
-        logits = self.logits(step, {"input_ids": tokens[None]}, positions, keep)
+        logits = run(self, step, tokens, positions, keep)
         step.commit()
         return logits, tokens, again if step.repeats and not self._latents else None
 

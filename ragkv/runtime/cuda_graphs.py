@@ -2,7 +2,7 @@
 
 `DecodeGraph` captures whole decode steps. A step of the same sequences as the last ones, of one token each, differs
 from those in the tokens, the positions and the lengths alone, and these are numbers on the device
-(`ragkv.attention.batch.Step`, `fixed`). So the third such step in a row is captured, and those that follow are replays,
+(`ragkv.attention.batch.Step`, `fixed`). So the eighth such step in a row is captured, and those that follow are replays,
 until a sequence joins or leaves or its memory is full.
 
 `PiecewiseGraphs` captures any other pass of few tokens, such as that of a question, in the pieces between the attention
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALIKE, MOST_ALIKE = 3, 48
+ALIKE, MOST_ALIKE = 8, 64
 """So many steps of the same sequences in a row, and the last of them is captured; up to so many, while captured steps
 have too few replays to be worth their capture.
 """
-WORTH = 6
-"""Replays that are worth a capture, which takes as long as two steps."""
+WORTH = 12
+"""Replays that are worth a capture, which takes as long as some steps in pieces."""
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens to which a pass is padded; with more the device is busy for longer than the launches take."""
 PASSES = 2
@@ -248,7 +248,7 @@ class DecodeGraph:
             return logits
         if self._off or self._alike < self._wanted:
             return self._step(model, rows, ids)
-        logits, tokens, again = model.repeatable(rows, ids)
+        logits, tokens, again = model.repeatable(rows, ids, self._pieces.logits)
         self._off = again is None
         if again is not None:
             try:

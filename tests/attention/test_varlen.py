@@ -231,6 +231,8 @@ def test_steps_that_repeat_are_captured_once_for_each_set_of_sequences(make_mode
         return replay
 
     monkeypatch.setattr(recordedgraph.RecordedCapture, "whole", lambda _, work: captured(work))
+    monkeypatch.setattr(cuda_graphs, "ALIKE", 3)
+    monkeypatch.setattr(cuda_graphs, "WORTH", 6)
     monkeypatch.setattr(crowd, "_ALONE", {})
     one, other, *_ = (replace(asked, steps=9) for asked in questions("block", ()))
     expected = [alone(model, asked)[1] for asked in (one, other)]
@@ -276,6 +278,7 @@ def test_a_captured_step_computes_what_its_kernels_do(name, tuning, make_model, 
     monkeypatch.setattr(
         cuda_graphs.Capture, "whole", lambda self, work: captures.append(whole(self, work)) or captures[-1]
     )
+    monkeypatch.setattr(cuda_graphs, "ALIKE", 3)
     found = answers()
     assert captures
     monkeypatch.setattr(cuda_graphs, "ALIKE", 1 << 30)
