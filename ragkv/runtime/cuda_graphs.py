@@ -2,8 +2,8 @@
 
 `DecodeGraph` captures whole decode steps. A step of the same sequences as the last ones, of one token each, differs
 from those in the tokens, the positions and the lengths alone, and these are numbers on the device
-(`ragkv.attention.batch.Step`, `fixed`). So the eighth such step in a row is captured, and those that follow are replays,
-until a sequence joins or leaves or its memory is full.
+(`ragkv.attention.batch.Step`, `fixed`). So the eighth such step in a row is captured, and replays follow until a
+sequence joins or leaves or its memory is full.
 
 `PiecewiseGraphs` captures any other pass of few tokens, such as that of a question, in the pieces between the attention
 of two layers, as vLLM does: what a layer computes for a token does not depend on what the token reads. Attention alone
