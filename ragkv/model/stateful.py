@@ -38,7 +38,15 @@ from ragkv.attention.sequence import KVCache, StackedSequence, TokenSequence
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.attention_hook import LayerMask
 from ragkv.model.checkpoint import Checkpoint
-from ragkv.model.language_model import LanguageModel, bound_time_steps, in_float32, set_windows, shallow_copy, spans
+from ragkv.model.language_model import (
+    LanguageModel,
+    Run,
+    bound_time_steps,
+    in_float32,
+    set_windows,
+    shallow_copy,
+    spans,
+)
 from ragkv.types import Capability
 
 _PLAIN = (str, bytes, type, torch.dtype, torch.device, torch.Size)
@@ -425,10 +433,12 @@ class StatefulModel(LanguageModel):
         seen: list[LayerMask] | None = None,
         ranks: Ranks | None = None,
         vectors: Tensor | None = None,
+        run: Run | None = None,
     ) -> Tensor:
         """As `LanguageModel.step`; sequences are batched where that is exact (`ways`).
 
-        A sequence reads one chunk at most, so there is nothing to merge with other `ranks`. It takes no `vectors`.
+        A sequence reads one chunk at most, so there is nothing to merge with other `ranks`. It takes no `vectors`, and
+        no pass is one that `run` could compute.
         """
         if vectors is not None:
             raise UnsupportedModelError("a model whose cache is resumed takes token ids alone")

@@ -55,7 +55,8 @@ class Capture:
     """
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._first = self.whole(lambda: torch.zeros(1, device="cuda"))
         """Torch's memory for graphs is gone with the last of them, and cannot be used again."""
