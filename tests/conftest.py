@@ -1,7 +1,5 @@
 """Tiny random models of every supported family, and indexes built on them. CPU, no network."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

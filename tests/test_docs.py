@@ -1,7 +1,5 @@
 """The pages say what the code is: generated ones are up to date, links lead somewhere, every page is in the menu."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The shipped mini on the shipped corpus: what the README promises."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import shutil

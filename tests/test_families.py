@@ -4,8 +4,6 @@ The oracle is `ragkv.evaluation.families`: dense, uncached forwards of transform
 the mechanisms runs here; `make test-all` judges all families, as `make models` does (ten minutes on one core).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The rooms: what lies in the package, that imports make no circle, and that the picture of them is up to date."""
 
-from __future__ import annotations
-
 import graphlib
 import re
 import runpy

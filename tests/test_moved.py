@@ -1,7 +1,5 @@
 """The import paths and names of the public API before the modules were merged still work, and say what to write now."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib import import_module

@@ -1,7 +1,5 @@
 """What is installed is what lies in the folders, and nothing is importable under a bare name."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import subprocess

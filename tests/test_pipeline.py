@@ -1,7 +1,5 @@
 """From files to answers through the Python interface, on a random model of the real loading path."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from pathlib import Path

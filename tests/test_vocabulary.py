@@ -1,7 +1,5 @@
 """Names of classes, functions, variables and attributes are the field's words (CONTRIBUTING.md, "How we write")."""
 
-from __future__ import annotations
-
 import ast
 import re
 import runpy

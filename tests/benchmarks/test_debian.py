@@ -1,7 +1,5 @@
 """`benchmarks/debian`: gold answers stand in gold passages, passages in documents, and every work has its terms."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command as a user types it, an index of two documents, a file of questions."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

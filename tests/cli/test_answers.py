@@ -1,7 +1,5 @@
 """`ragkv eval answers` and `ragkv eval tasks`, as typed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

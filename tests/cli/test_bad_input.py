@@ -1,8 +1,6 @@
 """What people get wrong: one sentence on stderr that says what to do, exit code 1 or 2, nothing on stdout,
 no traceback, and nothing half-written."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

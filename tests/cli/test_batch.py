@@ -1,7 +1,5 @@
 """`ragkv query --questions`: rows in, rows out, resumed, refused by line."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import signal

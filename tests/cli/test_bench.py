@@ -1,7 +1,5 @@
 """`ragkv bench store`: every figure beside its baseline, in the form that all benchmarks share."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """`ragkv chat` at a terminal and in a pipe, on the bundled model."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """The command as a user types it: output on stdout, one sentence on stderr, exit codes 0, 1 and 2."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`ragkv config`, that what it says is what the other commands do, the user file, and where each value comes from."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable

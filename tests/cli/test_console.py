@@ -1,7 +1,5 @@
 """What others wrote is shown and not obeyed, on whatever way it comes to stdout and stderr."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """`ragkv query --context`: questions about whole files, without an index."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

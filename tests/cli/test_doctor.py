@@ -1,7 +1,5 @@
 """`ragkv doctor` as a user types it, and what `ragkv stats` says afterwards."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

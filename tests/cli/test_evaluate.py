@@ -1,7 +1,5 @@
 """`ragkv eval retrieval`: what it prints and writes, on an index and on benchmarks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

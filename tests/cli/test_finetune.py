@@ -1,7 +1,5 @@
 """`ragkv finetune block` and `data` as a user types them."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 

@@ -1,8 +1,6 @@
 """A disk that fills up during an ingest: one sentence, an index that answers with what was committed, and the same
 command finishes once there is room."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

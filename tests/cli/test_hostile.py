@@ -1,7 +1,5 @@
 """Indexes that somebody else made: every command ends with an answer or a sentence, and touches nothing outside."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

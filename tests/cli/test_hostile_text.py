@@ -1,7 +1,5 @@
 """Documents, names, models and questions full of control characters: none of them reaches a terminal or a pipe raw."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What a command loads: importing torch takes longer than most commands run. Modules are counted, never times."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`ragkv ingest`: from a pipe, without writing, with what it leaves out said, and interrupted."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`ragkv ingest`, killed and interrupted at any moment, comes to the same index in the end."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """A failed or mistyped `ragkv ingest` leaves what was there before, and nothing that the next one stumbles over."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`ragkv ingest --long-documents apb`: lengths that are given, what is too short for it, and text that is appended."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Questions over the example corpus through `ragkv query --questions`, by every engine, and killed on the way."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """mini on documents of one's own: said at the first ingest and at the first question, and then no more."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import suppress

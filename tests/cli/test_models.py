@@ -1,7 +1,5 @@
 """`ragkv models`: the recorded table, families tried anew, and one model described."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

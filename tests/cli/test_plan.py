@@ -1,7 +1,5 @@
 """`ragkv plan` as a user types it."""
 
-from __future__ import annotations
-
 import inspect
 import json
 

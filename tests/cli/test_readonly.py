@@ -1,7 +1,5 @@
 """An index that may not be written answers all the same; one on a network file system is refused with the reason."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

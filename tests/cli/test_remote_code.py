@@ -1,7 +1,5 @@
 """A checkpoint that brings Python code: never run, never asked about, told in one sentence; `y` waits on stdin."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

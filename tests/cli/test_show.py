@@ -1,7 +1,5 @@
 """`ragkv show` and `ragkv ls`: what an index keeps, told without a model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A stdout that takes nothing: a full disk, and one that was closed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

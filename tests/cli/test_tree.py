@@ -1,8 +1,6 @@
 """The whole command tree: every command has --json and --quiet, an example, and a help text for each of its options;
 what is completed, and where colours go."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,7 +1,5 @@
 """`ragkv tune` as a user types it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """docs/tutorial.md, typed as it stands: the page shows what the commands print."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The commands that keep an index well: what they print, what they leave, and how they end."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

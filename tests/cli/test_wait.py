@@ -1,7 +1,5 @@
 """Two ingests into one index: the second waits and says for whom, or fails at once with `--no-wait`."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

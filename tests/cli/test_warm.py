@@ -1,7 +1,5 @@
 """`ragkv ingest --kv`, `ragkv warm`, `ragkv config set kv_budget=…` and `ragkv plan --index`, as they are typed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

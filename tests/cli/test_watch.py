@@ -1,7 +1,5 @@
 """`ragkv ingest --watch` and `[[watch]]` of `ragkv serve`: an index stays like its folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Pages of the web, from a server on this machine: `ragkv ingest http://…`."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

@@ -1,7 +1,5 @@
 """Ranks as threads of one process: they share their models, and none is lost because the machine is busy."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

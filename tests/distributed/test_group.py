@@ -1,7 +1,5 @@
 """Ranks whose store ends with rank 0, as without torchrun: each still learns why, or that nothing more is asked."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Ranks that are processes: what is said when one is killed, hangs or has another model, and that one comes back."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """An ingest by workers: what they make and what the command commits is what a local ingest stores."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that answer together find and say what one process with one index, or the whole texts, does."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

@@ -1,7 +1,5 @@
 """What lies on several ranks: chunks, an index's shards, and APB's blocks; the answers are those of one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

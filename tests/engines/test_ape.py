@@ -1,7 +1,5 @@
 """APE's default, the shared prefix's length, and what an index's file states; Eq. 5 is in test_engines.py."""
 
-from __future__ import annotations
-
 import torch
 from asking import CHUNKS, PREFIX, SUFFIX, request
 

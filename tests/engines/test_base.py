@@ -1,7 +1,5 @@
 """Engines that a model cannot run exactly are refused with the reason and the name of one that works."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

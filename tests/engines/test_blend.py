@@ -1,7 +1,5 @@
 """Blend: recomputed tokens against one dense masked pass, and each selector against its formula, written out."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import oracle

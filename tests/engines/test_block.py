@@ -1,7 +1,5 @@
 """Block-Attention's sinks, presets and warnings, and its cache in transformers' own hands."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import oracle

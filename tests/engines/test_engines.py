@@ -4,8 +4,6 @@ The scores of every step are compared: a fault that moves a number without movin
 tokens are. The first step reads the question over chunks where they lie, the later ones over the context laid out.
 """
 
-from __future__ import annotations
-
 import oracle
 import pytest
 import torch

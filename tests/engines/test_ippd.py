@@ -1,7 +1,5 @@
 """IPPD, shared or as one prompt: every question gets the answer of `full` alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from asking import CHUNKS, CONTEXTS, PREFIX, QUESTIONS, request, requests

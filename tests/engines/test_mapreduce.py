@@ -1,7 +1,5 @@
 """The baselines of PCED's tables: mapreduce against its literal two stages, `single` and `all` against `full`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import asking

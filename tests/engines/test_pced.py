@@ -1,7 +1,5 @@
 """PCED's β, rules, groups and memory: every variant against separate forwards, and what is held how often."""
 
-from __future__ import annotations
-
 import math
 import weakref
 

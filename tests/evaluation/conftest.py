@@ -1,7 +1,5 @@
 """An index on the random model, with a few documents; a codec that loses bits."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass

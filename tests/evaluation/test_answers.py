@@ -3,8 +3,6 @@
 What is compared is what a query runs on, bit for bit; chunks at hand are scored as an index would score them.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from dataclasses import fields, replace

@@ -1,7 +1,5 @@
 """Benchmarks of BEIR and LOFT are read as they are, and their errors name file and line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

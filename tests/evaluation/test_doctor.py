@@ -1,7 +1,5 @@
 """The examination: its figures are those of the streams themselves, and it leaves the index alone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

@@ -1,7 +1,5 @@
 """Files of LOFT, LongBench, RULER and of one's own become tasks; long texts are cut, and nothing of them is lost."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """A spec is read as it is written, and errors quote what cannot be read."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Metrics are those of the benchmarks' own code."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from functools import cache

@@ -1,7 +1,5 @@
 """Questions are read from a file or made from the index's chunks."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragkv.errors import ConfigError

@@ -1,7 +1,5 @@
 """Measures of a ranking: worked examples by hand, the properties that define them, scikit-learn's nDCG."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Retrieval is measured on an index and on a benchmark's corpus, whose vectors are kept for the next run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

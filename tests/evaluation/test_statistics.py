@@ -1,7 +1,5 @@
 """Samples and intervals over questions: against formulas and simulation, and with a width however alike all went."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Generated tasks have the answers that their chunks state, and are made again by their seed."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import get_args

@@ -1,7 +1,5 @@
 """The greedy search: it takes the paper's path, goes on where it was, and writes nothing but its result."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import asdict, replace
 

@@ -1,7 +1,5 @@
 """An answer while it is on its way: seeds, settings, cancelling, and what is readable when."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor

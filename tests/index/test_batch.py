@@ -1,7 +1,5 @@
 """Many questions led together: the answers of one by one, in a window, with errors that end one alone."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import threading

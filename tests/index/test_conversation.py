@@ -1,7 +1,5 @@
 """What a follow-up searches by, and how much of the past the prompt carries."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

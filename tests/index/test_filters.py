@@ -1,7 +1,5 @@
 """The inventory finds what reading all documents finds, and reads no more of them than it must."""
 
-from __future__ import annotations
-
 import fnmatch
 import secrets
 import threading

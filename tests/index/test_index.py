@@ -1,7 +1,5 @@
 """The budget is what the index or the environment says, or a share of the memory there is."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

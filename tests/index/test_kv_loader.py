@@ -1,7 +1,5 @@
 """A question's KV from memory, store and model: whose it is, in which order it comes, and what is counted as what."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Packs: they answer elsewhere without encoding, and what is damaged, foreign or of another model is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

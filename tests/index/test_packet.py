@@ -1,7 +1,5 @@
 """An index whose chunks stand in packets: whose KV is returned, what is stored, what works when the file is gone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

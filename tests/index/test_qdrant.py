@@ -1,7 +1,5 @@
 """An index whose vectors Qdrant searches: the same hits as by FAISS, and the index stays the truth."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

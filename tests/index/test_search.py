@@ -1,7 +1,5 @@
 """An index with an embedder and a reranker: ingest, questions, filters, change, loading ahead."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import math

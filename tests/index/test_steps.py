@@ -1,7 +1,5 @@
 """Questions over several steps: the queries that a model writes, when they end, and what the answer is read from."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import chain, zip_longest
 

@@ -1,7 +1,5 @@
 """Indexes that share KV through a tier: what one has encoded, another one loads, with the same answers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """The `context` encoding: what chunks see of their document, exactly, and that nothing stale is ever read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Files that python-docx wrote, and by hand what it cannot write."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 

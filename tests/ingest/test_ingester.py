@@ -1,7 +1,5 @@
 """An ingest can be ended between any two batches of work, in all that it does with a long document."""
 
-from __future__ import annotations
-
 import pytest
 import words
 

@@ -1,7 +1,5 @@
 """Engine apb on an index and on files: whole documents in blocks, stored, appended to, damaged."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Spreadsheets, slides, books, OpenDocument texts and mail: what is read, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from email.message import EmailMessage

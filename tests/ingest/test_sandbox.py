@@ -1,7 +1,5 @@
 """Files that were made to take the machine with them: each is read or skipped with a reason, in bounded memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

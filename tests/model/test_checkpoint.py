@@ -1,7 +1,5 @@
 """What a model's name means, what is said when it means nothing, and packed weights."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """Every family: what ragkv computes from cached, moved chunks is what transformers computes from the whole text."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Linear layers that read few rows, against the ordinary ones."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

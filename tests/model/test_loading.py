@@ -1,7 +1,5 @@
 """Broken, foreign and hostile checkpoint folders: one sentence each, nothing run, made up or huge."""
 
-from __future__ import annotations
-
 import copy
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Latent attention: what is kept of a token, and that attention over it is that over expanded keys and values."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Packets: their KV and answers by the model's own forward, and files that are refused."""
 
-from __future__ import annotations
-
 import copy
 import os
 

@@ -1,7 +1,5 @@
 """Whatever a text says, no control token comes out of it, and nothing of the text is lost."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

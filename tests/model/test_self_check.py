@@ -1,7 +1,5 @@
 """The proof on load sees what it vouches for: every fault planted here has to be refused, and each by its name."""
 
-from __future__ import annotations
-
 import copy
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models whose rows resume one state: exact beside whole forwards, alone and side by side, and after a fault."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, field
 

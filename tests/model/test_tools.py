@@ -1,7 +1,5 @@
 """Tool calls as chat templates write them: read off the template, held to by its grammar, and parsed as they come."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What repeats say of a machine, on made-up times."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragkv.planning.calibration import Repeats, TimingQuality

@@ -1,7 +1,5 @@
 """The plan for many machines: what is scaled, and what the simulation must keep."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

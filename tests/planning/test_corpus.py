@@ -1,7 +1,5 @@
 """What a sample says of all files, against what reading all of them says."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is predicted of an ingest with mini, against the ingest: chunks and bytes, never time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

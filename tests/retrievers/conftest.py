@@ -1,7 +1,5 @@
 """Small encoders with random weights in the file layouts of bge-m3, bge-reranker-v2-m3 and sentence-transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """bge-m3's layout beside FlagEmbedding's own scores, and every text that a user may bring."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Mapping

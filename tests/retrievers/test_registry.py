@@ -1,7 +1,5 @@
 """Names to models, fingerprints without loading, plug-ins."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

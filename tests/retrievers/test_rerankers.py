@@ -1,7 +1,5 @@
 """The cross-encoder beside transformers' own forward pass, and FlagEmbedding's own scores."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """An index of two documents under a random model, and the server's app around it, asked without a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

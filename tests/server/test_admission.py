@@ -1,7 +1,5 @@
 """Which requests are let in, which wait for a while, and what is counted of them."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """OpenAI's protocol over an index, without a socket: answers, streams, errors, and what there is besides."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import copy

@@ -4,8 +4,6 @@ After each test, the log has neither a traceback nor a word of documents and que
 an ordinary request is answered.
 """
 
-from __future__ import annotations
-
 import hmac
 import itertools
 import json

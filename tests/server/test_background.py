@@ -1,7 +1,5 @@
 """`ragkv serve --background` and `ragkv stop` as they are typed, and what a command loads that a server works for."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Which sources the sentences of an answer are cited with."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragkv.server.api import cited, is_refusal

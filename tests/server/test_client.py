@@ -4,8 +4,6 @@ LiteLLM refuses the huggingface_hub that transformers uses here, and LlamaIndex'
 they live in an environment of their own (`make clients`), from which a script asks as its users would.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import runpy

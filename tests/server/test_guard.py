@@ -1,7 +1,5 @@
 """What a request passes before anything answers it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import stat

@@ -1,7 +1,5 @@
 """kill -9 of a server that ingests and answers: what was committed is there, the rest is told, and all goes on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

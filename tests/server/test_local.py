@@ -1,7 +1,5 @@
 """The socket in an index's folder: whoever may not be at the other end is neither asked nor let in."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

@@ -1,7 +1,5 @@
 """The OpenAPI description, by which schemathesis asks all routes: none fails, and each answers as it is described."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import closing
 from unittest.mock import patch

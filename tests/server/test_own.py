@@ -1,7 +1,5 @@
 """The server's own API: questions with every score and every token's expert, indexes, documents, chunks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from urllib.parse import quote

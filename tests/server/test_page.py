@@ -3,8 +3,6 @@
 After each test, the browser has reported no error, nothing that the policy refused, and no request to elsewhere.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`ragkv serve --ray`: its parts without Ray's processes, replicas that are lost, and once all of it on Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Somebody deletes or replaces an index while a server is up for it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import threading

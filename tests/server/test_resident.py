@@ -1,7 +1,5 @@
 """The resident command: what a server says for `ragkv query`, `chat` and `ls`, they say too, to the byte."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`ragkv serve` as a user starts it, asked by clients of OpenAI's protocol over a socket."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

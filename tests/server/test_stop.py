@@ -1,7 +1,5 @@
 """A stop while answers are on their way: they finish, or are told that they are cut short, and it comes to an end."""
 
-from __future__ import annotations
-
 import json
 import signal
 from contextlib import ExitStack

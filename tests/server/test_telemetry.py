@@ -1,7 +1,5 @@
 """What an operator sees: spans from search to last token, request ids, a log of JSON lines; and no text in any."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """The index as tools, asked by the official client: in memory, over stdin and stdout, and over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """Documents that are uploaded, ingested by jobs and deleted, without a socket."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

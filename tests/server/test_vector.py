@@ -1,7 +1,5 @@
 """Embeddings and rerankings: in batches, in a thread of their own, until their client or the server leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The page's files as the server sends them, and what may not stand in them."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from html.parser import HTMLParser

@@ -1,7 +1,5 @@
 """A store, and three documents in one with all that a repair may ask."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

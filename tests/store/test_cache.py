@@ -1,7 +1,5 @@
 """The tier never holds more than its budget, nothing twice, and nothing that the store has let go."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Codecs: bit-exact or bounded by half a step, decoded as docs/formats.md says, loud about what they did not write."""
 
-from __future__ import annotations
-
 import contextlib
 import runpy
 import struct

@@ -1,7 +1,5 @@
 """What the store remembers of its changes: exactly what differs, for as long as it is no more than a quarter of all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

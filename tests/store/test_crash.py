@@ -1,7 +1,5 @@
 """A writer that is killed at any moment loses nothing that it acknowledged and leaves nothing half done."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,8 +1,6 @@
 """A store whose file is damaged in any one place gives the right values, or none, or an error: never a wrong one, never
 a dead process; and writing to it fails, or leaves a store whose pages are sound."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

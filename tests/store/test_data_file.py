@@ -1,7 +1,5 @@
 """A data file that LMDB would crash on is refused before it is mapped."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from pathlib import Path

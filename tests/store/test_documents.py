@@ -1,7 +1,5 @@
 """Vectors come, change and go with their chunk, by kind, bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The rules of LMDB that a user must never meet: growth, processes, forks, versions, a full disk."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """Sound pages are accepted whatever LMDB did to make them; pages that would lead it or a writer astray are refused."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

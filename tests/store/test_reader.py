@@ -1,7 +1,5 @@
 """KV layer by layer, where it lies, and many at once: the right tensors, nothing read for nothing, nothing mixed."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from dataclasses import replace

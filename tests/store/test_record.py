@@ -1,7 +1,5 @@
 """A record is bit-exact, cut into small segments, strict about what it reads, and readable for ever."""
 
-from __future__ import annotations
-
 import runpy
 import struct
 from collections.abc import Iterator, Sequence

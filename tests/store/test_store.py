@@ -1,7 +1,5 @@
 """Documents, chunks and KV appear and vanish together, and a damaged record is never a tensor."""
 
-from __future__ import annotations
-
 import logging
 import runpy
 import shutil

@@ -3,8 +3,6 @@
 The tests named after an issue hold what went wrong elsewhere (docs/tiers.md).
 """
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from pathlib import Path

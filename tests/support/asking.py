@@ -1,7 +1,5 @@
 """Requests over token ids, as the pipeline would hand them to an engine, and greedy runs of them."""
 
-from __future__ import annotations
-
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.runtime import Stream, runtime_of
 from ragkv.types import Encoding

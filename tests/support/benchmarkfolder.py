@@ -1,7 +1,5 @@
 """Small BEIR and LOFT folders, and an embedder that keeps what it was asked."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

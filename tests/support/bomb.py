@@ -1,7 +1,5 @@
 """Files of some kilobytes that want gigabytes or hours of whoever reads them; one for each way that is known."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

@@ -1,7 +1,5 @@
 """Debian's chromium, driven by Playwright. Tests that need it are skipped where there is none."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A command of ragkv in a process of its own, which imports nothing anew: it is forked from one that has everything."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

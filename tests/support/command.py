@@ -5,8 +5,6 @@ As a program: `command.py WAY '[["stats", "--index", "x"], ...]' INDEX` prints a
 commands share the models of the index, which is mounted read-only, or whose permissions hold for root too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Tokenizers of every kind with control tokens of every kind among their ids, built on the spot."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

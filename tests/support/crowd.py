@@ -5,8 +5,6 @@ own, some are cancelled, and the runtime is given little room, so that questions
 of one is what the paper's equations give (`literal`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any

@@ -3,8 +3,6 @@
 Nothing is cached, cut or merged: the tests of `ragkv.model.apb` compare with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """What CUDA does with an op that `pretend` only acts out: which tensors it refuses, and when the host must wait."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A language model of LlamaIndex that says what a test told it to, and a bag-of-words embedder."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from typing import Any

@@ -1,7 +1,5 @@
 """Work for a fresh process (`ragkv.benchmarks.speed.report`), which is forked from one that has imported this."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -6,8 +6,6 @@
 copied to COPY; `limit` sets a quota on the size of files, and runs anywhere.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

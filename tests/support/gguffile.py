@@ -1,7 +1,5 @@
 """A GGUF file of a random Qwen 2, as llama.cpp's converter writes it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The server's app behind its guard, what is sent to it and what comes back, without a socket."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

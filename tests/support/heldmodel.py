@@ -3,8 +3,6 @@
 Whether the cancelling thread or the computing one is quicker is then no matter of the machine.
 """
 
-from __future__ import annotations
-
 import threading
 
 from ragkv.index.answer import AnswerStream

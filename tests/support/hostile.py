@@ -3,8 +3,6 @@
 `Attack` holds the index's rows; `mutated` gives seeded changes of one kind of row, as what to put under which key.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

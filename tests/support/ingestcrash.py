@@ -6,8 +6,6 @@ A command sends the signal to itself at the n-th of `EVENTS`, so that no kill de
 long runs some come a moment later, from another thread.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """`ragkv query --questions` that kills itself: after so many answers, and so many bytes of the next."""
 
-from __future__ import annotations
-
 __all__ = ["KILLED"]
 
 KILLED = """

@@ -1,7 +1,5 @@
 """A server with a real socket, in a thread of the test's process."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Models that are loaded and checked once per process, where a test only asks them."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import threading

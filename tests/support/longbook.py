@@ -1,7 +1,5 @@
 """A book whose blocks are known to the token: a tiny model that reads bytes, and paragraphs of one block each."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from pathlib import Path

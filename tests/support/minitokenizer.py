@@ -1,7 +1,5 @@
 """A small tokenizer of the mini model's kind, trained in a second."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragkv.benchmarks.mini.data import train_tokenizer

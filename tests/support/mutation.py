@@ -2,8 +2,6 @@
 deeply, keys missing and added. Seeded, so that a failure can be looked at again.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator

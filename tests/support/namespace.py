@@ -3,8 +3,6 @@
 Many containers give no namespace, and some only one of the two.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,7 +1,5 @@
 """A folder that every user of the machine may enter, for tests that give up being root."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

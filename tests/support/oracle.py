@@ -4,8 +4,6 @@ Nothing of ragkv's engines or attention is used here. Each function decodes gree
 (token ids, winners or None); the next token's scores `(vocab,)` of every step are appended to `trace`.
 """
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A program run as a user types it, in this process: exit code and both streams."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Work in other processes: a fresh interpreter, also beside a package with entry points of its own, and a fork."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

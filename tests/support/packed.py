@@ -1,7 +1,5 @@
 """What is asked in a packed training row, read back from its tokens and weights."""
 
-from __future__ import annotations
-
 from ragkv.benchmarks.mini.data import GOLD_WEIGHT
 
 __all__ = ["spoken"]

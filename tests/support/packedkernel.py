@@ -3,8 +3,6 @@
 What the CUDA kernel refuses is refused, and a query that sees no key has the logsumexp +inf as it has there.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

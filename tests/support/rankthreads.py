@@ -1,7 +1,5 @@
 """Ranks as threads of one process: real gloo groups over an in-memory store, without a process for each."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@
 Every reader opens the store for itself, and checks all that it finds for as long as the writer writes.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

@@ -1,7 +1,5 @@
 """Read bytes as `ragkv ingest` reads a file, or say why it does not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ tensors: so what was computed outside of the pieces, or reads memory that anothe
 number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

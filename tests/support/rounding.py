@@ -1,7 +1,5 @@
 """A row of a benchmark, whose figures are rounded: is its ratio theirs, however small or large they came out?"""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -4,8 +4,6 @@ As a program: a JSON list of `{"arguments": […], "stdin": "…", "terminal": �
 "out", "err"}`. Bytes are told as Latin-1 text. Its arguments are indexes whose models the commands share.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pty

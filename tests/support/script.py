@@ -1,7 +1,5 @@
 """Engines that need no model: their scores are made up."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 

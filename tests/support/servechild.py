@@ -1,7 +1,5 @@
 """A server in a process of its own, which holds still where a test wants to kill it."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

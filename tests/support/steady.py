@@ -1,7 +1,5 @@
 """A clock that goes on by the same step whenever it is read: what depends on time is the same on every machine."""
 
-from __future__ import annotations
-
 from itertools import accumulate, cycle
 from types import ModuleType, SimpleNamespace
 

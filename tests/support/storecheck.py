@@ -4,8 +4,6 @@ Deliberately slow and literal, and independent of the store's own bookkeeping; i
 crash tests call nothing else to judge a store, so a check of the store's own can take its place, or stand beside it.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 

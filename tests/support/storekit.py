@@ -1,7 +1,5 @@
 """Small, deterministic documents, chunks and KV for every test of the store."""
 
-from __future__ import annotations
-
 import lzma
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A real redis-server, a TCP proxy before it that stalls or damages what it passes on, and an S3 server with faults."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """A lock that tells when somebody has to wait for it: so that a test need not wait for what must not happen."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

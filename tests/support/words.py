@@ -1,7 +1,5 @@
 """An embedder and a reranker whose vectors one can work out by hand: a dimension per word, a point per equal word."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections import Counter

@@ -1,7 +1,5 @@
 """Batches hold every item once, in order, and end at their limits."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

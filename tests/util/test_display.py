@@ -1,7 +1,5 @@
 """What a notebook shows: a parser reads the HTML, and hostile text is only ever text in it."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of a hostile folder: what is no regular file of its own is not read, written through or waited for."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The one registry of plug-ins: names, duplicates, and packages that cannot be imported."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from importlib.metadata import EntryPoint

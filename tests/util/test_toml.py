@@ -1,7 +1,5 @@
 """Whatever an index is made with reads back as it was, and a `ragkv.toml` of a stranger is read within bounds."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """Lists of variables are programs: what a line stands for follows from the lines before it alone."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

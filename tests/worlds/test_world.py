@@ -1,7 +1,5 @@
 """Worlds are the ground truth of every accuracy figure: they must be reproducible, consistent and split cleanly."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

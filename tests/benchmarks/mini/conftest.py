@@ -1,7 +1,5 @@
 """A small tokenizer and a small model configuration, so that the training tests take seconds."""
 
-from __future__ import annotations
-
 import pytest
 from minitokenizer import tokenizer
 

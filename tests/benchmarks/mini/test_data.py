@@ -1,7 +1,5 @@
 """The tokenizer and the training rows of mini: what is asked, what is answered, and what each token weighs."""
 
-from __future__ import annotations
-
 import random
 import re
 

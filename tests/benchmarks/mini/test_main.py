@@ -1,7 +1,5 @@
 """`python -m ragkv.benchmarks.mini`, as typed; what it measures and exports."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

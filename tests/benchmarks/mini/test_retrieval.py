@@ -1,7 +1,5 @@
 """The bundled embedder and reranker are trained, exported and measured."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

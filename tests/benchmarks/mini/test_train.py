@@ -1,7 +1,5 @@
 """Training: attention of packed rows, stages, processes that share rows, and a stopped run that goes on."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """A small table for a random model, whose answers say nothing."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragkv.benchmarks.papers.table import Cell, Column, Order, Paper, Table, TableRow

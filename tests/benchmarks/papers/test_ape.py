@@ -1,7 +1,5 @@
 """Searches for T and S (greedy, over the steps of `ragkv tune`) and for γ, on questions that no table asks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """The figures of `blend-1` and `blend-2` are those of the evaluation's own comparison with full attention."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Figures over fine-tuning steps are those of the file that the training wrote."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

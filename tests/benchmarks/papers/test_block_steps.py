@@ -1,7 +1,5 @@
 """examples/block_steps.py end to end, on the shipped mini and a handful of lines: tables read what it leaves."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """The report of the papers' headline figures, in a very small form: a processor, two layers, a few tokens."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

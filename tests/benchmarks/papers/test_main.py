@@ -1,7 +1,5 @@
 """`python -m ragkv.benchmarks.papers`, as typed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Pictures show the figures, and the same figures give the same bytes."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A table is filled, drawn and written; its page can be judged again without measuring."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A table's lines, columns and orders fit each other, and an order is judged by the interval of its difference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

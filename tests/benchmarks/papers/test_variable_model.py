@@ -1,7 +1,5 @@
 """examples/variable_model.py: what its rows teach, and the table that its model and heads fill."""
 
-from __future__ import annotations
-
 import random
 import runpy
 import sys

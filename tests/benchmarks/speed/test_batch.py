@@ -1,7 +1,5 @@
 """`ragkv bench ippd` compares like with like."""
 
-from __future__ import annotations
-
 import pytest
 
 from ragkv.benchmarks.speed import batch

@@ -1,7 +1,5 @@
 """The benchmark of whole indexes, and that of dense and sparse indexes alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

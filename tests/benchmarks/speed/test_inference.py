@@ -1,7 +1,5 @@
 """The benchmarks of prefill and decoding have their rows, each beside a baseline."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

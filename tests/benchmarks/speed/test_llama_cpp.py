@@ -1,7 +1,5 @@
 """`ragkv bench llama-cpp`: with a stand-in for llama.cpp, and with llama.cpp itself where it is installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`ragkv bench serve` on a tiny model, with its server in a thread."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The codec benchmark measures what it says: raw is its own yardstick, and every row stands beside a baseline."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

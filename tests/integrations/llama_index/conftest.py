@@ -1,7 +1,5 @@
 """The mini model on a corpus that a test can read, the command beside it, and what the dispatcher was told."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

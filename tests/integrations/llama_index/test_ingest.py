@@ -1,7 +1,5 @@
 """Nodes that LlamaIndex made, on their way into the store and back; again, changed, deleted."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 

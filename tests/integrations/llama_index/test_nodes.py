@@ -1,7 +1,5 @@
 """Metadata filters: every operator against LlamaIndex's own store, nested groups, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

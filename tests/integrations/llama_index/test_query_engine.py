@@ -1,7 +1,5 @@
 """The query engine by itself: answers as the command's, sources, metadata, events, streams, and an event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import pickle

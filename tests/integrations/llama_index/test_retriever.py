@@ -1,7 +1,5 @@
 """ragkv's retriever and reranker, and any retriever of LlamaIndex in front of ragkv's engines."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from dataclasses import replace

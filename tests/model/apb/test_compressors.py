@@ -1,7 +1,5 @@
 """Retaining heads: their scores, their file, and files that are not theirs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """APB's blocks against its definition, and what they are equal to in special cases (fp32, tiny random models)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

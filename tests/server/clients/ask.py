@@ -2,8 +2,6 @@
 imports, most of which they share. Each tells what it saw on a line, or how it failed.
 """
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

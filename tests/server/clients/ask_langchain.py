@@ -1,7 +1,5 @@
 """LangChain's `ChatOpenAI`: invoke, stream, usage, structured output, tools."""
 
-from __future__ import annotations
-
 from asked import KEY, MODEL, MOST, QUESTION, URL, Founder, look, notify
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool

@@ -1,7 +1,5 @@
 """LiteLLM, to which the server is any OpenAI-compatible one."""
 
-from __future__ import annotations
-
 import os
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks GitHub for prices

@@ -1,7 +1,5 @@
 """LlamaIndex' `OpenAILike`: chat, stream, structured answers, and an agent that calls a function."""
 
-from __future__ import annotations
-
 import asyncio
 
 from asked import KEY, MODEL, MOST, QUESTION, URL, Founder, look, looked, notify

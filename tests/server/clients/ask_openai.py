@@ -1,7 +1,5 @@
 """The `openai` package, which the other clients stand on, in the version that they ask for."""
 
-from __future__ import annotations
-
 import openai
 from asked import KEY, MESSAGES, MODEL, MOST, URL, notify
 

@@ -1,7 +1,5 @@
 """A copy is of one moment, opens with every check of today, and holds nothing that was deleted when it is compact."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections import namedtuple

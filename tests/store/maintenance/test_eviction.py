@@ -1,7 +1,5 @@
 """KV within a budget: what is let in, what leaves for it, and what stays whatever happens."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """Whatever is damaged is found by name and put right from what is intact, or its document goes; nothing else does."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

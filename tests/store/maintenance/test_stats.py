@@ -1,7 +1,5 @@
 """Garbage is what nothing refers to, and nothing else goes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

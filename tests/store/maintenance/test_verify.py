@@ -1,7 +1,5 @@
 """A verification is of what is there: beside a writer it never sees damage that is none."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from pathlib import Path
