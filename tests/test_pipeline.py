@@ -144,41 +144,12 @@ def test_one_changed_file_encodes_its_chunks_alone(rag, documents):
     assert rag.retrieve("valves") == []
 
 
-def test_prune_drops_what_is_gone_and_nothing_else(rag, documents):
-    (documents / "bolt.txt").unlink()
-    assert rag.ingest(documents).pruned == []
-    assert rag.stats().documents == 2
-    report = rag.ingest(documents, prune=True)
-    assert [Path(p).name for p in report.pruned] == ["bolt.txt"]
-    assert rag.stats().documents == 1
-
-
 def test_equal_chunks_share_one_record(rag, documents):
     shutil.copy(documents / "bolt.txt", documents / "copy.txt")
     report = rag.ingest(documents)
     assert report.kv_encoded == 0
     assert report.kv_reused == 1
     assert rag.stats().kv_records == 2
-
-
-def test_a_killed_ingest_goes_on_from_what_was_committed(tmp_path, documents, model_folder, monkeypatch):
-    from ragkv.ingest import ingester
-
-    monkeypatch.setattr(ingester, "BATCH_TOKENS", 1)  # each document is its own batch
-    index = tmp_path / "index"
-    rag = RagKV.create(index, model=str(model_folder), chunk_tokens=128)
-
-    def stop(progress):
-        if progress.done_sources == 1:
-            raise KeyboardInterrupt
-
-    with rag, pytest.raises(KeyboardInterrupt):
-        rag.ingest(documents, on_progress=stop)
-    with RagKV.open(index) as rag:
-        assert rag.stats().documents == 1
-        report = rag.ingest(documents)
-        assert (len(report.unchanged), len(report.added)) == (1, 1)
-        assert rag.query("Who founded Halden Works?", max_new_tokens=2).sources
 
 
 def test_an_ingest_that_is_ended_at_its_search_indexes_has_lost_nothing(tmp_path, documents, model_folder):
@@ -204,33 +175,6 @@ def test_an_ingest_that_is_ended_at_its_search_indexes_has_lost_nothing(tmp_path
         assert {path.name for path in (rag.folder / "derived").iterdir()} == {"bm25", "fields"}
         assert "Mira" in rag.retrieve("Who founded Halden Works?")[0].chunk.text
         assert rag.verify().ok
-
-
-def test_long_documents_commit_their_kv_ahead_and_resume(tmp_path, model_folder, monkeypatch):
-    from ragkv.ingest import ingester
-
-    monkeypatch.setattr(ingester, "BATCH_TOKENS", 64)
-    monkeypatch.setattr(ingester, "HOLD_BYTES", 1)
-    source = tmp_path / "long.txt"
-    source.write_text("\n\n".join(f"Line {i} of the long text says {i * 7}." for i in range(60)))
-    index = tmp_path / "index"
-    seen = []
-
-    def stop(progress):
-        seen.append(progress.tokens)
-        if progress.tokens > 1000:
-            raise KeyboardInterrupt
-
-    with RagKV.create(index, model=str(model_folder), chunk_tokens=64) as rag, pytest.raises(KeyboardInterrupt):
-        rag.ingest(source, on_progress=stop)
-    with RagKV.open(index) as rag:
-        before = rag.stats()
-        assert (before.documents, before.chunks) == (0, 0)
-        assert before.kv_records > 0
-        report = rag.ingest(source)
-        assert report.kv_reused > 0
-        assert report.kv_reused + report.kv_encoded == report.chunks
-        assert rag.stats().orphans == 0
 
 
 def test_a_changed_model_is_refused_until_documents_are_ingested_again(tmp_path, documents, model_folder):

@@ -66,15 +66,6 @@ def test_it_goes_on_where_it_was(ask, tmp_path):
     assert output.read_text() == before
 
 
-def test_a_question_without_a_match_fails_alone(ask, tmp_path):
-    done = ask([{"question": "zzzz qqqq"}, ROWS[1]], "--json", "--retrieval", "bm25")
-    assert done.code == 1
-    summary = json.loads(done.out)
-    assert (summary["answered"], len(summary["failed"])) == (1, 1)
-    assert summary["failed"][0]["question"] == "zzzz qqqq"
-    assert [row["id"] for row in lines(tmp_path / "answers.jsonl")] == [2]
-
-
 @pytest.mark.parametrize(
     ("row", "what"),
     [

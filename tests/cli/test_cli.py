@@ -78,15 +78,6 @@ def test_an_answer_by_a_schema_or_a_sentence_about_it(ragkv, index, tmp_path):
         assert message in failed.err
 
 
-def test_ingest_json_and_stats(ragkv, index, documents):
-    report = json.loads(ragkv("ingest", documents, "--index", index, "--json").out)
-    assert len(report["unchanged"]) == 2
-    assert report["kv_encoded"] == 0
-    stats = json.loads(ragkv("stats", "--index", index, "--json").out)
-    assert (stats["documents"], stats["chunks"], stats["kv_records"]) == (2, 2, 4)
-    assert "kv records" in ragkv("stats", "--index", index).out
-
-
 @pytest.mark.parametrize(("codec", "most"), [("int8", 0.3), ("int4", 0.17)])
 def test_lossy_codecs_answer_from_less(ragkv, documents, tmp_path, model_folder, codec, most):
     """The random model is float32, so the share of its bytes is half of that of bf16."""
@@ -101,17 +92,6 @@ def test_lossy_codecs_answer_from_less(ragkv, documents, tmp_path, model_folder,
     weighed = json.loads(ragkv("stats", "--index", index, "--json").out)
     assert weighed["codec"] == codec
     assert 0 < weighed["kv_bytes"] < most * weighed["kv_bytes_raw"]
-
-
-def test_skipped_files_are_named_and_the_rest_is_ingested(ragkv, index, documents):
-    (documents / "broken.pdf").write_bytes(b"%PDF-1.4\nthis is not one")
-    (documents / "blank.md").write_bytes(b"")
-    (documents / "extra.md").write_text("Corvo Mills was founded by Ida Brandt.")
-    result = ragkv("ingest", documents, "--index", index)
-    assert result.code == 0
-    assert "1 added, 2 unchanged, 2 skipped" in result.out
-    assert "broken.pdf: PDF cannot be read" in result.err
-    assert "blank.md: empty file" in result.err
 
 
 def test_version(ragkv):

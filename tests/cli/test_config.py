@@ -240,20 +240,6 @@ def test_each_source_gives_way_to_the_one_before(tmp_path):
     assert found["index"] == ("ragkv-index", "default")
 
 
-def test_a_variable_does_not_overrule_what_an_index_was_built_with(tmp_path):
-    index = (tmp_path / "ragkv.toml", {"model": "mini"})
-    config = IndexConfig(model="mini")
-    assert origins(variables={"model": "other"}, config=config, index=index)["model"] == ("mini", "index")
-    other = IndexConfig(model="other")
-    assert origins(variables={"model": "other"}, config=other)["model"] == ("other", "environment")
-
-
-def test_the_user_file_says_nothing_of_an_index_that_exists(tmp_path):
-    user = written(tmp_path, 'codec = "zstd"\n')
-    index = (tmp_path / "ragkv.toml", {"model": "mini"})
-    assert origins(user=user, index=index)["codec"] == ("half", "default")
-
-
 def test_every_variable_is_a_setting_with_an_option():
     names = {*IndexConfig.__slots__, "index", "device"}
     assert VARIABLES.keys() <= FLAGS.keys() <= names

@@ -81,6 +81,7 @@ def test_what_was_stored_stays(ingest, tmp_path, documents, monkeypatch):
     assert ingest(index).code == 130
     with Store.open(index) as store:
         assert len(list(store.documents())) == 3
+        assert store.stats().orphans == 0
 
 
 def test_memory_is_a_setting(ingest, tmp_path, monkeypatch):

@@ -339,24 +339,6 @@ def test_a_store_that_fails_ahead_leaves_the_failing_to_the_answer():
     prefetch.drop()
 
 
-@pytest.mark.slow
-def test_stored_vectors_score_as_flagembedding_does(tmp_path, documents, model_folder):
-    """Oracle: `compute_score` of the mini embedder in all three modes, through the store and the indexes."""
-    from FlagEmbedding import BGEM3FlagModel
-
-    from ragkv.mini import embedder_path
-
-    question = "Which firm did Mira Oskel bring into being?"
-    oracle = BGEM3FlagModel(str(embedder_path()), use_fp16=False, devices="cpu")
-    with make(tmp_path / "index", model_folder, embedder="mini", reranker="none") as rag:
-        rag.ingest(documents)
-        for mode in ("dense", "sparse", "colbert"):
-            found = {s.chunk.text: s.stages[mode] for s in rag.retrieve(question, retrieval=mode, rerank=False)}
-            pairs = [(question, text) for text in found]
-            assert list(found.values()) == pytest.approx(oracle.compute_score(pairs)[mode], abs=1e-4)
-            assert len(found) == 3 or mode == "sparse"
-
-
 @pytest.mark.parametrize("mode", ["dense", "hybrid", "bm25"])
 def test_an_empty_index_says_what_to_do(tmp_path, model_folder, monkeypatch, mode):
     words.install(monkeypatch)

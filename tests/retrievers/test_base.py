@@ -127,23 +127,6 @@ def test_the_order_of_the_lists_does_not_matter(found, rng):
     )
 
 
-@given(st.lists(st.sampled_from("abcdefgh"), unique=True), st.integers(1, 4))
-def test_one_ranking_however_often_is_itself(ids, times):
-    assert [hit.chunk_id for hit in reciprocal_rank_fusion([hits(ids)] * times)] == ids
-
-
-@given(rankings, st.integers(0, 3), st.integers(0, 7))
-def test_a_better_rank_never_hurts(found, which, at):
-    if which >= len(found) or not 0 < at < len(found[which]):
-        return
-    before = {hit.chunk_id: hit.score for hit in reciprocal_rank_fusion([hits(ids) for ids in found])}
-    ids = found[which]
-    ids[at - 1], ids[at] = ids[at], ids[at - 1]
-    after = {hit.chunk_id: hit.score for hit in reciprocal_rank_fusion([hits(ids) for ids in found])}
-    assert after[ids[at - 1]] > before[ids[at - 1]]
-    assert after[ids[at]] < before[ids[at]]
-
-
 scored = st.lists(
     st.dictionaries(st.sampled_from("abcdefgh"), st.floats(-1e6, 1e6, width=32), max_size=8).map(
         lambda found: [Hit(chunk_id=name, score=score) for name, score in found.items()]

@@ -13,7 +13,6 @@ import select
 import shutil
 import socket
 import time
-import urllib.request
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -146,6 +145,7 @@ def test_without_the_key_nothing_is_told(keyed, key, header):
     for path in ("/v1/models", "/metrics", "/openapi.json", "/api/indexes/two/chunks/none", "/none"):
         answer = keyed.send(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{given}\r\n".encode("latin-1"))
         assert statuses(answer) == [401]
+        assert b'"code":"invalid_api_key"' in answer.replace(b": ", b":")
         assert b"two" not in answer
 
 
@@ -232,13 +232,6 @@ def test_no_parameter_breaks_the_server(patient, more):
     assert status < 500
 
 
-@pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "", "application/jsonx", "a" * 9000]
-)
-def test_other_kinds_of_bodies_are_refused(patient, kind):
-    assert statuses(patient.send(post(asked(), kind=kind))) == [415]
-
-
 # uploads
 
 
@@ -250,27 +243,6 @@ def form(body, headers="", *, length=True):
 def part(name, content=b"text"):
     quoted = name if isinstance(name, bytes) else name.encode()
     return b'--edge\r\ncontent-disposition: form-data; name="files"; filename="' + quoted + b'"\r\n\r\n' + content
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(part(name) + b"\r\n--edge--\r\n" for name in ("../up.txt", "/etc/up.txt", "a/../../up.txt", "..", "")),
-        *(part(name) + b"\r\n--edge--\r\n" for name in (b"\xff.txt", "a\x00.txt", "\u202etxt.exe", "a" * 300 + ".txt")),
-        part("a.txt") + b"\r\n" + part("a.txt") + b"\r\n--edge--\r\n",
-        part("a.txt"),
-        b"--edge\r\ncontent-disposition: form-data; name=files\r\n\r\ntext\r\n--edge--\r\n",
-        b"--edge\r\n" + b"x: y\r\n" * 200 + b"\r\ntext\r\n--edge--\r\n",
-        b"--edge\r\nx: " + b"y" * 3000,
-        b"--edge" * 500,
-        b"",
-    ],
-    ids=lambda body: repr(body[50:90]),
-)  # fmt: skip
-def test_a_form_that_is_none_leaves_nothing(patient, folder, body):
-    assert statuses(patient.send(form(body))) == [400]
-    assert {path.name for path in (folder / "jobs").glob("*")} <= {"lock", "journal.json"}
-    assert not (folder.parent / "up.txt").exists()
 
 
 MORE = "content-length: 4000\r\n"
@@ -588,9 +560,3 @@ def test_head_tells_the_headers_of_get_and_options_are_not_answered(patient):
     for method in ("OPTIONS", "PUT", "DELETE", "PATCH"):
         answer = patient.send(get("/v1/models").replace(b"GET", method.encode()))
         assert statuses(answer)[0] in (405, 415)
-
-
-def test_a_refusal_is_of_the_protocol(keyed):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(f"{keyed.url}/models")
-    assert json.load(caught.value)["error"]["code"] == "invalid_api_key"

@@ -108,7 +108,9 @@ def test_a_page_under_another_name_reads_nothing(call, host, status):
     assert response.status_code == status
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/jsonx", ""]
+)
 def test_what_any_web_page_may_send_is_refused(call, kind):
     headers = {"content-type": kind, "origin": "http://evil.example"}
     response = call("POST", "/v1/chat/completions", content=b"{}", headers=headers)

@@ -377,6 +377,8 @@ def test_conversations_are_there_after_a_reload(page, rag):
     talks = page.get_by_label("Conversation", exact=True)
     result = ask(page, QUESTION)
     message = result.locator(".text").text_content()
+    assert page.evaluate("() => sessionStorage.getItem('ragkv-conversations-1')")
+    assert page.evaluate("() => Object.keys(localStorage)") == []  # it stays no longer than the key
     ask(page, HOPS, engine="pced", top_k=3)
     page.get_by_role("button", name="New conversation").click()
     ask(page, "In which town is the company?")
@@ -410,12 +412,6 @@ def test_conversations_are_there_after_a_reload(page, rag):
     shown(page.locator(".result")).to_have_count(0)
     ready_again(page)
     shown(talks.locator("option")).to_have_text(["In which town is the company?"])
-
-
-def test_a_conversation_stays_no_longer_than_the_key(page, rag):
-    ask(page, QUESTION)
-    assert page.evaluate("() => sessionStorage.getItem('ragkv-conversations-1')")
-    assert page.evaluate("() => Object.keys(localStorage)") == []
 
 
 def test_kept_conversations_that_cannot_be_read_do_no_harm(page):

@@ -14,7 +14,6 @@ from ragkv.benchmarks.mini.data import (
     GOLD_WEIGHT,
     INSTRUCTION,
     QASample,
-    collate,
     copy_sample,
     mixed_sample,
     prefix_text,
@@ -65,17 +64,6 @@ def test_a_copy_row_repeats_every_record():
     assert sorted(sample.tokens[:half]) == sorted(sample.tokens[half:])
     assert not any(sample.weights[:half])
     assert sum(sample.weights) == half - 7
-
-
-def test_collate_pads_to_a_multiple(tokenizer):
-    samples = [copy_sample(random.Random(seed), vocab=(6, 500), records=3 + seed) for seed in range(3)]
-    batch = collate(samples, pad=0, multiple=32)
-    assert batch.tokens.shape[1] % 32 == 0
-    for row, sample in enumerate(samples):
-        count = len(sample.tokens)
-        assert batch.tokens[row, :count].tolist() == sample.tokens
-        assert batch.segments[row, count:].eq(-1).all()
-        assert not batch.weights[row, count:].any()
 
 
 @pytest.mark.parametrize("hard", [False, True])

@@ -16,7 +16,6 @@ from ragkv.benchmarks.mini.train import (
     DEFAULT_STAGES,
     FULL_STAGES,
     MiniTrainConfig,
-    Peer,
     Stage,
     build_model,
     chosen_stages,
@@ -202,11 +201,6 @@ def _gradients(peer):
 def _gradients_once(peer):
     _gradients(peer)
     os._exit(3)
-
-
-def test_every_row_is_one_process_s():
-    taken = [row for rank in range(3) for row in Peer(rank, 3).rows(10)]
-    assert sorted(taken) == list(range(10))
 
 
 def test_gradients_are_those_of_all_rows_and_a_process_that_dies_ends_the_others_wait():
