@@ -60,20 +60,6 @@ def test_what_is_left_out_has_a_reason(tmp_path):
     }
 
 
-def test_folder_that_cannot_be_listed_is_reported(tmp_path, monkeypatch):
-    write(tmp_path, "locked/a.txt", "open.txt")
-    listing = Path.iterdir
-
-    def iterdir(self: Path) -> object:
-        if self.name == "locked":
-            raise PermissionError
-        return listing(self)
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
-    assert names(tmp_path) == ["open.txt"]
-    assert reasons(tmp_path) == {"locked": "permission denied"}
-
-
 def test_file_name_that_is_not_utf8_is_reported(tmp_path):
     path = tmp_path / os.fsdecode(b"caf\xe9.txt")
     try:
