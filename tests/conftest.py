@@ -17,7 +17,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: a
 
 import pytest
 import torch
-from clichild import one_thread
+from clichild import begin_forkserver, one_thread
 from hypothesis import HealthCheck, settings
 from nightly import NIGHTLY
 
@@ -254,6 +254,15 @@ def language_model(family: str, dtype: str = "float32", device: str = "cpu") -> 
     model = LanguageModel(made if device == "cpu" else copy.deepcopy(made).to(device), byte_tokenizer(), checkpoint)
     check_model(model)
     return model
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Once all is imported, and pytest's own ways with warnings and logs during collection have ended."""
+    result = yield
+    if session.items:  # not in the process that only hands tests out
+        begin_forkserver()
+    return result
 
 
 def pytest_collection_finish() -> None:

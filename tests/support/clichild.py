@@ -4,11 +4,15 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import get_context
+from itertools import pairwise
+from multiprocessing import forkserver as servers
+from multiprocessing import get_context, util
 from pathlib import Path
+from typing import NoReturn
 
-__all__ = ["CliChild", "forkserver", "one_thread", "run_script"]
+__all__ = ["CliChild", "begin_forkserver", "forkserver", "one_thread", "run_script"]
 
 PROGRAM = "from ragkv.cli.main import main; main()"
 HEAVY = (
@@ -55,6 +59,35 @@ def forkserver():
     context = get_context("forkserver")
     context.set_forkserver_preload(list(HEAVY))
     return context
+
+
+def begin_forkserver() -> None:
+    """Let the first of these processes be a fork of this one, which has collected the tests and with them the modules.
+
+    A fresh interpreter, as multiprocessing would start, imports them for seven seconds, in each process that runs
+    tests. To be called where nothing is patched and no warning is an error.
+    """
+
+    def fork(_: object, arguments: Sequence[str], kept: Sequence[int]) -> int:
+        util.spawnv_passfds = fresh  # also in the fork, which starts other processes
+        return os.fork() or _serve(arguments[-1], kept)
+
+    forkserver()
+    fresh, util.spawnv_passfds = util.spawnv_passfds, fork
+    servers.ensure_running()
+
+
+def _serve(program: str, kept: Sequence[int]) -> NoReturn:
+    """Be the process that is forked from, without our files: it learns our end from one that nobody has open then."""
+    code = 1
+    try:
+        for before, after in pairwise((2, *sorted(kept), 1 << 20)):
+            os.closerange(before + 1, after)
+        sys.stdin, sys.stdout, sys.stderr = (open(n, mode, closefd=False) for n, mode in enumerate("rww"))  # noqa: SIM115
+        exec(program, {"__name__": "forkserver"})
+        code = 0
+    finally:
+        os._exit(code)
 
 
 class CliChild:
