@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALIKE, MOST_ALIKE = 8, 64
+ALIKE, MOST_ALIKE = 8, 32
 """So many steps of the same sequences in a row, and the last of them is captured; up to so many, while captured steps
 have too few replays to be worth their capture.
 """
