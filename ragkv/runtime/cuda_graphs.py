@@ -54,11 +54,11 @@ class Capture:
     them leaves for later is held by who needs it, and is read before another one is launched.
     """
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._first = self.whole(lambda: torch.zeros(1, device="cuda"))
+        self._first = self.whole(lambda: torch.zeros(1, device=device))
         """Torch's memory for graphs is gone with the last of them, and cannot be used again."""
 
     def whole(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -76,10 +76,10 @@ class Capture:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """On the stream that captures: torch does not capture the usual one."""
-        before = torch.cuda.current_stream()
+        """On the device, and on the stream that captures: torch does not capture the usual one."""
+        before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):  # and its device
             try:
                 yield
             finally:
@@ -115,19 +115,29 @@ class _Pieces:
 
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
+        self._given: dict[tuple[str, torch.Size], Tensor] = {}
         self._outs: dict[tuple[int, ...], Tensor] = {}
-        """One for all layers of a shape; zeros, because padding's is never filled."""
+        """One for all layers of a shape, as are the queries, keys and values; zeros, because padding's is never
+        filled."""
         self.pieces: list[_Piece] = []
 
     def attend(self, call: LayerCall) -> Tensor:
         """As `AttentionBackend.attend`, whose result is yet to be filled."""
+        given = {name: self._held(name, getattr(call, name)) for name in ("query", "key", "value")}
         replay = self._capture.end()
         shape = (*call.query.shape[:-1], call.value.shape[-1] or call.key.shape[-1])
         if shape not in self._outs:
             self._outs[shape] = call.query.new_zeros(shape)
-        self.pieces.append(_Piece(replay, call, self._outs[shape]))
+        self.pieces.append(_Piece(replay, replace(call, **given), self._outs[shape]))
         self._capture.begin()
         return self._outs[shape]
+
+    def _held(self, name: str, states: Tensor) -> Tensor:
+        """The layer's states in memory that all layers share: that of each would be much, in many graphs."""
+        known = name, states.shape
+        if known not in self._given:
+            self._given[known] = torch.empty_like(states)
+        return self._given[known].copy_(states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +167,7 @@ class _Captured:
 class PiecewiseGraphs:
     """Runs forward passes of one model, and captures those of a size that comes again. Of one thread at a time."""
 
-    def __init__(self, capture: Callable[[], Capture]) -> None:
+    def __init__(self, capture: Callable[[torch.device], Capture]) -> None:
         self._passes: Counter[tuple[int, int]] = Counter()
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._capture = capture
@@ -181,7 +191,7 @@ class PiecewiseGraphs:
     def _capture_pass(self, model: LanguageModel, tokens: int, kept: int) -> _Captured:
         if {parameter.device for parameter in model.module.parameters()} != {model.device}:
             raise ValueError("its layers lie on several devices")
-        capture = self._capture()
+        capture = self._capture(model.device)
         ids, positions, keep = (torch.zeros(n, dtype=torch.long, device=model.device) for n in (tokens, tokens, kept))
         pieces = _Pieces(capture)
         with capture.aside():
@@ -253,7 +263,7 @@ class DecodeGraph:
         self._off = again is None
         if again is not None:
             try:
-                self._captured = tokens, self._capture().whole(again), again
+                self._captured = tokens, self._capture(model.device).whole(again), again
             except Exception as error:  # a model that asks the device something, or leaves torch
                 self._off = True
                 logger.info("decode steps of this model run kernel by kernel: they cannot be captured: %s", error)

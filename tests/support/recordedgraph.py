@@ -66,7 +66,7 @@ class _Recording(TorchDispatchMode):
 class RecordedCapture:
     """As `cuda_graphs.Capture`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._mode: _Recording | None = None
 
     def whole(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
