@@ -13,7 +13,7 @@ demo: $(VENV)/installed
 	@$(BIN)/python -c 'from ragkv.model.checkpoint import resolve as r; raise SystemExit(not r("smollm2").local)' \
 	  && from=documents || from=corpus; \
 	echo "Ingesting examples/$$from: every chunk is prefilled once and its KV is stored."; \
-	[ $$from = corpus ] || echo "SmolLM2 is small: it is right about 4 of 10 questions on these documents (docs/models.md), this one included."; \
+	[ $$from = corpus ] || echo "SmolLM2 is small: it is right about half of the questions on these documents (docs/models.md), this one included."; \
 	$(BIN)/ragkv ingest examples/$$from --index $(INDEX)-$$from || exit 1; \
 	question="$$($(BIN)/python examples/first_question.py $$from)"; \
 	for engine in full block ape pced; do \
