@@ -13,7 +13,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from operator import add
+from itertools import accumulate, groupby
+from operator import add, itemgetter
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 DECODE_BYTES = 8 << 20
 """Bytes per task: large enough to avoid contention between threads, small enough that they end together."""
 
+STAGED_TOKENS = 2048
+"""About so many tokens are read before they begin to cross to a device: 256 MiB of an 8B model's KV."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,7 +68,7 @@ class _Loading:
     buffer: NDArray[np.uint8] = field(init=False)
     error: DamagedError | None = field(default=None)
     redo: bool = False
-    _staged: Tensor | None = field(default=None)
+    _staged: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         nbytes = self.manifest.raw_bytes // (2 if self.half else 1)
@@ -264,9 +268,17 @@ def map_record(txn: Transaction, identity: KVIdentity, shape: KVShape | None = N
 def move_many(
     txn: Transaction, identities: Iterable[KVIdentity], place: Place, shape: KVShape | None = None
 ) -> dict[KVIdentity, ChunkKV]:
-    """The KV of these chunks on another device or several; misses are left out."""
+    """The KV of these chunks on another device or several; misses are left out.
+
+    Some cross to the device while the next ones are read, and memory that it reads from is used again.
+    """
     if not isinstance(place, tuple):
-        return read_many(txn, identities, shape, place)
+        read: dict[KVIdentity, ChunkKV] = {}
+        wanted = list(dict.fromkeys(identities))
+        rounds = (end // STAGED_TOKENS for end in accumulate(identity.tokens for identity in wanted))
+        for _, some in groupby(zip(rounds, wanted, strict=True), key=itemgetter(0)):
+            read |= read_many(txn, [identity for _, identity in some], shape, place)
+        return read
     found = {identity: map_record(txn, identity, shape) for identity in dict.fromkeys(identities)}
     return {identity: kv.to(place, copy=True) for identity, kv in found.items() if kv is not None}
 
