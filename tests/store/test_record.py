@@ -36,6 +36,8 @@ from ragkv.store.record import (
     layer_tensors,
     new_buffer,
     pack_shape,
+    pack_states,
+    parse_states,
     pooled_bytes,
     summarise,
 )
@@ -481,6 +483,15 @@ def test_a_typed_manifest_that_contradicts_itself_is_refused(bad):
     assert (parsed.shapes, parsed.states, parsed.kv_bytes) == (((1, 4, 0),), (STATE((3, 4)),), 24)
     with pytest.raises(DamagedError):
         Manifest.parse(written(*bad))
+
+
+def test_a_table_of_states_that_says_more_is_refused():
+    """Whatever else the manifest says of its states."""
+    table = pack_states([STATE((3, 4))])
+    nine = table[:5] + b"\x09" + table[6:] + bytes(28)
+    for wrong in (table + b"\x00", nine):
+        with pytest.raises(DamagedError):
+            parse_states(memoryview(wrong), 1, 1)
 
 
 def test_more_layers_than_any_model_has_are_refused():
