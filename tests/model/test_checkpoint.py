@@ -525,6 +525,7 @@ class TestSmolLM2:
             assert found.picked("auto", torch.device("cpu")) == dtype
             assert found.picked("float32", torch.device("cpu")) == "float32"
 
+    @pytest.mark.nightly
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")
     def test_the_published_tokens(self):

@@ -198,7 +198,7 @@ def test_bounds_of_time_steps_that_single_tokens_do_not_have_are_a_refusal(seed,
         load_checked(model, tokenizer, Checkpoint(name="small", location="small", local=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_rounding_does_not_hide_in_which_ways_a_model_goes_on(dtype, load, tokenizer):
     """Padding before a shorter row is wrong by less than two whole forwards in half precision may differ."""
     exact = load("blenderbot-small", layers=2, decoder_layers=2)
