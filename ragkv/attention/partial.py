@@ -226,7 +226,8 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
 @functools.cache
 def _amx() -> bool:
     """Whether the processor has units that multiply matrices in bfloat16."""
-    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    return capabilities is not None and bool(capabilities().get("amx_bf16"))
 
 
 def _flash_cpu(

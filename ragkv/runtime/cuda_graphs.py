@@ -123,12 +123,12 @@ class _Pieces:
 
     def attend(self, call: LayerCall) -> Tensor:
         """As `AttentionBackend.attend`, whose result is yet to be filled."""
-        given = {name: self._held(name, getattr(call, name)) for name in ("query", "key", "value")}
+        query, key, value = (self._held(name, getattr(call, name)) for name in ("query", "key", "value"))
         replay = self._capture.end()
         shape = (*call.query.shape[:-1], call.value.shape[-1] or call.key.shape[-1])
         if shape not in self._outs:
             self._outs[shape] = call.query.new_zeros(shape)
-        self.pieces.append(_Piece(replay, replace(call, **given), self._outs[shape]))
+        self.pieces.append(_Piece(replay, replace(call, query=query, key=key, value=value), self._outs[shape]))
         self._capture.begin()
         return self._outs[shape]
 
