@@ -95,7 +95,8 @@ class ChunkKV:
     while the chunk was prefilled (0 for `standalone`, P for `prefixed`). `states`, sorted by layer and name, are what
     recurrent layers hold after the last token. `owner` is the rank that holds the tensors when several processes answer
     together (`ragkv.attention.batch`); None: every process has them. `pages` are those that the tensors are views of,
-    if they are.
+    if they are. `stacked` is the one tensor that they are views of, if they were read so: keys and values of all layers
+    in turn, `(2 · layers, kv_heads, tokens, head_dim)`.
     """
 
     keys: Sequence[Tensor]

@@ -245,12 +245,14 @@ def _flash_cpu(
         mask = mask.expand(query.shape[0], -1, -1)[:, None]  # (batch, 1, n, m)
         bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
     n = query.shape[2]
-    if mask is None and query.dtype == torch.bfloat16 and n % 2 and n < _PAIRED and not _amx():
+    padded = mask is None and query.dtype == torch.bfloat16 and n % 2 and n < _PAIRED and not _amx()
+    if padded:
         query = torch.nn.functional.pad(query, (0, 0, 0, 1))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, is_causal=isinstance(mask, str), attn_mask=bias, scale=scale / temperature
     )
-    out, lse = out[:, :, :n], lse[:, :, :n]
+    if padded:
+        out, lse = out[:, :, :n], lse[:, :, :n]
     if isinstance(mask, Tensor):
         blind = ~mask.any(-1)  # the kernel leaves queries that see no key undefined
         if bool(blind.any()):

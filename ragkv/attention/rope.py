@@ -130,8 +130,8 @@ class RotationTable:
         cos, sin = rotary.factors(offsets, kind, head_dim)
         partners, sign = rotary.partners(kind, head_dim, offsets.device)
         swapped = partners.equal(torch.arange(head_dim).roll(head_dim // 2))
-        there, signs = (t.to(offsets.device, non_blocking=True) for t in (partners, sign))
-        return cls(cos, sin * signs, None if swapped else there)
+        there = None if swapped else partners.to(offsets.device, non_blocking=True)
+        return cls(cos, sin * sign.to(offsets.device, non_blocking=True), there)
 
     def widened(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """`(…, head_dim)` in fp32, and what a rotation mixes into each of their elements, both contiguous."""

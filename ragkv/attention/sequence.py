@@ -574,7 +574,7 @@ def _joined_by_layer(
     offsets = sorted({segment.offset for segment in segments})
     lengths = torch.tensor([segment.kv.tokens for segment in segments])
     rows = torch.tensor([offsets.index(segment.offset) for segment in segments]).repeat_interleave(lengths)
-    tokens, moved = len(rows), any(offsets)
+    tokens, moved, dtype = len(rows), any(offsets), segments[0].kv.dtype
     tables: dict[tuple[str, int, torch.device], tuple[RotationTable, Tensor, Tensor]] = {}
     keys, values = list[Tensor](), list[Tensor]()
     for layer, kind in enumerate(rotary.kinds):
@@ -590,10 +590,10 @@ def _joined_by_layer(
                 tables[known] = table, table.cos[row], table.sin[row]
             table, cos, sin = tables[known]
             wide, partner = table.widened(key)
-            key = (wide * cos).addcmul_(partner, sin).to(key.dtype)
+            key = (wide * cos).addcmul_(partner, sin).to(dtype)
         for made, found in ((keys, key), (values, value)):
-            if capacity > tokens or found.dtype != segments[0].kv.dtype:
-                made.append(_empty_like(found, capacity, segments[0].kv.dtype))
+            if capacity > tokens or found.dtype != dtype:
+                made.append(_empty_like(found, capacity, dtype))
                 made[-1][:, :tokens] = found
             else:
                 made.append(found)
