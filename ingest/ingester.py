@@ -41,7 +41,7 @@ from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
 from ragkv.store.data_file import mapped_bytes
 from ragkv.types import Box, Chunk, Document, Encoding
-from ragkv.util.batches import batches
+from ragkv.util import batches
 from ragkv.util.display import as_html, card, details, table
 
 if TYPE_CHECKING:

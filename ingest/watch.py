@@ -16,7 +16,7 @@ from pathlib import Path
 from ragkv.ingest.ingester import missing_sources
 from ragkv.ingest.source import Skipped, SourceFile, find_sources
 from ragkv.store import Store
-from ragkv.util.batches import batches
+from ragkv.util import batches
 
 WALK_TICKS = 60  # seconds without a notification after which the folders are walked all the same
 POLL_SECONDS = 5.0

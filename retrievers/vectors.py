@@ -37,7 +37,7 @@ from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers.arrays import Postings, best_rows, term_hashes
 from ragkv.retrievers.base import ScoreKind
 from ragkv.retrievers.segments import IndexSegment, SegmentedIndex
-from ragkv.util.batches import batches
+from ragkv.util import batches
 from ragkv.util.files import has_keyed_checksum, keyed_checksum, open_plain, require_plain, write_plain
 
 if TYPE_CHECKING:

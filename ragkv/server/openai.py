@@ -51,7 +51,7 @@ from ragkv.server.streaming import (
     unless_gone,
 )
 from ragkv.types import Answer, Source
-from ragkv.util.batches import batches
+from ragkv.util import batches
 
 if TYPE_CHECKING:
     from ragkv.retrievers.base import Embedder, Reranker

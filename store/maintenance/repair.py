@@ -61,7 +61,7 @@ from ragkv.store.tables import (
     vector_rows,
 )
 from ragkv.types import Chunk, Document, Encoding
-from ragkv.util.batches import batches
+from ragkv.util import batches
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV

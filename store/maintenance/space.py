@@ -51,7 +51,7 @@ from ragkv.store.tables import (
     parse_document,
     vector_prefix,
 )
-from ragkv.util.batches import batches
+from ragkv.util import batches
 from ragkv.util.files import sync_path
 
 

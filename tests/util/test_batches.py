@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.util.batches import batches
+from ragkv.util import batches
 
 SIZE, COUNT = 100, 4
 

@@ -47,7 +47,7 @@ from ragkv.evaluation.metrics import (
     metric_of,
     paragraph_number,
 )
-from ragkv.util.batches import batches
+from ragkv.util import batches
 
 
 def estimated_tokens(text: str) -> int:
