@@ -30,7 +30,14 @@ import torch
 import typer
 from transformers import DynamicCache
 
-from ragkv.benchmarks.speed.inference import CHUNK_TOKENS, PREFIX_TOKENS, QUESTION_TOKENS, random_llama, random_request
+from ragkv.benchmarks.speed.inference import (
+    CHUNK_TOKENS,
+    PREFIX_TOKENS,
+    QUESTION_TOKENS,
+    random_llama,
+    random_request,
+    transformers_model,
+)
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
     BenchRow,
@@ -132,7 +139,7 @@ def _shared_cache(lm: LanguageModel, request: Request, ready: Any, asked: Sequen
         cache.update(*(t.expand(len(asked), -1, -1, -1) for t in (layer.keys, layer.values)), number)
     at = PREFIX_TOKENS + sum(len(chunk.token_ids) for chunk in request.chunks)
     ids = torch.tensor(asked, device=lm.device)
-    with lm.plain() as plain:
+    with transformers_model(lm) as plain:
         for _ in range(NEW_TOKENS):
             positions = torch.arange(at, at + ids.shape[1], device=lm.device).expand(len(asked), -1)
             logits = plain(
@@ -215,7 +222,9 @@ def _prefill_chunks(lm: LanguageModel, batch: Chunks) -> int:
     """Keys and values of a batch padded on the right, a copy for every chunk; their tokens, waited for."""
     longest = max(map(len, batch))
     tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in batch], device=lm.device)
-    with lm.plain() as plain:  # causal attention never looks at the padding behind a chunk, so it needs no mask
+    with transformers_model(
+        lm
+    ) as plain:  # causal attention never looks at the padding behind a chunk, so it needs no mask
         cache = plain(input_ids=tokens, use_cache=True, logits_to_keep=1).past_key_values
         kvs = [
             [
@@ -364,7 +373,7 @@ class IPPDMethod:
     def generate(self, work: Work, batch: int) -> list[list[int]]:
         """transformers: full prompts, padded on the left, `batch` at a time."""
         prompts, found = work.prompts, []
-        with self.lm.plain() as plain:
+        with transformers_model(self.lm) as plain:
             for at in range(0, len(prompts), batch):
                 part = prompts[at : at + batch]
                 longest = max(map(len, part))
@@ -407,7 +416,7 @@ class IPPDMethod:
 
     def _forward(self, cache: Any, ids: Sequence[int], at: int) -> int:
         positions = torch.arange(at, at + len(ids), device=self.lm.device)[None]
-        with self.lm.plain() as plain:
+        with transformers_model(self.lm) as plain:
             logits = plain(
                 input_ids=torch.tensor([list(ids)], device=self.lm.device),
                 position_ids=positions,

@@ -18,6 +18,7 @@ the same blocks. Beside each ratio stands that of the operations which the formu
 
 from __future__ import annotations
 
+import copy
 import secrets
 import statistics
 import tempfile
@@ -66,7 +67,8 @@ from ragkv.model.apb.document import (
     star,
 )
 from ragkv.model.checkpoint import Checkpoint, computes_in, pick_device
-from ragkv.model.language_model import LanguageModel, int8_weights
+from ragkv.model.language_model import LanguageModel, shallow_copy
+from ragkv.model.linear import int8_weights, optimize_linear_layers, ordinary_layers
 from ragkv.model.self_check import load_model
 from ragkv.runtime import Stream, runtime_of
 from ragkv.store import Half, KVIdentity, Store
@@ -123,9 +125,9 @@ SHAPE: Mapping[str, Any] = {
 
 
 def random_llama(dtype: str = "auto", device: str | None = None, shape: Mapping[str, Any] = SHAPE) -> LanguageModel:
-    """A Llama with seeded random weights, made on its device.
+    """A Llama with seeded random weights in bfloat16, as checkpoints have them, made on its device.
 
-    "auto" is what a checkpoint in bfloat16 would be run in.
+    "auto" is what such a checkpoint would be run in.
     """
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -142,11 +144,14 @@ def random_llama(dtype: str = "auto", device: str | None = None, shape: Mapping[
     if dtype == "auto":
         dtype = "bfloat16" if computes_in(place, torch.bfloat16) else "float32"
     with place:
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, "float32" if dtype == "int8" else dtype))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model.to(getattr(torch, "float32" if dtype == "int8" else dtype))
     name = "random Llama"
     made = LanguageModel(model, tokenizer, Checkpoint(name=name, location=name, local=True))
     if dtype == "int8":
         int8_weights(made)
+    else:
+        optimize_linear_layers(made)
     return made
 
 
@@ -260,9 +265,22 @@ def _pages(lm: LanguageModel) -> PagePool:
     return PagePool(lm.place, memory_budget("auto", lm.place))
 
 
+@contextmanager
+def transformers_model(lm: LanguageModel) -> Iterator[Any]:
+    """transformers' own model over the same weights, with its own linear layers (`ragkv.model.linear`)."""
+    with lm.companion(_ordinary).plain() as plain:
+        yield plain
+
+
+def _ordinary(lm: LanguageModel) -> LanguageModel:
+    found = copy.copy(lm)
+    found._model = ordinary_layers(shallow_copy(lm.module))
+    return found
+
+
 def prefill(lm: LanguageModel, prompt: Sequence[int]) -> int:
     """The first token, by transformers' own pass over the whole prompt."""
-    with lm.plain() as plain:
+    with transformers_model(lm) as plain:
         tokens = torch.tensor([list(prompt)], device=lm.device)
         logits = plain(input_ids=tokens, use_cache=True, logits_to_keep=1).logits
         return int(logits[0, -1].argmax())  # on the host, so the device is done
@@ -377,7 +395,7 @@ def random_request(
 def cached_step(lm: LanguageModel, cache: Any, ids: torch.Tensor, at: int) -> int:
     """The next token after `ids` `(1, n)` from position `at` on, by transformers' own step over its cache."""
     positions = torch.arange(at, at + ids.shape[1], device=lm.device)[None]
-    with lm.plain() as plain:
+    with transformers_model(lm) as plain:
         logits = plain(
             input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits

@@ -32,6 +32,7 @@ from ragkv.benchmarks.speed.inference import (
     random_llama,
     random_prompt,
     stream,
+    transformers_model,
 )
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
@@ -197,7 +198,7 @@ def _silence(api: Any) -> None:
 def _agreement(lm: LanguageModel, file: Path) -> float:
     """The lowest correlation of the logits after each of 16 tokens; RagkvError where it is too low."""
     _, [ids], _ = random_prompt(lm, CHUNK_TOKENS)
-    with lm.plain() as plain:
+    with transformers_model(lm) as plain:
         exact = in_float32(plain)(input_ids=torch.tensor([ids])).logits[0, -16:].numpy()
     found = 1.0
     for flash in (False, True):

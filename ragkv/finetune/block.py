@@ -183,7 +183,7 @@ def finetune_block(
         raise UsageError(f"Training runs on the first visible GPU, not on {device}; set CUDA_VISIBLE_DEVICES.")
     half = _half(config, device)
     dtype = "bfloat16" if half and config.lora_rank is not None else "float32"  # weights that are trained stay in fp32
-    model = load_model(config.model, dtype=dtype, device=str(device))
+    model = load_model(config.model, dtype=dtype, device=str(device), train=True)
     require_supported(make_engine("block", {}), model)
     settings = _settings(config, model, half=half)
     parts, heldout_parts = tokenise(model, examples), tokenise(model, heldout)

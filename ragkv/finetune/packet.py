@@ -71,7 +71,7 @@ def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -
     examples, heldout = _examples(config)
     device = pick_device(config.device)
     half = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    model = load_model(config.model, dtype="bfloat16" if half else "float32", device=str(device))
+    model = load_model(config.model, dtype="bfloat16" if half else "float32", device=str(device), train=True)
     require_supported(make_engine("block", {}), model)
     model.require_vectors()
     settings = resumed_settings(config)

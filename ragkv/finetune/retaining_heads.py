@@ -89,7 +89,7 @@ def train_retaining_heads(config: RetainingConfig, *, on_progress: Progress | No
     from ragkv.model.self_check import load_model
 
     examples = read_examples(config.data, PromptConfig())
-    model = load_model(config.model, device=config.device)
+    model = load_model(config.model, device=config.device, train=True)
     path = _output(config, model)
     widths = widths_of(model)
     parts = [each for each in tokenise(model, examples) if _tokens(each) <= config.max_tokens]

@@ -45,8 +45,6 @@ from ragkv.types import Encoding, ScoredChunk
 from ragkv.util.telemetry import Span
 
 if TYPE_CHECKING:
-    import torch
-
     from ragkv.attention.kv import ChunkKV, Place
     from ragkv.attention.shape import KVShape
     from ragkv.engines.apb import APBConfig
@@ -357,7 +355,6 @@ class LoadedModels:
 
 VARIABLE = "RAGKV_MEMORY_BUDGET"
 _CAP = 8 << 30
-_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def memory_budget(setting: int | str, place: Place) -> int:
@@ -376,23 +373,11 @@ def memory_of(place: Place) -> int:
 
     For a split model, the bytes of equally large layers at which the first device is full.
     """
+    from ragkv.model.checkpoint import device_memory
+
     if not isinstance(place, tuple):
-        return _memory_of(place)
-    return min(_memory_of(device) * len(place) // layers for device, layers in Counter(place).items())
-
-
-def _memory_of(device: torch.device) -> int:
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in map(Path, _CGROUPS):
-        try:
-            limits.append(int(path.read_text()))
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return min(limits)
+        return device_memory(place)
+    return min(device_memory(device) * len(place) // layers for device, layers in Counter(place).items())
 
 
 def runtime_limits(model: LanguageModel, config: IndexConfig, limits: RuntimeConfig | None = None) -> RuntimeLimits:

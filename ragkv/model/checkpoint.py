@@ -426,6 +426,24 @@ def shares(devices: tuple[torch.device, ...]) -> tuple[float, ...]:
     return (1 / len(devices),) * len(devices)
 
 
+_CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of memory of a device; for a CPU, of the machine or of the container if that has less."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in map(Path, _CGROUPS):
+        try:
+            limits.append(int(path.read_text()))
+        except (OSError, ValueError):  # no such group, or "max"
+            continue
+    return min(limits)
+
+
 def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device has units for a dtype; a processor without them is many times slower than in float32."""
     units = _UNITS.get(str(dtype).removeprefix("torch."))
@@ -439,7 +457,7 @@ def processor_units() -> frozenset[str]:
 
 
 def int8_levels() -> int:
-    """The largest int8 that states are rounded to beside int8 weights (`ragkv.model.language_model.Int8Linear`).
+    """The largest int8 that states are rounded to beside int8 weights (`ragkv.model.linear.Int8Linear`).
 
     Without VNNI the kernel adds two products in 16 bits, which 8-bit states would overflow: they get 7.
     """

@@ -1,10 +1,9 @@
 """A causal language model as ragkv runs it.
 
 Any supported checkpoint of transformers is loaded unchanged; only its attention function is ragkv's
-(`ragkv.model.attention_hook`), and its linear layers read few rows sooner on a processor with matrix units (AMX). What
-a request needs is bound around its forward pass, so threads and engines share a
-model. `shallow_copy` gives a second model over the same weights, whose attention or windows can be changed without an
-effect on the first.
+(`ragkv.model.attention_hook`), and on a processor its linear layers are read sooner (`ragkv.model.linear`). What a
+request needs is bound around its forward pass, so threads and engines share a model. `shallow_copy` gives a second
+model over the same weights, whose attention or windows can be changed without an effect on the first.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import copy
 import logging
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
@@ -41,12 +39,11 @@ from ragkv.model.attention_hook import (
     rotaries_of,
     without_rotary,
 )
-from ragkv.model.checkpoint import Checkpoint, int8_levels, processor_units
+from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.loading import reach, refuse_by_name
 from ragkv.model.packet import Packet, embed
 from ragkv.model.prompt import Tokens
 from ragkv.types import Capability
-from ragkv.util.display import first_sentence
 
 _SPANS = ("window", "attention_chunk", "index_topk")  # parts of attribute names that limit how many tokens are seen
 _LAYER_COUNTS = frozenset({"max_window_layers"})  # says which layers have a window, not how long it is
@@ -174,7 +171,6 @@ class LanguageModel:
         adapt(self._model)
         self._model.set_attn_implementation(NAME)
         self._latents = latents_of(model)
-        read_few_rows(self._model)
         self.shared: Mapping[int, int] = {}
         """Layers that read another's keys and values (Gemma 3n): that one's number; the proof on load finds them."""
         self.rotaries = rotaries_of(model, self.config)
@@ -191,8 +187,10 @@ class LanguageModel:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self._parameters: int = sum(p.numel() for p in model.parameters())
-        self.int8 = 0
-        """Bytes of its linear layers' int8 weights, with their scales (`int8_weights`); 0: they have none."""
+        self.int8 = False
+        """Whether its linear layers have int8 weights (`ragkv.model.linear`)."""
+        self.packed_bytes = 0
+        """Bytes of its linear layers' weights in int8, with their scales, or float16, which are no parameters."""
         self.layers: int = self.config.num_hidden_layers
         self.missing_capabilities: Mapping[Capability, str] = {}
         """What the engines may need that this model does not bear, and why: the proof on load finds it out."""
@@ -554,225 +552,3 @@ def _eos_ids(*found: int | list[int] | None) -> frozenset[int]:
     for eos in found:
         ids |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
     return frozenset(ids)
-
-
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one module that are given the same input, as transformers names them."""
-
-
-class MergedLinear:
-    """Linear layers that are given the same input: one `product` has the output of each, computed for the first of them
-    that is asked.
-
-    A pass in another thread may come between; then it is computed again.
-    """
-
-    def __init__(self, product: Callable[[Tensor], Sequence[Tensor]]) -> None:
-        self._product = product
-        self._latest: tuple[Tensor, Sequence[Tensor]] | None = None
-
-    def __deepcopy__(self, _memo: Any) -> MergedLinear:
-        return self  # copies of a model share their weights (`shallow_copy`)
-
-    def output(self, index: int, input: Tensor) -> Tensor:
-        """What layer `index` gives for `input`."""
-        latest = self._latest
-        if latest is None or latest[0] is not input:
-            latest = self._latest = input, self._product(input)
-        if index + 1 == len(latest[1]):
-            self._latest = None  # it holds no memory between passes
-        return latest[1][index]
-
-
-def _siblings(model: nn.Module, eligible: Callable[[Any], bool]) -> Iterator[list[Any]]:
-    """The layers that are given the same input: not those of cross-attention, whose keys are the encoder's."""
-    for place, parent in model.named_modules():
-        for names in () if "cross" in place or "encoder_attn" in place else SIBLINGS:
-            layers: list[Any] = [getattr(parent, name, None) for name in names]
-            if all(map(eligible, layers)) and len({(layer.bias is None, layer.in_features) for layer in layers}) == 1:
-                yield layers
-
-
-FEW = 16
-"""Up to this many rows, which fill one tile, the product is soonest computed from the weights' side."""
-MOST_WEIGHTS = 1 << 22
-"""A matrix with more is not merged: a call of its own costs it nothing, and its memory may be that of a mapped file."""
-
-
-class FewRowsLinear(nn.Linear):
-    """A linear layer in bfloat16 whose product W·xᵀ of few rows is computed with the weights as the left matrix.
-
-    oneDNN rearranges the right matrix of a product before it computes, each time. With the weights on the right, as in
-    x·Wᵀ, it copies all of them for the few rows of a decode step: 25 ms instead of 18 for the 85 matrices of a Llama of
-    100M parameters, on one thread. The sums are the same, in float32.
-
-    Small matrices that are given the same input lie side by side, as one: each call of oneDNN takes 40 µs besides.
-    """
-
-    merged: tuple[MergedLinear, int, int] | None = None
-    """The product that computes it, its index there, and where its weights lay when that was made."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        rows = input.numel() // self.in_features
-        few = 0 < rows <= FEW and self.weight.dtype == input.dtype == torch.bfloat16
-        if not few or input.device.type != "cpu" or torch.is_grad_enabled():
-            return super().forward(input)
-        if self.merged is not None and self.merged[2] == self.weight.data_ptr():
-            found = self.merged[0].output(self.merged[1], input)
-        else:
-            found = _of_few_rows(self.weight, self.bias, input)
-        return found.t().reshape(*input.shape[:-1], self.out_features).contiguous()
-
-
-def _of_few_rows(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
-    """The output of the rows of `input`, `(out_features, rows)`, or `(out_features,)` of one."""
-    states = input.reshape(-1, weight.shape[1])
-    if len(states) == 1:
-        return torch.mv(weight, states[0]) if bias is None else torch.addmv(bias, weight, states[0])
-    right = states.t()
-    return torch.mm(weight, right) if bias is None else torch.addmm(bias[:, None], weight, right)
-
-
-def read_few_rows(model: nn.Module) -> None:
-    """Make the linear layers of `model` `FewRowsLinear`, in place, where that is sooner."""
-    if "amx_bf16" not in processor_units():
-        return
-    for module in model.modules():
-        if type(module) is nn.Linear and (module.weight.dtype, module.weight.device.type) == (torch.bfloat16, "cpu"):
-            module.__class__ = FewRowsLinear
-    for layers in _siblings(model, lambda each: type(each) is FewRowsLinear and each.weight.numel() <= MOST_WEIGHTS):
-        _lie_side_by_side(layers)
-
-
-def _lie_side_by_side(layers: Sequence[FewRowsLinear]) -> None:
-    """Move the weights of these layers into one matrix, and compute them together."""
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    sizes = [layer.out_features for layer in layers]
-    merged = MergedLinear(lambda input: torch.split(_of_few_rows(weight, bias, input), sizes))
-    for index, layer in enumerate(layers):
-        layer.weight.data = torch.split(weight, sizes)[index]
-        if bias is not None:
-            layer.bias.data = torch.split(bias, sizes)[index]
-        layer.merged = merged, index, layer.weight.data_ptr()
-
-
-LEAST_WEIGHTS = 1 << 14
-"""A matrix with fewer weights, such as a router of experts, stays in float32."""
-
-
-class Int8Linear(nn.Module):
-    """Linear layers in float32 that are given the same input, whose weights are int8, with a scale per output.
-
-    The kernels multiply int8 by uint8, so the states become the sum of two: their rounding, and that of the rest, which
-    together have 14 bits (one has 7, and SmolLM2 is then right about a tenth fewer tokens). Each token has a scale of
-    its own, so a result does not depend on what else is in the pass.
-
-    oneDNN's kernel is the sooner one where the processor has VNNI, FBGEMM's elsewhere: half the time of oneDNN's. Both
-    add two products in 16 bits there, which 8-bit states would overflow: `levels` is 63 then (`int8_levels`).
-    """
-
-    def __init__(self, layers: Sequence[nn.Linear], levels: int) -> None:
-        super().__init__()
-        weight = torch.cat([layer.weight.detach().float() for layer in layers])
-        scales = weight.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
-        zeros = torch.zeros(len(scales), dtype=torch.int32)
-        rounded = (weight / scales[:, None]).round_().to(torch.int8)  # not in place: embeddings may be tied to them
-        self.in_features, self.out_features = weight.shape[1], weight.shape[0]
-        biases = [layer.bias.detach().float() for layer in layers if layer.bias is not None]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
-        self._levels = levels
-        self._vnni: tuple[Tensor, Tensor, Tensor] | None = None
-        if levels == 127:
-            self._vnni = torch.ops.onednn.qlinear_prepack(rounded, None), scales, zeros
-        else:
-            with warnings.catch_warnings():  # torch warns that its quantised tensors will go; oneDNN's kernel stays
-                warnings.simplefilter("ignore", UserWarning)
-                whole = torch._make_per_channel_quantized_tensor(rounded, scales.double(), zeros.long(), 0)
-                self._packed = torch.ops.quantized.linear_prepack(whole, None)
-
-    def __deepcopy__(self, _memo: Any) -> Int8Linear:
-        return self  # it never changes, and copies of a model share their weights (`shallow_copy`)
-
-    def forward(self, input: Tensor) -> Tensor:
-        states = input.reshape(-1, self.in_features)
-        step = torch.linalg.vector_norm(states, torch.inf, -1, keepdim=True).clamp_min_(1e-30).div_(self._levels)
-        both = states.new_empty((2, *states.shape))
-        coarse, rest = both.unbind()
-        torch.round(torch.div(states, step, out=rest), out=coarse)
-        rest.sub_(coarse).mul_(2 * self._levels)
-        found, more = self._product(both.view(-1, self.in_features)).view(2, len(states), -1).unbind()
-        found = found.add_(more, alpha=0.5 / self._levels).mul_(step)
-        if self.bias is not None:
-            found += self.bias
-        return found.view(*input.shape[:-1], self.out_features)
-
-    def _product(self, states: Tensor) -> Tensor:
-        """`(rows, out_features)` from states between -`levels` and `levels`, which are rounded."""
-        zero = self._levels + 1
-        if self._vnni is None:
-            product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-            found: Tensor = product(states, 1.0, zero, self._packed)
-            return found
-        weight, scales, zeros = self._vnni
-        whole = states.round_().add_(zero).to(torch.uint8)
-        result: Tensor = torch.ops.onednn.qlinear_pointwise(
-            whole, 1.0, zero, weight, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        )
-        return result
-
-
-class Int8Part(nn.Module):
-    """One layer of an `Int8Linear` of several."""
-
-    def __init__(self, merged: MergedLinear, index: int) -> None:
-        super().__init__()
-        self._merged, self._index = merged, index
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self._merged.output(self._index, input)
-
-
-def _merged_int8(layers: Sequence[nn.Linear]) -> Iterator[Int8Part]:
-    whole = Int8Linear(layers, int8_levels())
-    sizes = [layer.out_features for layer in layers]
-    merged = MergedLinear(lambda input: torch.split(whole(input), sizes, -1))
-    for index in range(len(layers)):
-        yield Int8Part(merged, index)
-
-
-def int8_weights(model: LanguageModel) -> None:
-    """Round the linear layers' weights of a checked model to int8, in place: `Int8Linear`, for sooner decode steps.
-
-    `UnsupportedModelError` if it runs on a device, on a processor without a kernel for them, or reads its weights by
-    itself; `ragkv doctor` says what the rounding changes.
-    """
-    name = model.checkpoint.name
-    if model.device.type != "cpu" or not (
-        int8_levels() == 127 or "fbgemm" in torch.backends.quantized.supported_engines
-    ):
-        raise UnsupportedModelError(
-            f"Model {name!r} cannot have int8 weights here: they need an x86 processor; use --dtype auto."
-        )
-
-    def large(layer: Any) -> bool:
-        return type(layer) in (nn.Linear, FewRowsLinear) and layer.weight.numel() >= LEAST_WEIGHTS
-
-    made: dict[Any, nn.Module] = {}
-    for layers in _siblings(model.module, large):
-        made |= zip(layers, _merged_int8(layers), strict=True)
-    for parent in list(model.module.modules()):
-        for key, layer in list(parent.named_children()):
-            if large(layer):
-                made[layer] = made.get(layer) or Int8Linear([layer], int8_levels())
-                setattr(parent, key, made[layer])
-    model.int8 = sum(layer.weight.numel() + 4 * layer.out_features for layer in made)
-    try:
-        if not made:
-            raise AttributeError("it has no linear layers of their size")
-        model.encode([(0, 0)])
-        model.step([TokenSequence.over((), position=0)], [(0,)])
-    except (AttributeError, RuntimeError, TypeError) as error:
-        raise UnsupportedModelError(
-            f"Model {name!r} cannot have int8 weights ({first_sentence(error)}); use --dtype auto."
-        ) from error

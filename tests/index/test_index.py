@@ -9,8 +9,8 @@ from ragkv import RagKV
 from ragkv.config import IndexConfig, byte_count
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.evaluation import families
-from ragkv.index import index
 from ragkv.index.index import VARIABLE, memory_budget
+from ragkv.model import checkpoint
 from ragkv.store import Store
 from ragkv.store.record import Manifest
 
@@ -45,7 +45,7 @@ def test_memory_budgets(monkeypatch):
 def test_auto_is_a_quarter_of_what_the_container_has_up_to_a_cap(monkeypatch, tmp_path):
     monkeypatch.delenv(VARIABLE, raising=False)
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(index, "_CGROUPS", (str(limit), str(tmp_path / "none")))
+    monkeypatch.setattr(checkpoint, "_CGROUPS", (str(limit), str(tmp_path / "none")))
     limit.write_text("40000000\n")
     assert memory_budget("auto", CPU) == 10_000_000
     limit.write_text("max\n")

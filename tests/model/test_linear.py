@@ -1,34 +1,40 @@
 """Linear layers that read few rows, against the ordinary ones."""
 
 import copy
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import ragkv.model.language_model
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
+from ragkv.model import linear
 from ragkv.model.checkpoint import int8_levels, resolve
-from ragkv.model.language_model import (
+from ragkv.model.linear import (
     FEW,
+    FEW_IN_FLOAT16,
+    BesideFloat16Linear,
     FewRowsLinear,
+    Float16Linear,
+    Float16Weights,
     Int8Linear,
     _merged_int8,
     int8_weights,
+    optimize_linear_layers,
     read_few_rows,
 )
 from ragkv.model.self_check import load_model
 
 
 @pytest.fixture
-def layers(monkeypatch):
+def layers():
     """Layers as they are, and as they are made on a processor with matrix units."""
     torch.manual_seed(0)
     plain = nn.ModuleList([nn.Linear(96, 40, bias=bias, dtype=torch.bfloat16) for bias in (True, False)])
     swift = copy.deepcopy(plain)
-    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"amx_bf16"}))
     read_few_rows(swift)
     assert {type(layer) for layer in swift} == {FewRowsLinear}
     return list(zip(plain, swift, strict=True))
@@ -68,15 +74,14 @@ def attention(request, monkeypatch):
     torch.manual_seed(0)
     plain = _Attention(bias=request.param)
     merged = copy.deepcopy(plain)
-    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"amx_bf16"}))
     read_few_rows(merged)
-    ran, product = [], ragkv.model.language_model._of_few_rows
+    ran, product = [], linear._of_few_rows
 
     def counted(weight, *others):
         ran.append(len(weight))
         return product(weight, *others)
 
-    monkeypatch.setattr(ragkv.model.language_model, "_of_few_rows", counted)
+    monkeypatch.setattr(linear, "_of_few_rows", counted)
     return plain, merged, ran
 
 
@@ -93,8 +98,7 @@ def test_layers_with_the_same_input_are_computed_as_one(attention, rows):
 
 
 @torch.no_grad()
-def test_cross_attention_is_not_merged(monkeypatch):
-    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"amx_bf16"}))
+def test_cross_attention_is_not_merged():
     layer = nn.ModuleDict({"self_attn": _Attention(), "encoder_attn": _Attention()})
     read_few_rows(layer)
     assert [each.q_proj.merged is None for each in layer.values()] == [False, True]
@@ -129,14 +133,10 @@ def test_a_merged_layer_follows_its_weights(attention, how):
         torch.testing.assert_close(after[place], before[place], atol=0, rtol=0)
 
 
-def test_other_layers_and_processors_keep_their_own(monkeypatch):
+def test_other_layers_keep_their_own():
     wide = nn.Sequential(nn.Linear(4, 4))
-    half = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
-    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"amx_bf16"}))
     read_few_rows(wide)
-    monkeypatch.setattr(ragkv.model.language_model, "processor_units", lambda: frozenset({"avx512_bf16"}))
-    read_few_rows(half)
-    assert type(wide[0]) is type(half[0]) is nn.Linear
+    assert type(wide[0]) is nn.Linear
 
 
 def _int8(layer, levels=127):
@@ -144,9 +144,13 @@ def _int8(layer, levels=127):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("levels", [127, 63])
-def test_int8_weights_are_all_that_is_rounded_much(bias, levels):
-    """Against the product with rounded weights: 13 bits of the largest state of a token at least."""
+@pytest.mark.parametrize("units", ["amx_bf16", "avx512_bf16"])
+@pytest.mark.parametrize(
+    "levels", [pytest.param(127, marks=pytest.mark.skipif(int8_levels() < 127, reason="no VNNI")), 63]
+)
+def test_int8_weights_are_all_that_is_rounded_much(bias, levels, units, monkeypatch):
+    """Against the product with rounded weights: 13 bits of the largest state of a token at least; by either kernel."""
+    monkeypatch.setattr(linear, "processor_units", lambda: frozenset({units}))
     torch.manual_seed(0)
     layer = nn.Linear(768, 64, bias=bias)
     states = torch.randn(2, 5, 768) * torch.tensor([1.0, 1e-3, 10, 0, 1e4])[:, None]
@@ -188,7 +192,8 @@ def test_a_model_with_int8_weights_names_them(int8_mini):
     assert (int8_mini.precision, int8_mini.dtype, plain.precision) == ("int8", torch.float32, "float32")
     assert int8_mini.parameters == plain.parameters
     matrices = [layer for layer in plain.module.modules() if isinstance(layer, nn.Linear)]
-    assert (plain.int8, int8_mini.int8) == (0, sum(each.weight.numel() + 4 * each.out_features for each in matrices))
+    assert (plain.int8, int8_mini.int8) == (False, True)
+    assert int8_mini.packed_bytes == sum(each.weight.numel() + 4 * each.out_features for each in matrices)
     checkpoint = resolve("mini")
     assert checkpoint.fingerprint("int8") != checkpoint.fingerprint("float32")
     ids = plain.tokens.encode("The bakery in Harrow Lane opens at six.")
@@ -209,13 +214,150 @@ def test_int8_requests_in_a_batch_are_those_alone(int8_mini):
 
 @pytest.mark.parametrize("broken", ["device", "engine", "code"])
 def test_int8_weights_are_refused_where_they_cannot_be(model_folder, monkeypatch, broken):
-    model = load_model(str(model_folder))
+    model = load_model(str(model_folder), dtype="float32", train=True)
     if broken == "device":
         monkeypatch.setattr(model, "device", torch.device("meta"))
     elif broken == "engine":
-        monkeypatch.setattr(ragkv.model.language_model, "int8_levels", lambda: 63)
+        monkeypatch.setattr(linear, "int8_levels", lambda: 63)
         monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["qnnpack"]))
     else:  # the model's own code reads the weights
         monkeypatch.setattr(model.module.model.layers[0].mlp, "forward", lambda x: x @ model.module.lm_head.weight.T)
     with pytest.raises(UnsupportedModelError, match="int8 weights"):
         int8_weights(model)
+
+
+# ---- float16
+
+fbgemm = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no x86 processor")
+
+
+def _matrix(dtype, size=1.0):
+    """Rows of unlike sizes, with numbers of unlike sizes, and one of zeros."""
+    made = torch.randn(300, 257, generator=torch.Generator().manual_seed(0)) * size
+    made[:40] *= 2.0 ** torch.arange(-22, 18)[:, None]
+    made[100:140] *= 2.0 ** -torch.arange(257)
+    made[40] = 0
+    return made.to(dtype)
+
+
+@fbgemm
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1e-30, 0.02, 1e30], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_float16_keeps_what_a_checkpoint_in_16_bits_has(dtype, size, bias):
+    weight = _matrix(dtype, size if dtype == torch.bfloat16 else 1e-4)
+    added = torch.randn(300) * size if bias else None
+    packed = Float16Weights.of(weight, added)
+    assert packed is not None
+    wide = weight.float()
+    off, largest = (packed.unpacked() - wide).abs(), wide.abs().amax(1, keepdim=True)
+    assert bool((off <= 2.0**-39 * largest).all())
+    assert not off[wide.abs() >= 2.0**-29 * largest].any()
+    states = torch.randn(2, 5, 257)
+    exact = nn.functional.linear(states.double(), wide.double(), None if added is None else added.double())
+    room = 2e-6 * (states.double().abs() @ wide.double().abs().T + (size if bias else 0))
+    assert bool(((packed.product(states) - exact).abs() <= room).all())
+
+
+@fbgemm
+@pytest.mark.parametrize("row", ["digits", "inf", "nan"])
+def test_a_matrix_that_float16_would_change_is_left(row):
+    weight = _matrix(torch.bfloat16, 0.02).float()
+    assert Float16Weights.of(weight, None)
+    if row == "digits":
+        weight[-1, -1] *= 1 + 2**-12
+    else:
+        weight[7, 7] = float(row)
+    assert Float16Weights.of(weight, None) is None
+
+
+@fbgemm
+def test_a_float16_result_does_not_depend_on_other_rows():
+    packed, states = Float16Weights.of(_matrix(torch.bfloat16), None), torch.randn(40, 257)
+    together = packed.product(states)
+    for first, last in ((0, 1), (3, 4), (5, 7), (8, 22), (1, 40)):
+        assert torch.equal(packed.product(states[first:last]), together[first:last])
+    assert torch.equal(packed.product(states[9]), together[9])
+    assert packed.product(states[:0]).shape == (0, 300)
+
+
+@pytest.fixture
+def half_folder(make_folder, tmp_path):
+    """A checkpoint in bfloat16 of a small Llama whose matrices are large enough."""
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=128, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(3)
+    folder = shutil.copytree(make_folder("llama"), tmp_path / "model")  # for its tokenizer
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def _logits(model, *texts):
+    return model.step([TokenSequence.over((), position=0) for _ in texts], [model.tokens.encode(t) for t in texts])
+
+
+TEXTS = "The sea is salt because of rivers.", "one"
+
+
+@fbgemm
+def test_a_float32_model_holds_the_weights_of_its_checkpoint_in_16_bits(half_folder):
+    exact, model = (load_model(str(half_folder), dtype="float32", train=train) for train in (True, False))
+    matrices = [layer for layer in exact.module.modules() if type(layer) is nn.Linear]
+    assert len(matrices) == 2 * 7 + 1
+    packed = [layer for layer in model.module.modules() if type(layer) is Float16Linear]
+    assert len(packed) == len(matrices)
+    assert model.packed_bytes == sum(2 * layer.weight.numel() for layer in matrices)
+    assert (model.parameters, model.precision, exact.packed_bytes) == (exact.parameters, "float32", 0)
+    held = sum(each.numel() for each in model.module.parameters())
+    assert held == exact.parameters - sum(layer.weight.numel() for layer in matrices)
+    torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=1e-4, rtol=1e-4)
+    right, saved = exact.module.state_dict(), model.module.state_dict()
+    assert right.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in right.items())
+
+
+@fbgemm
+def test_layers_whose_weights_are_read_are_ordinary_ones(half_folder):
+    model = load_model(str(half_folder), dtype="float32", train=True)
+    layer = model.module.model.layers[1].mlp
+    own = layer.down_proj.forward
+    layer.down_proj.forward = lambda x: own(x) + 0 * layer.up_proj.weight.sum()
+    optimize_linear_layers(model)
+    kinds = [type(layer.up_proj), type(layer.gate_proj)]
+    assert kinds == [nn.Linear, Float16Linear]
+    assert layer.up_proj.weight.dtype == torch.float32
+
+
+@fbgemm
+@pytest.mark.parametrize("why", ["amx", "memory", "train"])
+def test_a_second_copy_is_made_where_it_is_of_use(half_folder, monkeypatch, why):
+    monkeypatch.setattr(linear, "processor_units", lambda: frozenset({"amx_bf16" if why == "amx" else "avx512_bf16"}))
+    if why == "memory":
+        monkeypatch.setattr(linear, "device_memory", lambda device: 1 << 20)
+    model = load_model(str(half_folder), dtype="bfloat16", train=why == "train")
+    kinds = {type(layer) for layer in model.module.modules() if isinstance(layer, nn.Linear)}
+    assert kinds == {FewRowsLinear if why == "amx" else nn.Linear}
+    assert not model.packed_bytes
+
+
+@fbgemm
+def test_few_rows_in_bfloat16_are_computed_from_the_second_copy(half_folder, monkeypatch):
+    monkeypatch.setattr(linear, "processor_units", lambda: frozenset({"avx512_bf16"}))
+    exact, model = (load_model(str(half_folder), dtype="bfloat16", train=train) for train in (True, False))
+    layer = model.module.lm_head
+    assert type(layer) is BesideFloat16Linear
+    assert model.packed_bytes == 2 * (320 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 160))
+    torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=0.02, rtol=0.02)
+    plain, states = exact.module.lm_head, torch.randn(FEW_IN_FLOAT16 + 1, 128).bfloat16()
+    with torch.no_grad():
+        right = nn.functional.linear(states.float(), plain.weight.float()).bfloat16()
+        assert torch.equal(layer(states), plain(states))  # too many
+        assert torch.equal(layer(states[:-1]), right[:-1]), "rounded once"
+        layer.weight.mul_(2)  # as an optimiser does
+        assert torch.equal(layer(states[:1]), nn.functional.linear(states[:1], layer.weight))
+        layer.weight.data = layer.weight.data.clone()
+        assert torch.equal(layer(states[:1]), nn.functional.linear(states[:1], layer.weight))
+    layer(states[:1]).sum().backward()
+    assert layer.weight.grad is not None

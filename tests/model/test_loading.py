@@ -254,7 +254,7 @@ def test_kv_lies_with_its_layer_and_comes_back_from_the_store(pair, tmp_path):
 
 def test_memory_is_what_fills_the_first_device(monkeypatch):
     sizes = {"cuda:0": 80, "cuda:1": 20}
-    monkeypatch.setattr("ragkv.index.index._memory_of", lambda device: sizes[str(device)])
+    monkeypatch.setattr("ragkv.model.checkpoint.device_memory", lambda device: sizes[str(device)])
     first, second = torch.device("cuda:0"), torch.device("cuda:1")
     assert memory_of(first) == 80
     assert memory_of((first,) * 8 + (second,) * 2) == 100
