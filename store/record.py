@@ -821,8 +821,9 @@ def layer_tensors(manifest: Manifest, layer: int, flat: Tensor) -> tuple[Tensor,
     )
 
 
-MOST = 4
-"""Threads on one read, including the caller's. With more of them, memory bandwidth is the limit."""
+MOST = 6
+"""Threads on one read, including the caller's. Six read 1 GB on 16 cores in 0.7 of the time of four, twelve in 0.8:
+they wait for each other between segments."""
 
 _lock = Lock()
 _pool: ThreadPoolExecutor | None = None

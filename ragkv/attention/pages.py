@@ -100,13 +100,18 @@ class PagePool:
         def places(blocks: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return tuple(each.flatten(0, 1)[start : start + kv.tokens].transpose(0, 1) for each in blocks)
 
-        held = replace(kv, keys=places(block.keys), values=places(block.values), pages=pages, stacked=None)
-        if block.stacked is not None and kv.stacked is not None:
+        if block.stacked is None:
+            there, keys, values = None, places(block.keys), places(block.values)
+        else:
             there = block.stacked.flatten(1, 2)[:, start : start + kv.tokens].transpose(1, 2)
+            layers = there.unbind()
+            keys, values = layers[::2], layers[1::2]
+        held = replace(kv, keys=keys, values=values, pages=pages, stacked=None)
+        if there is not None and kv.stacked is not None:
             there.copy_(kv.stacked, non_blocking=True)
         else:
-            for there, tensor in zip((*held.keys, *held.values), (*kv.keys, *kv.values), strict=True):
-                there.copy_(tensor, non_blocking=True)
+            for to, tensor in zip((*held.keys, *held.values), (*kv.keys, *kv.values), strict=True):
+                to.copy_(tensor, non_blocking=True)
         return held
 
     def _take(self, kv: ChunkKV, devices: Sequence[torch.device]) -> Pages | None:
