@@ -6,6 +6,7 @@ which of these layers a model gets (`ragkv.model.self_check.load_model`).
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -238,52 +239,61 @@ def int8_weights(model: LanguageModel) -> None:
 MOST_OFF = 2.0**-25
 """What float16 may change of a row whose largest number lies between 2^14 and 2^15: half of its smallest number."""
 FEW_IN_FLOAT16 = 10
-"""Up to this many rows, float16 weights are sooner than bfloat16 ones on a processor without matrix units."""
+"""Up to this many rows, float16 weights are sooner than bfloat16 ones on a processor without matrix units, and two of
+them than a float32 one."""
 SPARE = 8
 """A second copy of a model's weights takes at most this part of the memory."""
 _ROWS = 256  # so many are tried at a time, in a cache
+_REST = 2.0**11  # what is left of a number after float16 is less than 2^-11 of it
 
 
 class Float16Weights:
     """A matrix `(out_features, in_features)` and a bias in float16, which FBGEMM multiplies in float32.
 
     Each output's row is multiplied by a power of two before it is rounded, so nothing of a checkpoint in bfloat16 or
-    float16 is lost (`of`). A token's result does not depend on what other tokens there are.
+    float16 is lost. A float32 number becomes the sum of two, which have 22 bits of its 24. A token's result does not
+    depend on what other tokens there are.
     """
 
-    def __init__(self, scaled: Tensor, bias: Tensor | None, scales: Tensor) -> None:
+    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, scales: Tensor) -> None:
         self._scales = 1 / scales
         self._bias = None if bias is None else bias.detach().float()
-        self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
-        self.nbytes = 2 * scaled.numel()
+        self._packed, *self._rest = (torch.ops.quantized.linear_prepack_fp16(part, None) for part in parts)
+        self.nbytes = 2 * sum(part.numel() for part in parts)
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> Float16Weights | None:
-        """None if float16 would change it: a number of less than 2^-29 of its row's largest one by more than 2^-39 of
-        that, or any other at all.
+    def of(cls, weight: Tensor, bias: Tensor | None, *, most: int = 1) -> Float16Weights | None:
+        """In one float16 for each number; if that changes a number of less than 2^-29 of its row's largest one by more
+        than 2^-39 of that, or any other at all, in two, if `most` is 2. Else None, as for infinities.
         """
-        scaled, scales = torch.empty(weight.shape), torch.empty(len(weight))
-        parts = (torch.split(tensor, _ROWS) for tensor in (weight.detach(), scaled, scales))
-        for rows, out, scale in zip(*parts, strict=True):
+        scales, parts = torch.empty(len(weight)), [torch.empty(weight.shape) for _ in range(most)]
+        blocks = (torch.split(tensor, _ROWS) for tensor in (weight.detach(), scales, *parts))
+        lost = 0.0
+        for rows, scale, scaled, *rest in zip(*blocks, strict=True):
             wide = rows.float()
-            largest = wide.abs().amax(1)
-            torch.ldexp(torch.ones(len(rows)), (15 - torch.frexp(largest).exponent).clamp_max_(126), out=scale)
-            torch.mul(wide, scale[:, None], out=out)
-            off = out.half().float().sub_(out).abs_().amax()
-            if not float(off) <= MOST_OFF:  # what is not a number is not, too
+            exponents = torch.frexp(wide.abs().amax(1)).exponent
+            torch.ldexp(torch.ones(len(rows)), (15 - exponents).clamp_max_(126), out=scale)
+            off = torch.mul(wide, scale[:, None], out=scaled) - scaled.half().float()
+            lost = max(float(off.abs().amax()), lost)
+            if not math.isfinite(lost) or (lost > MOST_OFF and most < 2):
                 return None
-        return cls(scaled, bias, scales)
+            for out in rest:
+                torch.mul(off, _REST, out=out)
+        return cls(parts[: 1 if lost <= MOST_OFF else 2], bias, scales)
 
     def unpacked(self) -> Tensor:
         """The matrix in float32."""
-        weight: Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        return weight.float().mul_(self._scales[:, None])
+        first, *rest = (torch.ops.quantized.linear_unpack_fp16(each)[0].float() for each in (self._packed, *self._rest))
+        weight: Tensor = first.add_(rest[0], alpha=1 / _REST) if rest else first
+        return weight.mul_(self._scales[:, None])
 
     def product(self, states: Tensor) -> Tensor:
         """`(…, out_features)` from `(…, in_features)`, both in float32."""
         if states.dim() == 1:
             return self.product(states[None])[0]
         found: Tensor = torch.ops.quantized.linear_dynamic_fp16(states, self._packed)
+        for rest in self._rest:
+            found.add_(torch.ops.quantized.linear_dynamic_fp16(states, rest), alpha=1 / _REST)
         return found.mul_(self._scales) if self._bias is None else torch.addcmul(self._bias, found, self._scales)
 
 
@@ -311,10 +321,10 @@ class Float16Linear(nn.Linear):
 
 
 class BesideFloat16Linear(nn.Linear):
-    """A linear layer in bfloat16 with a second copy of its weights, `Float16Weights`, for few rows.
+    """A linear layer with a second copy of its weights, `Float16Weights`, for few rows.
 
-    oneDNN reads a bfloat16 matrix for one row at 9 GB/s on an EPYC without matrix units, FBGEMM one in float16 at 25;
-    from 16 rows on it is the other way round.
+    On an EPYC without matrix units a row reads a bfloat16 matrix at 9 GB/s by oneDNN, a float32 one at 13 by MKL, and
+    float16 ones at 25 by FBGEMM. From 16 rows on bfloat16 is sooner, and one float32 matrix than two in float16.
     """
 
     packed: tuple[Float16Weights, int, int]
@@ -322,31 +332,33 @@ class BesideFloat16Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         few = 0 < input.numel() <= FEW_IN_FLOAT16 * self.in_features and not torch.is_grad_enabled()
-        if few and input.dtype == self.weight.dtype == torch.bfloat16:
+        if few and input.dtype == self.weight.dtype:
             packed, place, version = self.packed
             if self.weight.data_ptr() == place and self.weight._version == version:
-                return packed.product(input.float()).to(torch.bfloat16)
+                return packed.product(input.float()).to(input.dtype)
         return super().forward(input)
 
 
 def optimize_linear_layers(model: LanguageModel) -> None:
     """Make the linear layers of a checked model what reads its weights soonest on its processor, in place.
 
-    In bfloat16 `FewRowsLinear` with matrix units, and without them `BesideFloat16Linear`, if the memory is there
-    (`SPARE`); in float32 `Float16Linear`, where that loses nothing. The numbers stay those of the same weights.
+    In float32 `Float16Linear`, where that loses nothing; in bfloat16 `FewRowsLinear` with matrix units; others
+    `BesideFloat16Linear`, if the memory is there (`SPARE`). The numbers stay those of the same weights.
     """
     if model.device.type != "cpu":
         return
     if model.dtype == torch.bfloat16 and "amx_bf16" in processor_units():
         read_few_rows(model.module)
         return
-    layers = list(dict.fromkeys(layer for _, _, layer in _large_layers(model.module)))
-    beside = model.dtype == torch.bfloat16
-    room = not beside or sum(2 * each.weight.numel() for each in layers) <= device_memory(model.device) // SPARE
-    if not room or model.dtype not in (torch.float32, torch.bfloat16) or not _has_fbgemm():
+    if model.dtype not in (torch.float32, torch.bfloat16) or not _has_fbgemm():
         return
+    layers = list(dict.fromkeys(layer for _, _, layer in _large_layers(model.module)))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        model.packed_bytes = sum(pool.map(_stand_beside_float16 if beside else _become_float16, layers))
+        if model.dtype == torch.float32:
+            model.packed_bytes = sum(pool.map(_become_float16, layers))
+        others = [layer for layer in layers if not isinstance(layer, Float16Linear)]
+        if sum(layer.weight.nbytes for layer in others) <= device_memory(model.device) // SPARE:
+            model.packed_bytes += sum(pool.map(_stand_beside_float16, others))
     _try_once(model)
     for layer in layers:
         if isinstance(layer, Float16Linear) and layer.read:
@@ -371,7 +383,7 @@ def _become_ordinary(layer: nn.Linear) -> None:
 
 def _stand_beside_float16(layer: nn.Linear) -> int:
     """Make it a `BesideFloat16Linear`; returns the bytes of the copy."""
-    packed = Float16Weights.of(layer.weight, layer.bias)
+    packed = Float16Weights.of(layer.weight, layer.bias, most=2)
     if packed is None:
         return 0
     layer.__class__ = BesideFloat16Linear

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -261,6 +263,25 @@ def test_float16_keeps_what_a_checkpoint_in_16_bits_has(dtype, size, bias):
 
 
 @fbgemm
+def test_float32_numbers_are_kept_in_two():
+    weight, bias, states = _matrix(torch.float32, 0.02), torch.randn(300), torch.randn(3, 257)
+    assert Float16Weights.of(weight, bias) is None
+    packed = Float16Weights.of(weight, bias, most=2)
+    assert packed is not None
+    assert packed.nbytes == 4 * weight.numel()
+    largest = weight.abs().amax(1, keepdim=True)
+    assert bool(((packed.unpacked() - weight).abs() <= 2.0**-22 * weight.abs() + 2.0**-50 * largest).all())
+    exact = nn.functional.linear(states.double(), weight.double(), bias.double())
+    room = 2e-6 * (states.double().abs() @ weight.double().abs().T) + 1e-6
+    assert bool(((packed.product(states) - exact).abs() <= room).all())
+    half = Float16Weights.of(_matrix(torch.bfloat16), None, most=2)
+    assert half is not None
+    assert half.nbytes == 2 * weight.numel()
+    weight[3, 3] = torch.inf
+    assert Float16Weights.of(weight, bias, most=2) is None
+
+
+@fbgemm
 @pytest.mark.parametrize("row", ["digits", "small", "inf", "nan"])
 def test_a_matrix_that_float16_would_change_is_left(row):
     weight = _matrix(torch.bfloat16, 0.02).float()
@@ -268,7 +289,7 @@ def test_a_matrix_that_float16_would_change_is_left(row):
     if row == "digits":
         weight[-1, -1] *= 1 + 2**-12
     elif row == "small":
-        weight[-1, -1] = weight[-1].abs().max() * 2**-18 * (1 + 2**-12)
+        weight[200, -1] = weight[200].abs().max() * 2**-18 * (1 + 2**-12)  # only among the first rows
     else:
         weight[7, 7] = float(row)
     assert Float16Weights.of(weight, None) is None
@@ -330,6 +351,24 @@ def test_layers_whose_weights_are_read_are_ordinary_ones(half_folder):
     kinds = [type(layer.up_proj), type(layer.gate_proj)]
     assert kinds == [nn.Linear, Float16Linear]
     assert layer.up_proj.weight.dtype == torch.float32
+
+
+@fbgemm
+def test_a_float32_checkpoint_has_its_weights_beside_in_two(half_folder):
+    with safe_open(half_folder / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1 + 1e-6
+    save_file(tensors, half_folder / "model.safetensors", {"format": "pt"})
+    exact, model = (load_model(str(half_folder), dtype="float32", train=train) for train in (True, False))
+    mlp = model.module.model.layers[0].mlp
+    assert [type(mlp.up_proj), type(mlp.gate_proj)] == [BesideFloat16Linear, Float16Linear]
+    matrix = 128 * 160
+    assert model.packed_bytes == 2 * (320 * 128 + 2 * (4 * 128 * 128 + 3 * matrix) + matrix)
+    torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        for rows in (FEW_IN_FLOAT16, FEW_IN_FLOAT16 + 1):
+            states = torch.randn(rows, 128)
+            torch.testing.assert_close(mlp.up_proj(states), nn.functional.linear(states, mlp.up_proj.weight))
 
 
 @fbgemm
