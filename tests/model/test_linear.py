@@ -293,6 +293,11 @@ def test_a_matrix_that_float16_would_change_is_left(row):
     else:
         weight[7, 7] = float(row)
     assert Float16Weights.of(weight, None) is None
+    if row in ("digits", "small"):
+        packed = Float16Weights.of(weight, None, most=2)
+        assert packed is not None
+        off = (packed.unpacked() - weight).abs()
+        assert bool((off <= 2.0**-50 * weight.abs().amax(1, keepdim=True)).all())
 
 
 @fbgemm
