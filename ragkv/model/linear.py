@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -287,25 +288,46 @@ class Float16Weights:
         weight: Tensor = first.add_(rest[0], alpha=1 / _REST) if rest else first
         return weight.mul_(self._scales[:, None])
 
-    def product(self, states: Tensor) -> Tensor:
-        """`(…, out_features)` from `(…, in_features)`, both in float32."""
-        if states.dim() == 1:
-            return self.product(states[None])[0]
+    def product(self, input: Tensor) -> Tensor:
+        """`(…, out_features)` from `(…, in_features)`, in the dtype of `input`."""
+        if input.dim() == 1:
+            return self.product(input[None])[0]
+        states = input.float()
         found: Tensor = torch.ops.quantized.linear_dynamic_fp16(states, self._packed)
         for rest in self._rest:
             found.add_(torch.ops.quantized.linear_dynamic_fp16(states, rest), alpha=1 / _REST)
-        return found.mul_(self._scales) if self._bias is None else torch.addcmul(self._bias, found, self._scales)
+        found = found.mul_(self._scales) if self._bias is None else torch.addcmul(self._bias, found, self._scales)
+        return found.to(input.dtype)
+
+    def __deepcopy__(self, _memo: Any) -> Float16Weights:
+        return self  # copies of a model share their weights (`shallow_copy`)
+
+
+@dataclass(frozen=True, eq=False)
+class Float16Part:
+    """One of the layers whose `Float16Weights` are `whole`."""
+
+    whole: Float16Weights
+    merged: MergedLinear
+    index: int
+    sizes: Sequence[int]
+
+    def product(self, input: Tensor) -> Tensor:
+        return self.merged.output(self.index, input)
+
+    def unpacked(self) -> Tensor:
+        return torch.split(self.whole.unpacked(), list(self.sizes))[self.index].clone()
+
+    def __deepcopy__(self, _memo: Any) -> Float16Part:
+        return self
 
 
 class Float16Linear(nn.Linear):
     """A linear layer in float32 whose weights are `Float16Weights`: half the memory, and a row takes half the time."""
 
-    packed: Float16Weights
+    packed: Float16Weights | Float16Part
     read = False
     """Whether something has asked for the weights by themselves: then it is better off as an ordinary layer."""
-
-    def __deepcopy__(self, _memo: Any) -> Float16Linear:
-        return self  # copies of a model share their weights (`shallow_copy`)
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -327,7 +349,7 @@ class BesideFloat16Linear(nn.Linear):
     float16 ones at 25 by FBGEMM. From 16 rows on bfloat16 is sooner, and one float32 matrix than two in float16.
     """
 
-    packed: tuple[Float16Weights, int, int]
+    packed: tuple[Float16Weights | Float16Part, int, int]
     """The copy; where the weights lay and how often they had been changed when it was made."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -335,7 +357,7 @@ class BesideFloat16Linear(nn.Linear):
         if few and input.dtype == self.weight.dtype:
             packed, place, version = self.packed
             if self.weight.data_ptr() == place and self.weight._version == version:
-                return packed.product(input.float()).to(input.dtype)
+                return packed.product(input)
         return super().forward(input)
 
 
@@ -353,27 +375,47 @@ def optimize_linear_layers(model: LanguageModel) -> None:
     if model.dtype not in (torch.float32, torch.bfloat16) or not _has_fbgemm():
         return
     layers = list(dict.fromkeys(layer for _, _, layer in _large_layers(model.module)))
+    groups = list(_siblings(model.module, _large))
+    grouped = {layer for group in groups for layer in group}
+    groups += [[layer] for layer in layers if layer not in grouped]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         if model.dtype == torch.float32:
-            model.packed_bytes = sum(pool.map(_become_float16, layers))
-        others = [layer for layer in layers if not isinstance(layer, Float16Linear)]
-        if sum(layer.weight.nbytes for layer in others) <= device_memory(model.device) // SPARE:
-            model.packed_bytes += sum(pool.map(_stand_beside_float16, others))
+            model.packed_bytes = sum(pool.map(_become_float16, groups))
+        groups = [group for group in groups if not isinstance(group[0], Float16Linear)]
+        if sum(layer.weight.nbytes for group in groups for layer in group) <= device_memory(model.device) // SPARE:
+            model.packed_bytes += sum(pool.map(_stand_beside_float16, groups))
     _try_once(model)
     for layer in layers:
         if isinstance(layer, Float16Linear) and layer.read:
             _become_ordinary(layer)
 
 
-def _become_float16(layer: nn.Linear) -> int:
-    """Make it a `Float16Linear` if it loses nothing by that; returns the bytes of the new weights."""
-    packed = Float16Weights.of(layer.weight, layer.bias)
-    if packed is None:
-        return 0
-    del layer.weight
-    layer.__class__ = Float16Linear
-    layer.packed = packed  # type: ignore[assignment]
-    return packed.nbytes
+def _pack(layers: Sequence[nn.Linear], most: int) -> tuple[int, Sequence[Float16Weights | Float16Part]]:
+    """The bytes of float16 weights for these layers, which are given the same input, and those of each; none of them
+    if they cannot be had (`Float16Weights.of`).
+    """
+    weight, bias = layers[0].weight, layers[0].bias
+    if len(layers) > 1:
+        weight = torch.cat([layer.weight for layer in layers])
+        bias = None if bias is None else torch.cat([layer.bias for layer in layers])
+    whole, sizes = Float16Weights.of(weight, bias, most=most), [layer.out_features for layer in layers]
+    if whole is None:
+        return 0, ()
+    if len(layers) == 1:
+        return whole.nbytes, [whole]
+    merged = MergedLinear(lambda input: torch.split(whole.product(input), sizes, -1))
+    return whole.nbytes, [Float16Part(whole, merged, index, sizes) for index in range(len(layers))]
+
+
+@torch.no_grad()
+def _become_float16(layers: Sequence[nn.Linear]) -> int:
+    """Make them `Float16Linear` if they lose nothing by that; returns the bytes of the new weights."""
+    nbytes, packed = _pack(layers, 1)
+    for layer, its in zip(layers, packed, strict=False):
+        del layer.weight
+        layer.__class__ = Float16Linear
+        layer.packed = its  # type: ignore[assignment]
+    return nbytes
 
 
 def _become_ordinary(layer: nn.Linear) -> None:
@@ -381,14 +423,14 @@ def _become_ordinary(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(weight, requires_grad=False)
 
 
-def _stand_beside_float16(layer: nn.Linear) -> int:
-    """Make it a `BesideFloat16Linear`; returns the bytes of the copy."""
-    packed = Float16Weights.of(layer.weight, layer.bias, most=2)
-    if packed is None:
-        return 0
-    layer.__class__ = BesideFloat16Linear
-    layer.packed = packed, layer.weight.data_ptr(), layer.weight._version  # type: ignore[assignment]
-    return packed.nbytes
+@torch.no_grad()
+def _stand_beside_float16(layers: Sequence[nn.Linear]) -> int:
+    """Make them `BesideFloat16Linear`; returns the bytes of the copy."""
+    nbytes, packed = _pack(layers, 2)
+    for layer, its in zip(layers, packed, strict=False):
+        layer.__class__ = BesideFloat16Linear
+        layer.packed = its, layer.weight.data_ptr(), layer.weight._version  # type: ignore[assignment]
+    return nbytes
 
 
 def ordinary_layers(model: nn.Module) -> nn.Module:

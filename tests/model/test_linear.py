@@ -313,13 +313,20 @@ def test_a_float16_result_does_not_depend_on_other_rows():
 @pytest.fixture
 def half_folder(make_folder, tmp_path):
     """A checkpoint in bfloat16 of a small Llama whose matrices are large enough."""
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=128, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4
-    )
+    sizes = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 160, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
     torch.manual_seed(3)
+    model = LlamaForCausalLM(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
     folder = shutil.copytree(make_folder("llama"), tmp_path / "model")  # for its tokenizer
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def _matrices(model):
+    return [layer for layer in model.module.modules() if isinstance(layer, nn.Linear)]
 
 
 def _logits(model, *texts):
@@ -332,10 +339,8 @@ TEXTS = "The sea is salt because of rivers.", "one"
 @fbgemm
 def test_a_float32_model_holds_the_weights_of_its_checkpoint_in_16_bits(half_folder):
     exact, model = (load_model(str(half_folder), dtype="float32", train=train) for train in (True, False))
-    matrices = [layer for layer in exact.module.modules() if type(layer) is nn.Linear]
-    assert len(matrices) == 2 * 7 + 1
-    packed = [layer for layer in model.module.modules() if type(layer) is Float16Linear]
-    assert len(packed) == len(matrices)
+    matrices = _matrices(exact)
+    assert [type(layer) for layer in _matrices(model)] == [Float16Linear] * len(matrices) == [Float16Linear] * 15
     assert model.packed_bytes == sum(2 * layer.weight.numel() for layer in matrices)
     assert (model.parameters, model.precision, exact.packed_bytes) == (exact.parameters, "float32", 0)
     held = sum(each.numel() for each in model.module.parameters())
@@ -366,13 +371,14 @@ def test_a_float32_checkpoint_has_its_weights_beside_in_two(half_folder):
     save_file(tensors, half_folder / "model.safetensors", {"format": "pt"})
     exact, model = (load_model(str(half_folder), dtype="float32", train=train) for train in (True, False))
     mlp = model.module.model.layers[0].mlp
-    assert [type(mlp.up_proj), type(mlp.gate_proj)] == [BesideFloat16Linear, Float16Linear]
-    matrix = 128 * 160
-    assert model.packed_bytes == 2 * (320 * 128 + 2 * (4 * 128 * 128 + 3 * matrix) + matrix)
+    kinds = [type(layer) for layer in (mlp.up_proj, mlp.gate_proj, mlp.down_proj)]
+    assert kinds == [BesideFloat16Linear, BesideFloat16Linear, Float16Linear]
+    every = sum(layer.weight.numel() for layer in _matrices(exact))
+    assert model.packed_bytes == 2 * (every + 2 * mlp.gate_proj.weight.numel())
     torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=1e-4, rtol=1e-4)
     with torch.no_grad():
         for rows in (FEW_IN_FLOAT16, FEW_IN_FLOAT16 + 1):
-            states = torch.randn(rows, 128)
+            states = torch.randn(rows, 256)
             torch.testing.assert_close(mlp.up_proj(states), nn.functional.linear(states, mlp.up_proj.weight))
 
 
@@ -394,11 +400,11 @@ def test_few_rows_in_bfloat16_are_computed_from_the_second_copy(half_folder, mon
     exact, model = (load_model(str(half_folder), dtype="bfloat16", train=train) for train in (True, False))
     layer = model.module.lm_head
     assert type(layer) is BesideFloat16Linear
-    assert model.packed_bytes == 2 * (320 * 128 + 2 * (4 * 128 * 128 + 3 * 128 * 160))
+    assert model.packed_bytes == sum(layer.weight.nbytes for layer in _matrices(exact))
     torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=0.02, rtol=0.02)
-    layer(torch.randn(2, 128).bfloat16()).sum().backward()
+    layer(torch.randn(2, 256).bfloat16()).sum().backward()
     assert layer.weight.grad is not None
-    plain, states = exact.module.lm_head, torch.randn(FEW_IN_FLOAT16 + 1, 128).bfloat16()
+    plain, states = exact.module.lm_head, torch.randn(FEW_IN_FLOAT16 + 1, 256).bfloat16()
     ran, product = [], Float16Weights.product
     monkeypatch.setattr(Float16Weights, "product", lambda self, rows: ran.append(len(rows)) or product(self, rows))
     with torch.no_grad():
