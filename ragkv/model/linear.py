@@ -163,7 +163,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         states = input.reshape(-1, self.in_features)
-        step = torch.linalg.vector_norm(states, torch.inf, -1, keepdim=True).clamp_min_(1e-30).div_(self._levels)
+        step = states.abs().amax(-1, keepdim=True).clamp_min_(1e-30).div_(self._levels)
         both = states.new_empty((2, *states.shape))
         coarse, rest = both.unbind()
         torch.round(torch.div(states, step, out=rest), out=coarse)
@@ -394,7 +394,8 @@ def _pack(layers: Sequence[nn.Linear], most: int) -> tuple[int, Sequence[Float16
     """The bytes of float16 weights for these layers, which are given the same input, and those of each; none of them
     if they cannot be had (`Float16Weights.of`).
     """
-    weight, bias = layers[0].weight, layers[0].bias
+    weight: Tensor = layers[0].weight
+    bias: Tensor | None = layers[0].bias
     if len(layers) > 1:
         weight = torch.cat([layer.weight for layer in layers])
         bias = None if bias is None else torch.cat([layer.bias for layer in layers])

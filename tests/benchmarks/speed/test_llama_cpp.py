@@ -51,10 +51,13 @@ def model(tmp_path, monkeypatch):
     """A tiny model whose heads are as wide as a Q8_0 block, and clocks that never stand still."""
     shape = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 2}
     report.make_language_model(tmp_path / "model", **shape)
-    made = load_model(str(tmp_path / "model"), dtype="float32", device="cpu")
-    monkeypatch.setattr(llama_cpp, "random_llama", lambda *_: made)
+
+    def made(dtype="auto", *_):
+        return load_model(str(tmp_path / "model"), dtype="int8" if dtype == "int8" else "float32", device="cpu")
+
+    monkeypatch.setattr(llama_cpp, "random_llama", made)
     stopwatches(monkeypatch, report)
-    return made
+    return made()
 
 
 @pytest.fixture
@@ -86,8 +89,9 @@ def check(rows) -> None:
 
 
 @pytest.mark.usefixtures("model", "standin")
-def test_every_figure_stands_beside_llama_cpp():
-    check(rows_of())
+@pytest.mark.parametrize("dtype", ["auto", "int8"])
+def test_every_figure_stands_beside_llama_cpp(dtype):
+    check(rows_of("--dtype", dtype))
 
 
 @pytest.mark.usefixtures("model")
