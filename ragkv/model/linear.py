@@ -104,7 +104,8 @@ def _of_few_rows(weight: Tensor, bias: Tensor | None, input: Tensor) -> Tensor:
 def read_few_rows(model: nn.Module) -> None:
     """Make the linear layers of `model` in bfloat16 `FewRowsLinear`, in place."""
     for module in model.modules():
-        if type(module) is nn.Linear and (module.weight.dtype, module.weight.device.type) == (torch.bfloat16, "cpu"):
+        plain = type(module) is nn.Linear and type(module.weight.data) is Tensor  # not torchao's packed weights
+        if plain and (module.weight.dtype, module.weight.device.type) == (torch.bfloat16, "cpu"):
             module.__class__ = FewRowsLinear
     for layers in _siblings(model, lambda each: type(each) is FewRowsLinear and each.weight.numel() <= MOST_WEIGHTS):
         _lie_side_by_side(layers)
@@ -460,7 +461,8 @@ def _large_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def _large(layer: Any) -> bool:
-    return type(layer) in (nn.Linear, FewRowsLinear) and layer.weight.numel() >= LEAST_WEIGHTS
+    plain = type(layer) in (nn.Linear, FewRowsLinear) and type(layer.weight.data) is Tensor  # not torchao's packed ones
+    return plain and layer.weight.numel() >= LEAST_WEIGHTS
 
 
 def _try_once(model: LanguageModel) -> None:

@@ -135,10 +135,15 @@ def test_a_merged_layer_follows_its_weights(attention, how):
         torch.testing.assert_close(after[place], before[place], atol=0, rtol=0)
 
 
+class _Packed(torch.Tensor):
+    """Weights in a format of their own, as torchao's."""
+
+
 def test_other_layers_keep_their_own():
-    wide = nn.Sequential(nn.Linear(4, 4))
-    read_few_rows(wide)
-    assert type(wide[0]) is nn.Linear
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    layers[1].weight = nn.Parameter(layers[1].weight.detach().as_subclass(_Packed), requires_grad=False)
+    read_few_rows(layers)
+    assert {type(layer) for layer in layers} == {nn.Linear}
 
 
 def _int8(layer, levels=127):
@@ -380,6 +385,16 @@ def test_a_float32_checkpoint_has_its_weights_beside_in_two(half_folder):
         for rows in (FEW_IN_FLOAT16, FEW_IN_FLOAT16 + 1):
             states = torch.randn(rows, 256)
             torch.testing.assert_close(mlp.up_proj(states), nn.functional.linear(states, mlp.up_proj.weight))
+
+
+@fbgemm
+def test_weights_in_a_format_of_their_own_are_left(half_folder):
+    model = load_model(str(half_folder), dtype="float32", train=True)
+    layer = model.module.model.layers[0].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Packed), requires_grad=False)
+    optimize_linear_layers(model)
+    assert (type(layer), type(layer.weight.data)) == (nn.Linear, _Packed)
+    assert type(model.module.model.layers[1].mlp.down_proj) is Float16Linear
 
 
 @fbgemm
