@@ -222,9 +222,8 @@ def _prefill_chunks(lm: LanguageModel, batch: Chunks) -> int:
     """Keys and values of a batch padded on the right, a copy for every chunk; their tokens, waited for."""
     longest = max(map(len, batch))
     tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in batch], device=lm.device)
-    with transformers_model(
-        lm
-    ) as plain:  # causal attention never looks at the padding behind a chunk, so it needs no mask
+    # causal attention never looks at the padding behind a chunk, so it needs no mask
+    with transformers_model(lm) as plain:
         cache = plain(input_ids=tokens, use_cache=True, logits_to_keep=1).past_key_values
         kvs = [
             [

@@ -84,7 +84,8 @@ def measure_llama_cpp(
     rows: list[BenchRow] = []
     with one_thread(), tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder:
         files = {weights: Path(folder) / f"{weights}.gguf" for weights in ("f16", "q8_0")}
-        exact = random_llama("float32", "cpu") if lm.int8 else lm  # int8 weights cannot be written, and it is the same
+        # int8 weights cannot be written: those that they were rounded from
+        exact = random_llama("float32", "cpu") if lm.int8 else lm
         for weights, file in files.items():
             write_gguf(file, exact, weights)
         on_step(f"llama.cpp's logits correlate with ours by {_agreement(exact, files['f16']):.6f} at least")

@@ -385,9 +385,11 @@ def optimize_linear_layers(model: LanguageModel) -> None:
         groups = [group for group in groups if not isinstance(group[0], Float16Linear)]
         if sum(layer.weight.nbytes for group in groups for layer in group) <= device_memory(model.device) // SPARE:
             model.packed_bytes += sum(pool.map(_stand_beside_float16, groups))
-    _try_once(model)
-    for layer in layers:
-        if isinstance(layer, Float16Linear) and layer.read:
+    made = [layer for layer in layers if isinstance(layer, Float16Linear)]
+    if made:  # the others keep their weights, and need no pass to see who reads them
+        _try_once(model)
+    for layer in made:
+        if layer.read:
             _become_ordinary(layer)
 
 
