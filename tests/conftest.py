@@ -363,6 +363,12 @@ def steps_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[Any,
     return watched
 
 
+@pytest.fixture
+def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps as they are computed without numba."""
+    monkeypatch.setattr("ragkv.attention.decode._kernels", lambda: None)
+
+
 @pytest.fixture(scope="module")
 def pretend_device() -> Iterator[str]:
     """`pretend:0`, a device without a device (`support/pretend.py`): count what crosses with `pretend.counting`."""

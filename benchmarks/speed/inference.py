@@ -25,13 +25,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from ragkv.attention.kv import ChunkKV
+from ragkv.attention.kv import ChunkKV, HalfTensors
 from ragkv.attention.pages import PAGE, PagePool
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
@@ -381,7 +382,14 @@ def random_request(
             made = (torch.randn(sizes, generator=generator, device=lm.device) for _ in range(lm.layers))
             return tuple(t.to(lm.dtype) for t in made)
 
-        return pages.hold(ChunkKV(keys=tensors(), values=tensors()))
+        made = ChunkKV(keys=tensors(), values=tensors())
+        if lm.dtype == torch.float32 and lm.device.type == "cpu":  # as the codec `half` has it
+            return replace(
+                made,
+                keys=HalfTensors([t.half() for t in made.keys]),
+                values=HalfTensors([t.half() for t in made.values]),
+            )
+        return pages.hold(made)
 
     chunks = [min(chunk, length - at) for at in range(0, length, chunk)]
     return Request(

@@ -25,7 +25,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ragkv.attention import varlen
+from ragkv.attention import decode, varlen
+from ragkv.attention.decode import DecodeInPlace, InPlace
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.pages import PAGE, PagedRead, PagedReads
 from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, merge_partials_of
@@ -35,31 +36,13 @@ from ragkv.attention.sequence import (
     ArenaKVCache,
     ChunkGroup,
     RecomputedSequence,
+    SequenceSlice,
     StackedSequence,
     TokenSequence,
 )
 
 Tokens = slice | Tensor
 """Some of a step's tokens, in their order: a slice, or their indices."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceSlice:
-    """The new tokens of one sequence in a step: `n` tokens, beginning with the step's token `at`."""
-
-    sequence: TokenSequence
-    at: int
-    n: int
-
-    @property
-    def tokens(self) -> slice:
-        """Where they stand in the step."""
-        return slice(self.at, self.at + self.n)
-
-    @property
-    def last(self) -> int:
-        """Position of the last of them."""
-        return self.sequence.position + self.n - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +74,15 @@ class Weight:
 
 
 class BatchPlan:
-    """Which chunks the new tokens of a step read, and in which calls."""
+    """Which chunks the new tokens of a step read, and in which calls, but for those that are read `in_place`."""
 
-    def __init__(self, spans: Sequence[SequenceSlice], device: torch.device) -> None:
+    def __init__(
+        self, spans: Sequence[SequenceSlice], device: torch.device, *, in_place: InPlace | None = None
+    ) -> None:
         self.spans = tuple(spans)
         self.tokens = sum(span.n for span in spans)
         self._device = device
-        self._seen = _seen(spans)
+        self._seen = _seen(spans, in_place or InPlace())
         places = sorted({s.offset for uses in self._seen.values() for _, s in uses})
         self._table_row = {offset: row for row, offset in enumerate(places)}
         self._reads: dict[int | None, tuple[ChunkRead, ...]] = {}
@@ -207,7 +192,7 @@ def _numbered(sequence: TokenSequence) -> Iterator[tuple[int, ChunkGroup]]:
 
 
 def _seen(
-    spans: Sequence[SequenceSlice],
+    spans: Sequence[SequenceSlice], in_place: InPlace
 ) -> dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]]:
     """(chunk KV, temperature, group, occurrence) -> who sees it. A sequence that reads one KV twice has two
     occurrences.
@@ -217,7 +202,7 @@ def _seen(
         times: Counter[tuple[int, float, int]] = Counter()
         for number, group in _numbered(span.sequence):
             for segment in group.segments:
-                if not segment.kv.tokens:
+                if not segment.kv.tokens or in_place.reads(span, segment.kv):
                     continue
                 key = (id(segment.kv), group.temperature, number)
                 found.setdefault((*key, times[key]), []).append((span, segment))
@@ -508,7 +493,10 @@ class Step:
         self._rotary = rotary
         self._ranks = ranks
         self._fixed = fixed
-        self._plans = {device: _DevicePlan(self.spans, rotary, device, fixed=fixed)}
+        self._plans: dict[tuple[torch.device, bool], _DevicePlan] = {}
+        self._in_place: InPlace | None = None
+        if device.type != "cpu":
+            self._plans[device, False] = _DevicePlan(self.spans, rotary, device, fixed=fixed)
 
     @property
     def positions(self) -> list[int]:
@@ -551,17 +539,19 @@ class Step:
                 _append(span, call)
             self._observe(layer, call)
             raise KVComplete
-        device_plan = self._plan_on(query.device)
-        own = device_plan.own(call)
+        device_plan = self._plan_for(call)
+        own, apart = device_plan.own(call)
         self._observe(layer, call)
         plan = device_plan.plan
         packs, reads = device_plan.packs(call)
         spread = () if self._ranks is None else plan.spread(call.window)
-        if not packs and not reads and not spread:
+        if not packs and not reads and not spread and not apart:
             return beside_sink(call.sink, own).to(query.dtype)
         rotation = device_plan.rotations.of(query, layer)
         whole = slice(0, plan.tokens)
         groups: dict[int, list[tuple[Tokens, PartialAttention]]] = {0: [(whole, own)]}
+        for number, tokens, partial in apart:
+            groups.setdefault(number, []).append((tokens, partial))
         mine: dict[int, list[tuple[Tokens, PartialAttention]]] = {}  # chunks that single ranks hold
         for pack in packs:
             groups.setdefault(pack.group, []).extend(pack.attend(call, rotation))
@@ -584,20 +574,36 @@ class Step:
             if span.sequence.until is not None:
                 span.sequence.observe(layer, call, span.tokens)
 
-    def _plan_on(self, device: torch.device) -> _DevicePlan:
-        """The plan of the layers on this device; it is made when the first of them needs it."""
-        if device not in self._plans:
-            self._plans[device] = _DevicePlan(self.spans, self._rotary, device, fixed=self._fixed)
-        return self._plans[device]
+    def _plan_for(self, call: LayerCall) -> _DevicePlan:
+        """The plan of the layers that are computed like this one; it is made when the first of them needs it."""
+        device, in_place = call.query.device, None
+        if self._ranks is None and not self._fixed and decode.takes(call):
+            if self._in_place is None:
+                self._in_place = InPlace.of(self.spans)
+            in_place = self._in_place if self._in_place.spans else None
+        key = device, in_place is not None
+        if key not in self._plans:
+            self._plans[key] = _DevicePlan(self.spans, self._rotary, device, fixed=self._fixed, in_place=in_place)
+        return self._plans[key]
 
 
 class _DevicePlan:
     """A step on one device: its planned reads, its rotated queries and its masks."""
 
-    def __init__(self, spans: Sequence[SequenceSlice], rotary: Rotary, device: torch.device, *, fixed: bool) -> None:
-        self.plan = BatchPlan(spans, device)
+    def __init__(
+        self,
+        spans: Sequence[SequenceSlice],
+        rotary: Rotary,
+        device: torch.device,
+        *,
+        fixed: bool,
+        in_place: InPlace | None = None,
+    ) -> None:
+        self.plan = BatchPlan(spans, device, in_place=in_place)
         self.rotations = QueryRotations(rotary, self.plan.offsets, device)
-        self._decode, self._alone = decode_batches(spans, device, fixed=fixed)
+        self._in_place = None if in_place is None else DecodeInPlace(in_place, rotary)
+        others = [span for span in spans if in_place is None or span.at not in in_place.at]
+        self._decode, self._alone = decode_batches(others, device, fixed=fixed)
         self._device = device
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._prefill: dict[int | None, tuple[list[PrefillBatch], list[SequenceSlice]]] = {}
@@ -641,8 +647,10 @@ class _DevicePlan:
                 paged.append(PagedRead(block=pages.block, at=at, keys=keys, tokens=tokens, count=count, row=row))
         return PagedReads(paged, reads[0].temperature, reads[0].group, self._device)
 
-    def own(self, call: LayerCall) -> PartialAttention:
-        """Attention of every new token over the tokens of its own sequence."""
+    def own(self, call: LayerCall) -> tuple[PartialAttention, list[tuple[int, Tokens, PartialAttention]]]:
+        """Attention of every new token over the tokens of its own sequence; where all its KV is read in place, over the
+        chunks of ordinary attention too. Its weighted groups are then the second result, as (number, tokens, partial).
+        """
         if call.window not in self._prefill:
             self._prefill[call.window] = prefill_batches(self._alone, call.window, self._device)
         prefill, alone = self._prefill[call.window]
@@ -656,7 +664,10 @@ class _DevicePlan:
             else:
                 partial = _own_partial(span, call)
             partials.append((span.tokens, partial))
-        return _merge_by_token(partials, call.query)
+        if self._in_place is None:
+            return _merge_by_token(partials, call.query), []
+        (_, _, whole), *apart = self._in_place.attend(call)
+        return _merge_by_token([*partials, (self._in_place.tokens, whole)], call.query), apart
 
     def _visible(self, span: SequenceSlice, window: int | None) -> Tensor:
         """Which tokens a stacked sequence's new tokens see; made once for all layers with this window."""

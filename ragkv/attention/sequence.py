@@ -7,11 +7,12 @@ outgrows its block moves to memory of its own.
 `StackedSequence` holds several answers in one prompt, whose tokens have explicit positions and visibility (IPPD §4.1).
 It is the paper's form; a sequence per answer is the same computation without the masked scores.
 
-`join` lays a context out once for decoding. The question reads chunks in place, which makes the first token soon, but a
-decode step with one query per sequence would pay more for a kernel call per chunk than for its keys (65 calls per layer
-at 16K tokens in chunks of 256). So before the second token a group's chunks are copied side by side, once per answer,
-with moved keys rotated in fp32: Block-Attention's re-encoding (§2.3, Eq. 3). It costs the context's KV once more in
-memory. In fp32 nothing changes; in half types a moved key is rounded once more (0.17 % at most).
+`join` lays a context out once for decoding, where `ragkv.attention.decode` does not read it as it lies. The question
+reads chunks in place, which makes the first token soon, but a decode step with one query per sequence would pay more
+for a kernel call per chunk than for its keys (65 calls per layer at 16K tokens in chunks of 256). So before the second
+token a group's chunks are copied side by side, once per answer, with moved keys rotated in fp32: Block-Attention's
+re-encoding (§2.3, Eq. 3). It costs the context's KV once more in memory. In fp32 nothing changes; in half types a moved
+key is rounded once more (0.17 % at most).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,7 +163,8 @@ class TokenSequence:
 
     `groups` are all KV that it reads besides its own tokens; `position` is that of its next token. Its own KV, `cache`,
     grows by what it reads. `laid_out`: its groups are laid out for decoding (`ragkv.runtime.kv_pool`). `silent`: it is
-    read for its KV, and its logits are not used.
+    read for its KV, and its logits are not used. `located` is where its groups lie in memory, once it was asked for
+    (`ragkv.attention.decode`).
     """
 
     groups: tuple[ChunkGroup, ...]
@@ -170,6 +172,7 @@ class TokenSequence:
     cache: KVCache = field(default_factory=KVCache)
     laid_out: bool = False
     silent: bool = False
+    located: Any = field(default=None, init=False, repr=False)
 
     @classmethod
     def over(cls, segments: Iterable[PlacedChunk], *, position: int) -> TokenSequence:
@@ -209,6 +212,25 @@ class TokenSequence:
 
     def observe(self, layer: int, call: LayerCall, tokens: slice) -> None:
         """See a layer of the pass, after `append`; `call.layer` is the layer whose keys it reads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSlice:
+    """The new tokens of one sequence in a step: `n` tokens, beginning with the step's token `at`."""
+
+    sequence: TokenSequence
+    at: int
+    n: int
+
+    @property
+    def tokens(self) -> slice:
+        """Where they stand in the step."""
+        return slice(self.at, self.at + self.n)
+
+    @property
+    def last(self) -> int:
+        """Position of the last of them."""
+        return self.sequence.position + self.n - 1
 
 
 MOST_TOKENS = 1024

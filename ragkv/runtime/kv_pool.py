@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ragkv.attention import decode
 from ragkv.attention.kv import ChunkKV, HalfTensors, PlacedChunk
 from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, TokenSequence, join, worth_joining
@@ -124,9 +125,9 @@ class KVPool:
         """Lay out the contexts of `sequences`, which have read their questions, for decoding; `active` are all running
         sequences.
 
-        With a single query, a kernel call per chunk costs more than its keys do, so a group's chunks are joined, once
-        for all sequences that see the same ones. Chunks that several sequences see among different others are not
-        copied.
+        What `ragkv.attention.decode` reads where it lies needs nothing. Else, with a single query, a kernel call per
+        chunk costs more than its keys do, so a group's chunks are joined, once for all sequences that see the same
+        ones. Chunks that several sequences see among different others are not copied.
         """
         seen = Counter(id(kv) for sequence in active for segment in sequence.segments for kv in self._of(segment.kv))
         runs = Counter(_run(group.segments) for sequence in active for group in sequence.groups)
@@ -159,6 +160,10 @@ class KVPool:
     def _laid_out(
         self, group: ChunkGroup, seen: Counter[int], runs: Counter[Hashable], rotary: Rotary, windowed: bool
     ) -> ChunkGroup:
+        if decode.reads_in_place(group) and not any(
+            decode.shared(seen[id(segment.kv)], segment.kv.tokens) for segment in group.segments
+        ):
+            return group
         segments, others = _joinable(group)
         if not worth_joining(replace(group, segments=segments), windowed=windowed):
             return self._wide(group)

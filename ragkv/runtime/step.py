@@ -322,6 +322,7 @@ class Stepper:
                 for job, _ in work:
                     self._end(job, error)
             else:
+                logger.warning("a pass for %d requests failed, and is repeated for each: %s", len(work), error)
                 for each in work:
                     self._forward([each])
             return

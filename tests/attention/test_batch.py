@@ -77,6 +77,7 @@ def same(found, truth):
 
 
 @pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize(
     ("shared", "own"),
     [
@@ -95,15 +96,20 @@ def same(found, truth):
     ids=str,
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_see_the_shared_chunks_and_their_own(family, shared, own, settled, make_model):
+def test_rows_see_the_shared_chunks_and_their_own(family, shared, own, settled, kernel, make_model, request):
+    if not kernel:
+        request.getfixturevalue("without_kernel")
     model = make_model(family)
     same(logits(model, Library(model).rows(shared, own), settled=settled), expected(model, shared, own))
 
 
 @pytest.mark.parametrize("weights", [{"temperature": 0.5}, {"scale": 0.7}])
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_weighed_group_of_a_row_keeps_its_weight(weights, settled, make_model):
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_weighed_group_of_a_row_keeps_its_weight(weights, settled, kernel, make_model, request):
     """Among rows whose groups weigh otherwise, or see the same chunks without a weight."""
+    if not kernel:
+        request.getfixturevalue("without_kernel")
     model = make_model("llama")
     library = Library(model)
 

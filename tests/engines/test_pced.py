@@ -92,6 +92,7 @@ def test_one_groups_logits_at_a_time(beta, make_model, monkeypatch):
     assert set(most) == {0}
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_the_prefix_is_one_tensor_for_all_experts(make_model, monkeypatch):
     """Handed to the kernel once per layer and pass, whatever the number of experts: no copy, no row of its own."""
     model = make_model("llama")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ragkv.attention.batch
+from ragkv.attention import decode
 from ragkv.attention.batch import BatchPlan, DecodeBatch, Step, _DevicePlan
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.partial import PartialAttention, merge_partials_of
@@ -160,12 +161,12 @@ def unweighted(parts, tokens):
 
 def swapped_own(self, *args, **rest):
     """Every row gets what the last row with as many tokens found."""
-    part = OWN(self, *args, **rest)
+    part, weighed = OWN(self, *args, **rest)
     equal = {span.n: span.at for span in self.plan.spans}
     order = list(range(self.plan.tokens))
     for span in self.plan.spans:
         order[span.at : span.at + span.n] = range(equal[span.n], equal[span.n] + span.n)
-    return PartialAttention(part.out[:, :, order], part.lse[:, :, order])
+    return PartialAttention(part.out[:, :, order], part.lse[:, :, order]), weighed
 
 
 def a_percent_more(self, *args, **rest):
@@ -244,6 +245,7 @@ def test_own_tokens_of_earlier_steps(monkeypatch, refused):
         refused("llama", "chunk|causal pass|rotary|shape|size")
 
 
+@pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize("fault", ["no mask", "one too many", "another slot", "another place", "other rows' results"])
 def test_own_tokens_that_are_read_together(fault, monkeypatch, refused):
     """Rows that take one token each, of unequal length, in one arena block."""
@@ -268,6 +270,24 @@ def test_own_tokens_that_are_read_together(fault, monkeypatch, refused):
 
     monkeypatch.setattr(*wrong[fault])
     refused("llama", "a question over")
+
+
+def test_keys_that_are_read_in_place(monkeypatch, refused):
+    """Addresses, rotations and results of a decode step; the proof reads a question token by token, too."""
+    row, compute, within = decode._row, decode._compute, decode._Group.within
+    wrong = {
+        "one key too few": ("_row", lambda *a: (*row(*a)[:2], row(*a)[2] - 1, *row(*a)[3:])),
+        "keys that are the values": ("_row", lambda *a: (row(*a)[1], *row(*a)[1:])),
+        "chunks where they were encoded": ("_row", lambda key, value, turn: row(key, value, -1)),
+        "other heads' results": ("_compute", lambda *a: (compute(*a), a[4].copy_(a[4].roll(1, 1)))),
+        "weights of other tokens": ("_compute", lambda *a: (compute(*a), a[5].copy_(a[5] + 1))),
+    }
+    for name, replacement in wrong.values():
+        with monkeypatch.context() as fault:
+            fault.setattr(decode, name, replacement)
+            refused("llama", "a question over|causal pass|rotary|weight")
+    monkeypatch.setattr(decode._Group, "within", lambda part, position, _, others: within(part, position, None, others))
+    refused("mistral-sliding", "a question over|causal pass|window")
 
 
 def test_sinks_that_are_forgotten_or_counted_for_every_part(monkeypatch, refused):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from asking import request
+from asking import request as asked
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragkv.attention.partial
@@ -44,6 +44,18 @@ def settled(pool, model, rows, active=None, *, windowed=False):
     return [[segment.kv for segment in row.segments] for row in rows]
 
 
+def test_what_few_rows_read_is_left_where_it_lies(model, kvs):
+    """Three rows that read a long chunk have it once for all; one that is short, or that two read, is read for each."""
+    long = model.encode([[3 + i % 90 for i in range(400)]])
+    rows = [TokenSequence.over(side_by_side((*kvs, *long), start=start), position=900) for start in (3, 4, 5)]
+    before = [row.groups for row in rows]
+    settled(KVPool(0), model, rows[:2])
+    assert [row.groups for row in rows] == before
+    settled(KVPool(0), model, rows)
+    assert not any(row.groups is groups for row, groups in zip(rows, before, strict=True))
+
+
+@pytest.mark.usefixtures("without_kernel")
 def test_a_rows_chunks_become_one_where_it_alone_reads_them(model, kvs):
     row = TokenSequence.over(side_by_side(kvs), position=50)
     [[kv]] = settled(KVPool(0), model, [row])
@@ -52,6 +64,7 @@ def test_a_rows_chunks_become_one_where_it_alone_reads_them(model, kvs):
     assert row.position == 50
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_a_group_that_gains_nothing_is_the_one_that_was_given(model, kvs):
     alone, apart = (
         ChunkGroup(segments=s)
@@ -65,6 +78,7 @@ def test_a_group_that_gains_nothing_is_the_one_that_was_given(model, kvs):
     assert [kv.tokens for kv in (segment.kv for segment in row.groups[1].segments)] == [13]
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_a_group_keeps_its_weights(model, kvs):
     row = TokenSequence((ChunkGroup(segments=side_by_side(kvs), temperature=0.5, scale=0.7, scale_mode="log"),), 50)
     settled(KVPool(0), model, [row])
@@ -73,6 +87,7 @@ def test_a_group_keeps_its_weights(model, kvs):
     assert (found.temperature, found.scale, found.scale_mode) == (0.5, 0.7, "log")
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_rows_that_see_the_same_chunks_at_the_same_distances_share_what_is_joined(model, kvs):
     rows = [TokenSequence.over(side_by_side(kvs, start=start), position=90) for start in (3, 3, 20)]
     found = settled(KVPool(0), model, rows)
@@ -80,12 +95,14 @@ def test_rows_that_see_the_same_chunks_at_the_same_distances_share_what_is_joine
     assert [row.segments[0].start for row in rows] == [3, 3, 20]
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_rows_that_see_the_same_chunks_at_other_distances_share_nothing(model, kvs):
     near, far = ((PlacedChunk(kv=kvs[0], start=3), PlacedChunk(kv=kvs[1], start=start)) for start in (7, 40))
     [[one], [other]] = settled(KVPool(0), model, [TokenSequence.over(seen, position=90) for seen in (near, far)])
     assert one is not other
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_a_row_that_comes_later_joins_nothing_anew(model, kvs):
     pool, first, later = KVPool(0), *(TokenSequence.over(side_by_side(kvs), position=90) for _ in range(2))
     [[one]] = settled(pool, model, [first])
@@ -100,6 +117,7 @@ def test_chunks_that_many_rows_see_among_others_stay_where_they_lie(model, kvs):
     assert settled(KVPool(0), model, rows) == [list(order) for order in orders]
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_what_is_joined_lives_as_long_as_the_rows_that_read_it(model, kvs):
     pool, row = KVPool(0), TokenSequence.over(side_by_side(kvs), position=90)
     settled(pool, model, [row])
@@ -111,6 +129,7 @@ def test_what_is_joined_lives_as_long_as_the_rows_that_read_it(model, kvs):
 
 @pytest.mark.parametrize("family", ["llama-yarn", "gemma3", "mistral-sliding"])
 @pytest.mark.parametrize("gaps", [(0, 0, 0), (0, 0, 3), (0, 2, 0), (1, 0, -2)], ids=str)
+@pytest.mark.usefixtures("without_kernel")
 def test_a_group_is_laid_out_as_its_chunks_lie(family, gaps, make_model):
     """Chunks end to end, with a gap somewhere, or one over the other; a window is cut by where each token stands."""
     model = make_model(family)
@@ -141,16 +160,19 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("name", ["ape", "block", "pced"])
 @pytest.mark.parametrize("family", ["llama3-scaling", "mistral-sliding"])
-def test_a_step_reads_the_context_in_place(name, family, make_model, monkeypatch):
+def test_a_step_reads_the_context_in_place(name, family, kernel, make_model, monkeypatch, request):
     """The same pointers at every step, and no operation of a step makes anything as large as a layer's context.
 
     144 context tokens, so that a layer's keys (18 KB) are larger than all else that a step makes.
     """
+    if not kernel:
+        request.getfixturevalue("without_kernel")
     model = make_model(family)
     engine = make_engine(name, {})
-    stream = Stream(runtime_of(model), engine, request(model, engine, chunks=CHUNKS, scores=SCORES))
+    stream = Stream(runtime_of(model), engine, asked(model, engine, chunks=CHUNKS, scores=SCORES))
     stream.advance(5)
     honest, pointers = ragkv.attention.partial.partial_attention, []
 
@@ -165,6 +187,7 @@ def test_a_step_reads_the_context_in_place(name, family, make_model, monkeypatch
             pointers.append([])
             stream.advance(token)
     assert pointers[0] == pointers[1] == pointers[2]
+    assert bool(pointers[0]) != kernel
     keys_of_a_layer = 144 * 2 * 16 * 4
     assert 0 < largest.bytes < keys_of_a_layer
 
@@ -197,6 +220,7 @@ def test_sequences_in_common_stay_within_the_budget(make_model):
     assert [pool.shared(("sequence", i)) is not None for i in range(4)] == [True, False, False, True]
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_float16_that_every_step_reads_is_widened_once_for_all(model, kvs):
     """Joined as float32, or made float32 where nothing is joined; a second pool user gets the same tensors."""
     half = []

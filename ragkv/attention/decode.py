@@ -1,0 +1,395 @@
+"""Decode steps on a processor: the new token of each sequence reads all KV where it lies, in one call per layer.
+
+`ragkv.attention.decode_kernel` takes a table: where the keys and values of each chunk lie, and how far the chunk was
+moved, by which the query is rotated. So a context is neither joined nor widened before it is decoded, and needs no
+merge with the sequence's own tokens. Chunks that many sequences read are left to `ragkv.attention.batch`, which reads
+them once for all by matrix products.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragkv.attention.kv import ChunkKV, PlacedChunk, stored
+from ragkv.attention.partial import LayerCall, PartialAttention
+from ragkv.attention.rope import Rotary, RotationTable
+from ragkv.attention.sequence import ArenaBlock, ArenaKVCache, ChunkGroup, SequenceSlice, TokenSequence
+
+logger = logging.getLogger(__name__)
+
+_READERS, _KEYS = 2, 1024
+_NUMBERS = 1 << 20
+"""Keys and values, in numbers, that are worth a thread: 100 µs of work."""
+_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_COLUMNS = 9
+_KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _TURN = 0, 1, 2, 4, 6, 7
+"""Columns of the table: addresses of keys and values, tokens, bytes from head to head and from token to token of the
+keys, then of the values, the row in the table of rotations (-1: none), and whether they are of the narrower kind.
+"""
+Integers = NDArray[np.int64]
+Turns = tuple[NDArray[np.float32], NDArray[np.float32], Integers]
+"""cos and signed sin of R(-offset), `(offsets, head_dim)`, and which element of a head is mixed into each."""
+_UNMOVED: Turns = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32), np.zeros(0, np.int64)
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    """The compiled kernels; None without numba."""
+    try:
+        from ragkv.attention import decode_kernel
+    except ImportError as error:
+        logger.info("decode steps are computed by torch's kernels, because numba cannot be imported: %s", error)
+        return None
+    return decode_kernel
+
+
+def takes(call: LayerCall) -> bool:
+    """Whether the kernel computes a layer's attention of single queries."""
+    query, key, value = call.query, call.key, call.value
+    return (
+        query.device.type == "cpu"
+        and query.dtype == key.dtype == value.dtype
+        and query.dtype in _NAMES
+        and key.shape[-1] % 8 == value.shape[-1] % 8 == 0
+        and not (query.requires_grad and torch.is_grad_enabled())
+        and _kernels() is not None
+    )
+
+
+def reads_in_place(group: ChunkGroup) -> bool:
+    """Whether a group needs no layout for decoding, because the kernel reads it where it lies."""
+    return _kernels() is not None and all(_readable(segment.kv) for segment in group.segments)
+
+
+def _readable(kv: ChunkKV) -> bool:
+    return kv.owner is None and all(
+        t.device.type == "cpu" and t.dtype in _NAMES and t.shape[2] % 8 == 0 and (t.stride(2) == 1 or not t.numel())
+        for t in (*stored(kv.keys), *stored(kv.values))
+    )
+
+
+def shared(readers: int, tokens: int) -> bool:
+    """Whether so many sequences read a chunk of so many tokens that it should be read once for all of them.
+
+    That costs a merge in every layer, and a copy of the chunk where it was moved.
+    """
+    return readers > _READERS and readers * tokens > _KEYS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Chunks under one softmax: their rows of the table for each layer, `(layers, chunks, columns)`, and of each chunk
+    the position of its first token and its id(). `number` is 0 for ordinary attention.
+    """
+
+    number: int
+    temperature: float
+    rows: Integers
+    starts: Integers
+    ids: Integers
+
+    @classmethod
+    def of(cls, number: int, temperature: float, segments: Sequence[PlacedChunk], offsets: Sequence[int]) -> _Group:
+        rows = np.empty((segments[0].kv.layers if segments else 0, len(segments), _COLUMNS), np.int64)
+        for at, segment in enumerate(segments):
+            turn = offsets.index(segment.offset) if segment.offset else -1
+            for layer, pair in enumerate(zip(stored(segment.kv.keys), stored(segment.kv.values), strict=True)):
+                rows[layer, at] = _row(*pair, turn)
+        starts, ids = [segment.start for segment in segments], [id(segment.kv) for segment in segments]
+        return cls(number, temperature, rows, np.array(starts, np.int64), np.array(ids, np.int64))
+
+    def within(self, position: int, window: int | None, others: frozenset[int]) -> Integers:
+        """The rows for a token at `position`, without the `others`, and without the keys before the window."""
+        rows, starts = self.rows, self.starts
+        if others and rows.size:
+            some = ~np.isin(self.ids, list(others))
+            rows, starts = rows[:, some], starts[some]
+        if window is None or not rows.size:
+            return rows
+        first = np.maximum(0, position - window + 1 - starts)
+        some = first < rows[0, :, _TOKENS]
+        rows = rows[:, some].copy()
+        _cut(rows, first[some])
+        return rows
+
+
+def _row(key: Tensor, value: Tensor, turn: int) -> tuple[int, ...]:
+    """The row of keys and values `(kv_heads, tokens, head_dim)`."""
+    if not value.shape[2]:  # latent attention: the keys are the values
+        value = key
+    size = key.element_size()
+    steps = (size * stride for t in (key, value) for stride in t.stride()[:2])
+    return key.data_ptr(), value.data_ptr(), key.shape[1], *steps, turn, int(key.dtype != torch.float32)
+
+
+def _cut(rows: Integers, first: Integers | int) -> None:
+    """Let the rows begin with the key `first`."""
+    rows[..., _KEY] += first * rows[..., _KEY_STEP]
+    rows[..., _VALUE] += first * rows[..., _VALUE_STEP]
+    rows[..., _TOKENS] -= first
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Located:
+    """Where the `groups` of a sequence lie in memory, the `tokens` of each chunk by its id(), and by how much chunks
+    were moved. `parts` is empty if the kernel cannot read them.
+    """
+
+    groups: tuple[ChunkGroup, ...]
+    tokens: dict[int, int]
+    parts: tuple[_Group, ...]
+    offsets: tuple[int, ...]
+    _turns: dict[tuple[str, int], Turns] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, sequence: TokenSequence) -> _Located:
+        """That of this sequence; it is found once for as long as it has the same groups."""
+        held: _Located | None = sequence.located
+        if held is None or held.groups is not sequence.groups:
+            held = sequence.located = cls._found(sequence.groups)
+        return held
+
+    @classmethod
+    def _found(cls, groups: tuple[ChunkGroup, ...]) -> _Located:
+        each = [(group, [s for s in group.segments if s.kv.tokens]) for group in groups]
+        segments = [segment for _, some in each for segment in some]
+        tokens = {id(segment.kv): segment.kv.tokens for segment in segments}
+        offsets = tuple(sorted({segment.offset for segment in segments} - {0}))
+        if not all(_readable(segment.kv) for segment in segments):
+            return cls(groups, tokens, (), offsets)
+        plain = [segment for group, some in each if group.plain for segment in some]
+        weighed = [(group.temperature, some) for group, some in each if not group.plain]
+        parts = [_Group.of(number, *part, offsets) for number, part in enumerate([(1.0, plain), *weighed])]
+        return cls(groups, tokens, tuple(parts), offsets)
+
+    def turns(self, rotary: Rotary, kind: str, width: int) -> Turns:
+        """The rotations of heads of `width` numbers by its offsets."""
+        if (kind, width) not in self._turns:
+            table = RotationTable.of(rotary, -torch.tensor(self.offsets), kind, width)
+            partners = torch.arange(width).roll(width // 2) if table.partners is None else table.partners
+            self._turns[kind, width] = table.cos.contiguous().numpy(), table.sin.contiguous().numpy(), partners.numpy()
+        return self._turns[kind, width]
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """What of a step is read in place: the KV of `spans`, but for the chunks with these `others` as id(); `at` are
+    their places.
+    """
+
+    spans: tuple[SequenceSlice, ...] = ()
+    others: frozenset[int] = frozenset()
+    at: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, spans: Sequence[SequenceSlice]) -> InPlace:
+        """Single tokens of sequences whose KV lies where the kernel reads it."""
+        found = [span for span in spans if span.n == 1 and type(span.sequence) is TokenSequence]
+        found = [span for span in found if _Located.of(span.sequence).parts]
+        others = set[int]()
+        if len(found) > _READERS:
+            located = [_Located.of(span.sequence).tokens for span in found]
+            readers = Counter(itertools.chain.from_iterable(located))
+            others = {chunk for each in located for chunk, tokens in each.items() if shared(readers[chunk], tokens)}
+        return cls(tuple(found), frozenset(others), frozenset(span.at for span in found))
+
+    def reads(self, span: SequenceSlice, kv: ChunkKV) -> bool:
+        """Whether it has this chunk of the sequence."""
+        return span.at in self.at and id(kv) not in self.others
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """What the kernel reads in layers with the same window.
+
+    `rows` `(layers, chunks, columns)`; part i, the attention of one token over one group, has those from `starts[i]` to
+    `starts[i + 1]`. `tokens[i]` is where the token stands in the step, `sharpness[i]` one over the group's temperature.
+    `groups` are (number, parts, their tokens in the step).
+    """
+
+    rows: Integers
+    starts: Integers
+    tokens: Integers
+    sharpness: NDArray[np.float32]
+    groups: tuple[tuple[int, slice, slice | Tensor], ...]
+
+
+class DecodeInPlace:
+    """The attention of what is read in place, for one step."""
+
+    def __init__(self, what: InPlace, rotary: Rotary) -> None:
+        self._spans, self._others, self._rotary = what.spans, what.others, rotary
+        self._located = [_Located.of(span.sequence) for span in what.spans]
+        self._tables: dict[int | None, _Table] = {}
+        self._turned: dict[tuple[str, int], Turns] = {}
+        self.tokens = _places(what.spans)
+        """Where the tokens stand in the step."""
+        blocks: dict[int, list[int]] = {}
+        self._alone: list[int] = []
+        for at, span in enumerate(what.spans):
+            cache = span.sequence.cache
+            if isinstance(cache, ArenaKVCache) and cache.block is not None and cache.length < cache.block.capacity:
+                blocks.setdefault(id(cache.block), []).append(at)
+            else:
+                self._alone.append(at)
+        self._slots = [_Slots(which, [what.spans[at] for at in which]) for which in blocks.values()]
+
+    def attend(self, call: LayerCall) -> list[tuple[int, slice | Tensor, PartialAttention]]:
+        """The tokens' attention over each of their groups, as (its number, tokens, partial) in float32. The first is
+        that over group 0, of all tokens, and over their own KV, to which the new tokens are added.
+        """
+        width, heads, kv_heads = call.query.shape[3], call.query.shape[1], call.key.shape[1]
+        if call.window not in self._tables:
+            self._tables[call.window] = self._table(call.window)
+        table = self._tables[call.window]
+        rows = table.rows[call.layer]
+        for at in self._alone:
+            span = self._spans[at]
+            keys, values = span.sequence.append(call, span.tokens)
+            rows[table.starts[at]] = _row(keys[0], values[0], -1)
+        for slots in self._slots:
+            rows[table.starts[slots.which]] = slots.append(call)
+        if call.window is not None:
+            for own in table.starts[: len(self._spans)]:
+                _cut(rows[own], max(0, rows[own, _TOKENS] - call.window))
+        kind = self._rotary.kinds[call.layer]
+        if kind is None:  # a layer without RoPE
+            rows[:, _TURN] = -1
+        out = torch.empty((len(table.tokens), heads, call.value.shape[-1] or width), dtype=torch.float32)
+        lse = torch.empty((len(table.tokens), heads), dtype=torch.float32)
+        _compute(call, table, rows, self._turns(kind, width), out, lse, kv_heads)
+        return [
+            (number, tokens, PartialAttention(out[which].transpose(0, 1)[None], lse[which].T[None]))
+            for number, which, tokens in table.groups
+        ]
+
+    def _turns(self, kind: str | None, width: int) -> Turns:
+        """The rotations of all sequences, one after another."""
+        moved = [located for located in self._located if located.offsets]
+        if kind is None or not moved:
+            return _UNMOVED
+        if (kind, width) not in self._turned:
+            cos, sin, partners = zip(*(located.turns(self._rotary, kind, width) for located in moved), strict=True)
+            self._turned[kind, width] = np.concatenate(cos), np.concatenate(sin), partners[0]
+        return self._turned[kind, width]
+
+    def _table(self, window: int | None) -> _Table:
+        own = np.zeros((len(self._rotary.kinds), 1, _COLUMNS), np.int64)  # its rows are written by every layer
+        rows, lengths, tokens, sharpness = list[Integers](), list[int](), list[int](), list[float]()
+        groups = []
+        for number in sorted({part.number for located in self._located for part in located.parts}):
+            first, seen = len(lengths), list[SequenceSlice]()
+            for span, part, found in self._parts(number, window):
+                some = [own, found] if number == 0 else [found]
+                some = [each for each in some if each.size]
+                if not some:
+                    continue
+                rows += some
+                lengths.append(sum(each.shape[1] for each in some))
+                tokens.append(span.at)
+                sharpness.append(1.0 / part.temperature)
+                seen.append(span)
+            if seen:
+                groups.append((number, slice(first, len(lengths)), _places(seen)))
+        return _Table(
+            np.ascontiguousarray(np.concatenate(rows, 1)),
+            np.array([0, *itertools.accumulate(lengths)], np.int64),
+            np.array(tokens, np.int64),
+            np.array(sharpness, np.float32),
+            tuple(groups),
+        )
+
+    def _parts(self, number: int, window: int | None) -> Iterator[tuple[SequenceSlice, _Group, Integers]]:
+        """The sequences that have the group, and its rows for their tokens."""
+        turns = 0
+        for span, located in zip(self._spans, self._located, strict=True):
+            if number < len(located.parts):
+                part = located.parts[number]
+                rows = part.within(span.sequence.position, window, self._others)
+                if turns:  # rotations of other sequences come first
+                    rows = rows.copy()
+                    rows[..., _TURN] += np.where(rows[..., _TURN] < 0, 0, turns)
+                yield span, part, rows
+            turns += len(located.offsets)
+
+
+class _Slots:
+    """Sequences whose own KV lies in one block; `which` they are."""
+
+    def __init__(self, which: Sequence[int], spans: Sequence[SequenceSlice]) -> None:
+        caches = [span.sequence.cache for span in spans]
+        assert isinstance(caches[0], ArenaKVCache)
+        assert caches[0].block is not None
+        self._block: ArenaBlock = caches[0].block
+        self.which = np.array(which)
+        self._tokens = _places(spans)
+        slots = [cache.slot for cache in caches if isinstance(cache, ArenaKVCache)]
+        lengths = [cache.length for cache in caches]
+        self._slots, self._places = torch.tensor([slots, lengths])
+        self._numbers = np.array(slots), np.array(lengths)
+
+    def append(self, call: LayerCall) -> Integers:
+        """Write the new tokens; returns the rows of what each sequence has now."""
+        block, (slots, lengths) = self._block, self._numbers
+        block.make(call.layer, call.key, call.value)
+        key, value = (t[0, :, self._tokens].transpose(0, 1) for t in (call.key, call.value))
+        block.write(call.layer, self._slots, self._places, key, value)
+        keys, values = block.keys[call.layer], block.values[call.layer]
+        rows = np.array([_row(keys[0], values[0], -1)] * len(slots), np.int64)
+        values = values if values.shape[-1] else keys
+        rows[:, _KEY] += slots * keys.stride(0) * keys.element_size()
+        rows[:, _VALUE] += slots * values.stride(0) * values.element_size()
+        rows[:, _TOKENS] = lengths + 1
+        return rows
+
+
+def _places(spans: Sequence[SequenceSlice]) -> slice | Tensor:
+    """Where these tokens stand in the step."""
+    if all(before.at + 1 == after.at for before, after in itertools.pairwise(spans)):
+        return slice(spans[0].at, spans[-1].at + 1)
+    return torch.tensor([span.at for span in spans])
+
+
+def _compute(
+    call: LayerCall, table: _Table, rows: Integers, turns: Turns, out: Tensor, lse: Tensor, kv_heads: int
+) -> None:
+    """Fill `out` `(parts, q_heads, value_dim)` and `lse` `(parts, q_heads)`, on as many threads as torch has."""
+    kernels = _kernels()
+    assert kernels is not None
+    kind, group = _NAMES[call.key.dtype], call.query.shape[1] // kv_heads
+    narrow = "float16" if kind == "float32" else kind  # how KV of a model that computes in float32 may be stored
+    tile = min(group, kernels.TILE)
+    attend = kernels.compiled(narrow, kind, call.query.shape[-1], out.shape[-1], tile)
+    given: list[Any] = [call.query[0].float().numpy(), out.numpy(), lse.numpy(), *turns, rows]
+    given += [table.starts, table.tokens, table.sharpness, kv_heads, call.scale, call.softcap or 0.0]
+    units = len(out) * kv_heads * -(-group // tile)
+    numbers = int(rows[:, _TOKENS].sum()) * kv_heads * (call.query.shape[-1] + out.shape[-1])
+    threads = max(1, min(torch.get_num_threads(), units, numbers // _NUMBERS))
+    bounds = [units * thread // threads for thread in range(threads + 1)]
+    others = [_pool().submit(attend, *given, *pair) for pair in itertools.pairwise(bounds[1:])]
+    attend(*given, 0, bounds[1])
+    for other in others:
+        other.result()
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """Threads beside the calling one."""
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ragkv-decode")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of these threads

@@ -1,0 +1,231 @@
+"""The kernel of decode steps against softmax in float64, and what it leaves to other kernels."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numba
+import pytest
+import torch
+
+from ragkv.attention import decode, decode_kernel
+from ragkv.attention.batch import Step
+from ragkv.attention.kv import ChunkKV, HalfTensors, PlacedChunk
+from ragkv.attention.partial import LayerCall
+from ragkv.attention.rope import Rotary
+from ragkv.attention.sequence import ChunkGroup, KVArena, TokenSequence
+
+STILL = Rotary(apply=lambda states, cos, sin: states, angles=lambda positions, kind: None, kinds=(None, None))
+CPU = torch.device("cpu")
+
+
+def chunk(tokens, heads, width, value_width, dtype=torch.float32, *, half=False):
+    """Random KV of two layers, of which the tensors are views of larger ones."""
+    keys, values = (
+        [torch.randn(heads, tokens + 3, 2 * d)[:, 1:-2, :d].to(dtype) for _ in range(2)] for d in (width, value_width)
+    )
+    if half:
+        return ChunkKV(keys=HalfTensors([k.half() for k in keys]), values=HalfTensors([v.half() for v in values]))
+    return ChunkKV(keys=keys, values=values)
+
+
+def call_of(queries, heads, group, width, value_width, dtype=torch.float32, **more):
+    query, key = (torch.randn(1, n, queries, width).to(dtype) for n in (heads * group, heads))
+    value = torch.randn(1, heads, queries, value_width).to(dtype)
+    return LayerCall(layer=1, query=query, key=key, value=value, scale=0.3, **more)
+
+
+def truth(call, at, kvs, *, temperature=1.0):
+    """The attention of the token `at` over these keys and values, in float64; a list of (keys, values)."""
+    keys, values = (torch.cat([pair[i].double() for pair in kvs], 1) for i in (0, 1))
+    values = values if values.shape[-1] else keys
+    group = call.query.shape[1] // keys.shape[0]
+    scores = call.query[0, :, at].double()[:, None] @ keys.repeat_interleave(group, 0).mT * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    return (scores.div(temperature).softmax(-1) @ values.repeat_interleave(group, 0))[:, 0]
+
+
+def stepped(rows, call):
+    return Step(rows, [1] * len(rows), STILL, CPU).attend(call)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The parts of each call of the kernel."""
+    found, honest = [], decode._compute
+
+    def watched(call, table, *more):
+        found.append(len(table.tokens))
+        return honest(call, table, *more)
+
+    monkeypatch.setattr(decode, "_compute", watched)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "half", "heads", "group", "width", "value_width", "softcap"),
+    [
+        (torch.bfloat16, False, 2, 3, 64, 64, None),
+        (torch.float16, False, 2, 1, 80, 80, None),
+        (torch.float32, True, 1, 11, 8, 8, None),  # more query heads than read a key at a time, and no multiple
+        (torch.float32, False, 3, 2, 24, 16, 5.0),
+        (torch.bfloat16, False, 1, 4, 40, 0, None),  # latents
+    ],
+    ids=str,
+)
+def test_it_is_exact(dtype, half, heads, group, width, value_width, softcap, calls):
+    """Chunks of one key, of a block of keys, and of one more or less; scores that are large are no matter."""
+    torch.manual_seed(0)
+    sizes = [1, decode_kernel.BLOCK - 1, 7, decode_kernel.BLOCK, 2 * decode_kernel.BLOCK + 1]
+    kvs = [chunk(n, heads, width, value_width, dtype, half=half) for n in sizes]
+    call = call_of(1, heads, group, width, value_width, dtype, softcap=softcap)
+    call.query.mul_(20.0)
+    row = TokenSequence.over([PlacedChunk(kv=kv, start=0) for kv in kvs], position=300)
+    found = stepped([row], call)
+    expected = truth(call, 0, [*((kv.keys[1], kv.values[1]) for kv in kvs), (call.key[0], call.value[0])])
+    assert found.dtype == dtype
+    assert calls == [1]
+    torch.testing.assert_close(
+        found[0, :, 0], expected.to(dtype), atol=2e-5, rtol=2e-2 if dtype != torch.float32 else 0
+    )
+
+
+def test_sequences_have_their_own_chunks_weights_and_tokens(calls):
+    """Some in one block of an arena, one with memory of its own, one without chunks, and one with two groups."""
+    torch.manual_seed(1)
+    kvs = [chunk(n, 2, 16, 16) for n in (5, 70, 9, 33)]
+    arena = KVArena()
+    weighed = ChunkGroup(segments=(PlacedChunk(kv=kvs[2], start=0), PlacedChunk(kv=kvs[3], start=0)), temperature=0.5)
+    groups = [(ChunkGroup(segments=(PlacedChunk(kv=kv, start=0),)),) for kv in kvs[:2]]
+    rows = [TokenSequence(each, 90) for each in (groups[0], (), (*groups[1], weighed), groups[1])]
+    for row in rows[:3]:
+        row.cache = arena.place(3, 9, 4)
+    own = {row: [] for row in rows}
+    for step in range(3):
+        call = call_of(4, 2, 2, 16, 16)
+        mixed = Step(rows, [1] * 4, STILL, CPU)
+        found = mixed.attend(call)
+        mixed.commit()
+        for at, row in enumerate(rows):
+            own[row].append((call.key[0][:, at : at + 1], call.value[0][:, at : at + 1]))
+            plain = [(s.kv.keys[1], s.kv.values[1]) for g in row.groups if g.plain for s in g.segments]
+            if at == 2:
+                continue
+            torch.testing.assert_close(found[0, :, at], truth(call, at, [*plain, *own[row]]).float(), atol=1e-5, rtol=0)
+        alone = TokenSequence(rows[2].groups, 90)
+        for key, value in own[rows[2]][:-1]:
+            alone.cache.append(1, key[None], value[None])
+            alone.cache.commit(1)
+        one = LayerCall(
+            **{name: getattr(call, name) for name in ("layer", "scale")},
+            **{name: getattr(call, name)[:, :, 2:3] for name in ("query", "key", "value")},
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode, "_kernels", lambda: None)
+            torch.testing.assert_close(found[:, :, 2:3], stepped([alone], one), atol=1e-5, rtol=0)
+        assert calls.pop() == 5, step
+
+
+def test_what_many_read_is_read_once_for_all(calls, monkeypatch):
+    """A long chunk of three sequences is no matter of the kernel, and their short ones are."""
+    torch.manual_seed(2)
+    long, *short = (chunk(n, 2, 16, 16) for n in (400, 9, 5, 3))
+    segments = [PlacedChunk(kv=kv, start=0) for kv in (short[0], long, *short[1:])]
+    rows = [TokenSequence.over(segments, position=417) for _ in range(3)]
+    read, honest = [], LayerCall.partial
+
+    def watched(call, query, key, value, **more):
+        read.append(tuple(key.shape[1:3]))
+        return honest(call, query, key, value, **more)
+
+    monkeypatch.setattr(LayerCall, "partial", watched)
+    call = call_of(3, 2, 2, 16, 16)
+    found = stepped(rows, call)
+    assert (read, calls) == ([(2, 400)], [3])
+    for at in range(3):
+        own = call.key[0][:, at : at + 1], call.value[0][:, at : at + 1]
+        kvs = [*((kv.keys[1], kv.values[1]) for kv in (long, *short)), own]
+        torch.testing.assert_close(found[0, :, at], truth(call, at, kvs).float(), atol=1e-5, rtol=0)
+    assert stepped(rows[:2], call_of(2, 2, 2, 16, 16)).isfinite().all()
+    assert (read, calls) == ([(2, 400)], [3, 2])
+
+
+@pytest.mark.parametrize("window", [1, 5, 12, 40])
+def test_a_window_ends_with_the_token(window):
+    torch.manual_seed(3)
+    kvs, call = [chunk(10, 1, 16, 16) for _ in range(3)], call_of(1, 1, 2, 16, 16, window=window)
+    row = TokenSequence.over([PlacedChunk(kv=kv, start=10 * at) for at, kv in enumerate(kvs)], position=30)
+    every = (
+        torch.cat([*(kv.keys[1] for kv in kvs), call.key[0]], 1),
+        torch.cat([*(kv.values[1] for kv in kvs), call.value[0]], 1),
+    )
+    seen = [tuple(each[:, -window:] for each in every)]
+    torch.testing.assert_close(stepped([row], call)[0, :, 0], truth(call, 0, seen).float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_a_number_that_is_none_is_not_lost(which):
+    kv = chunk(100, 1, 16, 16)
+    getattr(kv, which)[1][0, 70, 3] = torch.nan
+    row = TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=100)
+    assert stepped([row], call_of(1, 1, 2, 16, 16)).isnan().any()
+
+
+def test_threads_share_the_heads_and_a_forked_process_has_its_own(monkeypatch, calls):
+    torch.manual_seed(4)
+    kv, call = chunk(50, 5, 16, 16), call_of(1, 5, 3, 16, 16)
+    one = stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call)
+    monkeypatch.setattr(decode, "_NUMBERS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    decode._pool.cache_clear()
+    several = stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call)
+    assert torch.equal(one, several)
+    assert calls == [1, 1]
+    assert decode._pool.cache_info().currsize == 1
+    if (child := os.fork()) == 0:
+        os._exit(decode._pool.cache_info().currsize)
+    assert os.waitpid(child, 0)[1] == 0
+    decode._pool().shutdown()
+    decode._pool.cache_clear()
+
+
+def test_what_the_kernel_does_not_take(calls):
+    """Numbers of other kinds, heads that are no multiple of 8, and gradients are computed by torch."""
+    for width, dtype in ((12, torch.float32), (16, torch.float64)):
+        kv, call = chunk(6, 1, width, width, dtype), call_of(1, 1, 2, width, width, dtype)
+        row = TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=6)
+        expected = truth(call, 0, [(kv.keys[1], kv.values[1]), (call.key[0], call.value[0])])
+        torch.testing.assert_close(stepped([row], call)[0, :, 0], expected.to(dtype), atol=1e-5, rtol=0)
+    call = call_of(1, 1, 2, 16, 16)
+    call.query.requires_grad_()
+    stepped([TokenSequence.over([PlacedChunk(kv=chunk(6, 1, 16, 16), start=0)], position=6)], call).sum().backward()
+    assert call.query.grad is not None
+    assert calls == []
+
+
+def test_without_numba_torch_computes_it(monkeypatch, calls):
+    for name in ("numba", "ragkv.attention.decode_kernel"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delattr(sys.modules["ragkv.attention"], "decode_kernel")
+    decode._kernels.cache_clear()
+    row = TokenSequence.over([PlacedChunk(kv=chunk(6, 1, 16, 16), start=0)], position=6)
+    assert stepped([row], call_of(1, 1, 2, 16, 16)).isfinite().all()
+    assert calls == []
+    decode._kernels.cache_clear()
+
+
+def test_a_kernel_that_cannot_be_kept_is_compiled_each_time(monkeypatch):
+    honest, asked = numba.njit, []
+
+    def without_folder(*signature, **options):
+        asked.append(options.pop("cache", False))
+        if asked[-1]:
+            raise RuntimeError("cannot cache function: no locator available")
+        return honest(*signature, **options)
+
+    monkeypatch.setattr(numba, "njit", without_folder)
+    made = decode_kernel.compiled.__wrapped__("float32", "float32", 8, 8, 1)
+    assert asked == [True, False]
+    assert callable(made)
