@@ -46,25 +46,21 @@ lint: $(VENV)/installed-dev
 bench: $(VENV)/installed
 	$(BIN)/ragkv bench ttft
 
-docs: cli-docs rooms $(VENV)/installed-docs
+docs: cli-docs $(VENV)/installed-docs
 	@rm -rf build/api
 	$(PIP) --no-deps --target build/api . && rm -rf build/lib build/bdist.*
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --config-file docs/site/mkdocs.yml
 	@echo "The site is in build/site; open build/site/index.html."
 
-cli-docs: $(VENV)/installed
-	$(BIN)/python docs/site/commands.py
-	$(BIN)/python docs/site/sizing.py
+cli-docs rooms: $(VENV)/installed
+	$(BIN)/python docs/site/pages.py
 
 # Minutes: small models of all families, judged with the transformers that is installed.
 models: $(VENV)/installed
 	@mkdir -p build
 	$(BIN)/ragkv models --families all --json > build/families.json
 	$(BIN)/python -m json.tool --indent 1 --no-ensure-ascii build/families.json ragkv/evaluation/families.json
-	$(BIN)/python docs/site/models.py
-
-rooms:
-	$(PYTHON) docs/site/rooms.py
+	$(BIN)/python docs/site/pages.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -36,7 +36,7 @@ def test_packages_are_the_folders_with_an_init_but_for_what_is_not_installed():
 
 
 def test_nothing_that_is_installed_imports_what_is_not():
-    rooms = runpy.run_path(str(ROOT / "docs" / "site" / "rooms.py"))
+    rooms = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))
     modules = rooms["modules"]()
     installed = {name: path for name, path in modules.items() if not name.startswith(NOT_INSTALLED)}
     assert set(rooms["modules"](installed=True)) == set(installed)

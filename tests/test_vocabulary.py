@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-MODULES = runpy.run_path(str(ROOT / "docs" / "site" / "rooms.py"))["modules"]()
+MODULES = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))["modules"]()
 FILES = sorted({*MODULES.values(), *(ROOT / "benchmarks").rglob("*.py")})
 WITHDRAWN = {
     "book",
