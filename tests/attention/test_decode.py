@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 
 import numba
 import pytest
@@ -131,9 +132,9 @@ def test_sequences_have_their_own_chunks_weights_and_tokens(calls):
 def test_what_many_read_is_read_once_for_all(calls, monkeypatch):
     """A long chunk of three sequences is no matter of the kernel, and their short ones are."""
     torch.manual_seed(2)
-    long, *short = (chunk(n, 2, 16, 16) for n in (400, 9, 5, 3))
+    long, *short = (chunk(n, 2, 16, 16) for n in (600, 9, 5, 3))
     segments = [PlacedChunk(kv=kv, start=0) for kv in (short[0], long, *short[1:])]
-    rows = [TokenSequence.over(segments, position=417) for _ in range(3)]
+    rows = [TokenSequence.over(segments, position=617) for _ in range(3)]
     read, honest = [], LayerCall.partial
 
     def watched(call, query, key, value, **more):
@@ -143,26 +144,66 @@ def test_what_many_read_is_read_once_for_all(calls, monkeypatch):
     monkeypatch.setattr(LayerCall, "partial", watched)
     call = call_of(3, 2, 2, 16, 16)
     found = stepped(rows, call)
-    assert (read, calls) == ([(2, 400)], [3])
+    assert (read, calls) == ([(2, 600)], [3])
     for at in range(3):
         own = call.key[0][:, at : at + 1], call.value[0][:, at : at + 1]
         kvs = [*((kv.keys[1], kv.values[1]) for kv in (long, *short)), own]
         torch.testing.assert_close(found[0, :, at], truth(call, at, kvs).float(), atol=1e-5, rtol=0)
     assert stepped(rows[:2], call_of(2, 2, 2, 16, 16)).isfinite().all()
-    assert (read, calls) == ([(2, 400)], [3, 2])
+    assert (read, calls) == ([(2, 600)], [3, 2])
 
 
-@pytest.mark.parametrize("window", [1, 5, 12, 40])
-def test_a_window_ends_with_the_token(window):
+@pytest.mark.parametrize("window", [1, 5, 9, 12, 25, 90])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_window_ends_with_the_token(window, rows):
+    """Eight own tokens stand before it; the second of three chunks is one that three rows read once for all."""
     torch.manual_seed(3)
-    kvs, call = [chunk(10, 1, 16, 16) for _ in range(3)], call_of(1, 1, 2, 16, 16, window=window)
-    row = TokenSequence.over([PlacedChunk(kv=kv, start=10 * at) for at, kv in enumerate(kvs)], position=30)
-    every = (
-        torch.cat([*(kv.keys[1] for kv in kvs), call.key[0]], 1),
-        torch.cat([*(kv.values[1] for kv in kvs), call.value[0]], 1),
-    )
-    seen = [tuple(each[:, -window:] for each in every)]
-    torch.testing.assert_close(stepped([row], call)[0, :, 0], truth(call, 0, seen).float(), atol=1e-5, rtol=0)
+    kvs = [chunk(n, 1, 16, 16) for n in (10, 400, 10)]
+    call = call_of(rows, 1, 2, 16, 16, window=window)
+    own = torch.randn(2, rows, 1, 1, 8, 16)
+    placed = [PlacedChunk(kv=kv, start=start) for kv, start in zip(kvs, (0, 10, 410), strict=True)]
+    found = [TokenSequence.over(placed, position=428) for _ in range(rows)]
+    for row, key, value in zip(found, *own, strict=True):
+        row.cache.append(1, key, value)
+        row.cache.commit(8)
+    result = stepped(found, call)
+    for at in range(rows):
+        each = [(kv.keys[1], kv.values[1]) for kv in kvs]
+        each += [(own[0, at, 0], own[1, at, 0]), (call.key[0][:, at : at + 1], call.value[0][:, at : at + 1])]
+        seen = [tuple(torch.cat([pair[i] for pair in each], 1)[:, -window:] for i in (0, 1))]
+        torch.testing.assert_close(result[0, :, at], truth(call, at, seen).float(), atol=1e-5, rtol=0)
+
+
+def test_groups_that_change_are_found_anew():
+    torch.manual_seed(5)
+    row = TokenSequence((), 9)
+    for kv in (chunk(4, 1, 16, 16), chunk(9, 1, 16, 16)):
+        row.groups = (ChunkGroup(segments=(PlacedChunk(kv=kv, start=0),)),)
+        call = call_of(1, 1, 2, 16, 16)
+        expected = truth(call, 0, [(kv.keys[1], kv.values[1]), (call.key[0], call.value[0])]).float()
+        torch.testing.assert_close(stepped([row], call)[0, :, 0], expected, atol=1e-5, rtol=0)
+
+
+def test_sequences_leave_a_block_that_is_full(calls):
+    torch.manual_seed(6)
+    arena, rows, own = KVArena(), [TokenSequence((), 0) for _ in range(2)], []
+    for row in rows:
+        row.cache = arena.place(60, 4, 2)
+        pair = torch.randn(2, 1, 63, 16)
+        row.cache.append(1, *pair[:, None])
+        row.cache.commit(63)
+        own.append([(pair[0], pair[1])])
+    assert {row.cache.block.capacity for row in rows} == {64}
+    for _ in range(3):
+        call = call_of(2, 1, 1, 16, 16)
+        step = Step(rows, [1, 1], STILL, CPU)
+        found = step.attend(call)
+        step.commit()
+        for at in range(2):
+            own[at].append((call.key[0][:, at : at + 1], call.value[0][:, at : at + 1]))
+            torch.testing.assert_close(found[0, :, at], truth(call, at, own[at]).float(), atol=1e-5, rtol=0)
+    assert [row.cache.block for row in rows] == [None, None]
+    assert calls == [2, 2, 2]
 
 
 @pytest.mark.parametrize("which", ["keys", "values"])
@@ -190,14 +231,34 @@ def test_threads_share_the_heads_and_a_forked_process_has_its_own(monkeypatch, c
     decode._pool().shutdown()
     decode._pool.cache_clear()
 
+    class Lazy:
+        """Works only when it is waited for."""
+
+        def submit(self, *work):
+            return SimpleNamespace(result=lambda: work[0](*work[1:]))
+
+    monkeypatch.setattr(decode, "_pool", Lazy)
+    assert torch.equal(stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call), one)
+
 
 def test_what_the_kernel_does_not_take(calls):
-    """Numbers of other kinds, heads that are no multiple of 8, and gradients are computed by torch."""
-    for width, dtype in ((12, torch.float32), (16, torch.float64)):
-        kv, call = chunk(6, 1, width, width, dtype), call_of(1, 1, 2, width, width, dtype)
-        row = TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=6)
+    """Numbers of other kinds, also of a chunk alone, heads that are no multiple of 8, and gradients are for torch."""
+    wide = torch.float64
+    for kv, width, dtype in (
+        (chunk(6, 1, 12, 12), 12, torch.float32),
+        (chunk(6, 1, 16, 16, wide), 16, wide),
+        (chunk(6, 1, 16, 16, wide), 16, torch.float32),
+    ):
+        call, group = call_of(1, 1, 2, width, width, dtype), ChunkGroup(segments=(PlacedChunk(kv=kv, start=0),))
+        assert not decode.reads_in_place(group)
         expected = truth(call, 0, [(kv.keys[1], kv.values[1]), (call.key[0], call.value[0])])
-        torch.testing.assert_close(stepped([row], call)[0, :, 0], expected.to(dtype), atol=1e-5, rtol=0)
+        found = stepped([TokenSequence((group,), 6)], call)[0, :, 0]
+        torch.testing.assert_close(found, expected.to(dtype), atol=1e-5, rtol=0)
+    for width, dtype in ((12, torch.float32), (16, wide)):
+        assert stepped([TokenSequence((), 6)], call_of(1, 1, 2, width, width, dtype)).isfinite().all()
+    gaps = [tensor[..., ::2] for tensor in chunk(6, 1, 32, 32).keys]
+    kv = ChunkKV(keys=gaps, values=gaps)
+    assert not decode.reads_in_place(ChunkGroup(segments=(PlacedChunk(kv=kv, start=0),)))
     call = call_of(1, 1, 2, 16, 16)
     call.query.requires_grad_()
     stepped([TokenSequence.over([PlacedChunk(kv=chunk(6, 1, 16, 16), start=0)], position=6)], call).sum().backward()

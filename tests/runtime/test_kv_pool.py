@@ -46,7 +46,7 @@ def settled(pool, model, rows, active=None, *, windowed=False):
 
 def test_what_few_rows_read_is_left_where_it_lies(model, kvs):
     """Three rows that read a long chunk have it once for all; one that is short, or that two read, is read for each."""
-    long = model.encode([[3 + i % 90 for i in range(400)]])
+    long = model.encode([[3 + i % 90 for i in range(600)]])
     rows = [TokenSequence.over(side_by_side((*kvs, *long), start=start), position=900) for start in (3, 4, 5)]
     before = [row.groups for row in rows]
     settled(KVPool(0), model, rows[:2])
