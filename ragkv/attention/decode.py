@@ -48,11 +48,11 @@ _UNMOVED: Turns = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32), np
 
 @functools.cache
 def _kernels() -> ModuleType | None:
-    """The compiled kernels; None without numba."""
+    """The compiled kernels; None without numba, and for processors that they are not for."""
     try:
         from ragkv.attention import decode_kernel
     except ImportError as error:
-        logger.info("decode steps are computed by torch's kernels, because numba cannot be imported: %s", error)
+        logger.info("torch's kernels compute decode steps, because ragkv's cannot be compiled: %s", error)
         return None
     return decode_kernel
 

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import functools
 import math
+import platform
 from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -31,9 +32,25 @@ TILE = 8
 """Most query heads that read a key at a time."""
 _UNROLL = 4
 """Keys whose values are added at a time."""
+_NEEDED = ("avx2", "f16c", "fma")
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _FAST = ("reassoc", "contract", "nsz")  # not "nnan" and "ninf": a NaN in KV stays one
 _SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def _missing() -> list[str]:
+    """What this processor, or the one that numba is told to compile for, lacks. Without F16C LLVM would call a function
+    for each float16, which numba does not have for vectors: the process would crash.
+    """
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return []
+    told = numba.config.CPU_FEATURES
+    features = binding.get_host_cpu_features().flatten() if told is None else told
+    return [name for name in _NEEDED if f"+{name}" not in features.split(",")]
+
+
+if missing := _missing():
+    raise ImportError(f"the processor has no {', '.join(missing)}")
 
 
 def _loaded(b: Any, address: Any, kind: str, width: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from types import SimpleNamespace
 
@@ -10,13 +11,14 @@ import numba
 import pytest
 import torch
 
-from ragkv.attention import decode, decode_kernel
+from ragkv.attention import decode
 from ragkv.attention.batch import Step
 from ragkv.attention.kv import ChunkKV, HalfTensors, PlacedChunk
 from ragkv.attention.partial import LayerCall
 from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, KVArena, TokenSequence
 
+decode_kernel = pytest.importorskip("ragkv.attention.decode_kernel", exc_type=ImportError)
 STILL = Rotary(apply=lambda states, cos, sin: states, angles=lambda positions, kind: None, kinds=(None, None))
 CPU = torch.device("cpu")
 
@@ -266,11 +268,19 @@ def test_what_the_kernel_does_not_take(calls):
     assert calls == []
 
 
-def test_without_numba_torch_computes_it(monkeypatch, calls):
-    for name in ("numba", "ragkv.attention.decode_kernel"):
-        monkeypatch.setitem(sys.modules, name, None)
+@pytest.mark.parametrize("features", [None, "+avx2,+fma", "+f16c,+avx2,+fma,-avx512f"])
+def test_without_numba_or_units_torch_computes_it(features, monkeypatch, calls):
+    if features is None:
+        monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delitem(sys.modules, "ragkv.attention.decode_kernel")
     monkeypatch.delattr(sys.modules["ragkv.attention"], "decode_kernel")
     decode._kernels.cache_clear()
+    if features is not None and "f16c" in features:
+        assert decode._kernels() is not None
+        decode._kernels.cache_clear()
+        return
     row = TokenSequence.over([PlacedChunk(kv=chunk(6, 1, 16, 16), start=0)], position=6)
     assert stepped([row], call_of(1, 1, 2, 16, 16)).isfinite().all()
     assert calls == []
