@@ -7,7 +7,6 @@ what one softmax over all their keys would give (APE Appendix C, Eqs. 8-10). Eve
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,13 +21,6 @@ _SCORES = 1 << 26
 """Scores in memory at a time in the plain matmul: 256 MiB, and a few times as much for temporaries."""
 _ROWS = 256
 """From this number of queries per head on the CPU kernel is busy, and folding the heads of a group gains nothing."""
-_SHARERS = 3
-"""Up to this many query heads per key head, a processor with matrix units (AMX) reads keys in bfloat16 sooner for each
-of them than for all at once, if there is one query: in two thirds to nine tenths of the time. One without takes five
-times as long."""
-_PAIRED = 16
-"""Up to this many rows, one without AMX multiplies an even number of them in bfloat16 sooner than an odd one: one row
-takes twice as long as two, three a fifth longer than four."""
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
 Kernel = Callable[[Tensor, Tensor, Tensor, Mask, float, float, float | None], tuple[Tensor, Tensor]]
 
@@ -107,9 +99,8 @@ def partial_attention(
     shared = key.shape[0] != batch
     gains = q_heads != kv_heads and (n < _ROWS or query.device.type != "cpu")
     if gains and n == 1 and not reference:
-        few = query.dtype == torch.bfloat16 and query.device.type == "cpu" and q_heads <= _SHARERS * kv_heads and _amx()
         # that kernel takes the heads of a group together itself
-        gains = not few and not varlen.takes(query, key, value, softcap=softcap)
+        gains = not varlen.takes(query, key, value, softcap=softcap)
     fold = mask is None and (shared or gains)
     if fold:
         query = _fold(query, kv_heads, shared=shared)
@@ -223,13 +214,6 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
     return _matmul
 
 
-@functools.cache
-def _amx() -> bool:
-    """Whether the processor has units that multiply matrices in bfloat16."""
-    capabilities = getattr(torch.cpu, "get_capabilities", None)
-    return capabilities is not None and bool(capabilities().get("amx_bf16"))
-
-
 def _flash_cpu(
     query: Tensor,
     key: Tensor,
@@ -244,15 +228,9 @@ def _flash_cpu(
     if isinstance(mask, Tensor):  # the kernel takes an additive mask of the query's dtype
         mask = mask.expand(query.shape[0], -1, -1)[:, None]  # (batch, 1, n, m)
         bias = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-    n = query.shape[2]
-    padded = mask is None and query.dtype == torch.bfloat16 and n % 2 and n < _PAIRED and not _amx()
-    if padded:
-        query = torch.nn.functional.pad(query, (0, 0, 0, 1))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, is_causal=isinstance(mask, str), attn_mask=bias, scale=scale / temperature
     )
-    if padded:
-        out, lse = out[:, :, :n], lse[:, :, :n]
     if isinstance(mask, Tensor):
         blind = ~mask.any(-1)  # the kernel leaves queries that see no key undefined
         if bool(blind.any()):

@@ -47,30 +47,6 @@ def test_fast_path_equals_the_matmul_path(shape, mask, dtype, shared):
         assert (fast.out[:, :, 2] == 0).all()
 
 
-@pytest.mark.parametrize("amx", [True, False])
-@pytest.mark.parametrize("shape", [(1, 6, 2), (1, 8, 2), (1, 4, 4), (3, 3, 1)])
-@pytest.mark.parametrize("n", [1, 3])
-def test_few_rows_are_read_as_the_processor_reads_them_soonest(shape, n, amx, monkeypatch):
-    """In bfloat16: with matrix units a head at a time, without them an even number of rows at a time."""
-    seen, kernel = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    monkeypatch.setattr("ragkv.attention.partial._amx", lambda: amx)
-    monkeypatch.setattr(
-        torch.ops.aten,
-        "_scaled_dot_product_flash_attention_for_cpu",
-        lambda query, *rest, **named: seen.append(query.shape) or kernel(query, *rest, **named),
-    )
-    query, key, value = states(*shape, n=n, m=40, dtype=torch.bfloat16)
-    fast = partial_attention(query, key, value, scale=0.3)
-    slow = partial_attention(query, key, value, scale=0.3, reference=True)
-    torch.testing.assert_close(fast.out, slow.out, atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(fast.lse, slow.lse, atol=2e-2, rtol=2e-2)
-    [(_, heads, rows, _)] = seen
-    alone = amx and n == 1 and shape[1] <= 3 * shape[2]
-    assert heads == (shape[1] if alone else shape[2])
-    if not amx:
-        assert rows % 2 == 0
-
-
 def test_the_matmul_path_is_softmax_attention():
     query, key, value = states(2, 4, 4, n=5, m=9)
     found = partial_attention(query, key, value, scale=0.25, reference=True)
