@@ -493,10 +493,10 @@ class Step:
         self._rotary = rotary
         self._ranks = ranks
         self._fixed = fixed
-        self._plans: dict[tuple[torch.device, bool], _DevicePlan] = {}
-        self._in_place: InPlace | None = None
+        self._plans: dict[tuple[torch.device, torch.dtype | None], _DevicePlan] = {}
+        self._in_place: dict[torch.dtype, InPlace] = {}
         if device.type != "cpu":
-            self._plans[device, False] = _DevicePlan(self.spans, rotary, device, fixed=fixed)
+            self._plans[device, None] = _DevicePlan(self.spans, rotary, device, fixed=fixed)
 
     @property
     def positions(self) -> list[int]:
@@ -576,12 +576,12 @@ class Step:
 
     def _plan_for(self, call: LayerCall) -> _DevicePlan:
         """The plan of the layers that are computed like this one; it is made when the first of them needs it."""
-        device, in_place = call.query.device, None
+        device, dtype, in_place = call.query.device, call.key.dtype, None
         if self._ranks is None and not self._fixed and decode.takes(call):
-            if self._in_place is None:
-                self._in_place = InPlace.of(self.spans)
-            in_place = self._in_place if self._in_place.spans else None
-        key = device, in_place is not None
+            if dtype not in self._in_place:
+                self._in_place[dtype] = InPlace.of(self.spans, dtype)
+            in_place = self._in_place[dtype] if self._in_place[dtype].spans else None
+        key = device, None if in_place is None else dtype
         if key not in self._plans:
             self._plans[key] = _DevicePlan(self.spans, self._rotary, device, fixed=self._fixed, in_place=in_place)
         return self._plans[key]

@@ -145,14 +145,15 @@ def _cut(rows: Integers, first: Integers | int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Located:
-    """Where the `groups` of a sequence lie in memory, the `tokens` of each chunk by its id(), and by how much chunks
-    were moved. `parts` is empty if the kernel cannot read them.
+    """Where the `groups` of a sequence lie in memory, the `tokens` of each chunk by its id(), by how much chunks were
+    moved, and which kinds of numbers they have. `parts` is empty if the kernel cannot read them.
     """
 
     groups: tuple[ChunkGroup, ...]
     tokens: dict[int, int]
     parts: tuple[_Group, ...]
     offsets: tuple[int, ...]
+    dtypes: frozenset[torch.dtype]
     _turns: dict[tuple[str, int], Turns] = field(default_factory=dict)
 
     @classmethod
@@ -169,12 +170,13 @@ class _Located:
         segments = [segment for _, some in each for segment in some]
         tokens = {id(segment.kv): segment.kv.tokens for segment in segments}
         offsets = tuple(sorted({segment.offset for segment in segments} - {0}))
+        dtypes = frozenset(t.dtype for s in segments for held in (s.kv.keys, s.kv.values) for t in stored(held))
         if not all(_readable(segment.kv) for segment in segments):
-            return cls(groups, tokens, (), offsets)
+            return cls(groups, tokens, (), offsets, dtypes)
         plain = [segment for group, some in each if group.plain for segment in some]
         weighed = [(group.temperature, some) for group, some in each if not group.plain]
         parts = [_Group.of(number, *part, offsets) for number, part in enumerate([(1.0, plain), *weighed])]
-        return cls(groups, tokens, tuple(parts), offsets)
+        return cls(groups, tokens, tuple(parts), offsets, dtypes)
 
     def turns(self, rotary: Rotary, kind: str, width: int) -> Turns:
         """The rotations of heads of `width` numbers by its offsets."""
@@ -196,15 +198,19 @@ class InPlace:
     at: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, spans: Sequence[SequenceSlice]) -> InPlace:
-        """Single tokens of sequences whose KV lies where the kernel reads it."""
-        found = [span for span in spans if span.n == 1 and type(span.sequence) is TokenSequence]
-        found = [span for span in found if _Located.of(span.sequence).parts]
+    def of(cls, spans: Sequence[SequenceSlice], dtype: torch.dtype) -> InPlace:
+        """Single tokens of sequences whose KV, for a model that computes in `dtype`, lies where the kernel reads it."""
+        found, kinds = list[SequenceSlice](), {dtype, torch.float16} if dtype == torch.float32 else {dtype}
+        for span in spans:
+            if span.n == 1 and type(span.sequence) is TokenSequence:
+                located = _Located.of(span.sequence)
+                if located.parts and located.dtypes <= kinds:
+                    found.append(span)
         others = set[int]()
         if len(found) > _READERS:
-            located = [_Located.of(span.sequence).tokens for span in found]
-            readers = Counter(itertools.chain.from_iterable(located))
-            others = {chunk for each in located for chunk, tokens in each.items() if shared(readers[chunk], tokens)}
+            seen = [_Located.of(span.sequence).tokens for span in found]
+            readers = Counter(itertools.chain.from_iterable(seen))
+            others = {chunk for each in seen for chunk, tokens in each.items() if shared(readers[chunk], tokens)}
         return cls(tuple(found), frozenset(others), frozenset(span.at for span in found))
 
     def reads(self, span: SequenceSlice, kv: ChunkKV) -> bool:

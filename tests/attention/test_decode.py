@@ -256,11 +256,16 @@ def test_what_the_kernel_does_not_take(calls):
         expected = truth(call, 0, [(kv.keys[1], kv.values[1]), (call.key[0], call.value[0])])
         found = stepped([TokenSequence((group,), 6)], call)[0, :, 0]
         torch.testing.assert_close(found, expected.to(dtype), atol=1e-5, rtol=0)
+    for kv, dtype in ((chunk(6, 1, 16, 16, half=True), torch.bfloat16), (chunk(6, 1, 16, 16), torch.float16)):
+        call, row = call_of(1, 1, 2, 16, 16, dtype), TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=6)
+        expected = truth(call, 0, [(kv.keys[1], kv.values[1]), (call.key[0], call.value[0])])
+        torch.testing.assert_close(stepped([row], call)[0, :, 0], expected.to(dtype), atol=2e-2, rtol=0)
     for width, dtype in ((12, torch.float32), (16, wide)):
         assert stepped([TokenSequence((), 6)], call_of(1, 1, 2, width, width, dtype)).isfinite().all()
     gaps = [tensor[..., ::2] for tensor in chunk(6, 1, 32, 32).keys]
-    kv = ChunkKV(keys=gaps, values=gaps)
-    assert not decode.reads_in_place(ChunkGroup(segments=(PlacedChunk(kv=kv, start=0),)))
+    row = TokenSequence.over([PlacedChunk(kv=ChunkKV(keys=gaps, values=gaps), start=0)], position=6)
+    assert not decode.reads_in_place(row.groups[0])
+    assert decode.InPlace.of(Step([row], [1], STILL, CPU).spans, torch.float32).spans == ()
     call = call_of(1, 1, 2, 16, 16)
     call.query.requires_grad_()
     stepped([TokenSequence.over([PlacedChunk(kv=chunk(6, 1, 16, 16), start=0)], position=6)], call).sum().backward()
