@@ -294,6 +294,6 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
     options = {"nogil": True, "fastmath": set(_FAST), "error_model": "numpy", "boundscheck": False}
     try:
         made: Callable[..., None] = numba.njit(signature, cache=True, **options)(attend)
-    except RuntimeError:  # there is no folder that it may be kept in
+    except Exception:  # no folder that it may be kept in, a full disk, a damaged file; else it is raised again
         made = numba.njit(signature, **options)(attend)
     return made
