@@ -44,8 +44,8 @@ def _missing() -> list[str]:
     """
     if platform.machine().lower() in ("aarch64", "arm64"):
         return []
-    told = numba.config.CPU_FEATURES
-    features = binding.get_host_cpu_features().flatten() if told is None else told
+    chosen = numba.config.CPU_FEATURES
+    features = binding.get_host_cpu_features().flatten() if chosen is None else chosen
     return [name for name in _NEEDED if f"+{name}" not in features.split(",")]
 
 
