@@ -40,6 +40,7 @@ os.environ["RAGKV_DEFAULT_MODEL"] = "mini"  # also where smollm2 is installed
 SHARED_MEMORY, PLENTY = Path("/dev/shm"), 8 << 30
 if "TMPDIR" not in os.environ and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > PLENTY:
     os.environ["TMPDIR"] = tempfile.tempdir = str(SHARED_MEMORY)
+os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / "ragkv-kernels"))  # not the user's folder
 
 # A process starts with the signals that its parent ignored or held back. In the background (`nohup make test &`) that
 # is Ctrl-C, and the tests that interrupt a command would wait for one that never ends.

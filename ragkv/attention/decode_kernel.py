@@ -7,7 +7,7 @@ all sequences of a layer, however many pieces their keys lie in. All arithmetic 
 
 What a call is given is `ragkv.attention.decode`'s table. Each query head is computed in blocks of keys with a running
 maximum and sum, as FlashAttention does. A kernel is compiled for each kind of numbers, width of heads and number of
-query heads that share a key, in a second, and kept in the folder of this file or numba's own.
+query heads that share a key, in a second, and kept in the user's cache folder.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numba
@@ -25,6 +26,8 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
+
+from ragkv.util.files import user_folder
 
 BLOCK = 64
 """Keys whose scores are in memory at a time."""
@@ -293,7 +296,24 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
     )
     options = {"nogil": True, "fastmath": set(_FAST), "error_model": "numpy", "boundscheck": False}
     try:
-        made: Callable[..., None] = numba.njit(signature, cache=True, **options)(attend)
+        with _keeping():
+            made: Callable[..., None] = numba.njit(signature, cache=True, **options)(attend)
     except Exception:  # no folder that it may be kept in, a full disk, a damaged file; else it is raised again
         made = numba.njit(signature, **options)(attend)
     return made
+
+
+@contextmanager
+def _keeping() -> Iterator[None]:
+    """Keep what is compiled in the user's cache folder, unless NUMBA_CACHE_DIR names one. Numba's own choice, beside
+    this file, would be left behind there when the package is uninstalled, and hide an editable install.
+    """
+    before = numba.config.CACHE_DIR
+    try:
+        if not before:
+            folder = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "numba"
+            folder.mkdir(parents=True, exist_ok=True)
+            numba.config.CACHE_DIR = str(folder)
+        yield
+    finally:
+        numba.config.CACHE_DIR = before

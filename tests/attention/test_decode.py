@@ -317,3 +317,12 @@ def test_a_damaged_kernel_is_compiled_anew(damage, tmp_path, monkeypatch):
     for path in kept:
         path.write_bytes(damage)
     assert callable(decode_kernel.compiled.__wrapped__("float32", "float32", 8, 8, 1))
+
+
+def test_a_kernel_is_kept_in_the_users_cache_folder(tmp_path, monkeypatch):
+    """Not beside the module, where a file would be left behind by `pip uninstall`, and hide an editable install."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decode_kernel.compiled.__wrapped__("float32", "float32", 8, 8, 1)
+    assert {path.suffix for path in (tmp_path / "ragkv" / "numba").rglob("*.nb?")} == {".nbi", ".nbc"}
+    assert numba.config.CACHE_DIR == ""
