@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from ragkv.attention import decode, varlen
-from ragkv.attention.decode import DecodeInPlace, InPlace
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.pages import PAGE, PagedRead, PagedReads
 from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, merge_partials_of
@@ -39,6 +38,7 @@ from ragkv.attention.sequence import (
     SequenceSlice,
     StackedSequence,
     TokenSequence,
+    tokens_of,
 )
 
 Tokens = slice | Tensor
@@ -77,12 +77,12 @@ class BatchPlan:
     """Which chunks the new tokens of a step read, and in which calls, but for those that are read `in_place`."""
 
     def __init__(
-        self, spans: Sequence[SequenceSlice], device: torch.device, *, in_place: InPlace | None = None
+        self, spans: Sequence[SequenceSlice], device: torch.device, *, in_place: decode.InPlace | None = None
     ) -> None:
         self.spans = tuple(spans)
         self.tokens = sum(span.n for span in spans)
         self._device = device
-        self._seen = _seen(spans, in_place or InPlace())
+        self._seen = _seen(spans, in_place or decode.InPlace())
         places = sorted({s.offset for uses in self._seen.values() for _, s in uses})
         self._table_row = {offset: row for row, offset in enumerate(places)}
         self._reads: dict[int | None, tuple[ChunkRead, ...]] = {}
@@ -122,7 +122,7 @@ class BatchPlan:
                     if near and seg.kv.owner is not None:
                         found.setdefault(group, {})[span.at] = span
             self._spread[window] = tuple(
-                (group, _tokens([found[group][at] for at in sorted(found[group])], self._device))
+                (group, tokens_of([found[group][at] for at in sorted(found[group])], self._device))
                 for group in sorted(found)
             )
         return self._spread[window]
@@ -156,7 +156,7 @@ class BatchPlan:
             )
         return ChunkRead(
             kv=kv,
-            tokens=_tokens([span for span, _ in uses], self._device),
+            tokens=tokens_of([span for span, _ in uses], self._device),
             offset=offset,
             temperature=temperature,
             group=group,
@@ -175,7 +175,7 @@ class BatchPlan:
             pairs = torch.tensor([weight for span, weight in uses for _ in range(span.n)]).to(
                 self._device, non_blocking=True
             )
-            tokens = _tokens([span for span, _ in uses], self._device)
+            tokens = tokens_of([span for span, _ in uses], self._device)
             weights.append(Weight(group=group, tokens=tokens, factor=pairs[:, 0], addend=pairs[:, 1]))
         return weights
 
@@ -192,7 +192,7 @@ def _numbered(sequence: TokenSequence) -> Iterator[tuple[int, ChunkGroup]]:
 
 
 def _seen(
-    spans: Sequence[SequenceSlice], in_place: InPlace
+    spans: Sequence[SequenceSlice], in_place: decode.InPlace
 ) -> dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]]:
     """(chunk KV, temperature, group, occurrence) -> who sees it. A sequence that reads one KV twice has two
     occurrences.
@@ -208,13 +208,6 @@ def _seen(
                 found.setdefault((*key, times[key]), []).append((span, segment))
                 times[key] += 1
     return found
-
-
-def _tokens(spans: Sequence[SequenceSlice], device: torch.device) -> Tokens:
-    """The tokens of these slices: a slice where they are adjacent, else indices."""
-    if all(before.at + before.n == after.at for before, after in itertools.pairwise(spans)):
-        return slice(spans[0].at, spans[-1].at + spans[-1].n)
-    return torch.cat([torch.arange(p.at, p.at + p.n) for p in spans]).to(device, non_blocking=True)
 
 
 class Ranks(Protocol):
@@ -494,7 +487,7 @@ class Step:
         self._ranks = ranks
         self._fixed = fixed
         self._plans: dict[tuple[torch.device, torch.dtype | None], _DevicePlan] = {}
-        self._in_place: dict[torch.dtype, InPlace] = {}
+        self._in_place: dict[torch.dtype, decode.InPlace] = {}
         if device.type != "cpu":
             self._plans[device, None] = _DevicePlan(self.spans, rotary, device, fixed=fixed)
 
@@ -579,7 +572,7 @@ class Step:
         device, dtype, in_place = call.query.device, call.key.dtype, None
         if self._ranks is None and not self._fixed and decode.takes(call):
             if dtype not in self._in_place:
-                self._in_place[dtype] = InPlace.of(self.spans, dtype)
+                self._in_place[dtype] = decode.InPlace.of(self.spans, dtype)
             in_place = self._in_place[dtype] if self._in_place[dtype].spans else None
         key = device, None if in_place is None else dtype
         if key not in self._plans:
@@ -597,11 +590,11 @@ class _DevicePlan:
         device: torch.device,
         *,
         fixed: bool,
-        in_place: InPlace | None = None,
+        in_place: decode.InPlace | None = None,
     ) -> None:
         self.plan = BatchPlan(spans, device, in_place=in_place)
         self.rotations = QueryRotations(rotary, self.plan.offsets, device)
-        self._in_place = None if in_place is None else DecodeInPlace(in_place, rotary)
+        self._in_place = None if in_place is None else decode.DecodeInPlace(in_place, rotary)
         others = [span for span in spans if in_place is None or span.at not in in_place.at]
         self._decode, self._alone = decode_batches(others, device, fixed=fixed)
         self._device = device

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,13 +24,13 @@ from torch import Tensor
 from ragkv.attention.kv import ChunkKV, PlacedChunk, stored
 from ragkv.attention.partial import LayerCall, PartialAttention
 from ragkv.attention.rope import Rotary, RotationTable
-from ragkv.attention.sequence import ArenaBlock, ArenaKVCache, ChunkGroup, SequenceSlice, TokenSequence
+from ragkv.attention.sequence import ArenaBlock, ArenaKVCache, ChunkGroup, SequenceSlice, TokenSequence, tokens_of
+from ragkv.util.plugins import kernel_module
 
-logger = logging.getLogger(__name__)
-
+_CPU = torch.device("cpu")
 _READERS, _KEYS = 2, 1024
-_NUMBERS = 1 << 20
-"""Keys and values, in numbers, that are worth a thread: 100 µs of work."""
+_NUMBERS = 1 << 17
+"""Keys and values, in numbers, that are worth a thread: 12 µs of work."""
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _COLUMNS = 9
 _KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _TURN = 0, 1, 2, 4, 6, 7
@@ -41,20 +38,12 @@ _KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _TURN = 0, 1, 2, 4, 6, 7
 keys, then of the values, the row in the table of rotations (-1: none), and whether they are of the narrower kind.
 """
 Integers = NDArray[np.int64]
-Turns = tuple[NDArray[np.float32], NDArray[np.float32], Integers]
+Turns = tuple[Tensor, Tensor, Tensor]
 """cos and signed sin of R(-offset), `(offsets, head_dim)`, and which element of a head is mixed into each."""
-_UNMOVED: Turns = np.zeros((0, 0), np.float32), np.zeros((0, 0), np.float32), np.zeros(0, np.int64)
 
 
-@functools.cache
 def _kernels() -> ModuleType | None:
-    """The compiled kernels; None without numba, and for processors that they are not for."""
-    try:
-        from ragkv.attention import decode_kernel
-    except ImportError as error:
-        logger.info("torch's kernels compute decode steps, because ragkv's cannot be compiled: %s", error)
-        return None
-    return decode_kernel
+    return kernel_module("ragkv.attention.decode_kernel")
 
 
 def takes(call: LayerCall) -> bool:
@@ -182,8 +171,7 @@ class _Located:
         """The rotations of heads of `width` numbers by its offsets."""
         if (kind, width) not in self._turns:
             table = RotationTable.of(rotary, -torch.tensor(self.offsets), kind, width)
-            partners = torch.arange(width).roll(width // 2) if table.partners is None else table.partners
-            self._turns[kind, width] = table.cos.contiguous().numpy(), table.sin.contiguous().numpy(), partners.numpy()
+            self._turns[kind, width] = table.cos.contiguous(), table.sin.contiguous(), table.partners
         return self._turns[kind, width]
 
 
@@ -218,7 +206,7 @@ class InPlace:
         return span.at in self.at and id(kv) not in self.others
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class _Table:
     """What the kernel reads in layers with the same window.
 
@@ -233,6 +221,21 @@ class _Table:
     sharpness: NDArray[np.float32]
     groups: tuple[tuple[int, slice, slice | Tensor], ...]
 
+    @cached_property
+    def keys(self) -> int:
+        """How many keys the parts have, but for the sequences' own."""
+        return int(self.rows[0, :, _TOKENS].sum())
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where these arrays lie, but for the rows."""
+        return tuple(array.ctypes.data for array in (self.starts, self.tokens, self.sharpness))
+
+    @cached_property
+    def row_addresses(self) -> list[int]:
+        """Where the rows of each layer lie."""
+        return [rows.ctypes.data for rows in self.rows]
+
 
 class DecodeInPlace:
     """The attention of what is read in place, for one step."""
@@ -242,7 +245,7 @@ class DecodeInPlace:
         self._located = [_Located.of(span.sequence) for span in what.spans]
         self._tables: dict[int | None, _Table] = {}
         self._turned: dict[tuple[str, int], Turns] = {}
-        self.tokens = _places(what.spans)
+        self.tokens = tokens_of(what.spans, _CPU)
         """Where the tokens stand in the step."""
         blocks: dict[int, list[int]] = {}
         self._alone: list[int] = []
@@ -258,7 +261,7 @@ class DecodeInPlace:
         """The tokens' attention over each of their groups, as (its number, tokens, partial) in float32. The first is
         that over group 0, of all tokens, and over their own KV, to which the new tokens are added.
         """
-        width, heads, kv_heads = call.query.shape[3], call.query.shape[1], call.key.shape[1]
+        width, heads = call.query.shape[3], call.query.shape[1]
         if call.window not in self._tables:
             self._tables[call.window] = self._table(call.window)
         table = self._tables[call.window]
@@ -277,20 +280,22 @@ class DecodeInPlace:
             rows[:, _TURN] = -1
         out = torch.empty((len(table.tokens), heads, call.value.shape[-1] or width), dtype=torch.float32)
         lse = torch.empty((len(table.tokens), heads), dtype=torch.float32)
-        _compute(call, table, rows, self._turns(kind, width), out, lse, kv_heads)
+        _compute(call, table, self._turns(kind, width), out, lse)
         return [
             (number, tokens, PartialAttention(out[which].transpose(0, 1)[None], lse[which].T[None]))
             for number, which, tokens in table.groups
         ]
 
-    def _turns(self, kind: str | None, width: int) -> Turns:
+    def _turns(self, kind: str | None, width: int) -> Turns | None:
         """The rotations of all sequences, one after another."""
-        moved = [located for located in self._located if located.offsets]
-        if kind is None or not moved:
-            return _UNMOVED
+        if kind is None:
+            return None
         if (kind, width) not in self._turned:
+            moved = [located for located in self._located if located.offsets]
+            if not moved:
+                return None
             cos, sin, partners = zip(*(located.turns(self._rotary, kind, width) for located in moved), strict=True)
-            self._turned[kind, width] = np.concatenate(cos), np.concatenate(sin), partners[0]
+            self._turned[kind, width] = torch.cat(cos), torch.cat(sin), partners[0]
         return self._turned[kind, width]
 
     def _table(self, window: int | None) -> _Table:
@@ -310,7 +315,7 @@ class DecodeInPlace:
                 sharpness.append(1.0 / part.temperature)
                 seen.append(span)
             if seen:
-                groups.append((number, slice(first, len(lengths)), _places(seen)))
+                groups.append((number, slice(first, len(lengths)), tokens_of(seen, _CPU)))
         return _Table(
             np.ascontiguousarray(np.concatenate(rows, 1)),
             np.array([0, *itertools.accumulate(lengths)], np.int64),
@@ -342,7 +347,7 @@ class _Slots:
         assert caches[0].block is not None
         self._block: ArenaBlock = caches[0].block
         self.which = np.array(which)
-        self._tokens = _places(spans)
+        self._tokens = tokens_of(spans, _CPU)
         slots = [cache.slot for cache in caches if isinstance(cache, ArenaKVCache)]
         lengths = [cache.length for cache in caches]
         self._slots, self._places = torch.tensor([slots, lengths])
@@ -363,39 +368,27 @@ class _Slots:
         return rows
 
 
-def _places(spans: Sequence[SequenceSlice]) -> slice | Tensor:
-    """Where these tokens stand in the step."""
-    if all(before.at + 1 == after.at for before, after in itertools.pairwise(spans)):
-        return slice(spans[0].at, spans[-1].at + 1)
-    return torch.tensor([span.at for span in spans])
-
-
-def _compute(
-    call: LayerCall, table: _Table, rows: Integers, turns: Turns, out: Tensor, lse: Tensor, kv_heads: int
-) -> None:
+def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, lse: Tensor) -> None:
     """Fill `out` `(parts, q_heads, value_dim)` and `lse` `(parts, q_heads)`, on as many threads as torch has."""
-    kernels = _kernels()
-    assert kernels is not None
-    kind, group = _NAMES[call.key.dtype], call.query.shape[1] // kv_heads
+    kernel = _kernels()
+    assert kernel is not None
+    kind, kv_heads, query = _NAMES[call.key.dtype], call.key.shape[1], call.query[0].float()
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    heads, _, width = query.shape
+    group = heads // kv_heads
     narrow = "float16" if kind == "float32" else kind  # how KV of a model that computes in float32 may be stored
-    tile = min(group, kernels.TILE)
-    attend = kernels.compiled(narrow, kind, call.query.shape[-1], out.shape[-1], tile)
-    given: list[Any] = [call.query[0].float().numpy(), out.numpy(), lse.numpy(), *turns, rows]
-    given += [table.starts, table.tokens, table.sharpness, kv_heads, call.scale, call.softcap or 0.0]
+    tile = min(group, kernel.TILE)
+    attend = kernel.compiled(narrow, kind, width, out.shape[-1], tile)
     units = len(out) * kv_heads * -(-group // tile)
-    numbers = int(rows[:, _TOKENS].sum()) * kv_heads * (call.query.shape[-1] + out.shape[-1])
-    threads = max(1, min(torch.get_num_threads(), units, numbers // _NUMBERS))
-    bounds = [units * thread // threads for thread in range(threads + 1)]
-    others = [_pool().submit(attend, *given, *pair) for pair in itertools.pairwise(bounds[1:])]
-    attend(*given, 0, bounds[1])
-    for other in others:
-        other.result()
+    threads = min(units, kernel.kernels.threads_for(table.keys * kv_heads * (width + out.shape[-1]), _NUMBERS))
+    pointers = query.data_ptr(), out.data_ptr(), lse.data_ptr(), *(map(Tensor.data_ptr, turns) if turns else (0, 0, 0))
+    where = table.row_addresses[call.layer], *table.addresses
+    sizes = kv_heads, group, query.stride(0), query.stride(1)
+    kernel.kernels.run(attend, units, threads, *pointers, *where, *sizes, _bits(call.scale), _bits(call.softcap or 0.0))
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
-    """Threads beside the calling one."""
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ragkv-decode")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of these threads
+def _bits(number: float) -> int:
+    """The bits of a number in float32."""
+    return int(np.float32(number).view(np.int32))

@@ -118,25 +118,26 @@ class QueryRotations:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotationTable:
-    """cos and signed sin of some offsets, `(offsets, head_dim)`, and the partners; None: the head's other half."""
+    """cos and signed sin of some offsets, `(offsets, head_dim)`, and the partners, which may be the head's `halves`."""
 
     cos: Tensor
     sin: Tensor
-    partners: Tensor | None
+    partners: Tensor
+    halves: bool
 
     @classmethod
     def of(cls, rotary: Rotary, offsets: Tensor, kind: str, head_dim: int) -> RotationTable:
         """That of `offsets` `(n,)`, on their device."""
         cos, sin = rotary.factors(offsets, kind, head_dim)
         partners, sign = rotary.partners(kind, head_dim, offsets.device)
-        swapped = partners.equal(torch.arange(head_dim).roll(head_dim // 2))
-        there = None if swapped else partners.to(offsets.device, non_blocking=True)
-        return cls(cos, sin * sign.to(offsets.device, non_blocking=True), there)
+        halves = partners.equal(torch.arange(head_dim).roll(head_dim // 2))
+        partners, sign = (each.to(offsets.device, non_blocking=True) for each in (partners, sign))
+        return cls(cos, sin * sign, partners, halves)
 
     def widened(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """`(…, head_dim)` in fp32, and what a rotation mixes into each of their elements, both contiguous."""
         wide = states.to(torch.float32, memory_format=torch.contiguous_format)
-        if self.partners is not None:
+        if not self.halves:
             return wide, wide.index_select(-1, self.partners)
         half = wide.shape[-1] // 2
         return wide, torch.cat([wide[..., half:], wide[..., :half]], -1)

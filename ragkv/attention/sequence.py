@@ -233,6 +233,13 @@ class SequenceSlice:
         return self.sequence.position + self.n - 1
 
 
+def tokens_of(slices: Sequence[SequenceSlice], device: torch.device) -> slice | Tensor:
+    """Where the tokens of these stand in the step: a slice where they are adjacent, else indices."""
+    if all(before.at + before.n == after.at for before, after in itertools.pairwise(slices)):
+        return slice(slices[0].at, slices[-1].at + slices[-1].n)
+    return torch.cat([torch.arange(p.at, p.at + p.n) for p in slices]).to(device, non_blocking=True)
+
+
 MOST_TOKENS = 1024
 """A sequence that needs more has its own memory: its keys justify a call of their own."""
 MOST_SEQUENCES = 32

@@ -459,9 +459,9 @@ def processor_units() -> frozenset[str]:
 def int8_levels() -> int:
     """The largest int8 that states are rounded to beside int8 weights (`ragkv.model.linear.Int8Linear`).
 
-    Without VNNI the kernel adds two products in 16 bits, which 8-bit states would overflow: they get 7.
+    Without VNNI they stay float32: 0.
     """
-    return 127 if _capabilities().get("avx512_vnni") else 63
+    return 127 if _capabilities().get("avx512_vnni") else 0
 
 
 _UNITS = {

@@ -189,8 +189,6 @@ class LanguageModel:
         self._parameters: int = sum(p.numel() for p in model.parameters())
         self.int8 = False
         """Whether its linear layers have int8 weights (`ragkv.model.linear`)."""
-        self.packed_bytes = 0
-        """Bytes of its linear layers' weights in int8, with their scales, or float16, which are no parameters."""
         self.layers: int = self.config.num_hidden_layers
         self.missing_capabilities: Mapping[Capability, str] = {}
         """What the engines may need that this model does not bear, and why: the proof on load finds it out."""

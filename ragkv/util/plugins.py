@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
 from typing import Any
 
 from ragkv.errors import RagkvError, UsageError, extra
@@ -86,3 +88,13 @@ def join_ray(address: str, **options: Any) -> Any:
 
 def _rank(entry: EntryPoint) -> tuple[str, bool, str]:
     return entry.name, not entry.value.startswith("ragkv."), entry.value
+
+
+@cache
+def kernel_module(name: str) -> ModuleType | None:
+    """A module of kernels that are compiled for this machine; None without numba, and for other processors."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        logger.info("torch's kernels are used, because those of %s cannot be compiled: %s", name, error)
+        return None

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
-from types import SimpleNamespace
-
-import numba
 import pytest
 import torch
 
@@ -19,6 +13,7 @@ from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, KVArena, TokenSequence
 
 decode_kernel = pytest.importorskip("ragkv.attention.decode_kernel", exc_type=ImportError)
+kernels = decode_kernel.kernels
 STILL = Rotary(apply=lambda states, cos, sin: states, angles=lambda positions, kind: None, kinds=(None, None))
 CPU = torch.device("cpu")
 
@@ -216,31 +211,18 @@ def test_a_number_that_is_none_is_not_lost(which):
     assert stepped([row], call_of(1, 1, 2, 16, 16)).isnan().any()
 
 
-def test_threads_share_the_heads_and_a_forked_process_has_its_own(monkeypatch, calls):
+@pytest.mark.parametrize("how", ["OpenMP", "pool"])
+def test_threads_share_the_heads(how, monkeypatch, calls):
     torch.manual_seed(4)
     kv, call = chunk(50, 5, 16, 16), call_of(1, 5, 3, 16, 16)
     one = stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call)
     monkeypatch.setattr(decode, "_NUMBERS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    decode._pool.cache_clear()
+    if how == "pool":
+        monkeypatch.setattr(kernels, "_openmp", lambda: None)
     several = stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call)
     assert torch.equal(one, several)
     assert calls == [1, 1]
-    assert decode._pool.cache_info().currsize == 1
-    if (child := os.fork()) == 0:
-        os._exit(decode._pool.cache_info().currsize)
-    assert os.waitpid(child, 0)[1] == 0
-    decode._pool().shutdown()
-    decode._pool.cache_clear()
-
-    class Lazy:
-        """Works only when it is waited for."""
-
-        def submit(self, *work):
-            return SimpleNamespace(result=lambda: work[0](*work[1:]))
-
-    monkeypatch.setattr(decode, "_pool", Lazy)
-    assert torch.equal(stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call), one)
 
 
 def test_what_the_kernel_does_not_take(calls):
@@ -273,56 +255,7 @@ def test_what_the_kernel_does_not_take(calls):
     assert calls == []
 
 
-@pytest.mark.parametrize("features", [None, "+avx2,+fma", "+f16c,+avx2,+fma,-avx512f"])
-def test_without_numba_or_units_torch_computes_it(features, monkeypatch, calls):
-    if features is None:
-        monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr(numba.config, "CPU_FEATURES", features)
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.delitem(sys.modules, "ragkv.attention.decode_kernel")
-    monkeypatch.delattr(sys.modules["ragkv.attention"], "decode_kernel")
-    decode._kernels.cache_clear()
-    if features is not None and "f16c" in features:
-        assert decode._kernels() is not None
-        decode._kernels.cache_clear()
-        return
+def test_without_the_kernel_torch_computes_it(without_kernel, calls):
     row = TokenSequence.over([PlacedChunk(kv=chunk(6, 1, 16, 16), start=0)], position=6)
     assert stepped([row], call_of(1, 1, 2, 16, 16)).isfinite().all()
     assert calls == []
-    decode._kernels.cache_clear()
-
-
-def test_a_kernel_that_cannot_be_kept_is_compiled_each_time(monkeypatch):
-    honest, asked = numba.njit, []
-
-    def without_folder(*signature, **options):
-        asked.append(options.pop("cache", False))
-        if asked[-1]:
-            raise RuntimeError("cannot cache function: no locator available")
-        return honest(*signature, **options)
-
-    monkeypatch.setattr(numba, "njit", without_folder)
-    made = decode_kernel.compiled.__wrapped__("float32", "float32", 8, 8, 1)
-    assert asked[0]
-    assert not any(asked[1:])  # numba compiles its own so, too
-    assert callable(made)
-
-
-@pytest.mark.parametrize("damage", [b"", b"no pickle"])
-def test_a_damaged_kernel_is_compiled_anew(damage, tmp_path, monkeypatch):
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    decode_kernel.compiled.__wrapped__("float32", "float32", 8, 8, 1)
-    kept = [path for path in tmp_path.rglob("*.nb?") if path.is_file()]
-    assert len(kept) == 2
-    for path in kept:
-        path.write_bytes(damage)
-    assert callable(decode_kernel.compiled.__wrapped__("float32", "float32", 8, 8, 1))
-
-
-def test_a_kernel_is_kept_in_the_users_cache_folder(tmp_path, monkeypatch):
-    """Not beside the module, where a file would be left behind by `pip uninstall`, and hide an editable install."""
-    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decode_kernel.compiled.__wrapped__("float32", "float32", 8, 8, 1)
-    assert {path.suffix for path in (tmp_path / "ragkv" / "numba").rglob("*.nb?")} == {".nbi", ".nbc"}
-    assert numba.config.CACHE_DIR == ""

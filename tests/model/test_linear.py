@@ -1,8 +1,7 @@
-"""Linear layers that read few rows, against the ordinary ones."""
+"""Linear layers whose products ragkv's kernel computes, against the ordinary ones."""
 
 import copy
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,176 +13,182 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
 from ragkv.model import linear
-from ragkv.model.checkpoint import int8_levels, resolve
-from ragkv.model.linear import (
-    FEW,
-    FEW_IN_FLOAT16,
-    BesideFloat16Linear,
-    FewRowsLinear,
-    Float16Linear,
-    Float16Weights,
-    Int8Linear,
-    _merged_int8,
-    int8_weights,
-    optimize_linear_layers,
-    read_few_rows,
-)
+from ragkv.model.checkpoint import resolve
+from ragkv.model.linear import HalfLinear, Int8Linear, KernelLinear, int8_weights, optimize_linear_layers
 from ragkv.model.self_check import load_model
 
+linear_kernel = pytest.importorskip("ragkv.model.linear_kernel", exc_type=ImportError)
+kernels = linear_kernel.kernels
+needs_vnni = pytest.mark.skipif(not linear_kernel.has_dot("int8"), reason="no VNNI")
+needs_dot = pytest.mark.skipif(not linear_kernel.has_dot("bfloat16"), reason="no AVX512-BF16")
 
-@pytest.fixture
-def layers():
-    """Layers as they are, and as they are made on a processor with matrix units."""
+
+def _layer(in_features, out_features, dtype, *, bias=True, held=None):
+    """A layer in `dtype` whose weights are held in another one."""
+    layer = nn.Linear(in_features, out_features, bias=bias, dtype=dtype).requires_grad_(False)
+    if held is not None:
+        layer.weight = nn.Parameter(layer.weight.to(held), requires_grad=False)
+        layer.__class__ = HalfLinear
+    else:
+        layer.__class__ = KernelLinear
+    return layer
+
+
+KINDS = [
+    pytest.param((torch.bfloat16, None), id="bfloat16"),
+    pytest.param((torch.float32, None), id="float32"),
+    pytest.param((torch.float32, torch.bfloat16), id="held in bfloat16"),
+    pytest.param((torch.float32, torch.float16), id="held in float16"),
+]
+
+
+@pytest.fixture(params=KINDS)
+def kinds(request):
+    return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["dot", "no dot"])
+def dot(request, monkeypatch):
+    """With the processor's own products of bfloat16, and without."""
+    if request.param and not linear_kernel.has_dot("bfloat16"):
+        pytest.skip("no AVX512-BF16")
+    if not request.param:
+        monkeypatch.setattr(linear, "_has_dot", lambda kind: False)
+    return request.param
+
+
+def _off(layer, states, found):
+    """How far the outputs are from those in float64, in units of the last place of the largest sums that a part of
+    them can have.
+    """
+    weight = layer.float_weight() if isinstance(layer, HalfLinear) else layer.weight
+    wide, rows = weight.double(), states.double()
+    bias = torch.zeros(1).double() if layer.bias is None else layer.bias.double()
+    exact = rows @ wide.T + bias
+    room = 1e-6 * (rows.abs() @ wide.abs().T + bias.abs())
+    if found.dtype == torch.bfloat16:
+        room += 2.0**-8 * exact.abs()
+    return float(((found.double() - exact).abs() / room).max())
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize(
+    ("in_features", "out_features"),
+    [(32, 4), (96, 43), (2048, 67), (14336, 36)],  # sums in one part and in several
+    ids=str,
+)
+@torch.no_grad()
+def test_products_are_exact(kinds, dot, in_features, out_features, bias):
+    """Of one row, of each number of rows that a tile can have, and of more than are multiplied at a time."""
+    if kinds[0] == torch.float32 and not dot:
+        pytest.skip("no bfloat16 rows")
     torch.manual_seed(0)
-    plain = nn.ModuleList([nn.Linear(96, 40, bias=bias, dtype=torch.bfloat16) for bias in (True, False)])
-    swift = copy.deepcopy(plain)
-    read_few_rows(swift)
-    assert {type(layer) for layer in swift} == {FewRowsLinear}
-    return list(zip(plain, swift, strict=True))
-
-
-@pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 3), (1, FEW), (1, FEW + 1), (1, 0)], ids=str)
-def test_few_rows_give_the_same_as_many(layers, shape):
-    """In the shape, layout and dtype of an ordinary layer, and rounded once from the same sum."""
-    states = torch.randn(*shape, 96).bfloat16()
-    with torch.no_grad():
-        for plain, swift in layers:
-            expected, found = plain(states), swift(states)
-            assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
-            torch.testing.assert_close(found, expected, atol=2**-7, rtol=2**-7)
-
-
-def test_a_trained_layer_has_its_gradients(layers):
-    for plain, swift in layers:
-        states = torch.randn(2, 96).bfloat16()
-        for layer in (plain, swift):
-            layer(states).float().square().sum().backward()
-        torch.testing.assert_close(swift.weight.grad, plain.weight.grad, atol=0, rtol=0)
-
-
-class _Attention(nn.Module):
-    def __init__(self, *, bias=True, dtype=torch.bfloat16):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(256, out, bias, dtype=dtype) for out in (192, 64, 64))
-
-    def forward(self, states):
-        return [layer(states) for layer in (self.q_proj, self.k_proj, self.v_proj)]
-
-
-@pytest.fixture(params=[True, False], ids=["bias", "plain"])
-def attention(request, monkeypatch):
-    """Three layers that are given the same input, as they are and merged; and how often the merged product ran."""
-    torch.manual_seed(0)
-    plain = _Attention(bias=request.param)
-    merged = copy.deepcopy(plain)
-    read_few_rows(merged)
-    ran, product = [], linear._of_few_rows
-
-    def counted(weight, *others):
-        ran.append(len(weight))
-        return product(weight, *others)
-
-    monkeypatch.setattr(linear, "_of_few_rows", counted)
-    return plain, merged, ran
-
-
-@pytest.mark.parametrize("rows", [1, 3, FEW + 1])
-@torch.no_grad()
-def test_layers_with_the_same_input_are_computed_as_one(attention, rows):
-    plain, merged, ran = attention
-    for _ in range(2):
-        states = torch.randn(1, rows, 256).bfloat16()
-        for found, expected in zip(merged(states), plain(states), strict=True):
-            assert (found.shape, found.is_contiguous()) == (expected.shape, True)
-            torch.testing.assert_close(found, expected, atol=2**-7, rtol=2**-7)
-    assert ran == ([] if rows > FEW else [320, 320])
+    layer = _layer(in_features, out_features, kinds[0], bias=bias, held=kinds[1])
+    states = torch.randn(101, in_features).to(kinds[0]) * torch.logspace(-3, 3, 101)[:, None].to(kinds[0])
+    for count in (*range(1, 15), 64, 101):
+        assert _off(layer, states[:count], layer(states[:count])) <= 1
 
 
 @torch.no_grad()
-def test_cross_attention_is_not_merged():
-    layer = nn.ModuleDict({"self_attn": _Attention(), "encoder_attn": _Attention()})
-    read_few_rows(layer)
-    assert [each.q_proj.merged is None for each in layer.values()] == [False, True]
+def test_a_result_does_not_depend_on_other_rows(kinds, dot, monkeypatch):
+    monkeypatch.setattr(linear, "most_rows", lambda dtype: 1000)
+    layer, states = _layer(2048, 36, kinds[0], held=kinds[1]), torch.randn(120, 2048).to(kinds[0])
+    together = layer(states)
+    for first, last in ((0, 1), (3, 4), (5, 7), (8, 22), (1, 120), (50, 119)):
+        assert torch.equal(layer(states[first:last]), together[first:last])
+    assert torch.equal(layer(states[9]), together[9])
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1), (2, 3), (1, 0), (0,)], ids=str)
+@torch.no_grad()
+def test_results_have_the_layout_of_an_ordinary_layer(kinds, shape):
+    layer, states = _layer(64, 40, kinds[0], held=kinds[1]), torch.randn(*shape, 64).to(kinds[0])
+    found, right = layer(states), nn.functional.linear(states, layer.weight.to(kinds[0]), layer.bias)
+    assert (found.shape, found.stride(), found.dtype) == (right.shape, right.stride(), right.dtype)
+    torch.testing.assert_close(found, right, atol=1e-2, rtol=1e-2)
 
 
 @torch.no_grad()
-def test_merged_layers_answer_each_input_however_they_are_asked(attention):
-    """In any order, with another's input between (a pass of another thread), and alone."""
-    plain, merged, _ = attention
-    one, two = torch.randn(2, 1, 256).bfloat16()
-    for name, states in (("v", one), ("q", one), ("q", two), ("k", one), ("v", two), ("k", two)):
-        found, expected = (getattr(module, f"{name}_proj")(states) for module in (merged, plain))
-        torch.testing.assert_close(found, expected, atol=2**-7, rtol=2**-7)
+def test_rows_and_weights_may_lie_apart(kinds):
+    layer, states = _layer(64, 40, kinds[0], held=kinds[1]), torch.randn(5, 128).to(kinds[0])[:, ::2]
+    assert torch.equal(layer(states), layer(states.contiguous()))
+    if kinds[1] is None:
+        wide = torch.randn(40, 128).to(kinds[0])
+        layer.weight.data = wide[:, ::2]
+        torch.testing.assert_close(
+            layer(states), nn.functional.linear(states, wide[:, ::2], layer.bias), atol=0, rtol=0
+        )
 
 
-@pytest.mark.parametrize("how", ["in place", "data", "copy"])
+@pytest.mark.parametrize("how", ["OpenMP", "pool"])
 @torch.no_grad()
-def test_a_merged_layer_follows_its_weights(attention, how):
-    _, merged, _ = attention
-    states = torch.randn(1, 256).bfloat16()
-    before = merged(states)
-    if how == "copy":  # its weights are its own
-        merged = copy.deepcopy(merged)
-    for parameter in merged.k_proj.parameters():
-        if how == "data":  # as a merge of adapters may do
-            parameter.data = parameter * 2
-        else:  # as an optimiser does
-            parameter.mul_(2)
-    after = merged(states)
-    torch.testing.assert_close(after[1], before[1] * 2, atol=2**-6, rtol=2**-6)
-    for place in (0, 2):
-        torch.testing.assert_close(after[place], before[place], atol=0, rtol=0)
+def test_all_threads_compute_the_same(kinds, how, monkeypatch):
+    layer, states = _layer(512, 999, kinds[0], held=kinds[1]), torch.randn(70, 512).to(kinds[0])
+    monkeypatch.setattr(linear, "most_rows", lambda dtype: 1000)
+    monkeypatch.setattr(kernels, "threads_for", lambda numbers, each: 1)
+    alone = [layer(states[:count]) for count in (1, 70)]
+    monkeypatch.setattr(kernels, "threads_for", lambda numbers, each: 3)
+    if how == "pool":
+        monkeypatch.setattr(kernels, "_openmp", lambda: None)
+    for _ in range(20):
+        assert all(torch.equal(layer(states[: len(right)]), right) for right in alone)
+
+
+@needs_dot
+@torch.no_grad()
+def test_many_rows_in_bfloat16_are_computed_by_torch(monkeypatch):
+    layer, ran = _layer(64, 40, torch.bfloat16), []
+    honest, rule = linear._multiply, linear.most_rows.__wrapped__
+    monkeypatch.setattr(linear, "_multiply", lambda *given: ran.append(given[4]) or honest(*given))
+    for units, most in ((["avx512_bf16"], 64), (["avx512_bf16", "amx_bf16"], 16), ([], 500)):
+        monkeypatch.setattr(linear, "most_rows", rule)
+        monkeypatch.setattr(linear, "processor_units", lambda units=units: frozenset(units))
+        for count in (most, most + 1):
+            layer(torch.randn(count, 64).bfloat16())
+        assert ran == ([most] if units else [most, most + 1])
+        ran.clear()
+
+
+def test_a_trained_layer_has_its_gradients():
+    plain = nn.Linear(64, 40)
+    swift, states = copy.deepcopy(plain), torch.randn(2, 64)
+    swift.__class__ = KernelLinear
+    for layer in (plain, swift):
+        layer(states).square().sum().backward()
+    torch.testing.assert_close(swift.weight.grad, plain.weight.grad, atol=0, rtol=0)
 
 
 class _Packed(torch.Tensor):
     """Weights in a format of their own, as torchao's."""
 
 
-def test_other_layers_keep_their_own():
-    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
-    layers[1].weight = nn.Parameter(layers[1].weight.detach().as_subclass(_Packed), requires_grad=False)
-    read_few_rows(layers)
-    assert {type(layer) for layer in layers} == {nn.Linear}
-
-
-def _int8(layer, levels=127):
-    return Int8Linear([layer], levels)
-
-
+@pytest.mark.parametrize("vnni", [pytest.param(True, marks=needs_vnni), False])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("units", ["amx_bf16", "avx512_bf16"])
-@pytest.mark.parametrize(
-    "levels", [pytest.param(127, marks=pytest.mark.skipif(int8_levels() < 127, reason="no VNNI")), 63]
-)
-def test_int8_weights_are_all_that_is_rounded_much(bias, levels, units, monkeypatch):
-    """Against the product with rounded weights: 13 bits of the largest state of a token at least; by either kernel."""
-    monkeypatch.setattr(linear, "processor_units", lambda: frozenset({units}))
+@pytest.mark.parametrize("in_features", [768, 100, 4097])
+def test_int8_weights_are_all_that_is_rounded_much(in_features, bias, vnni, monkeypatch):
+    """Against the product with rounded weights: 14 bits of the largest state of a token, with VNNI."""
+    if not vnni:
+        monkeypatch.setattr(linear, "int8_levels", lambda: 0)
     torch.manual_seed(0)
-    layer = nn.Linear(768, 64, bias=bias)
-    states = torch.randn(2, 5, 768) * torch.tensor([1.0, 1e-3, 10, 0, 1e4])[:, None]
+    layer = nn.Linear(in_features, 67, bias=bias)
+    states = torch.randn(2, 5, in_features) * torch.tensor([1.0, 1e-3, 10, 0, 1e4])[:, None]
     states[..., 7] *= 100  # trained models have such outliers
     scales = layer.weight.abs().amax(1, keepdim=True) / 127
     with torch.no_grad():
         expected = nn.functional.linear(states, (layer.weight / scales).round() * scales, layer.bias)
-        found = _int8(layer, levels)(states)
-    worst = states.abs().amax(-1, keepdim=True) / (4 * levels * levels) * layer.weight.abs().sum(1)
-    sums = 1e-6 * (states.abs().amax(-1, keepdim=True) + 1) * layer.weight.abs().sum(1)  # of 768 numbers in float32
-    assert bool(((found - expected).abs() <= worst + sums).all())
+        found = Int8Linear(layer)(states)
+    worst = states.abs().amax(-1, keepdim=True) / (4 * 127 * 127) * layer.weight.abs().sum(1)
+    sums = 1e-6 * (states.abs().amax(-1, keepdim=True) + 1) * layer.weight.abs().sum(1)
+    assert bool(((found - expected).abs() <= (worst if vnni else 0) + sums).all())
 
 
 def test_an_int8_result_does_not_depend_on_other_tokens():
-    layer, states = _int8(nn.Linear(256, 96)), torch.randn(6, 256) * torch.logspace(-2, 3, 6)[:, None]
+    layer, states = Int8Linear(nn.Linear(256, 96)), torch.randn(20, 256) * torch.logspace(-2, 3, 20)[:, None]
     with torch.no_grad():
         together = layer(states)
-        assert all(torch.equal(layer(states[at : at + 1])[0], together[at]) for at in range(6))
-
-
-@torch.no_grad()
-def test_int8_layers_with_the_same_input_are_those_alone():
-    apart, states = _Attention(dtype=torch.float32), torch.randn(2, 3, 256)
-    found = [part(states) for part in _merged_int8([apart.q_proj, apart.k_proj, apart.v_proj])]
-    for layer, together in zip((apart.q_proj, apart.k_proj, apart.v_proj), found, strict=True):
-        assert torch.equal(together, Int8Linear([layer], int8_levels())(states))
+        assert all(torch.equal(layer(states[at : at + 1])[0], together[at]) for at in range(20))
+        states[3, 5] = torch.nan
+        assert torch.equal(layer(states).isnan().any(1), torch.arange(20) == 3)
 
 
 @pytest.fixture(scope="module")
@@ -195,12 +200,10 @@ def test_a_model_with_int8_weights_names_them(int8_mini):
     plain = load_model("mini", dtype="float32")
     layers = [layer for layer in int8_mini.module.modules() if isinstance(layer, Int8Linear)]
     assert layers
-    assert not any(type(layer) is nn.Linear for layer in int8_mini.module.modules())
+    assert not any(isinstance(layer, nn.Linear) for layer in int8_mini.module.modules())
     assert (int8_mini.precision, int8_mini.dtype, plain.precision) == ("int8", torch.float32, "float32")
     assert int8_mini.parameters == plain.parameters
-    matrices = [layer for layer in plain.module.modules() if isinstance(layer, nn.Linear)]
     assert (plain.int8, int8_mini.int8) == (False, True)
-    assert int8_mini.packed_bytes == sum(each.weight.numel() + 4 * each.out_features for each in matrices)
     checkpoint = resolve("mini")
     assert checkpoint.fingerprint("int8") != checkpoint.fingerprint("float32")
     ids = plain.tokens.encode("The bakery in Harrow Lane opens at six.")
@@ -219,100 +222,20 @@ def test_int8_requests_in_a_batch_are_those_alone(int8_mini):
         torch.testing.assert_close(step(ids)[0], logits, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("broken", ["device", "engine", "code"])
+@pytest.mark.parametrize("broken", ["device", "kernel", "code"])
 def test_int8_weights_are_refused_where_they_cannot_be(model_folder, monkeypatch, broken):
     model = load_model(str(model_folder), dtype="float32", train=True)
     if broken == "device":
         monkeypatch.setattr(model, "device", torch.device("meta"))
-    elif broken == "engine":
-        monkeypatch.setattr(linear, "int8_levels", lambda: 63)
-        monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["qnnpack"]))
+    elif broken == "kernel":
+        monkeypatch.setattr(linear, "_kernels", lambda: None)
     else:  # the model's own code reads the weights
         monkeypatch.setattr(model.module.model.layers[0].mlp, "forward", lambda x: x @ model.module.lm_head.weight.T)
     with pytest.raises(UnsupportedModelError, match="int8 weights"):
         int8_weights(model)
 
 
-# ---- float16
-
-fbgemm = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no x86 processor")
-
-
-def _matrix(dtype, size=1.0):
-    """Rows of unlike sizes, with numbers of unlike sizes, and one of zeros."""
-    made = torch.randn(300, 257, generator=torch.Generator().manual_seed(0)) * size
-    made[:40] *= 2.0 ** torch.arange(-22, 18)[:, None]
-    made[100:140] *= 2.0 ** -torch.arange(257)
-    made[40] = 0
-    return made.to(dtype)
-
-
-@fbgemm
-@torch.no_grad()
-@pytest.mark.parametrize("size", [1e-30, 0.02, 1e30], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("bias", [True, False])
-def test_float16_keeps_what_a_checkpoint_in_16_bits_has(dtype, size, bias):
-    weight = _matrix(dtype, size if dtype == torch.bfloat16 else 1e-4)
-    added = torch.randn(300) * size if bias else None
-    packed = Float16Weights.of(weight, added)
-    assert packed is not None
-    wide = weight.float()
-    off, largest = (packed.unpacked() - wide).abs(), wide.abs().amax(1, keepdim=True)
-    assert bool((off <= 2.0**-39 * largest).all())
-    assert not off[wide.abs() >= 2.0**-29 * largest].any()
-    states = torch.randn(2, 5, 257)
-    exact = nn.functional.linear(states.double(), wide.double(), None if added is None else added.double())
-    room = 2e-6 * (states.double().abs() @ wide.double().abs().T + (size if bias else 0))
-    assert bool(((packed.product(states) - exact).abs() <= room).all())
-
-
-@fbgemm
-def test_float32_numbers_are_kept_in_two():
-    weight, bias, states = _matrix(torch.float32, 0.02), torch.randn(300), torch.randn(3, 257)
-    assert Float16Weights.of(weight, bias) is None
-    packed = Float16Weights.of(weight, bias, most=2)
-    assert packed is not None
-    assert packed.nbytes == 4 * weight.numel()
-    largest = weight.abs().amax(1, keepdim=True)
-    assert bool(((packed.unpacked() - weight).abs() <= 2.0**-22 * weight.abs() + 2.0**-50 * largest).all())
-    exact = nn.functional.linear(states.double(), weight.double(), bias.double())
-    room = 2e-6 * (states.double().abs() @ weight.double().abs().T) + 1e-6
-    assert bool(((packed.product(states) - exact).abs() <= room).all())
-    half = Float16Weights.of(_matrix(torch.bfloat16), None, most=2)
-    assert half is not None
-    assert half.nbytes == 2 * weight.numel()
-    weight[3, 3] = torch.inf
-    assert Float16Weights.of(weight, bias, most=2) is None
-
-
-@fbgemm
-@pytest.mark.parametrize("row", ["digits", "small", "inf", "nan"])
-def test_a_matrix_that_float16_would_change_is_left(row):
-    weight = _matrix(torch.bfloat16, 0.02).float()
-    assert Float16Weights.of(weight, None)
-    if row == "digits":
-        weight[-1, -1] *= 1 + 2**-12
-    elif row == "small":
-        weight[200, -1] = weight[200].abs().max() * 2**-18 * (1 + 2**-12)  # only among the first rows
-    else:
-        weight[7, 7] = float(row)
-    assert Float16Weights.of(weight, None) is None
-    if row in ("digits", "small"):
-        packed = Float16Weights.of(weight, None, most=2)
-        assert packed is not None
-        off = (packed.unpacked() - weight).abs()
-        assert bool((off <= 2.0**-50 * weight.abs().amax(1, keepdim=True)).all())
-
-
-@fbgemm
-def test_a_float16_result_does_not_depend_on_other_rows():
-    packed, states = Float16Weights.of(_matrix(torch.bfloat16), None), torch.randn(40, 257)
-    together = packed.product(states)
-    for first, last in ((0, 1), (3, 4), (5, 7), (8, 22), (1, 40)):
-        assert torch.equal(packed.product(states[first:last]), together[first:last])
-    assert torch.equal(packed.product(states[9]), together[9])
-    assert packed.product(states[:0]).shape == (0, 300)
+# ---- models
 
 
 @pytest.fixture
@@ -341,95 +264,89 @@ def _logits(model, *texts):
 TEXTS = "The sea is salt because of rivers.", "one"
 
 
-@fbgemm
 def test_a_float32_model_holds_the_weights_of_its_checkpoint_in_16_bits(half_folder):
     exact, model = (load_model(str(half_folder), dtype="float32", train=train) for train in (True, False))
     matrices = _matrices(exact)
-    assert [type(layer) for layer in _matrices(model)] == [Float16Linear] * len(matrices) == [Float16Linear] * 15
-    assert model.packed_bytes == sum(2 * layer.weight.numel() for layer in matrices)
-    assert (model.parameters, model.precision, exact.packed_bytes) == (exact.parameters, "float32", 0)
-    held = sum(each.numel() for each in model.module.parameters())
-    assert held == exact.parameters - sum(layer.weight.numel() for layer in matrices)
+    assert [type(layer) for layer in _matrices(model)] == [HalfLinear] * len(matrices) == [HalfLinear] * 15
+    assert {p.dtype for p in model.module.parameters()} == {torch.float32, torch.bfloat16}
+    assert (model.parameters, model.precision) == (exact.parameters, "float32")
+    assert sum(each.numel() for each in model.module.parameters()) == exact.parameters
     torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=1e-4, rtol=1e-4)
     right, saved = exact.module.state_dict(), model.module.state_dict()
     assert right.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in right.items())
 
 
-@fbgemm
-def test_layers_whose_weights_are_read_are_ordinary_ones(half_folder):
+def test_layers_whose_weights_are_read_have_them_in_float32(half_folder):
     model = load_model(str(half_folder), dtype="float32", train=True)
     layer = model.module.model.layers[1].mlp
-    own = layer.down_proj.forward
+    own, right = layer.down_proj.forward, layer.up_proj.weight.clone()
     layer.down_proj.forward = lambda x: own(x) + 0 * layer.up_proj.weight.sum()
     optimize_linear_layers(model)
-    kinds = [type(layer.up_proj), type(layer.gate_proj)]
-    assert kinds == [nn.Linear, Float16Linear]
-    assert layer.up_proj.weight.dtype == torch.float32
+    assert [type(each) for each in (layer.up_proj, layer.gate_proj)] == [KernelLinear, HalfLinear]
+    assert torch.equal(layer.up_proj._parameters["weight"], right)
 
 
-@fbgemm
-def test_a_float32_checkpoint_has_its_weights_beside_in_two(half_folder):
+def test_a_checkpoint_of_any_type_is_held_without_loss(half_folder):
     with safe_open(half_folder / "model.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    tensors["model.layers.0.mlp.up_proj.weight"] *= 1 + 1e-6
+    place = "model.layers.0.mlp.{}_proj.weight"
+    tensors[place.format("up")][-1, -1] *= 1 + 1e-6
+    tensors[place.format("gate")] = tensors[place.format("gate")] * (1 + 2**-10)
     save_file(tensors, half_folder / "model.safetensors", {"format": "pt"})
     exact, model = (load_model(str(half_folder), dtype="float32", train=train) for train in (True, False))
     mlp = model.module.model.layers[0].mlp
-    kinds = [type(layer) for layer in (mlp.up_proj, mlp.gate_proj, mlp.down_proj)]
-    assert kinds == [BesideFloat16Linear, BesideFloat16Linear, Float16Linear]
-    every = sum(layer.weight.numel() for layer in _matrices(exact))
-    assert model.packed_bytes == 2 * (every + 2 * mlp.gate_proj.weight.numel())
+    found = [(type(each), each._parameters["weight"].dtype) for each in (mlp.up_proj, mlp.gate_proj, mlp.down_proj)]
+    assert found[0] == (KernelLinear, torch.float32)
+    assert found[2] == (HalfLinear, torch.bfloat16)
     torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=1e-4, rtol=1e-4)
-    with torch.no_grad():
-        for rows in (FEW_IN_FLOAT16, FEW_IN_FLOAT16 + 1):
-            states = torch.randn(rows, 256)
-            torch.testing.assert_close(mlp.up_proj(states), nn.functional.linear(states, mlp.up_proj.weight))
 
 
-@fbgemm
-def test_weights_in_a_format_of_their_own_are_left(half_folder):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_that_16_bits_have_are_held_in_them(dtype):
+    layer = nn.Linear(64, 600)
+    layer.weight.data = layer.weight.data.to(dtype).float()
+    right = layer.weight.detach().clone()
+    linear._halve(layer, torch.empty(layer.weight.numel(), dtype=torch.int16))
+    assert (type(layer), layer._parameters["weight"].dtype) == (HalfLinear, dtype)
+    assert torch.equal(layer.float_weight(), right)
+    for wrong in (right[0, 0] * (1 + 2**-12), torch.nan):
+        other = nn.Linear(64, 600)
+        other.weight.data = right.clone()
+        other.weight.data[599, 63] = wrong
+        linear._halve(other, torch.empty(other.weight.numel(), dtype=torch.int16))
+        assert type(other) is nn.Linear
+
+
+def test_a_bfloat16_model_has_its_weights_read_where_they_lie(half_folder):
+    exact, model = (load_model(str(half_folder), dtype="bfloat16", train=train) for train in (True, False))
+    assert {type(layer) for layer in _matrices(model)} == {KernelLinear}
+    torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("why", ["packed", "kernel", "size", "train"])
+def test_other_layers_keep_their_own(half_folder, monkeypatch, why):
     model = load_model(str(half_folder), dtype="float32", train=True)
     layer = model.module.model.layers[0].mlp.down_proj
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Packed), requires_grad=False)
-    optimize_linear_layers(model)
-    assert (type(layer), type(layer.weight.data)) == (nn.Linear, _Packed)
-    assert type(model.module.model.layers[1].mlp.down_proj) is Float16Linear
+    if why == "packed":
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(_Packed), requires_grad=False)
+    elif why == "kernel":
+        monkeypatch.setattr(linear, "_kernels", lambda: None)
+    elif why == "size":
+        for each in model.module.model.layers:
+            each.mlp.down_proj = nn.Linear(161, 256, bias=False)
+        layer = model.module.model.layers[0].mlp.down_proj
+        monkeypatch.setattr(linear, "_try_once", lambda model: None)
+    if why != "train":
+        optimize_linear_layers(model)
+    assert type(layer) is nn.Linear
+    assert type(model.module.lm_head) is (nn.Linear if why in ("kernel", "train") else HalfLinear)
 
 
-@fbgemm
-@pytest.mark.parametrize("why", ["amx", "memory", "train"])
-def test_a_second_copy_is_made_where_it_is_of_use(half_folder, monkeypatch, why):
-    monkeypatch.setattr(linear, "processor_units", lambda: frozenset({"amx_bf16" if why == "amx" else "avx512_bf16"}))
-    if why == "memory":
-        monkeypatch.setattr(linear, "device_memory", lambda device: 1 << 20)
-    model = load_model(str(half_folder), dtype="bfloat16", train=why == "train")
-    kinds = {type(layer) for layer in model.module.modules() if isinstance(layer, nn.Linear)}
-    assert kinds == {FewRowsLinear if why == "amx" else nn.Linear}
-    assert not model.packed_bytes
-
-
-@fbgemm
-def test_few_rows_in_bfloat16_are_computed_from_the_second_copy(half_folder, monkeypatch):
-    monkeypatch.setattr(linear, "processor_units", lambda: frozenset({"avx512_bf16"}))
-    exact, model = (load_model(str(half_folder), dtype="bfloat16", train=train) for train in (True, False))
-    layer = model.module.lm_head
-    assert type(layer) is BesideFloat16Linear
-    assert model.packed_bytes == sum(layer.weight.nbytes for layer in _matrices(exact))
-    torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=0.02, rtol=0.02)
-    layer(torch.randn(2, 256).bfloat16()).sum().backward()
-    assert layer.weight.grad is not None
-    plain, states = exact.module.lm_head, torch.randn(FEW_IN_FLOAT16 + 1, 256).bfloat16()
-    ran, product = [], Float16Weights.product
-    monkeypatch.setattr(Float16Weights, "product", lambda self, rows: ran.append(len(rows)) or product(self, rows))
-    with torch.no_grad():
-        right = nn.functional.linear(states.float(), plain.weight.float()).bfloat16()
-        assert torch.equal(layer(states), plain(states))
-        assert torch.equal(layer(states[:-1]), right[:-1]), "rounded once"
-        assert ran == [FEW_IN_FLOAT16]
-        others = model.module.model.layers[0].mlp.up_proj, model.module.model.layers[1].mlp.up_proj
-        others[0].weight.mul_(2)  # as an optimiser does
-        others[1].weight.data = others[1].weight * 2  # as a merge of adapters may do
-        for other in others:
-            assert torch.equal(other(states[:1]), nn.functional.linear(states[:1], other.weight))
-    assert ran == [FEW_IN_FLOAT16]
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ordinary_layers_have_the_same_weights(half_folder, dtype):
+    exact, model = (load_model(str(half_folder), dtype=dtype, train=train) for train in (True, False))
+    made = linear.ordinary_layers(model.module)
+    layers = [layer for layer in made.modules() if isinstance(layer, nn.Linear)]
+    assert {type(layer) for layer in layers} == {nn.Linear}
+    assert all(torch.equal(layer.weight, right.weight) for layer, right in zip(layers, _matrices(exact), strict=True))

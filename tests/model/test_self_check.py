@@ -279,8 +279,8 @@ def test_keys_that_are_read_in_place(monkeypatch, refused):
         "one key too few": ("_row", lambda *a: (*row(*a)[:2], row(*a)[2] - 1, *row(*a)[3:])),
         "keys that are the values": ("_row", lambda *a: (row(*a)[1], *row(*a)[1:])),
         "chunks where they were encoded": ("_row", lambda key, value, turn: row(key, value, -1)),
-        "other heads' results": ("_compute", lambda *a: (compute(*a), a[4].copy_(a[4].roll(1, 1)))),
-        "weights of other tokens": ("_compute", lambda *a: (compute(*a), a[5].copy_(a[5] + 1))),
+        "other heads' results": ("_compute", lambda *a: (compute(*a), a[3].copy_(a[3].roll(1, 1)))),
+        "weights of other tokens": ("_compute", lambda *a: (compute(*a), a[4].copy_(a[4] + 1))),
     }
     for name, replacement in wrong.values():
         with monkeypatch.context() as fault:

@@ -1,0 +1,339 @@
+"""Products of a processor's linear layers: a kernel that numba compiles for this processor.
+
+A decode step multiplies every weight by a few rows, so it takes as long as reading the weights. torch's libraries
+rearrange them first, want a copy in a format of their own, or read them at half the memory's speed. This kernel reads a
+matrix `(out_features, in_features)` where it lies and as it is stored, and fetches what comes next into the cache while
+it computes. It is a matrix product in blocks (Goto and van de Geijn, "Anatomy of High-Performance Matrix
+Multiplication", 2008) with the sums of a few outputs and rows in registers. Both matrices are contiguous along the sum,
+so neither is packed, and hundreds of rows take no longer than in torch's libraries.
+
+A row's result never depends on the other rows: each sum is made in the same order.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ragkv.util import kernels
+from ragkv.util.kernels import FLOAT, INT, LONG, SIZES, address, argument, at, claimed, floats, load, widened
+
+OUT, ROWS, WEIGHTS, BIAS, IN_FEATURES, OUT_FEATURES, COUNT, SCALES, ZEROS, STEPS = range(
+    kernels.ARGUMENTS, kernels.ARGUMENTS + 10
+)
+"""A kernel's arguments: addresses of `(rows, out_features)`, `(rows, in_features)`, the weights and the bias (0: none);
+the sizes; and for int8 weights the addresses of each output's scale, and beside uint8 rows of what -128 is in its sum,
+and of each row's scale.
+"""
+REST = 1 / 254
+"""A row is two uint8 numbers for each of its own: the second is in such units of the first, and both have 128 added."""
+_LINE = 64
+_FIRST_CACHE, _SECOND_CACHE = 1 << 15, 1 << 18
+"""Bytes that a tile reads, of which the sums are made at a time; and of the rows that read a part of the weights before
+the next rows do.
+"""
+_MOST_ROWS = 96
+_GROUP = 256
+"""Tiles of weights whose sums are made part by part, if there are more than `_FEW` rows."""
+_FEW = 12
+_AHEAD = 8
+"""How many outputs ahead weights are fetched."""
+_FUSED = ("contract",)  # not "reassoc": the order of a sum is the same in all tiles
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    null, intrinsic_name = "0.0", "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def has_dot(kind: str) -> bool:
+    """Whether the processor multiplies and adds "bfloat16" or "int8" numbers in one instruction."""
+    needed = {"bfloat16": {"avx512bf16", "avx512vl"}, "int8": {"avx512vnni", "avx512bw"}}[kind]
+    return needed <= kernels.features()
+
+
+class _Tile:
+    """The shape of a tile for weights and rows of these kinds: the sums of `outs` outputs and of up to `rows` rows are
+    in registers. Rows are float32; or bfloat16, beside bfloat16 weights; or uint8, two for each row, beside int8 ones.
+    """
+
+    def __init__(self, weight: str, row: str) -> None:
+        wide = "avx512f" in kernels.features()
+        self.weight, self.row, self.out = weight, row, "bfloat16" if row == "bfloat16" else "float32"
+        self.sums = floats(16 if wide else 8)
+        self.outs, self.rows = (4, 6) if wide else (2, 6)
+        self.parts = 1
+        if row == "uint8":
+            self.outs, self.rows, self.parts, self.sums = 4, 3, 2, ir.VectorType(INT, 16)
+        self.step = _LINE // SIZES[weight]
+        """Weights of an output that are read at a time."""
+        each = self.outs * SIZES[weight] + self.rows * self.parts * SIZES[row]
+        self.most = _FIRST_CACHE // each // _LINE * _LINE
+        """How many products are summed at a time."""
+
+
+class _Code:
+    """The code that computes the products of `count` rows with a tile's weights, and writes them or adds them to the
+    totals `(count, parts, outs)`.
+
+    `output` and `row` are the first ones; `data` is the address of the kernel's arguments.
+    """
+
+    def __init__(self, b: Any, tile: _Tile, data: Any, output: Any, row: Any, count: int) -> None:
+        self._b, self._tile, self._output, self._row, self._count = b, tile, output, row, count
+        self._given = {place: load(b, at(b, data, 8 * place), LONG, 8) for place in range(OUT, STEPS + 1)}
+        self._whole = tile.row == "uint8"
+
+    def write(self, totals: Any, first: Any, last: Any, few: Any) -> None:
+        """Of the products `first` to `last` of each sum."""
+        b, tile = self._b, self._tile
+        weights = [
+            self._offset(WEIGHTS, b.add(self._output, LONG(i)), IN_FEATURES, tile.weight) for i in range(tile.outs)
+        ]
+        begin = b.mul(self._row, LONG(tile.parts))
+        rows = [
+            self._offset(ROWS, b.add(begin, LONG(i)), IN_FEATURES, tile.row) for i in range(self._count * tile.parts)
+        ]
+        if self._count > 1:
+            sums = self._products(weights, rows, first, last, few)
+        else:  # one row waits for the weights, which come soonest in the order in which they lie
+            apart = [self._products([each], rows, first, last, None) for each in weights]
+            sums = [[vector for (vector,) in each] for each in zip(*apart, strict=True)]
+        self._add([kernels.summed(b, vectors) for vectors in sums], totals, first, last)
+
+    def _offset(self, start: int, index: Any, length: int | None, kind: str) -> Any:
+        """The address of one of the rows of a matrix, of so many numbers of a kind."""
+        b, size = self._b, LONG(SIZES[kind])
+        wide = size if length is None else b.mul(self._given[length], size)
+        return b.add(self._given[start], b.mul(index, wide))
+
+    def _products(self, weights: list[Any], rows: list[Any], first: Any, last: Any, few: Any) -> list[list[Any]]:
+        """The sums of the products of each row with each output's weights, as vectors."""
+        b, tile = self._b, self._tile
+        size, wide = LONG(SIZES[tile.weight]), b.mul(self._given[IN_FEATURES], LONG(SIZES[tile.weight]))
+        before, body, after = b.block, b.append_basic_block(), b.append_basic_block()
+        fetched, apart, faster = b.add(weights[0], b.mul(wide, LONG(_AHEAD))), wide, LONG(1)
+        if few is not None:  # in the order in which they lie, too, if that is the order in which they are needed
+            apart, faster = b.select(few, LONG(_LINE), wide), b.select(few, LONG(len(weights)), faster)
+        b.branch(body)
+        b.position_at_end(body)
+        i = b.phi(LONG)
+        sums = [[b.phi(tile.sums) for _ in weights] for _ in rows]
+        offset, along = b.mul(i, size), b.mul(i, LONG(SIZES[tile.row]))
+        for line in range(len(weights)):
+            self._fetch(b.add(b.add(fetched, b.mul(offset, faster)), b.mul(apart, LONG(line))))
+        more = self._added(sums, [b.add(each, offset) for each in weights], [b.add(each, along) for each in rows])
+        following, nothing = b.add(i, LONG(tile.step)), ir.Constant(tile.sums, [0] * tile.sums.count)
+        for phi, start, new in [(i, first, following), *((phi, nothing, new) for phi, new in _pairs(sums, more))]:
+            phi.add_incoming(start, before)
+            phi.add_incoming(new, body)
+        b.cbranch(b.icmp_signed("<", following, last), body, after)
+        b.position_at_end(after)
+        return more
+
+    def _fetch(self, place: Any) -> None:
+        """Fetch a line into the second cache."""
+        pointer = ir.IntType(8).as_pointer()
+        prefetch = kernels.function(self._b, "llvm.prefetch.p0", ir.VoidType(), pointer, INT, INT, INT)
+        self._b.call(prefetch, [self._b.inttoptr(place, pointer), INT(0), INT(2), INT(1)])
+
+    def _added(self, sums: list[list[Any]], weights: list[Any], rows: list[Any]) -> list[list[Any]]:
+        """The sums with a step's products, of the weights and rows that lie there."""
+        b, tile = self._b, self._tile
+        if tile.row != "float32":
+            kind = ir.VectorType(_BFloat(), tile.step) if tile.row == "bfloat16" else tile.sums
+            name = "avx512bf16.dpbf16ps" if tile.row == "bfloat16" else "avx512.vpdpbusd"
+            dot = kernels.function(b, f"llvm.x86.{name}.512", tile.sums, tile.sums, kind, kind)
+            these, those = ([load(b, place, kind) for place in places] for places in (weights, rows))
+            return [
+                [b.call(dot, [total, row, each]) for total, each in zip(some, these, strict=True)]
+                for some, row in zip(sums, those, strict=True)
+            ]
+        width = tile.sums.count
+        for i in range(0, tile.step, width):
+            these = [widened(b, at(b, place, i * SIZES[tile.weight]), tile.weight, width) for place in weights]
+            those = [widened(b, at(b, place, i * SIZES[tile.row]), tile.row, width) for place in rows]
+            sums = [
+                [self._plus(total, b.fmul(each, row, flags=_FUSED)) for total, each in zip(some, these, strict=True)]
+                for some, row in zip(sums, those, strict=True)
+            ]
+        return sums
+
+    def _plus(self, one: Any, other: Any) -> Any:
+        return self._b.add(one, other) if self._whole else self._b.fadd(one, other, flags=_FUSED)
+
+    def _add(self, sums: list[Any], totals: Any, first: Any, last: Any) -> None:
+        """Add the sums to the totals, if these are not the first, and write the results, if these are the last."""
+        b, places = self._b, [at(self._b, totals, 4 * self._tile.outs * index) for index in range(len(sums))]
+        before, later, both = b.block, b.append_basic_block(), b.append_basic_block()
+        b.cbranch(b.icmp_signed("==", first, LONG(0)), both, later)
+        b.position_at_end(later)
+        more = [self._plus(load(b, place, each.type, 4), each) for place, each in zip(places, sums, strict=True)]
+        b.branch(both)
+        b.position_at_end(both)
+        result = [b.phi(each.type) for each in sums]
+        for phi, one, other in zip(result, sums, more, strict=True):
+            phi.add_incoming(one, before)
+            phi.add_incoming(other, later)
+        with b.if_else(b.icmp_signed("==", last, self._given[IN_FEATURES])) as (then, otherwise):
+            with then:
+                self._finish(result)
+            with otherwise:
+                for place, each in zip(places, result, strict=True):
+                    kernels.store(b, each, place, 4)
+
+    def _finish(self, sums: list[Any]) -> None:
+        """Write the results."""
+        b, tile, bias = self._b, self._tile, self._bias()
+        real = bias.type
+        scales = self._vector(SCALES, real) if tile.weight == "int8" else None
+        zeros = self._vector(ZEROS, sums[0].type) if self._whole else None
+        for i in range(self._count):
+            row, (result, *others) = b.add(self._row, LONG(i)), sums[i * tile.parts : (i + 1) * tile.parts]
+            if self._whole:
+                one, rest = (b.sitofp(b.sub(each, zeros), real) for each in (result, *others))
+                step = load(b, self._offset(STEPS, row, None, "float32"), FLOAT, 4)
+                result = b.fadd(one, b.fmul(rest, ir.Constant(real, [REST] * tile.outs)))
+                result = b.fmul(result, kernels.repeated(b, step, tile.outs))
+            if scales is not None:
+                result = b.fmul(result, scales)
+            result = b.fadd(result, bias)
+            if tile.out == "bfloat16":
+                result = b.fptrunc(result, ir.VectorType(_BFloat(), tile.outs))
+            place = self._offset(OUT, row, OUT_FEATURES, tile.out)
+            kernels.store(b, result, b.add(place, b.mul(self._output, LONG(SIZES[tile.out]))))
+
+    def _vector(self, start: int, kind: Any) -> Any:
+        """The four-byte numbers of the tile's outputs."""
+        return load(self._b, self._offset(start, self._output, None, "float32"), kind, 4)
+
+    def _bias(self) -> Any:
+        """That of the tile's outputs, in float32."""
+        b, tile = self._b, self._tile
+        nothing, before = ir.Constant(floats(tile.outs), [0.0] * tile.outs), b.block
+        with b.if_then(b.icmp_signed("!=", self._given[BIAS], LONG(0))):
+            found, inside = widened(b, self._offset(BIAS, self._output, None, tile.out), tile.out, tile.outs), b.block
+        bias = b.phi(nothing.type)
+        bias.add_incoming(nothing, before)
+        bias.add_incoming(found, inside)
+        return bias
+
+
+def _pairs(one: list[list[Any]], other: list[list[Any]]) -> list[tuple[Any, Any]]:
+    flat = ([each for some in vectors for each in some] for vectors in (one, other))
+    return list(zip(*flat, strict=True))
+
+
+@intrinsic(prefer_literal=True)
+def _write(
+    context: Any,
+    data: Any,
+    output: Any,
+    row: Any,
+    count: Any,
+    totals: Any,
+    first: Any,
+    last: Any,
+    few: Any,
+    weight_kind: Any,
+    row_kind: Any,
+) -> Any:
+    """`_Code.write`, for 1 to `_Tile.rows` rows."""
+    tile = _Tile(weight_kind.literal_value, row_kind.literal_value)
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        data, output, row, count, *others = arguments[:8]
+        end = b.append_basic_block()
+        switch = b.switch(count, end)
+        for rows in range(1, tile.rows + 1):
+            block = b.append_basic_block()
+            switch.add_case(LONG(rows), block)
+            b.position_at_end(block)
+            _Code(b, tile, data, output, row, rows).write(*others)
+            b.branch(end)
+        b.position_at_end(end)
+
+    return types.void(data, output, row, count, totals, first, last, few, weight_kind, row_kind), generate
+
+
+@functools.cache
+def tile_outputs(weight: str, row: str) -> int:
+    """How many outputs are a unit of the kernel's work."""
+    return _Tile(weight, row).outs
+
+
+@functools.cache
+def product(weight: str, row: str) -> Any:
+    """The kernel (`ragkv.util.kernels.run`) for weights and rows of these kinds: "bfloat16", "float16", "float32" and
+    "int8" weights with float32 rows, "bfloat16" weights and rows, and "int8" weights with "uint8" rows.
+
+    `in_features` is a multiple of the weights in 64 bytes.
+    """
+    tile = _Tile(weight, row)
+    most, outs, longest = tile.rows, tile.outs, tile.most
+    size, of_row = tile.parts * SIZES[row], 4 * tile.parts * outs
+
+    def kernel(data):
+        k, n, count = argument(data, IN_FEATURES), argument(data, OUT_FEATURES), argument(data, COUNT)
+        units, chunk = argument(data, kernels.UNITS), argument(data, kernels.CHUNK)
+        pieces = (k + longest - 1) // longest
+        piece = (k // pieces + _LINE - 1) // _LINE * _LINE
+        block = min(count, max(most, min(_MOST_ROWS, _SECOND_CACHE // (piece * size))))
+        few = count <= _FEW
+        group = 1 if few else min(_GROUP, chunk)
+        memory = np.empty(group * block * of_row, np.uint8)
+        totals = address(memory)
+        while True:
+            claim = claimed(data)
+            if claim >= units:
+                return
+            end = min(claim + chunk, units)
+            for begin in range(claim, end, group):
+                for start in range(0, count, block):
+                    rows = min(block, count - start)
+                    tiles = (rows + most - 1) // most
+                    for first in range(0, k, piece):
+                        last = min(first + piece, k)
+                        for unit in range(begin, min(begin + group, end)):
+                            output = min(unit * outs, n - outs)
+                            for index in range(tiles):
+                                from_row = rows * index // tiles
+                                some = rows * (index + 1) // tiles - from_row
+                                into = totals + ((unit - begin) * block + from_row) * of_row
+                                _write(data, output, start + from_row, some, into, first, last, few, weight, row)
+
+    return kernels.compiled(kernel)
+
+
+@functools.cache
+def quantise() -> Any:
+    """A function of states `(rows, in_features)` and their scales (`STEPS`) that fills two uint8 rows for each."""
+
+    def kernel(states, steps, both):
+        for row in range(states.shape[0]):
+            scale = np.float32(1) / steps[row]
+            for i in range(states.shape[1]):
+                number = states[row, i] * scale
+                whole = np.rint(number)
+                both[row, 0, i] = np.uint8(np.int32(whole) + 128)
+                both[row, 1, i] = np.uint8(np.int32(np.rint((number - whole) * np.float32(1 / REST))) + 128)
+
+    numbers = types.float32[:, ::1], types.float32[::1], types.uint8[:, :, ::1]
+    return kernels.compiled(kernel, types.void(*numbers))

@@ -1,0 +1,266 @@
+"""What ragkv's kernels for processors have in common. Numba compiles them for the processor that they run on.
+
+numba has no vectors of its own, so the innermost loops are written as LLVM's instructions (`numba.extending.intrinsic`)
+with the functions of this module. A compiled kernel takes the address of an array of int64 and is run by `run` on
+torch's threads. Importing this module raises ImportError for processors that the kernels are not for.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+from llvmlite import binding, ir
+from numba import types
+from numba.extending import intrinsic
+
+from ragkv.util.files import user_folder
+
+FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+FAST = ("reassoc", "contract", "nsz")
+"""What LLVM may do to float arithmetic. Not "nnan" and "ninf": a NaN stays one."""
+SIZES = {"int8": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+_NEEDED = ("avx2", "f16c", "fma")
+
+
+def features() -> frozenset[str]:
+    """What the processor has, or the one that numba was asked to compile for, by LLVM's names; empty on ARM."""
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return frozenset()
+    chosen = numba.config.CPU_FEATURES
+    flags = binding.get_host_cpu_features().flatten() if chosen is None else chosen
+    return frozenset(name[1:] for name in flags.split(",") if name.startswith("+"))
+
+
+def _missing() -> list[str]:
+    """Without F16C LLVM would call a function for each float16, which numba does not have for vectors: the process
+    would crash.
+    """
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        return []
+    return [name for name in _NEEDED if name not in features()]
+
+
+if missing := _missing():
+    raise ImportError(f"the processor has no {', '.join(missing)}")
+
+
+def floats(width: int) -> ir.VectorType:
+    """The type of `width` float32 numbers."""
+    return ir.VectorType(FLOAT, width)
+
+
+def at(b: Any, address: Any, more: int) -> Any:
+    """The address `more` bytes on."""
+    return b.add(address, LONG(more)) if more else address
+
+
+def load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
+    """What lies at an address, of an LLVM type."""
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def store(b: Any, value: Any, address: Any, align: int = 1) -> None:
+    """Write a value to an address."""
+    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=align)
+
+
+def widened(b: Any, address: Any, kind: str, width: int) -> Any:
+    """`width` numbers of `kind` from an address on, as float32."""
+    if kind == "float32":
+        return load(b, address, floats(width), 4)
+    words = ir.VectorType(INT, width)
+    if kind == "int8":
+        return b.sitofp(b.sext(load(b, address, ir.VectorType(ir.IntType(8), width)), words), floats(width))
+    bits = load(b, address, ir.VectorType(ir.IntType(16), width), 2)
+    if kind == "float16":
+        return b.fpext(b.bitcast(bits, ir.VectorType(ir.HalfType(), width)), floats(width))
+    return b.bitcast(b.shl(b.zext(bits, words), ir.Constant(words, [16] * width)), floats(width))
+
+
+def repeated(b: Any, number: Any, width: int) -> Any:
+    """A vector that has the number `width` times."""
+    vector = ir.VectorType(number.type, width)
+    undefined, zeros = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(INT, width), [0] * width)
+    return b.shuffle_vector(b.insert_element(undefined, number, INT(0)), undefined, zeros)
+
+
+def summed(b: Any, vectors: list[Any]) -> Any:
+    """The sums of the numbers of each of 2, 4, … vectors, as one vector."""
+    add = b.fadd if vectors[0].type.element == FLOAT else b.add
+
+    def part(one: Any, other: Any, places: range) -> Any:
+        return b.shuffle_vector(one, other, ir.Constant(ir.VectorType(INT, len(places)), [*places]))
+
+    width = vectors[0].type.count
+    while width > len(vectors):
+        width //= 2
+        vectors = [add(part(v, v, range(width)), part(v, v, range(width, 2 * width))) for v in vectors]
+    while len(vectors) > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [add(*(part(*pair, range(first, 2 * width, 2)) for first in (0, 1))) for pair in pairs]
+    return vectors[0]
+
+
+def function(b: Any, name: str, result: Any, *arguments: Any) -> Any:
+    """One of LLVM's own functions."""
+    return b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(result, arguments), name)
+
+
+@intrinsic
+def address(context: Any, array: Any) -> Any:
+    """Where the numbers of an array begin."""
+
+    def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
+        made = context.make_array(signature.args[0])(context, b, arguments[0])
+        return b.ptrtoint(made.data, LONG)
+
+    return types.int64(array), generate
+
+
+@intrinsic
+def reals(context: Any, place: Any) -> Any:
+    """The float32 numbers at an address."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        return b.inttoptr(arguments[0], FLOAT.as_pointer())
+
+    return types.CPointer(types.float32)(types.int64), generate
+
+
+@intrinsic
+def integers(context: Any, place: Any) -> Any:
+    """The int64 numbers at an address."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        return b.inttoptr(arguments[0], LONG.as_pointer())
+
+    return types.CPointer(types.int64)(types.int64), generate
+
+
+@intrinsic
+def argument(context: Any, data: Any, index: Any) -> Any:
+    """The int64 at a place of the array whose address a kernel was given."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        return load(b, b.add(arguments[0], b.mul(arguments[1], LONG(8))), LONG, 8)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def claimed(context: Any, data: Any) -> Any:
+    """The first unit of work that no thread has begun; this thread has it and those of its chunk (`run`)."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        chunk = load(b, at(b, arguments[0], 8 * CHUNK), LONG, 8)
+        return b.atomic_rmw("add", b.inttoptr(arguments[0], LONG.as_pointer()), chunk, "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+UNITS, CHUNK, ARGUMENTS = 1, 2, 3
+"""Where a kernel finds how many units of work there are and how many make a chunk, and its own arguments."""
+_CHUNKS = 4  # for each thread, as some are slower
+
+
+def run(kernel: Any, units: int, threads: int, *arguments: int) -> None:
+    """Run a kernel, which claims `units` of work until there are none, on so many threads."""
+    chunk = units if threads < 2 else -(-units // (_CHUNKS * threads))
+    data = _array(ARGUMENTS + len(arguments))(0, units, chunk, *arguments)
+    if threads < 2:
+        kernel.ctypes(ctypes.addressof(data))
+    elif (parallel := _openmp()) is not None:
+        parallel(kernel.address, ctypes.addressof(data), threads, 0)
+    else:
+        others = [_pool().submit(kernel.ctypes, ctypes.addressof(data)) for _ in range(threads - 1)]
+        kernel.ctypes(ctypes.addressof(data))
+        for other in others:
+            other.result()
+
+
+@functools.cache
+def _array(length: int) -> Any:
+    return ctypes.c_int64 * length
+
+
+def threads_for(numbers: int, each: int) -> int:
+    """On how many of torch's threads to run work on so many numbers, of which `each` are worth one."""
+    return max(1, min(torch.get_num_threads(), numbers // each))
+
+
+@functools.cache
+def _openmp() -> Callable[..., None] | None:
+    """The function of GNU's OpenMP that runs another one on all threads, which torch has loaded on Linux: its threads
+    are awake between the operations of a step, so it takes 3 µs, where waking a thread of Python's takes 60.
+    """
+    try:
+        found: Any = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return found  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ragkv-kernel")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of these threads
+
+
+def compiled(function: Callable[..., None], signature: Any = None, *, fast: Sequence[str] = ()) -> Any:
+    """A function for Python, of the arguments that a signature says, or without one a kernel for `run`; compiled, and
+    kept in the user's cache folder. `fast` is what LLVM may do to all float arithmetic (`FAST`).
+    """
+    options: dict[str, Any] = {"fastmath": set(fast), "error_model": "numpy", "boundscheck": False}
+    compiler = numba.cfunc
+    if signature is not None:
+        compiler, options["nogil"] = numba.njit, True
+    signature = signature or types.void(types.int64)
+    try:
+        with _keeping():
+            return compiler(signature, cache=True, **options)(function)
+    except Exception:  # no folder that it may be kept in, a full disk, a damaged file; else it is raised again
+        return compiler(signature, **options)(function)
+
+
+@contextmanager
+def _keeping() -> Iterator[None]:
+    """Keep what is compiled in the user's cache folder, unless NUMBA_CACHE_DIR names one. Numba's own choice, beside
+    this file, would be left behind there when the package is uninstalled, and hide an editable install.
+    """
+    before = numba.config.CACHE_DIR
+    try:
+        if not before:
+            folder = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "numba" / _version()
+            folder.mkdir(parents=True, exist_ok=True)
+            numba.config.CACHE_DIR = str(folder)
+        yield
+    finally:
+        numba.config.CACHE_DIR = before
+
+
+@functools.cache
+def _version() -> str:
+    """What distinguishes this module from earlier ones: numba sees only whether a kernel's own file has changed."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+
+
+def piece(width: int) -> int:
+    """How many of `width` numbers make a vector."""
+    return math.gcd(width, 16)
