@@ -187,14 +187,15 @@ class Int8Linear(nn.Module):
             self.zeros = nn.Parameter(128 * rounded.sum(1, dtype=torch.int32), requires_grad=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = nn.functional.pad(input, (0, self._more)).contiguous().view(-1, self.weight.shape[1])
+        rows = nn.functional.pad(input, (0, self._more)) if self._more else input
+        rows = rows.contiguous().view(-1, self.weight.shape[1])
         out = torch.empty((*input.shape[:-1], self.out_features))
         if self.zeros is None:
             _multiply(out, rows, self.weight, self.bias, len(rows), self.scales)
             return out
         kernels = _kernels()
         assert kernels is not None
-        steps = rows.abs().amax(1).clamp_min_(1e-30).div_(127)
+        steps = rows.abs().amax(1).div_(127)
         both = torch.empty((len(rows), 2, rows.shape[1]), dtype=torch.uint8)
         kernels.quantise()(rows.numpy(), steps.numpy(), both.numpy())
         _multiply(out, both, self.weight, self.bias, len(rows), self.scales, self.zeros, steps)

@@ -47,6 +47,9 @@ _AHEAD = 8
 """How many outputs ahead weights are fetched."""
 _FUSED = ("contract",)  # not "reassoc": the order of a sum is the same in all tiles
 
+if "avx2" not in kernels.features():
+    raise ImportError("on other processors than x86 torch's own kernels are the sooner ones, as far as is known")
+
 
 class _BFloat(ir.Type):  # type: ignore[misc]
     """LLVM's bfloat, which llvmlite does not have."""

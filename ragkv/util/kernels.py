@@ -246,10 +246,10 @@ def _keeping() -> Iterator[None]:
     """
     before = numba.config.CACHE_DIR
     try:
-        if not before:
-            folder = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "numba" / _version()
-            folder.mkdir(parents=True, exist_ok=True)
-            numba.config.CACHE_DIR = str(folder)
+        kept = Path(before) if before else user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "numba"
+        folder = kept / _version()
+        folder.mkdir(parents=True, exist_ok=True)
+        numba.config.CACHE_DIR = str(folder)
         yield
     finally:
         numba.config.CACHE_DIR = before

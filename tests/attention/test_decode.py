@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -201,6 +203,15 @@ def test_sequences_leave_a_block_that_is_full(calls):
             torch.testing.assert_close(found[0, :, at], truth(call, at, own[at]).float(), atol=1e-5, rtol=0)
     assert [row.cache.block for row in rows] == [None, None]
     assert calls == [2, 2, 2]
+
+
+def test_the_numbers_of_a_query_may_lie_apart(calls):
+    kv, call = chunk(9, 1, 16, 16), call_of(1, 1, 2, 16, 16)
+    apart = replace(call, query=torch.stack([call.query, call.key.expand_as(call.query)], -1)[..., 0])
+    assert apart.query.stride(3) == 2
+    found = [stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=9)], each) for each in (call, apart)]
+    assert torch.equal(*found)
+    assert calls == [1, 1]
 
 
 @pytest.mark.parametrize("which", ["keys", "values"])

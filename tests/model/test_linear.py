@@ -1,7 +1,9 @@
 """Linear layers whose products ragkv's kernel computes, against the ordinary ones."""
 
 import copy
+import platform
 import shutil
+import sys
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from ragkv.model import linear
 from ragkv.model.checkpoint import resolve
 from ragkv.model.linear import HalfLinear, Int8Linear, KernelLinear, int8_weights, optimize_linear_layers
 from ragkv.model.self_check import load_model
+from ragkv.util.plugins import kernel_module
 
 linear_kernel = pytest.importorskip("ragkv.model.linear_kernel", exc_type=ImportError)
 kernels = linear_kernel.kernels
@@ -101,7 +104,7 @@ def test_a_result_does_not_depend_on_other_rows(kinds, dot, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(), (1, 1), (2, 3), (1, 0), (0,)], ids=str)
 @torch.no_grad()
-def test_results_have_the_layout_of_an_ordinary_layer(kinds, shape):
+def test_results_have_the_layout_of_an_ordinary_layer(kinds, dot, shape):
     layer, states = _layer(64, 40, kinds[0], held=kinds[1]), torch.randn(*shape, 64).to(kinds[0])
     found, right = layer(states), nn.functional.linear(states, layer.weight.to(kinds[0]), layer.bias)
     assert (found.shape, found.stride(), found.dtype) == (right.shape, right.stride(), right.dtype)
@@ -134,6 +137,16 @@ def test_all_threads_compute_the_same(kinds, how, monkeypatch):
         assert all(torch.equal(layer(states[: len(right)]), right) for right in alone)
 
 
+@torch.no_grad()
+def test_bfloat16_rows_need_the_processors_products(dot, monkeypatch):
+    layer, ran, honest = _layer(64, 40, torch.bfloat16), [], linear._multiply
+    monkeypatch.setattr(
+        linear, "_multiply", lambda out, rows, *more: ran.append(rows.dtype) or honest(out, rows, *more)
+    )
+    layer(torch.randn(3, 64).bfloat16())
+    assert ran == [torch.bfloat16 if dot else torch.float32]
+
+
 @needs_dot
 @torch.no_grad()
 def test_many_rows_in_bfloat16_are_computed_by_torch(monkeypatch):
@@ -156,6 +169,13 @@ def test_a_trained_layer_has_its_gradients():
     for layer in (plain, swift):
         layer(states).square().sum().backward()
     torch.testing.assert_close(swift.weight.grad, plain.weight.grad, atol=0, rtol=0)
+
+
+def test_an_arm_processor_keeps_the_layers_of_torch(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.delitem(sys.modules, "ragkv.model.linear_kernel")
+    monkeypatch.delattr(sys.modules["ragkv.model"], "linear_kernel")
+    assert kernel_module.__wrapped__("ragkv.model.linear_kernel") is None
 
 
 class _Packed(torch.Tensor):
@@ -275,6 +295,7 @@ def test_a_float32_model_holds_the_weights_of_its_checkpoint_in_16_bits(half_fol
     right, saved = exact.module.state_dict(), model.module.state_dict()
     assert right.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in right.items())
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
 def test_layers_whose_weights_are_read_have_them_in_float32(half_folder):
