@@ -8,7 +8,6 @@ them once for all by matrix products.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk, stored
-from ragkv.attention.partial import LayerCall, PartialAttention
+from ragkv.attention.partial import LayerCall, PartialAttention, float_bits
 from ragkv.attention.rope import Rotary, RotationTable
 from ragkv.attention.sequence import ArenaBlock, ArenaKVCache, ChunkGroup, SequenceSlice, TokenSequence, tokens_of
 from ragkv.util.plugins import kernel_module
@@ -385,10 +384,6 @@ def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, l
     pointers = query.data_ptr(), out.data_ptr(), lse.data_ptr(), *(map(Tensor.data_ptr, turns) if turns else (0, 0, 0))
     where = table.row_addresses[call.layer], *table.addresses
     sizes = kv_heads, group, query.stride(0), query.stride(1)
-    kernel.kernels.run(attend, units, threads, *pointers, *where, *sizes, _bits(call.scale), _bits(call.softcap or 0.0))
-
-
-@functools.cache
-def _bits(number: float) -> int:
-    """The bits of a number in float32."""
-    return int(np.float32(number).view(np.int32))
+    kernel.kernels.run(
+        attend, units, threads, *pointers, *where, *sizes, float_bits(call.scale), float_bits(call.softcap or 0.0)
+    )

@@ -33,6 +33,8 @@ TILE = 8
 """Most query heads that read a key at a time."""
 COLUMNS = 9
 """Numbers of a row of the table."""
+POLYNOMIAL = (1.8775767e-3, 8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 9.9999994e-1)
+"""2^x for x from 0 to 1, the highest power first."""
 _UNROLL = 4
 """Keys whose values are added at a time."""
 QUERIES, OUT, LSE, COS, SIN, PARTNERS, TABLE, STARTS, TOKENS, SHARPNESS = range(
@@ -93,7 +95,7 @@ def _add(
 
 
 @intrinsic
-def _from_bits(context: Any, bits: Any) -> Any:
+def float_of(context: Any, bits: Any) -> Any:
     """The float32 that has these bits."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
@@ -103,18 +105,15 @@ def _from_bits(context: Any, bits: Any) -> Any:
 
 
 @numba.njit(fastmath=set(FAST))
-def _exp(x):
+def exponential(x):
     """e^x for x <= 0 to about 2 units of float32, without a branch; below -87 that of -87 (1e-38)."""
     y = max(x, np.float32(-87.0)) * np.float32(1.44269504)
     whole = math.floor(y)
     part = np.float32(y - whole)
-    power = np.float32(1.8775767e-3)  # a polynomial of 2^part
-    power = power * part + np.float32(8.9893397e-3)
-    power = power * part + np.float32(5.5826318e-2)
-    power = power * part + np.float32(2.4015361e-1)
-    power = power * part + np.float32(6.9315308e-1)
-    power = power * part + np.float32(9.9999994e-1)
-    return power * _from_bits((np.int32(whole) + np.int32(127)) << np.int32(23))
+    power = np.float32(POLYNOMIAL[0])
+    for each in POLYNOMIAL[1:]:
+        power = power * part + np.float32(each)
+    return power * float_of((np.int32(whole) + np.int32(127)) << np.int32(23))
 
 
 @numba.njit(fastmath=set(FAST))
@@ -123,7 +122,7 @@ def _sharpen(scores, row, count, scale, cap, sharp):
     if cap > 0:
         for i in range(count):
             score = scores[row, i] * scale / cap
-            power = _exp(np.float32(-2) * abs(score))
+            power = exponential(np.float32(-2) * abs(score))
             capped = cap * sharp * (np.float32(1) - power) / (np.float32(1) + power)
             scores[row, i] = capped if score > 0 else -capped
     else:
@@ -132,7 +131,7 @@ def _sharpen(scores, row, count, scale, cap, sharp):
 
 
 @numba.njit(fastmath=True)
-def _largest(scores, row, count):
+def largest(scores, row, count):
     best = np.float32(-np.inf)
     for i in range(count):
         best = max(best, scores[row, i])
@@ -140,11 +139,11 @@ def _largest(scores, row, count):
 
 
 @numba.njit(fastmath=set(FAST))
-def _weigh(scores, row, count, best):
+def weigh(scores, row, count, best):
     """Make the scores e^(score - best); returns their sum."""
     total = np.float32(0)
     for i in range(count):
-        scores[row, i] = _exp(scores[row, i] - best)
+        scores[row, i] = exponential(scores[row, i] - best)
         total += scores[row, i]
     return total
 
@@ -173,7 +172,7 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
         sharpness = reals(argument(data, SHARPNESS))
         heads, group = argument(data, HEADS), argument(data, GROUP)
         head_step, token_step = argument(data, HEAD_STEP), argument(data, TOKEN_STEP)
-        scale, cap = _from_bits(np.int32(argument(data, SCALE))), _from_bits(np.int32(argument(data, CAP)))
+        scale, cap = float_of(np.int32(argument(data, SCALE))), float_of(np.int32(argument(data, CAP)))
         scores, query = np.empty((rows, BLOCK), np.float32), np.empty((rows, width), np.float32)
         mixed, total = np.empty((rows, value_width), np.float32), np.empty(rows, np.float32)
         p, q, o = address(scores), address(query), address(mixed)
@@ -215,9 +214,9 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
                         for row in range(rows):
                             _sharpen(scores, row, count, scale, cap, sharp)
                             before = lse[into + row]
-                            best = max(before, _largest(scores, row, count))
+                            best = max(before, largest(scores, row, count))
                             kept = np.float32(math.exp(before - best))
-                            total[row] = total[row] * kept + _weigh(scores, row, count, best)
+                            total[row] = total[row] * kept + weigh(scores, row, count, best)
                             lse[into + row] = best
                             if kept != 1:
                                 for i in range(value_width):

@@ -7,6 +7,8 @@ what one softmax over all their keys would give (APE Appendix C, Eqs. 8-10). Eve
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,12 +17,17 @@ import torch
 from torch import Tensor
 
 from ragkv.attention import varlen
+from ragkv.util.plugins import kernel_module
 
 Mask = Tensor | Literal["causal"] | None
 _SCORES = 1 << 26
 """Scores in memory at a time in the plain matmul: 256 MiB, and a few times as much for temporaries."""
 _ROWS = 256
 """From this number of queries per head on the CPU kernel is busy, and folding the heads of a group gains nothing."""
+_QUERIES = 6
+"""From so many queries on ragkv's own kernel is sooner than torch's."""
+_PRODUCTS = 1 << 17
+"""Numbers of queries, times keys, that are worth a thread: 5 µs of work."""
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
 Kernel = Callable[[Tensor, Tensor, Tensor, Mask, float, float, float | None], tuple[Tensor, Tensor]]
 
@@ -207,11 +214,59 @@ def _unfold(folded: Tensor, batch: int, q_heads: int, n: int) -> Tensor:
 def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
     """The fastest kernel that gives a logsumexp for these tensors."""
     same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1] == query.shape[-1]
+    if same and not isinstance(mask, Tensor) and _for_own_kernel(query, key, value):
+        return _flash
     if same and query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return _flash_cpu
     if not isinstance(mask, Tensor) and varlen.takes(query, key, value):
         return varlen.kernel
     return _matmul
+
+
+def _for_own_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether `_flash` takes these tensors, and is the sooner one."""
+    module = kernel_module("ragkv.attention.flash_kernel")
+    return (
+        module is not None
+        and query.device.type == "cpu"
+        and query.shape[2] >= _QUERIES
+        and (query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and module.kernels.has_dot("bfloat16")))
+        and query.shape[3] * query.element_size() % 64 == 0
+        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        and not torch.is_grad_enabled()
+    )
+
+
+@functools.cache
+def float_bits(number: float) -> int:
+    """The bits of a number in float32."""
+    bits: int = struct.unpack("i", struct.pack("f", number))[0]
+    return bits
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask,
+    scale: float,
+    temperature: float,
+    _softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """ragkv's own kernel for processors with AVX-512."""
+    module = kernel_module("ragkv.attention.flash_kernel")
+    assert module is not None
+    kernel = module.attention(str(query.dtype).removeprefix("torch."), query.shape[3])
+    batch, heads, n, width = query.shape
+    out = torch.empty((batch, heads, n, width), dtype=query.dtype)
+    lse = torch.empty((batch, heads, n), dtype=torch.float32)
+    units = batch * heads * -(-n // module.QUERIES_AT_A_TIME)
+    threads = min(units, module.kernels.threads_for(query.numel() * key.shape[2], _PRODUCTS))
+    pointers = (each.data_ptr() for each in (query, key, value, out, lse))
+    sizes = heads, heads // key.shape[1], n, key.shape[2], int(mask is not None), float_bits(scale / temperature)
+    steps = (each.element_size() * stride for each in (query, key, value) for stride in each.stride()[:3])
+    module.kernels.run(kernel, units, threads, *pointers, *sizes, *steps)
+    return out, lse
 
 
 def _flash_cpu(

@@ -93,10 +93,9 @@ class KernelLinear(nn.Linear):
         return out.to(dtype)
 
 
-@functools.cache
 def _has_dot(kind: str) -> bool:
     kernels = _kernels()
-    return kernels is not None and bool(kernels.has_dot(kind))
+    return kernels is not None and bool(kernels.kernels.has_dot(kind))
 
 
 class HalfLinear(KernelLinear):

@@ -23,7 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ragkv.util import kernels
-from ragkv.util.kernels import FLOAT, INT, LONG, SIZES, address, argument, at, claimed, floats, load, widened
+from ragkv.util.kernels import FLOAT, INT, LONG, SIZES, BFloat, address, argument, at, claimed, floats, load, widened
 
 OUT, ROWS, WEIGHTS, BIAS, IN_FEATURES, OUT_FEATURES, COUNT, SCALES, ZEROS, STEPS = range(
     kernels.ARGUMENTS, kernels.ARGUMENTS + 10
@@ -49,27 +49,6 @@ _FUSED = ("contract",)  # not "reassoc": the order of a sum is the same in all t
 
 if "avx2" not in kernels.features():
     raise ImportError("on other processors than x86 torch's own kernels are the sooner ones, as far as is known")
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not have."""
-
-    null, intrinsic_name = "0.0", "bf16"
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-def has_dot(kind: str) -> bool:
-    """Whether the processor multiplies and adds "bfloat16" or "int8" numbers in one instruction."""
-    needed = {"bfloat16": {"avx512bf16", "avx512vl"}, "int8": {"avx512vnni", "avx512bw"}}[kind]
-    return needed <= kernels.features()
 
 
 class _Tile:
@@ -161,7 +140,7 @@ class _Code:
         """The sums with a step's products, of the weights and rows that lie there."""
         b, tile = self._b, self._tile
         if tile.row != "float32":
-            kind = ir.VectorType(_BFloat(), tile.step) if tile.row == "bfloat16" else tile.sums
+            kind = ir.VectorType(BFloat(), tile.step) if tile.row == "bfloat16" else tile.sums
             name = "avx512bf16.dpbf16ps" if tile.row == "bfloat16" else "avx512.vpdpbusd"
             dot = kernels.function(b, f"llvm.x86.{name}.512", tile.sums, tile.sums, kind, kind)
             these, those = ([load(b, place, kind) for place in places] for places in (weights, rows))
@@ -219,7 +198,7 @@ class _Code:
                 result = b.fmul(result, scales)
             result = b.fadd(result, bias)
             if tile.out == "bfloat16":
-                result = b.fptrunc(result, ir.VectorType(_BFloat(), tile.outs))
+                result = b.fptrunc(result, ir.VectorType(BFloat(), tile.outs))
             place = self._offset(OUT, row, OUT_FEATURES, tile.out)
             kernels.store(b, result, b.add(place, b.mul(self._output, LONG(SIZES[tile.out]))))
 

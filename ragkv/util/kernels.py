@@ -58,6 +58,28 @@ if missing := _missing():
     raise ImportError(f"the processor has no {', '.join(missing)}")
 
 
+class BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    null, intrinsic_name = "0.0", "bf16"
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+@functools.cache
+def has_dot(kind: str) -> bool:
+    """Whether the processor multiplies and adds "bfloat16" or "int8" numbers in one instruction."""
+    needed = {"bfloat16": {"avx512bf16", "avx512vl"}, "int8": {"avx512vnni", "avx512bw"}}[kind]
+    return needed <= features()
+
+
 def floats(width: int) -> ir.VectorType:
     """The type of `width` float32 numbers."""
     return ir.VectorType(FLOAT, width)

@@ -22,8 +22,8 @@ from ragkv.util.plugins import kernel_module
 
 linear_kernel = pytest.importorskip("ragkv.model.linear_kernel", exc_type=ImportError)
 kernels = linear_kernel.kernels
-needs_vnni = pytest.mark.skipif(not linear_kernel.has_dot("int8"), reason="no VNNI")
-needs_dot = pytest.mark.skipif(not linear_kernel.has_dot("bfloat16"), reason="no AVX512-BF16")
+needs_vnni = pytest.mark.skipif(not linear_kernel.kernels.has_dot("int8"), reason="no VNNI")
+needs_dot = pytest.mark.skipif(not linear_kernel.kernels.has_dot("bfloat16"), reason="no AVX512-BF16")
 
 
 def _layer(in_features, out_features, dtype, *, bias=True, held=None):
@@ -53,7 +53,7 @@ def kinds(request):
 @pytest.fixture(params=[True, False], ids=["dot", "no dot"])
 def dot(request, monkeypatch):
     """With the processor's own products of bfloat16, and without."""
-    if request.param and not linear_kernel.has_dot("bfloat16"):
+    if request.param and not linear_kernel.kernels.has_dot("bfloat16"):
         pytest.skip("no AVX512-BF16")
     if not request.param:
         monkeypatch.setattr(linear, "_has_dot", lambda kind: False)

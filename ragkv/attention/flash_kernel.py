@@ -1,0 +1,412 @@
+"""Attention of many queries on a processor with AVX-512: a kernel that numba compiles for this processor.
+
+torch's kernel reaches a third of what such a processor multiplies in bfloat16, so a question that reads its chunks'
+keys spent most of its time there. This is FlashAttention (Dao et al., 2022): the scores of a block of keys are made, a
+running maximum and sum of each query are kept, and the values are added with their weights. The keys of a block are
+laid out once for all queries that read them, so that one instruction multiplies a query's numbers with 16 keys.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ragkv.attention.decode_kernel import POLYNOMIAL, float_of
+from ragkv.util import kernels
+from ragkv.util.kernels import FAST, FLOAT, INT, LONG, SIZES, address, argument, at, claimed, floats, load, reals
+
+QUERY, KEY, VALUE, OUT, LSE = range(kernels.ARGUMENTS, kernels.ARGUMENTS + 5)
+HEADS, GROUP, QUERIES, KEYS, CAUSAL, SCALE = range(LSE + 1, LSE + 7)
+QUERY_STEPS, KEY_STEPS, VALUE_STEPS = range(SCALE + 1, SCALE + 10, 3)
+"""The kernel's arguments (`attention`): addresses, sizes, and bytes from batch to batch, head to head, and token to
+token.
+"""
+BLOCK = 64
+"""Keys of a block."""
+QUERIES_AT_A_TIME = 96
+_BAND = 24
+_ROWS, _WIDE = 6, 4
+"""Queries, and vectors of 16 numbers of each, whose sums are in registers."""
+_LINE = 64
+
+if "avx512f" not in kernels.features():
+    raise ImportError("the processor has no AVX-512")
+
+
+def _sum(b: Any, kind: str, total: Any, one: Any, vector: Any) -> Any:
+    """The total with the products of a query's number, or two of them in 32 bits, and those of a vector."""
+    if kind == "float32":
+        return b.fadd(total, b.fmul(one, vector, flags=FAST), flags=FAST)
+    wide = ir.VectorType(kernels.BFloat(), 32)
+    dot = kernels.function(b, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, total.type, wide, wide)
+    return b.call(dot, [total, b.bitcast(one, wide), b.bitcast(vector, wide)])
+
+
+@intrinsic(prefer_literal=True)
+def _multiply(
+    context: Any,
+    out: Any,
+    out_step: Any,
+    left: Any,
+    left_step: Any,
+    right: Any,
+    right_step: Any,
+    steps: Any,
+    count: Any,
+    fresh: Any,
+    wide: Any,
+    kind: Any,
+) -> Any:
+    """Add to `out` `(count, 16 * wide)`, or write if it is `fresh`, the products of `left` `(count, steps)` and `right`
+    `(steps, 16 * wide)`; of bfloat16 a step is two numbers. There are 1 to `_ROWS` rows, the steps are in bytes.
+    """
+    vectors, name = wide.literal_value, kind.literal_value
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        out, out_step, left, left_step, right, right_step, steps, count, fresh = arguments[:9]
+        number = FLOAT if name == "float32" else INT
+        vector = ir.VectorType(number, 16)
+        end = b.append_basic_block()
+        switch = b.switch(count, end)
+        for rows in range(1, _ROWS + 1):
+            block = b.append_basic_block()
+            switch.add_case(LONG(rows), block)
+            b.position_at_end(block)
+            outs = [b.add(out, b.mul(out_step, LONG(row))) for row in range(rows)]
+            lefts = [b.add(left, b.mul(left_step, LONG(row))) for row in range(rows)]
+            nothing = ir.Constant(floats(16), [0.0] * 16)
+            is_fresh = b.icmp_signed("!=", fresh, LONG(0))
+            starts = [
+                b.select(is_fresh, nothing, load(b, at(b, place, _LINE * i), floats(16), 4))
+                for place in outs
+                for i in range(vectors)
+            ]
+            before, body, after = b.block, b.append_basic_block(), b.append_basic_block()
+            b.branch(body)
+            b.position_at_end(body)
+            i = b.phi(LONG)
+            sums = [b.phi(floats(16)) for _ in starts]
+            row_of = b.add(right, b.mul(i, right_step))
+            those = [load(b, at(b, row_of, _LINE * j), vector, 4) for j in range(vectors)]
+            more = []
+            for row, place in enumerate(lefts):
+                one = kernels.repeated(b, load(b, b.add(place, b.mul(i, LONG(4))), number, 4), 16)
+                more += [_sum(b, name, sums[row * vectors + j], one, those[j]) for j in range(vectors)]
+            following = b.add(i, LONG(1))
+            for phi, start, new in [(i, LONG(0), following), *zip(sums, starts, more, strict=True)]:
+                phi.add_incoming(start, before)
+                phi.add_incoming(new, body)
+            b.cbranch(b.icmp_signed("<", following, steps), body, after)
+            b.position_at_end(after)
+            for index, total in enumerate(more):
+                kernels.store(b, total, at(b, outs[index // vectors], _LINE * (index % vectors)), 4)
+            b.branch(end)
+        b.position_at_end(end)
+
+    return types.void(*[types.int64] * 9, wide, kind), generate
+
+
+@intrinsic
+def _transpose(context: Any, out: Any, out_step: Any, source: Any, step: Any) -> Any:
+    """Write a matrix of 16 x 16 numbers in 32 bits with rows for columns."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        out, out_step, source, step = arguments
+        words = ir.VectorType(INT, 16)
+        rows = [load(b, b.add(source, b.mul(step, LONG(i))), words, 2) for i in range(16)]
+        for s in (8, 4, 2, 1):  # swap the blocks of s x s that are not on the diagonal
+            for i in (i for i in range(16) if not i & s):
+                one, other = rows[i], rows[i + s]
+                upper = [16 + lane - s if lane & s else lane for lane in range(16)]
+                lower = [16 + lane if lane & s else lane + s for lane in range(16)]
+                rows[i], rows[i + s] = (
+                    b.shuffle_vector(one, other, ir.Constant(words, places)) for places in (upper, lower)
+                )
+        for i, row in enumerate(rows):
+            kernels.store(b, row, b.add(out, b.mul(out_step, LONG(i))), 4)
+
+    return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def _pair(context: Any, out: Any, one: Any, other: Any) -> Any:
+    """Write 32 pairs of the bfloat16 numbers of two rows."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        out, *places = arguments
+        rows = [load(b, place, ir.VectorType(ir.IntType(16), 32), 2) for place in places]
+        for half in (0, 16):
+            mixed = [half + i // 2 + 32 * (i % 2) for i in range(32)]
+            pairs = b.shuffle_vector(*rows, ir.Constant(ir.VectorType(INT, 32), mixed))
+            kernels.store(b, pairs, at(b, out, 4 * half), 2)
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic(prefer_literal=True)
+def _store(context: Any, out: Any, source: Any, kind: Any) -> Any:
+    """Write 16 float32 numbers as those of a kind."""
+    name = kind.literal_value
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        numbers = load(b, arguments[1], floats(16), 4)
+        if name == "bfloat16":
+            numbers = b.fptrunc(numbers, ir.VectorType(kernels.BFloat(), 16))
+        kernels.store(b, numbers, arguments[0], 2)
+
+    return types.void(types.int64, types.int64, kind), generate
+
+
+@intrinsic
+def _line(context: Any, out: Any, source: Any) -> Any:
+    """Copy 64 bytes; with 0 for the source, clear them."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        out, source = arguments
+        words = ir.VectorType(INT, 16)
+        kernels.store(b, ir.Constant(words, [0] * 16), out)
+        with b.if_then(b.icmp_signed("!=", source, LONG(0))):
+            kernels.store(b, load(b, source, words), out)
+
+    return types.void(*[types.int64] * 2), generate
+
+
+@numba.njit
+def _copy(out, source, step, count, row):
+    """Copy `count` rows to the first ones of a block, and clear the others."""
+    for i in range(BLOCK):
+        for word in range(0, row, _LINE):
+            _line(out + i * row + word, source + i * step + word if i < count else 0)
+
+
+def _exponential(b: Any, x: Any) -> Any:
+    """e^x for x <= 0, as `ragkv.attention.decode_kernel.exponential`, of 16 numbers."""
+    vector, words = x.type, ir.VectorType(INT, 16)
+
+    def constant(number: float) -> Any:
+        return ir.Constant(vector, [number] * 16)
+
+    x = b.select(b.fcmp_ordered("<", x, constant(-87.0)), constant(-87.0), x)  # a NaN stays one
+    y = b.fmul(x, constant(1.44269504))
+    whole = b.call(kernels.function(b, "llvm.floor.v16f32", vector, vector), [y])
+    part, power = b.fsub(y, whole), constant(POLYNOMIAL[0])
+    for each in POLYNOMIAL[1:]:
+        power = b.fadd(b.fmul(power, part, flags=FAST), constant(each), flags=FAST)
+    bits = b.shl(b.add(b.fptosi(whole, words), ir.Constant(words, [127] * 16)), ir.Constant(words, [23] * 16))
+    return b.fmul(power, b.bitcast(bits, vector))
+
+
+@intrinsic(prefer_literal=True)
+def _weigh(
+    context: Any,
+    weights: Any,
+    scores: Any,
+    mixed: Any,
+    best: Any,
+    total: Any,
+    seen: Any,
+    scale: Any,
+    width: Any,
+    kind: Any,
+) -> Any:
+    """Write the weights e^(scale * score - best) of a query's block, 0 but for those of the keys `seen`, and account
+    for a new best: in the total of the weights and in the values mixed so far, `(width,)`. All else are addresses.
+    """
+    numbers, name = width.literal_value, kind.literal_value
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        weights, scores, mixed, best, total, seen, scale = arguments[:7]
+        words, vector = ir.VectorType(INT, 16), floats(16)
+        scales, until = kernels.repeated(b, scale, 16), kernels.repeated(b, b.trunc(seen, INT), 16)
+        found, visible = [], []
+        for start in range(0, BLOCK, 16):
+            lanes = ir.Constant(words, [*range(start, start + 16)])
+            visible.append(b.icmp_signed("<", lanes, until))
+            number = b.fmul(load(b, at(b, scores, 4 * start), vector, 4), scales)
+            found.append(b.select(visible[-1], number, ir.Constant(vector, [-3e38] * 16)))
+        largest = found[0]
+        for each in found[1:]:
+            largest = b.select(b.fcmp_ordered(">", largest, each), largest, each)
+        for half in (8, 4, 2, 1):
+            places = ir.Constant(words, [(lane + half) % 16 for lane in range(16)])
+            other = b.shuffle_vector(largest, largest, places)
+            largest = b.select(b.fcmp_ordered(">", largest, other), largest, other)
+        most = b.extract_element(largest, INT(0))
+        before = load(b, best, FLOAT, 4)
+        top = b.select(b.fcmp_ordered(">", before, most), before, most)
+        kept = _exponential(b, kernels.repeated(b, b.fsub(before, top), 16))
+        same = b.fcmp_ordered("==", before, top)
+        kept = b.select(same, ir.Constant(vector, [1.0] * 16), kept)
+        tops, nothing = kernels.repeated(b, top, 16), ir.Constant(vector, [0.0] * 16)
+        results = [
+            b.select(mask, _exponential(b, b.fsub(each, tops)), nothing)
+            for mask, each in zip(visible, found, strict=True)
+        ]
+        added = results[0]
+        for each in results[1:]:
+            added = b.fadd(added, each)
+        reduce = kernels.function(b, "llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT, vector)
+        added = b.call(reduce, [ir.Constant(FLOAT, 0.0), added], fastmath=("reassoc",))
+        factor = b.extract_element(kept, INT(0))
+        kernels.store(b, b.fadd(b.fmul(load(b, total, FLOAT, 4), factor), added), total, 4)
+        kernels.store(b, top, best, 4)
+        for start, each in zip(range(0, BLOCK, 16), results, strict=True):
+            narrow = b.fptrunc(each, ir.VectorType(kernels.BFloat(), 16)) if name == "bfloat16" else each
+            kernels.store(b, narrow, at(b, weights, SIZES[name] * start), 2)
+        with b.if_then(b.not_(same)):
+            for start in range(0, numbers, 16):
+                place = at(b, mixed, 4 * start)
+                kernels.store(b, b.fmul(load(b, place, vector, 4), kept), place, 4)
+
+    return types.void(*[types.int64] * 6, types.float32, width, kind), generate
+
+
+@functools.cache
+def attention(kind: str, width: int) -> Any:
+    """The kernel for heads of `width` numbers of a kind, "bfloat16" or "float32".
+
+    A unit of its work is a batch row, a query head (of which GROUP share a key head) and up to `QUERIES_AT_A_TIME` of
+    its QUERIES. It writes OUT `(batch, heads, queries, width)` in their kind, and LSE `(batch, heads, queries)`. Query
+    i sees the keys up to i if it is CAUSAL. SCALE is the bits of a float32.
+    """
+    size, half = SIZES[kind], kind == "bfloat16"
+    row, most = width * size, QUERIES_AT_A_TIME
+
+    def kernel(data):
+        units, chunk = argument(data, kernels.UNITS), argument(data, kernels.CHUNK)
+        heads, group, n = argument(data, HEADS), argument(data, GROUP), argument(data, QUERIES)
+        keys, causal, scale = argument(data, KEYS), argument(data, CAUSAL), float_of(np.int32(argument(data, SCALE)))
+        lse, key_step, value_step = (
+            reals(argument(data, LSE)),
+            argument(data, KEY_STEPS + 2),
+            argument(data, VALUE_STEPS + 2),
+        )
+        query_step = argument(data, QUERY_STEPS + 2)
+        scores, mixed = np.empty((_BAND, BLOCK), np.float32), np.empty((most, width), np.float32)
+        weights = np.empty((_BAND, BLOCK * size), np.uint8)
+        best, total = np.empty(most, np.float32), np.empty(most, np.float32)
+        laid_out, paired = np.empty(BLOCK * row, np.uint8), np.empty(BLOCK * row, np.uint8)
+        last_keys, last_values = np.zeros(BLOCK * row, np.uint8), np.zeros(BLOCK * row, np.uint8)
+        s, p, o, kt, vp = address(scores), address(weights), address(mixed), address(laid_out), address(paired)
+        bests, totals = address(best), address(total)
+        blocks = (n + most - 1) // most
+        while True:
+            first = claimed(data)
+            if first >= units:
+                return
+            for unit in range(first, min(first + chunk, units)):
+                batch, head, index = unit // (blocks * heads), unit // blocks % heads, unit % blocks
+                begin, end = n * index // blocks, n * (index + 1) // blocks
+                rows = end - begin
+                at_head = head // group
+                query = (
+                    argument(data, QUERY) + batch * argument(data, QUERY_STEPS) + head * argument(data, QUERY_STEPS + 1)
+                )
+                query += begin * query_step
+                key = argument(data, KEY) + batch * argument(data, KEY_STEPS) + at_head * argument(data, KEY_STEPS + 1)
+                value = (
+                    argument(data, VALUE)
+                    + batch * argument(data, VALUE_STEPS)
+                    + at_head * argument(data, VALUE_STEPS + 1)
+                )
+                for r in range(rows):
+                    best[r], total[r] = -np.inf, 0
+                    for i in range(width):
+                        mixed[r, i] = 0
+                for start in range(0, end if causal else keys, BLOCK):
+                    count = min(BLOCK, keys - start)
+                    k, k_step, v, v_step = key + start * key_step, key_step, value + start * value_step, value_step
+                    if count < BLOCK:
+                        _copy(address(last_keys), k, k_step, count, row)
+                        _copy(address(last_values), v, v_step, count, row)
+                        k, k_step, v, v_step = address(last_keys), row, address(last_values), row
+                    for i in range(0, BLOCK, 16):
+                        for word in range(0, row, _LINE):
+                            _transpose(kt + word * BLOCK + i * 4, BLOCK * 4, k + i * k_step + word, k_step)
+                    if half:
+                        for i in range(0, BLOCK, 2):
+                            for word in range(0, row, _LINE):
+                                _pair(vp + i * row + 2 * word, v + i * v_step + word, v + (i + 1) * v_step + word)
+                        v, v_step = vp, 2 * row
+                    for top in range(0, rows, _BAND):
+                        band = min(_BAND, rows - top)
+                        tiles = (band + _ROWS - 1) // _ROWS
+                        for tile in range(tiles):
+                            r = band * tile // tiles
+                            some = band * (tile + 1) // tiles - r
+                            _multiply(
+                                s + r * BLOCK * 4,
+                                BLOCK * 4,
+                                query + (top + r) * query_step,
+                                query_step,
+                                kt,
+                                BLOCK * 4,
+                                row // 4,
+                                some,
+                                1,
+                                _WIDE,
+                                kind,
+                            )
+                        for r in range(band):
+                            seen = min(count, begin + top + r + 1 - start) if causal else count
+                            _weigh(
+                                p + r * BLOCK * size,
+                                s + r * BLOCK * 4,
+                                o + (top + r) * width * 4,
+                                bests + (top + r) * 4,
+                                totals + (top + r) * 4,
+                                seen,
+                                scale,
+                                width,
+                                kind,
+                            )
+                        for tile in range(tiles):
+                            r = band * tile // tiles
+                            some = band * (tile + 1) // tiles - r
+                            into, left = o + (top + r) * width * 4, p + r * BLOCK * size
+                            for i in range(0, width // BLOCK * BLOCK, BLOCK):
+                                _multiply(
+                                    into + i * 4,
+                                    width * 4,
+                                    left,
+                                    BLOCK * size,
+                                    v + i * 4,
+                                    v_step,
+                                    BLOCK * size // 4,
+                                    some,
+                                    0,
+                                    _WIDE,
+                                    kind,
+                                )
+                            for i in range(width // BLOCK * BLOCK, width, 16):
+                                _multiply(
+                                    into + i * 4,
+                                    width * 4,
+                                    left,
+                                    BLOCK * size,
+                                    v + i * 4,
+                                    v_step,
+                                    BLOCK * size // 4,
+                                    some,
+                                    0,
+                                    1,
+                                    kind,
+                                )
+                place = (batch * heads + head) * n + begin
+                for r in range(rows):
+                    for i in range(width):
+                        mixed[r, i] /= total[r]
+                    for i in range(0, width, 16):
+                        _store(argument(data, OUT) + (place + r) * row + i * size, o + (r * width + i) * 4, kind)
+                    lse[place + r] = best[r] + math.log(total[r])
+
+    return kernels.compiled(kernel, fast=FAST)
