@@ -224,16 +224,15 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
 
 
 def _for_own_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `_flash` takes these tensors, and is the sooner one."""
+    """Whether `_flash` takes these tensors, and is the sooner one: torch's has AMX's matrix units for bfloat16."""
     module = kernel_module("ragkv.attention.flash_kernel")
+    if module is None or query.device.type != "cpu" or query.shape[2] < _QUERIES or torch.is_grad_enabled():
+        return False
+    has_dot = module.kernels.has_dot("bfloat16") and not module.kernels.has_tiles()
     return (
-        module is not None
-        and query.device.type == "cpu"
-        and query.shape[2] >= _QUERIES
-        and (query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and module.kernels.has_dot("bfloat16")))
+        (query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and has_dot))
         and query.shape[3] * query.element_size() % 64 == 0
         and query.stride(3) == key.stride(3) == value.stride(3) == 1
-        and not torch.is_grad_enabled()
     )
 
 

@@ -80,6 +80,12 @@ def has_dot(kind: str) -> bool:
     return needed <= features()
 
 
+@functools.cache
+def has_tiles() -> bool:
+    """Whether it has matrix units for bfloat16 (AMX)."""
+    return "amx-bf16" in features()
+
+
 def floats(width: int) -> ir.VectorType:
     """The type of `width` float32 numbers."""
     return ir.VectorType(FLOAT, width)

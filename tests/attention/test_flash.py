@@ -9,7 +9,9 @@ from ragkv.attention import partial
 from ragkv.attention.partial import partial_attention
 
 flash = pytest.importorskip("ragkv.attention.flash_kernel", exc_type=ImportError)
-needs_dot = pytest.mark.skipif(not flash.kernels.has_dot("bfloat16"), reason="no AVX512-BF16")
+needs_dot = pytest.mark.skipif(
+    not flash.kernels.has_dot("bfloat16") or flash.kernels.has_tiles(), reason="no AVX512-BF16, or AMX"
+)
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_dot)]
 
 
@@ -124,7 +126,7 @@ def test_a_number_that_is_none_stays_one_and_touches_no_other_head(dtype, which)
     assert not shorter.isnan().any()
 
 
-def test_what_it_does_not_take(calls):
+def test_what_it_does_not_take(calls, monkeypatch):
     def attend(query, key, value, mask=None, **more):
         partial_attention(query, key, value, scale=0.1, mask=mask, **more)
 
@@ -137,6 +139,8 @@ def test_what_it_does_not_take(calls):
     attend(query, key[..., ::2].repeat_interleave(2, -1), torch.stack([value, value], -1)[..., 0])
     with torch.enable_grad():
         attend(query.requires_grad_(), key, value)
+    monkeypatch.setattr(flash.kernels, "has_tiles", lambda: True)
+    attend(*tensors(1, 1, 1, 20, 9, 64, torch.bfloat16))
     assert calls == []
     attend(*tensors(1, 1, 1, partial._QUERIES, 9, 64, torch.float32))
     assert len(calls) == 1
