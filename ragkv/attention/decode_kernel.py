@@ -14,7 +14,6 @@ query heads that share a key, in a second (`ragkv.util.kernels`).
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -148,7 +147,7 @@ def weigh(scores, row, count, best):
     return total
 
 
-@functools.cache
+@kernels.once
 def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> Any:
     """The kernel for keys of `width` and values of `value_width` numbers, of which `rows` query heads read each.
 

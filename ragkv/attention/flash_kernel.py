@@ -10,7 +10,6 @@ laid out once for all queries that read them, so that one instruction multiplies
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -270,7 +269,7 @@ def _weigh(
     return types.void(*[types.int64] * 6, types.float32, width, kind), generate
 
 
-@functools.cache
+@kernels.once
 def attention(kind: str, width: int) -> Any:
     """The kernel for heads of `width` numbers of a kind, "bfloat16" or "float32".
 

@@ -26,8 +26,8 @@ _ROWS = 256
 """From this number of queries per head on the CPU kernel is busy, and folding the heads of a group gains nothing."""
 _QUERIES = 6
 """From so many queries on ragkv's own kernel is sooner than torch's."""
-_PRODUCTS = 1 << 17
-"""Numbers of queries, times keys, that are worth a thread: 5 µs of work."""
+_PRODUCTS = 1 << 22
+"""Numbers of queries, times keys, that are worth a thread: 100 µs of work."""
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
 Kernel = Callable[[Tensor, Tensor, Tensor, Mask, float, float, float | None], tuple[Tensor, Tensor]]
 

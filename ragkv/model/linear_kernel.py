@@ -261,7 +261,7 @@ def tile_outputs(weight: str, row: str) -> int:
     return _Tile(weight, row).outs
 
 
-@functools.cache
+@kernels.once
 def product(weight: str, row: str) -> Any:
     """The kernel (`ragkv.util.kernels.run`) for weights and rows of these kinds: "bfloat16", "float16", "float32" and
     "int8" weights with float32 rows, "bfloat16" weights and rows, and "int8" weights with "uint8" rows.
@@ -304,7 +304,7 @@ def product(weight: str, row: str) -> Any:
     return kernels.compiled(kernel)
 
 
-@functools.cache
+@kernels.once
 def quantise() -> Any:
     """A function of states `(rows, in_features)` and their scales (`STEPS`) that fills two uint8 rows for each."""
 

@@ -1,8 +1,8 @@
 """What ragkv's kernels for processors have in common. Numba compiles them for the processor that they run on.
 
 numba has no vectors of its own, so the innermost loops are written as LLVM's instructions (`numba.extending.intrinsic`)
-with the functions of this module. A compiled kernel takes the address of an array of int64 and is run by `run` on
-torch's threads. Importing this module raises ImportError for processors that the kernels are not for.
+with the functions of this module. A compiled kernel takes the address of an array of int64 and is run by `run`.
+Importing this module raises ImportError for processors that the kernels are not for.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -15,6 +15,7 @@ import hashlib
 import math
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -211,8 +212,6 @@ def run(kernel: Any, units: int, threads: int, *arguments: int) -> None:
     data = _array(ARGUMENTS + len(arguments))(0, units, chunk, *arguments)
     if threads < 2:
         kernel.ctypes(ctypes.addressof(data))
-    elif (parallel := _openmp()) is not None:
-        parallel(kernel.address, ctypes.addressof(data), threads, 0)
     else:
         others = [_pool().submit(kernel.ctypes, ctypes.addressof(data)) for _ in range(threads - 1)]
         kernel.ctypes(ctypes.addressof(data))
@@ -231,24 +230,26 @@ def threads_for(numbers: int, each: int) -> int:
 
 
 @functools.cache
-def _openmp() -> Callable[..., None] | None:
-    """The function of GNU's OpenMP that runs another one on all threads, which torch has loaded on Linux: its threads
-    are awake between the operations of a step, so it takes 3 µs, where waking a thread of Python's takes 60.
-    """
-    try:
-        found: Any = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError, TypeError):
-        return None
-    found.argtypes, found.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
-    return found  # type: ignore[no-any-return]
-
-
-@functools.cache
 def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ragkv-kernel")
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of these threads
+
+
+_COMPILING = threading.RLock()
+
+
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.cache`, but threads that ask at the same time wait for one result instead of making two."""
+    made = functools.cache(make)
+
+    @functools.wraps(make)
+    def found(*arguments: Any) -> Any:
+        with _COMPILING:
+            return made(*arguments)
+
+    return found
 
 
 def compiled(function: Callable[..., None], signature: Any = None, *, fast: Sequence[str] = ()) -> Any:

@@ -222,15 +222,12 @@ def test_a_number_that_is_none_is_not_lost(which):
     assert stepped([row], call_of(1, 1, 2, 16, 16)).isnan().any()
 
 
-@pytest.mark.parametrize("how", ["OpenMP", "pool"])
-def test_threads_share_the_heads(how, monkeypatch, calls):
+def test_threads_share_the_heads(monkeypatch, calls):
     torch.manual_seed(4)
     kv, call = chunk(50, 5, 16, 16), call_of(1, 5, 3, 16, 16)
     one = stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call)
     monkeypatch.setattr(decode, "_NUMBERS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    if how == "pool":
-        monkeypatch.setattr(kernels, "_openmp", lambda: None)
     several = stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call)
     assert torch.equal(one, several)
     assert calls == [1, 1]

@@ -123,16 +123,13 @@ def test_rows_and_weights_may_lie_apart(kinds):
         )
 
 
-@pytest.mark.parametrize("how", ["OpenMP", "pool"])
 @torch.no_grad()
-def test_all_threads_compute_the_same(kinds, how, monkeypatch):
+def test_all_threads_compute_the_same(kinds, monkeypatch):
     layer, states = _layer(512, 999, kinds[0], held=kinds[1]), torch.randn(70, 512).to(kinds[0])
     monkeypatch.setattr(linear, "most_rows", lambda dtype: 1000)
     monkeypatch.setattr(kernels, "threads_for", lambda numbers, each: 1)
     alone = [layer(states[:count]) for count in (1, 70)]
     monkeypatch.setattr(kernels, "threads_for", lambda numbers, each: 3)
-    if how == "pool":
-        monkeypatch.setattr(kernels, "_openmp", lambda: None)
     for _ in range(20):
         assert all(torch.equal(layer(states[: len(right)]), right) for right in alone)
 

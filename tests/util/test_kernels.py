@@ -91,14 +91,9 @@ def counting():
     return kernels.compiled(_counting)
 
 
-@pytest.mark.parametrize("openmp", [True, False], ids=["OpenMP", "pool"])
 @pytest.mark.parametrize("units", [1, 7, 1000])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_each_unit_of_work_is_done_once(counting, units, threads, openmp, monkeypatch):
-    if openmp and kernels._openmp() is None:
-        pytest.skip("no GNU OpenMP")
-    if not openmp:
-        monkeypatch.setattr(kernels, "_openmp", lambda: None)
+def test_each_unit_of_work_is_done_once(counting, units, threads):
     counts = torch.zeros(units, dtype=torch.int64)
     for _ in range(20):
         kernels.run(counting, units, threads, counts.data_ptr())
@@ -118,15 +113,13 @@ def test_every_thread_of_the_pool_is_waited_for(counting, monkeypatch):
 
             return SimpleNamespace(result=result)
 
-    monkeypatch.setattr(kernels, "_openmp", lambda: None)
     monkeypatch.setattr(kernels, "_pool", Lazy)
     counts = torch.zeros(3, dtype=torch.int64)
     kernels.run(counting, 3, 4, counts.data_ptr())
     assert (counts.tolist(), Lazy.waited) == ([1, 1, 1], 3)
 
 
-def test_a_forked_process_has_threads_of_its_own(counting, monkeypatch):
-    monkeypatch.setattr(kernels, "_openmp", lambda: None)
+def test_a_forked_process_has_threads_of_its_own(counting):
     kernels._pool.cache_clear()
     counts = torch.zeros(4, dtype=torch.int64)
     kernels.run(counting, 4, 3, counts.data_ptr())
