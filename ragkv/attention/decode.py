@@ -205,7 +205,7 @@ class InPlace:
         return span.at in self.at and id(kv) not in self.others
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Table:
     """What the kernel reads in layers with the same window.
 

@@ -24,7 +24,21 @@ from numba import types
 from numba.extending import intrinsic
 
 from ragkv.util import kernels
-from ragkv.util.kernels import FAST, FLOAT, address, argument, at, claimed, floats, integers, reals, repeated, widened
+from ragkv.util.kernels import (
+    FAST,
+    FLOAT,
+    POLYNOMIAL,
+    address,
+    argument,
+    at,
+    claimed,
+    float_of,
+    floats,
+    integers,
+    reals,
+    repeated,
+    widened,
+)
 
 BLOCK = 64
 """Keys whose scores are in memory at a time."""
@@ -32,8 +46,6 @@ TILE = 8
 """Most query heads that read a key at a time."""
 COLUMNS = 9
 """Numbers of a row of the table."""
-POLYNOMIAL = (1.8775767e-3, 8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 9.9999994e-1)
-"""2^x for x from 0 to 1, the highest power first."""
 _UNROLL = 4
 """Keys whose values are added at a time."""
 QUERIES, OUT, LSE, COS, SIN, PARTNERS, TABLE, STARTS, TOKENS, SHARPNESS = range(
@@ -91,16 +103,6 @@ def _add(
                 kernels.store(b, total, place, 4)
 
     return types.void(out, weights, value, stride, kind, width, rows, keys), generate
-
-
-@intrinsic
-def float_of(context: Any, bits: Any) -> Any:
-    """The float32 that has these bits."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        return b.bitcast(arguments[0], FLOAT)
-
-    return types.float32(types.int32), generate
 
 
 @numba.njit(fastmath=set(FAST))

@@ -19,9 +19,24 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ragkv.attention.decode_kernel import POLYNOMIAL, float_of
 from ragkv.util import kernels
-from ragkv.util.kernels import FAST, FLOAT, INT, LONG, SIZES, address, argument, at, claimed, floats, load, reals
+from ragkv.util.kernels import (
+    FAST,
+    FLOAT,
+    INT,
+    LONG,
+    POLYNOMIAL,
+    SIZES,
+    address,
+    argument,
+    at,
+    claimed,
+    float_of,
+    floats,
+    load,
+    narrowed,
+    reals,
+)
 
 QUERY, KEY, VALUE, OUT, LSE = range(kernels.ARGUMENTS, kernels.ARGUMENTS + 5)
 HEADS, GROUP, QUERIES, KEYS, CAUSAL, SCALE = range(LSE + 1, LSE + 7)
@@ -157,10 +172,7 @@ def _store(context: Any, out: Any, source: Any, kind: Any) -> Any:
     name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        numbers = load(b, arguments[1], floats(16), 4)
-        if name == "bfloat16":
-            numbers = b.fptrunc(numbers, ir.VectorType(kernels.BFloat(), 16))
-        kernels.store(b, numbers, arguments[0], 2)
+        kernels.store(b, narrowed(b, load(b, arguments[1], floats(16), 4), name), arguments[0], 2)
 
     return types.void(types.int64, types.int64, kind), generate
 
@@ -259,8 +271,7 @@ def _weigh(
         kernels.store(b, b.fadd(b.fmul(load(b, total, FLOAT, 4), factor), added), total, 4)
         kernels.store(b, top, best, 4)
         for start, each in zip(range(0, BLOCK, 16), results, strict=True):
-            narrow = b.fptrunc(each, ir.VectorType(kernels.BFloat(), 16)) if name == "bfloat16" else each
-            kernels.store(b, narrow, at(b, weights, SIZES[name] * start), 2)
+            kernels.store(b, narrowed(b, each, name), at(b, weights, SIZES[name] * start), 2)
         with b.if_then(b.not_(same)):
             for start in range(0, numbers, 16):
                 place = at(b, mixed, 4 * start)
@@ -278,7 +289,7 @@ def attention(kind: str, width: int) -> Any:
     i sees the keys up to i if it is CAUSAL. SCALE is the bits of a float32.
     """
     size, half = SIZES[kind], kind == "bfloat16"
-    row, most = width * size, QUERIES_AT_A_TIME
+    row, most, vectors = width * size, QUERIES_AT_A_TIME, math.gcd(width // 16, _WIDE)
 
     def kernel(data):
         units, chunk = argument(data, kernels.UNITS), argument(data, kernels.CHUNK)
@@ -295,8 +306,6 @@ def attention(kind: str, width: int) -> Any:
         best, total = np.empty(most, np.float32), np.empty(most, np.float32)
         laid_out, paired = np.empty(BLOCK * row, np.uint8), np.empty(BLOCK * row, np.uint8)
         last_keys, last_values = np.zeros(BLOCK * row, np.uint8), np.zeros(BLOCK * row, np.uint8)
-        s, p, o, kt, vp = address(scores), address(weights), address(mixed), address(laid_out), address(paired)
-        bests, totals = address(best), address(total)
         blocks = (n + most - 1) // most
         while True:
             first = claimed(data)
@@ -306,6 +315,8 @@ def attention(kind: str, width: int) -> Any:
                 batch, head, index = unit // (blocks * heads), unit // blocks % heads, unit % blocks
                 begin, end = n * index // blocks, n * (index + 1) // blocks
                 rows = end - begin
+                s, p, o, kt, vp = address(scores), address(weights), address(mixed), address(laid_out), address(paired)
+                bests, totals = address(best), address(total)
                 at_head = head // group
                 query = (
                     argument(data, QUERY) + batch * argument(data, QUERY_STEPS) + head * argument(data, QUERY_STEPS + 1)
@@ -372,7 +383,7 @@ def attention(kind: str, width: int) -> Any:
                             r = band * tile // tiles
                             some = band * (tile + 1) // tiles - r
                             into, left = o + (top + r) * width * 4, p + r * BLOCK * size
-                            for i in range(0, width // BLOCK * BLOCK, BLOCK):
+                            for i in range(0, width, 16 * vectors):
                                 _multiply(
                                     into + i * 4,
                                     width * 4,
@@ -383,21 +394,7 @@ def attention(kind: str, width: int) -> Any:
                                     BLOCK * size // 4,
                                     some,
                                     0,
-                                    _WIDE,
-                                    kind,
-                                )
-                            for i in range(width // BLOCK * BLOCK, width, 16):
-                                _multiply(
-                                    into + i * 4,
-                                    width * 4,
-                                    left,
-                                    BLOCK * size,
-                                    v + i * 4,
-                                    v_step,
-                                    BLOCK * size // 4,
-                                    some,
-                                    0,
-                                    1,
+                                    vectors,
                                     kind,
                                 )
                 place = (batch * heads + head) * n + begin

@@ -192,8 +192,7 @@ class Int8Linear(nn.Module):
         if self.zeros is None:
             _multiply(out, rows, self.weight, self.bias, len(rows), self.scales)
             return out
-        kernels = _kernels()
-        assert kernels is not None
+        kernels, *_ = _compiled(self.weight.dtype, torch.uint8)
         steps = rows.abs().amax(1).div_(127)
         both = torch.empty((len(rows), 2, rows.shape[1]), dtype=torch.uint8)
         kernels.quantise()(rows.numpy(), steps.numpy(), both.numpy())

@@ -196,9 +196,7 @@ class _Code:
                 result = b.fmul(result, kernels.repeated(b, step, tile.outs))
             if scales is not None:
                 result = b.fmul(result, scales)
-            result = b.fadd(result, bias)
-            if tile.out == "bfloat16":
-                result = b.fptrunc(result, ir.VectorType(BFloat(), tile.outs))
+            result = kernels.narrowed(b, b.fadd(result, bias), tile.out)
             place = self._offset(OUT, row, OUT_FEATURES, tile.out)
             kernels.store(b, result, b.add(place, b.mul(self._output, LONG(SIZES[tile.out]))))
 
@@ -281,7 +279,6 @@ def product(weight: str, row: str) -> Any:
         few = count <= _FEW
         group = 1 if few else min(_GROUP, chunk)
         memory = np.empty(group * block * of_row, np.uint8)
-        totals = address(memory)
         while True:
             claim = claimed(data)
             if claim >= units:
@@ -298,7 +295,7 @@ def product(weight: str, row: str) -> Any:
                             for index in range(tiles):
                                 from_row = rows * index // tiles
                                 some = rows * (index + 1) // tiles - from_row
-                                into = totals + ((unit - begin) * block + from_row) * of_row
+                                into = address(memory) + ((unit - begin) * block + from_row) * of_row
                                 _write(data, output, start + from_row, some, into, first, last, few, weight, row)
 
     return kernels.compiled(kernel)

@@ -33,6 +33,8 @@ from ragkv.util.files import user_folder
 FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 FAST = ("reassoc", "contract", "nsz")
 """What LLVM may do to float arithmetic. Not "nnan" and "ninf": a NaN stays one."""
+POLYNOMIAL = (1.8775767e-3, 8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 9.9999994e-1)
+"""2^x for x from 0 to 1, the highest power first."""
 SIZES = {"int8": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 _NEEDED = ("avx2", "f16c", "fma")
 
@@ -120,6 +122,11 @@ def widened(b: Any, address: Any, kind: str, width: int) -> Any:
     return b.bitcast(b.shl(b.zext(bits, words), ir.Constant(words, [16] * width)), floats(width))
 
 
+def narrowed(b: Any, numbers: Any, kind: str) -> Any:
+    """Float32 numbers as those of a kind, "float32" or "bfloat16"."""
+    return b.fptrunc(numbers, ir.VectorType(BFloat(), numbers.type.count)) if kind == "bfloat16" else numbers
+
+
 def repeated(b: Any, number: Any, width: int) -> Any:
     """A vector that has the number `width` times."""
     vector = ir.VectorType(number.type, width)
@@ -151,7 +158,11 @@ def function(b: Any, name: str, result: Any, *arguments: Any) -> Any:
 
 @intrinsic
 def address(context: Any, array: Any) -> Any:
-    """Where the numbers of an array begin."""
+    """Where the numbers of an array begin.
+
+    numba frees an array after the last use of its name. So a kernel asks for it within the loop that uses the memory:
+    asked for before that, the loop would write to memory that is somebody else's.
+    """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
         made = context.make_array(signature.args[0])(context, b, arguments[0])
@@ -178,6 +189,16 @@ def integers(context: Any, place: Any) -> Any:
         return b.inttoptr(arguments[0], LONG.as_pointer())
 
     return types.CPointer(types.int64)(types.int64), generate
+
+
+@intrinsic
+def float_of(context: Any, bits: Any) -> Any:
+    """The float32 that has these bits."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        return b.bitcast(arguments[0], FLOAT)
+
+    return types.float32(types.int32), generate
 
 
 @intrinsic

@@ -14,6 +14,9 @@ from ragkv.util.plugins import kernel_module
 
 kernels = pytest.importorskip("ragkv.util.kernels", exc_type=ImportError)
 numba = kernels.numba
+ir, errors = pytest.importorskip("numba.core.ir"), pytest.importorskip("numba.core.errors")
+run_frontend = pytest.importorskip("numba.core.compiler").run_frontend
+compute_cfg_from_blocks = pytest.importorskip("numba.core.analysis").compute_cfg_from_blocks
 
 
 def _nothing(data):
@@ -134,3 +137,41 @@ def test_a_forked_process_has_threads_of_its_own(counting):
 def test_as_many_threads_as_the_work_is_worth(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert [kernels.threads_for(numbers, 100) for numbers in (0, 199, 200, 399, 10**6)] == [1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "given"),
+    [
+        ("ragkv.model.linear_kernel", "product", ("float32", "float32")),
+        ("ragkv.attention.flash_kernel", "attention", ("float32", 64)),
+        ("ragkv.attention.decode_kernel", "compiled", ("float32", "float32", 64, 64, 1)),
+    ],
+    ids=str,
+)
+def test_a_kernels_memory_is_its_own_until_its_work_is_done(module, name, given, monkeypatch):
+    """numba frees an array after its last use by name, and does not know of uses by its address."""
+    made = pytest.importorskip(module, exc_type=ImportError)
+    monkeypatch.setattr(kernels, "compiled", lambda kernel, *_, **__: kernel)
+    found = run_frontend(getattr(made, name).__wrapped__(*given), emit_dels=True)
+    graph = compute_cfg_from_blocks(found.blocks)
+    calls = [
+        (label, found.infer_constant(each.value.func), each.value.args)
+        for label, block in found.blocks.items()
+        for each in block.find_insts(ir.Assign)
+        if getattr(each.value, "op", None) == "call" and _is_constant(found, each.value.func)
+    ]
+    before = {label for label, called, _ in calls if called is kernels.claimed}
+    arrays = {given[0].name for _, called, given in calls if called is kernels.address}
+    assert before
+    assert arrays
+    while earlier := {label for at in before for label, _ in graph.predecessors(at)} - before:
+        before |= earlier
+    freed = {each.value for label in before for each in found.blocks[label].find_insts(ir.Del)}
+    assert not freed & arrays
+
+
+def _is_constant(found, variable):
+    try:
+        return bool(found.infer_constant(variable) or True)
+    except errors.ConstantInferenceError:
+        return False
