@@ -45,7 +45,7 @@ from ragkv.evaluation.io import markdown_table, write_whole
 from ragkv.model.apb.document import lengths_for
 from ragkv.model.language_model import LanguageModel
 from ragkv.runtime import Generation, Stream, runtime_of
-from ragkv.runtime.cuda_graphs import PASSES
+from ragkv.runtime.graphs import PASSES
 
 COMMAND = "python -m ragkv.benchmarks.papers.gpu_report"
 _REPOSITORY = Path(__file__).parents[2]

@@ -54,7 +54,8 @@ def _multiply(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, co
     threads = kernels.kernels.threads_for(count * out_features * in_features, _THREAD)
     pointers = out.data_ptr(), rows.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
     others = [each.data_ptr() for each in more]
-    kernels.kernels.run(kernel, -(-out_features // outs), threads, *pointers, in_features, out_features, count, *others)
+    sizes, held = (in_features, out_features, count), [out, rows, weight, *([] if bias is None else [bias]), *more]
+    kernels.kernels.run(kernel, -(-out_features // outs), threads, *pointers, *sizes, *others, held=held)
 
 
 @functools.cache
@@ -195,7 +196,8 @@ class Int8Linear(nn.Module):
         kernels, *_ = _compiled(self.weight.dtype, torch.uint8)
         steps = rows.abs().amax(1).div_(127)
         both = torch.empty((len(rows), 2, rows.shape[1]), dtype=torch.uint8)
-        kernels.quantise()(rows.numpy(), steps.numpy(), both.numpy())
+        pointers = rows.data_ptr(), steps.data_ptr(), both.data_ptr()
+        kernels.kernels.run(kernels.quantise(), len(rows), 1, *pointers, rows.shape[1], held=(rows, steps, both))
         _multiply(out, both, self.weight, self.bias, len(rows), self.scales, self.zeros, steps)
         return out
 

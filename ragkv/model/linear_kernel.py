@@ -23,7 +23,22 @@ from numba import types
 from numba.extending import intrinsic
 
 from ragkv.util import kernels
-from ragkv.util.kernels import FLOAT, INT, LONG, SIZES, BFloat, address, argument, at, claimed, floats, load, widened
+from ragkv.util.kernels import (
+    FLOAT,
+    INT,
+    LONG,
+    SIZES,
+    BFloat,
+    address,
+    argument,
+    at,
+    claimed,
+    floats,
+    load,
+    octets,
+    reals,
+    widened,
+)
 
 OUT, ROWS, WEIGHTS, BIAS, IN_FEATURES, OUT_FEATURES, COUNT, SCALES, ZEROS, STEPS = range(
     kernels.ARGUMENTS, kernels.ARGUMENTS + 10
@@ -301,18 +316,28 @@ def product(weight: str, row: str) -> Any:
     return kernels.compiled(kernel)
 
 
+STATES, UNIT, BOTH, WIDTH = range(kernels.ARGUMENTS, kernels.ARGUMENTS + 4)
+"""The arguments of `quantise`: addresses of states `(rows, in_features)`, their scales and what it fills; the size."""
+
+
 @kernels.once
 def quantise() -> Any:
-    """A function of states `(rows, in_features)` and their scales (`STEPS`) that fills two uint8 rows for each."""
+    """The kernel that makes two uint8 rows of each row of float32."""
 
-    def kernel(states, steps, both):
-        for row in range(states.shape[0]):
-            scale = np.float32(1) / steps[row]
-            for i in range(states.shape[1]):
-                number = states[row, i] * scale
-                whole = np.rint(number)
-                both[row, 0, i] = np.uint8(np.int32(whole) + 128)
-                both[row, 1, i] = np.uint8(np.int32(np.rint((number - whole) * np.float32(1 / REST))) + 128)
+    def kernel(data):
+        states, steps = reals(argument(data, STATES)), reals(argument(data, UNIT))
+        both, width = octets(argument(data, BOTH)), argument(data, WIDTH)
+        units, chunk = argument(data, kernels.UNITS), argument(data, kernels.CHUNK)
+        while True:
+            first = claimed(data)
+            if first >= units:
+                return
+            for row in range(first, min(first + chunk, units)):
+                scale, place = np.float32(1) / steps[row], 2 * row * width
+                for i in range(width):
+                    number = states[row * width + i] * scale
+                    whole = np.rint(number)
+                    both[place + i] = np.uint8(np.int32(whole) + 128)
+                    both[place + width + i] = np.uint8(np.int32(np.rint((number - whole) * np.float32(1 / REST))) + 128)
 
-    numbers = types.float32[:, ::1], types.float32[::1], types.uint8[:, :, ::1]
-    return kernels.compiled(kernel, types.void(*numbers))
+    return kernels.compiled(kernel)

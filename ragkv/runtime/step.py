@@ -25,8 +25,8 @@ from ragkv.attention.batch import Ranks
 from ragkv.attention.sequence import MOST_TOKENS, KVArena, KVCache, StackedSequence, TokenSequence
 from ragkv.engines.base import Argmax, Forward, Join, Operation, Program, Release, Sample, WaitFor
 from ragkv.errors import UsageError
-from ragkv.runtime.cuda_graphs import DecodeGraph
 from ragkv.runtime.decoding import Decoder, Token
+from ragkv.runtime.graphs import DecodeGraph
 from ragkv.runtime.kv_pool import KVPool, with_shared
 from ragkv.runtime.scheduler import Pace, Scheduler, Ticket
 

@@ -27,6 +27,7 @@ import torch
 from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
+from torch import Tensor
 
 from ragkv.util.files import user_folder
 
@@ -192,6 +193,16 @@ def integers(context: Any, place: Any) -> Any:
 
 
 @intrinsic
+def octets(context: Any, place: Any) -> Any:
+    """The uint8 numbers at an address."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        return b.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return types.CPointer(types.uint8)(types.int64), generate
+
+
+@intrinsic
 def float_of(context: Any, bits: Any) -> Any:
     """The float32 that has these bits."""
 
@@ -227,17 +238,34 @@ UNITS, CHUNK, ARGUMENTS = 1, 2, 3
 _CHUNKS = 4  # for each thread, as some are slower
 
 
-def run(kernel: Any, units: int, threads: int, *arguments: int) -> None:
-    """Run a kernel, which claims `units` of work until there are none, on so many threads."""
+def run(kernel: Any, units: int, threads: int, *arguments: int, held: Sequence[Tensor] = ()) -> None:
+    """Run a kernel, which claims `units` of work until there are none, on so many threads. `held` is what it reads and
+    fills, if the launch may be recorded (`record`).
+    """
     chunk = units if threads < 2 else -(-units // (_CHUNKS * threads))
     data = _array(ARGUMENTS + len(arguments))(0, units, chunk, *arguments)
+    _launch(kernel.ctypes, data, threads)
+    if (seen := getattr(_RECORDS, "seen", None)) is not None:
+        seen(functools.partial(_launch, kernel.ctypes, data, threads, held))
+
+
+def _launch(kernel: Callable[[int], None], data: Any, threads: int, _held: Sequence[Tensor] = ()) -> None:
+    data[0], place = 0, ctypes.addressof(data)
     if threads < 2:
-        kernel.ctypes(ctypes.addressof(data))
+        kernel(place)
     else:
-        others = [_pool().submit(kernel.ctypes, ctypes.addressof(data)) for _ in range(threads - 1)]
-        kernel.ctypes(ctypes.addressof(data))
+        others = [_pool().submit(kernel, place) for _ in range(threads - 1)]
+        kernel(place)
         for other in others:
             other.result()
+
+
+_RECORDS = threading.local()
+
+
+def record(seen: Callable[[Callable[[], None]], object] | None) -> None:
+    """From here on give `seen` what repeats each launch of this thread; None: no longer."""
+    _RECORDS.seen = seen
 
 
 @functools.cache
@@ -273,20 +301,17 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def compiled(function: Callable[..., None], signature: Any = None, *, fast: Sequence[str] = ()) -> Any:
-    """A function for Python, of the arguments that a signature says, or without one a kernel for `run`; compiled, and
-    kept in the user's cache folder. `fast` is what LLVM may do to all float arithmetic (`FAST`).
+def compiled(function: Callable[..., None], *, fast: Sequence[str] = ()) -> Any:
+    """A kernel for `run`, compiled, and kept in the user's cache folder. `fast` is what LLVM may do to all float
+    arithmetic (`FAST`).
     """
     options: dict[str, Any] = {"fastmath": set(fast), "error_model": "numpy", "boundscheck": False}
-    compiler = numba.cfunc
-    if signature is not None:
-        compiler, options["nogil"] = numba.njit, True
-    signature = signature or types.void(types.int64)
+    signature = types.void(types.int64)
     try:
         with _keeping():
-            return compiler(signature, cache=True, **options)(function)
+            return numba.cfunc(signature, cache=True, **options)(function)
     except Exception:  # no folder that it may be kept in, a full disk, a damaged file; else it is raised again
-        return compiler(signature, **options)(function)
+        return numba.cfunc(signature, **options)(function)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.attention.pages import PAGE, PagePool
 from ragkv.attention.partial import partial_attention
 from ragkv.engines import make_engine
-from ragkv.runtime import Generation, Runtime, cuda_graphs, step
+from ragkv.runtime import Generation, Runtime, graphs, step
 
 CPU = torch.device("cpu")
 ENGINES = [
@@ -231,8 +231,8 @@ def test_steps_that_repeat_are_captured_once_for_each_set_of_sequences(make_mode
         return replay
 
     monkeypatch.setattr(recordedgraph.RecordedCapture, "whole", lambda _, work: captured(work))
-    monkeypatch.setattr(cuda_graphs, "ALIKE", 3)
-    monkeypatch.setattr(cuda_graphs, "WORTH", 6)
+    monkeypatch.setattr(graphs, "ALIKE", 3)
+    monkeypatch.setattr(graphs, "WORTH", 6)
     monkeypatch.setattr(crowd, "_ALONE", {})
     one, other, *_ = (replace(asked, steps=9) for asked in questions("block", ()))
     expected = [alone(model, asked)[1] for asked in (one, other)]
@@ -268,20 +268,18 @@ def test_a_captured_step_computes_what_its_kernels_do(name, tuning, make_model, 
     """Rounding differs with how the keys are split, so answers are compared while their tokens are the same."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    model, captures, whole = make_model("llama", "bfloat16", "cuda"), [], cuda_graphs.Capture.whole
+    model, captures, whole = make_model("llama", "bfloat16", "cuda"), [], graphs.Capture.whole
     asked = [replace(one, steps=12) for one in questions(name, tuning)]
 
     def answers():
         crowd._ALONE.clear()
         return [alone(model, one) for one in asked] + [each[1:] for each in crowd.together(model, asked)[1]]
 
-    monkeypatch.setattr(
-        cuda_graphs.Capture, "whole", lambda self, work: captures.append(whole(self, work)) or captures[-1]
-    )
-    monkeypatch.setattr(cuda_graphs, "ALIKE", 3)
+    monkeypatch.setattr(graphs.Capture, "whole", lambda self, work: captures.append(whole(self, work)) or captures[-1])
+    monkeypatch.setattr(graphs, "ALIKE", 3)
     found = answers()
     assert captures
-    monkeypatch.setattr(cuda_graphs, "ALIKE", 1 << 30)
+    monkeypatch.setattr(graphs, "ALIKE", 1 << 30)
     compared = 0
     for (tokens, scores), (others, wanted) in zip(found, answers(), strict=True):
         for one, other, score, want in zip(tokens, others, scores, wanted, strict=False):

@@ -112,11 +112,11 @@ def test_a_cancelled_request_stops_summarising(make_model, monkeypatch):
     wanted = request(model)
     job = runtime.submit(MapReduce(MapReduceConfig(summary_tokens=50)), wanted, Generation(max_new_tokens=9))
 
-    def cancelling(*args):
+    def cancelling(*args, **more):
         steps.append(args)
         if len(steps) == 3:
             runtime.cancel(job)
-        return honest(*args)
+        return honest(*args, **more)
 
     monkeypatch.setattr(model, "step", cancelling)
     assert list(runtime.tokens(job)) == []

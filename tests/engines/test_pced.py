@@ -41,7 +41,7 @@ def test_tokens_of_equal_score_go_to_the_higher_r_then_to_the_lower_id(make_mode
     asked = request(model, engine, chunks=CHUNKS[:2], scores=[0.8, 0.9])
     rows = torch.zeros(3, 320)
     rows[2, 3] = rows[1, 7] = rows[1, 9] = 5.0  # rows: the amateur, r = 0.9, r = 0.8
-    monkeypatch.setattr(model, "step", lambda *_: rows.clone())
+    monkeypatch.setattr(model, "step", lambda *_, **__: rows.clone())
     stream = Stream(runtime_of(model), engine, asked)
     assert (stream.best(), stream.winner(7), stream.winner(3)) == (7, 1, 0)
 

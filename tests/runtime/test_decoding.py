@@ -454,7 +454,7 @@ def test_a_cancelled_answer_has_no_first_token(make_model, monkeypatch):
     model = make_model("llama")
     runtime, honest = runtime_of(model), model.step
     job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=6))
-    monkeypatch.setattr(model, "step", lambda *args: runtime.cancel(job) or honest(*args))
+    monkeypatch.setattr(model, "step", lambda *args, **more: runtime.cancel(job) or honest(*args, **more))
     assert list(runtime.tokens(job)) == []
 
 
@@ -471,7 +471,7 @@ def test_cancelling_ends_before_the_next_token(make_model, monkeypatch):
     model = make_model("llama")
     runtime, (engine, request) = runtime_of(model), asked(model, "full")
     whole, honest, steps = answer(model, "full"), model.step, []
-    monkeypatch.setattr(model, "step", lambda *args: steps.append(args) or honest(*args))
+    monkeypatch.setattr(model, "step", lambda *args, **more: steps.append(args) or honest(*args, **more))
     job = runtime.submit(engine, request, Generation(max_new_tokens=12))
     tokens = runtime.tokens(job)
     assert [next(tokens).token_id, next(tokens).token_id] == whole[:2]

@@ -16,6 +16,7 @@ from ragkv.attention.kv import HalfTensors, PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, TokenSequence
 from ragkv.engines import make_engine
 from ragkv.runtime import Stream, runtime_of
+from ragkv.runtime.graphs import RECORDED_PASSES
 from ragkv.runtime.kv_pool import KVPool
 
 CHUNKS = [[50 + i + j for j in range(24)] for i in range(6)]
@@ -176,7 +177,8 @@ def test_a_step_reads_the_context_in_place(name, family, kernel, make_model, mon
     model = make_model(family)
     engine = make_engine(name, {})
     stream = Stream(runtime_of(model), engine, asked(model, engine, chunks=CHUNKS, scores=SCORES))
-    stream.advance(5)
+    for token in range(RECORDED_PASSES):  # the last of which is recorded
+        stream.advance(token)
     honest, pointers = ragkv.attention.partial.partial_attention, []
 
     def watched(query, key, value, **rest):

@@ -12,7 +12,7 @@ import pytest
 import recordedgraph
 import torch
 
-from ragkv.runtime import cuda_graphs
+from ragkv.runtime import graphs
 
 
 class Crossing(NamedTuple):
@@ -65,7 +65,7 @@ def counting(model: Any = None) -> Iterator[Waits]:
 
     `model`, a LanguageModel or any module, begins a new step whenever it is called, or what was captured of it is run.
     """
-    waits, run = Waits(), cuda_graphs._Captured.run
+    waits, run = Waits(), graphs._Captured.run
 
     def begin(*_: Any) -> None:
         waits.step += not recordedgraph.recording()
@@ -79,7 +79,7 @@ def counting(model: Any = None) -> Iterator[Waits]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if model is not None:
-                patch.setattr(cuda_graphs._Captured, "run", replay)
+                patch.setattr(graphs._Captured, "run", replay)
             yield waits
     finally:
         _counting[:] = [other for other in _counting if other is not waits]

@@ -1,4 +1,4 @@
-"""CUDA graphs without CUDA, for `ragkv.runtime.cuda_graphs`: what is launched between `begin` and `end` is recorded.
+"""CUDA graphs without CUDA, for `ragkv.runtime.graphs`: what is launched between `begin` and `end` is recorded.
 
 What a recorded piece made is overwritten at its end, as if it had not run, and a replay calls the same ops on the same
 tensors: so what was computed outside of the pieces, or reads memory that another pass has changed, gives NaN or a wrong
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from ragkv.runtime import cuda_graphs
+from ragkv.runtime import graphs
 
 
 def use(patch: pytest.MonkeyPatch) -> None:
     """Whole steps are run again, and pieces replayed."""
-    patch.setattr(cuda_graphs, "Capture", RecordedCapture)
+    patch.setattr(graphs, "Capture", RecordedCapture)
 
 
 def recording() -> bool:
@@ -64,7 +64,9 @@ class _Recording(TorchDispatchMode):
 
 
 class RecordedCapture:
-    """As `cuda_graphs.Capture`."""
+    """As `graphs.Capture`."""
+
+    shares = True
 
     def __init__(self, device: torch.device) -> None:
         self._mode: _Recording | None = None

@@ -1,4 +1,5 @@
-"""CUDA graphs of forward passes: a pass of an 8B model launches 1,500 kernels, which takes longer than they run.
+"""Forward passes that are launched as a whole: a pass of an 8B model has 1,500 kernels, and on a GPU takes longer to
+launch than to run; on a processor, a fifth of a decode step of 100M parameters is Python and torch finding the kernels.
 
 `DecodeGraph` captures whole decode steps. A step of the same sequences as the last ones, of one token each, differs
 from those in the tokens, the positions and the lengths alone, and these are numbers on the device
@@ -8,6 +9,8 @@ sequence joins or leaves or its memory is full.
 `PiecewiseGraphs` captures any other pass of few tokens, such as that of a question, in the pieces between the attention
 of two layers, as vLLM does: what a layer computes for a token does not depend on what the token reads. Attention alone
 is launched kernel by kernel. A graph is of a number of tokens, to which a pass is padded.
+
+On a GPU a piece is a CUDA graph (`Capture`); on a processor it is the list of its operations (`Recording`).
 """
 
 from __future__ import annotations
@@ -17,18 +20,22 @@ import functools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ragkv.attention import varlen
 from ragkv.attention.batch import Step
 from ragkv.attention.partial import LayerCall
 from ragkv.attention.sequence import TokenSequence
+from ragkv.util.plugins import kernel_module
 
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
@@ -45,6 +52,10 @@ SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens to which a pass is padded; with more the device is busy for longer than the launches take."""
 PASSES = 2
 """So many passes of a size, and the last of them is captured, which takes as long as two."""
+RECORDED_SIZES, RECORDED_PASSES, MOST_RECORDED = range(1, 17), 8, 32
+"""The same on a processor, where padding takes time; and so many tokens have the recorded sizes together, because each
+needs memory for all that it computes: 0.3 MB for a token in a layer of an 8B model.
+"""
 
 
 class Capture:
@@ -53,6 +64,9 @@ class Capture:
     All graphs of a runtime share their memory, which is safe because they are launched one after another: what one of
     them leaves for later is held by who needs it, and is read before another one is launched.
     """
+
+    shares = True
+    """Whether what is computed between two pieces takes the memory that another piece had."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
@@ -101,6 +115,129 @@ class Capture:
         return graph.replay
 
 
+_REFUSED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+_UNSEEN = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+"""What gives Python a tensor's numbers without an operation."""
+_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
+_UNFILLED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like"}
+
+
+class Recording:
+    """As `Capture`, on a processor: what is computed between `begin` and `end` is recorded, and computed again into the
+    same memory. Views of that memory, and all that Python decides on the way, are found once.
+    """
+
+    shares = False
+
+    def __init__(self) -> None:
+        self._modes: list[Any] = []
+        self._kernels = kernel_module("ragkv.util.kernels")
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Record nothing any more when it is left."""
+        try:
+            yield
+        finally:
+            if self._modes:
+                self.end()
+
+    def begin(self) -> None:
+        """Record from here on what this thread computes. RuntimeError for what depends on computed numbers."""
+        self._modes = [_Operations(), _NoNumbers()]
+        for mode in self._modes:
+            mode.__enter__()
+        if self._kernels is not None:
+            self._kernels.record(self._modes[0].calls.append)
+
+    def end(self) -> Callable[[], None]:
+        """End the piece."""
+        if self._kernels is not None:
+            self._kernels.record(None)
+        for mode in reversed(self._modes):
+            mode.__exit__(None, None, None)
+        calls, self._modes = self._modes[0].calls, []
+
+        def replay() -> None:
+            for call in calls:
+                call()
+
+        return replay
+
+
+class _NoNumbers(TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _UNSEEN:
+            raise RuntimeError(f"it reads the numbers of a tensor ({function.__name__})")
+        return function(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    """Records the operations that fill memory."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _composite(op):  # under inference_mode an operation comes as it was called, not yet in its parts
+            with self:
+                return op.decompose(*args, **kwargs)
+        if not _REFUSED.isdisjoint(op.tags) and not (op is torch.ops.aten.index.Tensor and _places(args[1])):
+            raise RuntimeError(f"it depends on computed numbers ({op})")
+        found = op(*args, **kwargs)
+        if op._schema.is_mutable:
+            self.calls.append(functools.partial(op._op, *args, **kwargs))
+        elif op.overloadpacket.__name__ not in _UNFILLED:
+            given = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+            if any(_memory(tensor) not in given for tensor in made):
+                self.calls.append(_again(op, args, kwargs, made))
+        return found
+
+
+def _places(index: Sequence[Tensor | None]) -> bool:
+    """Whether an indexing is by places; by a mask, the result's shape depends on that."""
+    return all(each is None or each.dtype not in (torch.bool, torch.uint8) for each in index)
+
+
+@functools.cache
+def _composite(op: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Callable[[], object]:
+    """What computes an operation again, into the memory that it made: torch's own function, if it does; that takes half
+    as long to call as the operation.
+    """
+    if op in _COPIES:
+        return functools.partial(made[0].copy_, args[0])
+    name = op.overloadpacket.__name__
+    function = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
+    if len(made) == 1 and function is not None:
+        again, before = functools.partial(function, *args, **kwargs, out=made[0]), made[0].clone()
+        try:
+            again()
+        except (TypeError, RuntimeError):
+            logger.debug("%s does not fill memory that it is given", op)
+        else:
+            if torch.equal(before.nan_to_num(), made[0].nan_to_num()):
+                return again
+        made[0].copy_(before)
+
+    def filled() -> None:
+        for mine, fresh in zip(made, tree_leaves(op._op(*args, **kwargs)), strict=True):
+            mine.copy_(fresh)
+
+    return filled
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """What leads to a layer's attention: `replay` fills the tensors of `call`, and attention is to fill `out`."""
@@ -113,7 +250,7 @@ class _Piece:
 class _Pieces:
     """A pass of some number of tokens that is being captured: each layer's attention ends a piece."""
 
-    def __init__(self, capture: Capture) -> None:
+    def __init__(self, capture: Capture | Recording) -> None:
         self._capture = capture
         self._given: dict[tuple[str, torch.Size], Tensor] = {}
         self._outs: dict[tuple[int, ...], Tensor] = {}
@@ -123,12 +260,15 @@ class _Pieces:
 
     def attend(self, call: LayerCall) -> Tensor:
         """As `AttentionBackend.attend`, whose result is yet to be filled."""
-        query, key, value = (self._held(name, getattr(call, name)) for name in ("query", "key", "value"))
+        held = call
+        if self._capture.shares:
+            query, key, value = (self._held(name, getattr(call, name)) for name in ("query", "key", "value"))
+            held = replace(call, query=query, key=key, value=value)
         replay = self._capture.end()
         shape = (*call.query.shape[:-1], call.value.shape[-1] or call.key.shape[-1])
         if shape not in self._outs:
             self._outs[shape] = call.query.new_zeros(shape)
-        self.pieces.append(_Piece(replay, replace(call, query=query, key=key, value=value), self._outs[shape]))
+        self.pieces.append(_Piece(replay, held, self._outs[shape]))
         self._capture.begin()
         return self._outs[shape]
 
@@ -155,32 +295,43 @@ class _Captured:
         """The logits of the step's kept tokens; `numbers` are its tokens, positions and kept ones."""
         for held, given in zip((self.tokens, self.positions, self.keep), numbers, strict=True):
             held[: len(given)] = given
-        here = slice(len(numbers[0]))
+        here, whole = slice(len(numbers[0])), len(numbers[0]) == len(self.tokens)
         for piece in self.pieces:
             piece.replay()
-            query, key, value = (t[:, :, here] for t in (piece.call.query, piece.call.key, piece.call.value))
-            piece.out[:, :, here] = step.attend(replace(piece.call, query=query, key=key, value=value))
+            call = piece.call
+            if not whole:
+                query, key, value = (t[:, :, here] for t in (call.query, call.key, call.value))
+                call = replace(call, query=query, key=key, value=value)
+            piece.out[:, :, here] = step.attend(call)
         self.last()
         return self.logits[: len(numbers[2])].clone()
 
 
 class PiecewiseGraphs:
-    """Runs forward passes of one model, and captures those of a size that comes again. Of one thread at a time."""
+    """Runs forward passes of one model, and captures those of a size that comes again. Of one thread at a time.
 
-    def __init__(self, capture: Callable[[torch.device], Capture]) -> None:
+    Without `capture` they are recorded, for a processor.
+    """
+
+    def __init__(self, capture: Callable[[torch.device], Capture] | None) -> None:
         self._passes: Counter[tuple[int, int]] = Counter()
         self._captured: dict[tuple[int, int], _Captured] = {}
         self._capture = capture
+        self._sizes: Sequence[int] = RECORDED_SIZES if capture is None else SIZES
+        self._needed = RECORDED_PASSES if capture is None else PASSES
         self._off = False
 
     def logits(self, model: LanguageModel, step: Step, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         """`model.logits(step, tokens, positions, keep)`."""
-        if not self._off and len(tokens) <= SIZES[-1]:
-            size = _padded(len(tokens)), _padded(len(keep))
+        if not self._off and len(tokens) <= self._sizes[-1]:
+            size = self._padded(tokens), self._padded(keep)
             self._passes[size] += 1
-            if size not in self._captured and self._passes[size] >= PASSES:
+            if size not in self._captured and self._passes[size] >= self._needed:
                 try:
-                    self._captured[size] = self._capture_pass(model, *size)
+                    captured = self._capture_pass(model, *size)
+                    if self._capture is None:
+                        self._make_room(model, captured, step, tokens, positions, keep)
+                    self._captured[size] = captured
                 except Exception as error:  # a model that asks the device something, or leaves torch
                     self._off = True
                     logger.info("passes of this model run kernel by kernel: they cannot be captured: %s", error)
@@ -188,10 +339,13 @@ class PiecewiseGraphs:
                 return self._captured[size].run(step, tokens, positions, keep)
         return model.logits(step, {"input_ids": tokens[None]}, positions, keep)
 
+    def _padded(self, numbers: Tensor) -> int:
+        return self._sizes[bisect.bisect_left(self._sizes, len(numbers))]
+
     def _capture_pass(self, model: LanguageModel, tokens: int, kept: int) -> _Captured:
         if {parameter.device for parameter in model.module.parameters()} != {model.device}:
             raise ValueError("its layers lie on several devices")
-        capture = self._capture(model.device)
+        capture = Recording() if self._capture is None else self._capture(model.device)
         ids, positions, keep = (torch.zeros(n, dtype=torch.long, device=model.device) for n in (tokens, tokens, kept))
         pieces = _Pieces(capture)
         with capture.aside():
@@ -199,9 +353,15 @@ class PiecewiseGraphs:
             logits = model.logits(pieces, {"input_ids": ids[None]}, positions, keep)
             return _Captured(ids, positions, keep, pieces.pieces, capture.end(), logits)
 
-
-def _padded(count: int) -> int:
-    return SIZES[bisect.bisect_left(SIZES, count)]
+    def _make_room(self, model: LanguageModel, recorded: _Captured, step: Step, *numbers: Tensor) -> None:
+        """For a recording, if it gives the logits of this step: it does not see all that a model may do."""
+        tokens, positions, keep = numbers
+        logits = model.logits(step, {"input_ids": tokens[None]}, positions, keep)
+        if not torch.equal(recorded.run(step, *numbers).nan_to_num(), logits.nan_to_num()):
+            raise ValueError("a recording of it computes something else")
+        while self._captured and len(tokens) + sum(count for count, _ in self._captured) > MOST_RECORDED:
+            oldest = next(iter(self._captured))
+            del self._captured[oldest], self._passes[oldest]
 
 
 class DecodeGraph:
@@ -220,6 +380,7 @@ class DecodeGraph:
         self._off = False
         self._capture = functools.cache(Capture)
         self._pieces = PiecewiseGraphs(self._capture)
+        self._recorded = PiecewiseGraphs(None)
 
     def forget(self) -> None:
         """Let go of the sequences: one of them has ended. For any thread."""
@@ -232,7 +393,7 @@ class DecodeGraph:
         able = model.joins and model.device.type in varlen.DEVICES
         if not able:
             self.forget()
-            return model.step(rows, ids)
+            return model.step(rows, ids, run=self._recorded.logits if model.device.type == "cpu" else None)
         seen = _seen(rows, ids)
         if seen is None:
             self.forget()

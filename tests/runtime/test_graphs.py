@@ -1,0 +1,186 @@
+"""Forward passes in captured pieces, which the processor records (`support/recordedgraph.py`), and on a GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import recordedgraph
+import torch
+
+from ragkv.attention.kv import PlacedChunk
+from ragkv.attention.sequence import ChunkGroup, TokenSequence
+from ragkv.benchmarks.speed.inference import SHAPE, random_llama
+from ragkv.runtime import graphs
+from ragkv.runtime.graphs import PiecewiseGraphs
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    recordedgraph.use(monkeypatch)
+
+
+def passes(model):
+    """Rows and their tokens, pass by pass: questions over chunks, and steps of several; some sizes recur."""
+    chunks = model.encode([range(5, 14), range(20, 41), (7, 8)])
+
+    def over(*which, start=3, temperature=1.0):
+        placed, at = [], start
+        for chunk in which:
+            placed.append(PlacedChunk(kv=chunks[chunk], start=at))
+            at += chunks[chunk].tokens
+        return TokenSequence((ChunkGroup(segments=tuple(placed), temperature=temperature),), at)
+
+    first, other = over(0, 1, 2), over(2, 1, start=9)
+    yield [over(1, 0)], [range(40, 51)]
+    yield [first], [range(60, 74)]
+    yield [other], [range(30, 39)]
+    yield [first, other], [(3,), (4,)]
+    yield [first, other], [(5,), (6,)]
+    yield [over(0, temperature=0.7), first], [(9, 8), (7,)]
+    yield [other, first], [(1,), (2,)]
+    third = over(1, temperature=0.7)
+    yield [third], [range(50, 66)]
+    yield [first, other, third], [(1,), (2,), (3,)]
+    yield [other, third, first], [(4,), (5,), (6,)]
+
+
+def compared(model, monkeypatch, close, *, recorded=False):
+    """Of every pass, whether it ran in pieces; its logits are those of the model's kernels."""
+    pieces, replays, replayed = PiecewiseGraphs(None if recorded else cache(graphs.Capture)), [], graphs._Captured.run
+    monkeypatch.setattr(graphs._Captured, "run", lambda *given: replays.append(1) or replayed(*given))
+    in_pieces, found, expected = [], [], []
+    for (rows, ids), (others, _) in zip(passes(model), passes(model), strict=True):
+        replays.clear()
+        found.append(model.step(rows, ids, run=pieces.logits))
+        expected.append(model.step(others, ids))
+        in_pieces.append(bool(replays))
+    torch.testing.assert_close(found, expected, **close)  # at the end: later passes change none of them
+    return in_pieces
+
+
+IN_PIECES = [False, True, True, False, True, False, True, True, False, True]
+CLOSE, EXACT = {"atol": 1e-5, "rtol": 1e-5}, {"atol": 0.0, "rtol": 0.0}
+
+
+def test_a_pass_in_pieces_computes_what_its_kernels_do(unlike_family, make_model, stand_in, monkeypatch):
+    assert compared(make_model(unlike_family), monkeypatch, CLOSE) == IN_PIECES
+
+
+def test_a_pass_of_many_tokens_is_not_captured(make_model, stand_in, monkeypatch):
+    monkeypatch.setattr(graphs, "SIZES", (1, 2, 4, 8))
+    assert compared(make_model("llama"), monkeypatch, {}) == [False] * 4 + [True, False, True, False, False, True]
+
+
+def refusals(caplog):
+    found = [record.getMessage() for record in caplog.records if record.name == graphs.__name__]
+    return [message.partition("captured: ")[2] for message in found if "kernel by kernel" in message]
+
+
+def test_a_model_that_cannot_be_captured_runs_as_before(make_model, stand_in, monkeypatch, caplog):
+    def refused(self):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(recordedgraph.RecordedCapture, "begin", refused)
+    caplog.set_level("INFO")
+    assert not any(compared(make_model("llama"), monkeypatch, {}))
+    assert refusals(caplog) == ["operation not permitted when stream is capturing"]  # once
+
+
+# ---- recorded on the processor
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """The second pass of a size is recorded."""
+    monkeypatch.setattr(graphs, "RECORDED_PASSES", 2)
+
+
+RECORDED = [False, False, False, False, True, False, True, False, False, True]  # of 11, 14, 9, 2, 2, 3, 2, 16, 3, 3
+
+
+def test_a_recorded_pass_computes_what_its_kernels_do(unlike_family, make_model, soon, monkeypatch):
+    assert compared(make_model(unlike_family), monkeypatch, EXACT, recorded=True) == RECORDED
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_recording_has_the_kernels_of_linear_layers(dtype, soon, monkeypatch):
+    shape = SHAPE | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = random_llama(dtype, "cpu", shape)
+    assert compared(model, monkeypatch, EXACT, recorded=True) == RECORDED
+
+
+def test_the_oldest_recordings_make_room(make_model, soon, monkeypatch):
+    model, pieces = make_model("llama"), PiecewiseGraphs(None)
+    monkeypatch.setattr(graphs, "MOST_RECORDED", 9)
+    for count in (4, 4, 4, 5, 5, 4, 1, 1, 4, 4):
+        rows = [TokenSequence((), 0) for _ in range(count)]
+        model.step(rows, [(each,) for each in range(count)], run=pieces.logits)
+    assert list(pieces._captured) == [(1, 1), (4, 4)]
+    model.step([TokenSequence((), 0)] * 16, [(1,)] * 16, run=pieces.logits)
+
+
+def test_a_recording_that_computes_something_else_is_not_used(make_model, soon, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    model, again = make_model("llama"), graphs._again
+    monkeypatch.setattr(graphs, "_again", lambda op, *rest: (lambda: None) if "silu" in str(op) else again(op, *rest))
+    assert not any(compared(model, monkeypatch, EXACT, recorded=True)[:4])
+    assert refusals(caplog) == ["a recording of it computes something else"]
+
+
+def launches(work, *given):
+    """What `work` returned, and what computes it again."""
+    recording = graphs.Recording()
+    with recording.aside():
+        recording.begin()
+        return work(*given), recording.end()
+
+
+def _many_operations(x, places):
+    memory = torch.empty_like(x).copy_(x)
+    memory.mul_(2)
+    best, where = (x + memory).topk(2, dim=-1)
+    rows = torch.nn.functional.embedding(places, x).clone()
+    parts = torch.split(torch.softmax(rows, -1), 2, dim=-1)
+    return memory, best, where, torch.cat(parts[::-1], -1).to(torch.bfloat16), x[places], torch.full_like(x, 3).add_(x)
+
+
+@torch.inference_mode()
+def test_operations_are_computed_again_into_the_same_memory():
+    x, places = torch.randn(5, 4), torch.tensor([3, 1, 1])
+    found, again = launches(_many_operations, x, places)
+    for _ in range(2):
+        x.copy_(torch.randn(5, 4))
+        places.copy_(torch.randint(5, (3,)))
+        again()
+        torch.testing.assert_close(found, _many_operations(x, places), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    [
+        (lambda x: x * x.sum().item(), "computed numbers"),
+        (lambda x: x.nonzero(), "computed numbers"),
+        (lambda x: x[x > 0], "computed numbers"),
+        (lambda x: torch.rand_like(x), "computed numbers"),
+        (lambda x: x * len(x.tolist()), "reads the numbers"),
+        (lambda x: torch.from_numpy(x.numpy()), "reads the numbers"),
+        (lambda x: x if x.any() else -x, "computed numbers"),
+    ],
+)
+@torch.inference_mode()
+def test_what_depends_on_computed_numbers_is_not_recorded(work, reason):
+    with pytest.raises(RuntimeError, match=reason):
+        launches(work, torch.randn(4))
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert torch.arange(3).tolist() == [0, 1, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek3"])
+def test_a_pass_in_pieces_on_a_gpu_computes_what_its_kernels_do(family, make_model, monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = make_model(family, "float32", "cuda")
+    assert compared(model, monkeypatch, {"atol": 1e-3, "rtol": 1e-3}) == IN_PIECES
