@@ -69,7 +69,7 @@ from ragkv.model.apb.document import (
 )
 from ragkv.model.checkpoint import Checkpoint, computes_in, pick_device
 from ragkv.model.language_model import LanguageModel, shallow_copy
-from ragkv.model.linear import int8_weights, optimize_linear_layers, ordinary_layers
+from ragkv.model.linear import int8_weights, optimize_layers, ordinary_layers
 from ragkv.model.self_check import load_model
 from ragkv.runtime import Stream, runtime_of
 from ragkv.store import Half, KVIdentity, Store
@@ -152,7 +152,7 @@ def random_llama(dtype: str = "auto", device: str | None = None, shape: Mapping[
     if dtype == "int8":
         int8_weights(made)
     else:
-        optimize_linear_layers(made)
+        optimize_layers(made)
     return made
 
 

@@ -1,4 +1,5 @@
-"""Linear layers for a processor, whose products ragkv's own kernel computes (`ragkv.model.linear_kernel`).
+"""Linear layers and norms for a processor, which ragkv's own kernels compute (`ragkv.model.linear_kernel`,
+`ragkv.model.norm_kernel`).
 
 A decode step multiplies all weights by one row, so it takes as long as reading them: they are kept in as few bytes as
 lose nothing of a checkpoint, or in int8 if the user asks for that.
@@ -6,8 +7,10 @@ lose nothing of a checkpoint, or in int8 if the user asks for that.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ragkv.attention.partial import float_bits
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.checkpoint import int8_levels, processor_units
@@ -24,13 +28,20 @@ from ragkv.util.plugins import kernel_module
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
 
+logger = logging.getLogger(__name__)
+
 LEAST_WEIGHTS = 1 << 14
 """A matrix with fewer weights, such as a router of experts, stays as it is."""
 _PIECE = 32
 """The kernel adds so many products of a row at a time; int8 weights are filled up to twice that."""
 _THREAD = 1 << 21
 """So many products are worth a thread: 200 µs of work."""
+_NUMBERS = 1 << 20
+"""So many numbers of a norm's states are worth a thread."""
 _ROWS = 256  # so many are tried at a time, in a cache
+_EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+_OTHERWISE = 0.02
+"""The share of numbers that another order of a sum rounds otherwise in bfloat16; another form does so with a tenth."""
 
 
 def _kernels() -> ModuleType | None:
@@ -122,11 +133,85 @@ class HalfLinear(KernelLinear):
         destination[f"{prefix}weight"] = self.float_weight()
 
 
-def optimize_linear_layers(model: LanguageModel) -> None:
-    """Make the linear layers of a checked model what reads its weights soonest on its processor, in place.
+class KernelNorm(nn.Module):
+    """What an RMSNorm's class has in front: one kernel instead of eight operations (`ragkv.model.norm_kernel`)."""
+
+    form: str
+    epsilon: float
+    weight: Tensor
+
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        if args or options or torch.is_grad_enabled() or not hidden_states.is_contiguous():
+            return super().forward(hidden_states, *args, **options)
+        return _normalised(hidden_states, self.weight, self.epsilon, self.form)
+
+
+def _normalised(states: Tensor, weight: Tensor, epsilon: float, form: str) -> Tensor:
+    module = kernel_module("ragkv.model.norm_kernel")
+    assert module is not None
+    out, width = torch.empty_like(states), len(weight)
+    rows = states.numel() // width
+    kernel = module.rms_norm(str(weight.dtype).removeprefix("torch."), form)
+    threads = module.kernels.threads_for(states.numel(), _NUMBERS)
+    pointers = states.data_ptr(), weight.data_ptr(), out.data_ptr()
+    module.kernels.run(kernel, rows, threads, *pointers, width, float_bits(epsilon), held=(states, weight, out))
+    return out
+
+
+def _optimize_norms(model: LanguageModel) -> None:
+    """Let a kernel compute the RMSNorms of a checked model on a processor, in place, where it computes the same."""
+    module = kernel_module("ragkv.model.norm_kernel")
+    if model.device.type != "cpu" or module is None:
+        return
+    if model.dtype != torch.float32 and not (model.dtype == torch.bfloat16 and _has_dot("bfloat16")):
+        return
+    forms: dict[Any, str | None] = {}
+    for norm in model.module.modules():
+        weight = getattr(norm, "weight", None)
+        epsilon = next((getattr(norm, name) for name in _EPSILONS if hasattr(norm, name)), None)
+        if "RMSNorm" not in type(norm).__name__ or not isinstance(weight, Tensor) or not isinstance(epsilon, float):
+            continue
+        if weight.dtype == model.dtype and weight.ndim == 1 and len(weight) % module.PIECE == 0:
+            known = type(norm), epsilon
+            if known not in forms:
+                forms[known] = _form(norm, weight, epsilon, module.FORMS)
+            if (form := forms[known]) is not None:
+                norm.form, norm.epsilon = form, epsilon  # type: ignore[assignment]
+                norm.__class__ = _with_kernel(type(norm))
+
+
+@functools.cache
+def _with_kernel(norm: type) -> type:
+    return type(f"Kernel{norm.__name__}", (KernelNorm, norm), {})
+
+
+@torch.inference_mode()
+def _form(norm: nn.Module, weight: Tensor, epsilon: float, forms: Sequence[str]) -> str | None:
+    """In which form the kernel computes what the norm does, but for the order of a sum; None if in none of them."""
+    states = 3 * torch.randn((8, len(weight)), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    states[1:3] *= 1e-3  # so that epsilon counts
+    probe, some = copy.copy(norm), torch.linspace(-2, 2, len(weight)).to(weight.dtype)
+    probe._parameters = norm._parameters | {"weight": nn.Parameter(some, requires_grad=False)}
+    try:
+        expected = probe(states)
+        for form in forms:
+            found = _normalised(states, some, epsilon, form)
+            if expected.dtype == found.dtype and expected.shape == found.shape:
+                wrong = (found.float() - expected.float()).abs() > 1e-6 * expected.float().abs()
+                if wrong.float().mean() < _OTHERWISE:
+                    return form
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        logger.debug("a norm stays as it is: %s", error)
+    return None
+
+
+def optimize_layers(model: LanguageModel) -> None:
+    """Make the linear layers of a checked model what reads its weights soonest on its processor, in place, and let a
+    kernel compute its norms.
 
     The numbers stay those of the same weights.
     """
+    _optimize_norms(model)
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16) or _kernels() is None:
         return
     layers = [layer for layer in dict.fromkeys(layer for *_, layer in _large_layers(model.module)) if _fits(layer)]
@@ -213,6 +298,7 @@ def int8_weights(model: LanguageModel) -> None:
         raise UnsupportedModelError(
             f"Model {name!r} cannot have int8 weights here: they need an x86 processor; use --dtype auto."
         )
+    _optimize_norms(model)
     made: dict[Any, nn.Module] = {}
     for parent, key, layer in _large_layers(model.module):
         made[layer] = made.get(layer) or Int8Linear(layer)
@@ -229,8 +315,8 @@ def int8_weights(model: LanguageModel) -> None:
 
 
 def ordinary_layers(model: nn.Module) -> nn.Module:
-    """`model` after its linear layers were made transformers' own again, in place, over the same weights; those of a
-    `HalfLinear` in float32.
+    """`model` after its linear layers and norms were made transformers' own again, in place, over the same weights;
+    those of a `HalfLinear` in float32.
     """
     for parent in list(model.modules()):
         for key, layer in list(parent.named_children()):
@@ -238,6 +324,10 @@ def ordinary_layers(model: nn.Module) -> nn.Module:
                 made = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
                 made.weight, made.bias = nn.Parameter(layer.weight.detach(), requires_grad=False), layer.bias
                 setattr(parent, key, made)
+            elif isinstance(layer, KernelNorm):
+                norm = copy.copy(layer)
+                norm.__class__ = type(layer).__mro__[2]
+                setattr(parent, key, norm)
     return model
 
 

@@ -38,7 +38,7 @@ from ragkv.errors import ModelLoadError, RagkvError, UnsupportedModelError
 from ragkv.model.attention_hook import LayerMask, Visible, require_rule, without_rotary
 from ragkv.model.checkpoint import Checkpoint, pick_devices, require_on_hub, resolve
 from ragkv.model.language_model import LanguageModel, shallow_copy
-from ragkv.model.linear import int8_weights, optimize_linear_layers
+from ragkv.model.linear import int8_weights, optimize_layers
 from ragkv.model.loading import chooses_by_index, describe_error, open_checkpoint, quiet_loading
 from ragkv.model.stateful import ResumeOptions, StatefulModel
 from ragkv.types import Capability
@@ -672,7 +672,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, tra
     """Load a model by its name (`ragkv.model.checkpoint.resolve`); refuses what ragkv cannot run exactly.
 
     `dtype` "auto" is the checkpoint's own; "int8" is float32 with int8 weights, which they become after the check.
-    `train` leaves all weights where transformers keeps them (`ragkv.model.linear.optimize_linear_layers`).
+    `train` leaves all weights where transformers keeps them (`ragkv.model.linear.optimize_layers`).
     Raises ModelLoadError or UnsupportedModelError.
     """
     checkpoint = resolve(name)
@@ -686,7 +686,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str | None = None, tra
         if dtype == "int8":
             int8_weights(loaded)
         elif not train:
-            optimize_linear_layers(loaded)
+            optimize_layers(loaded)
         return loaded
 
 

@@ -1,9 +1,11 @@
-"""Linear layers whose products ragkv's kernel computes, against the ordinary ones."""
+"""Linear layers and norms that ragkv's kernels compute, against the ordinary ones."""
 
 import copy
 import platform
 import shutil
 import sys
+from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
 from ragkv.model import linear
 from ragkv.model.checkpoint import resolve
-from ragkv.model.linear import HalfLinear, Int8Linear, KernelLinear, int8_weights, optimize_linear_layers
+from ragkv.model.linear import HalfLinear, Int8Linear, KernelLinear, int8_weights, optimize_layers
 from ragkv.model.self_check import load_model
 from ragkv.util.plugins import kernel_module
 
@@ -300,7 +303,7 @@ def test_layers_whose_weights_are_read_have_them_in_float32(half_folder):
     layer = model.module.model.layers[1].mlp
     own, right = layer.down_proj.forward, layer.up_proj.weight.clone()
     layer.down_proj.forward = lambda x: own(x) + 0 * layer.up_proj.weight.sum()
-    optimize_linear_layers(model)
+    optimize_layers(model)
     assert [type(each) for each in (layer.up_proj, layer.gate_proj)] == [KernelLinear, HalfLinear]
     assert torch.equal(layer.up_proj._parameters["weight"], right)
 
@@ -356,7 +359,7 @@ def test_other_layers_keep_their_own(half_folder, monkeypatch, why):
         layer = model.module.model.layers[0].mlp.down_proj
         monkeypatch.setattr(linear, "_try_once", lambda model: None)
     if why != "train":
-        optimize_linear_layers(model)
+        optimize_layers(model)
     assert type(layer) is nn.Linear
     assert type(model.module.lm_head) is (nn.Linear if why in ("kernel", "train") else HalfLinear)
 
@@ -368,3 +371,78 @@ def test_ordinary_layers_have_the_same_weights(half_folder, dtype):
     layers = [layer for layer in made.modules() if isinstance(layer, nn.Linear)]
     assert {type(layer) for layer in layers} == {nn.Linear}
     assert all(torch.equal(layer.weight, right.weight) for layer, right in zip(layers, _matrices(exact), strict=True))
+
+
+# ---- norms
+
+NORMS = {
+    "rounded": ("llama", "LlamaRMSNorm"),
+    "whole": ("olmo2", "Olmo2RMSNorm"),
+    "one more": ("gemma2", "Gemma2RMSNorm"),
+}
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_dot)]
+
+
+def _norm(module, name, width, dtype, epsilon=1e-6):
+    norm = getattr(import_module(f"transformers.models.{module}.modeling_{module}"), name)(width, eps=epsilon)
+    nn.init.normal_(norm.weight)
+    return norm.to(dtype).requires_grad_(False)
+
+
+def _with_kernels(module, dtype):
+    linear._optimize_norms(SimpleNamespace(device=torch.device("cpu"), dtype=dtype, module=module))
+    return module
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "norm"), NORMS.items(), ids=NORMS)
+@torch.inference_mode()
+def test_a_norm_is_what_transformers_computes(form, norm, dtype, monkeypatch):
+    monkeypatch.setattr(linear, "_NUMBERS", 1 << 12)  # several threads
+    torch.manual_seed(0)
+    norms = [_norm(*norm, width, dtype, epsilon) for width in (16, 48, 768) for epsilon in (1e-6, 1e-2)]
+    made = _with_kernels(copy.deepcopy(nn.ModuleList(norms)), dtype)
+    for right, found in zip(norms, made, strict=True):
+        assert isinstance(found, linear.KernelNorm)
+        assert isinstance(found, type(right))
+        assert found.form == ("rounded" if (form, dtype) == ("whole", torch.float32) else form)  # the same then
+        states = torch.randn(2, 150, len(right.weight)).to(dtype) * torch.logspace(-4, 4, 150)[:, None].to(dtype)
+        states[0, 3], states[1, 4, 5] = 0, torch.nan
+        expected = right(states)
+        off = (found(states).float() - expected.float()).abs() > 1e-6 * expected.float().abs()
+        assert off.float().mean() < (0.01 if dtype == torch.bfloat16 else 1e-9)
+        torch.testing.assert_close(found(states), expected, rtol=2**-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_of_another_kind_keep_their_own(dtype):
+    gated = _norm("qwen3_next", "Qwen3NextRMSNormGated", 64, dtype)
+    shifted = import_module("transformers.models.nemotron.modeling_nemotron").NemotronLayerNorm1P(64).to(dtype)
+    wider = type(
+        "RMSNormOfMore", (nn.Module,), {"forward": lambda self, x: 2 * x, "weight": shifted.weight, "eps": 1e-6}
+    )
+    others = [gated, shifted, wider(), _norm("llama", "LlamaRMSNorm", 40, dtype), nn.LayerNorm(64).to(dtype)]
+    others.append(_norm("llama", "LlamaRMSNorm", 64, torch.float64))
+    types = [type(each) for each in others]
+    assert [type(each) for each in _with_kernels(nn.ModuleList(others), dtype)] == types
+
+
+def test_a_norm_that_learns_or_lies_apart_is_computed_by_torch():
+    norm = _norm("llama", "LlamaRMSNorm", 64, torch.float32)
+    right = copy.deepcopy(norm)
+    _with_kernels(norm, torch.float32)
+    states = torch.randn(3, 128)
+    norm.weight.requires_grad_(True)
+    norm(states[:, :64]).sum().backward()
+    assert norm.weight.grad is not None
+    with torch.inference_mode():
+        assert torch.equal(norm(states[:, ::2]), right(states[:, ::2]))
+
+
+def test_ordinary_layers_have_transformers_own_norms(half_folder):
+    model = load_model(str(half_folder), dtype="float32")
+    norms = [each for each in model.module.modules() if isinstance(each, linear.KernelNorm)]
+    assert len(norms) == 5
+    made = [each for each in linear.ordinary_layers(model.module).modules() if "RMSNorm" in type(each).__name__]
+    assert {type(each) for each in made} == {LlamaRMSNorm}
+    assert all(a.weight is b.weight for a, b in zip(made, norms, strict=True))
