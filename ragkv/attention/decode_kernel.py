@@ -19,7 +19,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -33,7 +32,6 @@ from ragkv.util.kernels import (
     at,
     claimed,
     float_of,
-    floats,
     integers,
     reals,
     repeated,
@@ -47,7 +45,11 @@ TILE = 8
 COLUMNS = 9
 """Numbers of a row of the table."""
 _UNROLL = 4
-"""Keys whose values are added at a time."""
+"""Keys whose values are added at a time; and whose scores are, half as many for more query heads than that: their sums
+are in registers.
+"""
+_AHEAD = 4096
+"""How many bytes ahead keys and values are fetched."""
 QUERIES, OUT, LSE, COS, SIN, PARTNERS, TABLE, STARTS, TOKENS, SHARPNESS = range(
     kernels.ARGUMENTS, kernels.ARGUMENTS + 10
 )
@@ -56,26 +58,36 @@ HEADS, GROUP, HEAD_STEP, TOKEN_STEP, SCALE, CAP = range(SHARPNESS + 1, SHARPNESS
 
 
 @intrinsic(prefer_literal=True)
-def _scores(context: Any, out: Any, query: Any, key: Any, kind: Any, width: Any, rows: Any) -> Any:
-    """Write q·k of one key for each of `rows` queries, `(rows, width)`, to a column of `(rows, BLOCK)`."""
-    size, d, n, name = kernels.SIZES[kind.literal_value], width.literal_value, rows.literal_value, kind.literal_value
+def _scores(
+    context: Any, out: Any, query: Any, key: Any, stride: Any, kind: Any, width: Any, rows: Any, keys: Any
+) -> Any:
+    """Write q·k of 1, 2 or 4 keys, `stride` bytes apart, for each of `rows` queries, `(rows, width)`, to as many
+    columns of `(rows, BLOCK)`.
+    """
+    size, d, n, count = kernels.SIZES[kind.literal_value], width.literal_value, rows.literal_value, keys.literal_value
+    name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        out, query, key = arguments[:3]
+        out, query, key, stride = arguments[:4]
+        starts = [key]
+        for _ in range(count - 1):
+            starts.append(b.add(starts[-1], stride))
         piece = kernels.piece(d)
-        sums: list[Any] = [None] * n
+        for start in starts:
+            for line in range(0, d * size, 64):
+                kernels.fetch(b, at(b, start, _AHEAD + line))
+        sums: list[list[Any]] = [[None] * count for _ in range(n)]
         for i in range(0, d, piece):
-            numbers = widened(b, at(b, key, i * size), name, piece)
+            numbers = [widened(b, at(b, start, i * size), name, piece) for start in starts]
             for row in range(n):
-                product = b.fmul(widened(b, at(b, query, 4 * (row * d + i)), "float32", piece), numbers, flags=FAST)
-                sums[row] = product if sums[row] is None else b.fadd(sums[row], product, flags=FAST)
-        vector = floats(piece)
-        reduce = kernels.function(b, f"llvm.vector.reduce.fadd.v{piece}f32", FLOAT, FLOAT, vector)
-        for row, each in enumerate(sums):
-            total = b.call(reduce, [ir.Constant(FLOAT, 0.0), each], fastmath=FAST)
-            kernels.store(b, total, at(b, out, 4 * BLOCK * row), 4)
+                one = widened(b, at(b, query, 4 * (row * d + i)), "float32", piece)
+                for k, each in enumerate(numbers):
+                    product = b.fmul(one, each, flags=FAST)
+                    sums[row][k] = product if i == 0 else b.fadd(sums[row][k], product, flags=FAST)
+        for row in range(n):
+            kernels.store(b, kernels.summed(b, sums[row]), at(b, out, 4 * BLOCK * row), 4)
 
-    return types.void(out, query, key, kind, width, rows), generate
+    return types.void(out, query, key, stride, kind, width, rows, keys), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -92,6 +104,9 @@ def _add(
         for _ in range(count - 1):
             starts.append(b.add(starts[-1], stride))
         piece = kernels.piece(d)
+        for start in starts:
+            for line in range(0, d * size, 64):
+                kernels.fetch(b, at(b, start, _AHEAD + line))
         for i in range(0, d, piece):
             numbers = [widened(b, at(b, start, i * size), name, piece) for start in starts]
             for row in range(n):
@@ -159,7 +174,7 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
     and of query heads for each, and the bits of scale and cap in float32. KV in rows of the table whose last column is
     not 0 are of `kind`, others of the `other` one.
     """
-    both = kind != other
+    both, some = kind != other, _UNROLL if rows <= _UNROLL else _UNROLL // 2
 
     def attend(data):
         queries, out, lse = (
@@ -206,11 +221,18 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
                             query[row, i] = number
                     for begin in range(0, length, BLOCK):
                         count = min(BLOCK, length - begin)
-                        for i in range(count):
+                        whole = count - count % some
+                        for i in range(0, whole, some):
                             if both and not narrow:
-                                _scores(p + 4 * i, q, key, other, width, rows)
+                                _scores(p + 4 * i, q, key, key_token, other, width, rows, some)
                             else:
-                                _scores(p + 4 * i, q, key, kind, width, rows)
+                                _scores(p + 4 * i, q, key, key_token, kind, width, rows, some)
+                            key += some * key_token
+                        for i in range(whole, count):
+                            if both and not narrow:
+                                _scores(p + 4 * i, q, key, key_token, other, width, rows, 1)
+                            else:
+                                _scores(p + 4 * i, q, key, key_token, kind, width, rows, 1)
                             key += key_token
                         for row in range(rows):
                             _sharpen(scores, row, count, scale, cap, sharp)

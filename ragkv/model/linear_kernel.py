@@ -135,7 +135,7 @@ class _Code:
         sums = [[b.phi(tile.sums) for _ in weights] for _ in rows]
         offset, along = b.mul(i, size), b.mul(i, LONG(SIZES[tile.row]))
         for line in range(len(weights)):
-            self._fetch(b.add(b.add(fetched, b.mul(offset, faster)), b.mul(apart, LONG(line))))
+            kernels.fetch(b, b.add(b.add(fetched, b.mul(offset, faster)), b.mul(apart, LONG(line))))
         more = self._added(sums, [b.add(each, offset) for each in weights], [b.add(each, along) for each in rows])
         following, nothing = b.add(i, LONG(tile.step)), ir.Constant(tile.sums, [0] * tile.sums.count)
         for phi, start, new in [(i, first, following), *((phi, nothing, new) for phi, new in _pairs(sums, more))]:
@@ -144,12 +144,6 @@ class _Code:
         b.cbranch(b.icmp_signed("<", following, last), body, after)
         b.position_at_end(after)
         return more
-
-    def _fetch(self, place: Any) -> None:
-        """Fetch a line into the second cache."""
-        pointer = ir.IntType(8).as_pointer()
-        prefetch = kernels.function(self._b, "llvm.prefetch.p0", ir.VoidType(), pointer, INT, INT, INT)
-        self._b.call(prefetch, [self._b.inttoptr(place, pointer), INT(0), INT(2), INT(1)])
 
     def _added(self, sums: list[list[Any]], weights: list[Any], rows: list[Any]) -> list[list[Any]]:
         """The sums with a step's products, of the weights and rows that lie there."""

@@ -152,6 +152,13 @@ def summed(b: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
+def fetch(b: Any, place: Any) -> None:
+    """Fetch a line into the second cache."""
+    pointer = ir.IntType(8).as_pointer()
+    prefetch = function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, INT, INT, INT)
+    b.call(prefetch, [b.inttoptr(place, pointer), INT(0), INT(2), INT(1)])
+
+
 def function(b: Any, name: str, result: Any, *arguments: Any) -> Any:
     """One of LLVM's own functions."""
     return b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(result, arguments), name)
