@@ -116,12 +116,16 @@ class _Group:
 
 
 def _row(key: Tensor, value: Tensor, turn: int) -> tuple[int, ...]:
-    """The row of keys and values `(kv_heads, tokens, head_dim)`."""
-    if not value.shape[2]:  # latent attention: the keys are the values
+    """The row of keys and values `(kv_heads, tokens, head_dim)`, or `(1, …)` of that."""
+    if not value.shape[-1]:  # latent attention: the keys are the values
         value = key
-    size = key.element_size()
-    steps = (size * stride for t in (key, value) for stride in t.stride()[:2])
-    return key.data_ptr(), value.data_ptr(), key.shape[1], *steps, turn, int(key.dtype != torch.float32)
+    size, (key_head, key_token, _), (value_head, value_token, _) = (
+        key.element_size(),
+        key.stride()[-3:],
+        value.stride()[-3:],
+    )
+    steps = size * key_head, size * key_token, size * value_head, size * value_token
+    return key.data_ptr(), value.data_ptr(), key.shape[-2], *steps, turn, int(key.dtype != torch.float32)
 
 
 def _cut(rows: Integers, first: Integers | int) -> None:
@@ -268,7 +272,7 @@ class DecodeInPlace:
         for at in self._alone:
             span = self._spans[at]
             keys, values = span.sequence.append(call, span.tokens)
-            rows[table.starts[at]] = _row(keys[0], values[0], -1)
+            rows[table.starts[at]] = _row(keys, values, -1)
         for slots in self._slots:
             rows[table.starts[slots.which]] = slots.append(call)
         if call.window is not None:
@@ -277,11 +281,14 @@ class DecodeInPlace:
         kind = self._rotary.kinds[call.layer]
         if kind is None:  # a layer without RoPE
             rows[:, _TURN] = -1
-        out = torch.empty((len(table.tokens), heads, call.value.shape[-1] or width), dtype=torch.float32)
-        lse = torch.empty((len(table.tokens), heads), dtype=torch.float32)
+        out = torch.empty((1, len(table.tokens), heads, call.value.shape[-1] or width), dtype=torch.float32)
+        lse = torch.empty((1, len(table.tokens), heads), dtype=torch.float32)
         _compute(call, table, self._turns(kind, width), out, lse)
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+        if len(table.groups) == 1:
+            return [(0, table.groups[0][2], PartialAttention(out, lse))]
         return [
-            (number, tokens, PartialAttention(out[which].transpose(0, 1)[None], lse[which].T[None]))
+            (number, tokens, PartialAttention(out[:, :, which], lse[:, :, which]))
             for number, which, tokens in table.groups
         ]
 
@@ -368,22 +375,22 @@ class _Slots:
 
 
 def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` `(parts, q_heads, value_dim)` and `lse` `(parts, q_heads)`, on as many threads as torch has."""
+    """Fill `out` `(1, parts, q_heads, value_dim)` and `lse` `(1, parts, q_heads)`, on as many threads as torch has."""
     kernel = _kernels()
     assert kernel is not None
-    kind, kv_heads, query = _NAMES[call.key.dtype], call.key.shape[1], call.query[0].float()
-    if query.stride(2) != 1:
+    kind, kv_heads, query = _NAMES[call.key.dtype], call.key.shape[1], call.query
+    if query.stride(3) != 1:
         query = query.contiguous()
-    heads, _, width = query.shape
+    _, heads, _, width = query.shape
     group = heads // kv_heads
     narrow = "float16" if kind == "float32" else kind  # how KV of a model that computes in float32 may be stored
     tile = min(group, kernel.TILE)
     attend = kernel.compiled(narrow, kind, width, out.shape[-1], tile)
-    units = len(out) * kv_heads * -(-group // tile)
+    units = out.shape[1] * kv_heads * -(-group // tile)
     threads = min(units, kernel.kernels.threads_for(table.keys * kv_heads * (width + out.shape[-1]), _NUMBERS))
     pointers = query.data_ptr(), out.data_ptr(), lse.data_ptr(), *(map(Tensor.data_ptr, turns) if turns else (0, 0, 0))
     where = table.row_addresses[call.layer], *table.addresses
-    sizes = kv_heads, group, query.stride(0), query.stride(1)
+    sizes = kv_heads, group, query.stride(1), query.stride(2)
     kernel.kernels.run(
         attend, units, threads, *pointers, *where, *sizes, float_bits(call.scale), float_bits(call.softcap or 0.0)
     )

@@ -26,6 +26,8 @@ from ragkv.util import kernels
 from ragkv.util.kernels import (
     FAST,
     FLOAT,
+    INT,
+    LONG,
     POLYNOMIAL,
     address,
     argument,
@@ -88,6 +90,19 @@ def _scores(
             kernels.store(b, kernels.summed(b, sums[row]), at(b, out, 4 * BLOCK * row), 4)
 
     return types.void(out, query, key, stride, kind, width, rows, keys), generate
+
+
+@intrinsic(prefer_literal=True)
+def _number(context: Any, start: Any, index: Any, kind: Any) -> Any:
+    """The number at a place of those of a kind that begin at an address."""
+    name = kind.literal_value
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        start, index = arguments[:2]
+        one = widened(b, b.add(start, b.mul(index, LONG(kernels.SIZES[name]))), name, 1)
+        return b.extract_element(one, INT(0))
+
+    return types.float32(start, index, kind), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -169,19 +184,15 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
     """The kernel for keys of `width` and values of `value_width` numbers, of which `rows` query heads read each.
 
     A unit of its work is a part (STARTS), a key head, and up to `rows` of its query heads. Its arguments are addresses:
-    of queries in float32, whose heads and tokens are HEAD_STEP and TOKEN_STEP numbers apart; of OUT `(parts, q_heads,
-    value_width)` and LSE `(parts, q_heads)`, in float32; of the rotations and the table; and the numbers of key heads
-    and of query heads for each, and the bits of scale and cap in float32. KV in rows of the table whose last column is
-    not 0 are of `kind`, others of the `other` one.
+    of queries of the `other` kind, whose heads and tokens are HEAD_STEP and TOKEN_STEP numbers apart; of OUT `(parts,
+    q_heads, value_width)` and LSE `(parts, q_heads)`, in float32; of the rotations and the table; and the numbers of
+    key heads and of query heads for each, and the bits of scale and cap in float32. KV in rows of the table whose last
+    column is not 0 are of `kind`, others of the `other` one.
     """
     both, some = kind != other, _UNROLL if rows <= _UNROLL else _UNROLL // 2
 
     def attend(data):
-        queries, out, lse = (
-            reals(argument(data, QUERIES)),
-            reals(argument(data, OUT)),
-            reals(argument(data, LSE)),
-        )
+        queries, out, lse = argument(data, QUERIES), reals(argument(data, OUT)), reals(argument(data, LSE))
         cos, sin = reals(argument(data, COS)), reals(argument(data, SIN))
         partners, table = integers(argument(data, PARTNERS)), argument(data, TABLE)
         starts, tokens = integers(argument(data, STARTS)), integers(argument(data, TOKENS))
@@ -214,9 +225,9 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
                     for row in range(rows):
                         place = (top + row) * head_step + token * token_step
                         for i in range(width):
-                            number = queries[place + i]
+                            number = _number(queries, place + i, other)
                             if turn >= 0:
-                                other_one = queries[place + partners[i]]
+                                other_one = _number(queries, place + partners[i], other)
                                 number = number * cos[turn * width + i] + other_one * sin[turn * width + i]
                             query[row, i] = number
                     for begin in range(0, length, BLOCK):

@@ -208,7 +208,10 @@ class TokenSequence:
 
     def append(self, call: LayerCall, tokens: slice) -> tuple[Tensor, Tensor]:
         """Write the keys and values of its new tokens, which are `tokens` of the pass; returns all of the layer's."""
-        return self.cache.append(call.layer, call.key[:, :, tokens], call.value[:, :, tokens])
+        key, value = call.key, call.value
+        if tokens.stop - tokens.start < key.shape[2]:
+            key, value = key[:, :, tokens], value[:, :, tokens]
+        return self.cache.append(call.layer, key, value)
 
     def observe(self, layer: int, call: LayerCall, tokens: slice) -> None:
         """See a layer of the pass, after `append`; `call.layer` is the layer whose keys it reads."""

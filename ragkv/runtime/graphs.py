@@ -298,11 +298,11 @@ class _Captured:
         here, whole = slice(len(numbers[0])), len(numbers[0]) == len(self.tokens)
         for piece in self.pieces:
             piece.replay()
-            call = piece.call
-            if not whole:
-                query, key, value = (t[:, :, here] for t in (call.query, call.key, call.value))
-                call = replace(call, query=query, key=key, value=value)
-            piece.out[:, :, here] = step.attend(call)
+            if whole:
+                piece.out.copy_(step.attend(piece.call))
+            else:
+                query, key, value = (t[:, :, here] for t in (piece.call.query, piece.call.key, piece.call.value))
+                piece.out[:, :, here] = step.attend(replace(piece.call, query=query, key=key, value=value))
         self.last()
         return self.logits[: len(numbers[2])].clone()
 
