@@ -59,6 +59,17 @@ HEADS, GROUP, HEAD_STEP, TOKEN_STEP, SCALE, CAP = range(SHARPNESS + 1, SHARPNESS
 """The kernel's arguments (`compiled`)."""
 
 
+def _starts(b: Any, first: Any, stride: Any, count: int, size: int) -> list[Any]:
+    """Where `count` keys or values of `size` bytes begin; later ones are fetched."""
+    starts = [first]
+    for _ in range(count - 1):
+        starts.append(b.add(starts[-1], stride))
+    for start in starts:
+        for line in range(0, size, 64):
+            kernels.fetch(b, at(b, start, _AHEAD + line))
+    return starts
+
+
 @intrinsic(prefer_literal=True)
 def _scores(
     context: Any, out: Any, query: Any, key: Any, stride: Any, kind: Any, width: Any, rows: Any, keys: Any
@@ -71,13 +82,8 @@ def _scores(
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
         out, query, key, stride = arguments[:4]
-        starts = [key]
-        for _ in range(count - 1):
-            starts.append(b.add(starts[-1], stride))
+        starts = _starts(b, key, stride, count, d * size)
         piece = kernels.piece(d)
-        for start in starts:
-            for line in range(0, d * size, 64):
-                kernels.fetch(b, at(b, start, _AHEAD + line))
         sums: list[list[Any]] = [[None] * count for _ in range(n)]
         for i in range(0, d, piece):
             numbers = [widened(b, at(b, start, i * size), name, piece) for start in starts]
@@ -115,13 +121,8 @@ def _add(
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
         out, weights, value, stride = arguments[:4]
-        starts = [value]
-        for _ in range(count - 1):
-            starts.append(b.add(starts[-1], stride))
+        starts = _starts(b, value, stride, count, d * size)
         piece = kernels.piece(d)
-        for start in starts:
-            for line in range(0, d * size, 64):
-                kernels.fetch(b, at(b, start, _AHEAD + line))
         for i in range(0, d, piece):
             numbers = [widened(b, at(b, start, i * size), name, piece) for start in starts]
             for row in range(n):

@@ -172,10 +172,9 @@ def _optimize_norms(model: LanguageModel) -> None:
         if "RMSNorm" not in type(norm).__name__ or not isinstance(weight, Tensor) or not isinstance(epsilon, float):
             continue
         if weight.dtype == model.dtype and weight.ndim == 1 and len(weight) % module.PIECE == 0:
-            known = type(norm), epsilon
-            if known not in forms:
-                forms[known] = _form(norm, weight, epsilon, module.FORMS)
-            if (form := forms[known]) is not None:
+            if type(norm) not in forms:
+                forms[type(norm)] = _form(norm, weight, epsilon, module.FORMS)
+            if (form := forms[type(norm)]) is not None:
                 norm.form, norm.epsilon = form, epsilon  # type: ignore[assignment]
                 norm.__class__ = _with_kernel(type(norm))
 

@@ -114,11 +114,15 @@ def test_a_recording_has_the_kernels_of_linear_layers(dtype, soon, monkeypatch):
 def test_the_oldest_recordings_make_room(make_model, soon, monkeypatch):
     model, pieces = make_model("llama"), PiecewiseGraphs(None)
     monkeypatch.setattr(graphs, "MOST_RECORDED", 9)
-    for count in (4, 4, 4, 5, 5, 4, 1, 1, 4, 4):
-        rows = [TokenSequence((), 0) for _ in range(count)]
-        model.step(rows, [(each,) for each in range(count)], run=pieces.logits)
-    assert list(pieces._captured) == [(1, 1), (4, 4)]
-    model.step([TokenSequence((), 0)] * 16, [(1,)] * 16, run=pieces.logits)
+
+    def run(*counts):
+        for count in counts:
+            rows = [TokenSequence((), 0) for _ in range(count)]
+            model.step(rows, [(each,) for each in range(count)], run=pieces.logits)
+        return list(pieces._captured)
+
+    assert run(4, 4, 4, 5, 5, 4, 1, 1, 4) == [(5, 5), (1, 1)]
+    assert run(4, 16, 16) == [(16, 16)]
 
 
 def test_a_recording_that_computes_something_else_is_not_used(make_model, soon, monkeypatch, caplog):
