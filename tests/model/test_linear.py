@@ -433,7 +433,7 @@ def test_a_norm_that_learns_or_lies_apart_is_computed_by_torch():
     _with_kernels(norm, torch.float32)
     states = torch.randn(3, 128)
     norm.weight.requires_grad_(True)
-    norm(states[:, :64]).sum().backward()
+    norm(states[:, :64].contiguous()).sum().backward()
     assert norm.weight.grad is not None
     with torch.inference_mode():
         assert torch.equal(norm(states[:, ::2]), right(states[:, ::2]))
