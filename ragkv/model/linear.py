@@ -175,8 +175,9 @@ def _optimize_norms(model: LanguageModel) -> None:
             if type(norm) not in forms:
                 forms[type(norm)] = _form(norm, weight, epsilon, module.FORMS)
             if (form := forms[type(norm)]) is not None:
-                norm.form, norm.epsilon = form, epsilon  # type: ignore[assignment]
-                norm.__class__ = _with_kernel(type(norm))
+                norm.form, norm.epsilon = form, epsilon
+                kind: Any = type(norm)
+                norm.__class__ = _with_kernel(kind)
 
 
 @functools.cache
