@@ -119,12 +119,8 @@ def _row(key: Tensor, value: Tensor, turn: int) -> tuple[int, ...]:
     """The row of keys and values `(kv_heads, tokens, head_dim)`, or `(1, …)` of that."""
     if not value.shape[-1]:  # latent attention: the keys are the values
         value = key
-    size, (key_head, key_token, _), (value_head, value_token, _) = (
-        key.element_size(),
-        key.stride()[-3:],
-        value.stride()[-3:],
-    )
-    steps = size * key_head, size * key_token, size * value_head, size * value_token
+    size = key.element_size()
+    steps = (size * stride for t in (key, value) for stride in t.stride()[-3:-1])
     return key.data_ptr(), value.data_ptr(), key.shape[-2], *steps, turn, int(key.dtype != torch.float32)
 
 
@@ -285,8 +281,9 @@ class DecodeInPlace:
         lse = torch.empty((1, len(table.tokens), heads), dtype=torch.float32)
         _compute(call, table, self._turns(kind, width), out, lse)
         out, lse = out.transpose(1, 2), lse.transpose(1, 2)
-        if len(table.groups) == 1:
-            return [(0, table.groups[0][2], PartialAttention(out, lse))]
+        if len(table.groups) == 1:  # slices cost as much as all else here
+            ((number, _, tokens),) = table.groups
+            return [(number, tokens, PartialAttention(out, lse))]
         return [
             (number, tokens, PartialAttention(out[:, :, which], lse[:, :, which]))
             for number, which, tokens in table.groups

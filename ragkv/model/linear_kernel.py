@@ -310,7 +310,7 @@ def product(weight: str, row: str) -> Any:
     return kernels.compiled(kernel)
 
 
-STATES, UNIT, BOTH, WIDTH = range(kernels.ARGUMENTS, kernels.ARGUMENTS + 4)
+STATES, STATE_STEPS, BOTH, WIDTH = range(kernels.ARGUMENTS, kernels.ARGUMENTS + 4)
 """The arguments of `quantise`: addresses of states `(rows, in_features)`, their scales and what it fills; the size."""
 
 
@@ -319,7 +319,7 @@ def quantise() -> Any:
     """The kernel that makes two uint8 rows of each row of float32."""
 
     def kernel(data):
-        states, steps = reals(argument(data, STATES)), reals(argument(data, UNIT))
+        states, steps = reals(argument(data, STATES)), reals(argument(data, STATE_STEPS))
         both, width = octets(argument(data, BOTH)), argument(data, WIDTH)
         units, chunk = argument(data, kernels.UNITS), argument(data, kernels.CHUNK)
         while True:

@@ -1,5 +1,5 @@
 """Forward passes that are launched as a whole: a pass of an 8B model has 1,500 kernels, and on a GPU takes longer to
-launch than to run; on a processor, a fifth of a decode step of 100M parameters is Python and torch finding the kernels.
+launch than to run; on a processor, a quarter of a decode step of 100M parameters is Python and torch around the work.
 
 `DecodeGraph` captures whole decode steps. A step of the same sequences as the last ones, of one token each, differs
 from those in the tokens, the positions and the lengths alone, and these are numbers on the device
@@ -330,7 +330,8 @@ class PiecewiseGraphs:
                 try:
                     captured = self._capture_pass(model, *size)
                     if self._capture is None:
-                        self._make_room(model, captured, step, tokens, positions, keep)
+                        _compare(captured, model, step, tokens, positions, keep)
+                        self._make_room(len(tokens))
                     self._captured[size] = captured
                 except Exception as error:  # a model that asks the device something, or leaves torch
                     self._off = True
@@ -353,15 +354,19 @@ class PiecewiseGraphs:
             logits = model.logits(pieces, {"input_ids": ids[None]}, positions, keep)
             return _Captured(ids, positions, keep, pieces.pieces, capture.end(), logits)
 
-    def _make_room(self, model: LanguageModel, recorded: _Captured, step: Step, *numbers: Tensor) -> None:
-        """For a recording, if it gives the logits of this step: it does not see all that a model may do."""
-        tokens, positions, keep = numbers
-        logits = model.logits(step, {"input_ids": tokens[None]}, positions, keep)
-        if not torch.equal(recorded.run(step, *numbers).nan_to_num(), logits.nan_to_num()):
-            raise ValueError("a recording of it computes something else")
-        while self._captured and len(tokens) + sum(count for count, _ in self._captured) > MOST_RECORDED:
+    def _make_room(self, tokens: int) -> None:
+        """Forget the oldest recordings until one of so many tokens has room."""
+        while self._captured and tokens + sum(count for count, _ in self._captured) > MOST_RECORDED:
             oldest = next(iter(self._captured))
             del self._captured[oldest], self._passes[oldest]
+
+
+def _compare(recorded: _Captured, model: LanguageModel, step: Step, *numbers: Tensor) -> None:
+    """ValueError if a recording gives other logits than the model: it does not see all that a model may do."""
+    tokens, positions, keep = numbers
+    logits = model.logits(step, {"input_ids": tokens[None]}, positions, keep)
+    if not torch.equal(recorded.run(step, *numbers).nan_to_num(), logits.nan_to_num()):
+        raise ValueError("a recording of it computes something else")
 
 
 class DecodeGraph:
