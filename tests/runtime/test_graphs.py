@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import recordedgraph
@@ -45,6 +46,12 @@ def passes(model):
     yield [other, third, first], [(4,), (5,), (6,)]
 
 
+@pytest.fixture
+def soon(monkeypatch):
+    """The second pass of a size is recorded."""
+    monkeypatch.setattr(graphs, "RECORDED_PASSES", 2)
+
+
 def compared(model, monkeypatch, close, *, recorded=False):
     """Of every pass, whether it ran in pieces; its logits are those of the model's kernels."""
     pieces, replays, replayed = PiecewiseGraphs(None if recorded else cache(graphs.Capture)), [], graphs._Captured.run
@@ -72,6 +79,14 @@ def test_a_pass_of_many_tokens_is_not_captured(make_model, stand_in, monkeypatch
     assert compared(make_model("llama"), monkeypatch, {}) == [False] * 4 + [True, False, True, False, False, True]
 
 
+def test_layers_share_what_attention_is_given_unless_they_are_recorded(make_model, stand_in, soon):
+    model = make_model("llama")
+    for pieces, memories in (PiecewiseGraphs(cache(graphs.Capture)), 1), (PiecewiseGraphs(None), model.layers):
+        for _ in range(2):
+            model.step([TokenSequence((), 0)], [(1,)], run=pieces.logits)
+        assert len({piece.call.key.data_ptr() for piece in pieces._captured[1, 1].pieces}) == memories
+
+
 def refusals(caplog):
     found = [record.getMessage() for record in caplog.records if record.name == graphs.__name__]
     return [message.partition("captured: ")[2] for message in found if "kernel by kernel" in message]
@@ -88,12 +103,6 @@ def test_a_model_that_cannot_be_captured_runs_as_before(make_model, stand_in, mo
 
 
 # ---- recorded on the processor
-
-
-@pytest.fixture
-def soon(monkeypatch):
-    """The second pass of a size is recorded."""
-    monkeypatch.setattr(graphs, "RECORDED_PASSES", 2)
 
 
 RECORDED = [False, False, False, False, True, False, True, False, False, True]  # of 11, 14, 9, 2, 2, 3, 2, 16, 3, 3
@@ -159,6 +168,20 @@ def test_operations_are_computed_again_into_the_same_memory():
         places.copy_(torch.randint(5, (3,)))
         again()
         torch.testing.assert_close(found, _many_operations(x, places), **EXACT)
+
+
+def test_a_function_of_torch_that_computes_something_else_is_not_called_again(monkeypatch):
+    class Op:
+        overloadpacket = SimpleNamespace(__name__="one_more")
+        _op = staticmethod(lambda x: x + 1)
+
+    monkeypatch.setattr(torch, "one_more", lambda x, *, out: out.fill_(7), raising=False)
+    x, made = torch.zeros(3), torch.ones(3)
+    again = graphs._again(Op, (x,), {}, [made])
+    assert made.tolist() == [1, 1, 1]
+    x.fill_(4)
+    again()
+    assert made.tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize(
