@@ -366,8 +366,9 @@ def steps_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[Any,
 
 @pytest.fixture
 def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps as they are computed without numba."""
-    monkeypatch.setattr("ragkv.attention.decode._kernels", lambda: None)
+    """Attention as it is computed without numba."""
+    monkeypatch.setattr("ragkv.attention.in_place._kernels", lambda: None)
+    monkeypatch.setattr("ragkv.attention.batch.flash_takes", lambda *_: False)
 
 
 @pytest.fixture(scope="module")

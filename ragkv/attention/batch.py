@@ -25,10 +25,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ragkv.attention import decode, varlen
+from ragkv.attention import varlen
+from ragkv.attention.in_place import AttentionInPlace, InPlace, decode_takes
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.pages import PAGE, PagedRead, PagedReads
-from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials, merge_partials_of
+from ragkv.attention.partial import QUERIES, LayerCall, PartialAttention, flash_takes, merge_partials, merge_partials_of
 from ragkv.attention.rope import QueryRotation, QueryRotations, Rotary
 from ragkv.attention.sequence import (
     ArenaBlock,
@@ -77,12 +78,12 @@ class BatchPlan:
     """Which chunks the new tokens of a step read, and in which calls, but for those that are read `in_place`."""
 
     def __init__(
-        self, spans: Sequence[SequenceSlice], device: torch.device, *, in_place: decode.InPlace | None = None
+        self, spans: Sequence[SequenceSlice], device: torch.device, *, in_place: InPlace | None = None
     ) -> None:
         self.spans = tuple(spans)
         self.tokens = sum(span.n for span in spans)
         self._device = device
-        self._seen = _seen(spans, in_place or decode.InPlace())
+        self._seen = _seen(spans, in_place or InPlace())
         places = sorted({s.offset for uses in self._seen.values() for _, s in uses})
         self._table_row = {offset: row for row, offset in enumerate(places)}
         self._reads: dict[int | None, tuple[ChunkRead, ...]] = {}
@@ -192,7 +193,7 @@ def _numbered(sequence: TokenSequence) -> Iterator[tuple[int, ChunkGroup]]:
 
 
 def _seen(
-    spans: Sequence[SequenceSlice], in_place: decode.InPlace
+    spans: Sequence[SequenceSlice], in_place: InPlace
 ) -> dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]]:
     """(chunk KV, temperature, group, occurrence) -> who sees it. A sequence that reads one KV twice has two
     occurrences.
@@ -486,8 +487,9 @@ class Step:
         self._rotary = rotary
         self._ranks = ranks
         self._fixed = fixed
-        self._plans: dict[tuple[torch.device, torch.dtype | None], _DevicePlan] = {}
-        self._in_place: dict[torch.dtype, decode.InPlace] = {}
+        self._plans: dict[tuple[torch.device, tuple[torch.dtype, bool, bool] | None], _DevicePlan] = {}
+        self._in_place: dict[tuple[torch.dtype, bool, bool], InPlace] = {}
+        self._single, self._many = 1 in counts, max(counts, default=0) >= QUERIES
         if device.type != "cpu":
             self._plans[device, None] = _DevicePlan(self.spans, rotary, device, fixed=fixed)
 
@@ -569,15 +571,19 @@ class Step:
 
     def _plan_for(self, call: LayerCall) -> _DevicePlan:
         """The plan of the layers that are computed like this one; it is made when the first of them needs it."""
-        device, dtype, in_place = call.query.device, call.key.dtype, None
-        if self._ranks is None and not self._fixed and decode.takes(call):
-            if dtype not in self._in_place:
-                self._in_place[dtype] = decode.InPlace.of(self.spans, dtype)
-            in_place = self._in_place[dtype] if self._in_place[dtype].spans else None
-        key = device, None if in_place is None else dtype
-        if key not in self._plans:
-            self._plans[key] = _DevicePlan(self.spans, self._rotary, device, fixed=self._fixed, in_place=in_place)
-        return self._plans[key]
+        device, in_place = call.query.device, None
+        tensors = call.query, call.key, call.value
+        if self._ranks is None and not self._fixed and not varlen.takes(*tensors):
+            single = self._single and decode_takes(call)
+            many = self._many and flash_takes(*tensors, call.softcap)
+            key = call.key.dtype, single, many
+            if key not in self._in_place:
+                self._in_place[key] = InPlace.of(self.spans, key[0], single=single, many=many)
+            in_place = self._in_place[key] if self._in_place[key].spans else None
+        which = device, None if in_place is None else key
+        if which not in self._plans:
+            self._plans[which] = _DevicePlan(self.spans, self._rotary, device, fixed=self._fixed, in_place=in_place)
+        return self._plans[which]
 
 
 class _DevicePlan:
@@ -590,11 +596,11 @@ class _DevicePlan:
         device: torch.device,
         *,
         fixed: bool,
-        in_place: decode.InPlace | None = None,
+        in_place: InPlace | None = None,
     ) -> None:
         self.plan = BatchPlan(spans, device, in_place=in_place)
         self.rotations = QueryRotations(rotary, self.plan.offsets, device)
-        self._in_place = None if in_place is None else decode.DecodeInPlace(in_place, rotary)
+        self._in_place = [] if in_place is None else AttentionInPlace.of(in_place, rotary)
         others = [span for span in spans if in_place is None or span.at not in in_place.at]
         self._decode, self._alone = decode_batches(others, device, fixed=fixed)
         self._device = device
@@ -657,10 +663,12 @@ class _DevicePlan:
             else:
                 partial = _own_partial(span, call)
             partials.append((span.tokens, partial))
-        if self._in_place is None:
-            return _merge_by_token(partials, call.query), []
-        (_, _, whole), *apart = self._in_place.attend(call)
-        return _merge_by_token([*partials, (self._in_place.tokens, whole)], call.query), apart
+        apart: list[tuple[int, Tokens, PartialAttention]] = []
+        for each in self._in_place:
+            (_, _, whole), *more = each.attend(call)
+            partials.append((each.tokens, whole))
+            apart += more
+        return _merge_by_token(partials, call.query), apart
 
     def _visible(self, span: SequenceSlice, window: int | None) -> Tensor:
         """Which tokens a stacked sequence's new tokens see; made once for all layers with this window."""

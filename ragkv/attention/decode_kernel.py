@@ -5,7 +5,7 @@ single query at a fifth of the memory's speed. This one is what GPUs have as "pa
 it reads keys and values where they lie, in bfloat16, float16 or float32, widens them in registers, and one call serves
 all sequences of a layer, however many pieces their keys lie in. All arithmetic is in float32.
 
-What a call is given is `ragkv.attention.decode`'s table. Each query head is computed in blocks of keys with a running
+What a call is given is `ragkv.attention.in_place`'s table. Each query head is computed in blocks of keys with a running
 maximum and sum, as FlashAttention does. A kernel is compiled for each kind of numbers, width of heads and number of
 query heads that share a key, in a second (`ragkv.util.kernels`).
 """
@@ -44,7 +44,7 @@ BLOCK = 64
 """Keys whose scores are in memory at a time."""
 TILE = 8
 """Most query heads that read a key at a time."""
-COLUMNS = 9
+COLUMNS = 10
 """Numbers of a row of the table."""
 _UNROLL = 4
 """Keys whose values are added at a time; and whose scores are, half as many for more query heads than that: their sums

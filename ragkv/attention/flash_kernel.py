@@ -33,20 +33,19 @@ from ragkv.util.kernels import (
     claimed,
     float_of,
     floats,
+    integers,
     load,
     narrowed,
     reals,
 )
 
-QUERY, KEY, VALUE, OUT, LSE = range(kernels.ARGUMENTS, kernels.ARGUMENTS + 5)
-HEADS, GROUP, QUERIES, KEYS, CAUSAL, SCALE = range(LSE + 1, LSE + 7)
-QUERY_STEPS, KEY_STEPS, VALUE_STEPS = range(SCALE + 1, SCALE + 10, 3)
-"""The kernel's arguments (`attention`): addresses, sizes, and bytes from batch to batch, head to head, and token to
-token.
-"""
+TABLE, ROW, PARTS, TILES, OUT, LSE, COS, SIN, PARTNERS = range(kernels.ARGUMENTS, kernels.ARGUMENTS + 9)
+HEADS, GROUP, HEAD_STEP, TOKEN_STEP, OUT_HEAD, OUT_TOKEN = range(PARTNERS + 1, PARTNERS + 7)
+QUERY, INTO, COUNT, START, END, CAUSAL, SCALE, COLUMNS = range(8)
+"""The kernel's arguments, and the columns of its parts (`attention`)."""
 BLOCK = 64
 """Keys of a block."""
-QUERIES_AT_A_TIME = 96
+QUERIES_AT_A_TIME = 192
 _BAND = 24
 _ROWS, _WIDE = 6, 4
 """Queries, and vectors of 16 numbers of each, whose sums are in registers."""
@@ -177,26 +176,53 @@ def _store(context: Any, out: Any, source: Any, kind: Any) -> Any:
     return types.void(types.int64, types.int64, kind), generate
 
 
-@intrinsic
-def _line(context: Any, out: Any, source: Any) -> Any:
-    """Copy 64 bytes; with 0 for the source, clear them."""
+@intrinsic(prefer_literal=True)
+def _line(context: Any, out: Any, source: Any, kind: Any) -> Any:
+    """Write 64 bytes: those at the source, or 16 numbers of its `kind` as float32; with 0 for the source, zeros."""
+    name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        out, source = arguments
-        words = ir.VectorType(INT, 16)
-        kernels.store(b, ir.Constant(words, [0] * 16), out)
+        out, source = arguments[:2]
+        kernels.store(b, ir.Constant(floats(16), [0.0] * 16), out)
         with b.if_then(b.icmp_signed("!=", source, LONG(0))):
-            kernels.store(b, load(b, source, words), out)
+            kernels.store(b, kernels.widened(b, source, name, 16), out)
 
-    return types.void(*[types.int64] * 2), generate
+    return types.void(types.int64, types.int64, kind), generate
 
 
 @numba.njit
-def _copy(out, source, step, count, row):
-    """Copy `count` rows to the first ones of a block, and clear the others."""
+def _copy(out, source, step, count, row, narrow):
+    """Copy `count` rows to the first ones of a block, and clear the others. `narrow` ones are float16 to be widened."""
     for i in range(BLOCK):
         for word in range(0, row, _LINE):
-            _line(out + i * row + word, source + i * step + word if i < count else 0)
+            if narrow:
+                _line(out + i * row + word, source + i * step + word // 2 if i < count else 0, "float16")
+            else:
+                _line(out + i * row + word, source + i * step + word if i < count else 0, "float32")
+
+
+@intrinsic(prefer_literal=True)
+def _turn(context: Any, out: Any, query: Any, other: Any, cos: Any, sin: Any, kind: Any) -> Any:
+    """Write 16 numbers cos·query + sin·other as those of a kind; all are addresses of float32."""
+    name = kind.literal_value
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        query, other, cos, sin = (load(b, place, floats(16), 4) for place in arguments[1:5])
+        turned = b.fadd(b.fmul(query, cos, flags=FAST), b.fmul(other, sin, flags=FAST), flags=FAST)
+        kernels.store(b, narrowed(b, turned, name), arguments[0], 2)
+
+    return types.void(*[types.int64] * 5, kind), generate
+
+
+@intrinsic(prefer_literal=True)
+def _number(context: Any, place: Any, kind: Any) -> Any:
+    """The number of a kind at an address."""
+    name = kind.literal_value
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        return b.extract_element(kernels.widened(b, arguments[0], name, 1), INT(0))
+
+    return types.float32(types.int64, kind), generate
 
 
 def _exponential(b: Any, x: Any) -> Any:
@@ -224,24 +250,27 @@ def _weigh(
     mixed: Any,
     best: Any,
     total: Any,
-    seen: Any,
+    first: Any,
+    end: Any,
     scale: Any,
     width: Any,
     kind: Any,
 ) -> Any:
-    """Write the weights e^(scale * score - best) of a query's block, 0 but for those of the keys `seen`, and account
-    for a new best: in the total of the weights and in the values mixed so far, `(width,)`. All else are addresses.
+    """Write the weights e^(scale * score - best) of a query's block, 0 but for those of the keys from `first` to `end`,
+    and account for a new best: in the total of the weights and in the values mixed so far, `(width,)`. All else are
+    addresses.
     """
     numbers, name = width.literal_value, kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        weights, scores, mixed, best, total, seen, scale = arguments[:7]
+        weights, scores, mixed, best, total, first, end, scale = arguments[:8]
         words, vector = ir.VectorType(INT, 16), floats(16)
-        scales, until = kernels.repeated(b, scale, 16), kernels.repeated(b, b.trunc(seen, INT), 16)
+        scales = kernels.repeated(b, scale, 16)
+        since, until = (kernels.repeated(b, b.trunc(place, INT), 16) for place in (first, end))
         found, visible = [], []
         for start in range(0, BLOCK, 16):
             lanes = ir.Constant(words, [*range(start, start + 16)])
-            visible.append(b.icmp_signed("<", lanes, until))
+            visible.append(b.and_(b.icmp_signed("<", lanes, until), b.icmp_signed(">=", lanes, since)))
             number = b.fmul(load(b, at(b, scores, 4 * start), vector, 4), scales)
             found.append(b.select(visible[-1], number, ir.Constant(vector, [-3e38] * 16)))
         largest = found[0]
@@ -277,132 +306,170 @@ def _weigh(
                 place = at(b, mixed, 4 * start)
                 kernels.store(b, b.fmul(load(b, place, vector, 4), kept), place, 4)
 
-    return types.void(*[types.int64] * 6, types.float32, width, kind), generate
+    return types.void(*[types.int64] * 7, types.float32, width, kind), generate
 
 
 @kernels.once
 def attention(kind: str, width: int) -> Any:
     """The kernel for heads of `width` numbers of a kind, "bfloat16" or "float32".
 
-    A unit of its work is a batch row, a query head (of which GROUP share a key head) and up to `QUERIES_AT_A_TIME` of
-    its QUERIES. It writes OUT `(batch, heads, queries, width)` in their kind, and LSE `(batch, heads, queries)`. Query
-    i sees the keys up to i if it is CAUSAL. SCALE is the bits of a float32.
+    A unit of its work is a part, a key head (with the GROUP query heads that share it), and one of the TILES of its
+    tokens' queries, of which none has more than `QUERIES_AT_A_TIME`.
+
+    A part, of PARTS `(parts, COLUMNS)` in int64, is COUNT tokens that follow each other and read the same keys: QUERY is
+    where the first one's query lies, INTO the first one's place in the output, and they read the rows of the table from
+    START to END. If they are CAUSAL, the keys of the first of these rows end with those of the tokens themselves, of
+    which each sees none of the later ones. SCALE is the bits of a float32. Heads and tokens are HEAD_STEP and TOKEN_STEP
+    bytes apart in the queries, and OUT_HEAD and OUT_TOKEN rows in the output: OUT has `width` numbers of the same kind
+    in a row, LSE one in float32.
+
+    The table is `ragkv.attention.in_place`'s, whose rows are ROW bytes apart; with its rotations in COS, SIN and
+    PARTNERS. For a kernel of float32, keys and values may be float16.
     """
     size, half = SIZES[kind], kind == "bfloat16"
     row, most, vectors = width * size, QUERIES_AT_A_TIME, math.gcd(width // 16, _WIDE)
 
     def kernel(data):
-        units, chunk = argument(data, kernels.UNITS), argument(data, kernels.CHUNK)
-        heads, group, n = argument(data, HEADS), argument(data, GROUP), argument(data, QUERIES)
-        keys, causal, scale = argument(data, KEYS), argument(data, CAUSAL), float_of(np.int32(argument(data, SCALE)))
-        lse, key_step, value_step = (
-            reals(argument(data, LSE)),
-            argument(data, KEY_STEPS + 2),
-            argument(data, VALUE_STEPS + 2),
-        )
-        query_step = argument(data, QUERY_STEPS + 2)
+        units, chunk, table = argument(data, kernels.UNITS), argument(data, kernels.CHUNK), argument(data, TABLE)
+        heads, group, tiles = argument(data, HEADS), argument(data, GROUP), argument(data, TILES)
+        head_step, token_step = argument(data, HEAD_STEP), argument(data, TOKEN_STEP)
+        cos, sin, partners = argument(data, COS), argument(data, SIN), integers(argument(data, PARTNERS))
+        lse = reals(argument(data, LSE))
         scores, mixed = np.empty((_BAND, BLOCK), np.float32), np.empty((most, width), np.float32)
-        weights = np.empty((_BAND, BLOCK * size), np.uint8)
+        weights, turned = np.empty((_BAND, BLOCK * size), np.uint8), np.empty((most, row), np.uint8)
+        wide, others = np.empty((most, width), np.float32), np.empty((most, width), np.float32)
         best, total = np.empty(most, np.float32), np.empty(most, np.float32)
         laid_out, paired = np.empty(BLOCK * row, np.uint8), np.empty(BLOCK * row, np.uint8)
-        last_keys, last_values = np.zeros(BLOCK * row, np.uint8), np.zeros(BLOCK * row, np.uint8)
-        blocks = (n + most - 1) // most
+        copied_keys, copied_values = np.zeros(BLOCK * row, np.uint8), np.zeros(BLOCK * row, np.uint8)
+        places, into = np.empty(most, np.int64), np.empty(most, np.int64)
         while True:
-            first = claimed(data)
-            if first >= units:
+            claim = claimed(data)
+            if claim >= units:
                 return
-            for unit in range(first, min(first + chunk, units)):
-                batch, head, index = unit // (blocks * heads), unit // blocks % heads, unit % blocks
-                begin, end = n * index // blocks, n * (index + 1) // blocks
+            for unit in range(claim, min(claim + chunk, units)):
+                part = integers(argument(data, PARTS) + 8 * COLUMNS * (unit // (heads * tiles)))
+                head, index, n = unit // tiles % heads, unit % tiles, part[COUNT]
+                begin, end = n * group * index // tiles, n * group * (index + 1) // tiles
                 rows = end - begin
+                if rows == 0:
+                    continue
+                early, late = begin // group, (end - 1) // group
+                scale = float_of(np.int32(part[SCALE]))
                 s, p, o, kt, vp = address(scores), address(weights), address(mixed), address(laid_out), address(paired)
-                bests, totals = address(best), address(total)
-                at_head = head // group
-                query = (
-                    argument(data, QUERY) + batch * argument(data, QUERY_STEPS) + head * argument(data, QUERY_STEPS + 1)
-                )
-                query += begin * query_step
-                key = argument(data, KEY) + batch * argument(data, KEY_STEPS) + at_head * argument(data, KEY_STEPS + 1)
-                value = (
-                    argument(data, VALUE)
-                    + batch * argument(data, VALUE_STEPS)
-                    + at_head * argument(data, VALUE_STEPS + 1)
+                bests, totals, queries, w, other = (
+                    address(best),
+                    address(total),
+                    address(turned),
+                    address(wide),
+                    address(others),
                 )
                 for r in range(rows):
+                    token, at_head = (begin + r) // group, head * group + (begin + r) % group
+                    places[r] = part[QUERY] + token * token_step + at_head * head_step
+                    into[r] = (part[INTO] + token) * argument(data, OUT_TOKEN) + at_head * argument(data, OUT_HEAD)
                     best[r], total[r] = -np.inf, 0
                     for i in range(width):
                         mixed[r, i] = 0
-                for start in range(0, end if causal else keys, BLOCK):
-                    count = min(BLOCK, keys - start)
-                    k, k_step, v, v_step = key + start * key_step, key_step, value + start * value_step, value_step
-                    if count < BLOCK:
-                        _copy(address(last_keys), k, k_step, count, row)
-                        _copy(address(last_values), v, v_step, count, row)
-                        k, k_step, v, v_step = address(last_keys), row, address(last_values), row
-                    for i in range(0, BLOCK, 16):
-                        for word in range(0, row, _LINE):
-                            _transpose(kt + word * BLOCK + i * 4, BLOCK * 4, k + i * k_step + word, k_step)
-                    if half:
-                        for i in range(0, BLOCK, 2):
+                        if cos:
+                            wide[r, i] = _number(places[r] + i * size, kind)
+                            others[r, i] = _number(places[r] + partners[i] * size, kind)
+                was = -2
+                for segment in range(part[START], part[END]):
+                    found = integers(table + segment * argument(data, ROW))
+                    key, value = found[0] + head * found[3], found[1] + head * found[5]
+                    keys, key_step, value_step, turn, unseen = found[2], found[4], found[6], found[7], found[9]
+                    narrow = found[8] and not half
+                    if turn != was:
+                        was = turn
+                        for r in range(rows):
+                            for i in range(0, width, 16):
+                                if turn >= 0:
+                                    _turn(
+                                        queries + r * row + i * size,
+                                        w + (r * width + i) * 4,
+                                        other + (r * width + i) * 4,
+                                        cos + (turn * width + i) * 4,
+                                        sin + (turn * width + i) * 4,
+                                        kind,
+                                    )
+                            if turn < 0:
+                                for word in range(0, row, _LINE):
+                                    _line(queries + r * row + word, places[r] + word, "float32")
+                    causal = part[CAUSAL] and segment == part[START]
+                    until = keys - n + late + 1 if causal else keys
+                    for start in range(max(0, unseen + early) // BLOCK * BLOCK, until, BLOCK):
+                        count = min(BLOCK, keys - start)
+                        k, k_step, v, v_step = key + start * key_step, key_step, value + start * value_step, value_step
+                        if count < BLOCK or narrow:
+                            _copy(address(copied_keys), k, k_step, count, row, narrow)
+                            _copy(address(copied_values), v, v_step, count, row, narrow)
+                            k, k_step, v, v_step = address(copied_keys), row, address(copied_values), row
+                        for i in range(0, BLOCK, 16):
                             for word in range(0, row, _LINE):
-                                _pair(vp + i * row + 2 * word, v + i * v_step + word, v + (i + 1) * v_step + word)
-                        v, v_step = vp, 2 * row
-                    for top in range(0, rows, _BAND):
-                        band = min(_BAND, rows - top)
-                        tiles = (band + _ROWS - 1) // _ROWS
-                        for tile in range(tiles):
-                            r = band * tile // tiles
-                            some = band * (tile + 1) // tiles - r
-                            _multiply(
-                                s + r * BLOCK * 4,
-                                BLOCK * 4,
-                                query + (top + r) * query_step,
-                                query_step,
-                                kt,
-                                BLOCK * 4,
-                                row // 4,
-                                some,
-                                1,
-                                _WIDE,
-                                kind,
-                            )
-                        for r in range(band):
-                            seen = min(count, begin + top + r + 1 - start) if causal else count
-                            _weigh(
-                                p + r * BLOCK * size,
-                                s + r * BLOCK * 4,
-                                o + (top + r) * width * 4,
-                                bests + (top + r) * 4,
-                                totals + (top + r) * 4,
-                                seen,
-                                scale,
-                                width,
-                                kind,
-                            )
-                        for tile in range(tiles):
-                            r = band * tile // tiles
-                            some = band * (tile + 1) // tiles - r
-                            into, left = o + (top + r) * width * 4, p + r * BLOCK * size
-                            for i in range(0, width, 16 * vectors):
+                                _transpose(kt + word * BLOCK + i * 4, BLOCK * 4, k + i * k_step + word, k_step)
+                        if half:
+                            for i in range(0, BLOCK, 2):
+                                for word in range(0, row, _LINE):
+                                    _pair(vp + i * row + 2 * word, v + i * v_step + word, v + (i + 1) * v_step + word)
+                            v, v_step = vp, 2 * row
+                        for top in range(0, rows, _BAND):
+                            band = min(_BAND, rows - top)
+                            pieces = (band + _ROWS - 1) // _ROWS
+                            for piece in range(pieces):
+                                r = band * piece // pieces
+                                some = band * (piece + 1) // pieces - r
                                 _multiply(
-                                    into + i * 4,
-                                    width * 4,
-                                    left,
-                                    BLOCK * size,
-                                    v + i * 4,
-                                    v_step,
-                                    BLOCK * size // 4,
+                                    s + r * BLOCK * 4,
+                                    BLOCK * 4,
+                                    queries + (top + r) * row,
+                                    row,
+                                    kt,
+                                    BLOCK * 4,
+                                    row // 4,
                                     some,
-                                    0,
-                                    vectors,
+                                    1,
+                                    _WIDE,
                                     kind,
                                 )
-                place = (batch * heads + head) * n + begin
+                            for r in range(band):
+                                token = (begin + top + r) // group
+                                _weigh(
+                                    p + r * BLOCK * size,
+                                    s + r * BLOCK * 4,
+                                    o + (top + r) * width * 4,
+                                    bests + (top + r) * 4,
+                                    totals + (top + r) * 4,
+                                    max(0, unseen + token - start),
+                                    min(count, keys - n + token + 1 - start) if causal else count,
+                                    scale,
+                                    width,
+                                    kind,
+                                )
+                            for piece in range(pieces):
+                                r = band * piece // pieces
+                                some = band * (piece + 1) // pieces - r
+                                to, left = o + (top + r) * width * 4, p + r * BLOCK * size
+                                for i in range(0, width, 16 * vectors):
+                                    _multiply(
+                                        to + i * 4,
+                                        width * 4,
+                                        left,
+                                        BLOCK * size,
+                                        v + i * 4,
+                                        v_step,
+                                        BLOCK * size // 4,
+                                        some,
+                                        0,
+                                        vectors,
+                                        kind,
+                                    )
                 for r in range(rows):
+                    if total[r] == 0:  # it saw nothing
+                        best[r], total[r] = -np.inf, 1
                     for i in range(width):
                         mixed[r, i] /= total[r]
                     for i in range(0, width, 16):
-                        _store(argument(data, OUT) + (place + r) * row + i * size, o + (r * width + i) * 4, kind)
-                    lse[place + r] = best[r] + math.log(total[r])
+                        _store(argument(data, OUT) + into[r] * row + i * size, o + (r * width + i) * 4, kind)
+                    lse[into[r]] = best[r] + math.log(total[r])
 
     return kernels.compiled(kernel, fast=FAST)

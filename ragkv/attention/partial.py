@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ragkv.attention import varlen
@@ -24,8 +26,11 @@ _SCORES = 1 << 26
 """Scores in memory at a time in the plain matmul: 256 MiB, and a few times as much for temporaries."""
 _ROWS = 256
 """From this number of queries per head on the CPU kernel is busy, and folding the heads of a group gains nothing."""
-_QUERIES = 6
+QUERIES = 6
 """From so many queries on ragkv's own kernel is sooner than torch's."""
+_TILE = 24
+"""Queries that are worth laying out keys for."""
+_FAR = 1 << 40
 _PRODUCTS = 1 << 22
 """Numbers of queries, times keys, that are worth a thread: 100 µs of work."""
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
@@ -214,7 +219,7 @@ def _unfold(folded: Tensor, batch: int, q_heads: int, n: int) -> Tensor:
 def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
     """The fastest kernel that gives a logsumexp for these tensors."""
     same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1] == query.shape[-1]
-    if same and not isinstance(mask, Tensor) and _for_own_kernel(query, key, value):
+    if not isinstance(mask, Tensor) and query.shape[2] >= QUERIES and flash_takes(query, key, value):
         return _flash
     if same and query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return _flash_cpu
@@ -223,16 +228,22 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
     return _matmul
 
 
-def _for_own_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `_flash` takes these tensors, and is the sooner one: torch's has AMX's matrix units for bfloat16."""
+def flash_takes(query: Tensor, key: Tensor, value: Tensor, softcap: float | None = None) -> bool:
+    """Whether ragkv's own kernel (`flash`) takes tensors like these, and is the sooner one for enough queries: torch's
+    has AMX's matrix units for bfloat16.
+    """
     module = kernel_module("ragkv.attention.flash_kernel")
-    if module is None or query.device.type != "cpu" or query.shape[2] < _QUERIES or torch.is_grad_enabled():
+    if module is None or query.device.type != "cpu" or torch.is_grad_enabled() or softcap is not None:
         return False
     has_dot = module.kernels.has_dot("bfloat16") and not module.kernels.has_tiles()
     return (
-        (query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and has_dot))
-        and query.shape[3] * query.element_size() % 64 == 0
-        and query.stride(3) == key.stride(3) == value.stride(3) == 1
+        query.dtype == key.dtype == value.dtype
+        and (query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and has_dot))
+        and value.shape[-1] in (key.shape[-1], 0)
+        and query.shape[-1] == key.shape[-1]
+        and query.shape[-1] * query.element_size() % 64 == 0
+        and query.stride(-1) == key.stride(-1) == 1
+        and (value.stride(-1) == 1 or not value.shape[-1])
     )
 
 
@@ -241,6 +252,44 @@ def float_bits(number: float) -> int:
     """The bits of a number in float32."""
     bits: int = struct.unpack("i", struct.pack("f", number))[0]
     return bits
+
+
+def table_row(key: Tensor, value: Tensor, turn: int) -> tuple[int, ...]:
+    """A row of the table that the kernels read: keys and values `(kv_heads, tokens, head_dim)`, or `(1, …)` of that, of
+    which all tokens are seen, by queries that are turned by row `turn` of the rotations (-1: none).
+    """
+    if not value.shape[-1]:  # latent attention: the keys are the values
+        value = key
+    size = key.element_size()
+    steps = (size * stride for t in (key, value) for stride in t.stride()[-3:-1])
+    return key.data_ptr(), value.data_ptr(), key.shape[-2], *steps, turn, int(key.dtype != torch.float32), -_FAR
+
+
+def flash(
+    query: Tensor,
+    parts: NDArray[np.int64],
+    kv_heads: int,
+    rows: tuple[int, int],
+    turns: Sequence[int],
+    result: tuple[Tensor, Tensor],
+    products: int,
+) -> None:
+    """Run `ragkv.attention.flash_kernel` on `query` `(…, q_heads, n, head_dim)`: its parts, the address of its table
+    and the bytes of a row, the addresses of its rotations. Fills (out, lse), which are strided alike, for so many
+    `products` of a query and a key.
+    """
+    module = kernel_module("ragkv.attention.flash_kernel")
+    assert module is not None
+    out, lse = result
+    heads, width, size = query.shape[-3], query.shape[-1], query.element_size()
+    kernel = module.attention(str(query.dtype).removeprefix("torch."), width)
+    threads = module.kernels.threads_for(products * heads * width, _PRODUCTS)
+    longest = int(parts[:, module.COUNT].max()) * (heads // kv_heads)
+    tiles = max(-(-longest // module.QUERIES_AT_A_TIME), min(threads // (len(parts) * kv_heads), longest // _TILE))
+    units = len(parts) * kv_heads * tiles
+    where = *rows, parts.ctypes.data, tiles, out.data_ptr(), lse.data_ptr(), *turns
+    steps = size * query.stride(-3), size * query.stride(-2), lse.stride(-2), lse.stride(-1)
+    module.kernels.run(kernel, units, min(units, threads), *where, kv_heads, heads // kv_heads, *steps)
 
 
 def _flash(
@@ -253,18 +302,15 @@ def _flash(
     _softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """ragkv's own kernel for processors with AVX-512."""
-    module = kernel_module("ragkv.attention.flash_kernel")
-    assert module is not None
-    kernel = module.attention(str(query.dtype).removeprefix("torch."), query.shape[3])
-    batch, heads, n, width = query.shape
-    out = torch.empty((batch, heads, n, width), dtype=query.dtype)
+    batch, heads, n, _ = query.shape
+    out = torch.empty(query.shape, dtype=query.dtype)
     lse = torch.empty((batch, heads, n), dtype=torch.float32)
-    units = batch * heads * -(-n // module.QUERIES_AT_A_TIME)
-    threads = min(units, module.kernels.threads_for(query.numel() * key.shape[2], _PRODUCTS))
-    pointers = (each.data_ptr() for each in (query, key, value, out, lse))
-    sizes = heads, heads // key.shape[1], n, key.shape[2], int(mask is not None), float_bits(scale / temperature)
-    steps = (each.element_size() * stride for each in (query, key, value) for stride in each.stride()[:3])
-    module.kernels.run(kernel, units, threads, *pointers, *sizes, *steps)
+    rows = np.array([table_row(*pair, -1) for pair in zip(key, value, strict=True)], np.int64)
+    causal, bits = int(mask is not None), float_bits(scale / temperature)
+    first, step = query.data_ptr(), query.element_size() * query.stride(0)
+    each = [(first + at * step, at * heads * n, n, at, at + 1, causal, bits) for at in range(batch)]
+    table = rows.ctypes.data, rows.strides[0]
+    flash(query, np.array(each, np.int64), key.shape[1], table, (0, 0, 0), (out, lse), batch * n * key.shape[2])
     return out, lse
 
 

@@ -7,7 +7,7 @@ outgrows its block moves to memory of its own.
 `StackedSequence` holds several answers in one prompt, whose tokens have explicit positions and visibility (IPPD §4.1).
 It is the paper's form; a sequence per answer is the same computation without the masked scores.
 
-`join` lays a context out once for decoding, where `ragkv.attention.decode` does not read it as it lies. The question
+`join` lays a context out once for decoding, where `ragkv.attention.in_place` does not read it as it lies. The question
 reads chunks in place, which makes the first token soon, but a decode step with one query per sequence would pay more
 for a kernel call per chunk than for its keys (65 calls per layer at 16K tokens in chunks of 256). So before the second
 token a group's chunks are copied side by side, once per answer, with moved keys rotated in fp32: Block-Attention's
@@ -164,7 +164,7 @@ class TokenSequence:
     `groups` are all KV that it reads besides its own tokens; `position` is that of its next token. Its own KV, `cache`,
     grows by what it reads. `laid_out`: its groups are laid out for decoding (`ragkv.runtime.kv_pool`). `silent`: it is
     read for its KV, and its logits are not used. `located` is where its groups lie in memory, once it was asked for
-    (`ragkv.attention.decode`).
+    (`ragkv.attention.in_place`).
     """
 
     groups: tuple[ChunkGroup, ...]

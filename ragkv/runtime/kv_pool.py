@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ragkv.attention import decode
+from ragkv.attention import in_place
 from ragkv.attention.kv import ChunkKV, HalfTensors, PlacedChunk
 from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, TokenSequence, join, worth_joining
@@ -125,7 +125,7 @@ class KVPool:
         """Lay out the contexts of `sequences`, which have read their questions, for decoding; `active` are all running
         sequences.
 
-        What `ragkv.attention.decode` reads where it lies needs nothing. Else, with a single query, a kernel call per
+        What `ragkv.attention.in_place` reads where it lies needs nothing. Else, with a single query, a kernel call per
         chunk costs more than its keys do, so a group's chunks are joined, once for all sequences that see the same
         ones. Chunks that several sequences see among different others are not copied.
         """
@@ -160,8 +160,8 @@ class KVPool:
     def _laid_out(
         self, group: ChunkGroup, seen: Counter[int], runs: Counter[Hashable], rotary: Rotary, windowed: bool
     ) -> ChunkGroup:
-        if decode.reads_in_place(group) and not any(
-            decode.shared(seen[id(segment.kv)], segment.kv.tokens) for segment in group.segments
+        if in_place.reads_in_place(group) and not any(
+            in_place.shared(seen[id(segment.kv)], segment.kv.tokens) for segment in group.segments
         ):
             return group
         segments, others = _joinable(group)

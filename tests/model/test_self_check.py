@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ragkv.attention.batch
-from ragkv.attention import decode
+from ragkv.attention import in_place
 from ragkv.attention.batch import BatchPlan, DecodeBatch, Step, _DevicePlan
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.partial import PartialAttention, merge_partials_of
@@ -274,19 +274,19 @@ def test_own_tokens_that_are_read_together(fault, monkeypatch, refused):
 
 def test_keys_that_are_read_in_place(monkeypatch, refused):
     """Addresses, rotations and results of a decode step; the proof reads a question token by token, too."""
-    row, compute, within = decode._row, decode._compute, decode._Group.within
+    row, compute, within = in_place.table_row, in_place._compute, in_place._Group.within
     wrong = {
-        "one key too few": ("_row", lambda *a: (*row(*a)[:2], row(*a)[2] - 1, *row(*a)[3:])),
-        "keys that are the values": ("_row", lambda *a: (row(*a)[1], *row(*a)[1:])),
-        "chunks where they were encoded": ("_row", lambda key, value, turn: row(key, value, -1)),
+        "one key too few": ("table_row", lambda *a: (*row(*a)[:2], row(*a)[2] - 1, *row(*a)[3:])),
+        "keys that are the values": ("table_row", lambda *a: (row(*a)[1], *row(*a)[1:])),
+        "chunks where they were encoded": ("table_row", lambda key, value, turn: row(key, value, -1)),
         "other heads' results": ("_compute", lambda *a: (compute(*a), a[3].copy_(a[3].roll(1, 1)))),
         "weights of other tokens": ("_compute", lambda *a: (compute(*a), a[4].copy_(a[4] + 1))),
     }
     for name, replacement in wrong.values():
         with monkeypatch.context() as fault:
-            fault.setattr(decode, name, replacement)
+            fault.setattr(in_place, name, replacement)
             refused("llama", "a question over|causal pass|rotary|weight")
-    monkeypatch.setattr(decode._Group, "within", lambda part, position, _, others: within(part, position, None, others))
+    monkeypatch.setattr(in_place._Group, "within", lambda part, at, _, others: within(part, at, None, others))
     refused("mistral-sliding", "a question over|causal pass|window")
 
 

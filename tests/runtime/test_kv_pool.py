@@ -11,7 +11,7 @@ from asking import request as asked
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragkv.attention.partial
-from ragkv.attention import decode
+from ragkv.attention import in_place
 from ragkv.attention.kv import HalfTensors, PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, TokenSequence
 from ragkv.engines import make_engine
@@ -46,7 +46,7 @@ def settled(pool, model, rows, active=None, *, windowed=False):
     return [[segment.kv for segment in row.segments] for row in rows]
 
 
-@pytest.mark.skipif(decode._kernels() is None, reason="the processor has no AVX2")
+@pytest.mark.skipif(in_place._kernels() is None, reason="the processor has no AVX2")
 def test_what_few_rows_read_is_left_where_it_lies(model, kvs):
     """Three rows that read a long chunk have it once for all; one that is short, or that two read, is read for each."""
     long = model.encode([[3 + i % 90 for i in range(600)]])
@@ -173,7 +173,7 @@ def test_a_step_reads_the_context_in_place(name, family, kernel, make_model, mon
     """
     if not kernel:
         request.getfixturevalue("without_kernel")
-    kernel = decode._kernels() is not None
+    kernel = in_place._kernels() is not None
     model = make_model(family)
     engine = make_engine(name, {})
     stream = Stream(runtime_of(model), engine, asked(model, engine, chunks=CHUNKS, scores=SCORES))

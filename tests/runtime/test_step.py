@@ -261,6 +261,7 @@ def orders_of(name, tuning=(), chunks=None, **more):
         ("mapreduce", [(("instruction", "sum"), ("summary_tokens", 3))]),
     ],
 )
+@pytest.mark.usefixtures("without_kernel")
 def test_each_chunk_is_read_once_per_layer_and_step(family, name, tunings, make_model, monkeypatch):
     model, asked = make_model(family), [one for tuning in tunings for one in orders_of(name, tuning)]
     requests = [request_of(model, one) for one in asked]

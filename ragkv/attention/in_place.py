@@ -1,9 +1,9 @@
-"""Decode steps on a processor: the new token of each sequence reads all KV where it lies, in one call per layer.
+"""Attention on a processor: new tokens read all KV where it lies, in one call per layer.
 
-`ragkv.attention.decode_kernel` takes a table: where the keys and values of each chunk lie, and how far the chunk was
-moved, by which the query is rotated. So a context is neither joined nor widened before it is decoded, and needs no
-merge with the sequence's own tokens. Chunks that many sequences read are left to `ragkv.attention.batch`, which reads
-them once for all by matrix products.
+The kernels, `ragkv.attention.decode_kernel` for single tokens and `ragkv.attention.flash_kernel` for many, take a
+table: where the keys and values of each chunk lie, and how far the chunk was moved, by which the queries are rotated.
+So a context is neither joined nor widened before it is read, and needs no merge with the sequence's own tokens. Chunks
+that many sequences decode over are left to `ragkv.attention.batch`, which reads them once for all by matrix products.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk, stored
-from ragkv.attention.partial import LayerCall, PartialAttention, float_bits
+from ragkv.attention.partial import QUERIES, LayerCall, PartialAttention, flash, float_bits, table_row
 from ragkv.attention.rope import Rotary, RotationTable
 from ragkv.attention.sequence import ArenaBlock, ArenaKVCache, ChunkGroup, SequenceSlice, TokenSequence, tokens_of
 from ragkv.util.plugins import kernel_module
@@ -31,10 +31,11 @@ _READERS, _KEYS = 2, 1024
 _NUMBERS = 1 << 20
 """Keys and values, in numbers, that are worth a thread: 100 µs of work."""
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
-_COLUMNS = 9
-_KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _TURN = 0, 1, 2, 4, 6, 7
+_COLUMNS = 10
+_KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _TURN, _UNSEEN = 0, 1, 2, 4, 6, 7, 9
 """Columns of the table: addresses of keys and values, tokens, bytes from head to head and from token to token of the
-keys, then of the values, the row in the table of rotations (-1: none), and whether they are of the narrower kind.
+keys, then of the values, the row in the table of rotations (-1: none), whether they are of the narrower kind, and how
+many of the keys the first new token does not see: one more for each later one, none if it is negative.
 """
 Integers = NDArray[np.int64]
 Turns = tuple[Tensor, Tensor, Tensor]
@@ -45,8 +46,8 @@ def _kernels() -> ModuleType | None:
     return kernel_module("ragkv.attention.decode_kernel")
 
 
-def takes(call: LayerCall) -> bool:
-    """Whether the kernel computes a layer's attention of single queries."""
+def decode_takes(call: LayerCall) -> bool:
+    """Whether the decode kernel computes a layer's attention of single queries."""
     query, key, value = call.query, call.key, call.value
     return (
         query.device.type == "cpu"
@@ -96,39 +97,32 @@ class _Group:
         for at, segment in enumerate(segments):
             turn = offsets.index(segment.offset) if segment.offset else -1
             for layer, pair in enumerate(zip(stored(segment.kv.keys), stored(segment.kv.values), strict=True)):
-                rows[layer, at] = _row(*pair, turn)
+                rows[layer, at] = table_row(*pair, turn)
         starts, ids = [segment.start for segment in segments], [id(segment.kv) for segment in segments]
         return cls(number, temperature, rows, np.array(starts, np.int64), np.array(ids, np.int64))
 
     def within(self, position: int, window: int | None, others: frozenset[int]) -> Integers:
-        """The rows for a token at `position`, without the `others`, and without the keys before the window."""
+        """The rows for tokens from `position` on, without the `others`, and without the keys before the window."""
         rows, starts = self.rows, self.starts
         if others and rows.size:
             some = ~np.isin(self.ids, list(others))
             rows, starts = rows[:, some], starts[some]
         if window is None or not rows.size:
             return rows
-        first = np.maximum(0, position - window + 1 - starts)
+        first = position - window + 1 - starts
         some = first < rows[0, :, _TOKENS]
         rows = rows[:, some].copy()
         _cut(rows, first[some])
         return rows
 
 
-def _row(key: Tensor, value: Tensor, turn: int) -> tuple[int, ...]:
-    """The row of keys and values `(kv_heads, tokens, head_dim)`, or `(1, …)` of that."""
-    if not value.shape[-1]:  # latent attention: the keys are the values
-        value = key
-    size = key.element_size()
-    steps = (size * stride for t in (key, value) for stride in t.stride()[-3:-1])
-    return key.data_ptr(), value.data_ptr(), key.shape[-2], *steps, turn, int(key.dtype != torch.float32)
-
-
 def _cut(rows: Integers, first: Integers | int) -> None:
-    """Let the rows begin with the key `first`."""
-    rows[..., _KEY] += first * rows[..., _KEY_STEP]
-    rows[..., _VALUE] += first * rows[..., _VALUE_STEP]
-    rows[..., _TOKENS] -= first
+    """Let the rows begin with the key `first`, the first that the first new token sees."""
+    gone = np.maximum(0, first)
+    rows[..., _KEY] += gone * rows[..., _KEY_STEP]
+    rows[..., _VALUE] += gone * rows[..., _VALUE_STEP]
+    rows[..., _TOKENS] -= gone
+    rows[..., _UNSEEN] = first - gone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -176,8 +170,8 @@ class _Located:
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """What of a step is read in place: the KV of `spans`, but for the chunks with these `others` as id(); `at` are
-    their places.
+    """What of a step is read in place: the KV of `spans`, but for the chunks with these `others` as id() where a single
+    token reads; `at` are their places.
     """
 
     spans: tuple[SequenceSlice, ...] = ()
@@ -185,45 +179,59 @@ class InPlace:
     at: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, spans: Sequence[SequenceSlice], dtype: torch.dtype) -> InPlace:
-        """Single tokens of sequences whose KV, for a model that computes in `dtype`, lies where the kernel reads it."""
+    def of(cls, spans: Sequence[SequenceSlice], dtype: torch.dtype, *, single: bool, many: bool) -> InPlace:
+        """Sequences whose KV, for a model that computes in `dtype`, lies where the kernels read it: those with a
+        `single` token, and those with `many`.
+        """
         found, kinds = list[SequenceSlice](), {dtype, torch.float16} if dtype == torch.float32 else {dtype}
         for span in spans:
-            if span.n == 1 and type(span.sequence) is TokenSequence:
+            if (single if span.n == 1 else many and span.n >= QUERIES) and type(span.sequence) is TokenSequence:
                 located = _Located.of(span.sequence)
                 if located.parts and located.dtypes <= kinds:
                     found.append(span)
-        others = set[int]()
-        if len(found) > _READERS:
-            seen = [_Located.of(span.sequence).tokens for span in found]
+        decoding, others = [span for span in found if span.n == 1], set[int]()
+        if len(decoding) > _READERS:
+            seen = [_Located.of(span.sequence).tokens for span in decoding]
             readers = Counter(itertools.chain.from_iterable(seen))
             others = {chunk for each in seen for chunk, tokens in each.items() if shared(readers[chunk], tokens)}
         return cls(tuple(found), frozenset(others), frozenset(span.at for span in found))
 
     def reads(self, span: SequenceSlice, kv: ChunkKV) -> bool:
         """Whether it has this chunk of the sequence."""
-        return span.at in self.at and id(kv) not in self.others
+        return span.at in self.at and (span.n > 1 or id(kv) not in self.others)
 
 
 @dataclass(frozen=True, eq=False)
 class _Table:
     """What the kernel reads in layers with the same window.
 
-    `rows` `(layers, chunks, columns)`; part i, the attention of one token over one group, has those from `starts[i]` to
-    `starts[i + 1]`. `tokens[i]` is where the token stands in the step, `sharpness[i]` one over the group's temperature.
-    `groups` are (number, parts, their tokens in the step).
+    `rows` `(layers, chunks, columns)`; part i, the attention of a sequence's new tokens over one group, has those from
+    `starts[i]` to `starts[i + 1]`. `tokens[i]` is where the first of its `counts[i]` tokens stands in the step,
+    `sharpness[i]` one over the group's temperature. `groups` are (number, their part of the result's tokens, the same
+    tokens in the step).
     """
 
     rows: Integers
     starts: Integers
     tokens: Integers
+    counts: Integers
     sharpness: NDArray[np.float32]
     groups: tuple[tuple[int, slice, slice | Tensor], ...]
 
     @cached_property
     def keys(self) -> int:
-        """How many keys the parts have, but for the sequences' own."""
-        return int(self.rows[0, :, _TOKENS].sum())
+        """How many pairs of a new token and a key the parts have, but for those of the sequences' own."""
+        return int(np.add.reduceat(self.rows[0, :, _TOKENS], self.starts[:-1]) @ self.counts)
+
+    @cached_property
+    def parts(self) -> Integers:
+        """The parts as `ragkv.attention.flash_kernel` has them, of which each layer writes the first and last column:
+        those of group 0 begin with the sequences' own keys.
+        """
+        ends = np.cumsum(self.counts)
+        own, nothing = ends <= self.groups[0][1].stop, np.zeros_like(ends)
+        columns = nothing, ends - self.counts, self.counts, self.starts[:-1], self.starts[1:], own, nothing
+        return np.ascontiguousarray(np.stack(columns).T)
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -236,29 +244,37 @@ class _Table:
         return [rows.ctypes.data for rows in self.rows]
 
 
-class DecodeInPlace:
-    """The attention of what is read in place, for one step."""
+class AttentionInPlace:
+    """The attention of what is read in place, for one step: of sequences that all have one new token, or many."""
 
-    def __init__(self, what: InPlace, rotary: Rotary) -> None:
-        self._spans, self._others, self._rotary = what.spans, what.others, rotary
-        self._located = [_Located.of(span.sequence) for span in what.spans]
+    def __init__(self, spans: Sequence[SequenceSlice], others: frozenset[int], rotary: Rotary) -> None:
+        self._spans, self._others, self._rotary = spans, others, rotary
+        self._many = spans[0].n > 1
+        self._located = [_Located.of(span.sequence) for span in spans]
         self._tables: dict[int | None, _Table] = {}
         self._turned: dict[tuple[str, int], Turns] = {}
-        self.tokens = tokens_of(what.spans, _CPU)
+        self.tokens = tokens_of(spans, _CPU)
         """Where the tokens stand in the step."""
         blocks: dict[int, list[int]] = {}
         self._alone: list[int] = []
-        for at, span in enumerate(what.spans):
+        for at, span in enumerate(spans):
             cache = span.sequence.cache
-            if isinstance(cache, ArenaKVCache) and cache.block is not None and cache.length < cache.block.capacity:
-                blocks.setdefault(id(cache.block), []).append(at)
+            block = cache.block if isinstance(cache, ArenaKVCache) and not self._many else None
+            if block is not None and cache.length < block.capacity:
+                blocks.setdefault(id(block), []).append(at)
             else:
                 self._alone.append(at)
-        self._slots = [_Slots(which, [what.spans[at] for at in which]) for which in blocks.values()]
+        self._slots = [_Slots(which, [spans[at] for at in which]) for which in blocks.values()]
+
+    @classmethod
+    def of(cls, what: InPlace, rotary: Rotary) -> list[AttentionInPlace]:
+        """All that is read in place."""
+        kinds = ([span for span in what.spans if (span.n > 1) == many] for many in (False, True))
+        return [cls(spans, frozenset() if spans[0].n > 1 else what.others, rotary) for spans in kinds if spans]
 
     def attend(self, call: LayerCall) -> list[tuple[int, slice | Tensor, PartialAttention]]:
-        """The tokens' attention over each of their groups, as (its number, tokens, partial) in float32. The first is
-        that over group 0, of all tokens, and over their own KV, to which the new tokens are added.
+        """The tokens' attention over each of their groups, as (its number, tokens, partial). The first is that over
+        group 0, of all tokens, and over their own KV, to which the new tokens are added.
         """
         width, heads = call.query.shape[3], call.query.shape[1]
         if call.window not in self._tables:
@@ -268,19 +284,20 @@ class DecodeInPlace:
         for at in self._alone:
             span = self._spans[at]
             keys, values = span.sequence.append(call, span.tokens)
-            rows[table.starts[at]] = _row(keys, values, -1)
+            rows[table.starts[at]] = table_row(keys, values, -1)
         for slots in self._slots:
             rows[table.starts[slots.which]] = slots.append(call)
         if call.window is not None:
-            for own in table.starts[: len(self._spans)]:
-                _cut(rows[own], max(0, rows[own, _TOKENS] - call.window))
+            for own, span in zip(table.starts, self._spans, strict=False):
+                _cut(rows[own], rows[own, _TOKENS] - span.n - call.window + 1)
         kind = self._rotary.kinds[call.layer]
         if kind is None:  # a layer without RoPE
             rows[:, _TURN] = -1
-        out = torch.empty((1, len(table.tokens), heads, call.value.shape[-1] or width), dtype=torch.float32)
-        lse = torch.empty((1, len(table.tokens), heads), dtype=torch.float32)
-        _compute(call, table, self._turns(kind, width), out, lse)
-        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+        tokens = table.groups[-1][1].stop
+        dtype = call.query.dtype if self._many else torch.float32
+        out = torch.empty((1, tokens, heads, call.value.shape[-1] or width), dtype=dtype).transpose(1, 2)
+        lse = torch.empty((1, tokens, heads), dtype=torch.float32).transpose(1, 2)
+        (_compute_many if self._many else _compute)(call, table, self._turns(kind, width), out, lse)
         if len(table.groups) == 1:  # slices cost as much as all else here
             ((number, _, tokens),) = table.groups
             return [(number, tokens, PartialAttention(out, lse))]
@@ -303,10 +320,10 @@ class DecodeInPlace:
 
     def _table(self, window: int | None) -> _Table:
         own = np.zeros((len(self._rotary.kinds), 1, _COLUMNS), np.int64)  # its rows are written by every layer
-        rows, lengths, tokens, sharpness = list[Integers](), list[int](), list[int](), list[float]()
-        groups = []
+        rows, lengths, sharpness = list[Integers](), list[int](), list[float]()
+        spans, groups, tokens = list[SequenceSlice](), [], 0
         for number in sorted({part.number for located in self._located for part in located.parts}):
-            first, seen = len(lengths), list[SequenceSlice]()
+            seen = list[SequenceSlice]()
             for span, part, found in self._parts(number, window):
                 some = [own, found] if number == 0 else [found]
                 some = [each for each in some if each.size]
@@ -314,15 +331,17 @@ class DecodeInPlace:
                     continue
                 rows += some
                 lengths.append(sum(each.shape[1] for each in some))
-                tokens.append(span.at)
                 sharpness.append(1.0 / part.temperature)
                 seen.append(span)
             if seen:
-                groups.append((number, slice(first, len(lengths)), tokens_of(seen, _CPU)))
+                spans += seen
+                first, tokens = tokens, tokens + sum(span.n for span in seen)
+                groups.append((number, slice(first, tokens), tokens_of(seen, _CPU)))
         return _Table(
             np.ascontiguousarray(np.concatenate(rows, 1)),
             np.array([0, *itertools.accumulate(lengths)], np.int64),
-            np.array(tokens, np.int64),
+            np.array([span.at for span in spans], np.int64),
+            np.array([span.n for span in spans], np.int64),
             np.array(sharpness, np.float32),
             tuple(groups),
         )
@@ -363,7 +382,7 @@ class _Slots:
         key, value = (t[0, :, self._tokens].transpose(0, 1) for t in (call.key, call.value))
         block.write(call.layer, self._slots, self._places, key, value)
         keys, values = block.keys[call.layer], block.values[call.layer]
-        rows = np.array([_row(keys[0], values[0], -1)] * len(slots), np.int64)
+        rows = np.array([table_row(keys[0], values[0], -1)] * len(slots), np.int64)
         values = values if values.shape[-1] else keys
         rows[:, _KEY] += slots * keys.stride(0) * keys.element_size()
         rows[:, _VALUE] += slots * values.stride(0) * values.element_size()
@@ -372,7 +391,9 @@ class _Slots:
 
 
 def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` `(1, parts, q_heads, value_dim)` and `lse` `(1, parts, q_heads)`, on as many threads as torch has."""
+    """Fill `out` `(1, q_heads, parts, value_dim)` and `lse` `(1, q_heads, parts)` for single tokens, on as many threads
+    as torch has.
+    """
     kernel = _kernels()
     assert kernel is not None
     kind, kv_heads, query = _NAMES[call.key.dtype], call.key.shape[1], call.query
@@ -383,11 +404,24 @@ def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, l
     narrow = "float16" if kind == "float32" else kind  # how KV of a model that computes in float32 may be stored
     tile = min(group, kernel.TILE)
     attend = kernel.compiled(narrow, kind, width, out.shape[-1], tile)
-    units = out.shape[1] * kv_heads * -(-group // tile)
+    units = out.shape[2] * kv_heads * -(-group // tile)
     threads = min(units, kernel.kernels.threads_for(table.keys * kv_heads * (width + out.shape[-1]), _NUMBERS))
-    pointers = query.data_ptr(), out.data_ptr(), lse.data_ptr(), *(map(Tensor.data_ptr, turns) if turns else (0, 0, 0))
+    pointers = query.data_ptr(), out.data_ptr(), lse.data_ptr(), *_addresses(turns)
     where = table.row_addresses[call.layer], *table.addresses
     sizes = kv_heads, group, query.stride(1), query.stride(2)
     kernel.kernels.run(
         attend, units, threads, *pointers, *where, *sizes, float_bits(call.scale), float_bits(call.softcap or 0.0)
     )
+
+
+def _addresses(turns: Turns | None) -> Sequence[int]:
+    return [turn.data_ptr() for turn in turns] if turns else (0, 0, 0)
+
+
+def _compute_many(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, lse: Tensor) -> None:
+    """As `_compute`, `(1, q_heads, tokens, head_dim)` and `(1, q_heads, tokens)`, the tokens part by part."""
+    query, parts = call.query, table.parts
+    parts[:, 0] = query.data_ptr() + query.element_size() * query.stride(2) * table.tokens
+    parts[:, -1] = (np.float32(call.scale) * table.sharpness).view(np.int32)
+    rows = table.row_addresses[call.layer], table.rows.strides[1]
+    flash(query, parts, call.key.shape[1], rows, _addresses(turns), (out, lse), table.keys)

@@ -1,4 +1,4 @@
-"""The kernel of decode steps against softmax in float64, and what it leaves to other kernels."""
+"""What is read in place against softmax in float64, and what the kernels leave to others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ragkv.attention import decode
+from ragkv.attention import in_place, partial
 from ragkv.attention.batch import Step
 from ragkv.attention.kv import ChunkKV, HalfTensors, PlacedChunk
 from ragkv.attention.partial import LayerCall
@@ -18,6 +18,7 @@ decode_kernel = pytest.importorskip("ragkv.attention.decode_kernel", exc_type=Im
 kernels = decode_kernel.kernels
 STILL = Rotary(apply=lambda states, cos, sin: states, angles=lambda positions, kind: None, kinds=(None, None))
 CPU = torch.device("cpu")
+needs_dot = pytest.mark.skipif(not kernels.has_dot("bfloat16") or kernels.has_tiles(), reason="no AVX512-BF16, or AMX")
 
 
 def chunk(tokens, heads, width, value_width, dtype=torch.float32, *, half=False):
@@ -54,13 +55,13 @@ def stepped(rows, call):
 @pytest.fixture
 def calls(monkeypatch):
     """The parts of each call of the kernel."""
-    found, honest = [], decode._compute
+    found, honest = [], in_place._compute
 
     def watched(call, table, *more):
         found.append(len(table.tokens))
         return honest(call, table, *more)
 
-    monkeypatch.setattr(decode, "_compute", watched)
+    monkeypatch.setattr(in_place, "_compute", watched)
     return found
 
 
@@ -123,7 +124,7 @@ def test_sequences_have_their_own_chunks_weights_and_tokens(calls):
             **{name: getattr(call, name)[:, :, 2:3] for name in ("query", "key", "value")},
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode, "_kernels", lambda: None)
+            patch.setattr(in_place, "_kernels", lambda: None)
             torch.testing.assert_close(found[:, :, 2:3], stepped([alone], one), atol=1e-5, rtol=0)
         assert calls.pop() == 5, step
 
@@ -226,7 +227,7 @@ def test_threads_share_the_heads(monkeypatch, calls):
     torch.manual_seed(4)
     kv, call = chunk(50, 5, 16, 16), call_of(1, 5, 3, 16, 16)
     one = stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call)
-    monkeypatch.setattr(decode, "_NUMBERS", 1)
+    monkeypatch.setattr(in_place, "_NUMBERS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     several = stepped([TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=50)], call)
     assert torch.equal(one, several)
@@ -242,7 +243,7 @@ def test_what_the_kernel_does_not_take(calls):
         (chunk(6, 1, 16, 16, wide), 16, torch.float32),
     ):
         call, group = call_of(1, 1, 2, width, width, dtype), ChunkGroup(segments=(PlacedChunk(kv=kv, start=0),))
-        assert not decode.reads_in_place(group)
+        assert not in_place.reads_in_place(group)
         expected = truth(call, 0, [(kv.keys[1], kv.values[1]), (call.key[0], call.value[0])])
         found = stepped([TokenSequence((group,), 6)], call)[0, :, 0]
         torch.testing.assert_close(found, expected.to(dtype), atol=1e-5, rtol=0)
@@ -254,8 +255,8 @@ def test_what_the_kernel_does_not_take(calls):
         assert stepped([TokenSequence((), 6)], call_of(1, 1, 2, width, width, dtype)).isfinite().all()
     gaps = [tensor[..., ::2] for tensor in chunk(6, 1, 32, 32).keys]
     row = TokenSequence.over([PlacedChunk(kv=ChunkKV(keys=gaps, values=gaps), start=0)], position=6)
-    assert not decode.reads_in_place(row.groups[0])
-    assert decode.InPlace.of(Step([row], [1], STILL, CPU).spans, torch.float32).spans == ()
+    assert not in_place.reads_in_place(row.groups[0])
+    assert in_place.InPlace.of(Step([row], [1], STILL, CPU).spans, torch.float32, single=True, many=True).spans == ()
     call = call_of(1, 1, 2, 16, 16)
     call.query.requires_grad_()
     stepped([TokenSequence.over([PlacedChunk(kv=chunk(6, 1, 16, 16), start=0)], position=6)], call).sum().backward()
@@ -267,3 +268,146 @@ def test_without_the_kernel_torch_computes_it(without_kernel, calls):
     row = TokenSequence.over([PlacedChunk(kv=chunk(6, 1, 16, 16), start=0)], position=6)
     assert stepped([row], call_of(1, 1, 2, 16, 16)).isfinite().all()
     assert calls == []
+
+
+FREQUENCIES = 0.3 ** torch.arange(8.0)
+TURNING = Rotary(
+    apply=lambda states, cos, sin: torch.cat(
+        [
+            states[..., :8] * cos[:, None] - states[..., 8:16] * sin[:, None],
+            states[..., 8:16] * cos[:, None] + states[..., :8] * sin[:, None],
+            states[..., 16:],
+        ],
+        -1,
+    ),
+    angles=lambda positions, kind: (
+        (positions[..., None] * FREQUENCIES).cos(),
+        (positions[..., None] * FREQUENCIES).sin(),
+    ),
+    kinds=("some", "some"),
+)
+"""It turns the first 16 elements of a head."""
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The tokens of each part of each call of the kernel for many tokens."""
+    pytest.importorskip("ragkv.attention.flash_kernel", exc_type=ImportError)
+    found, honest = [], in_place._compute_many
+
+    def watched(call, table, *more):
+        found.append(table.counts.tolist())
+        return honest(call, table, *more)
+
+    monkeypatch.setattr(in_place, "_compute_many", watched)
+    with torch.no_grad():
+        yield found
+
+
+def context(group, row, before, call, at, n):
+    """Positions, keys and values of what a sequence's tokens may read, in float64: of a group, or its own."""
+    placed, keys, values = [], [], []
+    for segment in group.segments:
+        placed.append(torch.arange(segment.start, segment.end))
+        far = torch.full((1, segment.kv.tokens), segment.offset)
+        keys.append(TURNING.apply(segment.kv.keys[1][None].double(), *TURNING.angles(far, "some"))[0])
+        values.append(segment.kv.values[1].double())
+    if group.plain:
+        new = row.position + torch.arange(n)
+        placed += [row.position - before[0].shape[1] + torch.arange(before[0].shape[1]), new]
+        keys += [before[0].double(), call.key[0, :, at : at + n].double()]
+        values += [before[1].double(), call.value[0, :, at : at + n].double()]
+    return torch.cat(placed), torch.cat(keys, 1), torch.cat(values, 1)
+
+
+def attended(row, before, call, at, n):
+    """`(n, q_heads, width)`: each new token over what it sees, in float64; its groups enter with their weights."""
+    plain = ChunkGroup(segments=tuple(s for group in row.groups if group.plain for s in group.segments))
+    weighed = [group for group in row.groups if not group.plain]
+    outs = []
+    for i in range(n):
+        query, parts = call.query[0, :, at + i].double(), []
+        for group in (plain, *weighed):
+            placed, keys, values = context(group, row, before, call, at, n)
+            place = row.position + i
+            seen = (placed <= place) & (placed > place - (call.window or 10**6))
+            share = len(query) // len(keys)
+            keys, values = (t[:, seen].repeat_interleave(share, 0) for t in (keys, values))
+            scores = (query[:, None] @ keys.mT)[:, 0] * call.scale / group.temperature
+            lse = scores.logsumexp(-1)
+            if not group.plain:
+                lse = lse * group.weight[0] + group.weight[1]
+            parts.append((lse, (scores.softmax(-1)[:, None] @ values)[:, 0] if seen.any() else torch.zeros_like(query)))
+        shares = torch.stack([lse for lse, _ in parts]).softmax(0)
+        outs.append(sum(share[:, None] * out for share, (_, out) in zip(shares, parts, strict=True)))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize("window", [None, 4, 100, 150])
+@pytest.mark.parametrize(
+    ("dtype", "half", "heads", "group", "width"),
+    [
+        (torch.float32, False, 1, 3, 16),
+        (torch.float32, True, 2, 1, 32),
+        pytest.param(torch.bfloat16, False, 2, 4, 32, marks=needs_dot),
+    ],
+    ids=str,
+)
+def test_many_tokens_are_exact(dtype, half, heads, group, width, window, calls, launches):
+    """Of sequences with moved chunks, with own tokens before, with none, with a group under weights; some are many, one
+    is a single token, and three are too few.
+    """
+    torch.manual_seed(7)
+    kvs = [chunk(n, heads, width, width, dtype, half=half) for n in (1, 63, 70, 128, 9)]
+    before = [[torch.randn(heads, n, width).to(dtype) for _ in range(2)] for n in (5, 0, 70, 0, 20)]
+    chunks = [PlacedChunk(kv=kv, start=start) for kv, start in zip(kvs, (0, 5, 68, 138, 70), strict=True)]
+    weighed = ChunkGroup(segments=(chunks[4], chunks[2]), temperature=0.5, scale=0.8, scale_mode="log")
+    rows = [
+        TokenSequence.over(chunks[:4], position=275),
+        TokenSequence((), 0),
+        TokenSequence((ChunkGroup(segments=(chunks[0], chunks[1])), weighed), 210),
+        TokenSequence.over(chunks[:2], position=70),
+        TokenSequence.over(chunks[:2], position=90),
+    ]
+    for row, pair in zip(rows, before, strict=True):
+        row.cache.append(1, *(each[None] for each in pair))
+        row.cache.commit(pair[0].shape[1])
+    counts = [7, 200, 66, 1, 3]
+    call = call_of(sum(counts), heads, group, width, width, dtype, window=window)
+    found = Step(rows, counts, TURNING, CPU).attend(call)
+    assert found.dtype == dtype
+    assert launches == [[7, 200, 66, 66] if window != 4 else [7, 200, 66]]
+    assert len(calls) == 1
+    at = 0
+    for row, own, n in zip(rows, before, counts, strict=True):
+        expected = attended(row, own, call, at, n)
+        close = 3e-2 if dtype == torch.bfloat16 else 2e-5
+        torch.testing.assert_close(found[0, :, at : at + n].transpose(0, 1).double(), expected, atol=close, rtol=close)
+        at += n
+
+
+def test_threads_share_many_tokens(monkeypatch, launches):
+    torch.manual_seed(8)
+    kvs, call = [chunk(n, 2, 16, 16) for n in (90, 30)], call_of(70, 2, 3, 16, 16)
+
+    def attend():
+        segments = [PlacedChunk(kv=kvs[0], start=0), PlacedChunk(kv=kvs[1], start=90)]
+        return Step([TokenSequence.over(segments, position=120)], [70], TURNING, CPU).attend(call)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    alone = attend()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.setattr(partial, "_PRODUCTS", 1)
+    assert all(torch.equal(attend(), alone) for _ in range(5))
+    assert launches == [[70]] * 6
+
+
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_a_number_that_is_none_is_seen_by_those_that_read_it(which, launches):
+    kvs, call = [chunk(100, 1, 16, 16) for _ in range(2)], call_of(20, 1, 2, 16, 16)
+    getattr(kvs[1], which)[1][0, 99, 3] = torch.nan
+    rows = [TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=100) for kv in kvs]
+    found = Step(rows, [10, 10], TURNING, CPU).attend(call)
+    assert found[:, :, :10].isfinite().all()
+    assert found[:, :, 10:].isnan().any(-1).all()
+    assert launches == [[10, 10]]
