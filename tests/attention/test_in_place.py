@@ -354,29 +354,32 @@ def attended(row, before, call, at, n):
     ids=str,
 )
 def test_many_tokens_are_exact(dtype, half, heads, group, width, window, calls, launches):
-    """Of sequences with moved chunks, with own tokens before, with none, with a group under weights; some are many, one
+    """Of sequences with a group under weights, with own tokens before, with none, with moved chunks; some are many, one
     is a single token, and three are too few.
     """
     torch.manual_seed(7)
     kvs = [chunk(n, heads, width, width, dtype, half=half) for n in (1, 63, 70, 128, 9)]
-    before = [[torch.randn(heads, n, width).to(dtype) for _ in range(2)] for n in (5, 0, 70, 0, 20)]
+    before = [[torch.randn(heads, n, width).to(dtype) for _ in range(2)] for n in (70, 0, 5, 0, 20)]
     chunks = [PlacedChunk(kv=kv, start=start) for kv, start in zip(kvs, (0, 5, 68, 138, 70), strict=True)]
     weighed = ChunkGroup(segments=(chunks[4], chunks[2]), temperature=0.5, scale=0.8, scale_mode="log")
     rows = [
-        TokenSequence.over(chunks[:4], position=275),
-        TokenSequence((), 0),
         TokenSequence((ChunkGroup(segments=(chunks[0], chunks[1])), weighed), 210),
+        TokenSequence((), 0),
+        TokenSequence.over(chunks[:4], position=275),
         TokenSequence.over(chunks[:2], position=70),
         TokenSequence.over(chunks[:2], position=90),
     ]
+    arena = KVArena()
+    for row in rows[:3]:
+        row.cache = arena.place(270, 9, 4)
     for row, pair in zip(rows, before, strict=True):
         row.cache.append(1, *(each[None] for each in pair))
         row.cache.commit(pair[0].shape[1])
-    counts = [7, 200, 66, 1, 3]
+    counts = [66, 200, 7, 1, 3]
     call = call_of(sum(counts), heads, group, width, width, dtype, window=window)
     found = Step(rows, counts, TURNING, CPU).attend(call)
     assert found.dtype == dtype
-    assert launches == [[7, 200, 66, 66] if window != 4 else [7, 200, 66]]
+    assert launches == [[66, 200, 7, 66] if window != 4 else [66, 200, 7]]
     assert len(calls) == 1
     at = 0
     for row, own, n in zip(rows, before, counts, strict=True):
@@ -384,6 +387,19 @@ def test_many_tokens_are_exact(dtype, half, heads, group, width, window, calls, 
         close = 3e-2 if dtype == torch.bfloat16 else 2e-5
         torch.testing.assert_close(found[0, :, at : at + n].transpose(0, 1).double(), expected, atol=close, rtol=close)
         at += n
+
+
+def test_many_tokens_have_what_single_ones_leave_to_others(calls, launches):
+    """A long chunk that three sequences decode over is read once for them; a fourth one reads it in place."""
+    torch.manual_seed(9)
+    segments = [PlacedChunk(kv=chunk(n, 2, 16, 16), start=start) for n, start in ((600, 2), (9, 602))]
+    rows, call = [TokenSequence.over(segments, position=611) for _ in range(4)], call_of(23, 2, 2, 16, 16)
+    found = Step(rows, [1, 20, 1, 1], TURNING, CPU).attend(call)
+    assert (launches, calls) == ([[20]], [3])
+    nothing = torch.empty(2, 2, 0, 16)
+    for row, at, n in zip(rows, (0, 1, 21, 22), (1, 20, 1, 1), strict=True):
+        expected = attended(row, nothing, call, at, n)
+        torch.testing.assert_close(found[0, :, at : at + n].transpose(0, 1).double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_threads_share_many_tokens(monkeypatch, launches):
