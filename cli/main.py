@@ -169,8 +169,9 @@ _MODULES = {
     "eval": "evaluate",
     "models": "plan",
     "tune": "doctor",
-    **dict.fromkeys(("ls", "show", "delete"), "documents"),
-    **dict.fromkeys(("stats", "verify", "repair", "gc", "compact", "backup", "pack", "unpack", "warm"), "maintenance"),
+    "chat": "query",
+    **dict.fromkeys(("ls", "show", "delete", "stats", "verify", "repair", "gc", "compact", "backup"), "maintenance"),
+    **dict.fromkeys(("pack", "unpack", "warm"), "maintenance"),
     **dict.fromkeys(("stop", "mcp"), "serve"),
 }
 """The module of a command, where it is not named like the command."""

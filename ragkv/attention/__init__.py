@@ -1,3 +1,1 @@
-"""Attention over cached KV: partial attention and its merge, rotary positions, and which tokens see which. It knows no
-model.
-"""
+"""Attention over cached KV: partial results and their merge, positions, who sees what. It knows no model."""

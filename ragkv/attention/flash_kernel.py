@@ -316,8 +316,8 @@ def attention(kind: str, width: int) -> Any:
     A unit of its work is a part, a key head (with the GROUP query heads that share it), and one of the TILES of its
     tokens' queries, of which none has more than `QUERIES_AT_A_TIME`.
 
-    A part, of PARTS `(parts, COLUMNS)` in int64, is COUNT tokens that follow each other and read the same keys. QUERY is
-    where the first one's query lies, INTO its place in the output, and they read the rows of the table from START to
+    A part, of PARTS `(parts, COLUMNS)` in int64, is COUNT tokens that follow each other and read the same keys. QUERY
+    is where the first one's query lies, INTO its place in the output, and they read the rows of the table from START to
     END. If they are CAUSAL, the keys of the first of these rows end with those of the tokens themselves, of which each
     sees none of the later ones. SCALE is the bits of a float32. Heads and tokens are HEAD_STEP and TOKEN_STEP bytes
     apart in the queries, and OUT_HEAD and OUT_TOKEN rows in the output: a row of OUT has `width` numbers of the same

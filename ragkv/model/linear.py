@@ -1,5 +1,4 @@
-"""Linear layers and norms for a processor, which ragkv's own kernels compute (`ragkv.model.linear_kernel`,
-`ragkv.model.norm_kernel`).
+"""Linear layers and norms for a processor, which ragkv's own kernels compute (`ragkv.model.layer_kernels`).
 
 A decode step multiplies all weights by one row, so it takes as long as reading them: they are kept in as few bytes as
 lose nothing of a checkpoint, or in int8 if the user asks for that.
@@ -45,7 +44,7 @@ _OTHERWISE = 0.02
 
 
 def _kernels() -> ModuleType | None:
-    return kernel_module("ragkv.model.linear_kernel")
+    return kernel_module("ragkv.model.layer_kernels")
 
 
 @functools.cache
@@ -58,7 +57,7 @@ def _compiled(weight: torch.dtype, rows: torch.dtype) -> tuple[ModuleType, Any, 
 
 def _multiply(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, count: int, *more: Tensor) -> None:
     """Fill `out` with W·x + b for each of `count` rows x, all of them contiguous; `more` are as in
-    `ragkv.model.linear_kernel`, from SCALES on.
+    `ragkv.model.layer_kernels`, from SCALES on.
     """
     kernels, kernel, outs = _compiled(weight.dtype, rows.dtype)
     out_features, in_features = weight.shape
@@ -134,7 +133,7 @@ class HalfLinear(KernelLinear):
 
 
 class KernelNorm(nn.Module):
-    """What an RMSNorm's class has in front: one kernel instead of eight operations (`ragkv.model.norm_kernel`)."""
+    """What an RMSNorm's class has in front: one kernel instead of eight operations (`ragkv.model.layer_kernels`)."""
 
     form: str
     epsilon: float
@@ -147,7 +146,7 @@ class KernelNorm(nn.Module):
 
 
 def _normalised(states: Tensor, weight: Tensor, epsilon: float, form: str) -> Tensor:
-    module = kernel_module("ragkv.model.norm_kernel")
+    module = kernel_module("ragkv.model.layer_kernels")
     assert module is not None
     out, width = torch.empty_like(states), len(weight)
     rows = states.numel() // width
@@ -160,7 +159,7 @@ def _normalised(states: Tensor, weight: Tensor, epsilon: float, form: str) -> Te
 
 def _optimize_norms(model: LanguageModel) -> None:
     """Let a kernel compute the RMSNorms of a checked model on a processor, in place, where it computes the same."""
-    module = kernel_module("ragkv.model.norm_kernel")
+    module = kernel_module("ragkv.model.layer_kernels")
     if model.device.type != "cpu" or module is None:
         return
     if model.dtype != torch.float32 and not (model.dtype == torch.bfloat16 and _has_dot("bfloat16")):

@@ -35,9 +35,8 @@ from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.jobs import JobManager
 from ragkv.server.local import LocalSocket, peer_uid
 from ragkv.server.metrics import ConcurrencyLimiter, QdrantMetrics, TierMetrics
-from ragkv.server.middleware import Guard, LocalApp, LocalRequest, Responded, error_body, guard_app
+from ragkv.server.middleware import Guard, LocalApp, LocalRequest, Responded, error_body, guard_app, page_routes
 from ragkv.server.openai import protocol_routes
-from ragkv.server.page import page_routes
 from ragkv.server.schemas import FAILURES, HealthReply, ServedIndexes
 from ragkv.server.settings import ServerLimits, ServerSettings, reserve, trim_memory
 

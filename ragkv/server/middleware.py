@@ -1,12 +1,15 @@
-"""Checks that come before every route: host, API key, and size and time limits of the body.
+"""Checks that come before every route: host, API key, and size and time limits of the body; and the page at `/`.
 
 It also writes the log line of each request, which never contains a question, an answer or a document. `LocalApp` is in
-front of the app at the socket of an index, where the command line asks.
+front of the app at the socket of an index, where the command line asks. The page needs no key: its files are read once,
+and have a content policy under which browsers run and load nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import json
 import logging
 import math
@@ -14,13 +17,16 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 from urllib.parse import urlsplit
 
+from fastapi import APIRouter, Request
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.config import load_config
@@ -28,7 +34,6 @@ from ragkv.errors import RagkvError
 from ragkv.model.checkpoint import pick_device
 from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.local import identity
-from ragkv.server.page import page_paths
 from ragkv.server.settings import Keys, ServerLimits
 from ragkv.util.telemetry import Span, take_request_id
 
@@ -38,15 +43,24 @@ if TYPE_CHECKING:
     from ragkv.server.schemas import ServedIndexes
     from ragkv.server.streaming import AnswerResponse
 
-OPEN = frozenset({"/healthz", "/readyz"}) | page_paths()
-"""Paths that need no key: the health checks, and the page, which asks the user for a key itself."""
 UPLOAD = re.compile(r"/api/indexes/[^/]+/documents/?")
 """The path for uploads, the only one that accepts a form."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/?#@\s]+)(?::[0-9]*)?")
 _DOCUMENT = re.compile(r"(/documents/).*", re.DOTALL)
 """The part of a path that names a document, which is kept out of the log."""
-_UNTRACED = OPEN | {"/metrics"}
-"""Paths that are asked all the time and have no span."""
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "form-action 'none'; base-uri 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
+)
+_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+    "txt": "text/plain; charset=utf-8",
+}
+_START = "index.html"
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -119,7 +133,7 @@ class Guard:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             # otherwise a web page whose host name resolves to this machine could read the answers (DNS rebinding)
             raise ApiError(403, "This server answers under its own address only.", code="wrong_host")
-        if scope["method"] == "OPTIONS" or scope["path"] in OPEN:
+        if scope["method"] == "OPTIONS" or scope["path"] in open_paths():
             return
         if self._inside > self._most:
             text = f"{self._most} requests are under way, the most at a time: try again in a second."
@@ -221,7 +235,8 @@ class _RequestLog:
     def __init__(self, scope: Scope, headers: Headers) -> None:
         self.identifier = take_request_id(headers.get("x-request-id"))
         about = {"http.request.method": scope["method"], "ragkv.request_id": self.identifier}
-        self.span = Span("request", about, headers=headers, off=scope["path"] in _UNTRACED)
+        asked_all_the_time = scope["path"] in open_paths() | {"/metrics"}
+        self.span = Span("request", about, headers=headers, off=asked_all_the_time)
         self.owner: str | None = None
         self.status = 0
         self._scope = scope
@@ -373,3 +388,59 @@ def _opened_with(rag: RagKV, device: str | None = None, **limits: int) -> bool:
     several = any(named is not None and ("," in named or named == "auto") for named in (device, index.device))
     alike = device == index.device or (not several and pick_device(device) == pick_device(index.device))
     return alike and limits == index.limits.given
+
+
+class StaticFile(NamedTuple):
+    """A file as it is sent; `tag` changes with its bytes."""
+
+    body: bytes
+    media_type: str
+    tag: str
+
+
+def page_routes() -> APIRouter:
+    """The page and its files. They hold no document and need no key; the page asks the API, which does."""
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/")
+    async def page(request: Request) -> Response:
+        return _sent(request, _START)
+
+    @routes.get("/page/{name}")
+    async def file(name: str, request: Request) -> Response:
+        return _sent(request, name)
+
+    return routes
+
+
+@functools.cache
+def open_paths() -> frozenset[str]:
+    """Paths that need no key: the health checks, and the page, which asks the user for a key itself."""
+    return frozenset({"/healthz", "/readyz", "/", *(f"/page/{name}" for name in _files())})
+
+
+@functools.cache
+def _files() -> dict[str, StaticFile]:
+    """Read once, so that no request names a file on the disk."""
+    found = {}
+    for path in (resources.files("ragkv.server") / "page").iterdir():
+        kind = path.name.rpartition(".")[2]
+        if kind in _TYPES:
+            body = path.read_bytes()
+            found[path.name] = StaticFile(body, _TYPES[kind], f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+    return found
+
+
+def _sent(request: Request, name: str) -> Response:
+    file = _files().get(name)
+    if file is None:
+        raise ApiError(404, "The page has no such file.", code="not_found")
+    headers = {
+        "content-security-policy": _POLICY,
+        "cross-origin-opener-policy": "same-origin",
+        "cache-control": "no-cache",  # kept, but asked for again: an upgrade shows at once
+        "etag": file.tag,
+    }
+    if request.headers.get("if-none-match") == file.tag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.body, media_type=file.media_type, headers=headers)

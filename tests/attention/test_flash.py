@@ -61,6 +61,7 @@ def truth(query, key, value, scale, causal):
         (1, 6, 2, 64, 64, 128, True),
         (1, 2, 1, 12, 65, 576, False),
         (1, 8, 1, 300, 300, 64, True),
+        (1, 2, 1, 65, 65, 64, True),
     ],
     ids=str,
 )

@@ -23,10 +23,10 @@ from ragkv.model.linear import HalfLinear, Int8Linear, KernelLinear, int8_weight
 from ragkv.model.self_check import load_model
 from ragkv.util.plugins import kernel_module
 
-linear_kernel = pytest.importorskip("ragkv.model.linear_kernel", exc_type=ImportError)
-kernels = linear_kernel.kernels
-needs_vnni = pytest.mark.skipif(not linear_kernel.kernels.has_dot("int8"), reason="no VNNI")
-needs_dot = pytest.mark.skipif(not linear_kernel.kernels.has_dot("bfloat16"), reason="no AVX512-BF16")
+layer_kernels = pytest.importorskip("ragkv.model.layer_kernels", exc_type=ImportError)
+kernels = layer_kernels.kernels
+needs_vnni = pytest.mark.skipif(not layer_kernels.kernels.has_dot("int8"), reason="no VNNI")
+needs_dot = pytest.mark.skipif(not layer_kernels.kernels.has_dot("bfloat16"), reason="no AVX512-BF16")
 
 
 def _layer(in_features, out_features, dtype, *, bias=True, held=None):
@@ -56,7 +56,7 @@ def kinds(request):
 @pytest.fixture(params=[True, False], ids=["dot", "no dot"])
 def dot(request, monkeypatch):
     """With the processor's own products of bfloat16, and without."""
-    if request.param and not linear_kernel.kernels.has_dot("bfloat16"):
+    if request.param and not layer_kernels.kernels.has_dot("bfloat16"):
         pytest.skip("no AVX512-BF16")
     if not request.param:
         monkeypatch.setattr(linear, "_has_dot", lambda kind: False)
@@ -173,9 +173,9 @@ def test_a_trained_layer_has_its_gradients():
 
 def test_an_arm_processor_keeps_the_layers_of_torch(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    monkeypatch.delitem(sys.modules, "ragkv.model.linear_kernel")
-    monkeypatch.delattr(sys.modules["ragkv.model"], "linear_kernel")
-    assert kernel_module.__wrapped__("ragkv.model.linear_kernel") is None
+    monkeypatch.delitem(sys.modules, "ragkv.model.layer_kernels")
+    monkeypatch.delattr(sys.modules["ragkv.model"], "layer_kernels")
+    assert kernel_module.__wrapped__("ragkv.model.layer_kernels") is None
 
 
 class _Packed(torch.Tensor):

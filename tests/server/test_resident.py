@@ -15,9 +15,9 @@ from live import PATIENCE, live
 from outcome import typed
 
 from ragkv import RagKV
-from ragkv.cli.chat import ChatBackend, ChatSettings
 from ragkv.cli.main import main
 from ragkv.cli.options import VARIABLES
+from ragkv.cli.query import ChatBackend, ChatSettings
 from ragkv.config import load_config, save_config
 from ragkv.errors import AnswerInterruptedError
 from ragkv.server import local, streaming

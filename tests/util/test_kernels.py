@@ -142,7 +142,7 @@ def test_as_many_threads_as_the_work_is_worth(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "name", "given"),
     [
-        ("ragkv.model.linear_kernel", "product", ("float32", "float32")),
+        ("ragkv.model.layer_kernels", "product", ("float32", "float32")),
         ("ragkv.attention.flash_kernel", "attention", ("float32", 64)),
         ("ragkv.attention.decode_kernel", "compiled", ("float32", "float32", 64, 64, 1)),
     ],

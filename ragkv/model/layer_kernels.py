@@ -1,13 +1,15 @@
-"""Products of a processor's linear layers: a kernel that numba compiles for this processor.
+"""Products of linear layers, and RMSNorm, on a processor: kernels that numba compiles for this processor.
 
 A decode step multiplies every weight by a few rows, so it takes as long as reading the weights. torch's libraries
-rearrange them first, want a copy in a format of their own, or read them at half the memory's speed. This kernel reads a
+rearrange them first, want a copy in a format of their own, or read them at half the memory's speed. `product` reads a
 matrix `(out_features, in_features)` where it lies and as it is stored, and fetches what comes next into the cache while
 it computes. It is a matrix product in blocks (Goto and van de Geijn, "Anatomy of High-Performance Matrix
 Multiplication", 2008) with the sums of a few outputs and rows in registers. Both matrices are contiguous along the sum,
 so neither is packed, and hundreds of rows take no longer than in torch's libraries.
 
 A row's result never depends on the other rows: each sum is made in the same order.
+
+RMSNorm is eight operations of torch in transformers, each over memory of its own; here it is one.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -20,10 +22,12 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ragkv.util import kernels
 from ragkv.util.kernels import (
+    FAST,
     FLOAT,
     INT,
     LONG,
@@ -33,8 +37,10 @@ from ragkv.util.kernels import (
     argument,
     at,
     claimed,
+    float_of,
     floats,
     load,
+    narrowed,
     octets,
     reals,
     widened,
@@ -333,5 +339,67 @@ def quantise() -> Any:
                     whole = np.rint(number)
                     both[place + i] = np.uint8(np.int32(whole) + 128)
                     both[place + width + i] = np.uint8(np.int32(np.rint((number - whole) * np.float32(1 / REST))) + 128)
+
+    return kernels.compiled(kernel)
+
+
+NORM_STATES, NORM_WEIGHT, NORM_OUT, NORM_WIDTH, NORM_EPSILON = range(kernels.ARGUMENTS, kernels.ARGUMENTS + 5)
+"""The kernel's arguments: addresses of states `(rows, width)`, weights `(width,)` and the result; the width, a multiple
+of `PIECE`; and the bits of epsilon in float32.
+"""
+PIECE = 16
+FORMS = ("rounded", "whole", "one more")
+"""What multiplies the normalised states: weights after they were rounded to the states' kind (Llama), or before (OLMo
+2); or one plus the weights, before (Gemma).
+"""
+
+
+@intrinsic(prefer_literal=True)
+def _normalise(context: Any, states: Any, weight: Any, out: Any, width: Any, epsilon: Any, kind: Any, form: Any) -> Any:
+    """Fill a row with x / sqrt(mean(x²) + epsilon) · weight."""
+    name, how = kind.literal_value, form.literal_value
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        states, weight, out, width, epsilon = arguments[:5]
+        vector, size = floats(PIECE), LONG(SIZES[name])
+        total = cgutils.alloca_once_value(b, ir.Constant(vector, [0.0] * PIECE))
+        with cgutils.for_range_slice(b, LONG(0), width, LONG(PIECE), LONG) as (i, _):
+            numbers = widened(b, b.add(states, b.mul(i, size)), name, PIECE)
+            b.store(b.fadd(b.load(total), b.fmul(numbers, numbers, flags=FAST), flags=FAST), total)
+        reduce = kernels.function(b, f"llvm.vector.reduce.fadd.v{PIECE}f32", FLOAT, FLOAT, vector)
+        squares = b.call(reduce, [ir.Constant(FLOAT, 0.0), b.load(total)], fastmath=FAST)
+        root = kernels.function(b, "llvm.sqrt.f32", FLOAT, FLOAT)
+        mean = b.fdiv(squares, b.sitofp(width, FLOAT))
+        one = ir.Constant(FLOAT, 1.0)
+        scale = kernels.repeated(b, b.fdiv(one, b.call(root, [b.fadd(mean, epsilon)])), PIECE)
+        with cgutils.for_range_slice(b, LONG(0), width, LONG(PIECE), LONG) as (i, _):
+            along = b.mul(i, size)
+            numbers = b.fmul(widened(b, b.add(states, along), name, PIECE), scale)
+            if how == "rounded" and name == "bfloat16":
+                numbers = b.fpext(narrowed(b, numbers, name), vector)
+            factors = widened(b, b.add(weight, along), name, PIECE)
+            if how == "one more":
+                factors = b.fadd(factors, kernels.repeated(b, one, PIECE))
+            kernels.store(b, narrowed(b, b.fmul(numbers, factors), name), b.add(out, along))
+
+    return types.void(states, weight, out, width, epsilon, kind, form), generate
+
+
+@kernels.once
+def rms_norm(kind: str, form: str) -> Any:
+    """The kernel (`ragkv.util.kernels.run`) for "bfloat16" or "float32" states and weights; a unit is a row."""
+    size = SIZES[kind]
+
+    def kernel(data):
+        states, weight, out = argument(data, NORM_STATES), argument(data, NORM_WEIGHT), argument(data, NORM_OUT)
+        width, epsilon = argument(data, NORM_WIDTH), float_of(np.int32(argument(data, NORM_EPSILON)))
+        units, chunk = argument(data, kernels.UNITS), argument(data, kernels.CHUNK)
+        while True:
+            first = claimed(data)
+            if first >= units:
+                return
+            for row in range(first, min(first + chunk, units)):
+                place = row * width * size
+                _normalise(states + place, weight, out + place, width, epsilon, kind, form)
 
     return kernels.compiled(kernel)
