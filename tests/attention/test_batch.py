@@ -76,8 +76,15 @@ def same(found, truth):
     torch.testing.assert_close(found, truth, atol=3e-5 * float(truth.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("settled", [False, True])
-@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize(
+    ("settled", "kernel"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(True, True, marks=pytest.mark.nightly),
+        pytest.param(False, False, marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize(
     ("shared", "own"),
     [

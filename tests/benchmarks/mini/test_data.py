@@ -96,7 +96,7 @@ def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(tokenizer, ha
 
 def test_prose_rows_ask_for_words_of_their_passages(tokenizer):
     asked = 0
-    for seed in range(4):
+    for seed in range(2):
         sample = prose_sample(random.Random(seed), tokenizer, passage_range=(12, 12))
         read = " ".join(tokenizer.decode([t for t, a in zip(sample.tokens, sample.asks, strict=True) if not a]).split())
         for question, answer, _, gold in spoken(tokenizer, sample):
@@ -105,7 +105,7 @@ def test_prose_rows_ask_for_words_of_their_passages(tokenizer):
                 assert BLANK in question
                 assert gold.split()[0].strip(".,") in answer
                 asked += 1
-    assert asked > 8
+    assert asked > 4
 
 
 def test_weights_follow_the_characters():

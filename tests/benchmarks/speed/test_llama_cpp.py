@@ -89,7 +89,7 @@ def check(rows) -> None:
 
 
 @pytest.mark.usefixtures("model", "standin")
-@pytest.mark.parametrize("dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", ["auto", pytest.param("int8", marks=pytest.mark.nightly)])
 def test_every_figure_stands_beside_llama_cpp(dtype):
     check(rows_of("--dtype", dtype))
 
