@@ -371,6 +371,13 @@ def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ragkv.attention.batch.flash_takes", lambda *_: False)
 
 
+@pytest.fixture(params=["kernels", "no kernels"])
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Attention with ragkv's kernels for processors, and without."""
+    if request.param == "no kernels":
+        request.getfixturevalue("without_kernel")
+
+
 @pytest.fixture(scope="module")
 def pretend_device() -> Iterator[str]:
     """`pretend:0`, a device without a device (`support/pretend.py`): count what crosses with `pretend.counting`."""

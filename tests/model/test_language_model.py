@@ -108,6 +108,7 @@ def test_prefixed_encoding_equals_a_slice_of_the_whole(unlike_family, make_model
         torch.testing.assert_close(found.values[layer], whole.values[layer][:, len(prefix) :], atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_decoding_token_by_token_equals_one_pass(unlike_family, make_model):
     model = make_model(unlike_family)
     ids = [i for part in sequence() for i in part]
@@ -120,6 +121,7 @@ def test_decoding_token_by_token_equals_one_pass(unlike_family, make_model):
     assert row.position == row.cache.length == len(ids)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_rows_of_one_step_equal_those_rows_alone(unlike_family, make_model):
     """A long read, a short one at another place, one token over tokens of its own, and one over nothing at all."""
     model = make_model(unlike_family)
@@ -149,6 +151,7 @@ def test_rows_of_one_step_equal_those_rows_alone(unlike_family, make_model):
         assert (together[index].position, together[index].cache.length) == (row.position, row.cache.length)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_rows_in_a_slab_equal_those_rows_alone(unlike_family, make_model):
     """Their own tokens lie side by side: rows come, differ in length, skip a step, outgrow their slab and leave it."""
     model = make_model(unlike_family)
