@@ -29,7 +29,7 @@ from ragkv.attention import varlen
 from ragkv.attention.in_place import AttentionInPlace, InPlace, decode_takes
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.pages import PAGE, PagedRead, PagedReads
-from ragkv.attention.partial import QUERIES, LayerCall, PartialAttention, flash_takes, merge_partials, merge_partials_of
+from ragkv.attention.partial import LayerCall, PartialAttention, flash_takes, merge_partials, merge_partials_of
 from ragkv.attention.rope import QueryRotation, QueryRotations, Rotary
 from ragkv.attention.sequence import (
     ArenaBlock,
@@ -489,7 +489,7 @@ class Step:
         self._fixed = fixed
         self._plans: dict[tuple[torch.device, tuple[torch.dtype, bool, bool] | None], _DevicePlan] = {}
         self._in_place: dict[tuple[torch.dtype, bool, bool], InPlace] = {}
-        self._single, self._many = 1 in counts, max(counts, default=0) >= QUERIES
+        self._single, self._many = 1 in counts, max(counts, default=0) > 1
         if device.type != "cpu":
             self._plans[device, None] = _DevicePlan(self.spans, rotary, device, fixed=fixed)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk, stored
-from ragkv.attention.partial import QUERIES, LayerCall, PartialAttention, flash, float_bits, table_row
+from ragkv.attention.partial import LayerCall, PartialAttention, flash, float_bits, table_row
 from ragkv.attention.rope import Rotary, RotationTable
 from ragkv.attention.sequence import ArenaBlock, ArenaKVCache, ChunkGroup, SequenceSlice, TokenSequence, tokens_of
 from ragkv.util.plugins import kernel_module
@@ -185,7 +185,7 @@ class InPlace:
         """
         found, kinds = list[SequenceSlice](), {dtype, torch.float16} if dtype == torch.float32 else {dtype}
         for span in spans:
-            if (single if span.n == 1 else many and span.n >= QUERIES) and type(span.sequence) is TokenSequence:
+            if (single if span.n == 1 else many) and type(span.sequence) is TokenSequence:
                 located = _Located.of(span.sequence)
                 if located.parts and located.dtypes <= kinds:
                     found.append(span)

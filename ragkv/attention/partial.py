@@ -26,7 +26,7 @@ _SCORES = 1 << 26
 """Scores in memory at a time in the plain matmul: 256 MiB, and a few times as much for temporaries."""
 _ROWS = 256
 """From this number of queries per head on the CPU kernel is busy, and folding the heads of a group gains nothing."""
-QUERIES = 6
+_QUERIES = 6
 """From so many queries on ragkv's own kernel is sooner than torch's."""
 _TILE = 24
 """Queries that are worth laying out keys for."""
@@ -219,7 +219,7 @@ def _unfold(folded: Tensor, batch: int, q_heads: int, n: int) -> Tensor:
 def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
     """The fastest kernel that gives a logsumexp for these tensors."""
     same = query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1] == query.shape[-1]
-    if not isinstance(mask, Tensor) and query.shape[2] >= QUERIES and flash_takes(query, key, value):
+    if not isinstance(mask, Tensor) and query.shape[2] >= _QUERIES and flash_takes(query, key, value):
         return _flash
     if same and query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return _flash_cpu

@@ -133,7 +133,7 @@ def test_what_it_does_not_take(calls, monkeypatch):
 
     attend(*tensors(1, 1, 1, 20, 9, 64, torch.float32), torch.ones(20, 9, dtype=torch.bool))
     attend(*tensors(1, 1, 1, 20, 9, 64, torch.float32), softcap=3.0)
-    attend(*tensors(1, 1, 1, partial.QUERIES - 1, 9, 64, torch.float32))
+    attend(*tensors(1, 1, 1, partial._QUERIES - 1, 9, 64, torch.float32))
     attend(*tensors(1, 1, 1, 20, 9, 24, torch.float32))
     attend(*tensors(1, 1, 1, 20, 9, 64, torch.float16))
     query, key, value = tensors(1, 1, 1, 20, 9, 64, torch.float32)
@@ -143,5 +143,5 @@ def test_what_it_does_not_take(calls, monkeypatch):
     monkeypatch.setattr(flash.kernels, "has_tiles", lambda: True)
     attend(*tensors(1, 1, 1, 20, 9, 64, torch.bfloat16))
     assert calls == []
-    attend(*tensors(1, 1, 1, partial.QUERIES, 9, 64, torch.float32))
+    attend(*tensors(1, 1, 1, partial._QUERIES, 9, 64, torch.float32))
     assert len(calls) == 1

@@ -21,6 +21,7 @@ from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language_model import LanguageModel, set_windows, shallow_copy
 from ragkv.model.self_check import check_model
 from ragkv.types import Capability
+from ragkv.util.plugins import kernel_module
 
 WINDOWED = ["mistral-sliding", "gemma2", "gemma3", "cohere2", "qwen2-moe-sliding", "phimoe-sliding"]
 NIGHTLY_WINDOWED = {"gemma2", "cohere2", "phimoe-sliding"}
@@ -224,6 +225,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize(("fault", "family"), CASES)
 def test_a_fault_is_refused_by_its_name(fault, family, monkeypatch, refused):
     _, reason, (owner, name, value) = FAULTS[fault]
@@ -273,8 +275,9 @@ def test_own_tokens_that_are_read_together(fault, monkeypatch, refused):
 
 
 def test_keys_that_are_read_in_place(monkeypatch, refused):
-    """Addresses, rotations and results of a decode step; the proof reads a question token by token, too."""
+    """Addresses, rotations and results; the proof reads a question at once, and token by token."""
     row, compute, within = in_place.table_row, in_place._compute, in_place._Group.within
+    many = in_place._compute_many
     wrong = {
         "one key too few": ("table_row", lambda *a: (*row(*a)[:2], row(*a)[2] - 1, *row(*a)[3:])),
         "keys that are the values": ("table_row", lambda *a: (row(*a)[1], *row(*a)[1:])),
@@ -282,6 +285,13 @@ def test_keys_that_are_read_in_place(monkeypatch, refused):
         "other heads' results": ("_compute", lambda *a: (compute(*a), a[3].copy_(a[3].roll(1, 1)))),
         "weights of other tokens": ("_compute", lambda *a: (compute(*a), a[4].copy_(a[4] + 1))),
     }
+    wrong_many = {
+        "many other heads' results": ("_compute_many", lambda *a: (many(*a), a[3].copy_(a[3].roll(1, 1)))),
+        "results of other tokens": ("_compute_many", lambda *a: (many(*a), a[3].copy_(a[3].roll(1, 2)))),
+        "weights of many other tokens": ("_compute_many", lambda *a: (many(*a), a[4].copy_(a[4] + 1))),
+    }
+    if kernel_module("ragkv.attention.flash_kernel"):  # AVX-512
+        wrong |= wrong_many
     for name, replacement in wrong.values():
         with monkeypatch.context() as fault:
             fault.setattr(in_place, name, replacement)
