@@ -103,6 +103,7 @@ def test_any_prefix_length(length, make_model):
     ape(make_model("qwen2"), 0.9, 0.9, prefix=[0, *[13] * (length - 1)])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["mistral-sliding", "gemma3"])
 def test_ape_when_a_window_has_left_the_context_behind(family, make_model):
     """Chunks of two tokens are out of reach of a window of eight while the answer is written."""
