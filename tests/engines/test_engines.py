@@ -85,6 +85,7 @@ def test_ape_equals_equation_5(unlike_family, make_model):
     ape(make_model(unlike_family), 0.5, 0.7)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", VARIED)
 @pytest.mark.parametrize("pair", [(1.0, 0.1), (0.6, 1.0), (0.2, 0.3)])
 @pytest.mark.parametrize("mode", ["power", "log"])
