@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from ragkv.index.search import ChunkView
     from ragkv.store import DocumentStats, KVRecord, Problem, Repair, Verification
 
+TERMINAL_ROWS = 50
+
 
 def stats(
     index: Index = DEFAULT_INDEX,
@@ -515,9 +517,6 @@ def _show_warming(report: WarmReport, index: Path, none: str) -> None:
     )
     if report.refused:
         echo(f"{report.refused:,} found no room: the budget is full of KV that is worth more.")
-
-
-TERMINAL_ROWS = 50
 
 
 def ls(

@@ -69,7 +69,10 @@ if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
     from ragkv.pipeline import RagKV
 
-
+S = TypeVar("S")
+T = TypeVar("T")
+Turns: TypeAlias = Sequence[tuple[str, str]]
+"""The questions before, with their answers."""
 _FOR_INDEX = ("index", *(each.name for each in fields(SearchOptions)))
 """Options that say where and how to search."""
 
@@ -341,10 +344,6 @@ def show_sources(answer: Answer, index: Path | str) -> None:
         note(f"The answer was cut: it reached --max-new-tokens {most}, or the model's last position.")
 
 
-S = TypeVar("S")
-T = TypeVar("T")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSettings:
     """What all questions of a conversation have in common: `options` are those of `RagKV.stream`."""
@@ -354,10 +353,6 @@ class ChatSettings:
     history_tokens: int = 512
     rewrite: bool | None = None
     quiet: bool = False
-
-
-Turns: TypeAlias = Sequence[tuple[str, str]]
-"""The questions before, with their answers."""
 
 
 class ChatBackend:

@@ -356,13 +356,8 @@ def attention(kind: str, width: int) -> Any:
                 early, late = begin // group, (end - 1) // group
                 scale = float_of(np.int32(part[SCALE]))
                 s, p, o, kt, vp = address(scores), address(weights), address(mixed), address(laid_out), address(paired)
-                bests, totals, queries, w, other = (
-                    address(best),
-                    address(total),
-                    address(turned),
-                    address(wide),
-                    address(others),
-                )
+                bests, totals, queries = address(best), address(total), address(turned)
+                w, other = address(wide), address(others)
                 for r in range(rows):
                     token, at_head = (begin + r) // group, head * group + (begin + r) % group
                     places[r] = part[QUERY] + token * token_step + at_head * head_step
@@ -382,19 +377,19 @@ def attention(kind: str, width: int) -> Any:
                     if turn != was:
                         was = turn
                         for r in range(rows):
-                            for i in range(0, width, 16):
-                                if turn >= 0:
-                                    _turn(
-                                        queries + r * row + i * size,
-                                        w + (r * width + i) * 4,
-                                        other + (r * width + i) * 4,
-                                        cos + (turn * width + i) * 4,
-                                        sin + (turn * width + i) * 4,
-                                        kind,
-                                    )
                             if turn < 0:
                                 for word in range(0, row, _LINE):
                                     _line(queries + r * row + word, places[r] + word, "float32")
+                                continue
+                            for i in range(0, width, 16):
+                                _turn(
+                                    queries + r * row + i * size,
+                                    w + (r * width + i) * 4,
+                                    other + (r * width + i) * 4,
+                                    cos + (turn * width + i) * 4,
+                                    sin + (turn * width + i) * 4,
+                                    kind,
+                                )
                     causal = part[CAUSAL] and segment == part[START]
                     until = keys - n + late + 1 if causal else keys
                     for start in range(max(0, unseen + early) // BLOCK * BLOCK, until, BLOCK):

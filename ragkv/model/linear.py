@@ -146,7 +146,7 @@ class KernelNorm(nn.Module):
 
 
 def _normalised(states: Tensor, weight: Tensor, epsilon: float, form: str) -> Tensor:
-    module = kernel_module("ragkv.model.layer_kernels")
+    module = _kernels()
     assert module is not None
     out, width = torch.empty_like(states), len(weight)
     rows = states.numel() // width
@@ -159,7 +159,7 @@ def _normalised(states: Tensor, weight: Tensor, epsilon: float, form: str) -> Te
 
 def _optimize_norms(model: LanguageModel) -> None:
     """Let a kernel compute the RMSNorms of a checked model on a processor, in place, where it computes the same."""
-    module = kernel_module("ragkv.model.layer_kernels")
+    module = _kernels()
     if model.device.type != "cpu" or module is None:
         return
     if model.dtype != torch.float32 and not (model.dtype == torch.bfloat16 and _has_dot("bfloat16")):
