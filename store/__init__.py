@@ -2,7 +2,7 @@
 
 from ragkv._moved import moved_names
 from ragkv.store.cache import MemoryTier, MemoryUse
-from ragkv.store.codecs import Codec, Half, Int4, Int8, KVSlice, Raw, Zstd, codec_from_config, codec_names
+from ragkv.store.codecs import Q8, Codec, Half, Int4, Int8, KVSlice, Raw, Zstd, codec_from_config, codec_names
 from ragkv.store.documents import DocumentChange
 from ragkv.store.environment import Holder
 from ragkv.store.maintenance.eviction import Use, UseTotals
@@ -16,6 +16,7 @@ from ragkv.store.tables import ChunkVectors, StoredDocument
 from ragkv.util.files import sync_path
 
 __all__ = [
+    "Q8",
     "STORE_FILES",
     "ChunkVectors",
     "Codec",

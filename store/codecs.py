@@ -6,7 +6,8 @@ a lossy codec can treat keys and values differently. Decoding needs only the pay
 `DamagedError` for any other bytes. A package can add codecs under the entry-point group `ragkv.codecs` but cannot
 replace a built-in one.
 
-`half` rounds float32 to float16, scaled by a power of two where needed. `int8` and `int4` round each number to
+`half` rounds float32 to float16, scaled by a power of two where needed. `q8` rounds the numbers of a head and token to
+int8 with one scale; attention reads both as they are stored (`Codec.packing`). `int8` and `int4` round each number to
 a multiple of its slice's step, and zstd's entropy coder packs the integers. KIVI has a scale per group and a fixed
 number of bits; on mini, at the same size, one step per slice has a tenth of KIVI's KL divergence (docs/formats.md).
 Attention scores depend on the absolute error of a key channel: with one step, narrow channels take few bits and outlier
@@ -20,7 +21,7 @@ import math
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -29,7 +30,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from ragkv.attention.shape import ITEM_SIZES, DType, KVShape
+from ragkv.attention.shape import ITEM_SIZES, MOST, SCALE_BYTES, DType, KVShape
 from ragkv.errors import ConfigError
 from ragkv.util.plugins import PluginRegistry
 
@@ -59,6 +60,21 @@ def verify_checksum(value: Buffer) -> memoryview:
 
 
 Bytes = NDArray[np.uint8]
+
+
+class Packing(NamedTuple):
+    """How numbers of `item` bytes lie in memory as a codec has stored them: each `numbers` of them, which follow each
+    other in a row, as `numbers + extra` of a smaller `dtype`.
+    """
+
+    dtype: DType
+    item: int
+    numbers: int = 1
+    extra: int = 0
+
+    def bytes_for(self, raw: int) -> int:
+        """The bytes that whole rows of `raw` bytes take."""
+        return raw // (self.item * self.numbers) * (self.numbers + self.extra) * ITEM_SIZES[self.dtype]
 
 
 class KVSlice(NamedTuple):
@@ -100,6 +116,19 @@ class Codec(ABC):
     def most_bytes(self, shape: KVShape, tokens: int) -> int:
         """The bytes to expect at most of a record of this many tokens, for a budget."""
         return shape.nbytes(tokens)
+
+    def packing(self, dtype: DType, widths: Collection[int]) -> Packing | None:
+        """How keys and values of a record may stay in memory as they are stored; None: they are decoded. `widths` are
+        the numbers per head that its tensors have.
+        """
+        return None
+
+    def copy_packed(self, buf: Buffer, out: Bytes) -> bool:
+        """Copy what is stored into `out` as `packing` says; False if some of it is not stored so.
+
+        Raises DamagedError as `decode` does.
+        """
+        return False
 
     @abstractmethod
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
@@ -267,11 +296,10 @@ class Half(Codec):
                 np.multiply(stored.view(np.float16), np.float32(2.0**exponent), out=out[begin:end].view(np.float32))
         return out
 
-    def copy_half(self, buf: Buffer, out: Bytes) -> bool:
-        """Copy the numbers as they are stored, float16, into `out`; False if some are scaled or kept as they were.
+    def packing(self, dtype: DType, widths: Collection[int]) -> Packing | None:
+        return Packing("float16", 4) if dtype == "float32" else None
 
-        Raises DamagedError as `decode` does.
-        """
+    def copy_packed(self, buf: Buffer, out: Bytes) -> bool:
         runs = self._runs(np.frombuffer(buf, np.uint8))
         if any(kind != 1 or exponent for kind, exponent, *_ in runs):
             return False
@@ -310,6 +338,101 @@ def _exponent(numbers: Floats) -> int | None:
     if not largest or (power >= -4 and largest <= _HALF_LARGEST):
         return 0
     return power - 15 if _LEAST_EXPONENT <= power - 15 <= _GREATEST_EXPONENT else None
+
+
+_ROWS = struct.Struct("<BBHI")
+_NOTHING = 2.0**-100
+
+
+@dataclass(frozen=True, slots=True)
+class Q8(Codec):
+    """The numbers of a head and token as int8, of which 127 is the largest of them; llama.cpp's Q8_0 does so with each
+    32 numbers.
+
+    A number is off by at most 0.004 of the largest or 2^-100, and then rounded to its type. A slice with NaN,
+    infinities or numbers beyond 2^96 (float16: 32,752) is kept as it is. Payload: for each slice `_ROWS` (1 for rows, 0
+    as it is; the dtype; the numbers of a row, 0 as it is; the rows, or bytes) and its rows, each of its int8 numbers
+    and the largest in bfloat16, or its bytes. Rounding again changes nothing: the largest stays what it is.
+    """
+
+    id: ClassVar[str] = "q8"
+    early: ClassVar[bool] = True
+
+    def most_bytes(self, shape: KVShape, tokens: int) -> int:
+        rows = sum(heads * sum(dim + SCALE_BYTES for dim in dims if dim) for heads, *dims in shape.layers)
+        return shape.state_bytes + rows * tokens + (2 + shape.nbytes(tokens) // 65536) * _ROWS.size * len(shape.layers)
+
+    def packing(self, dtype: DType, widths: Collection[int]) -> Packing | None:
+        width = max(widths, default=0)
+        return Packing("int8", ITEM_SIZES[dtype], width, SCALE_BYTES) if {*widths} == {width} != {0} else None
+
+    def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
+        import torch
+
+        from ragkv.attention.kv import DTYPES
+
+        data, start = np.frombuffer(buf, np.uint8), 0
+        parts: list[Buffer] = []
+        for kv_slice in slices:
+            piece = data[start : start + kv_slice.nbytes]
+            start += kv_slice.nbytes
+            numbers = torch.from_numpy(span_of(piece)).view(DTYPES[kv_slice.dtype]).view(-1, kv_slice.dim).float()
+            largest = numbers.abs().amax(1, keepdim=True).bfloat16()  # NaN if one of them is
+            if not bool((largest <= _BEYOND[kv_slice.dtype]).all()) or kv_slice.dim >= 1 << 16:
+                parts += [_ROWS.pack(0, _CODES[kv_slice.dtype], 0, piece.size), piece.tobytes()]
+                continue
+            largest.masked_fill_(largest < _NOTHING, 0.0)
+            rows = torch.empty((len(numbers), kv_slice.dim + SCALE_BYTES), dtype=torch.int8)
+            steps = torch.where(largest > 0, largest.float() / MOST, torch.inf)
+            rows[:, : kv_slice.dim] = (numbers / steps).round_()
+            rows[:, kv_slice.dim :] = largest.view(torch.int8)
+            parts += [_ROWS.pack(1, _CODES[kv_slice.dtype], kv_slice.dim, len(rows)), rows.numpy().tobytes()]
+        return b"".join(parts)
+
+    def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
+        import torch
+
+        from ragkv.attention.kv import DTYPES, unpacked
+
+        runs = self._runs(np.frombuffer(buf, np.uint8))
+        out, start = output(sum(nbytes for *_, nbytes in runs), out), 0
+        for dtype, width, stored, nbytes in runs:
+            target = out[start : start + nbytes]
+            start += nbytes
+            if width:
+                rows = torch.from_numpy(span_of(stored)).view(torch.int8).view(-1, width + SCALE_BYTES)
+                torch.from_numpy(target).view(DTYPES[dtype]).view(-1, width).copy_(unpacked(rows, DTYPES[dtype]))
+            else:
+                target[:] = stored
+        return out
+
+    def copy_packed(self, buf: Buffer, out: Bytes) -> bool:
+        runs = self._runs(np.frombuffer(buf, np.uint8))
+        if not all(width for _, width, *_ in runs):
+            return False
+        output(sum(stored.size for *_, stored, _ in runs), out)
+        start = 0
+        for *_, stored, _ in runs:
+            out[start : start + stored.size] = stored
+            start += stored.size
+        return True
+
+    def _runs(self, payload: Bytes) -> list[tuple[DType, int, Bytes, int]]:
+        """The dtype, width of a row (0: as it is) and stored bytes of each slice, and how many bytes it has decoded."""
+        runs: list[tuple[DType, int, Bytes, int]] = []
+        start = 0
+        while start < payload.size:
+            if payload.size - start < _ROWS.size:
+                raise DamagedError(f"{payload.size} bytes are not a q8 payload")
+            kind, code, width, count = _ROWS.unpack_from(payload.data, start)
+            start += _ROWS.size
+            size = count * (width + SCALE_BYTES) if kind else count
+            stored = payload[start : start + size]
+            start += size
+            if kind != (width > 0) or code not in _DTYPES or start > payload.size:
+                raise DamagedError(f"{payload.size} bytes are not a q8 payload")
+            runs.append((_DTYPES[code], width, stored, count * width * ITEM_SIZES[_DTYPES[code]] if kind else count))
+        return runs
 
 
 class MemorySpan:
@@ -351,6 +474,7 @@ CODECS = PluginRegistry(
         "half": "ragkv.store.codecs:Half",
         "int4": "ragkv.store.codecs:Int4",
         "int8": "ragkv.store.codecs:Int8",
+        "q8": "ragkv.store.codecs:Q8",
         "raw": "ragkv.store.codecs:Raw",
         "zstd": "ragkv.store.codecs:Zstd",
     },

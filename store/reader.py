@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ragkv.attention.shape import ITEM_SIZES, KVShape
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
-from ragkv.store.codecs import Buffer, Codec, DamagedError, Half, MemorySpan, Raw, codec_from_config
+from ragkv.store.codecs import Buffer, Codec, DamagedError, MemorySpan, Packing, Raw, codec_from_config
 from ragkv.store.documents import matching, require_shape
 from ragkv.store.environment import Database
 from ragkv.store.record import (
@@ -34,6 +34,7 @@ from ragkv.store.record import (
     flat_tensor,
     layer_tensors,
     new_buffer,
+    packing_of,
     record_tensors,
     share,
     typed_tensor,
@@ -63,7 +64,7 @@ class _Loading:
     manifest: Manifest
     codec: Codec
     payloads: list[Buffer]
-    half: bool
+    packing: Packing | None
     device: torch.device | None
     buffer: NDArray[np.uint8] = field(init=False)
     error: DamagedError | None = field(default=None)
@@ -71,7 +72,7 @@ class _Loading:
     _staged: Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        nbytes = self.manifest.raw_bytes // (2 if self.half else 1)
+        nbytes = self._bytes_for(self.manifest.raw_bytes)
         if self.device is None:
             self.buffer = new_buffer(nbytes)
         else:
@@ -84,23 +85,26 @@ class _Loading:
         for index, segment in enumerate(self.manifest.segments):
             end += segment.raw
             if end - start >= DECODE_BYTES or index + 1 == len(self.manifest.segments):
-                place = slice(start // 2, end // 2) if self.half else slice(start, end)
+                place = slice(self._bytes_for(start), self._bytes_for(end))
                 yield partial(self._decode, range(first, index + 1), self.buffer[place])
                 first, start = index + 1, end
 
     def tensors(self) -> ChunkKV:
         """Its tensors, once all tasks are done: to a device, all of them in one copy."""
         if self._staged is None or self.device is None:
-            return record_tensors(self.manifest, self.buffer, half=self.half)
+            return record_tensors(self.manifest, self.buffer, packing=self.packing)
         from ragkv.attention.kv import moved
 
-        return record_tensors(self.manifest, moved(self._staged, self.device), half=self.half).wide()
+        return record_tensors(self.manifest, moved(self._staged, self.device), packing=self.packing)
+
+    def _bytes_for(self, raw: int) -> int:
+        return raw if self.packing is None else self.packing.bytes_for(raw)
 
     def _decode(self, run: range, out: NDArray[np.uint8]) -> None:
         if self.error is None:
             try:
                 fetch = self.payloads.__getitem__
-                self.redo |= not decode_segments(self.manifest, self.codec, run, fetch, out, half=self.half)
+                self.redo |= not decode_segments(self.manifest, self.codec, run, fetch, out, packing=self.packing)
             except DamagedError as error:
                 self.error = error
 
@@ -120,8 +124,7 @@ def read_many(
 ) -> dict[KVIdentity, ChunkKV]:
     """The KV of these chunks, each in its own buffer, without missing and invalid records.
 
-    float32 that the codec `half` has stored is `HalfTensors`, unless it is scaled. With a `device`, the buffers are
-    there.
+    What the codec can leave as it is stored is `PackedTensors`. With a `device`, the buffers are there.
     """
     loading: dict[KVIdentity, _Loading] = {}
     for identity in dict.fromkeys(identities):
@@ -135,12 +138,11 @@ def read_many(
         except (ConfigError, DamagedError) as error:
             warn_unusable(key, error)
             continue
-        half = isinstance(codec, Half) and manifest.dtype == "float32" and not manifest.states
-        loading[identity] = _Loading(key, manifest, codec, payloads, half, device)
+        loading[identity] = _Loading(key, manifest, codec, payloads, packing_of(manifest, codec), device)
     share([task for record in loading.values() for task in record.decode_tasks()])
-    if scaled := {identity: replace(each, half=False) for identity, each in loading.items() if each.redo}:
-        loading |= scaled
-        share([task for record in scaled.values() for task in record.decode_tasks()])
+    if otherwise := {identity: replace(each, packing=None) for identity, each in loading.items() if each.redo}:
+        loading |= otherwise
+        share([task for record in otherwise.values() for task in record.decode_tasks()])
     found = {}
     for identity, record in loading.items():
         if record.error is None:

@@ -39,8 +39,8 @@ from ragkv.store.codecs import (
     Buffer,
     Codec,
     DamagedError,
-    Half,
     KVSlice,
+    Packing,
     add_checksum,
     codec_from_config,
     verify_checksum,
@@ -535,12 +535,18 @@ def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> B
 
 
 def decode_segments(
-    manifest: Manifest, codec: Codec, run: range, fetch: Fetch, out: NDArray[np.uint8], *, half: bool = False
+    manifest: Manifest,
+    codec: Codec,
+    run: range,
+    fetch: Fetch,
+    out: NDArray[np.uint8],
+    *,
+    packing: Packing | None = None,
 ) -> bool:
     """Decode a run of segments into `out`, which they fill; `DamagedError` when one is not what was written.
 
-    Each payload is checked right before it is decoded, so that it is in the processor's cache for the copy. `half`: the
-    float16 of a record of the codec `half` are copied; False if it holds others.
+    Each payload is checked right before it is decoded, so that it is in the processor's cache for the copy. With a
+    `packing`, what is stored is copied; False if some of it is stored otherwise.
     """
     start = 0
     keeping, layers = codec.lossless(), len(manifest.shapes)
@@ -549,9 +555,9 @@ def decode_segments(
         payload = checked_segment(manifest, index, fetch(index))
         try:
             of = codec if manifest.segments[index].layer < layers else keeping
-            if not half:
+            if packing is None:
                 of.decode(payload, out=out[start:end])
-            elif not (isinstance(of, Half) and of.copy_half(payload, out[start // 2 : end // 2])):
+            elif not of.copy_packed(payload, out[packing.bytes_for(start) : packing.bytes_for(end)]):
                 return False
         except DamagedError:
             raise
@@ -741,14 +747,18 @@ def _bytes(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def decode_record(manifest: Manifest, fetch: Fetch) -> ChunkKV:
-    """The tensors of a record, as views of one new buffer.
+    """The tensors of a record, as views of one new buffer; `PackedTensors` where they may be.
 
     `DamagedError` or `ConfigError` (unknown codec) when the record cannot be read.
     """
     codec = codec_from_config(manifest.codec)
-    payloads = checked_payloads(manifest, fetch)
+    fetch, run = checked_payloads(manifest, fetch).__getitem__, range(len(manifest.segments))
+    if packing := packing_of(manifest, codec):
+        buffer = new_buffer(packing.bytes_for(manifest.raw_bytes))
+        if decode_segments(manifest, codec, run, fetch, buffer, packing=packing):
+            return record_tensors(manifest, buffer, packing=packing)
     buffer = new_buffer(manifest.raw_bytes)
-    decode_segments(manifest, codec, range(len(manifest.segments)), payloads.__getitem__, buffer)
+    decode_segments(manifest, codec, run, fetch, buffer)
     return record_tensors(manifest, buffer)
 
 
@@ -777,37 +787,45 @@ def typed_tensor(dtype: DType, buffer: NDArray[np.uint8] | Tensor) -> Tensor:
     return torch.from_numpy(buffer.view(f"i{ITEM_SIZES[dtype]}")).view(DTYPES[dtype])
 
 
-def record_tensors(manifest: Manifest, buffer: NDArray[np.uint8] | Tensor, *, half: bool = False) -> ChunkKV:
+def packing_of(manifest: Manifest, codec: Codec) -> Packing | None:
+    """How the record may stay in memory as it is stored."""
+    widths = {dim for heads, *dims in manifest.shapes for dim in dims}
+    return None if manifest.states else codec.packing(manifest.dtype, widths)
+
+
+def record_tensors(
+    manifest: Manifest, buffer: NDArray[np.uint8] | Tensor, *, packing: Packing | None = None
+) -> ChunkKV:
     """All layers of a record as views of `buffer`, bytes that hold them one after another, and then its states.
 
-    `half`: the buffer holds float16 of a record in float32 (`HalfTensors`).
+    With a `packing`, the buffer holds the keys and values as they are stored (`PackedTensors`).
     """
-    from ragkv.attention.kv import ChunkKV, HalfTensors, State
+    from ragkv.attention.kv import DTYPES, ChunkKV, PackedTensors, State
 
-    end = manifest.kv_bytes
-    flat = typed_tensor("float16", buffer) if half else flat_tensor(manifest, buffer[:end])
+    end, extra = manifest.kv_bytes, 0 if packing is None else packing.extra
+    flat = flat_tensor(manifest, buffer[:end]) if packing is None else typed_tensor(packing.dtype, buffer)
     tokens, start, stacked = manifest.tokens, 0, None
     views: list[Tensor] = []
     if len({(heads, dim) for heads, *dims in manifest.shapes for dim in dims}) == 1:
         kv_heads, dim, _ = manifest.shapes[0]
-        stacked = flat.view(2 * len(manifest.shapes), kv_heads, tokens, dim)
+        stacked = flat.view(2 * len(manifest.shapes), kv_heads, tokens, dim + extra)
         views += stacked.unbind()
     else:
         for kv_heads, key_dim, value_dim in manifest.shapes:
-            for dim in (key_dim, value_dim):  # one torch call for each, because there are many
+            for dim in (key_dim + extra, value_dim + extra):  # one torch call for each, because there are many
                 views.append(flat.as_strided((kv_heads, tokens, dim), (tokens * dim, dim, 1), start))
                 start += kv_heads * tokens * dim
     states = []
     for layer, name, dtype, sizes in manifest.states:
         begin, end = end, end + math.prod(sizes) * ITEM_SIZES[dtype]
         states.append(State(layer, name, typed_tensor(dtype, buffer[begin:end]).view(sizes)))
-    held: Callable[[list[Tensor]], Sequence[Tensor]] = HalfTensors if half else tuple
+    keys, values = views[::2], views[1::2]
     return ChunkKV(
-        keys=held(views[::2]),
-        values=held(views[1::2]),
+        keys=tuple(keys) if packing is None else PackedTensors(keys, DTYPES[manifest.dtype]),
+        values=tuple(values) if packing is None else PackedTensors(values, DTYPES[manifest.dtype]),
         encoded_at=manifest.encoded_at,
         states=tuple(states),
-        stacked=None if half else stacked,
+        stacked=None if packing else stacked,
     )
 
 

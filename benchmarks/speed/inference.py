@@ -32,7 +32,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ragkv.attention.kv import ChunkKV, HalfTensors
+from ragkv.attention.kv import ChunkKV, PackedTensors
 from ragkv.attention.pages import PAGE, PagePool
 from ragkv.benchmarks.speed.report import (
     AutoDtype,
@@ -386,8 +386,8 @@ def random_request(
         if lm.dtype == torch.float32 and lm.device.type == "cpu":  # as the codec `half` has it
             return replace(
                 made,
-                keys=HalfTensors([t.half() for t in made.keys]),
-                values=HalfTensors([t.half() for t in made.values]),
+                keys=PackedTensors([t.half() for t in made.keys], torch.float32),
+                values=PackedTensors([t.half() for t in made.values], torch.float32),
             )
         return pages.hold(made)
 

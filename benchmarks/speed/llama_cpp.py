@@ -5,7 +5,8 @@ tokens. A conversion whose logits do not correlate with ours is refused, so a sl
 
 llama.cpp restores the state of prefix and chunks from a file (`llama_state_seq_load_file`) and reads the question. It
 is measured with flash attention and without, and the faster one counts, for each figure on its own. Ours is what
-`ragkv bench ttft` measures: `block` from a warm store, checksums and decoding included. Time is the processor time of
+`ragkv bench ttft` measures: `block` from a warm store, checksums and decoding included; with the default codec and with
+`q8`, which keeps KV in 8 bits in memory too. Time is the processor time of
 one thread on both sides, rounds interleaved.
 """
 
@@ -15,6 +16,7 @@ import ctypes
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,7 +56,7 @@ from ragkv.errors import MissingExtraError, RagkvError, install_hint
 from ragkv.model.language_model import LanguageModel, in_float32
 from ragkv.planning.calibration import overtaken_after
 from ragkv.runtime import Stream
-from ragkv.store import Half, Store
+from ragkv.store import Q8, Half, Store
 from ragkv.types import Encoding
 
 AGREED = 0.9999
@@ -239,32 +241,38 @@ def _measure_length(
             took = seconds_of(partial(one.read, before), processor=True)
             cold.setdefault(key[1], took)  # by f16, which comes first
             one.save(states[key])
-    with tempfile.TemporaryDirectory(dir=folder) as index, Store.create(index, codec=Half()) as store:
-        identities = fill(store, lm, prefix, chunks, [Encoding.STANDALONE])
-        stored = store.kv_bytes / len(before)
-        ours = partial(stream, lm, store.get_many, "block", identities, question)
-        streams: list[Stream] = []
+    with ExitStack() as stack:
+        index = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        stores = {of.id: stack.enter_context(Store.create(index / of.id, codec=of)) for of in (Half(), Q8())}
+        stored, streams = dict[str, float](), dict[str, Stream]()
+        for codec, store in stores.items():
+            identities = fill(store, lm, prefix, chunks, [Encoding.STANDALONE])
+            stored[codec] = store.kv_bytes / len(before)
 
-        def first() -> None:
-            streams[:] = [ours()]
-            streams[0].best()
+        def first(codec: str) -> None:
+            streams[codec] = stream(lm, stores[codec].get_many, "block", identities, question)
+            streams[codec].best()
 
-        def step() -> None:
-            streams[0].advance(streams[0].best())
-            streams[0].best()
+        def step(codec: str) -> None:
+            streams[codec].advance(streams[codec].best())
+            streams[codec].best()
 
         def steps(step: Callable[[], object]) -> None:
             for _ in range(STEPS):  # in a row, as in an answer: each runtime's first one finds the caches cold
                 step()
 
-        works: dict[str, Callable[[], object]] = {"first": first, "second": step}
+        works: dict[str, Callable[[], object]] = {
+            name: partial(work, codec)
+            for codec in stores
+            for name, work in ((f"first {codec}", first), (f"second {codec}", step))
+        }
         for flash in (False, True):
             one, state = there["f16", flash], states["f16", flash]
             works[f"state {flash}"] = partial(_answer, one, partial(one.load, state), question)
         flash = min(cold, key=lambda flash: cold[flash])
         works[f"prefill {flash}"] = partial(_answer, there["f16", flash], None, [*before, *question])
         times = alternating(works, rounds, processor=True)
-        decoding = {"step": partial(steps, step)}
+        decoding = {f"step {codec}": partial(steps, partial(step, codec)) for codec in stores}
         for (kind, flash), one in there.items():
             _answer(one, partial(one.load, states[kind, flash]), question)
             decoding[f"{kind} {flash}"] = partial(steps, partial(one.read, question[:1]))
@@ -279,18 +287,22 @@ def _measure_length(
         for name in ("state", "prefill", *kinds)
     }
 
+    eight = "q8_0 weights and KV"
+
     def row(what: str, value: float, unit: str, baseline: str, other: float) -> BenchRow:
         return BenchRow.of(f"{what}, {length} tokens", value, unit, f"llama.cpp {baseline}", other, digits=2)
 
     rows = [
-        row("first token", median["first"], "ms", "f16, state from a file", best["state"]),
-        row("first token", median["first"], "ms", "f16, prefill", best["prefill"]),
-        row("second token", median["second"], "ms", "f16", best["f16"]),
-        *(row("token", median["step"], "ms", kind, best[kind]) for kind in kinds),
-        row("KV of a token", stored, "bytes", "f16, state in a file", sizes["f16"]),
-        row("KV of a token", stored, "bytes", "q8_0, state in a file", sizes["q8_0 weights and KV"]),
+        row("first token", median["first half"], "ms", "f16, state from a file", best["state"]),
+        row("first token, q8", median["first q8"], "ms", "f16, state from a file", best["state"]),
+        row("first token", median["first half"], "ms", "f16, prefill", best["prefill"]),
+        row("second token", median["second half"], "ms", "f16", best["f16"]),
+        *(row("token", median["step half"], "ms", kind, best[kind]) for kind in kinds),
+        row("token, q8", median["step q8"], "ms", eight, best[eight]),
+        row("KV of a token", stored["half"], "bytes", "f16, state in a file", sizes["f16"]),
+        row("KV of a token, q8", stored["q8"], "bytes", "q8_0, state in a file", sizes[eight]),
     ]
-    ours_ms = median["first"], median["second"], median["step"]
+    ours_ms = median["first half"], median["second half"], median["step half"]
     if (overtaken := overtaken_after(ours_ms, (best["prefill"], best["f16"], best["f16"]))) is not None:
         name = f"answer until a cold llama.cpp is ahead, {length} tokens"
         rows.append(BenchRow.of(name, overtaken, "tokens", "an answer", ANSWER, overtaken / ANSWER, digits=0))

@@ -277,7 +277,7 @@ def _require(found: T | None) -> T:
     return found
 
 
-TARGETS = {"half": 99.0, "int8": 99.0, "int4": 97.0}
+TARGETS = {"half": 99.0, "q8": 99.0, "int8": 99.0, "int4": 97.0}
 """Lossy codecs, and the percentage of answers that each should leave unchanged."""
 SEED = 910_000
 WORLD_SIZE = 40

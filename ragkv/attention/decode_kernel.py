@@ -15,13 +15,16 @@ query heads that share a key, in a second (`ragkv.util.kernels`).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ragkv.attention.shape import MOST
 from ragkv.util import kernels
 from ragkv.util.kernels import (
     FAST,
@@ -70,18 +73,34 @@ def _starts(b: Any, first: Any, stride: Any, count: int, size: int) -> list[Any]
     return starts
 
 
+def _by_kind(b: Any, code: Any, kinds: str, generate: Callable[[str], None]) -> None:
+    """Generate the instructions for each of the kinds, of which `code` chooses one."""
+    names = kinds.split(",")
+    if len(set(names)) == 1:
+        generate(names[0])
+        return
+    blocks, end = {name: b.append_basic_block() for name in dict.fromkeys(names)}, b.append_basic_block()
+    switch = b.switch(code, blocks[names[0]])
+    for number, name in enumerate(names[1:], 1):
+        switch.add_case(LONG(number), blocks[name])
+    for name, block in blocks.items():
+        b.position_at_end(block)
+        generate(name)
+        b.branch(end)
+    b.position_at_end(end)
+
+
 @intrinsic(prefer_literal=True)
 def _scores(
-    context: Any, out: Any, query: Any, key: Any, stride: Any, kind: Any, width: Any, rows: Any, keys: Any
+    context: Any, out: Any, query: Any, key: Any, stride: Any, code: Any, kinds: Any, width: Any, rows: Any, keys: Any
 ) -> Any:
     """Write q·k of 1, 2 or 4 keys, `stride` bytes apart, for each of `rows` queries, `(rows, width)`, to as many
     columns of `(rows, BLOCK)`.
     """
-    size, d, n, count = kernels.SIZES[kind.literal_value], width.literal_value, rows.literal_value, keys.literal_value
-    name = kind.literal_value
+    d, n, count = width.literal_value, rows.literal_value, keys.literal_value
 
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        out, query, key, stride = arguments[:4]
+    def generated(b: Any, name: str, out: Any, query: Any, key: Any, stride: Any) -> None:
+        size = kernels.SIZES[name]
         starts = _starts(b, key, stride, count, d * size)
         piece = kernels.piece(d)
         sums: list[list[Any]] = [[None] * count for _ in range(n)]
@@ -92,10 +111,19 @@ def _scores(
                 for k, each in enumerate(numbers):
                     product = b.fmul(one, each, flags=FAST)
                     sums[row][k] = product if i == 0 else b.fadd(sums[row][k], product, flags=FAST)
+        scales = ir.Constant(kernels.floats(count), [1.0] * count)
+        for k, start in enumerate(starts if name == "int8" else ()):
+            largest = b.extract_element(widened(b, at(b, start, d), "bfloat16", 1), INT(0))
+            scales = b.insert_element(scales, b.fmul(largest, FLOAT(1 / MOST)), INT(k))
         for row in range(n):
-            kernels.store(b, kernels.summed(b, sums[row]), at(b, out, 4 * BLOCK * row), 4)
+            total = kernels.summed(b, sums[row])
+            total = b.fmul(total, scales, flags=FAST) if name == "int8" else total
+            kernels.store(b, total, at(b, out, 4 * BLOCK * row), 4)
 
-    return types.void(out, query, key, stride, kind, width, rows, keys), generate
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        _by_kind(b, arguments[4], kinds.literal_value, lambda name: generated(b, name, *arguments[:4]))
+
+    return types.void(out, query, key, stride, types.int64, kinds, width, rows, keys), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -113,14 +141,22 @@ def _number(context: Any, start: Any, index: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _add(
-    context: Any, out: Any, weights: Any, value: Any, stride: Any, kind: Any, width: Any, rows: Any, keys: Any
+    context: Any,
+    out: Any,
+    weights: Any,
+    value: Any,
+    stride: Any,
+    code: Any,
+    kinds: Any,
+    width: Any,
+    rows: Any,
+    keys: Any,
 ) -> Any:
     """Add `keys` values, `stride` bytes apart, with a column each of weights `(rows, BLOCK)` to `(rows, width)`."""
-    size, d, n, count = kernels.SIZES[kind.literal_value], width.literal_value, rows.literal_value, keys.literal_value
-    name = kind.literal_value
+    d, n, count = width.literal_value, rows.literal_value, keys.literal_value
 
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        out, weights, value, stride = arguments[:4]
+    def generated(b: Any, name: str, out: Any, weights: Any, value: Any, stride: Any) -> None:
+        size = kernels.SIZES[name]
         starts = _starts(b, value, stride, count, d * size)
         piece = kernels.piece(d)
         for i in range(0, d, piece):
@@ -133,7 +169,10 @@ def _add(
                     total = b.fadd(total, b.fmul(repeated(b, weight, piece), each, flags=FAST), flags=FAST)
                 kernels.store(b, total, place, 4)
 
-    return types.void(out, weights, value, stride, kind, width, rows, keys), generate
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        _by_kind(b, arguments[4], kinds.literal_value, lambda name: generated(b, name, *arguments[:4]))
+
+    return types.void(out, weights, value, stride, types.int64, kinds, width, rows, keys), generate
 
 
 @numba.njit(fastmath=set(FAST))
@@ -181,16 +220,17 @@ def weigh(scores, row, count, best):
 
 
 @kernels.once
-def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> Any:
+def compiled(kinds: str, width: int, value_width: int, rows: int) -> Any:
     """The kernel for keys of `width` and values of `value_width` numbers, of which `rows` query heads read each.
 
     A unit of its work is a part (STARTS), a key head, and up to `rows` of its query heads. Its arguments are addresses:
-    of queries of the `other` kind, whose heads and tokens are HEAD_STEP and TOKEN_STEP numbers apart; of OUT `(parts,
-    q_heads, value_width)` and LSE `(parts, q_heads)`, in float32; of the rotations and the table; and the numbers of
-    key heads and of query heads for each, and the bits of scale and cap in float32. KV in rows of the table whose last
-    column is not 0 are of `kind`, others of the `other` one.
+    of queries of the first of the `kinds`, whose heads and tokens are HEAD_STEP and TOKEN_STEP numbers apart; of OUT
+    `(parts, q_heads, value_width)` and LSE `(parts, q_heads)`, in float32; of the rotations and the table; and the
+    numbers of key heads and of query heads for each, and the bits of scale and cap in float32. A row of the table says
+    which of the `kinds` ("float32,float16,int8") its keys and values are of.
     """
-    both, some = kind != other, _UNROLL if rows <= _UNROLL else _UNROLL // 2
+    kind, int8, some = kinds.split(",")[0], "int8" in kinds, _UNROLL if rows <= _UNROLL else _UNROLL // 2
+    part = np.float32(1 / MOST)
 
     def attend(data):
         queries, out, lse = argument(data, QUERIES), reals(argument(data, OUT)), reals(argument(data, LSE))
@@ -222,29 +262,23 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
                 for segment in range(starts[item], starts[item + 1]):
                     found = integers(table + 8 * COLUMNS * segment)
                     key, value = found[0] + head * found[3], found[1] + head * found[5]
-                    length, key_token, value_token, turn, narrow = found[2], found[4], found[6], found[7], found[8]
+                    length, key_token, value_token, turn, code = found[2], found[4], found[6], found[7], found[8]
                     for row in range(rows):
                         place = (top + row) * head_step + token * token_step
                         for i in range(width):
-                            number = _number(queries, place + i, other)
+                            number = _number(queries, place + i, kind)
                             if turn >= 0:
-                                other_one = _number(queries, place + partners[i], other)
+                                other_one = _number(queries, place + partners[i], kind)
                                 number = number * cos[turn * width + i] + other_one * sin[turn * width + i]
                             query[row, i] = number
                     for begin in range(0, length, BLOCK):
                         count = min(BLOCK, length - begin)
                         whole = count - count % some
                         for i in range(0, whole, some):
-                            if both and not narrow:
-                                _scores(p + 4 * i, q, key, key_token, other, width, rows, some)
-                            else:
-                                _scores(p + 4 * i, q, key, key_token, kind, width, rows, some)
+                            _scores(p + 4 * i, q, key, key_token, code, kinds, width, rows, some)
                             key += some * key_token
                         for i in range(whole, count):
-                            if both and not narrow:
-                                _scores(p + 4 * i, q, key, key_token, other, width, rows, 1)
-                            else:
-                                _scores(p + 4 * i, q, key, key_token, kind, width, rows, 1)
+                            _scores(p + 4 * i, q, key, key_token, code, kinds, width, rows, 1)
                             key += key_token
                         for row in range(rows):
                             _sharpen(scores, row, count, scale, cap, sharp)
@@ -256,18 +290,17 @@ def compiled(kind: str, other: str, width: int, value_width: int, rows: int) -> 
                             if kept != 1:
                                 for i in range(value_width):
                                     mixed[row, i] *= kept
+                        if int8 and code == 2:
+                            for i in range(count):
+                                one = _number(value + i * value_token + value_width, 0, "bfloat16") * part
+                                for row in range(rows):
+                                    scores[row, i] *= one
                         whole = count - count % _UNROLL
                         for i in range(0, whole, _UNROLL):
-                            if both and not narrow:
-                                _add(o, p + 4 * i, value, value_token, other, value_width, rows, _UNROLL)
-                            else:
-                                _add(o, p + 4 * i, value, value_token, kind, value_width, rows, _UNROLL)
+                            _add(o, p + 4 * i, value, value_token, code, kinds, value_width, rows, _UNROLL)
                             value += _UNROLL * value_token
                         for i in range(whole, count):
-                            if both and not narrow:
-                                _add(o, p + 4 * i, value, value_token, other, value_width, rows, 1)
-                            else:
-                                _add(o, p + 4 * i, value, value_token, kind, value_width, rows, 1)
+                            _add(o, p + 4 * i, value, value_token, code, kinds, value_width, rows, 1)
                             value += value_token
                 for row in range(rows):
                     for i in range(value_width):

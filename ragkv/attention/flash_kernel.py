@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ragkv.attention.shape import MOST
 from ragkv.util import kernels
 from ragkv.util.kernels import (
     FAST,
@@ -190,12 +191,36 @@ def _line(context: Any, out: Any, source: Any, kind: Any) -> Any:
     return types.void(types.int64, types.int64, kind), generate
 
 
+@intrinsic(prefer_literal=True)
+def _unpack(context: Any, out: Any, source: Any, scale: Any, kind: Any) -> Any:
+    """Write 64 bytes: numbers of a kind, made of int8 ones and what is behind them; all are addresses."""
+    name = kind.literal_value
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
+        out, source, scale = arguments[:3]
+        count = _LINE // SIZES[name]
+        largest = b.extract_element(kernels.widened(b, scale, "bfloat16", 1), INT(0))
+        one = b.fmul(largest, FLOAT(1 / MOST))
+        numbers = b.fmul(kernels.widened(b, source, "int8", count), kernels.repeated(b, one, count))
+        kernels.store(b, narrowed(b, numbers, name), out, 2)
+
+    return types.void(*[types.int64] * 3, kind), generate
+
+
 @numba.njit
-def _copy(out, source, step, count, row, narrow):
-    """Copy `count` rows to the first ones of a block, and clear the others. `narrow` ones are float16 to be widened."""
+def _copy(out, source, step, count, row, code, half):
+    """Copy `count` rows to the first ones of a block, and clear the others. The `code` is that of the table: 1 for
+    float16 to be widened, 2 for int8, to be made bfloat16 if it is the `half` of float32.
+    """
     for i in range(BLOCK):
         for word in range(0, row, _LINE):
-            if narrow:
+            if code == 2 and i < count:
+                first, to = source + i * step, out + i * row + word
+                if half:
+                    _unpack(to, first + word // 2, first + row // 2, "bfloat16")
+                else:
+                    _unpack(to, first + word // 4, first + row // 4, "float32")
+            elif code == 1:
                 _line(out + i * row + word, source + i * step + word // 2 if i < count else 0, "float16")
             else:
                 _line(out + i * row + word, source + i * step + word if i < count else 0, "float32")
@@ -324,7 +349,7 @@ def attention(kind: str, width: int) -> Any:
     kind, one of LSE a float32.
 
     The table is `ragkv.attention.in_place`'s, whose rows are ROW bytes apart; with its rotations in COS, SIN and
-    PARTNERS. For a kernel of float32, keys and values may be float16.
+    PARTNERS. Keys and values may be int8 with a scale and, for a kernel of float32, float16.
     """
     size, half = SIZES[kind], kind == "bfloat16"
     row, most, vectors = width * size, QUERIES_AT_A_TIME, math.gcd(width // 16, _WIDE)
@@ -373,7 +398,7 @@ def attention(kind: str, width: int) -> Any:
                     found = integers(table + segment * argument(data, ROW))
                     key, value = found[0] + head * found[3], found[1] + head * found[5]
                     keys, key_step, value_step, turn, unseen = found[2], found[4], found[6], found[7], found[9]
-                    narrow = found[8] and not half
+                    code = found[8]
                     if turn != was:
                         was = turn
                         for r in range(rows):
@@ -395,9 +420,9 @@ def attention(kind: str, width: int) -> Any:
                     for start in range(max(0, unseen + early) // BLOCK * BLOCK, until, BLOCK):
                         count = min(BLOCK, keys - start)
                         k, k_step, v, v_step = key + start * key_step, key_step, value + start * value_step, value_step
-                        if count < BLOCK or narrow:
-                            _copy(address(copied_keys), k, k_step, count, row, narrow)
-                            _copy(address(copied_values), v, v_step, count, row, narrow)
+                        if count < BLOCK or code:
+                            _copy(address(copied_keys), k, k_step, count, row, code, half)
+                            _copy(address(copied_values), v, v_step, count, row, code, half)
                             k, k_step, v, v_step = address(copied_keys), row, address(copied_values), row
                         for i in range(0, BLOCK, 16):
                             for word in range(0, row, _LINE):

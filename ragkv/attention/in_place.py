@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV, PlacedChunk, stored
+from ragkv.attention.kv import ChunkKV, PlacedChunk, head_width, stored
 from ragkv.attention.partial import LayerCall, PartialAttention, flash, float_bits, table_row
 from ragkv.attention.rope import Rotary, RotationTable
 from ragkv.attention.sequence import ArenaBlock, ArenaKVCache, ChunkGroup, SequenceSlice, TokenSequence, tokens_of
@@ -31,11 +31,13 @@ _READERS, _KEYS = 2, 1024
 _NUMBERS = 1 << 20
 """Keys and values, in numbers, that are worth a thread: 100 µs of work."""
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+_KINDS = {*_NAMES, torch.int8}
 _COLUMNS = 10
-_KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _TURN, _UNSEEN = 0, 1, 2, 4, 6, 7, 9
+_KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _TURN, _KIND, _UNSEEN = 0, 1, 2, 4, 6, 7, 8, 9
 """Columns of the table: addresses of keys and values, tokens, bytes from head to head and from token to token of the
-keys, then of the values, the row in the table of rotations (-1: none), whether they are of the narrower kind, and how
-many of the keys the first new token does not see: one more for each later one, none if it is negative.
+keys, then of the values, the row in the table of rotations (-1: none), of which kind the numbers are (0: the model's
+own, 1: float16, 2: rows of int8 with a scale), and how many of the keys the first new token does not see: one more for
+each later one, none if it is negative.
 """
 Integers = NDArray[np.int64]
 Turns = tuple[Tensor, Tensor, Tensor]
@@ -66,7 +68,7 @@ def reads_in_place(group: ChunkGroup) -> bool:
 
 def _readable(kv: ChunkKV) -> bool:
     return kv.owner is None and all(
-        t.device.type == "cpu" and t.dtype in _NAMES and t.shape[2] % 8 == 0 and (t.stride(2) == 1 or not t.numel())
+        t.device.type == "cpu" and t.dtype in _KINDS and head_width(t) % 8 == 0 and (t.stride(2) == 1 or not t.numel())
         for t in (*stored(kv.keys), *stored(kv.values))
     )
 
@@ -183,7 +185,9 @@ class InPlace:
         """Sequences whose KV, for a model that computes in `dtype`, lies where the kernels read it: those with a
         `single` token, and those with `many`.
         """
-        found, kinds = list[SequenceSlice](), {dtype, torch.float16} if dtype == torch.float32 else {dtype}
+        found, kinds = list[SequenceSlice](), {dtype, torch.int8}
+        if dtype == torch.float32:
+            kinds.add(torch.float16)
         for span in spans:
             if (single if span.n == 1 else many) and type(span.sequence) is TokenSequence:
                 located = _Located.of(span.sequence)
@@ -222,6 +226,11 @@ class _Table:
     def keys(self) -> int:
         """How many pairs of a new token and a key the parts have, but for those of the sequences' own."""
         return int(np.add.reduceat(self.rows[0, :, _TOKENS], self.starts[:-1]) @ self.counts)
+
+    @cached_property
+    def int8(self) -> bool:
+        """Whether some of the keys are int8."""
+        return bool((self.rows[..., _KIND] == 2).any())
 
     @cached_property
     def parts(self) -> Integers:
@@ -401,9 +410,9 @@ def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, l
         query = query.contiguous()
     _, heads, _, width = query.shape
     group = heads // kv_heads
-    narrow = "float16" if kind == "float32" else kind  # how KV of a model that computes in float32 may be stored
+    kinds = (kind, "float16" if kind == "float32" else kind, "int8")[: 3 if table.int8 else 2]
     tile = min(group, kernel.TILE)
-    attend = kernel.compiled(narrow, kind, width, out.shape[-1], tile)
+    attend = kernel.compiled(",".join(kinds), width, out.shape[-1], tile)
     units = out.shape[2] * kv_heads * -(-group // tile)
     threads = min(units, kernel.kernels.threads_for(table.keys * kv_heads * (width + out.shape[-1]), _NUMBERS))
     pointers = query.data_ptr(), out.data_ptr(), lse.data_ptr(), *_addresses(turns)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragkv._moved import moved_names
 from ragkv.attention import varlen
-from ragkv.attention.shape import DType, KVShape, LayerShape, StateShape
+from ragkv.attention.shape import MOST, SCALE_BYTES, DType, KVShape, LayerShape, StateShape
 
 Place: TypeAlias = torch.device | tuple[torch.device, ...]
 """The device of KV, or one device for each layer of a model that is split."""
@@ -42,31 +42,46 @@ def dtype_name(dtype: torch.dtype) -> DType:
     return _NAMES[dtype]
 
 
-class HalfTensors(Sequence[Tensor]):
-    """float16 tensors, each of which is made float32 when it is taken.
+class PackedTensors(Sequence[Tensor]):
+    """Tensors that take fewer bits than those of `dtype`, in which each is made when it is taken.
 
-    KV that the codec `half` has stored is kept so: it takes half the memory, and a processor widens a layer of a chunk
-    within its caches sooner than it reads float32 from memory. What a decode reads at every step is `ChunkKV.wide`.
+    They are float16 for float32 (the codec `half`), or rows `(heads, tokens, head_dim + SCALE_BYTES)` of int8 (the
+    codec `q8`): numbers, and behind them in bfloat16 what `MOST` stands for. A processor widens a layer of a chunk
+    within its caches sooner than it reads the wide numbers from memory, and its kernels read these where they lie
+    (`ragkv.attention.in_place`). What else a decode reads at every step is `ChunkKV.wide`.
     """
 
-    def __init__(self, stored: Sequence[Tensor]) -> None:
-        self.stored = tuple(stored)
+    def __init__(self, stored: Sequence[Tensor], dtype: torch.dtype) -> None:
+        self.stored, self.dtype = tuple(stored), dtype
 
     def __len__(self) -> int:
         return len(self.stored)
 
     def __getitem__(self, layer: Any) -> Any:
-        return self.stored[layer].float()
+        return unpacked(self.stored[layer], self.dtype)
+
+
+def unpacked(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of a tensor as it is in memory, in `dtype`."""
+    if tensor.dtype != torch.int8:
+        return tensor.to(dtype)
+    largest = tensor[..., -SCALE_BYTES:].contiguous().view(torch.bfloat16)
+    return (tensor[..., :-SCALE_BYTES] * (largest.float() / MOST)).to(dtype)
 
 
 def stored(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The tensors as they are in memory, for their shapes, sizes and devices: none of them is widened."""
-    return tensors.stored if isinstance(tensors, HalfTensors) else tensors
+    return tensors.stored if isinstance(tensors, PackedTensors) else tensors
+
+
+def head_width(tensor: Tensor) -> int:
+    """Numbers per head of a tensor as it is in memory."""
+    return tensor.shape[2] - (SCALE_BYTES if tensor.dtype == torch.int8 else 0)
 
 
 def _each(tensors: Sequence[Tensor], change: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
     made = tuple(change(tensor) for tensor in stored(tensors))
-    return HalfTensors(made) if isinstance(tensors, HalfTensors) else made
+    return PackedTensors(made, tensors.dtype) if isinstance(tensors, PackedTensors) else made
 
 
 class State(NamedTuple):
@@ -143,14 +158,19 @@ class ChunkKV:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if isinstance(self.keys, HalfTensors) else self.keys[0].dtype
+        return self.keys.dtype if isinstance(self.keys, PackedTensors) else self.keys[0].dtype
+
+    @property
+    def packed(self) -> bool:
+        """Whether keys and values are `PackedTensors`."""
+        return isinstance(self.keys, PackedTensors)
 
     @property
     def shape(self) -> KVShape:
         pairs = zip(stored(self.keys), stored(self.values), strict=True)
         return KVShape(
             dtype_name(self.dtype),
-            tuple(LayerShape(key.shape[0], key.shape[2], value.shape[2]) for key, value in pairs),
+            tuple(LayerShape(key.shape[0], head_width(key), head_width(value)) for key, value in pairs),
             tuple(
                 StateShape(layer, name, dtype_name(value.dtype), tuple(value.shape))
                 for layer, name, value in self.states
@@ -201,29 +221,26 @@ class ChunkKV:
         )
 
     def to(self, place: Place, *, copy: bool = False) -> ChunkKV:
-        """The same KV at `place`; `self` when it is there already, unless a `copy` is wanted.
-
-        `HalfTensors` cross as they are and are float32 there.
-        """
+        """The same KV at `place`; `self` when it is there already, unless a `copy` is wanted."""
         devices = place if isinstance(place, tuple) else (place,) * self.layers
         if not copy and all(t.device == device for t, device in zip(stored(self.keys), devices, strict=True)):
             return self
 
-        def each(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            there = (moved(t, device, copy=copy) for t, device in zip(stored(tensors), devices, strict=True))
-            return tuple(t.float() if isinstance(tensors, HalfTensors) else t for t in there)
+        def there(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            left = iter(devices)
+            return _each(tensors, lambda tensor: moved(tensor, next(left), copy=copy))
 
         return ChunkKV(
-            keys=each(self.keys),
-            values=each(self.values),
+            keys=there(self.keys),
+            values=there(self.values),
             encoded_at=self.encoded_at,
             states=tuple(s._replace(value=moved(s.value, devices[s.layer], copy=copy)) for s in self.states),
             owner=self.owner,
         )
 
     def wide(self) -> ChunkKV:
-        """The same KV without `HalfTensors`; `self` if it has none."""
-        if not isinstance(self.keys, HalfTensors):
+        """The same KV without `PackedTensors`; `self` if it has none."""
+        if not self.packed:
             return self
         return replace(self, keys=tuple(self.keys), values=tuple(self.values))
 

@@ -31,6 +31,8 @@ _QUERIES = 6
 _TILE = 24
 """Queries that are worth laying out keys for."""
 _FAR = 1 << 40
+_CODES = {torch.float16: 1, torch.int8: 2}
+"""How the kernels' table names the kinds of numbers that are not the model's own."""
 _PRODUCTS = 1 << 22
 """Numbers of queries, times keys, that are worth a thread: 100 µs of work."""
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
@@ -262,7 +264,7 @@ def table_row(key: Tensor, value: Tensor, turn: int) -> tuple[int, ...]:
         value = key
     size = key.element_size()
     steps = (size * stride for t in (key, value) for stride in t.stride()[-3:-1])
-    return key.data_ptr(), value.data_ptr(), key.shape[-2], *steps, turn, int(key.dtype != torch.float32), -_FAR
+    return key.data_ptr(), value.data_ptr(), key.shape[-2], *steps, turn, _CODES.get(key.dtype, 0), -_FAR
 
 
 def flash(

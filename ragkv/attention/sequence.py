@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ragkv.attention.kv import ChunkKV, PlacedChunk, stored
+from ragkv.attention.kv import ChunkKV, PlacedChunk, head_width, stored, unpacked
 from ragkv.attention.partial import LayerCall, PartialAttention
 from ragkv.attention.rope import Angles, Rotary, RotationTable
 
@@ -587,12 +587,12 @@ def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> t
         at = 0
         for index, segment in enumerate(segments):
             end = at + segment.kv.tokens
-            held = stored(segment.kv.keys)[layer]  # float16 is widened as it is written
+            held, those = (_written(t, layer, segment.kv.dtype) for t in (segment.kv.keys, segment.kv.values))
             if kind is not None and segment.offset != 0 and held.numel():
                 moves.write(key[:, at:end], held, index, kind)
             else:
                 key[:, at:end] = held
-            value[:, at:end] = stored(segment.kv.values)[layer]
+            value[:, at:end] = those
             at = end
         keys.append(key)
         values.append(value)
@@ -611,7 +611,7 @@ def _joined_by_layer(
     keys, values = list[Tensor](), list[Tensor]()
     for layer, kind in enumerate(rotary.kinds):
         key, value = (
-            torch.cat([stored(held)[layer] for held in each], 1)
+            torch.cat([_written(held, layer, dtype) for held in each], 1)
             for each in ([segment.kv.keys for segment in segments], [segment.kv.values for segment in segments])
         )
         if kind is not None and moved and key.numel():
@@ -683,5 +683,10 @@ class _Moves:
 
 def _empty_like(like: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
     """Memory for `tokens` tokens of the shape `(kv_heads, tokens, head_dim)`."""
-    kv_heads, _, head_dim = like.shape
-    return like.new_empty((kv_heads, tokens, head_dim), dtype=dtype)
+    return like.new_empty((like.shape[0], tokens, head_width(like)), dtype=dtype)
+
+
+def _written(tensors: Sequence[Tensor], layer: int, dtype: torch.dtype) -> Tensor:
+    """A layer's tensor to be written to others: float16 is widened by that, int8 rows before."""
+    held = stored(tensors)[layer]
+    return unpacked(held, dtype) if held.dtype == torch.int8 else held

@@ -26,6 +26,8 @@ ITEM_SIZES: Mapping[DType, int] = {
     "bool": 1,
 }
 """Bytes per number."""
+SCALE_BYTES, MOST = 2, 127
+"""Bytes after the int8 numbers of a head and token, and the greatest of these (`ragkv.attention.kv.PackedTensors`)."""
 
 
 class LayerShape(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -38,6 +39,8 @@ K = TypeVar("K", "ChunkKV", "EncodedRecord")
 
 _Seen: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A chunk's tokens, and those that it sees of its document."""
+_UNPACKED = 4
+"""Of a device's memory for KV that is packed there, one part of so many is for what questions have unpacked."""
 MOST_SEEN = 1024
 """Chunks for which these are kept, about."""
 
@@ -77,6 +80,8 @@ class KVLoader:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._store = index.store
+        self._unpacked: weakref.WeakKeyDictionary[ChunkKV, weakref.ref[ChunkKV]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
         self._seen: tuple[int, dict[str, _Seen]] = -1, {}
         """What chunks see of their documents, at a generation of the store."""
 
@@ -227,7 +232,15 @@ class KVLoader:
 
     @cached_property
     def _budget(self) -> int:
-        return memory_budget(self._index.config.memory_budget, self._index.model.place)
+        whole = memory_budget(self._index.config.memory_budget, self._index.model.place)
+        return whole - whole // _UNPACKED if self._unpacks else whole
+
+    @property
+    def _unpacks(self) -> bool:
+        """Whether KV is packed in the memory of a device, whose kernels read it unpacked."""
+        shape, widths = self._index.shape, {dim for _, *dims in self._index.shape.layers for dim in dims}
+        packing = self._store.codec.packing(shape.dtype, widths)
+        return self._index.model.device.type != "cpu" and packing is not None and not shape.states
 
     @cached_property
     def _pages(self) -> PagePool | None:
@@ -237,10 +250,22 @@ class KVLoader:
 
         model = self._index.model
         capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-        return None if capped or model.device.type not in varlen.DEVICES else PagePool(model.place, self._budget)
+        budget = self._budget // (_UNPACKED - 1) if self._unpacks else self._budget
+        return None if capped or model.device.type not in varlen.DEVICES else PagePool(model.place, budget)
 
     def _paged(self, kv: ChunkKV) -> ChunkKV:
-        return kv if self._pages is None else self._pages.hold(kv)
+        return kv if self._pages is None or kv.packed else self._pages.hold(kv)
+
+    def _readable(self, kv: ChunkKV) -> ChunkKV:
+        """The KV as the kernels of its device read it: unpacked, once for all questions that have it now."""
+        if not kv.packed or self._index.model.device.type == "cpu":
+            return kv
+        with self._lock:
+            made = self._unpacked.get(kv, lambda: None)()
+            if made is None:
+                made = kv.wide() if self._pages is None else self._pages.hold(kv).wide()
+                self._unpacked[kv] = weakref.ref(made)
+            return made
 
     def find(
         self,
@@ -287,7 +312,7 @@ class KVLoader:
             return {key: self._paged(found[by_key[key]]) for key in keys}
 
         found, held = self.memory().get_many(by_key, load)
-        return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
+        return {by_key[key]: self._readable(kv) for key, kv in found.items()}, {by_key[key] for key in held}
 
     def _share(self, made: Sequence[tuple[KVIdentity, ChunkKV]], owners: Mapping[KVIdentity, str]) -> None:
         """Write new KV of the index's chunks to the shared tiers, in a thread of theirs."""
@@ -305,7 +330,7 @@ class KVLoader:
             return {identity.key(): self._paged(kv) for identity, kv in found.items()}
 
         found, held = self.memory().get_many(by_key, load)
-        return {by_key[key]: kv for key, kv in found.items()}, {by_key[key] for key in held}
+        return {by_key[key]: self._readable(kv) for key, kv in found.items()}, {by_key[key] for key in held}
 
     def hold(self, made: Mapping[KVIdentity, ChunkKV]) -> None:
         """Keep new KV in memory, independent of the store."""

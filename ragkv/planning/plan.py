@@ -316,7 +316,7 @@ SECONDS = 30.0
 """The default time for everything except loading the model."""
 _READING = 1 / 3
 """The share of the time after which no further file is read."""
-CODECS = ("raw", "half", "zstd", "int8", "int4")
+CODECS = ("raw", "half", "zstd", "q8", "int8", "int4")
 MILLION = 1_000_000
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ragkv.attention import in_place
-from ragkv.attention.kv import ChunkKV, HalfTensors, PlacedChunk
+from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, TokenSequence, join, worth_joining
 from ragkv.engines.base import Forward, Operation, Program, Release, Shared, WaitFor
@@ -175,13 +175,13 @@ class KVPool:
         return replace(group, segments=(*others, PlacedChunk(kv=kv, start=segments[0].start)))
 
     def _wide(self, group: ChunkGroup) -> ChunkGroup:
-        """The group with KV in float32 that every step reads, made once for all sequences that see it."""
-        if not any(isinstance(segment.kv.keys, HalfTensors) for segment in group.segments):
+        """The group with wide KV that every step reads, made once for all sequences that see it."""
+        if not any(segment.kv.packed for segment in group.segments):
             return group
         return replace(group, segments=tuple(map(self._widened, group.segments)))
 
     def _widened(self, segment: PlacedChunk) -> PlacedChunk:
-        if not isinstance(segment.kv.keys, HalfTensors):
+        if not segment.kv.packed:
             return segment
         return replace(segment, kv=self._made(("wide", id(segment.kv)), (segment,), segment.kv.wide))
 

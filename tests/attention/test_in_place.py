@@ -9,7 +9,7 @@ import torch
 
 from ragkv.attention import in_place, partial
 from ragkv.attention.batch import Step
-from ragkv.attention.kv import ChunkKV, HalfTensors, PlacedChunk
+from ragkv.attention.kv import ChunkKV, PackedTensors, PlacedChunk
 from ragkv.attention.partial import LayerCall
 from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, KVArena, TokenSequence
@@ -21,14 +21,33 @@ CPU = torch.device("cpu")
 needs_dot = pytest.mark.skipif(not kernels.has_dot("bfloat16") or kernels.has_tiles(), reason="no AVX512-BF16, or AMX")
 
 
-def chunk(tokens, heads, width, value_width, dtype=torch.float32, *, half=False):
-    """Random KV of two layers, of which the tensors are views of larger ones."""
+def chunk(tokens, heads, width, value_width, dtype=torch.float32, *, kept=None):
+    """Random KV of two layers, of which the tensors are views of larger ones; `kept` in memory as this type."""
     keys, values = (
         [torch.randn(heads, tokens + 3, 2 * d)[:, 1:-2, :d].to(dtype) for _ in range(2)] for d in (width, value_width)
     )
-    if half:
-        return ChunkKV(keys=HalfTensors([k.half() for k in keys]), values=HalfTensors([v.half() for v in values]))
+    if kept is None:
+        return ChunkKV(keys=keys, values=values)
+    packed = rounded if kept is torch.int8 else torch.Tensor.half
+    keys, values = (PackedTensors([packed(t) for t in tensors], dtype) for tensors in (keys, values))
     return ChunkKV(keys=keys, values=values)
+
+
+def seen(kv, layer=1):
+    """What a kernel reads of a layer: it does not round what it unpacks to the type that the model computes in."""
+    if not kv.packed:
+        return kv.keys[layer], kv.values[layer]
+    return tuple(PackedTensors(tensors.stored, torch.float32)[layer] for tensors in (kv.keys, kv.values))
+
+
+def rounded(numbers):
+    """As the codec q8 keeps them in memory, between other bytes."""
+    heads, tokens, width = numbers.shape
+    rows = torch.full((heads, tokens + 3, width + 8), 99, dtype=torch.int8)[:, 1:-2, : width + 2]
+    largest = numbers.abs().amax(-1, keepdim=True).bfloat16()
+    rows[..., :width] = (numbers / largest.float() * 127).round()
+    rows[..., width:] = largest.view(torch.int8)
+    return rows
 
 
 def call_of(queries, heads, group, width, value_width, dtype=torch.float32, **more):
@@ -66,26 +85,30 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "half", "heads", "group", "width", "value_width", "softcap"),
+    ("dtype", "kept", "heads", "group", "width", "value_width", "softcap"),
     [
-        (torch.bfloat16, False, 2, 3, 64, 64, None),
-        (torch.float16, False, 2, 1, 80, 80, None),
-        (torch.float32, True, 1, 11, 8, 8, None),  # more query heads than read a key at a time, and no multiple
-        (torch.float32, False, 3, 2, 24, 16, 5.0),
-        (torch.bfloat16, False, 1, 4, 40, 0, None),  # latents
+        (torch.bfloat16, None, 2, 3, 64, 64, None),
+        (torch.bfloat16, torch.int8, 2, 3, 64, 64, None),
+        (torch.float16, None, 2, 1, 80, 80, None),
+        (torch.float16, torch.int8, 2, 1, 80, 80, None),
+        (torch.float32, torch.float16, 1, 11, 8, 8, None),  # more query heads than read a key at a time, no multiple
+        (torch.float32, torch.int8, 1, 11, 8, 8, 5.0),
+        (torch.float32, None, 3, 2, 24, 16, 5.0),
+        (torch.bfloat16, None, 1, 4, 40, 0, None),  # latents
     ],
     ids=str,
 )
-def test_it_is_exact(dtype, half, heads, group, width, value_width, softcap, calls):
+def test_it_is_exact(dtype, kept, heads, group, width, value_width, softcap, calls):
     """Chunks of one key, of a block of keys, and of one more or less; scores that are large are no matter."""
     torch.manual_seed(0)
     sizes = [1, decode_kernel.BLOCK - 1, 7, decode_kernel.BLOCK, 2 * decode_kernel.BLOCK + 1]
-    kvs = [chunk(n, heads, width, value_width, dtype, half=half) for n in sizes]
+    kvs = [chunk(n, heads, width, value_width, dtype, kept=kept) for n in sizes]
+    kvs.append(chunk(5, heads, width, value_width, dtype))  # packed ones and others in one table
     call = call_of(1, heads, group, width, value_width, dtype, softcap=softcap)
     call.query.mul_(20.0)
     row = TokenSequence.over([PlacedChunk(kv=kv, start=0) for kv in kvs], position=300)
     found = stepped([row], call)
-    expected = truth(call, 0, [*((kv.keys[1], kv.values[1]) for kv in kvs), (call.key[0], call.value[0])])
+    expected = truth(call, 0, [*map(seen, kvs), (call.key[0], call.value[0])])
     assert found.dtype == dtype
     assert calls == [1]
     torch.testing.assert_close(
@@ -247,7 +270,7 @@ def test_what_the_kernel_does_not_take(calls):
         expected = truth(call, 0, [(kv.keys[1], kv.values[1]), (call.key[0], call.value[0])])
         found = stepped([TokenSequence((group,), 6)], call)[0, :, 0]
         torch.testing.assert_close(found, expected.to(dtype), atol=1e-5, rtol=0)
-    for kv, dtype in ((chunk(6, 1, 16, 16, half=True), torch.bfloat16), (chunk(6, 1, 16, 16), torch.float16)):
+    for kv, dtype in ((chunk(6, 1, 16, 16, kept=torch.float16), torch.bfloat16), (chunk(6, 1, 16, 16), torch.float16)):
         call, row = call_of(1, 1, 2, 16, 16, dtype), TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=6)
         expected = truth(call, 0, [(kv.keys[1], kv.values[1]), (call.key[0], call.value[0])])
         torch.testing.assert_close(stepped([row], call)[0, :, 0], expected.to(dtype), atol=2e-2, rtol=0)
@@ -345,20 +368,22 @@ def attended(row, before, call, at, n):
 
 @pytest.mark.parametrize("window", [None, 4, 100, 150])
 @pytest.mark.parametrize(
-    ("dtype", "half", "heads", "group", "width"),
+    ("dtype", "kept", "heads", "group", "width"),
     [
-        (torch.float32, False, 1, 3, 16),
-        (torch.float32, True, 2, 1, 32),
-        pytest.param(torch.bfloat16, False, 2, 4, 32, marks=needs_dot),
+        (torch.float32, None, 1, 3, 16),
+        (torch.float32, torch.float16, 2, 1, 32),
+        (torch.float32, torch.int8, 2, 1, 32),
+        pytest.param(torch.bfloat16, None, 2, 4, 32, marks=needs_dot),
+        pytest.param(torch.bfloat16, torch.int8, 2, 4, 32, marks=needs_dot),
     ],
     ids=str,
 )
-def test_many_tokens_are_exact(dtype, half, heads, group, width, window, calls, launches):
+def test_many_tokens_are_exact(dtype, kept, heads, group, width, window, calls, launches):
     """Of sequences with a group under weights, with own tokens before, with none, with moved chunks; beside a single
     token.
     """
     torch.manual_seed(7)
-    kvs = [chunk(n, heads, width, width, dtype, half=half) for n in (1, 63, 70, 128, 9)]
+    kvs = [chunk(n, heads, width, width, dtype, kept=kept) for n in (1, 63, 70, 128, 9)]
     before = [[torch.randn(heads, n, width).to(dtype) for _ in range(2)] for n in (70, 0, 5, 0, 20)]
     chunks = [PlacedChunk(kv=kv, start=start) for kv, start in zip(kvs, (0, 5, 68, 138, 70), strict=True)]
     weighed = ChunkGroup(segments=(chunks[4], chunks[2]), temperature=0.5, scale=0.8, scale_mode="log")

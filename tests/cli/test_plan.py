@@ -32,7 +32,7 @@ def test_text_and_json_say_the_same(plan):
     found = json.loads(plan("--json").out)
     assert (found["documents"]["value"], found["sample"]["whole"], found["encodings"]) == (2, True, ["prefixed"])
     assert f"2 documents, {found['chunks']['value']:,.0f} chunks" in result.out
-    assert [codec["codec"] for codec in found["codecs"]] == ["raw", "zstd", "half", "int8", "int4"]
+    assert [codec["codec"] for codec in found["codecs"]] == ["raw", "zstd", "half", "q8", "int8", "int4"]
     parts = [value for name, value in found["seconds"].items() if name != "total"]
     assert sum(parts) == pytest.approx(found["seconds"]["total"], abs=0.01)
     # random Llama of the tests: 3 layers, 2 KV heads of 16, float32

@@ -82,8 +82,7 @@ def test_hits_and_misses_are_counted_by_chunk(rag):
     own = replace(carr, chunk=rag.chunk("Dorn is a river.", chunk_id="dorn"), source="mine")
     twin = replace(halden, chunk=replace(halden.chunk, chunk_id="my own"))
     again = replace(own, chunk=replace(own.chunk, chunk_id="my own too"))
-    sizes = {s.source: expected(rag, s).nbytes for s in (halden, own, carr)}
-    sizes |= {s.source: sizes[s.source] // 2 for s in (halden, carr)}  # from the store, where they are float16
+    sizes = {s.source: expected(rag, s).nbytes // 2 for s in (halden, own, carr)}  # in memory as float16
     made, use = asked(rag, [halden, twin, own, again])
     assert (use.hits, use.misses, use.memory_hits) == (2, 2, 0)
     assert (use.bytes, use.tokens) == (2 * sizes[halden.source], 2 * len(halden.chunk.token_ids))

@@ -48,7 +48,7 @@ def test_chunks_and_bytes_come_true(quick, tmp_path):
     assert bytes_of["raw"] == pytest.approx(stats.kv_bytes_raw, abs=1)
     assert bytes_of["int8"] == pytest.approx(stats.kv_bytes, rel=0.03)
     assert plan.disk_bytes.value == pytest.approx(stats.used_bytes, rel=0.2)
-    assert bytes_of["raw"] > bytes_of["zstd"] > bytes_of["half"] > bytes_of["int8"] > bytes_of["int4"]
+    assert bytes_of["raw"] > bytes_of["zstd"] > bytes_of["half"] > bytes_of["q8"] > bytes_of["int8"] > bytes_of["int4"]
 
 
 def test_both_encodings_and_vectors(quick, documents, model_folder, tmp_path, monkeypatch):
@@ -107,7 +107,7 @@ def test_when_time_is_over_all_is_measured_once_and_the_rest_is_said(tmp_path, m
     assert (len(plan.encode.seconds), plan.trial_chunks) == (1, 1)
     assert len(plan.engines[0].prefill.seconds) == 1
     message = " ".join(plan.left_out)
-    for what in ("Parts of 1 of 9 files were read", "Codec raw and zstd and int8 and int4 were not tried"):
+    for what in ("Parts of 1 of 9 files were read", "Codec raw and zstd and q8 and int8 and int4 were not tried"):
         assert what in message
     assert "encoding was timed only once" in plan.trust.reasons[0]
     assert plan.to_json()["left_out"] == list(plan.left_out)
@@ -123,7 +123,7 @@ def test_the_first_steps_have_no_total_and_come_before_the_model(quick, document
         (0, 2, "reading"),
         (1, 2, "reading"),
     ]
-    assert steps[-1] == (8, 8, "done")
+    assert steps[-1] == (9, 9, "done")
 
 
 @pytest.mark.parametrize(

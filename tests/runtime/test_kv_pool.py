@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragkv.attention.partial
 from ragkv.attention import in_place
-from ragkv.attention.kv import HalfTensors, PlacedChunk
+from ragkv.attention.kv import PackedTensors, PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, TokenSequence
 from ragkv.engines import make_engine
 from ragkv.runtime import Stream, runtime_of
@@ -230,7 +230,7 @@ def test_float16_that_every_step_reads_is_widened_once_for_all(model, kvs):
     """Joined as float32, or made float32 where nothing is joined; a second pool user gets the same tensors."""
     half = []
     for kv in kvs:
-        keys, values = (HalfTensors([t.half() for t in tensors]) for tensors in (kv.keys, kv.values))
+        keys, values = (PackedTensors([t.half() for t in tensors], torch.float32) for tensors in (kv.keys, kv.values))
         half.append(replace(kv, keys=keys, values=values))
     pool = KVPool(0)
     apart = (PlacedChunk(kv=half[0], start=0), PlacedChunk(kv=half[1], start=half[0].tokens + 9))
@@ -240,7 +240,7 @@ def test_float16_that_every_step_reads_is_widened_once_for_all(model, kvs):
     assert [id(kv) for kv in first] == [id(kv) for kv in second]
     for kv, of in zip(first, half, strict=False):
         assert all(torch.equal(a, b) for a, b in zip(kv.keys, of.keys, strict=True))
-    assert not any(isinstance(kv.keys, HalfTensors) for kv in first)
+    assert not any(kv.packed for kv in first)
     joined = TokenSequence.over(side_by_side(half), position=60)
     exact = TokenSequence.over(side_by_side([kv.wide() for kv in half]), position=60)
     settled(KVPool(0), model, [joined, exact])

@@ -26,6 +26,7 @@ from ragkv.decoding import Decoding
 from ragkv.engines import Engine, PlacedChunk, TokenSequence, answer_from, engine_class, engine_names, make_engine
 from ragkv.runtime import Generation, Runtime, runtime_of
 from ragkv.store import reader
+from ragkv.types import Encoding
 
 ENGINES = ("all", "apb", "ape", "blend", "block", "full", "ippd", "ippd-stacked", "mapreduce", "pced", "single")
 FAMILIES = ("llama-long", "gemma2-short")
@@ -74,7 +75,6 @@ def opened(make_folder, tmp_path_factory, pretend_device):
             )
             (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
             model, tuning = str(make_folder(family)), {"mapreduce": {"summary_tokens": 4}}
-            # raw: what is stored in 16 bits crosses widened
             with RagKV.create(place, model=model, device="cpu", codec="raw", chunk_tokens=64, tuning=tuning) as rag:
                 rag.ingest(documents)
             here = stack.enter_context(RagKV.open(place, device="cpu", readonly=True))
@@ -203,6 +203,39 @@ def test_stored_kv_crosses_once(engine, rags, tmp_path, pretend_device, monkeypa
         with pretend.counting(rag.model) as waits:
             ask(rag, engine)
         assert not [c for c in waits.uploads if c.place.startswith("ragkv/attention/kv.py")]
+
+
+@pytest.mark.parametrize("codec", ["half", "q8"])
+def test_packed_kv_crosses_and_is_kept_packed(codec, make_folder, tmp_path, pretend_device):
+    """It is unpacked once for the questions that have it at a time; their answers are the CPU's."""
+    (tmp_path / "halden.txt").write_text(
+        "Halden Works was founded by Mira Oskel in 1907. Halden Works was sold in 1931. Halden Works is based in Tarn."
+    )
+    model = str(make_folder("llama"))
+    with RagKV.create(tmp_path / "index", model=model, device="cpu", codec=codec, chunk_tokens=64) as rag:
+        rag.ingest(tmp_path / "halden.txt")
+        expected = ask(rag, "block")
+    with RagKV.open(tmp_path / "index", device=pretend_device) as rag:
+        with pretend.counting(rag.model) as waits:
+            found = ask(rag, "block")
+        assert (found.text, found.kv.misses) == (expected.text, 0)
+        loader, sizes = rag.kv_loader, rag.index.store.memory(rag.model.place).use()
+        crossed = sum(c.bytes for c in waits.uploads if c.dtype == torch.uint8)
+        assert crossed == sizes.bytes > 0
+        packed = {"half": 4 / 8, "q8": (16 + 2) / 64}[codec]  # the model computes in float32, with heads of 16 numbers
+        chunks = [one.chunk for one in rag.retrieve(QUESTION, top_k=3)]
+        identities = loader.identities(Encoding.PREFIXED, chunks)
+        first, second = (loader.find(identities, lambda _: [])[0] for _ in range(2))
+        for one, other in zip(first.values(), second.values(), strict=True):
+            assert one is other
+            assert not one.packed
+            assert one.pages is not None
+        held = rag.index.store.memory(rag.model.place).get_many([each.key() for each in identities], lambda _: {})[0]
+        assert all(kv.packed and kv.nbytes == kv.wide().nbytes * packed for kv in held.values())
+        del first, second, one, other
+        again = loader.find(identities, lambda _: [])[0]
+        assert len(again) > 1
+        assert all(kv.pages is not None for kv in again.values())
 
 
 def test_an_index_that_is_made_on_the_device(tmp_path, pretend_device):

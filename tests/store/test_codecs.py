@@ -20,6 +20,7 @@ from storekit import equal, identity, make_kv
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import ConfigError
 from ragkv.store import (
+    Q8,
     Codec,
     Half,
     Int4,
@@ -38,7 +39,7 @@ from ragkv.store.record import LONG_WORDS, PACKET_WORDS, Manifest, decode_record
 from ragkv.types import Encoding
 
 CODECS = [Raw(), Zstd(), Zstd(level=3)]
-ALL = [*CODECS, Half(), Int8(), Int4(), Int4(key_bits=6)]
+ALL = [*CODECS, Half(), Q8(), Int8(), Int4(), Int4(key_bits=6)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
@@ -126,9 +127,9 @@ def test_levels_of_zstd_are_whole_numbers_up_to_19(level):
 
 
 def test_unknown_codecs_and_the_layout_of_zstd():
-    with pytest.raises(ConfigError, match=r"unknown codec 'lz9'.*half, int4, int8, raw, zstd"):
+    with pytest.raises(ConfigError, match=r"unknown codec 'lz9'.*half, int4, int8, q8, raw, zstd"):
         codec_from_config({"id": "lz9"})
-    assert {"half", "int4", "int8", "raw", "zstd"} <= set(codec_names())
+    assert {"half", "int4", "int8", "q8", "raw", "zstd"} <= set(codec_names())
     payload = bytes(Zstd().encode(bytes(8), flat(4)))
     with pytest.raises(DamagedError):
         Zstd().decode(payload + b"more")
@@ -169,8 +170,8 @@ class Inverted(Codec):
 def test_another_package_adds_a_codec(tmp_path, monkeypatch):
     added = {"inverted": f"{__name__}:Inverted", "broken": "their_missing_module:Nothing"}
     monkeypatch.setattr(codecs.CODECS, "added", {name: EntryPoint(name, value, "") for name, value in added.items()})
-    assert codec_names() == ["broken", "half", "int4", "int8", "inverted", "raw", "zstd"]
-    with pytest.raises(ConfigError, match="'lz9': choose one of broken, half, int4, int8, inverted, raw, zstd"):
+    assert codec_names() == ["broken", "half", "int4", "int8", "inverted", "q8", "raw", "zstd"]
+    with pytest.raises(ConfigError, match="'lz9': choose one of broken, half, int4, int8, inverted, q8, raw, zstd"):
         codec_from_config({"id": "lz9"})
     with pytest.raises(ConfigError, match=r"codec 'broken' is installed but cannot be loaded \(No module named"):
         codec_from_config({"id": "broken"})
@@ -271,6 +272,108 @@ def test_half_payloads_decode_for_ever_to_the_same_bits():
     assert Half().decode(data[4:end]).tobytes() == data[end:]
     numbers = np.frombuffer(data[end:], "<f4").astype(np.float64)
     assert np.array_equal(numbers, literal_half(data[4:end]), equal_nan=True)
+
+
+# ---- q8
+
+ROWS = struct.Struct("<BBHI")
+CODES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
+
+
+def literal_q8(payload: bytes) -> list[torch.Tensor]:
+    """docs/formats.md read word for word, one row after another; the numbers of each slice in its dtype."""
+    found, at = [], 0
+    while at < len(payload):
+        kind, code, width, count = ROWS.unpack_from(payload, at)
+        at += ROWS.size
+        dtype = CODES[code]
+        if not kind:
+            found.append(torch.frombuffer(bytearray(payload[at : at + count]), dtype=dtype))
+            at += count
+            continue
+        numbers: list[torch.Tensor] = []
+        for _ in range(count):
+            [most] = struct.unpack("<f", bytes(2) + payload[at + width : at + width + 2])
+            row = torch.tensor(struct.unpack_from(f"<{width}b", payload, at), dtype=torch.float32)
+            numbers.append(row * (torch.tensor(most) / 127))
+            at += width + 2
+        found.append(torch.cat(numbers).to(dtype))
+    return found
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    scale=st.integers(-160, 90),
+    width=st.sampled_from([1, 2, 7, 64]),
+    edge=st.sampled_from([0.0, 1e-40, 2.0**-100, 30_000.0, 2.0**96]),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=80)
+@example(dtype=torch.bfloat16, scale=0, width=64, edge=30_000.0, seed=1)
+@example(dtype=torch.float16, scale=-20, width=64, edge=0.0, seed=1)
+@example(dtype=torch.float32, scale=-100, width=7, edge=2.0**-100, seed=1)
+def test_q8_keeps_its_bound_and_rounding_again_changes_nothing(dtype, scale, width, edge, seed):
+    """0.004 of the row's largest or 2^-100, then rounded to the dtype; decoded as the text says."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(2, 7, width, generator=generator, dtype=torch.float64) * 2.0**scale
+    numbers[1, 2, width // 2] = edge
+    before = numbers.clamp(-32_000, 32_000).to(dtype) if dtype == torch.float16 else numbers.to(dtype)
+    payload, after = through(Q8(), before, "keys")
+    assert payload[0] == 1
+    assert len(payload) == ROWS.size + 14 * (width + 2)
+    exact, found = before.double(), after.double()
+    rounding = torch.finfo(dtype).eps / 2 * exact.abs() * 1.01 + torch.finfo(dtype).smallest_normal
+    most = torch.maximum(exact.abs().amax(-1, keepdim=True) * 0.004, torch.tensor(2.0**-100))
+    assert bool(((found - exact).abs() <= most + rounding).all())
+    [literal_numbers] = literal_q8(payload)
+    assert torch.equal(literal_numbers, after.reshape(-1))
+    assert through(Q8(), after, "keys")[0] == payload
+
+
+@pytest.mark.parametrize(
+    ("dtype", "odd"),
+    [
+        (torch.float32, torch.nan),
+        (torch.bfloat16, -torch.inf),
+        (torch.float16, 33_000.0),
+        (torch.float32, 2.0**97),
+        (torch.float32, torch.finfo(torch.float32).max),
+    ],
+)
+def test_q8_keeps_a_slice_that_it_cannot_round(dtype, odd):
+    before, good = like_keys(2, 12, 8).to(dtype), like_keys(2, 12, 8, 3).to(dtype)
+    before[1, 3, 2] = odd
+    data = bytes_of(before) + bytes_of(good)
+    payload = bytes(Q8().encode(data, [slab_of(before, "keys"), slab_of(good, "values")]))
+    assert data == bytes_of(before) + bytes_of(good)
+    decoded = Q8().decode(payload).tobytes()
+    kept, rounded = literal_q8(payload)
+    assert decoded == bytes_of(before) + bytes_of(rounded)
+    assert bytes_of(kept) == bytes_of(before) != bytes_of(rounded)
+    assert not Q8().copy_packed(payload, np.empty(len(payload), np.uint8))
+
+
+def test_q8_payloads_of_another_author_are_refused():
+    good = ROWS.pack(1, 1, 2, 2) + bytes([1, 127, 0, 0x40, 129, 0, 0x80, 0x3F]) + ROWS.pack(0, 1, 0, 4) + b"\1\2\3\4"
+    numbers = torch.from_numpy(Q8().decode(good)[:8].copy()).view(torch.bfloat16)
+    assert numbers.tolist() == pytest.approx([2 / 127, 2.0, -1.0, 0.0], rel=4e-3)
+    for wrong in (
+        good[:-1],
+        good + b"\0",
+        good + ROWS.pack(0, 1, 0, 1 << 31),
+        good + ROWS.pack(1, 1, 1 << 15, 1 << 31),
+        ROWS.pack(2, 1, 0, 12) + bytes(12),
+        ROWS.pack(0, 1, 1, 12) + bytes(12),
+        ROWS.pack(1, 1, 0, 12) + bytes(24),
+        ROWS.pack(0, 4, 0, 12) + bytes(12),
+        ROWS.pack(1, 0, 6, 1) + bytes(8),
+        b"",
+    ):
+        with pytest.raises(DamagedError):
+            Q8().decode(wrong, out=np.empty(12, np.uint8))
+    for size in (3, 5):
+        with pytest.raises(DamagedError):
+            Q8().copy_packed(ROWS.pack(1, 1, 2, 1) + bytes(4), np.empty(size, np.uint8))
 
 
 # ---- quantiser
@@ -541,6 +644,17 @@ def integers(frames: list[bytes]) -> list[int]:
     return [256 * h + low - 128 for low, h in zip(frames[0], high, strict=True)]
 
 
+@every_dtype
+def test_q8_payloads_decode_for_ever_to_the_same_bits(dtype):
+    data = (FIXTURES / f"q8-{str(dtype).removeprefix('torch.')}.payload").read_bytes()
+    end = 4 + struct.unpack_from("<I", data)[0]
+    assert Q8().decode(data[4:end]).tobytes() == data[end:]
+    assert b"".join(map(bytes_of, literal_q8(data[4:end]))) == data[end:]
+    original, _ = GOLDEN["slabs"](dtype)
+    kept = len(data[end:]) // 3 * 2
+    assert data[end + kept :] == original[kept:]  # the slab with the NaN
+
+
 @every_lossy_codec
 @every_dtype
 def test_payloads_decode_for_ever_to_the_same_bits(codec, dtype):
@@ -558,7 +672,7 @@ def test_payloads_decode_for_ever_to_the_same_bits(codec, dtype):
     assert 0 < float((numbers - before)[:kept].abs().max()) <= 0.5
 
 
-@pytest.mark.parametrize("codec", [Zstd(), Half(), *LOSSY], ids=repr)
+@pytest.mark.parametrize("codec", [Zstd(), Half(), Q8(), *LOSSY], ids=repr)
 @given(at=st.integers(0, 10_000), bit=st.integers(0, 7), end=st.integers(0, 10_000))
 @settings(max_examples=200)
 def test_damage_is_refused_or_keeps_the_length(codec, at, bit, end):
@@ -573,7 +687,7 @@ def test_damage_is_refused_or_keeps_the_length(codec, at, bit, end):
             assert codec.decode(damaged, out=np.empty(768, np.uint8)).size == 768
 
 
-@pytest.mark.parametrize("codec", [Zstd(), Half(), *LOSSY], ids=repr)
+@pytest.mark.parametrize("codec", [Zstd(), Half(), Q8(), *LOSSY], ids=repr)
 @given(payload=st.binary(max_size=80))
 def test_noise_is_refused(codec, payload):
     with pytest.raises(DamagedError):
@@ -581,7 +695,7 @@ def test_noise_is_refused(codec, payload):
 
 
 @given(
-    codec=st.sampled_from([Half(), *LOSSY]),
+    codec=st.sampled_from([Half(), Q8(), *LOSSY]),
     dtype=st.sampled_from(DTYPES),
     encoding=st.sampled_from(list(Encoding)),
     tokens=st.integers(0, 90),
@@ -612,7 +726,7 @@ def test_records_of_every_shape(codec, dtype, encoding, tokens, shapes, seed):
             assert float((before.float() - after.float()).abs().max()) <= 0.25 * float(before.float().abs().max())
 
 
-@every_lossy_codec
+@pytest.mark.parametrize("codec", [Q8(), *LOSSY], ids=repr)
 def test_a_head_cut_over_segments(codec):
     kv = ChunkKV(keys=(like_keys(1, 6000, 96).bfloat16(),), values=(like_keys(1, 6000, 96, 5).bfloat16(),))
     record = encode_record(kv, identity(*range(6000)), codec)

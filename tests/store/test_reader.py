@@ -9,9 +9,9 @@ import torch
 from package import run_fresh
 from storekit import equal, identity, make_kv
 
-from ragkv.attention.kv import ChunkKV, HalfTensors
+from ragkv.attention.kv import ChunkKV
 from ragkv.errors import KVLostError, StoreError
-from ragkv.store import Half, Raw, Store, Zstd, reader, record
+from ragkv.store import Q8, Half, Raw, Store, Zstd, reader, record
 from ragkv.store.tables import Transaction
 
 TOKENS = 1100  # with 4 heads of 96: keys and values of a layer apart, 825 KiB each
@@ -237,26 +237,41 @@ with Store.create(sys.argv[1]) as store:
     assert run_fresh(code, tmp_path) == ("0\n", "")
 
 
-def test_float32_stays_float16_in_memory_until_it_is_taken(tmp_path):
-    """The same numbers as decoded at once, in half the memory; what is scaled, or has NaN, is decoded at once."""
-    kvs = {identity(n, *range(4)): make_kv(5, dtype=torch.float32) for n in (1, 2, 3)}
+@pytest.mark.parametrize(
+    ("codec", "dtype", "packed", "kept"),
+    [
+        (Half(), torch.float32, torch.float16, [True, False, False]),
+        (Q8(), torch.float32, torch.int8, [True, True, False]),
+        (Q8(), torch.bfloat16, torch.int8, [True, True, False]),
+    ],
+    ids=str,
+)
+def test_numbers_stay_packed_in_memory_until_they_are_taken(tmp_path, codec, dtype, packed, kept):
+    """The same numbers as decoded at once, in less memory; what `half` has scaled, or has NaN, is decoded at once."""
+    kvs = {identity(n, *range(4)): make_kv(5, dtype=dtype) for n in (1, 2, 3)}
     plain, scaled, odd = kvs
     kvs[scaled] = replace(kvs[scaled], keys=tuple(t * 1e6 for t in kvs[scaled].keys))
     kvs[odd].values[1][0, 0, 0] = torch.nan
-    with Store.create(tmp_path, codec=Half()) as store:
+    with Store.create(tmp_path, codec=codec) as store:
         store.stage_kv(kvs.items())
         found = store.get_many(kvs)
         for of, kv in found.items():
-            _, expected = record.round_trip(kvs[of], of, Half())
-            assert kv.dtype == torch.float32
-            assert kv.shape == expected.shape
-            for one, other in ((kv.keys, expected.keys), (kv.values, expected.values)):
-                assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
+            assert kv.dtype == dtype
+            assert kv.shape == kvs[of].shape
+            reader = store.open_kv(of)
+            for layer in range(kv.layers):
+                for one, other in zip((kv.keys[layer], kv.values[layer]), reader.layer(layer), strict=True):
+                    assert torch.equal(one.nan_to_num(), other.nan_to_num())
+            _, again = record.round_trip(kvs[of], of, codec)
+            assert again.packed == kv.packed
+            assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(again.keys, kv.keys, strict=True))
     small = found[plain]
-    assert [isinstance(kv.keys, HalfTensors) for kv in found.values()] == [True, False, False]
-    assert small.nbytes * 2 == found[scaled].nbytes == small.wide().nbytes
-    assert [t.dtype for t in small.tensors] == [torch.float16] * len(small.tensors)
-    assert record.encode_record(small, plain, Half()) == record.encode_record(kvs[plain], plain, Half())
+    assert [kv.packed for kv in found.values()] == kept
+    rows = sum(t.shape[0] * t.shape[1] for t in small.wide().tensors) if packed == torch.int8 else 0
+    numbers = sum(t.numel() for t in small.wide().tensors)
+    assert small.nbytes == numbers * packed.itemsize + 2 * rows
+    assert [t.dtype for t in small.tensors] == [packed] * len(small.tensors)
+    assert record.encode_record(small, plain, codec) == record.encode_record(kvs[plain], plain, codec)
     for change in (lambda kv: kv.head(2), lambda kv: kv.part(1, 3), lambda kv: kv.to(torch.device("cpu"), copy=True)):
         one, other = change(small), change(small.wide())
         assert all(torch.equal(a, b) for a, b in zip(one.keys, other.keys, strict=True))

@@ -56,7 +56,7 @@ def equal(left, right):
         and left.shape == right.shape
         and all(
             torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-            for a, b in zip(left.tensors, right.tensors, strict=True)
+            for a, b in zip(left.wide().tensors, right.wide().tensors, strict=True)
         )
     )
 

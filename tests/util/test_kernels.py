@@ -144,7 +144,7 @@ def test_as_many_threads_as_the_work_is_worth(monkeypatch):
     [
         ("ragkv.model.layer_kernels", "product", ("float32", "float32")),
         ("ragkv.attention.flash_kernel", "attention", ("float32", 64)),
-        ("ragkv.attention.decode_kernel", "compiled", ("float32", "float32", 64, 64, 1)),
+        ("ragkv.attention.decode_kernel", "compiled", ("float32,float16,int8", 64, 64, 1)),
     ],
     ids=str,
 )

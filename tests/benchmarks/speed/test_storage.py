@@ -23,16 +23,17 @@ def test_every_codec_has_its_rows(small: None, model_folder: Path) -> None:
     ).to_json()
     rows = {row["name"]: row for row in report["rows"]}
     assert report["bench"] == "codec"
-    for codec in ("raw", "zstd", "half", "int8", "int4"):
+    for codec in ("raw", "zstd", "half", "q8", "int8", "int4"):
         assert rows[f"{codec}: size"]["baseline"] == "bf16"
         assert {rows[f"{codec}: {way}"]["baseline"] for way in ("encode", "decode")} == {"memcpy"}
     assert rows["raw: size"]["ratio"] == 0.5  # the random model is float32
     assert rows["half: size"]["ratio"] > 1 / 1.02
+    assert rows["q8: size"]["ratio"] > 1 / 0.57  # heads of 16 numbers
     assert rows["int8: size"]["ratio"] > 1 / 0.53
     assert rows["int4: size"]["ratio"] > 1 / 0.30
     for engine in ("block", "pced"):
-        half, int8, int4 = (rows[f"{codec}, {engine}: mean KL"]["value"] for codec in ("half", "int8", "int4"))
-        assert 0 <= half < int8 < int4
+        half, *eight, int4 = (rows[f"{codec}, {engine}: mean KL"]["value"] for codec in ("half", "q8", "int8", "int4"))
+        assert 0 <= half < min(eight) <= max(eight) < int4
         assert int4 <= rows[f"int4, {engine}: max KL"]["value"]
         assert rows[f"int8, {engine}: same answers"]["baseline_value"] == 99
     assert message[-1].startswith("pced: 2 of 2 questions")
