@@ -473,7 +473,7 @@ Codec = Annotated[
     str | None,
     _option(
         "--codec",
-        help="How KV is stored: half (16 bits of float32), raw, zstd (lossless), q8 (8 bits in memory too), int8, int4.",
+        help="How KV is stored: half (16 bits), raw, zstd (lossless), q8 (8 bits in memory too), int8, int4.",
         setting="codec",
         show_default="half",
         autocompletion=codecs,
