@@ -250,6 +250,7 @@ def _measure_length(
             stored[codec] = store.kv_bytes / len(before)
 
         def first(codec: str) -> None:
+            streams.pop(codec, None)  # its memory is used again, as llama.cpp's is
             streams[codec] = stream(lm, stores[codec].get_many, "block", identities, question)
             streams[codec].best()
 
