@@ -1,18 +1,39 @@
-"""`ragkv eval`: measure retrieval and answers on questions with known answers, and format the results."""
+"""`ragkv eval` measures answers and retrieval on questions with known answers, `ragkv bench` speed beside a baseline.
+
+A benchmark is a function `measure_NAME` of `ragkv.benchmarks.speed`, whose parameters are the options of its command.
+Those modules load torch and FAISS, which takes seconds, so a module is imported when its benchmark is run. The list of
+benchmarks takes its sentences from the source.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+from typer.core import TyperCommand
 
 import ragkv
-from ragkv.cli.console import count, draw, echo, kept_steps, note, plain, print_grid, print_json, steps
-from ragkv.cli.options import DEFAULT_INDEX, Device, Index, Quiet, codec_lists, engine_lists, given_names, given_numbers
+from ragkv.cli.console import count, draw, echo, kept_steps, note, plain, print_grid, print_json, stages, steps
+from ragkv.cli.main import CommandGroup
+from ragkv.cli.options import (
+    DEFAULT_INDEX,
+    Device,
+    Index,
+    Json,
+    Quiet,
+    codec_lists,
+    engine_lists,
+    given_names,
+    given_numbers,
+)
 from ragkv.config import MOST_STEPS, NONE
 from ragkv.errors import UsageError
 from ragkv.evaluation.io import golden_questions, markdown_table, parse_specs, percent, points, write_whole
@@ -27,6 +48,22 @@ if TYPE_CHECKING:
 Cells: TypeAlias = list[str]
 _Table: TypeAlias = tuple[str, Cells, list[Cells]]
 """Title, head and body."""
+_SPEED = "ragkv.benchmarks.speed"
+_MEASURED_IN = {
+    "apb": "inference",
+    "ttft": "inference",
+    "decode": "inference",
+    "llama-cpp": "llama_cpp",
+    "batch": "batch",
+    "ingest": "batch",
+    "store": "storage",
+    "codec": "storage",
+    "retrieval": "index",
+    "ippd": "batch",
+    "index": "index",
+    "serve": "serving",
+}
+"""The benchmarks, and the module of each."""
 
 
 def check_output(output: Path | None) -> None:
@@ -585,3 +622,72 @@ def retrieval(
     if not quiet:
         for line in remarks(task):
             note(line)
+
+
+def _function(name: str) -> str:
+    return f"measure_{name.replace('-', '_')}"
+
+
+class _Benchmark(TyperCommand):
+    """A benchmark that is imported when it is run or its options are shown."""
+
+    @functools.cached_property
+    def _imported(self) -> Any:
+        measure = getattr(import_module(f"{_SPEED}.{_MEASURED_IN[str(self.name)]}"), _function(str(self.name)))
+        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+        alone.command(self.name)(_command(str(self.name), measure))
+        return typer.main.get_command(alone)
+
+    def make_context(self, *arguments: Any, **more: Any) -> Any:
+        return self._imported.make_context(*arguments, **more)
+
+    def get_params(self, ctx: Any) -> Any:
+        return self._imported.get_params(ctx)
+
+
+class _Benchmarks(CommandGroup):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = dict.fromkeys(_MEASURED_IN)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> _Benchmark | None:
+        return _benchmark(cmd_name) if cmd_name in _MEASURED_IN else None
+
+
+@functools.cache
+def _benchmark(name: str) -> _Benchmark:
+    path = Path(str(import_module(_SPEED).__file__)).with_name(f"{_MEASURED_IN[name]}.py")
+    functions = [each for each in ast.parse(path.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)]
+    [measure] = [each for each in functions if each.name == _function(name)]
+    return _Benchmark(name, help=ast.get_docstring(measure), rich_markup_mode="markdown")
+
+
+bench = typer.Typer(cls=_Benchmarks, no_args_is_help=True)
+
+
+@bench.callback()
+def choose() -> None:
+    """Measure ragkv beside a baseline, in one run."""
+
+
+def _command(name: str, measure: Callable[..., Any]) -> Callable[..., None]:
+    """`measure` as a command: its parameters before `on_step` are options, and its report is printed."""
+
+    @functools.wraps(measure)
+    def command(*, as_json: bool, quiet: bool, **options: Any) -> None:
+        silent = quiet or as_json
+        # indexes take hours, and show a bar
+        shown: Any = stages(f"bench {name}", silent=silent) if name == "index" else nullcontext(note)
+        with shown as on_step:
+            report = measure(**options, **({} if silent else {"on_step": on_step}))
+        report.show(as_json=as_json, quiet=quiet)
+
+    signature = inspect.signature(measure, eval_str=True)
+    own = list(signature.parameters.values())
+    own = own[: [each.name for each in own].index("on_step")]
+    printing = [
+        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for each, kind in (("as_json", Json), ("quiet", Quiet))
+    ]
+    command.__signature__ = signature.replace(parameters=[*own, *printing], return_annotation=None)  # type: ignore[attr-defined]
+    return command

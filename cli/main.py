@@ -166,7 +166,7 @@ _PANELS = {
 """The commands below each heading of the help; "!": without arguments, a command shows its help."""
 _COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 _MODULES = {
-    "eval": "evaluate",
+    **dict.fromkeys(("bench", "eval"), "evaluate"),
     "models": "plan",
     "tune": "doctor",
     "chat": "query",
@@ -197,10 +197,11 @@ def _command(name: str) -> Any:
     helps = f"{name}!" in _COMMANDS
     panel = _COMMANDS[f"{name}!" if helps else name]
     alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
-    if isinstance(group := getattr(module, "app", None), typer.Typer):
-        alone.add_typer(group, name=name, rich_help_panel=panel)
+    found = getattr(module, name, None) or module.app
+    if isinstance(found, typer.Typer):
+        alone.add_typer(found, name=name, rich_help_panel=panel)
     else:
-        alone.command(name=name, no_args_is_help=helps, rich_help_panel=panel)(getattr(module, name))
+        alone.command(name=name, no_args_is_help=helps, rich_help_panel=panel)(found)
     return typer.main.get_group(alone).commands[name]
 
 

@@ -30,8 +30,8 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from ragkv.attention.shape import ITEM_SIZES, MOST, SCALE_BYTES, DType, KVShape
 from ragkv.errors import ConfigError
+from ragkv.types import ITEM_SIZES, MOST, SCALE_BYTES, DType, KVShape
 from ragkv.util.plugins import PluginRegistry
 
 Buffer = bytes | memoryview

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from ragkv.attention.shape import KVShape
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.codecs import Buffer, DamagedError
 from ragkv.store.counters import advance
@@ -32,7 +31,7 @@ from ragkv.store.tables import (
     vector_prefix,
     vector_rows,
 )
-from ragkv.types import Chunk, Document, Encoding
+from ragkv.types import Chunk, Document, Encoding, KVShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

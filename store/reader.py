@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ragkv.attention.shape import ITEM_SIZES, KVShape
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
 from ragkv.store.codecs import Buffer, Codec, DamagedError, MemorySpan, Packing, Raw, codec_from_config
 from ragkv.store.documents import matching, require_shape
@@ -40,6 +39,7 @@ from ragkv.store.record import (
     typed_tensor,
 )
 from ragkv.store.tables import Transaction
+from ragkv.types import ITEM_SIZES, KVShape
 
 if TYPE_CHECKING:
     import torch

@@ -34,7 +34,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ragkv.attention.shape import ITEM_SIZES, DType, KVShape, LayerShape, StateShape
 from ragkv.store.codecs import (
     Buffer,
     Codec,
@@ -45,7 +44,7 @@ from ragkv.store.codecs import (
     codec_from_config,
     verify_checksum,
 )
-from ragkv.types import Encoding
+from ragkv.types import ITEM_SIZES, DType, Encoding, KVShape, LayerShape, StateShape
 from ragkv.util.files import parse_json
 
 if TYPE_CHECKING:

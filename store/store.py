@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from ragkv.attention.shape import KVShape
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
 from ragkv.store.cache import MemoryTier
 from ragkv.store.codecs import Codec, DamagedError, Raw
@@ -71,7 +70,7 @@ from ragkv.store.tables import (
     shape_key,
     vector_prefix,
 )
-from ragkv.types import Chunk, Document
+from ragkv.types import Chunk, Document, KVShape
 from ragkv.util.files import parse_json
 
 if TYPE_CHECKING:

@@ -30,12 +30,12 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from ragkv.attention.shape import KVShape
 from ragkv.config import TierConfig
 from ragkv.errors import ConfigError, StoreError, extra
 from ragkv.store.codecs import Buffer, Codec, DamagedError
 from ragkv.store.documents import matching, require_shape
 from ragkv.store.record import SCHEMA_VERSION, EncodedRecord, KVIdentity, decode_record, encode_record
+from ragkv.types import KVShape
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV

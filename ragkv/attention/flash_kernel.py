@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ragkv.attention.shape import MOST
+from ragkv.types import MOST
 from ragkv.util import kernels
 from ragkv.util.kernels import (
     FAST,

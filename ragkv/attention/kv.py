@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragkv._moved import moved_names
 from ragkv.attention import varlen
-from ragkv.attention.shape import MOST, SCALE_BYTES, DType, KVShape, LayerShape, StateShape
+from ragkv.types import MOST, SCALE_BYTES, DType, KVShape, LayerShape, StateShape
 
 Place: TypeAlias = torch.device | tuple[torch.device, ...]
 """The device of KV, or one device for each layer of a model that is split."""

@@ -46,13 +46,13 @@ from ragkv.util.telemetry import Span
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV, Place
-    from ragkv.attention.shape import KVShape
     from ragkv.engines.apb import APBConfig
     from ragkv.model.language_model import LanguageModel
     from ragkv.model.packet import Packet
     from ragkv.retrievers import Embedder, Reranker
     from ragkv.retrievers.qdrant import QdrantCollection
     from ragkv.runtime import Runtime, RuntimeLimits
+    from ragkv.types import KVShape
 
 _MOST_NEWLINES = 1000  # as in `PromptConfig`
 _PARTS = {"prefix", "before_question", "after_question", "separator"}

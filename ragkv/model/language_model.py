@@ -25,7 +25,6 @@ from transformers import DynamicCache
 from ragkv.attention.batch import KVComplete, Ranks, Step
 from ragkv.attention.kv import ChunkKV, Place, PlacedChunk
 from ragkv.attention.sequence import TokenSequence
-from ragkv.attention.shape import KVShape
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from ragkv.model.attention_hook import (
     NAME,
@@ -43,7 +42,7 @@ from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.loading import reach, refuse_by_name
 from ragkv.model.packet import Packet, embed
 from ragkv.model.prompt import Tokens
-from ragkv.types import Capability
+from ragkv.types import Capability, KVShape
 
 _SPANS = ("window", "attention_chunk", "index_topk")  # parts of attribute names that limit how many tokens are seen
 _LAYER_COUNTS = frozenset({"max_window_layers"})  # says which layers have a window, not how long it is

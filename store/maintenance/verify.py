@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
-from ragkv.attention.shape import ITEM_SIZES
 from ragkv.errors import ConfigError, CorruptStoreError
 from ragkv.store.codecs import DamagedError, verify_checksum
 from ragkv.store.counters import Counters, count_all, has_wrong_counters, is_garbage, parse_change
@@ -41,7 +40,7 @@ from ragkv.store.tables import (
     parse_document,
     parse_text,
 )
-from ragkv.types import Chunk
+from ragkv.types import ITEM_SIZES, Chunk
 from ragkv.util.files import parse_json
 
 ProblemKind: TypeAlias = Literal["damaged", "missing", "mismatch", "stray", "pages"]

@@ -8,11 +8,10 @@ import torch
 
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ArenaKVCache, KVArena, KVCache, TokenSequence
-from ragkv.attention.shape import LayerShape
 from ragkv.engines import supported_engines
 from ragkv.errors import UsageError
 from ragkv.model.self_check import check_model
-from ragkv.types import Capability
+from ragkv.types import Capability, LayerShape
 
 PARTS = [5, 9, 3, 14, 6]  # prefix, three chunks, question; windows in the test models are 8 tokens
 

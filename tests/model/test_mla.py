@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from ragkv.attention.partial import LayerCall, partial_attention
-from ragkv.attention.shape import LayerShape
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.attention_hook import (
     LatentAttention,
@@ -16,6 +15,7 @@ from ragkv.model.attention_hook import (
     rotated_last,
     rotated_last_in_pairs,
 )
+from ragkv.types import LayerShape
 
 RANK, NOPE, ROPE, VALUE, HEADS = 6, 5, 4, 3, 2
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from storekit import equal, identity, make_kv
 
 from ragkv.attention.kv import ChunkKV, State
-from ragkv.attention.shape import KVShape, LayerShape, StateShape
 from ragkv.errors import ConfigError
 from ragkv.store import Codec, KVIdentity, KVSlice, Raw, Store, Zstd, record
 from ragkv.store.codecs import DamagedError, Int4, Int8, add_checksum
@@ -41,7 +40,7 @@ from ragkv.store.record import (
     pooled_bytes,
     summarise,
 )
-from ragkv.types import Encoding
+from ragkv.types import Encoding, KVShape, LayerShape, StateShape
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GOLDEN = runpy.run_path(str(FIXTURES / "golden.py"))

@@ -11,11 +11,11 @@ import pytest
 from storekit import equal, identity, make_kv
 from tiers import Proxy, RedisServer, S3Server
 
-from ragkv.attention.shape import KVShape
 from ragkv.config import IndexConfig, TierConfig
 from ragkv.errors import ConfigError
 from ragkv.store import Int8, Raw, tier
 from ragkv.store.tier import FAILURES, SharedTiers
+from ragkv.types import KVShape
 
 LONG = 600.0
 """Seconds that no test waits: a limit that it is not about."""

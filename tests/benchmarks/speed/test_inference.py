@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ragkv.benchmarks.speed import inference, report
 from ragkv.benchmarks.speed.inference import cached_step, measure_decode, random_llama, random_request
-from ragkv.cli.bench import app
+from ragkv.cli.evaluate import bench
 from ragkv.engines.block import BlockAttention
 from ragkv.errors import UsageError
 from ragkv.model.apb.document import TABLE, BlockLengths
@@ -56,7 +56,7 @@ def quick(make_model, monkeypatch):
 
 @pytest.mark.usefixtures("quick")
 def test_rows_are_told_beside_their_baselines():
-    result = CliRunner().invoke(app, ["apb", "--lengths", "96", "--json"])
+    result = CliRunner().invoke(bench, ["apb", "--lengths", "96", "--json"])
     assert result.exit_code == 0, result.output
     rows = {row["name"]: row for row in json.loads(result.stdout)["rows"]}
     several = ("apb on 2 ranks, 96 tokens vs full", "apb on 2 ranks, 96 tokens vs apb")
@@ -75,11 +75,11 @@ def test_lengths_of_blocks_are_those_given(monkeypatch):
     within = inference._in_blocks
     monkeypatch.setattr(inference, "_in_blocks", lambda *given: cuts.append(given[2]) or within(*given))
     arguments = ["apb", "--lengths", "96", "--block-tokens", "32,8,4", "--ranks", "1", "--json"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(bench, arguments)
     assert result.exit_code == 0, result.output
     assert "ranks" not in result.stdout
     assert cuts[-1] == BlockLengths(block=32, anchor=8, passing=4)
-    wrong = CliRunner().invoke(app, ["apb", "--block-tokens", "32,8"])
+    wrong = CliRunner().invoke(bench, ["apb", "--block-tokens", "32,8"])
     assert isinstance(wrong.exception, UsageError)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ragkv.benchmarks.speed import llama_cpp, report
-from ragkv.cli.bench import app
+from ragkv.cli.evaluate import bench
 from ragkv.errors import MissingExtraError, RagkvError
 from ragkv.model.self_check import load_model
 
@@ -68,7 +68,7 @@ def standin(monkeypatch):
 
 
 def rows_of(*arguments: str):
-    result = CliRunner().invoke(app, ["llama-cpp", "--tokens", "90", "--rounds", "1", "--json", *arguments])
+    result = CliRunner().invoke(bench, ["llama-cpp", "--tokens", "90", "--rounds", "1", "--json", *arguments])
     assert result.exit_code == 0, (result.output, result.exception)
     return json.loads(result.stdout)["rows"]
 
@@ -106,7 +106,7 @@ def test_other_logits_are_refused(model, standin, monkeypatch):
     monkeypatch.setattr(
         StandIn, "read", lambda self, ids: np.random.default_rng(0).normal(size=model.config.vocab_size)
     )
-    found = CliRunner().invoke(app, ["llama-cpp", "--quick"])
+    found = CliRunner().invoke(bench, ["llama-cpp", "--quick"])
     assert isinstance(found.exception, RagkvError)
     assert "correlate with ours by only" in str(found.exception)
 

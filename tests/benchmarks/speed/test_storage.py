@@ -1,11 +1,15 @@
-"""The codec benchmark measures what it says: raw is its own yardstick, and every row stands beside a baseline."""
+"""The benchmarks of store and codecs measure what they say: every row stands beside a baseline; raw is its own."""
 
+import json
 from pathlib import Path
 
 import pytest
+from rounding import fits
+from typer.testing import CliRunner
 
 from ragkv.benchmarks.speed import storage as bench
 from ragkv.benchmarks.speed.storage import measure_codec
+from ragkv.cli.evaluate import bench as command
 from ragkv.errors import UsageError
 
 
@@ -42,3 +46,25 @@ def test_every_codec_has_its_rows(small: None, model_folder: Path) -> None:
 def test_an_engine_without_stored_kv_is_refused(model_folder: Path) -> None:
     with pytest.raises(UsageError, match="reads no stored KV"):
         measure_codec(questions=1, model=str(model_folder), engines="full", device="cpu")
+
+
+def test_the_store_s_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The same measurement on little: this is about the report, not about the speed."""
+    for name, value in {"LAYERS": 2, "TOKENS": 64, "CHUNKS": 2, "CHURN_ROUNDS": 1}.items():
+        monkeypatch.setattr(bench, name, value)
+    result = CliRunner().invoke(command, ["store", "--quick", "--json", "--folder", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["bench"] == "store"
+    assert len(report["rows"]) == 10
+    for row in report["rows"]:
+        assert set(row) == {"name", "value", "unit", "baseline", "baseline_value", "ratio"}
+        assert fits(row, digits=2), row
+    assert {row["unit"] for row in report["rows"]} == {"ms", "MB"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_folder_is_refused(tmp_path: Path) -> None:
+    found = CliRunner().invoke(command, ["store", "--folder", str(tmp_path / "none")])
+    assert isinstance(found.exception, UsageError)
+    assert "is not a folder" in str(found.exception)
