@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
 from asking import request as asked
+from storekit import identity
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragkv.attention.partial
 from ragkv.attention import in_place
-from ragkv.attention.kv import PackedTensors, PlacedChunk
+from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, TokenSequence
 from ragkv.engines import make_engine
 from ragkv.runtime import Stream, runtime_of
 from ragkv.runtime.graphs import RECORDED_PASSES
 from ragkv.runtime.kv_pool import KVPool
+from ragkv.store import Q8, Half
+from ragkv.store.record import round_trip
 
 CHUNKS = [[50 + i + j for j in range(24)] for i in range(6)]
 SCORES = [0.5, 0.6, 0.7, 0.8, 0.9, 0.95]
@@ -226,12 +228,11 @@ def test_sequences_in_common_stay_within_the_budget(make_model):
 
 
 @pytest.mark.usefixtures("without_kernel")
-def test_float16_that_every_step_reads_is_widened_once_for_all(model, kvs):
-    """Joined as float32, or made float32 where nothing is joined; a second pool user gets the same tensors."""
-    half = []
-    for kv in kvs:
-        keys, values = (PackedTensors([t.half() for t in tensors], torch.float32) for tensors in (kv.keys, kv.values))
-        half.append(replace(kv, keys=keys, values=values))
+@pytest.mark.parametrize("codec", [Half(), Q8()], ids=repr)
+def test_what_every_step_reads_is_unpacked_once_for_all(codec, model, kvs):
+    """Joined, or unpacked where nothing is joined; a second pool user gets the same tensors."""
+    half = [round_trip(kv, identity(*range(kv.tokens)), codec)[1] for kv in kvs]
+    assert all(kv.packed for kv in half)
     pool = KVPool(0)
     apart = (PlacedChunk(kv=half[0], start=0), PlacedChunk(kv=half[1], start=half[0].tokens + 9))
     rows = [TokenSequence.over(apart, position=60) for _ in range(2)]
