@@ -18,6 +18,7 @@ from typer.cli import get_docs_for_click
 from ragkv.cli.main import app
 from ragkv.evaluation.families import COLUMNS, ENGINES, EXACT, Survey
 from ragkv.store import Int4, Int8
+from ragkv.types import SCALE_BYTES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -82,17 +83,18 @@ MODELS = (
 def sizing() -> str:
     """GB of 1e9 bytes for a million tokens.
 
-    Bytes per token of one encoding are 2 · layers · KV heads · head dim · 2 bytes (bf16); `int8` and `int4` keep within
-    the bits per number that the codecs promise.
+    Bytes per token of one encoding are 2 · layers · KV heads · head dim · 2 bytes (bf16); `q8` has a byte for each
+    number and two for each head; `int8` and `int4` keep within the bits per number that the codecs promise.
     """
     shares = {codec.id: (codec.key_bits + codec.value_bits) / 32 for codec in (Int8(), Int4())}
     lines = [
-        "| model | layers x KV heads x head dim | KiB per token | `raw` | `int8` | `int4` |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | layers x KV heads x head dim | KiB per token | `raw` | `q8` | `int8` | `int4` |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for model in MODELS:
         million = model.bytes_per_token / 1000  # bytes per token times a million tokens, in GB
-        sizes = [million, million * shares["int8"], million * shares["int4"]]
+        eight = (model.head_dim + SCALE_BYTES) / (2 * model.head_dim)
+        sizes = [million * share for share in (1, eight, shares["int8"], shares["int4"])]
         shape = f"{model.layers} x {model.kv_heads} x {model.head_dim}"
         cells = [model.name, shape, f"{model.bytes_per_token / 1024:.0f}", *(f"{size:.0f} GB" for size in sizes)]
         lines.append(f"| {' | '.join(cells)} |")
