@@ -312,6 +312,7 @@ def literal_q8(payload: bytes) -> list[torch.Tensor]:
 @example(dtype=torch.bfloat16, scale=0, width=64, edge=30_000.0, seed=1)
 @example(dtype=torch.float16, scale=-20, width=64, edge=0.0, seed=1)
 @example(dtype=torch.float32, scale=-100, width=7, edge=2.0**-100, seed=1)
+@example(dtype=torch.float32, scale=-115, width=7, edge=1e-40, seed=1)
 def test_q8_keeps_its_bound_and_rounding_again_changes_nothing(dtype, scale, width, edge, seed):
     """0.004 of the row's largest or 2^-100, then rounded to the dtype; decoded as the text says."""
     generator = torch.Generator().manual_seed(seed)
@@ -325,6 +326,7 @@ def test_q8_keeps_its_bound_and_rounding_again_changes_nothing(dtype, scale, wid
     rounding = torch.finfo(dtype).eps / 2 * exact.abs() * 1.01 + torch.finfo(dtype).smallest_normal
     most = torch.maximum(exact.abs().amax(-1, keepdim=True) * 0.004, torch.tensor(2.0**-100))
     assert bool(((found - exact).abs() <= most + rounding).all())
+    assert not found[exact.abs().amax(-1) < 0.99 * 2.0**-100].any()
     [literal_numbers] = literal_q8(payload)
     assert torch.equal(literal_numbers, after.reshape(-1))
     assert through(Q8(), after, "keys")[0] == payload
