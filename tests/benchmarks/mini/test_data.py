@@ -94,6 +94,7 @@ def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(tokenizer, ha
     assert kinds == {"unanswerable", "comparison", "begun", "answered", "broken off", "half known"}
 
 
+@pytest.mark.nightly
 def test_prose_rows_ask_for_words_of_their_passages(tokenizer):
     asked = 0
     for seed in range(2):

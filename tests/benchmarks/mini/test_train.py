@@ -203,6 +203,7 @@ def _gradients_once(peer):
     os._exit(3)
 
 
+@pytest.mark.nightly
 def test_gradients_are_those_of_all_rows_and_a_process_that_dies_ends_the_others_wait():
     threads, alone = torch.get_num_threads(), _gradients(ALONE)
     with peers(2, _gradients_once) as peer:

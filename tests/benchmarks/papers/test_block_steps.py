@@ -14,7 +14,7 @@ from ragkv.errors import UsageError
 SCRIPT = Path(__file__).parents[3] / "examples" / "block_steps.py"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_training_is_measured_written_and_not_done_again(tmp_path, monkeypatch, capsys):
     main = runpy.run_path(str(SCRIPT))["main"]
     output, record = tmp_path / "ablation", tmp_path / "ablation" / "steps.json"

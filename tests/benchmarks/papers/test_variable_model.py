@@ -75,6 +75,7 @@ def test_the_table_has_blocks_of_the_papers_proportions():
         assert (one["passing"] == 0) == ("no passing" in label)
 
 
+@pytest.mark.nightly
 def test_the_model_of_the_repository_has_learned_its_lists(monkeypatch):
     monkeypatch.chdir(SCRIPT.parents[1])
     whole = TABLES["apb-3"]
@@ -86,7 +87,7 @@ def test_the_model_of_the_repository_has_learned_its_lists(monkeypatch):
     assert alone[1] <= 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_training_is_a_model_that_fills_the_table(script, tmp_path, monkeypatch):
     folder = tmp_path / "variables"
     few = {"STAGES": ((64, 2),), "HEAD_ROWS": 4, "HEAD_STEPS": 2, "HEAD_WORDS": 60}
