@@ -65,7 +65,7 @@ def unpacked(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of a tensor as it is in memory, in `dtype`."""
     if tensor.dtype != torch.int8:
         return tensor.to(dtype)
-    largest = tensor[..., -SCALE_BYTES:].contiguous().view(torch.bfloat16)
+    largest = tensor[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
     return (tensor[..., :-SCALE_BYTES] * (largest.float() / MOST)).to(dtype)
 
 

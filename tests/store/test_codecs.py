@@ -705,6 +705,7 @@ def test_noise_is_refused(codec, payload):
     seed=st.integers(0, 2**32),
 )
 @settings(max_examples=40)
+@example(codec=Q8(), dtype=torch.bfloat16, encoding=Encoding.STANDALONE, tokens=0, shapes=[(1, 1, 1)], seed=0)
 def test_records_of_every_shape(codec, dtype, encoding, tokens, shapes, seed):
     """Any number of KV heads, keys and values of different widths, layers of different shapes, all encodings."""
     kv = ChunkKV(
