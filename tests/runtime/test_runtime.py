@@ -34,6 +34,7 @@ from ragkv.runtime import Generation, Runtime, Stream, runtime_of, scheduler
 from ragkv.runtime import step as stepper
 from ragkv.runtime.decoding import Decoder
 from ragkv.runtime.step import Job
+from ragkv.store import MemoryTier
 
 
 def one(name="block", chunks=(0, 3, 5), steps=6, suffix=(80, 81, 82), **changes):
@@ -736,8 +737,23 @@ def test_a_lost_record_is_made_again_once_for_all_who_wait(rag, place, monkeypat
         asked.extend(identities)
         return {identity: kv for identity, kv in found.items() if identity != lost}
 
+    waiting, all_wait, find = [], threading.Event(), MemoryTier.get_many
+
+    def counted(tier, keys, load):
+        keys = list(keys)
+        waiting.extend(key for key in keys if key == lost.key())
+        if len(waiting) == 6:
+            all_wait.set()
+        return find(tier, keys, load)
+
+    def encoding(ids, **more):
+        assert all_wait.wait(WAIT)  # one that came after the write would find it dropped
+        encoded.extend(ids)
+        return encode(ids, **more)
+
+    monkeypatch.setattr(MemoryTier, "get_many", counted)
     monkeypatch.setattr(rag.store, "get_many", watched)
-    monkeypatch.setattr(rag.model, "encode", lambda ids, **more: (encoded.extend(ids), encode(ids, **more))[1])
+    monkeypatch.setattr(rag.model, "encode", encoding)
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda _: (everybody.wait(), rag.query(question, **options))[1], range(6)))
     assert {answer.text for answer in found} == {wanted.text}
