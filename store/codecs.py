@@ -21,7 +21,7 @@ import math
 import struct
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -100,6 +100,14 @@ class KVSlice(NamedTuple):
         return self.heads * self.tokens * self.dim * self.item_size
 
 
+def _pieces(buf: Buffer, slices: Sequence[KVSlice]) -> Iterator[tuple[KVSlice, Bytes]]:
+    """Each slice with its bytes."""
+    data, start = np.frombuffer(buf, np.uint8), 0
+    for kv_slice in slices:
+        yield kv_slice, data[start : start + kv_slice.nbytes]
+        start += kv_slice.nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class Codec(ABC):
     """The base of all codecs: a frozen dataclass whose fields are its config."""
@@ -117,10 +125,8 @@ class Codec(ABC):
         """The bytes to expect at most of a record of this many tokens, for a budget."""
         return shape.nbytes(tokens)
 
-    def packing(self, dtype: DType, widths: Collection[int]) -> Packing | None:
-        """How keys and values of a record may stay in memory as they are stored; None: they are decoded. `widths` are
-        the numbers per head that its tensors have.
-        """
+    def packing(self, shape: KVShape) -> Packing | None:
+        """How a record of this shape may stay in memory as it is stored; None: it is decoded."""
         return None
 
     def copy_packed(self, buf: Buffer, out: Bytes) -> bool:
@@ -266,11 +272,8 @@ class Half(Codec):
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
         import torch
 
-        data, start = np.frombuffer(buf, np.uint8), 0
         parts: list[Buffer] = []
-        for kv_slice in slices:
-            piece = data[start : start + kv_slice.nbytes]
-            start += kv_slice.nbytes
+        for kv_slice, piece in _pieces(buf, slices):
             exponent = _exponent(piece.view(np.float32)) if kv_slice.dtype == "float32" else None
             if exponent is None:
                 parts += [_HALF.pack(0, 0, 0, piece.size), piece.tobytes()]
@@ -296,8 +299,8 @@ class Half(Codec):
                 np.multiply(stored.view(np.float16), np.float32(2.0**exponent), out=out[begin:end].view(np.float32))
         return out
 
-    def packing(self, dtype: DType, widths: Collection[int]) -> Packing | None:
-        return Packing("float16", 4) if dtype == "float32" else None
+    def packing(self, shape: KVShape) -> Packing | None:
+        return Packing("float16", 4) if shape.dtype == "float32" and not shape.states else None
 
     def copy_packed(self, buf: Buffer, out: Bytes) -> bool:
         runs = self._runs(np.frombuffer(buf, np.uint8))
@@ -362,20 +365,19 @@ class Q8(Codec):
         rows = sum(heads * sum(dim + SCALE_BYTES for dim in dims if dim) for heads, *dims in shape.layers)
         return shape.state_bytes + rows * tokens + (2 + shape.nbytes(tokens) // 65536) * _ROWS.size * len(shape.layers)
 
-    def packing(self, dtype: DType, widths: Collection[int]) -> Packing | None:
-        width = max(widths, default=0)
-        return Packing("int8", ITEM_SIZES[dtype], width, SCALE_BYTES) if {*widths} == {width} != {0} else None
+    def packing(self, shape: KVShape) -> Packing | None:
+        widths = {dim for _, *dims in shape.layers for dim in dims}
+        if len(widths) != 1 or 0 in widths or shape.states:
+            return None
+        return Packing("int8", ITEM_SIZES[shape.dtype], *widths, extra=SCALE_BYTES)
 
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
         import torch
 
         from ragkv.attention.kv import DTYPES
 
-        data, start = np.frombuffer(buf, np.uint8), 0
         parts: list[Buffer] = []
-        for kv_slice in slices:
-            piece = data[start : start + kv_slice.nbytes]
-            start += kv_slice.nbytes
+        for kv_slice, piece in _pieces(buf, slices):
             numbers = torch.from_numpy(span_of(piece)).view(DTYPES[kv_slice.dtype]).view(-1, kv_slice.dim).float()
             largest = numbers.abs().amax(1, keepdim=True).bfloat16()  # NaN if one of them is
             if not bool((largest <= _BEYOND[kv_slice.dtype]).all()) or kv_slice.dim >= 1 << 16:
@@ -411,10 +413,8 @@ class Q8(Codec):
         if not all(width for _, width, *_ in runs):
             return False
         output(sum(stored.size for *_, stored, _ in runs), out)
-        start = 0
-        for *_, stored, _ in runs:
-            out[start : start + stored.size] = stored
-            start += stored.size
+        if runs:
+            np.concatenate([stored for *_, stored, _ in runs], out=out)
         return True
 
     def _runs(self, payload: Bytes) -> list[tuple[DType, int, Bytes, int]]:
@@ -543,12 +543,10 @@ class _Quantiser(Codec):
         return Zstd()
 
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
-        data, start, parts = np.frombuffer(buf, np.uint8), 0, []
-        for kv_slice in slices:
-            end = start + kv_slice.nbytes
+        parts = []
+        for kv_slice, piece in _pieces(buf, slices):
             bits = self.key_bits if kv_slice.role == "keys" else self.value_bits
-            parts.append(_encode_slice(data[start:end], kv_slice, bits))
-            start = end
+            parts.append(_encode_slice(piece, kv_slice, bits))
         return b"".join(parts)
 
     def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:

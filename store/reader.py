@@ -33,7 +33,6 @@ from ragkv.store.record import (
     flat_tensor,
     layer_tensors,
     new_buffer,
-    packing_of,
     record_tensors,
     share,
     typed_tensor,
@@ -138,7 +137,7 @@ def read_many(
         except (ConfigError, DamagedError) as error:
             warn_unusable(key, error)
             continue
-        loading[identity] = _Loading(key, manifest, codec, payloads, packing_of(manifest, codec), device)
+        loading[identity] = _Loading(key, manifest, codec, payloads, codec.packing(manifest.shape), device)
     share([task for record in loading.values() for task in record.decode_tasks()])
     if otherwise := {identity: replace(each, packing=None) for identity, each in loading.items() if each.redo}:
         loading |= otherwise

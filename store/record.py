@@ -752,7 +752,7 @@ def decode_record(manifest: Manifest, fetch: Fetch) -> ChunkKV:
     """
     codec = codec_from_config(manifest.codec)
     fetch, run = checked_payloads(manifest, fetch).__getitem__, range(len(manifest.segments))
-    if packing := packing_of(manifest, codec):
+    if packing := codec.packing(manifest.shape):
         buffer = new_buffer(packing.bytes_for(manifest.raw_bytes))
         if decode_segments(manifest, codec, run, fetch, buffer, packing=packing):
             return record_tensors(manifest, buffer, packing=packing)
@@ -784,12 +784,6 @@ def typed_tensor(dtype: DType, buffer: NDArray[np.uint8] | Tensor) -> Tensor:
     if buffer.__array_interface__["data"][0] % ITEM_SIZES[dtype]:
         buffer = buffer.copy()
     return torch.from_numpy(buffer.view(f"i{ITEM_SIZES[dtype]}")).view(DTYPES[dtype])
-
-
-def packing_of(manifest: Manifest, codec: Codec) -> Packing | None:
-    """How the record may stay in memory as it is stored."""
-    widths = {dim for heads, *dims in manifest.shapes for dim in dims}
-    return None if manifest.states else codec.packing(manifest.dtype, widths)
 
 
 def record_tensors(

@@ -6,8 +6,7 @@ tokens. A conversion whose logits do not correlate with ours is refused, so a sl
 llama.cpp restores the state of prefix and chunks from a file (`llama_state_seq_load_file`) and reads the question. It
 is measured with flash attention and without, and the faster one counts, for each figure on its own. Ours is what
 `ragkv bench ttft` measures: `block` from a warm store, checksums and decoding included; with the default codec and with
-`q8`, which keeps KV in 8 bits in memory too. Time is the processor time of
-one thread on both sides, rounds interleaved.
+`q8` (8 bits, also in memory). Time is the processor time of one thread on both sides, rounds interleaved.
 """
 
 from __future__ import annotations

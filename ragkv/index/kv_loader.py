@@ -238,9 +238,8 @@ class KVLoader:
     @property
     def _unpacks(self) -> bool:
         """Whether KV is packed in the memory of a device, whose kernels read it unpacked."""
-        shape, widths = self._index.shape, {dim for _, *dims in self._index.shape.layers for dim in dims}
-        packing = self._store.codec.packing(shape.dtype, widths)
-        return self._index.model.device.type != "cpu" and packing is not None and not shape.states
+        packing = self._store.codec.packing(self._index.shape)
+        return self._index.model.device.type != "cpu" and packing is not None
 
     @cached_property
     def _pages(self) -> PagePool | None:

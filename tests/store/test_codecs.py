@@ -185,6 +185,14 @@ def test_another_package_adds_a_codec(tmp_path, monkeypatch):
 FIXTURES = Path(__file__).parent / "fixtures"
 GOLDEN = runpy.run_path(str(FIXTURES / "golden.py"))
 
+
+def golden(codec: Codec, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """The payload that is kept, and what it decodes to for ever."""
+    data = (FIXTURES / f"{codec.id}-{str(dtype).removeprefix('torch.')}.payload").read_bytes()
+    end = 4 + struct.unpack_from("<I", data)[0]
+    return data[4:end], data[end:]
+
+
 # ---- half
 
 RUN = struct.Struct("<BbHI")
@@ -267,11 +275,10 @@ def test_half_payloads_of_another_author_are_refused():
 
 
 def test_half_payloads_decode_for_ever_to_the_same_bits():
-    data = (FIXTURES / "half-float32.payload").read_bytes()
-    end = 4 + struct.unpack_from("<I", data)[0]
-    assert Half().decode(data[4:end]).tobytes() == data[end:]
-    numbers = np.frombuffer(data[end:], "<f4").astype(np.float64)
-    assert np.array_equal(numbers, literal_half(data[4:end]), equal_nan=True)
+    payload, decoded = golden(Half(), torch.float32)
+    assert Half().decode(payload).tobytes() == decoded
+    numbers = np.frombuffer(decoded, "<f4").astype(np.float64)
+    assert np.array_equal(numbers, literal_half(payload), equal_nan=True)
 
 
 # ---- q8
@@ -648,21 +655,18 @@ def integers(frames: list[bytes]) -> list[int]:
 
 @every_dtype
 def test_q8_payloads_decode_for_ever_to_the_same_bits(dtype):
-    data = (FIXTURES / f"q8-{str(dtype).removeprefix('torch.')}.payload").read_bytes()
-    end = 4 + struct.unpack_from("<I", data)[0]
-    assert Q8().decode(data[4:end]).tobytes() == data[end:]
-    assert b"".join(map(bytes_of, literal_q8(data[4:end]))) == data[end:]
+    payload, decoded = golden(Q8(), dtype)
+    assert Q8().decode(payload).tobytes() == decoded
+    assert b"".join(map(bytes_of, literal_q8(payload))) == decoded
     original, _ = GOLDEN["slabs"](dtype)
-    kept = len(data[end:]) // 3 * 2
-    assert data[end + kept :] == original[kept:]  # the slab with the NaN
+    kept = len(decoded) // 3 * 2
+    assert decoded[kept:] == original[kept:]  # the slab with the NaN
 
 
 @every_lossy_codec
 @every_dtype
 def test_payloads_decode_for_ever_to_the_same_bits(codec, dtype):
-    data = (FIXTURES / f"{codec.id}-{str(dtype).removeprefix('torch.')}.payload").read_bytes()
-    end = 4 + struct.unpack_from("<I", data)[0]
-    payload, decoded = data[4:end], data[end:]
+    payload, decoded = golden(codec, dtype)
     assert codec.decode(payload).tobytes() == decoded
     numbers = torch.frombuffer(bytearray(decoded), dtype=dtype).double()
     expected = torch.tensor(literal(payload, dtype), dtype=torch.float64)
