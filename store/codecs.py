@@ -369,7 +369,8 @@ class Q8(Codec):
         widths = {dim for _, *dims in shape.layers for dim in dims}
         if len(widths) != 1 or 0 in widths or shape.states:
             return None
-        return Packing("int8", ITEM_SIZES[shape.dtype], *widths, extra=SCALE_BYTES)
+        [width] = widths
+        return Packing("int8", ITEM_SIZES[shape.dtype], width, SCALE_BYTES)
 
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
         import torch
