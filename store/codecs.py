@@ -129,12 +129,12 @@ class Codec(ABC):
         """How a record of this shape may stay in memory as it is stored; None: it is decoded."""
         return None
 
-    def copy_packed(self, buf: Buffer, out: Bytes) -> bool:
-        """Copy what is stored into `out` as `packing` says; False if some of it is not stored so.
+    def parts(self, buf: Buffer) -> list[Bytes] | None:
+        """Views of the payload that are, one after another, what `packing` says; None if some of it is not stored so.
 
         Raises DamagedError as `decode` does.
         """
-        return False
+        return None
 
     @abstractmethod
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
@@ -302,14 +302,10 @@ class Half(Codec):
     def packing(self, shape: KVShape) -> Packing | None:
         return Packing("float16", 4) if shape.dtype == "float32" and not shape.states else None
 
-    def copy_packed(self, buf: Buffer, out: Bytes) -> bool:
+    def parts(self, buf: Buffer) -> list[Bytes] | None:
         runs = self._runs(np.frombuffer(buf, np.uint8))
-        if any(kind != 1 or exponent for kind, exponent, *_ in runs):
-            return False
-        output((runs[-1][-1] if runs else 0) // 2, out)
-        for _, _, stored, begin, end in runs:
-            out[begin // 2 : end // 2] = stored
-        return True
+        plain = all(kind == 1 and not exponent for kind, exponent, *_ in runs)
+        return [stored for _, _, stored, _, _ in runs] if plain else None
 
     def _runs(self, payload: Bytes) -> list[tuple[int, int, Bytes, int, int]]:
         """The kind, exponent and stored bytes of each slice of a payload, and where its numbers begin and end."""
@@ -409,14 +405,9 @@ class Q8(Codec):
                 target[:] = stored
         return out
 
-    def copy_packed(self, buf: Buffer, out: Bytes) -> bool:
+    def parts(self, buf: Buffer) -> list[Bytes] | None:
         runs = self._runs(np.frombuffer(buf, np.uint8))
-        if not all(width for _, width, *_ in runs):
-            return False
-        output(sum(stored.size for *_, stored, _ in runs), out)
-        if runs:
-            np.concatenate([stored for *_, stored, _ in runs], out=out)
-        return True
+        return [stored for *_, stored, _ in runs] if all(width for _, width, *_ in runs) else None
 
     def _runs(self, payload: Bytes) -> list[tuple[DType, int, Bytes, int]]:
         """The dtype, width of a row (0: as it is) and stored bytes of each slice, and how many bytes it has decoded."""

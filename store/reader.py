@@ -3,8 +3,8 @@
 A question waits for this before its first token, so it is one pass over the bytes: each segment is checked and copied
 while it is in the processor's cache, threads share large reads, and memory is reused (`ragkv.store.record`). A record
 that is not whole and correct is a miss. What a device is to have is read into memory that it can read by itself, and
-crosses in one copy a record. Tensors over the map need no copy; they are only valid within their read transaction and
-serve to check the bytes in place and copy them directly to several devices.
+each record crosses in one copy while the next are read. Tensors over the map need no copy; they are only valid within
+their read transaction and serve to check the bytes in place and copy them directly to several devices.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, groupby
-from operator import add, itemgetter
+from operator import add
+from threading import Lock
 from typing import TYPE_CHECKING, Self
 
 import numpy as np
@@ -39,80 +39,109 @@ from ragkv.store.record import (
 )
 from ragkv.store.tables import Transaction
 from ragkv.types import ITEM_SIZES, KVShape
+from ragkv.util.plugins import kernel_module
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ragkv.attention.kv import ChunkKV, Place
+    from ragkv.attention.kv import ChunkKV, CopyStream
 
 DECODE_BYTES = 8 << 20
 """Bytes per task: large enough to avoid contention between threads, small enough that they end together."""
-
-STAGED_TOKENS = 2048
-"""About so many tokens are read before they begin to cross to a device: 256 MiB of an 8B model's KV."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Loading:
-    """A record that is being read into its buffer, from which it goes to the `device`, if there is one."""
+    """A record that is being read, by tasks that each decode a run of segments of about `DECODE_BYTES`.
+
+    The last task makes its tensors, which cross to a device by `copies`, all of them in one copy, while others read.
+    """
 
     key: bytes
     manifest: Manifest
     codec: Codec
     payloads: list[Buffer]
     packing: Packing | None
-    device: torch.device | None
-    buffer: NDArray[np.uint8] = field(init=False)
-    error: DamagedError | None = field(default=None)
-    redo: bool = False
+    copies: CopyStream | None
+    found: ChunkKV | None = field(default=None, init=False)
+    error: DamagedError | None = field(default=None, init=False)
+    redo: bool = field(default=False, init=False)
+    _buffer: NDArray[np.uint8] | None = field(default=None, init=False)
     _staged: Tensor | None = field(default=None, init=False)
+    _left: int = field(default=0, init=False)
+    _lock: Lock = field(default_factory=Lock, init=False)
 
-    def __post_init__(self) -> None:
-        nbytes = self._bytes_for(self.manifest.raw_bytes)
-        if self.device is None:
-            self.buffer = new_buffer(nbytes)
-        else:
-            self._staged = staging(nbytes, self.device)
-            self.buffer = self._staged.numpy()
-
-    def decode_tasks(self) -> Iterator[Callable[[], None]]:
-        """Tasks that each decode a run of segments of about `DECODE_BYTES`."""
-        first, start, end = 0, 0, 0
+    def tasks(self) -> list[Callable[[], None]]:
+        runs, first, start, end = list[tuple[range, slice]](), 0, 0, 0
         for index, segment in enumerate(self.manifest.segments):
             end += segment.raw
             if end - start >= DECODE_BYTES or index + 1 == len(self.manifest.segments):
-                place = slice(self._bytes_for(start), self._bytes_for(end))
-                yield partial(self._decode, range(first, index + 1), self.buffer[place])
+                runs.append((range(first, index + 1), slice(self._bytes_for(start), self._bytes_for(end))))
                 first, start = index + 1, end
+        self._left = len(runs)
+        if not runs:
+            self._finish()
+        return [partial(self._decode, *each) for each in runs]
 
-    def tensors(self) -> ChunkKV:
-        """Its tensors, once all tasks are done: to a device, all of them in one copy."""
-        if self._staged is None or self.device is None:
-            return record_tensors(self.manifest, self.buffer, packing=self.packing)
-        from ragkv.attention.kv import moved
+    def _finish(self) -> None:
+        buffer: NDArray[np.uint8] | Tensor = self._place()
+        if self.copies is not None and self._staged is not None:
+            buffer = self.copies.send(self._staged)
+        self.found = record_tensors(self.manifest, buffer, packing=self.packing)
+        self._buffer = self._staged = None
 
-        return record_tensors(self.manifest, moved(self._staged, self.device), packing=self.packing)
+    def _place(self) -> NDArray[np.uint8]:
+        """The buffer. It is made when the record's turn has come, so that little memory waits to cross."""
+        with self._lock:
+            if self._buffer is None:
+                nbytes = self._bytes_for(self.manifest.raw_bytes)
+                if self.copies is None:
+                    self._buffer = new_buffer(nbytes)
+                else:
+                    self._staged = self.copies.staging(nbytes)
+                    self._buffer = self._staged.numpy()
+            return self._buffer
 
     def _bytes_for(self, raw: int) -> int:
         return raw if self.packing is None else self.packing.bytes_for(raw)
 
-    def _decode(self, run: range, out: NDArray[np.uint8]) -> None:
+    def _decode(self, run: range, place: slice) -> None:
         if self.error is None:
+            out = self._place()[place]
             try:
-                fetch = self.payloads.__getitem__
-                self.redo |= not decode_segments(self.manifest, self.codec, run, fetch, out, packing=self.packing)
+                if not self._copied(run, out) and not self._decoded(run, out):
+                    self.redo = True  # set, never unset: other threads decode other runs
             except DamagedError as error:
                 self.error = error
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last and self.error is None and not self.redo:
+            self._finish()
 
+    def _decoded(self, run: range, out: NDArray[np.uint8]) -> bool:
+        fetch = self.payloads.__getitem__
+        return decode_segments(self.manifest, self.codec, run, fetch, out, packing=self.packing)
 
-def staging(nbytes: int, device: torch.device) -> Tensor:
-    """`(nbytes,)` bytes of any content, from which the device reads by itself; torch keeps them for the next ones."""
-    import torch
-
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    def _copied(self, run: range, out: NDArray[np.uint8]) -> bool:
+        """Whether the run was right and could be copied as it is stored, without Python's lock."""
+        kernel = kernel_module("ragkv.store.read_kernel")
+        if kernel is None or self.manifest.states or (self.packing is None and not isinstance(self.codec, Raw)):
+            return False
+        segments = []
+        for index in run:
+            payload = np.frombuffer(self.payloads[index], np.uint8)
+            try:
+                parts = [payload] if self.packing is None else self.codec.parts(self.payloads[index])
+            except DamagedError:
+                parts = None
+            if parts is None:
+                return False
+            segments.append((payload, self.manifest.segments[index].digest, parts))
+        return bool(kernel.copy_checked(segments, out))
 
 
 def read_many(
@@ -123,8 +152,14 @@ def read_many(
 ) -> dict[KVIdentity, ChunkKV]:
     """The KV of these chunks, each in its own buffer, without missing and invalid records.
 
-    What the codec can leave as it is stored is `PackedTensors`. With a `device`, the buffers are there.
+    What the codec can leave as it is stored is `PackedTensors`. With a `device`, the buffers are there, and what is
+    computed from now on reads them once they are whole.
     """
+    copies = None
+    if device is not None and device.type != "cpu":
+        from ragkv.attention.kv import copy_stream
+
+        copies = copy_stream(device)
     loading: dict[KVIdentity, _Loading] = {}
     for identity in dict.fromkeys(identities):
         key = identity.key()
@@ -137,18 +172,19 @@ def read_many(
         except (ConfigError, DamagedError) as error:
             warn_unusable(key, error)
             continue
-        loading[identity] = _Loading(key, manifest, codec, payloads, codec.packing(manifest.shape), device)
-    share([task for record in loading.values() for task in record.decode_tasks()])
-    if otherwise := {identity: replace(each, packing=None) for identity, each in loading.items() if each.redo}:
-        loading |= otherwise
-        share([task for record in otherwise.values() for task in record.decode_tasks()])
-    found = {}
-    for identity, record in loading.items():
-        if record.error is None:
-            found[identity] = record.tensors()
-        else:
+        loading[identity] = _Loading(key, manifest, codec, payloads, codec.packing(manifest.shape), copies)
+    try:
+        share([task for record in loading.values() for task in record.tasks()])
+        if otherwise := {identity: replace(each, packing=None) for identity, each in loading.items() if each.redo}:
+            loading |= otherwise
+            share([task for record in otherwise.values() for task in record.tasks()])
+    finally:
+        if copies is not None:
+            copies.wait()
+    for record in loading.values():
+        if record.error is not None:
             warn_unusable(record.key, record.error)
-    return found
+    return {identity: record.found for identity, record in loading.items() if record.found is not None}
 
 
 def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity, shape: KVShape | None = None) -> Manifest | None:
@@ -267,19 +303,9 @@ def map_record(txn: Transaction, identity: KVIdentity, shape: KVShape | None = N
 
 
 def move_many(
-    txn: Transaction, identities: Iterable[KVIdentity], place: Place, shape: KVShape | None = None
+    txn: Transaction, identities: Iterable[KVIdentity], place: tuple[torch.device, ...], shape: KVShape | None = None
 ) -> dict[KVIdentity, ChunkKV]:
-    """The KV of these chunks on another device or several; misses are left out.
-
-    Some cross to the device while the next ones are read, and memory that it reads from is used again.
-    """
-    if not isinstance(place, tuple):
-        read: dict[KVIdentity, ChunkKV] = {}
-        wanted = list(dict.fromkeys(identities))
-        rounds = (end // STAGED_TOKENS for end in accumulate(identity.tokens for identity in wanted))
-        for _, some in groupby(zip(rounds, wanted, strict=True), key=itemgetter(0)):
-            read |= read_many(txn, [identity for _, identity in some], shape, place)
-        return read
+    """The KV of these chunks on several devices; misses are left out."""
     found = {identity: map_record(txn, identity, shape) for identity in dict.fromkeys(identities)}
     return {identity: kv.to(place, copy=True) for identity, kv in found.items() if kv is not None}
 

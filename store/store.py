@@ -497,9 +497,9 @@ class Store:
         wanted = list(dict.fromkeys(identities))
         try:
             with self._live().read() as txn:
-                if device is None or (not isinstance(device, tuple) and device.type == "cpu"):
-                    return read_many(txn, wanted, shape)
-                return move_many(txn, wanted, device, shape)
+                if isinstance(device, tuple):
+                    return move_many(txn, wanted, device, shape)
+                return read_many(txn, wanted, shape, device)
         except CorruptStoreError as error:
             # LMDB cannot read a page of one of the records. Read them one by one, so that the others are found.
             if len(wanted) == 1:

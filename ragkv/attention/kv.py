@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -111,7 +112,7 @@ class ChunkKV:
     recurrent layers hold after the last token. `owner` is the rank that holds the tensors when several processes answer
     together (`ragkv.attention.batch`); None: every process has them. `pages` are those that the tensors are views of,
     if they are. `stacked` is the one tensor that they are views of, if they were read so: keys and values of all layers
-    in turn, `(2 · layers, kv_heads, tokens, head_dim)`.
+    in turn, `(2 · layers, kv_heads, tokens, head_dim)`, packed if they are.
     """
 
     keys: Sequence[Tensor]
@@ -253,6 +254,42 @@ def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor
     if tensor.device.type != "cpu" or device.type == "cpu" or device.type not in varlen.DEVICES:
         return tensor.to(device, copy=copy)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class CopyStream:
+    """Copies to a device, made beside what it computes: no kernel that is asked for meanwhile waits for them.
+
+    On a GPU they are in a stream of their own. What `send` gives is read, or let go of, after `wait`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def staging(self, nbytes: int) -> Tensor:
+        """`(nbytes,)` bytes of any content, from which the device reads by itself; torch keeps them for later."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
+
+    def send(self, staged: Tensor) -> Tensor:
+        """The bytes on the device; for any thread.
+
+        Their memory there is of the stream that computes, which may still read what it held before.
+        """
+        if self._stream is None:
+            return moved(staged, self._device)
+        there = torch.empty_like(staged, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            return there.copy_(staged, non_blocking=True)
+
+    def wait(self) -> None:
+        """What is computed from now on waits for all that was sent."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+copy_stream = lru_cache(CopyStream)
+"""The one of a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

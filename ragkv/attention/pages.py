@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ragkv.attention import varlen
-from ragkv.attention.kv import ChunkKV, Pages, Place
+from ragkv.attention.kv import ChunkKV, Pages, Place, head_width, stored, unpacked
 from ragkv.attention.partial import LayerCall, PartialAttention
 from ragkv.attention.rope import QueryRotation, RotationTable
 
@@ -87,8 +87,11 @@ class PagePool:
     def hold(self, kv: ChunkKV) -> ChunkKV:
         """The chunk KV in pages of the pool; `kv` itself if there is no room, or if it cannot be read from pages."""
         devices = self._place if isinstance(self._place, tuple) else (self._place,) * kv.layers
-        first = kv.keys[0][None], kv.keys[0][None], kv.values[0][None]
-        if kv.pages is not None or not kv.tokens or not kv.here or not varlen.takes(*first):
+        key, value = (
+            held[0].new_empty((1, held[0].shape[0], 0, head_width(held[0])), dtype=kv.dtype)
+            for held in (stored(kv.keys), stored(kv.values))
+        )
+        if kv.pages is not None or not kv.tokens or not kv.here or not varlen.takes(key, key, value):
             return kv
         with self._lock:
             pages = self._take(kv, devices)
@@ -108,7 +111,7 @@ class PagePool:
             keys, values = layers[::2], layers[1::2]
         held = replace(kv, keys=keys, values=values, pages=pages, stacked=None)
         if there is not None and kv.stacked is not None:
-            there.copy_(kv.stacked, non_blocking=True)
+            there.copy_(unpacked(kv.stacked, kv.dtype), non_blocking=True)
         else:
             for to, tensor in zip((*held.keys, *held.values), (*kv.keys, *kv.values), strict=True):
                 to.copy_(tensor, non_blocking=True)
@@ -120,7 +123,7 @@ class PagePool:
         for block in self._blocks:
             if block.shape == shape and (pages := block.take(count)) is not None:
                 return pages
-        page = kv.nbytes // kv.tokens * PAGE
+        page = shape.token_bytes * PAGE
         number = min(max(BLOCK, count), (self._budget - self._bytes) // page)
         if number < count:
             return None

@@ -19,6 +19,8 @@ from ragkv.attention.pages import PAGE, PagePool
 from ragkv.attention.partial import partial_attention
 from ragkv.engines import make_engine
 from ragkv.runtime import Generation, Runtime, graphs, step
+from ragkv.store import Q8, Half, KVIdentity, record
+from ragkv.types import Encoding
 
 CPU = torch.device("cpu")
 ENGINES = [
@@ -127,6 +129,23 @@ def test_chunks_lie_in_pages_until_the_last_view_is_gone(kernel):
     assert pool.hold(chunk(2 * PAGE)).pages.first == 2
     large = chunk((pages.BLOCK + 1) * PAGE)
     assert pool.hold(large) is large  # beyond the budget
+
+
+@pytest.mark.parametrize("codec", [Half(), Q8()], ids=str)
+def test_packed_chunks_are_unpacked_into_pages_within_the_budget(kernel, codec):
+    """Those of alike layers in one operation, as a record is read; others layer by layer."""
+    of = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(PAGE)))
+    _, packed = record.round_trip(chunk(PAGE), of, codec)
+    apart = replace(packed, stacked=None)
+    assert packed.packed
+    assert packed.stacked is not None
+    wide = packed.wide()
+    pool = PagePool(CPU, 2 * wide.nbytes)
+    held = [pool.hold(packed), pool.hold(apart)]
+    assert all(equal(kv, wide) for kv in held)
+    assert [kv.pages.first for kv in held] == [0, 1]
+    assert pool.hold(packed) is packed  # there are no more pages
+    assert PagePool(CPU, wide.nbytes - 1).hold(packed) is packed
 
 
 def test_without_memory_for_pages_chunks_lie_by_themselves(kernel, monkeypatch):

@@ -25,7 +25,6 @@ from ragkv import RagKV
 from ragkv.decoding import Decoding
 from ragkv.engines import Engine, PlacedChunk, TokenSequence, answer_from, engine_class, engine_names, make_engine
 from ragkv.runtime import Generation, Runtime, runtime_of
-from ragkv.store import reader
 from ragkv.types import Encoding
 
 ENGINES = ("all", "apb", "ape", "blend", "block", "full", "ippd", "ippd-stacked", "mapreduce", "pced", "single")
@@ -188,7 +187,6 @@ def test_many_requests_are_waited_for_once(rags):
 
 @on_both(["engine"], [("ape",), ("block",), ("pced",)], ("block",))
 def test_stored_kv_crosses_once(engine, rags, tmp_path, pretend_device, monkeypatch):
-    monkeypatch.setattr(reader, "STAGED_TOKENS", 64)  # the two records are read one after the other
     copy = shutil.copytree(rags[0].folder, tmp_path / "index")  # nobody has its KV in memory
     with RagKV.open(copy, device=pretend_device) as rag:
         with pretend.counting(rag.model) as waits:

@@ -1,15 +1,22 @@
 """KV layer by layer, where it lies, and many at once: the right tensors, nothing read for nothing, nothing mixed."""
 
+import ctypes
 import logging
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from package import run_fresh
 from storekit import equal, identity, make_kv
 
-from ragkv.attention.kv import ChunkKV
+from ragkv import attention
+from ragkv.attention.kv import ChunkKV, CopyStream
+from ragkv.attention.pages import PagePool
 from ragkv.errors import KVLostError, StoreError
 from ragkv.store import Q8, Half, Raw, Store, Zstd, reader, record
 from ragkv.store.tables import Transaction
@@ -114,22 +121,22 @@ def test_large_reads_are_shared_among_threads(tmp_path, codec, long, monkeypatch
     monkeypatch.setattr(reader, "DECODE_BYTES", 1 << 20)
     monkeypatch.setattr(record, "_cores", lambda: 3)
     workers = set()
-    decode = reader.decode_segments
+    decode = reader._Loading._decode
 
-    def noted(*arguments: object, **options: object) -> bool:
+    def noted(*arguments: object) -> None:
         workers.add(threading.current_thread().name)
         gate.wait(timeout=600)  # nobody goes on before two threads are at work
-        return decode(*arguments, **options)  # type: ignore[arg-type]
+        decode(*arguments)  # type: ignore[arg-type]
 
     gate = threading.Barrier(2)
-    monkeypatch.setattr(reader, "decode_segments", noted)
+    monkeypatch.setattr(reader._Loading, "_decode", noted)
     identities = [identity(n, *range(TOKENS - 1)) for n in range(2)]
     with Store.create(tmp_path, codec=codec) as store:
         store.stage_kv((of, long) for of in identities)
         found = store.get_many(identities)
         assert len(workers) >= 2
         assert all(equal(found[of], long) for of in identities)
-        monkeypatch.setattr(reader, "decode_segments", decode)
+        monkeypatch.setattr(reader._Loading, "_decode", decode)
         flip(store, identities[0].key(), 5)
         assert list(store.get_many(identities)) == identities[1:]
 
@@ -145,6 +152,190 @@ def test_what_a_thread_raises_reaches_the_caller_when_all_have_ended(monkeypatch
         record.share([lambda: done.append(1), fail, lambda: done.append(2)])
     record.share([lambda n=n: done.append(n) for n in range(100)])  # type: ignore[misc]
     assert set(range(100)) <= set(done)
+
+
+@pytest.fixture(params=[True, False], ids=["kernel", "python"])
+def kernel(request, monkeypatch):
+    """Whether what is copied as it is stored is read by the kernel; its calls, and what they say."""
+    calls = []
+    if request.param:
+        module = pytest.importorskip("ragkv.store.read_kernel")
+        copy = module.copy_checked
+        monkeypatch.setattr(module, "copy_checked", lambda *given: calls.append(copy(*given)) or calls[-1])
+    else:
+        monkeypatch.setattr(reader, "kernel_module", lambda _: None)
+    return calls if request.param else None
+
+
+@pytest.mark.parametrize(
+    ("codec", "dtype", "copied"),
+    [
+        (Raw(), torch.bfloat16, True),
+        (Half(), torch.float32, True),
+        (Q8(), torch.bfloat16, True),
+        (Zstd(), torch.bfloat16, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [(1, 2, 4), (TOKENS, 4, 96), (TOKENS, 1, 512)], ids=str)
+def test_every_flipped_bit_is_seen_by_both_ways_to_read(tmp_path, codec, dtype, copied, size, kernel, caplog):
+    """Segments of a layer, of its keys, and of some of their tokens; a record is copied whole, or not at all."""
+    tokens, heads, width = size
+    kv = make_kv(tokens, kv_heads=heads, head_dim=width, dtype=dtype, layers=3)
+    one, other = identity(*range(tokens)), identity(*range(1, tokens + 1))
+    with Store.create(tmp_path, codec=codec) as store:
+        store.stage_kv([(one, kv), (other, kv)])
+        layers = store.open_kv(one)
+        found = store.get_many([one, other])
+        assert kernel is None or kernel == [True] * (len(kernel) if copied else 0)
+        assert kernel is None or bool(kernel) == copied
+        for layer in range(kv.layers):
+            for each in found.values():
+                assert all(map(torch.equal, (each.keys[layer], each.values[layer]), layers.layer(layer)))
+        with store._live().read() as txn:
+            segments = sum(1 for _ in txn.scan("segments", one.key()))
+        for index in {0, segments // 2, segments - 1}:
+            caplog.clear()
+            flip(store, one.key(), index)
+            assert list(store.get_many([one, other])) == [other]
+            assert f"the checksum of segment {index} does not match" in caplog.text
+            flip(store, one.key(), index)
+        assert list(store.get_many([one, other])) == [one, other]
+
+
+def test_the_kernel_copies_nothing_beside_its_target():
+    kernel = pytest.importorskip("ragkv.store.read_kernel")
+    rng = np.random.default_rng(3)
+    for parts in ([0], [1], [7, 0, 260], [4096, 3], [1 << 20, 17, 5]):
+        memory = [rng.integers(0, 256, n + 2, np.uint8)[1:-1] for n in parts]
+        segments = [(part, xxhash.xxh3_64_intdigest(part), [part, part[: part.size // 2]]) for part in memory]
+        wanted = np.concatenate([each for *_, held in segments for each in held])
+        around = np.full(wanted.size + 64, 7, np.uint8)
+        out = around[32:-32]
+        assert kernel.copy_checked(segments, out)
+        assert np.array_equal(out, wanted)
+        assert (around[:32] == 7).all()
+        assert (around[-32:] == 7).all()
+        assert not kernel.copy_checked(segments, around[32:-31])
+        for wrong in range(len(segments)):
+            digests = [digest + (n == wrong) for n, (_, digest, _) in enumerate(segments)]
+            damaged = [(held, digest, each) for digest, (held, _, each) in zip(digests, segments, strict=True)]
+            assert not kernel.copy_checked(damaged, out)
+
+
+@pytest.mark.parametrize("exports", [(), ("XXH3_64bits",), ("XXH3_64bits_dispatch",)])
+def test_without_the_right_function_of_xxhash_there_is_no_kernel(exports, monkeypatch):
+    kernel = pytest.importorskip("ragkv.store.read_kernel")
+    real = ctypes.CDLL(xxhash._xxhash.__file__)
+    wrong = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t)(lambda _data, _nbytes: 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(**{name: getattr(real, name) for name in exports}))
+        if exports:
+            assert kernel._exported()
+        else:
+            with pytest.raises(ImportError, match="does not export"):
+                kernel._exported()
+        patch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(XXH3_64bits=wrong))
+        with pytest.raises(ImportError, match="another function"):
+            kernel._exported()
+
+
+def test_what_one_thread_cannot_pack_is_not_forgotten_by_another(tmp_path, monkeypatch):
+    """Of a record in two runs, the second ends while the first is being decoded, and has what is not packed."""
+    seen, tasks, decode = [], reader._Loading.tasks, reader.decode_segments
+
+    def noted(self):
+        seen.append(self)
+        return tasks(self)
+
+    def slow(manifest, codec, run, *given, packing=None):
+        end = time.monotonic() + 60
+        while packing and run.start == 0 and not seen[0].redo and time.monotonic() < end:
+            time.sleep(0.001)
+        return decode(manifest, codec, run, *given, packing=packing)
+
+    monkeypatch.setattr(reader, "DECODE_BYTES", 1 << 20)
+    monkeypatch.setattr(record, "_cores", lambda: 2)
+    monkeypatch.setattr(reader, "kernel_module", lambda _: None)
+    monkeypatch.setattr(reader._Loading, "tasks", noted)
+    monkeypatch.setattr(reader, "decode_segments", slow)
+    kv, of = make_kv(TOKENS, kv_heads=4, head_dim=96), identity(*range(TOKENS))
+    kv.values[1][3, -1, 5] = torch.nan
+    with Store.create(tmp_path, codec=Q8()) as store:
+        store.stage_kv([(of, kv)])
+        found = store.get_kv(of)
+        assert len(seen) == 2  # the second time without packing
+        for layer in range(2):
+            for one, other in zip(
+                (found.keys[layer], found.values[layer]), store.open_kv(of).layer(layer), strict=True
+            ):
+                assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+class DelayedCopies(CopyStream):
+    """Copies that are made when they are waited for: what is read before is zeros."""
+
+    def __init__(self, did):
+        super().__init__(torch.device("meta"))
+        self.did, self._sent = did, []
+
+    def send(self, tensor):
+        self.did.append("send")
+        self._sent.append((torch.zeros_like(tensor), tensor))
+        return self._sent[-1][0]
+
+    def wait(self):
+        for there, tensor in self._sent:
+            there.copy_(tensor)
+
+
+@pytest.mark.parametrize("codec", [Raw(), Zstd(), Q8(), Half()], ids=str)
+def test_a_record_crosses_to_a_device_while_the_next_one_is_read(tmp_path, codec, monkeypatch):
+    did, decode = [], reader._Loading._decode
+    copies = DelayedCopies(did)
+    monkeypatch.setattr(attention.kv, "copy_stream", lambda _: copies)
+    monkeypatch.setattr(record, "_cores", lambda: 1)
+    monkeypatch.setattr(reader._Loading, "_decode", lambda *given: did.append("read") or decode(*given))
+    kvs = {identity(n, *range(4)): make_kv(5, seed=n, dtype=torch.float32) for n in range(4)}
+    bad, odd = list(kvs)[1:3]
+    kvs[odd].keys[0][0, 0, 0] = torch.nan  # which is not packed: it is read once more
+    with Store.create(tmp_path, codec=codec) as store:
+        store.stage_kv(kvs.items())
+        expected = {of: store.get_kv(of) for of in kvs}
+        flip(store, bad.key(), 0)
+        did.clear()
+        found = store.get_many(kvs, device=torch.device("meta"))
+    first = ["read", "send"] * (codec.packing(kvs[odd].shape) is None)
+    again = ["read", "send"] * (not first)
+    assert did == ["read", "send", "read", *(first or ["read"]), "read", "send", *again]
+    assert list(found) == [of for of in kvs if of != bad]
+    for of, kv in found.items():
+        assert kv.packed == expected[of].packed
+        assert all(map(torch.equal, map(torch.nan_to_num, kv.tensors), map(torch.nan_to_num, expected[of].tensors)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", [Raw(), Q8()], ids=str)
+def test_what_a_gpu_reads_while_it_computes_is_whole(tmp_path, codec):
+    """Kernels run long after they are asked for: what they read is gone then, and its memory is wanted for others."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda")
+    kvs = {identity(n, *range(2047)): make_kv(2048, kv_heads=4, head_dim=128, seed=n) for n in range(6)}
+    with Store.create(tmp_path, codec=codec) as store:
+        store.stage_kv(kvs.items())
+        wanted = {of: kv.wide().to(device) for of, kv in store.get_many(kvs).items()}
+        same, copies = [], attention.kv.copy_stream(device)
+        for n, some in enumerate((list(kvs)[:3], list(kvs)[3:]) * 6):
+            with torch.cuda.stream(copies._stream if n % 4 < 2 else torch.cuda.current_stream()):
+                torch.cuda._sleep(100_000_000)
+            found, pages = store.get_many(some, device=device), PagePool(device, 1 << 30)
+            torch.cuda._sleep(20_000_000)
+            for of, kv in found.items():
+                for made in (kv.wide(), pages.hold(kv).wide()):
+                    same += [(a == b).all() for a, b in zip(made.tensors, wanted[of].tensors, strict=True)]
+            del found, kv, made, pages
+        assert all(map(bool, same))
 
 
 def test_mapped_tensors_lie_in_the_map(store, long):
@@ -215,7 +406,9 @@ def test_reading_works_in_a_forked_child_and_leaves_quietly(tmp_path):
     """Threads and their locks do not cross a fork; buffers are given back while the interpreter ends."""
     code = """
 import os, sys, torch
-from ragkv.attention.kv import ChunkKV
+from ragkv import attention
+from ragkv.attention.kv import ChunkKV, CopyStream
+from ragkv.attention.pages import PagePool
 from ragkv.store import KVIdentity, Store, reader, record
 from ragkv.types import Encoding
 torch.set_num_threads(1)  # OpenMP's own threads do not cross a fork either

@@ -1,0 +1,109 @@
+"""Check and copy stored bytes in one call that does not need Python's lock.
+
+Threads that read KV for a device would otherwise wait for each other at each segment, and an answer that runs meanwhile
+for all of them. The checksum is xxhash's own function, which its extension module exports. Where it does not, importing
+this module raises ImportError, and `decode_segments` does the same.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from ragkv.util.kernels import ARGUMENTS, LONG, argument, compiled, function, integers, once, run
+
+Bytes = NDArray[np.uint8]
+
+_FIRST = ARGUMENTS + 4
+
+
+def _exported() -> int:
+    """Where the function is that has an address and a number of bytes, and gives their XXH3 of 64 bits."""
+    try:
+        library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
+        found = getattr(library, "XXH3_64bits_dispatch", None) or library.XXH3_64bits
+    except (AttributeError, OSError) as error:
+        raise ImportError(f"xxhash does not export its function: {error}") from error
+    found.restype, found.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+    for data in (b"", b"ragkv", bytes(range(256)) * 5):
+        if found(data, len(data)) != xxhash.xxh3_64_intdigest(data):
+            raise ImportError("xxhash exports another function")
+    return ctypes.cast(found, ctypes.c_void_p).value or 0
+
+
+_XXH3 = _exported()
+
+
+@intrinsic
+def _digest(context: Any, hashes: Any, place: Any, nbytes: Any) -> Any:
+    """What the function at `hashes` gives for some bytes."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(LONG, (LONG, LONG))
+        return b.call(b.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _copied(context: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy some bytes; the address behind the last of them."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        place, flag = ir.IntType(8).as_pointer(), ir.IntType(1)
+        copy = function(b, "llvm.memcpy.p0.p0.i64", ir.VoidType(), place, place, LONG, flag)
+        b.call(copy, [b.inttoptr(arguments[0], place), b.inttoptr(arguments[1], place), arguments[2], flag(0)])
+        return b.add(arguments[0], arguments[2])
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+def _check_and_copy(data):
+    """Its arguments: the checksum's function, where to write the number of segments that were right, how many there
+    are, and where to copy to; and of each its address, bytes, checksum and number of parts, then those parts' addresses
+    and bytes.
+    """
+    hashes, segments = argument(data, ARGUMENTS), argument(data, ARGUMENTS + 2)
+    target, at, right = argument(data, ARGUMENTS + 3), _FIRST, 0
+    while right < segments:
+        if _digest(hashes, argument(data, at), argument(data, at + 1)) != argument(data, at + 2):
+            break
+        parts = argument(data, at + 3)
+        at += 4
+        for _ in range(parts):
+            target = _copied(target, argument(data, at), argument(data, at + 1))
+            at += 2
+        right += 1
+    integers(argument(data, ARGUMENTS + 1))[0] = right
+
+
+@once
+def _kernel() -> Any:
+    return compiled(_check_and_copy)
+
+
+def copy_checked(segments: Sequence[tuple[Bytes, int, Sequence[Bytes]]], out: Bytes) -> bool:
+    """Copy the parts of each segment `(its bytes, their XXH3, its parts)` into `out`, one after another. False when a
+    checksum is not right, or when the parts do not fill `out`.
+    """
+    given, total = list[int](), 0
+    for held, digest, parts in segments:
+        given += held.__array_interface__["data"][0], held.size, digest, len(parts)
+        for part in parts:
+            given += given[-4:-2] if part is held else (part.__array_interface__["data"][0], part.size)
+            total += part.size
+    if total != out.size:
+        return False
+    right, target = ctypes.c_int64(0), out.__array_interface__["data"][0]
+    run(_kernel(), 1, 1, _XXH3, ctypes.addressof(right), len(segments), target, *given)
+    return right.value == len(segments)
