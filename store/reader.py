@@ -129,7 +129,7 @@ class _Loading:
     def _copied(self, run: range, out: NDArray[np.uint8]) -> bool:
         """Whether the run was right and could be copied as it is stored, without Python's lock."""
         kernel = kernel_module("ragkv.store.read_kernel")
-        if kernel is None or self.manifest.states or (self.packing is None and not isinstance(self.codec, Raw)):
+        if kernel is None or (self.packing is None and not isinstance(self.codec, Raw)):
             return False
         segments = []
         for index in run:
@@ -137,7 +137,7 @@ class _Loading:
             try:
                 parts = [payload] if self.packing is None else self.codec.parts(self.payloads[index])
             except DamagedError:
-                parts = None
+                return False
             if parts is None:
                 return False
             segments.append((payload, self.manifest.segments[index].digest, parts))

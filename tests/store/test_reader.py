@@ -19,6 +19,7 @@ from ragkv.attention.kv import ChunkKV, CopyStream
 from ragkv.attention.pages import PagePool
 from ragkv.errors import KVLostError, StoreError
 from ragkv.store import Q8, Half, Raw, Store, Zstd, reader, record
+from ragkv.store.codecs import DamagedError
 from ragkv.store.tables import Transaction
 
 TOKENS = 1100  # with 4 heads of 96: keys and values of a layer apart, 825 KiB each
@@ -238,6 +239,27 @@ def test_without_the_right_function_of_xxhash_there_is_no_kernel(exports, monkey
         patch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(XXH3_64bits=wrong))
         with pytest.raises(ImportError, match="another function"):
             kernel._exported()
+
+
+@pytest.mark.parametrize("codec", [Half(), Q8()], ids=str)
+def test_a_payload_of_fewer_numbers_than_its_record_has_is_no_hit(tmp_path, codec, kernel, caplog):
+    """Its checksum is right: whoever made the store wrote it so."""
+    kv, of = make_kv(6, dtype=torch.float32), identity(*range(6))
+    short = make_kv(5, dtype=torch.float32)
+    made, less = (record.encode_record(each, identity(*range(each.tokens)), codec) for each in (kv, short))
+    manifest, payload = record.Manifest.parse(made.manifest), less.segments[1]
+    segments = list(manifest.segments)
+    segments[1] = segments[1]._replace(stored=len(payload), digest=xxhash.xxh3_64_intdigest(payload))
+    lying = replace(manifest, segments=tuple(segments))
+    payloads = (made.segments[0], payload, *made.segments[2:])
+    with pytest.raises(DamagedError, match="bytes, not"):
+        record.decode_record(lying, payloads.__getitem__)
+    with Store.create(tmp_path, codec=codec) as store:
+        store.stage_kv([(of, kv)])
+        store._live().write(lambda txn: txn.put_record(replace(made, manifest=lying.pack(), segments=payloads)))
+        assert store.get_kv(of) is None
+        assert "bytes, not" in caplog.text
+    assert kernel in (None, [False])
 
 
 def test_what_one_thread_cannot_pack_is_not_forgotten_by_another(tmp_path, monkeypatch):
