@@ -28,8 +28,8 @@ from ragkv.util.plugins import kernel_module
 
 _CPU = torch.device("cpu")
 _READERS, _KEYS = 2, 1024
-_NUMBERS = 1 << 20
-"""Keys and values, in numbers, that are worth a thread: 100 µs of work."""
+_NUMBERS = 1 << 17
+"""Keys and values, in numbers, that are worth a thread: 12 µs of work."""
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _KINDS = {*_NAMES, torch.int8}
 _COLUMNS = 10

@@ -33,8 +33,8 @@ _TILE = 24
 _FAR = 1 << 40
 _CODES = {torch.float16: 1, torch.int8: 2}
 """How the kernels' table names the kinds of numbers that are not the model's own."""
-_PRODUCTS = 1 << 22
-"""Numbers of queries, times keys, that are worth a thread: 100 µs of work."""
+_PRODUCTS = 1 << 19
+"""Numbers of queries, times keys, that are worth a thread: 12 µs of work."""
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
 Kernel = Callable[[Tensor, Tensor, Tensor, Mask, float, float, float | None], tuple[Tensor, Tensor]]
 

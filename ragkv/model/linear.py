@@ -33,8 +33,8 @@ LEAST_WEIGHTS = 1 << 14
 """A matrix with fewer weights, such as a router of experts, stays as it is."""
 _PIECE = 32
 """The kernel adds so many products of a row at a time; int8 weights are filled up to twice that."""
-_THREAD = 1 << 21
-"""So many products are worth a thread: 200 µs of work."""
+_THREAD = 1 << 18
+"""So many products are worth a thread: 25 µs of work."""
 _NUMBERS = 1 << 20
 """So many numbers of a norm's states are worth a thread."""
 _ROWS = 256  # so many are tried at a time, in a cache

@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -229,6 +230,65 @@ def argument(context: Any, data: Any, index: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
+def _word(b: Any, place: Any, index: Any) -> Any:
+    return b.inttoptr(b.add(place, b.mul(index, LONG(8))), LONG.as_pointer())
+
+
+@intrinsic
+def loaded(context: Any, place: Any, index: Any) -> Any:
+    """The int64 at a place, as another thread has left it."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        return b.load_atomic(_word(b, *arguments), "seq_cst", 8)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def put(context: Any, place: Any, index: Any, value: Any) -> Any:
+    """Write an int64 for other threads, after all that this one has written."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        b.store_atomic(arguments[2], _word(b, *arguments[:2]), "seq_cst", 8)
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def swapped(context: Any, place: Any, index: Any, old: Any, new: Any) -> Any:
+    """Replace an int64 if it is `old`; whether it was."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        place, index, old, new = arguments
+        return b.extract_value(b.cmpxchg(_word(b, place, index), old, new, "seq_cst", "seq_cst"), 1)
+
+    return types.boolean(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def called(context: Any, kernel: Any, place: Any) -> Any:
+    """Call a kernel by its address."""
+
+    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), (LONG,))
+        b.call(b.inttoptr(arguments[0], kind.as_pointer()), [arguments[1]])
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def pause(context: Any) -> Any:
+    """Tell the processor that this thread looks again and again."""
+
+    def generate(_context: Any, b: Any, _signature: Any, _arguments: Any) -> Any:
+        if features():
+            b.call(function(b, "llvm.x86.sse2.pause", ir.VoidType()), [])
+        else:  # on ARM, "yield"
+            b.call(function(b, "llvm.aarch64.hint", ir.VoidType(), INT), [INT(1)])
+
+    return types.void(), generate
+
+
 @intrinsic
 def claimed(context: Any, data: Any) -> Any:
     """The first unit of work that no thread has begun; this thread has it and those of its chunk (`run`)."""
@@ -251,20 +311,130 @@ def run(kernel: Any, units: int, threads: int, *arguments: int, held: Sequence[T
     """
     chunk = units if threads < 2 else -(-units // (_CHUNKS * threads))
     data = _array(ARGUMENTS + len(arguments))(0, units, chunk, *arguments)
-    _launch(kernel.ctypes, data, threads)
+    _launch(kernel, kernel.ctypes, data, threads)
     if (seen := getattr(_RECORDS, "seen", None)) is not None:
-        seen(functools.partial(_launch, kernel.ctypes, data, threads, held))
+        seen(functools.partial(_launch, kernel, kernel.ctypes, data, threads, held))
 
 
-def _launch(kernel: Callable[[int], None], data: Any, threads: int, _held: Sequence[Tensor] = ()) -> None:
+def _launch(kernel: Any, call: Callable[[int], None], data: Any, threads: int, _held: Sequence[Tensor] = ()) -> None:
     data[0], place = 0, ctypes.addressof(data)
     if threads < 2:
-        kernel(place)
+        call(place)
     else:
-        others = [_pool().submit(kernel, place) for _ in range(threads - 1)]
-        kernel(place)
-        for other in others:
-            other.result()
+        _team().run(kernel.address, call, place, threads - 1)
+
+
+_IDLE, _ASKED, _BUSY = range(3)
+_STATE, _AWAKE, _KERNEL, _DATA, _LINE = 0, 1, 2, 3, 8
+"""What lies on a helper's board, which is a line of the cache: what it does, whether it looks at the board at all, and
+the kernel and data that it is asked to run.
+"""
+_LOOKS = 5_000
+"""How often a helper without work looks at its board before it lets go of the processor: 0.2 to 3 ms."""
+_LATE, _CALM = 1e-4, 2000
+"""A helper is late that needs so many seconds more for what it has begun than all the rest has taken."""
+_WINDOW, _OFTEN = 0.05, 100
+"""Each so many seconds it is looked up whether helpers were late, or this thread has lost its processor more often than
+so many times a second. Twice in a row, and the machine is busy: once is chance, or the helper itself, which the system
+has put beside the thread that it should help.
+"""
+
+
+def taken_away() -> int:
+    """How often the system has taken the processor from this thread; 0 where it does not count that."""
+    try:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+    except (ImportError, AttributeError):  # not on Linux
+        return 0
+
+
+class _Team:
+    """Threads that help the one that launches a kernel.
+
+    A helper looks at its board for a while before it sleeps, as OpenMP's threads do: a decode step launches a kernel
+    each 0.2 ms, and to wake a thread takes a quarter of that. One thread has the team at a time; another one that
+    launches a kernel meanwhile runs it alone. On a machine that is busy otherwise, a helper may lose its processor
+    amid its work, or take that of the thread which it should help. Then half of them are asked, until `_CALM` kernels
+    have met nothing of the kind.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._memory = (ctypes.c_int64 * (_LINE * (size + 1)))()
+        self._first = -ctypes.addressof(self._memory) // 8 % _LINE
+        self._boards = ctypes.addressof(self._memory) + 8 * self._first
+        self._size, self._most, self._calm = size, size, 0
+        self._taken, self._since, self._late, self._busy = (0, 0), 0.0, 0, False
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(max(1, size), thread_name_prefix="ragkv-kernel")
+        self._help, self._ask, self._wait = (compiled(work).ctypes for work in (_help, _ask, _wait))
+
+    def run(self, kernel: int, call: Callable[[int], None], place: int, helpers: int) -> None:
+        """Run a kernel, with the data at a place, and return when nobody runs it any more."""
+        if not self._lock.acquire(blocking=False):
+            call(place)
+            return
+        try:
+            helpers = min(helpers, self._most)
+            data = _array(4)(self._boards, helpers, kernel, place)
+            for at in range(helpers):
+                awake = self._first + _LINE * at + _AWAKE
+                if not self._memory[awake]:
+                    self._memory[awake] = 1
+                    self._pool.submit(self._help, self._boards + 8 * _LINE * at)
+            self._ask(ctypes.addressof(data))
+            started = time.perf_counter()
+            call(place)
+            ended = time.perf_counter()
+            self._wait(ctypes.addressof(data))
+            self._note(helpers, time.perf_counter() - ended > _LATE + ended - started, ended)
+        finally:
+            self._lock.release()
+
+    def _note(self, helpers: int, late: bool, now: float) -> None:
+        self._late, self._calm = self._late + late, self._calm + 1
+        if now - self._since > _WINDOW:
+            (owner, before), self._taken = self._taken, (threading.get_ident(), taken_away())
+            often = owner == self._taken[0] and self._taken[1] - before > _OFTEN * (now - self._since)
+            was_busy, self._busy = self._busy, often or self._late > 1
+            self._late, self._since = 0, now
+            if self._busy:
+                self._calm = 0
+                self._most = helpers // 2 if was_busy else self._most
+        if self._calm >= _CALM and self._most < self._size:
+            self._calm, self._most = 0, min(self._size, 2 * self._most + 1)
+
+
+def _help(board):
+    """Run what is asked for, until nothing has been for a while."""
+    left = _LOOKS
+    while left > 0:
+        if loaded(board, _STATE) == _ASKED and swapped(board, _STATE, _ASKED, _BUSY):
+            called(loaded(board, _KERNEL), loaded(board, _DATA))
+            put(board, _STATE, _IDLE)
+            left = _LOOKS
+        pause()
+        left -= 1
+    put(board, _AWAKE, 0)
+
+
+def _ask(data):
+    """Ask helpers for a kernel: the boards, how many, its address and that of its data."""
+    for at in range(loaded(data, 1)):
+        board = loaded(data, 0) + 8 * _LINE * at
+        put(board, _KERNEL, loaded(data, 2))
+        put(board, _DATA, loaded(data, 3))
+        put(board, _STATE, _ASKED)
+
+
+def _wait(data):
+    """Wait for those who have begun; nobody begins afterwards."""
+    for at in range(loaded(data, 1)):
+        board = loaded(data, 0) + 8 * _LINE * at
+        if not swapped(board, _STATE, _ASKED, _IDLE):
+            while loaded(board, _STATE) != _IDLE:
+                pause()
 
 
 _RECORDS = threading.local()
@@ -285,14 +455,6 @@ def threads_for(numbers: int, each: int) -> int:
     return max(1, min(torch.get_num_threads(), numbers // each))
 
 
-@functools.cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ragkv-kernel")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of these threads
-
-
 _COMPILING = threading.RLock()
 
 
@@ -305,7 +467,17 @@ def once(make: Callable[..., Any]) -> Callable[..., Any]:
         with _COMPILING:
             return made(*arguments)
 
+    found.cache_clear = made.cache_clear  # type: ignore[attr-defined]
     return found
+
+
+@once
+def _team() -> _Team:
+    return _Team((os.cpu_count() or 1) - 1)
+
+
+# a forked process has none of these threads
+os.register_at_fork(after_in_child=lambda: _team.cache_clear())  # type: ignore[attr-defined]
 
 
 def compiled(function: Callable[..., None], *, fast: Sequence[str] = ()) -> Any:

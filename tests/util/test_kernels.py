@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import sys
-from types import SimpleNamespace
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -103,35 +106,149 @@ def test_each_unit_of_work_is_done_once(counting, units, threads):
     assert counts.tolist() == [20] * units
 
 
-def test_every_thread_of_the_pool_is_waited_for(counting, monkeypatch):
-    class Lazy:
-        """Works only when it is waited for."""
+def until(done):
+    """Wait, however long it takes, within reason."""
+    end = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.0002)
 
-        waited = 0
 
-        def submit(self, *work):
-            def result():
-                Lazy.waited += 1
-                work[0](*work[1:])
+class Waiting(ThreadPoolExecutor):
+    """Helpers begin when they are let."""
 
-            return SimpleNamespace(result=result)
+    def __init__(self):
+        super().__init__(1)
+        self.asked = []
 
-    monkeypatch.setattr(kernels, "_pool", Lazy)
-    counts = torch.zeros(3, dtype=torch.int64)
-    kernels.run(counting, 3, 4, counts.data_ptr())
-    assert (counts.tolist(), Lazy.waited) == ([1, 1, 1], 3)
+    def submit(self, *work):
+        self.asked.append(work)
+
+    def let(self):
+        for work in self.asked:
+            super().submit(*work)
+        self.asked = []
+
+
+@pytest.fixture
+def team():
+    made = kernels._Team(2)
+    yield made
+    made._pool.shutdown()
+
+
+def counts_of(team, counting, units, helpers=2, during=None):
+    """How often each unit was done, and in how many launches."""
+    counts = torch.zeros(units, dtype=torch.int64)
+    data = kernels._array(4)(0, units, 1, counts.data_ptr())
+
+    def call(place):
+        if during is not None:
+            during()
+        counting.ctypes(place)
+
+    team.run(counting.address, call, ctypes.addressof(data), helpers)
+    return counts.tolist()
+
+
+def test_a_helper_that_has_begun_is_waited_for(team, counting):
+    """All units are its own: the launcher begins when there are none left, or while it is amid its work."""
+    state, awake, begun = team._first + kernels._STATE, team._first + kernels._AWAKE, []
+
+    def wait():
+        """It may have fallen asleep just when it was asked."""
+        until(lambda: team._memory[state] != kernels._ASKED or not team._memory[awake])
+        begun.append(team._memory[state] != kernels._ASKED)
+
+    while sum(begun) < 20:
+        assert counts_of(team, counting, 100_000, 1, wait) == [1] * 100_000
+        assert team._memory[state] == kernels._IDLE
+
+
+def test_nobody_begins_when_the_launcher_has_ended(counting, monkeypatch):
+    monkeypatch.setattr(kernels, "ThreadPoolExecutor", lambda *_, **__: waiting)
+    waiting = Waiting()
+    team = kernels._Team(2)
+    assert counts_of(team, counting, 5) == [1] * 5
+    assert len(waiting.asked) == 2
+    assert [team._memory[team._first + kernels._LINE * at] for at in (0, 1)] == [kernels._IDLE] * 2
+    assert counts_of(team, counting, 5) == [1] * 5
+    assert len(waiting.asked) == 2  # they count as awake
+    waiting.let()  # what they were asked for is gone
+    waiting.shutdown()
+    assert [team._memory[team._first + kernels._LINE * at + kernels._AWAKE] for at in (0, 1)] == [0, 0]
+
+
+def test_a_helper_sleeps_after_a_while_and_is_woken(team, counting):
+    awake = team._first + kernels._AWAKE
+    for _ in range(3):
+        assert counts_of(team, counting, 1000) == [1] * 1000
+        until(lambda: not team._memory[awake])
+
+
+def test_who_does_not_have_the_team_works_alone(team, counting):
+    def other():
+        assert counts_of(team, counting, 50) == [1] * 50
+        asked.append(team._memory[team._first + kernels._DATA])
+
+    asked = []
+    assert counts_of(team, counting, 7, 2, other) == [1] * 7
+    assert asked == [team._memory[team._first + kernels._DATA]]  # the other launch has not written to a board
+
+
+def test_many_threads_launch_kernels_at_once(counting):
+    failures = []
+
+    def work(n):
+        for _ in range(300):
+            if counts_of(kernels._team(), counting, n) != [1] * n:
+                failures.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (3, 50, 400)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_fewer_helpers_on_a_busy_machine(team, monkeypatch):
+    """After two windows in a row in which two were late, or the thread often lost its processor."""
+    monkeypatch.setattr(kernels, "_CALM", 3)
+    clock, taken = iter(range(1, 1000)), [0]
+    monkeypatch.setattr(kernels, "taken_away", lambda: taken[0])
+
+    def window(helpers, late=0, lost=0):
+        """One more window, with a launch for each that is late; how many helpers are asked from then on."""
+        taken[0] += lost
+        for _ in range(late):
+            team._note(helpers, True, team._since)
+        team._note(helpers, False, float(next(clock)))
+        return team._most
+
+    often = kernels._OFTEN + 1
+    assert [window(2), window(2, late=1), window(2, late=1), window(2, lost=often - 1)] == [2] * 4
+    assert [window(2, late=2), window(2), window(2, late=2)] == [2] * 3
+    assert [window(2, late=2), window(1, lost=often)] == [1, 0]
+    assert [window(0) for _ in range(7)] == [0, 0, 1, 1, 1, 2, 2]
+    assert [window(2, lost=often), window(2, late=3), window(1)] == [2, 1, 1]
+    with ThreadPoolExecutor(1) as other:  # whose losses are others
+        assert other.submit(window, 1, 0, often).result() == 1
+        assert other.submit(window, 1, 0, often).result() == 1
+        assert other.submit(window, 1, 0, often).result() == 0
+    monkeypatch.undo()
+    assert kernels.taken_away() >= 0
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert kernels.taken_away() == 0
 
 
 def test_a_forked_process_has_threads_of_its_own(counting):
-    kernels._pool.cache_clear()
-    counts = torch.zeros(4, dtype=torch.int64)
-    kernels.run(counting, 4, 3, counts.data_ptr())
-    assert kernels._pool.cache_info().currsize == 1
+    assert counts_of(kernels._team(), counting, 4) == [1] * 4
+    mine = kernels._team()
     if (child := os.fork()) == 0:
-        os._exit(kernels._pool.cache_info().currsize)
+        os._exit(kernels._team() is mine or counts_of(kernels._team(), counting, 4) != [1] * 4)
     assert os.waitpid(child, 0)[1] == 0
-    kernels._pool().shutdown()
-    kernels._pool.cache_clear()
+    assert kernels._team() is mine
 
 
 def test_as_many_threads_as_the_work_is_worth(monkeypatch):
