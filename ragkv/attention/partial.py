@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -121,10 +122,17 @@ def partial_attention(
     elif shared:
         key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
     kernel = _matmul if reference or softcap is not None else _kernel(query, key, value, mask)
-    out, lse = kernel(query, key, value, mask, scale, temperature, softcap)
+    with _threads(kernel, query):
+        out, lse = kernel(query, key, value, mask, scale, temperature, softcap)
     if fold:
         out, lse = _unfold(out, batch, q_heads, n), _unfold(lse[..., None], batch, q_heads, n)[..., 0]
     return PartialAttention(out, lse)
+
+
+def _threads(kernel: Kernel, query: Tensor) -> AbstractContextManager[None]:
+    """What gives torch's own kernels for processors their threads."""
+    module = None if kernel is _flash or query.device.type != "cpu" else kernel_module("ragkv.util.kernels")
+    return nullcontext() if module is None else module.by_torch()
 
 
 def merge_partials(partials: Sequence[PartialAttention]) -> PartialAttention:

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
@@ -43,6 +43,7 @@ from ragkv.model.loading import reach, refuse_by_name
 from ragkv.model.packet import Packet, embed
 from ragkv.model.prompt import Tokens
 from ragkv.types import Capability, KVShape
+from ragkv.util.plugins import kernel_module
 
 _SPANS = ("window", "attention_chunk", "index_topk")  # parts of attribute names that limit how many tokens are seen
 _LAYER_COUNTS = frozenset({"max_window_layers"})  # says which layers have a window, not how long it is
@@ -163,6 +164,8 @@ class LanguageModel:
 
     joins: ClassVar[bool] = True
     """Whether the chunks that a sequence sees may be joined (`ragkv.attention.sequence`)."""
+    kernels_alone: bool = False
+    """Whether ragkv's kernels do all of a pass that takes long (`ragkv.model.linear.optimize_layers`)."""
 
     def __init__(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
         self._hold(model, tokenizer, checkpoint)
@@ -276,12 +279,14 @@ class LanguageModel:
         holds. `vectors` stand at the negative ids (`ragkv.model.packet`). `run` computes an ordinary pass's logits.
         """
         logits, steps = torch.empty((0, 0)), []
-        for until in sorted({row.until for row in rows}, key=lambda layer: -1 if layer is None else layer):
-            some = [at for at, row in enumerate(rows) if row.until == until]
-            of, given = [rows[at] for at in some], [ids[at] for at in some]
-            scores, step = self._pass(of, given, until, every=every, seen=seen, ranks=ranks, vectors=vectors, run=run)
-            steps.append(step)
-            logits = scores if until is None else logits
+        one_pass = partial(self._pass, every=every, seen=seen, ranks=ranks, vectors=vectors, run=run)
+        module = kernel_module("ragkv.util.kernels") if self.kernels_alone else None
+        with nullcontext() if module is None else module.instead_of_torch():
+            for until in sorted({row.until for row in rows}, key=lambda layer: -1 if layer is None else layer):
+                some = [at for at, row in enumerate(rows) if row.until == until]
+                scores, step = one_pass([rows[at] for at in some], [ids[at] for at in some], until)
+                steps.append(step)
+                logits = scores if until is None else logits
         for step in steps:
             step.commit()
         return logits

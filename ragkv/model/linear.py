@@ -229,6 +229,15 @@ def optimize_layers(model: LanguageModel) -> None:
         if layer.read:
             weight, layer.__class__ = layer.float_weight(), KernelLinear  # type: ignore[assignment]
             layer.weight = nn.Parameter(weight, requires_grad=False)
+    model.kernels_alone = _by_kernels(model)
+
+
+def _by_kernels(model: LanguageModel) -> bool:
+    """Whether kernels read all that is large of a model, and its attention."""
+    kinds = KernelLinear, Int8Linear, nn.Embedding
+    others = (module for module in model.module.modules() if not isinstance(module, kinds))
+    large = any(own.numel() >= LEAST_WEIGHTS for module in others for own in module.parameters(recurse=False))
+    return not large and getattr(model.config, "attn_logit_softcapping", None) is None
 
 
 def _fits(layer: Any) -> bool:
@@ -311,6 +320,7 @@ def int8_weights(model: LanguageModel) -> None:
         raise UnsupportedModelError(
             f"Model {name!r} cannot have int8 weights ({first_sentence(error)}); use --dtype auto."
         ) from error
+    model.kernels_alone = _by_kernels(model)
 
 
 def ordinary_layers(model: nn.Module) -> nn.Module:

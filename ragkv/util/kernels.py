@@ -333,10 +333,9 @@ _LOOKS = 5_000
 """How often a helper without work looks at its board before it lets go of the processor: 0.2 to 3 ms."""
 _LATE, _CALM = 1e-4, 2000
 """A helper is late that needs so many seconds more for what it has begun than all the rest has taken."""
-_WINDOW, _OFTEN = 0.05, 100
-"""Each so many seconds it is looked up whether helpers were late, or this thread has lost its processor more often than
-so many times a second. Twice in a row, and the machine is busy: once is chance, or the helper itself, which the system
-has put beside the thread that it should help.
+_WINDOW, _USED, _OFTEN = 0.05, 0.8, 50
+"""Each so many seconds it is looked up whether helpers were late, or this thread had less than so much of a processor
+because the system took it away more often than so many times a second. Twice in a row, and the machine is busy.
 """
 
 
@@ -365,7 +364,7 @@ class _Team:
         self._first = -ctypes.addressof(self._memory) // 8 % _LINE
         self._boards = ctypes.addressof(self._memory) + 8 * self._first
         self._size, self._most, self._calm = size, size, 0
-        self._taken, self._since, self._late, self._busy = (0, 0), 0.0, 0, False
+        self._since, self._late, self._busy, self._seen = 0.0, 0, False, (0, 0.0, 0)
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max(1, size), thread_name_prefix="ragkv-kernel")
         self._help, self._ask, self._wait = (compiled(work).ctypes for work in (_help, _ask, _wait))
@@ -393,12 +392,13 @@ class _Team:
             self._lock.release()
 
     def _note(self, helpers: int, late: bool, now: float) -> None:
-        self._late, self._calm = self._late + late, self._calm + 1
-        if now - self._since > _WINDOW:
-            (owner, before), self._taken = self._taken, (threading.get_ident(), taken_away())
-            often = owner == self._taken[0] and self._taken[1] - before > _OFTEN * (now - self._since)
-            was_busy, self._busy = self._busy, often or self._late > 1
-            self._late, self._since = 0, now
+        self._calm, self._late = self._calm + 1, self._late + late
+        if (passed := now - self._since) > _WINDOW:
+            (owner, used, taken), self._seen = self._seen, (threading.get_ident(), time.thread_time(), taken_away())
+            _, used_now, taken_now = self._seen
+            lost = used_now - used < _USED * passed and taken_now - taken > _OFTEN * passed
+            was_busy, self._busy = self._busy, self._late > 1 or (lost and owner == self._seen[0])
+            self._since, self._late = now, 0
             if self._busy:
                 self._calm = 0
                 self._most = helpers // 2 if was_busy else self._most
@@ -450,9 +450,42 @@ def _array(length: int) -> Any:
     return ctypes.c_int64 * length
 
 
+_THREADS = threading.local()
+
+
+@contextmanager
+def instead_of_torch() -> Iterator[None]:
+    """Within, torch's own operations are on one thread, and as many kernels as before on several: OpenMP's threads look
+    for work for milliseconds after each operation, and take the processors from the kernels' threads.
+    """
+    if (number := torch.get_num_threads()) == 1:
+        yield
+        return
+    _THREADS.number = number
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
+        _THREADS.number = None
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    """Within `instead_of_torch`, an operation of torch on all threads after all."""
+    if (number := getattr(_THREADS, "number", None)) is None:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
 def threads_for(numbers: int, each: int) -> int:
     """On how many of torch's threads to run work on so many numbers, of which `each` are worth one."""
-    return max(1, min(torch.get_num_threads(), numbers // each))
+    return max(1, min(getattr(_THREADS, "number", None) or torch.get_num_threads(), numbers // each))
 
 
 _COMPILING = threading.RLock()

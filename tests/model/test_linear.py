@@ -345,6 +345,31 @@ def test_a_bfloat16_model_has_its_weights_read_where_they_lie(half_folder):
     torch.testing.assert_close(_logits(model, *TEXTS), _logits(exact, *TEXTS), atol=0.02, rtol=0.02)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_pass_of_kernels_leaves_the_threads_to_them(half_folder, dtype):
+    """Torch's would look for work meanwhile; what a model computes otherwise has them all the same."""
+    model, seen, before = load_model(str(half_folder), dtype=dtype), [], torch.get_num_threads()
+    assert model.kernels_alone
+    model.module.model.norm.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    try:
+        expected = _logits(model, *TEXTS)
+        assert set(seen) == {1}
+        assert torch.get_num_threads() == 3
+        seen.clear()
+        model.kernels_alone = False
+        assert torch.equal(_logits(model, *TEXTS), expected)
+        assert set(seen) == {3}
+    finally:
+        torch.set_num_threads(before)
+    model.module.model.extra = nn.Parameter(torch.zeros(linear.LEAST_WEIGHTS))
+    assert not linear._by_kernels(model)
+    del model.module.model.extra
+    assert linear._by_kernels(model)
+    model.config.attn_logit_softcapping = 30.0
+    assert not linear._by_kernels(model)
+
+
 @pytest.mark.parametrize("why", ["packed", "kernel", "size", "train"])
 def test_other_layers_keep_their_own(half_folder, monkeypatch, why):
     model = load_model(str(half_folder), dtype="float32", train=True)
@@ -361,6 +386,7 @@ def test_other_layers_keep_their_own(half_folder, monkeypatch, why):
     if why != "train":
         optimize_layers(model)
     assert type(layer) is nn.Linear
+    assert not model.kernels_alone
     assert type(model.module.lm_head) is (nn.Linear if why in ("kernel", "train") else HalfLinear)
 
 
