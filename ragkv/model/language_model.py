@@ -156,6 +156,10 @@ Run = Callable[["LanguageModel", Step, Tensor, Tensor, Tensor], Tensor]
 """Computes a pass: (model, step, tokens, positions, kept) -> logits, as `LanguageModel.logits` does."""
 
 
+FEW = 256
+"""Tokens of a pass whose products are all that takes long; with more, the rest is worth torch's threads."""
+
+
 class LanguageModel:
     """A loaded model: it encodes chunks to KV and runs tokens against a context.
 
@@ -280,7 +284,8 @@ class LanguageModel:
         """
         logits, steps = torch.empty((0, 0)), []
         one_pass = partial(self._pass, every=every, seen=seen, ranks=ranks, vectors=vectors, run=run)
-        module = kernel_module("ragkv.util.kernels") if self.kernels_alone else None
+        few = self.kernels_alone and sum(map(len, ids)) <= FEW
+        module = kernel_module("ragkv.util.kernels") if few else None
         with nullcontext() if module is None else module.instead_of_torch():
             for until in sorted({row.until for row in rows}, key=lambda layer: -1 if layer is None else layer):
                 some = [at for at, row in enumerate(rows) if row.until == until]

@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,12 @@ _OTHERWISE = 0.02
 
 def _kernels() -> ModuleType | None:
     return kernel_module("ragkv.model.layer_kernels")
+
+
+def by_torch() -> AbstractContextManager[None]:
+    """What gives torch's own product its threads within a pass."""
+    kernels = _kernels()
+    return nullcontext() if kernels is None else kernels.kernels.by_torch()
 
 
 @functools.cache
@@ -95,7 +102,8 @@ class KernelLinear(nn.Linear):
         bias: Tensor | None = self.bias
         count = input.numel() // self.in_features
         if not 0 < count <= most_rows(weight.dtype) or torch.is_grad_enabled() or not weight.is_contiguous():
-            return super().forward(input)
+            with by_torch():
+                return super().forward(input)
         rows = input.contiguous()
         if not (weight.dtype == dtype == torch.bfloat16 and _has_dot("bfloat16")):
             rows, bias = rows.float(), None if bias is None else bias.float()

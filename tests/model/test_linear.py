@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
-from ragkv.model import linear
+from ragkv.model import language_model, linear
 from ragkv.model.checkpoint import resolve
 from ragkv.model.linear import HalfLinear, Int8Linear, KernelLinear, int8_weights, optimize_layers
 from ragkv.model.self_check import load_model
@@ -346,7 +346,7 @@ def test_a_bfloat16_model_has_its_weights_read_where_they_lie(half_folder):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_a_pass_of_kernels_leaves_the_threads_to_them(half_folder, dtype):
+def test_a_pass_of_kernels_leaves_the_threads_to_them(half_folder, dtype, monkeypatch):
     """Torch's would look for work meanwhile; what a model computes otherwise has them all the same."""
     model, seen, before = load_model(str(half_folder), dtype=dtype), [], torch.get_num_threads()
     assert model.kernels_alone
@@ -356,6 +356,21 @@ def test_a_pass_of_kernels_leaves_the_threads_to_them(half_folder, dtype):
         expected = _logits(model, *TEXTS)
         assert set(seen) == {1}
         assert torch.get_num_threads() == 3
+        if dtype != "int8":
+            seen.clear()
+            with monkeypatch.context() as patch:  # rows that torch multiplies sooner
+                patch.setattr(linear, "most_rows", lambda _: 0)
+                plain = nn.Linear.forward
+                patch.setattr(
+                    nn.Linear, "forward", lambda *given: seen.append(torch.get_num_threads()) or plain(*given)
+                )
+                _logits(model, *TEXTS)
+            assert set(seen) == {1, 3}
+        for name, value in (("FEW", 2), ("FEW", 1000)):
+            seen.clear()
+            monkeypatch.setattr(language_model, name, value)
+            assert torch.equal(_logits(model, *TEXTS), expected)
+            assert set(seen) == {3 if value == 2 else 1}
         seen.clear()
         model.kernels_alone = False
         assert torch.equal(_logits(model, *TEXTS), expected)
