@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -381,12 +381,15 @@ class _Team:
                 awake = self._first + _LINE * at + _AWAKE
                 if not self._memory[awake]:
                     self._memory[awake] = 1
-                    self._pool.submit(self._help, self._boards + 8 * _LINE * at)
-            self._ask(ctypes.addressof(data))
+                    with suppress(RuntimeError):  # while the interpreter ends nobody helps any more
+                        self._pool.submit(self._help, self._boards + 8 * _LINE * at)
             started = time.perf_counter()
-            call(place)
-            ended = time.perf_counter()
-            self._wait(ctypes.addressof(data))
+            try:
+                self._ask(ctypes.addressof(data))
+                call(place)
+            finally:  # also when it is interrupted: a helper may be amid its work
+                ended = time.perf_counter()
+                self._wait(ctypes.addressof(data))
             self._note(helpers, time.perf_counter() - ended > _LATE + ended - started, ended)
         finally:
             self._lock.release()

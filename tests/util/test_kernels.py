@@ -166,6 +166,22 @@ def test_a_helper_that_has_begun_is_waited_for(team, counting):
         assert team._memory[state] == kernels._IDLE
 
 
+def test_a_launch_that_is_interrupted_waits_for_its_helpers(team, counting):
+    state = team._first + kernels._STATE
+
+    def interrupted():
+        until(lambda: team._memory[state] == kernels._BUSY or not team._memory[team._first + kernels._AWAKE])
+        raise KeyboardInterrupt
+
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            counts_of(team, counting, 3_000_000, 1, interrupted)
+        assert team._memory[state] == kernels._IDLE
+        assert counts_of(team, counting, 9) == [1] * 9
+    team._pool.shutdown()  # as when the interpreter ends
+    assert counts_of(team, counting, 9) == [1] * 9
+
+
 def test_nobody_begins_when_the_launcher_has_ended(counting, monkeypatch):
     monkeypatch.setattr(kernels, "ThreadPoolExecutor", lambda *_, **__: waiting)
     waiting = Waiting()
