@@ -229,6 +229,16 @@ def test_many_threads_launch_kernels_at_once(counting):
     assert not failures
 
 
+def test_no_more_are_asked_than_the_machine_has_room_for(team, counting):
+    for most in (0, 1):
+        team._most = most
+        assert counts_of(team, counting, 5) == [1] * 5
+        assert [team._memory[team._first + kernels._LINE * at + kernels._KERNEL] > 0 for at in (0, 1)] == [
+            most > 0,
+            False,
+        ]
+
+
 def test_fewer_helpers_on_a_busy_machine(team, monkeypatch):
     """After two windows in a row in which two were late, or the thread often lost its processor."""
     monkeypatch.setattr(kernels, "_CALM", 3)
