@@ -122,16 +122,16 @@ def partial_attention(
     elif shared:
         key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
     kernel = _matmul if reference or softcap is not None else _kernel(query, key, value, mask)
-    with _threads(kernel, query):
+    with nullcontext() if kernel is _flash or query.device.type != "cpu" else by_torch():
         out, lse = kernel(query, key, value, mask, scale, temperature, softcap)
     if fold:
         out, lse = _unfold(out, batch, q_heads, n), _unfold(lse[..., None], batch, q_heads, n)[..., 0]
     return PartialAttention(out, lse)
 
 
-def _threads(kernel: Kernel, query: Tensor) -> AbstractContextManager[None]:
-    """What gives torch's own kernels for processors their threads."""
-    module = None if kernel is _flash or query.device.type != "cpu" else kernel_module("ragkv.util.kernels")
+def by_torch() -> AbstractContextManager[None]:
+    """Within, torch's own work on a processor has its threads, also in a pass that leaves them to kernels."""
+    module = kernel_module("ragkv.util.kernels")
     return nullcontext() if module is None else module.by_torch()
 
 

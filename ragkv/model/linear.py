@@ -11,14 +11,13 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ragkv.attention.partial import float_bits
+from ragkv.attention.partial import by_torch, float_bits
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.checkpoint import int8_levels, processor_units
@@ -46,12 +45,6 @@ _OTHERWISE = 0.02
 
 def _kernels() -> ModuleType | None:
     return kernel_module("ragkv.model.layer_kernels")
-
-
-def by_torch() -> AbstractContextManager[None]:
-    """What gives torch's own product its threads within a pass."""
-    kernels = _kernels()
-    return nullcontext() if kernels is None else kernels.kernels.by_torch()
 
 
 @functools.cache

@@ -428,9 +428,7 @@ def test_reading_works_in_a_forked_child_and_leaves_quietly(tmp_path):
     """Threads and their locks do not cross a fork; buffers are given back while the interpreter ends."""
     code = """
 import os, sys, torch
-from ragkv import attention
-from ragkv.attention.kv import ChunkKV, CopyStream
-from ragkv.attention.pages import PagePool
+from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store, reader, record
 from ragkv.types import Encoding
 torch.set_num_threads(1)  # OpenMP's own threads do not cross a fork either

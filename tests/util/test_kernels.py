@@ -109,7 +109,7 @@ def test_each_unit_of_work_is_done_once(counting, units, threads):
 
 def until(done):
     """Wait, however long it takes, within reason."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 600
     while not done():
         assert time.monotonic() < end
         time.sleep(0.0002)
@@ -139,7 +139,7 @@ def team():
 
 
 def counts_of(team, counting, units, helpers=2, during=None):
-    """How often each unit was done, and in how many launches."""
+    """How often each unit was done."""
     counts = torch.zeros(units, dtype=torch.int64)
     data = kernels._array(4)(0, units, 1, counts.data_ptr())
 
