@@ -98,7 +98,7 @@ def test_products_are_exact(kinds, dot, in_features, out_features, bias):
 @torch.no_grad()
 def test_a_result_does_not_depend_on_other_rows(kinds, dot, monkeypatch):
     monkeypatch.setattr(linear, "most_rows", lambda dtype: 1000)
-    layer, states = _layer(2048, 36, kinds[0], held=kinds[1]), torch.randn(120, 2048).to(kinds[0])
+    layer, states = _layer(8192, 36, kinds[0], held=kinds[1]), torch.randn(120, 8192).to(kinds[0])
     together = layer(states)
     for first, last in ((0, 1), (3, 4), (5, 7), (8, 22), (1, 120), (50, 119)):
         assert torch.equal(layer(states[first:last]), together[first:last])
