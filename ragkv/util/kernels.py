@@ -383,13 +383,13 @@ class _Team:
                     self._memory[awake] = 1
                     with suppress(RuntimeError):  # while the interpreter ends nobody helps any more
                         self._pool.submit(self._help, self._boards + 8 * _LINE * at)
-            started = time.perf_counter()
+            asked, started = ctypes.addressof(data), time.perf_counter()
             try:
-                self._ask(ctypes.addressof(data))
+                self._ask(asked)
                 call(place)
-            finally:  # also when it is interrupted: a helper may be amid its work
                 ended = time.perf_counter()
-                self._wait(ctypes.addressof(data))
+            finally:  # also when it is interrupted: a helper may be amid its work
+                self._wait(asked)  # the first call here: an interrupt comes after one
             self._note(helpers, time.perf_counter() - ended > _LATE + ended - started, ended)
         finally:
             self._lock.release()

@@ -10,6 +10,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,6 +181,26 @@ def test_a_launch_that_is_interrupted_waits_for_its_helpers(team, counting):
         assert counts_of(team, counting, 9) == [1] * 9
     team._pool.shutdown()  # as when the interpreter ends
     assert counts_of(team, counting, 9) == [1] * 9
+
+
+def test_an_interrupt_before_the_wait_does_not_spare_it(team, counting, monkeypatch):
+    """The launcher's own work is done, and a helper is amid its own."""
+    state, awake = team._first + kernels._STATE, team._first + kernels._AWAKE
+    counts, clock = torch.zeros(3_000_000, dtype=torch.int64), iter([0.0])
+    data = kernels._array(4)(0, len(counts), 1, counts.data_ptr())
+
+    def interrupted():
+        for first in clock:
+            return first
+        raise KeyboardInterrupt
+
+    def work(_place):
+        until(lambda: team._memory[state] == kernels._BUSY or not team._memory[awake])
+
+    monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        team.run(counting.address, work, ctypes.addressof(data), 1)
+    assert team._memory[state] == kernels._IDLE
 
 
 def test_nobody_begins_when_the_launcher_has_ended(counting, monkeypatch):
