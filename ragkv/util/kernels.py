@@ -523,21 +523,24 @@ def compiled(function: Callable[..., None], *, fast: Sequence[str] = ()) -> Any:
     options: dict[str, Any] = {"fastmath": set(fast), "error_model": "numpy", "boundscheck": False}
     signature = types.void(types.int64)
     try:
-        with _keeping():
+        with _keeping(function):
             return numba.cfunc(signature, cache=True, **options)(function)
     except Exception:  # no folder that it may be kept in, a full disk, a damaged file; else it is raised again
         return numba.cfunc(signature, **options)(function)
 
 
 @contextmanager
-def _keeping() -> Iterator[None]:
+def _keeping(function: Callable[..., None]) -> Iterator[None]:
     """Keep what is compiled in the user's cache folder, unless NUMBA_CACHE_DIR names one. Numba's own choice, beside
     this file, would be left behind there when the package is uninstalled, and hide an editable install.
+
+    Each variant of a kernel has a folder of its own. In one folder, numba's index would name the file of another
+    variant if two processes compiled both at once.
     """
     before = numba.config.CACHE_DIR
     try:
         kept = Path(before) if before else user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "numba"
-        folder = kept / _version()
+        folder = kept / _version() / _variant(function)
         folder.mkdir(parents=True, exist_ok=True)
         numba.config.CACHE_DIR = str(folder)
         yield
@@ -549,6 +552,13 @@ def _keeping() -> Iterator[None]:
 def _version() -> str:
     """What distinguishes this module from earlier ones: numba sees only whether a kernel's own file has changed."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
+
+
+def _variant(function: Callable[..., None]) -> str:
+    """What distinguishes a kernel from others of the same code: what it was made for, and the processor."""
+    made_for = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    processor = numba.config.CPU_NAME or binding.get_host_cpu_name(), sorted(features())
+    return hashlib.sha256(repr((made_for, processor)).encode()).hexdigest()[:8]
 
 
 def piece(width: int) -> int:

@@ -68,6 +68,32 @@ def test_a_damaged_kernel_is_compiled_anew(damage, tmp_path, monkeypatch):
     assert callable(kernels.compiled(_nothing).ctypes)
 
 
+def _writing(number):
+    def kernel(data):
+        while kernels.claimed(data) < kernels.argument(data, kernels.UNITS):
+            kernels.integers(kernels.argument(data, kernels.ARGUMENTS))[0] = number
+
+    return kernels.compiled(kernel)
+
+
+def test_two_processes_keep_variants_of_a_kernel_at_once(tmp_path, monkeypatch):
+    """Neither sees what the other one writes: the second one's index is the last, and the first one's code."""
+    files, late = pytest.importorskip("numba.core.caching").IndexDataCacheFile, []
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    with monkeypatch.context() as patch:
+        save = files._save_data
+        patch.setattr(files, "_load_index", lambda _: {})
+        patch.setattr(files, "_save_data", lambda *given: late.append(given))
+        for number in (1, 2):
+            _writing(number)
+        for given in reversed(late):
+            save(*given)
+    for number in (1, 2):
+        out = torch.zeros(1, dtype=torch.int64)
+        kernels.run(_writing(number), 1, 1, out.data_ptr())
+        assert out.tolist() == [number]
+
+
 def test_a_kernel_is_kept_in_the_users_cache_folder(tmp_path, monkeypatch):
     """Not beside the module, where a file would be left behind by `pip uninstall`, and hide an editable install."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
