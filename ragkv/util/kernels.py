@@ -512,8 +512,14 @@ def _team() -> _Team:
     return _Team((os.cpu_count() or 1) - 1)
 
 
-# a forked process has none of these threads
-os.register_at_fork(after_in_child=lambda: _team.cache_clear())  # type: ignore[attr-defined]
+def _begin_again() -> None:
+    """In the child of a fork, which has none of these threads: one that holds the lock would never let go of it."""
+    global _COMPILING
+    _COMPILING = threading.RLock()
+    _team.cache_clear()  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=_begin_again)
 
 
 def compiled(function: Callable[..., None], *, fast: Sequence[str] = ()) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -323,6 +324,26 @@ def test_a_forked_process_has_threads_of_its_own(counting):
         os._exit(kernels._team() is mine or counts_of(kernels._team(), counting, 4) != [1] * 4)
     assert os.waitpid(child, 0)[1] == 0
     assert kernels._team() is mine
+
+
+def test_a_process_may_be_forked_while_a_kernel_is_made(counting):
+    """By another thread, which the child does not have."""
+    begun, end = threading.Event(), threading.Event()
+
+    @kernels.once
+    def make():
+        begun.set()
+        end.wait(600)
+
+    with ThreadPoolExecutor(1) as other:
+        other.submit(make)
+        assert begun.wait(600)
+        if (child := os.fork()) == 0:
+            signal.alarm(600)
+            os._exit(counts_of(kernels._team(), counting, 4) != [1] * 4)
+        status = os.waitpid(child, 0)[1]
+        end.set()
+    assert status == 0
 
 
 def test_as_many_threads_as_the_work_is_worth(monkeypatch):
