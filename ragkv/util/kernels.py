@@ -456,6 +456,19 @@ def _array(length: int) -> Any:
 _THREADS = threading.local()
 
 
+@functools.cache
+def _set_threads() -> Callable[[int], object]:
+    """What sets the number of torch's threads for this thread alone: OpenMP's own function, where torch has OpenMP.
+    torch's sets it as well for each thread that is yet to use torch, which would keep it.
+    """
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        with suppress(OSError, AttributeError):
+            found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).omp_set_num_threads
+            found.argtypes, found.restype = (ctypes.c_int,), None
+            return found
+    return torch.set_num_threads
+
+
 @contextmanager
 def instead_of_torch() -> Iterator[None]:
     """Within, torch's own operations are on one thread, and as many kernels as before on several: OpenMP's threads look
@@ -464,13 +477,14 @@ def instead_of_torch() -> Iterator[None]:
     if (number := torch.get_num_threads()) == 1:
         yield
         return
-    _THREADS.number = number
-    torch.set_num_threads(1)
+    set_threads = _set_threads()
     try:
+        _THREADS.number = number
+        set_threads(1)
         yield
     finally:
-        torch.set_num_threads(number)
         _THREADS.number = None
+        set_threads(number)  # the first call here: an interrupt comes after one
 
 
 @contextmanager
@@ -479,16 +493,24 @@ def by_torch() -> Iterator[None]:
     if (number := getattr(_THREADS, "number", None)) is None:
         yield
         return
-    torch.set_num_threads(number)
+    set_threads = _set_threads()
     try:
+        set_threads(number)
         yield
     finally:
-        torch.set_num_threads(1)
+        if getattr(_THREADS, "number", None) is not None:  # else an interrupt has ended the pass before this
+            set_threads(1)
+
+
+def threads() -> int:
+    """How many threads kernels have: as many as torch has, or had before it left them to kernels."""
+    found: int | None = getattr(_THREADS, "number", None)
+    return torch.get_num_threads() if found is None else found
 
 
 def threads_for(numbers: int, each: int) -> int:
-    """On how many of torch's threads to run work on so many numbers, of which `each` are worth one."""
-    return max(1, min(getattr(_THREADS, "number", None) or torch.get_num_threads(), numbers // each))
+    """On how many of these threads to run work on so many numbers, of which `each` are worth one."""
+    return max(1, min(threads(), numbers // each))
 
 
 _COMPILING = threading.RLock()

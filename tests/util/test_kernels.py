@@ -411,3 +411,42 @@ def test_kernels_have_the_threads_instead_of_torch():
             assert now() == (1, 1)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_that_begin_meanwhile_have_all_of_torchs(three_threads):
+    with kernels.instead_of_torch(), ThreadPoolExecutor(1) as other:
+        assert other.submit(torch.get_num_threads).result() == 3
+        with kernels.by_torch(), ThreadPoolExecutor(1) as another:
+            assert another.submit(torch.get_num_threads).result() == 3
+        assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_an_interrupt_while_threads_are_set_loses_none(number, three_threads, monkeypatch):
+    honest = kernels._set_threads()
+
+    def interrupted(threads):
+        honest(threads)
+        if threads == number:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "_set_threads", lambda: interrupted)
+        with pytest.raises(KeyboardInterrupt), kernels.instead_of_torch():
+            pass
+    with kernels.by_torch():
+        assert (torch.get_num_threads(), kernels.threads_for(10, 1)) == (3, 3)
+    assert torch.get_num_threads() == 3
+
+
+def test_torchs_own_way_where_it_has_no_openmp(three_threads, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    assert kernels._set_threads.__wrapped__() is torch.set_num_threads
