@@ -67,8 +67,9 @@ class Rotary:
         made on `device`, and not read from there.
         """
         size = self.angles(torch.zeros((1, 1), dtype=torch.long, device=device), kind)[0].shape
-        numbered = torch.arange(1.0, head_dim + 1)[None, None, None]
-        turned = self.apply(numbered, torch.zeros(size), torch.ones(size)).flatten()  # by 90°
+        numbered = torch.arange(1, head_dim + 1, dtype=torch.float32)[None, None, None]
+        cos, sin = (torch.full(size, number, dtype=torch.float32) for number in (0.0, 1.0))  # by 90°
+        turned = self.apply(numbered, cos, sin).flatten()
         return turned.abs().long() - 1, turned.sign()
 
     def halves(self, kind: str, head_dim: int) -> tuple[slice, slice] | None:

@@ -643,7 +643,7 @@ class _Moves:
         self._rotary, self._offsets = rotary, torch.tensor(offsets)
         self._angles: dict[str, Angles] = {}
         self._mixed: dict[tuple[str, int], tuple[tuple[slice, slice] | None, Tensor, Tensor]] = {}
-        self._buffers = [torch.empty(0), torch.empty(0)]
+        self._buffers = [torch.empty(0, dtype=torch.float32)] * 2
 
     def write(self, out: Tensor, held: Tensor, index: int, kind: str) -> None:
         """`out` = R(offset `index`)·`held`, `(kv_heads, tokens, head_dim)` each."""
@@ -677,7 +677,7 @@ class _Moves:
     def _buffer(self, which: int, like: Tensor) -> Tensor:
         """Memory in fp32 of the shape of `like`, which the next chunk uses again."""
         if self._buffers[which].numel() < like.numel():
-            self._buffers[which] = torch.empty(like.numel())
+            self._buffers[which] = torch.empty(like.numel(), dtype=torch.float32)
         return self._buffers[which][: like.numel()].view(like.shape)
 
 

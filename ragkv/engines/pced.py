@@ -172,7 +172,7 @@ class _Contrast:
         """The next group's logits `(experts, vocab)`, the amateur's before the `first` group's."""
         if first:
             self._amateur, logits = logits[0].clone(), logits[1:]
-            relevance = torch.tensor(self._relevance).to(logits.device, non_blocking=True)
+            relevance = torch.tensor(self._relevance, dtype=torch.float32).to(logits.device, non_blocking=True)
             self._evidence = Evidence(self._config.aggregation, relevance, self._config.gamma)
             self._number = 0
         if not len(logits):

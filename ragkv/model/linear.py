@@ -283,7 +283,7 @@ class Int8Linear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         rows = nn.functional.pad(input, (0, self._more)) if self._more else input
         rows = rows.contiguous().view(-1, self.weight.shape[1])
-        out = torch.empty((*input.shape[:-1], self.out_features))
+        out = torch.empty((*input.shape[:-1], self.out_features), dtype=torch.float32)
         if self.zeros is None:
             _multiply(out, rows, self.weight, self.bias, len(rows), self.scales)
             return out

@@ -199,7 +199,7 @@ def step_across(
     most = max(sum(kept[i] for i in which) for which in by_rank.values())
     if most:
         mine = by_rank[ranks.rank]
-        result = torch.zeros((most, model.config.vocab_size), device=model.device)
+        result = torch.zeros((most, model.config.vocab_size), dtype=torch.float32, device=model.device)
         if mine:
             logits = run(mine, None)
             result[: len(logits)] = logits

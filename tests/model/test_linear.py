@@ -211,6 +211,21 @@ def test_an_int8_result_does_not_depend_on_other_tokens():
         assert torch.equal(layer(states).isnan().any(1), torch.arange(20) == 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@torch.inference_mode()
+def test_an_int8_layer_has_float32_whatever_torchs_default_is(dtype):
+    """Another thread's transformers changes that for all threads while it makes a model."""
+    layer, states = Int8Linear(nn.Linear(256, 96)), torch.randn(20, 256)
+    right = layer(states)
+    torch.set_default_dtype(dtype)
+    try:
+        found = layer(states)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, right)
+
+
 @pytest.fixture(scope="module")
 def int8_mini():
     return load_model("mini", dtype="int8")

@@ -82,6 +82,21 @@ def undisturbed(runtime, model, found, asked=CROWD):
     assert runtime.idle
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_answers_do_not_depend_on_torchs_default_dtype(dtype, make_model):
+    """transformers changes it for all threads while it makes a model in one of them."""
+    model = make_model("llama")
+    for each in CROWD:
+        alone(model, each)
+    torch.set_default_dtype(dtype)
+    try:
+        runtime = Runtime(model)
+        found = finish(runtime, [submit(runtime, model, each) for each in CROWD])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    undisturbed(runtime, model, found)
+
+
 class Bad(Engine):
     """A third party's engine that does what it is told."""
 
