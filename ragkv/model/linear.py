@@ -141,7 +141,8 @@ class KernelNorm(nn.Module):
     weight: Tensor
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        if args or options or torch.is_grad_enabled() or not hidden_states.is_contiguous():
+        ordinary = hidden_states.dtype == self.weight.dtype and hidden_states.is_contiguous()
+        if args or options or torch.is_grad_enabled() or not ordinary:
             return super().forward(hidden_states, *args, **options)
         return _normalised(hidden_states, self.weight, self.epsilon, self.form)
 
@@ -281,7 +282,8 @@ class Int8Linear(nn.Module):
             self.zeros = nn.Parameter(128 * rounded.sum(1, dtype=torch.int32), requires_grad=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = nn.functional.pad(input, (0, self._more)) if self._more else input
+        rows = input.float()  # another dtype than the layer's own comes from torch.autocast
+        rows = nn.functional.pad(rows, (0, self._more)) if self._more else rows
         rows = rows.contiguous().view(-1, self.weight.shape[1])
         out = torch.empty((*input.shape[:-1], self.out_features), dtype=torch.float32)
         if self.zeros is None:

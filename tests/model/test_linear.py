@@ -226,6 +226,19 @@ def test_an_int8_layer_has_float32_whatever_torchs_default_is(dtype):
     assert torch.equal(found, right)
 
 
+@torch.inference_mode()
+def test_states_of_another_dtype_are_not_read_as_the_layers_own():
+    """As `torch.autocast` makes them."""
+    layer, norm, states = (
+        Int8Linear(nn.Linear(256, 96)),
+        _norm(*NORMS["rounded"], 256, torch.float32),
+        torch.randn(3, 256),
+    )
+    half, right = states.bfloat16(), copy.deepcopy(norm)
+    assert torch.equal(layer(half), layer(half.float()))
+    assert torch.equal(_with_kernels(norm, torch.float32)(half), right(half))
+
+
 @pytest.fixture(scope="module")
 def int8_mini():
     return load_model("mini", dtype="int8")
