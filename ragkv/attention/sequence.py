@@ -270,7 +270,7 @@ class ArenaBlock:
 
     def make(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Allocate a layer, of the shape and dtype of `(1, kv_heads, n, head_dim)`."""
-        if layer not in self.keys:
+        if layer not in self.values:  # which are the last: without memory for them, the keys may be there
             for held, like in ((self.keys, key), (self.values, value)):
                 # zeros: unwritten places are masked, but a NaN would get through any mask
                 _, heads, _, head_dim = like.shape

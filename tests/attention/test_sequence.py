@@ -8,6 +8,7 @@ import torch
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.sequence import (
     LONG,
+    ArenaBlock,
     ChunkGroup,
     KVArena,
     KVCache,
@@ -91,6 +92,20 @@ def test_a_place_is_clean_when_it_is_taken():
     assert not block.keys[0][slot].any()
     assert not block.values[0][slot].any()
     assert block.keys[0][stays.slot].isnan().any()
+
+
+def test_a_block_that_found_no_memory_for_values_finds_it_later():
+    class Never:
+        shape, device = (1, 2, 3, 4), torch.device("cpu")
+
+        def new_zeros(self, shape):
+            raise RuntimeError("can't allocate memory")
+
+    block, states = ArenaBlock(2, 64), torch.randn(1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match="memory"):
+        block.make(0, states, Never())
+    block.make(0, states, states)
+    assert block.keys[0].shape == block.values[0].shape == (2, 2, 64, 4)
 
 
 def test_own_tokens_grow_without_losing_or_moving_old_ones():
