@@ -320,9 +320,14 @@ class PiecewiseGraphs:
         self._sizes: Sequence[int] = RECORDED_SIZES if capture is None else SIZES
         self._needed = RECORDED_PASSES if capture is None else PASSES
         self._off = False
+        self._threads = 0
 
     def logits(self, model: LanguageModel, step: Step, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         """`model.logits(step, tokens, positions, keep)`."""
+        if self._capture is None and (threads := _threads()) != self._threads:
+            self._threads = threads  # a recording's kernels are for as many as there were
+            self._captured.clear()
+            self._passes.clear()
         if not self._off and len(tokens) <= self._sizes[-1]:
             size = self._padded(tokens), self._padded(keep)
             self._passes[size] += 1
@@ -359,6 +364,12 @@ class PiecewiseGraphs:
         while self._captured and tokens + sum(count for count, _ in self._captured) > MOST_RECORDED:
             oldest = next(iter(self._captured))
             del self._captured[oldest], self._passes[oldest]
+
+
+def _threads() -> int:
+    """How many threads a pass may have on a processor."""
+    kernels = kernel_module("ragkv.util.kernels")
+    return torch.get_num_threads() if kernels is None else int(kernels.threads())
 
 
 def _compare(recorded: _Captured, model: LanguageModel, step: Step, *numbers: Tensor) -> None:

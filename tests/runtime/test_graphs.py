@@ -120,6 +120,26 @@ def test_a_recording_has_the_kernels_of_linear_layers(dtype, soon, monkeypatch):
     assert compared(model, monkeypatch, EXACT, recorded=True) == RECORDED
 
 
+def test_recordings_are_made_anew_for_another_number_of_threads(soon, monkeypatch):
+    kernels = pytest.importorskip("ragkv.util.kernels", exc_type=ImportError)
+    shape = SHAPE | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model, pieces = random_llama("float32", "cpu", shape), PiecewiseGraphs(None)
+    before, seen, launch = torch.get_num_threads(), [], kernels._launch
+    monkeypatch.setattr(kernels, "_launch", lambda *given: seen.append(given[3]) or launch(*given))
+    monkeypatch.setattr("ragkv.model.linear._THREAD", 1)  # each product is worth all threads
+    try:
+        for threads in (2, 1, 3):
+            torch.set_num_threads(threads)
+            for _ in range(4):
+                seen.clear()
+                model.step([TokenSequence((), 0)], [(1,)], run=pieces.logits)
+                assert max(seen) == threads
+            assert list(pieces._captured) == [(1, 1)]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_oldest_recordings_make_room(make_model, soon, monkeypatch):
     model, pieces = make_model("llama"), PiecewiseGraphs(None)
     monkeypatch.setattr(graphs, "MOST_RECORDED", 9)
