@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from ragkv.util.kernels import ARGUMENTS, LONG, argument, compiled, function, integers, once, run
+from ragkv.util.kernels import ARGUMENTS, LONG, argument, claimed, compiled, function, integers, once, run
 
 Bytes = NDArray[np.uint8]
 
@@ -73,6 +73,7 @@ def _check_and_copy(data):
     are, and where to copy to; and of each its address, bytes, checksum and number of parts, then those parts' addresses
     and bytes.
     """
+    claimed(data)
     hashes, segments = argument(data, ARGUMENTS), argument(data, ARGUMENTS + 2)
     target, at, right = argument(data, ARGUMENTS + 3), _FIRST, 0
     while right < segments:

@@ -322,6 +322,8 @@ def _launch(kernel: Any, call: Callable[[int], None], data: Any, threads: int, _
         call(place)
     else:
         _team().run(kernel.address, call, place, threads - 1)
+    if data[0] < data[UNITS]:  # a thread that finds no memory ends before its first unit, and numba only prints that
+        raise MemoryError("a kernel found no memory for its sums")
 
 
 _IDLE, _ASKED, _BUSY = range(3)

@@ -346,6 +346,13 @@ def test_a_process_may_be_forked_while_a_kernel_is_made(counting):
     assert status == 0
 
 
+@pytest.mark.parametrize("threads", [1, 3])
+def test_work_that_no_thread_has_begun_is_an_error(threads):
+    """A thread without memory for its sums returns at once."""
+    with pytest.raises(MemoryError):
+        kernels.run(kernels.compiled(_nothing), 5, threads)
+
+
 def test_as_many_threads_as_the_work_is_worth(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert [kernels.threads_for(numbers, 100) for numbers in (0, 199, 200, 399, 10**6)] == [1, 1, 2, 3, 4]
