@@ -24,7 +24,8 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from threading import Lock
@@ -848,36 +849,65 @@ def share(tasks: Sequence[Callable[[], None]]) -> None:
     """Run all tasks in any order. The calling thread works too, and takes every task that no other has begun.
 
     A helper without processor time delays at most one task. Returns, or raises a task's exception, when no task is
-    running any more.
+    running any more, also when the caller is interrupted: what tasks read may be gone afterwards.
     """
-    rest = iter(tasks)  # threads may share the iterator of a list
+    rest, lock = iter(tasks), Lock()
+    begun: list[Lock] = []
+    errors: list[BaseException] = []
 
-    def work() -> None:
+    def help_out() -> None:
+        while True:
+            running = Lock()
+            with running:
+                with lock:
+                    if (task := next(rest, None)) is None:
+                        return
+                    begun.append(running)
+                try:
+                    task()
+                except BaseException as error:
+                    errors.append(error)
+                    return
+
+    try:
+        _ask(help_out, min(_cores(), MOST, len(tasks)) - 1)
         for task in rest:
             task()
-
-    helpers = _ask(work, min(_cores(), MOST, len(tasks)) - 1)
-    try:
-        work()
     finally:
-        begun = [helper for helper in helpers if not helper.cancel()]
-        errors = [error for helper in begun if (error := helper.exception()) is not None]
+        _settle(rest, lock, begun)
     for error in errors:
         raise error
 
 
-def _ask(work: Callable[[], None], count: int) -> list[Future[None]]:
+def _settle(rest: Iterator[Callable[[], None]], lock: Lock, begun: Sequence[Lock]) -> None:
+    """Return when no helper runs a task or will begin one. An interrupt meanwhile is raised then."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            with lock:
+                deque(rest, maxlen=0)
+            for running in begun:
+                with running:
+                    continue
+            break
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def _ask(work: Callable[[], None], count: int) -> None:
+    """Have so many threads of the pool do this, or as many as the system allows."""
     global _pool
     if count < 1:
-        return []
+        return
     with _lock:
         if _pool is None:
             _pool = ThreadPoolExecutor(MOST - 1, thread_name_prefix="ragkv-read")
         pool = _pool
-    try:
-        return [pool.submit(work) for _ in range(count)]
-    except RuntimeError:  # the interpreter is shutting down and starts no more threads
-        return []
+    with suppress(RuntimeError):  # no thread can be started, or the interpreter is shutting down
+        for _ in range(count):
+            pool.submit(work)
 
 
 def _cores() -> int:

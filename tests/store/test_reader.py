@@ -4,6 +4,7 @@ import ctypes
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -153,6 +154,64 @@ def test_what_a_thread_raises_reaches_the_caller_when_all_have_ended(monkeypatch
         record.share([lambda: done.append(1), fail, lambda: done.append(2)])
     record.share([lambda n=n: done.append(n) for n in range(100)])  # type: ignore[misc]
     assert set(range(100)) <= set(done)
+
+
+def test_an_interrupted_caller_waits_for_those_who_read():
+    """They may read the map, which the caller closes next; what nobody has begun is left."""
+    code = """
+import signal, sys, threading, time
+from ragkv.store import record
+record._cores = lambda: 2
+main, helped, left, ended = threading.main_thread(), threading.Event(), threading.Event(), []
+
+def still():
+    frame = sys._current_frames()[main.ident]
+    return frame, frame.f_lasti
+
+def task():
+    if threading.current_thread() is main:
+        helped.wait(600)
+        return
+    helped.set()
+    seen = 0
+    while seen < 50:  # until the caller waits, which it does neither here nor on its way there
+        before = still()
+        time.sleep(0.001)
+        seen = seen + 1 if before == still() and before[0].f_code is not task.__code__ else 0
+    signal.pthread_kill(main.ident, signal.SIGINT)
+    ended.append(not left.wait(0.2))
+
+try:
+    record.share([task, task])
+except KeyboardInterrupt:
+    print("interrupted", ended)
+left.set()
+"""
+    assert run_fresh(code) == ("interrupted [True]\n", "")
+
+
+def test_those_who_began_are_waited_for_though_no_more_threads_start(monkeypatch):
+    """The pool takes what it is asked for, and only then finds that the system starts no thread for it."""
+    begun, left, ended = threading.Event(), threading.Event(), []
+
+    def task() -> None:
+        if threading.current_thread() is caller:
+            begun.wait(600)
+        else:
+            begun.set()
+            ended.append(not left.wait(0.2))
+
+    def submit(work) -> None:
+        pool.submit(work)
+        raise RuntimeError("can't start new thread")
+
+    caller = threading.current_thread()
+    with ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(record, "_cores", lambda: 3)
+        monkeypatch.setattr(record, "_pool", SimpleNamespace(submit=submit))
+        record.share([task, task])
+        left.set()
+    assert ended == [True]
 
 
 @pytest.fixture(params=[True, False], ids=["kernel", "python"])
