@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragkv.errors import ConfigError, CorruptStoreError, KVLostError
-from ragkv.store.codecs import Buffer, Codec, DamagedError, MemorySpan, Packing, Raw, codec_from_config
+from ragkv.store.codecs import Buffer, Bytes, Codec, DamagedError, MemorySpan, Packing, Raw, codec_from_config
 from ragkv.store.documents import matching, require_shape
 from ragkv.store.environment import Database
 from ragkv.store.record import (
+    UNDECODABLE,
     KVIdentity,
     Manifest,
     checked_payloads,
@@ -33,6 +34,7 @@ from ragkv.store.record import (
     flat_tensor,
     layer_tensors,
     new_buffer,
+    packed_parts,
     record_tensors,
     share,
     typed_tensor,
@@ -133,14 +135,16 @@ class _Loading:
             return False
         segments = []
         for index in run:
-            payload = np.frombuffer(self.payloads[index], np.uint8)
-            try:
-                parts = [payload] if self.packing is None else self.codec.parts(self.payloads[index])
-            except DamagedError:
-                return False
+            payload, segment = np.frombuffer(self.payloads[index], np.uint8), self.manifest.segments[index]
+            parts: list[Bytes] | None = [payload] if payload.size == segment.raw else None
+            if self.packing is not None:
+                try:
+                    parts = packed_parts(self.codec, self.packing, self.payloads[index], segment.raw)
+                except UNDECODABLE:  # the checksum may be wrong: `_decoded` says what it is
+                    return False
             if parts is None:
                 return False
-            segments.append((payload, self.manifest.segments[index].digest, parts))
+            segments.append((payload, segment.digest, parts))
         return bool(kernel.copy_checked(segments, out))
 
 

@@ -37,13 +37,13 @@ from numpy.typing import NDArray
 
 from ragkv.store.codecs import (
     Buffer,
+    Bytes,
     Codec,
     DamagedError,
     KVSlice,
     Packing,
     add_checksum,
     codec_from_config,
-    output,
     verify_checksum,
 )
 from ragkv.types import ITEM_SIZES, DType, Encoding, KVShape, LayerShape, StateShape
@@ -491,7 +491,8 @@ def _codec(found: Any) -> dict[str, Any]:
 Fetch = Callable[[int], Buffer | None]
 """Gives a segment's payload by its index; None when it is missing."""
 
-_UNDECODABLE = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
+UNDECODABLE = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
+"""What a codec, which may be another package's, raises for a payload that is none."""
 _SMALL = 64 << 20
 _EXPANSION = 64
 """No KV is this compressible (`int4` gives a factor of eight). A large record that claims to be is a bomb."""
@@ -535,6 +536,16 @@ def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> B
     return payload
 
 
+def packed_parts(codec: Codec, packing: Packing, payload: Buffer, raw: int) -> list[Bytes] | None:
+    """`Codec.parts` of a segment; `DamagedError` unless they are whole rows for its `raw` bytes."""
+    if (parts := codec.parts(payload)) is None:
+        return None
+    size, expected = sum(part.size for part in parts), packing.bytes_for(raw)
+    if size != expected or raw % (packing.item * packing.numbers):
+        raise DamagedError(f"the payload holds {size} bytes, not {expected} for the rows of {raw}")
+    return parts
+
+
 def decode_segments(
     manifest: Manifest,
     codec: Codec,
@@ -558,14 +569,13 @@ def decode_segments(
             of = codec if manifest.segments[index].layer < layers else keeping
             if packing is None:
                 of.decode(payload, out=out[start:end])
-            elif (parts := of.parts(payload)) is None:
+            elif (parts := packed_parts(of, packing, payload, end - start)) is None:
                 return False
             else:
-                target = out[packing.bytes_for(start) : packing.bytes_for(end)]
-                np.concatenate(parts or [target], out=output(sum(part.size for part in parts), target))
+                np.concatenate(parts, out=out[packing.bytes_for(start) : packing.bytes_for(end)])
         except DamagedError:
             raise
-        except _UNDECODABLE as error:  # the checksum is right, but the store may be untrusted
+        except UNDECODABLE as error:  # the checksum is right, but the store may be untrusted
             raise DamagedError(f"segment {index} cannot be decoded ({error!r})") from error
         start = end
     return True

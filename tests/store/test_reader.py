@@ -2,10 +2,12 @@
 
 import ctypes
 import logging
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -318,7 +320,45 @@ def test_a_payload_of_fewer_numbers_than_its_record_has_is_no_hit(tmp_path, code
         store._live().write(lambda txn: txn.put_record(replace(made, manifest=lying.pack(), segments=payloads)))
         assert store.get_kv(of) is None
         assert "bytes, not" in caplog.text
-    assert kernel in (None, [False])
+    assert not kernel
+
+
+@pytest.mark.parametrize("codec", [Raw(), Half(), Q8()], ids=str)
+def test_segments_that_are_right_only_together_are_no_hit(tmp_path, codec, kernel, caplog):
+    """Two segments of different lengths have changed places, with their checksums."""
+    small, large = (make_kv(6, kv_heads=heads, layers=1, dtype=torch.float32) for heads in (1, 3))
+    kv, of = ChunkKV(keys=small.keys + large.keys, values=small.values + large.values), identity(*range(6))
+    made = record.encode_record(kv, of, codec)
+    manifest = record.Manifest.parse(made.manifest)
+    one, other = manifest.segments
+    segments = (
+        one._replace(stored=other.stored, digest=other.digest),
+        other._replace(stored=one.stored, digest=one.digest),
+    )
+    swapped = replace(made, manifest=replace(manifest, segments=segments).pack(), segments=made.segments[::-1])
+    with Store.create(tmp_path, codec=codec) as store:
+        store.stage_kv([(of, kv)])
+        assert store.get_kv(of) is not None
+        store._live().write(lambda txn: txn.put_record(swapped))
+        assert store.get_kv(of) is None
+        assert "bytes, not" in caplog.text
+        with store._live().read() as txn, pytest.raises(DamagedError, match="bytes, not"):
+            record.check_payloads(record.Manifest.parse(swapped.manifest), partial(txn.segment, of.key()))
+
+
+@pytest.mark.parametrize("error", [struct.error("x"), IndexError("x"), TypeError("x")], ids=repr)
+def test_what_another_packages_codec_raises_is_no_hit(tmp_path, error, kernel, monkeypatch, caplog):
+    class Theirs(Half):
+        def parts(self, buf):
+            raise error
+
+    of = identity(1, 2, 3)
+    with Store.create(tmp_path, codec=Half()) as store:
+        store.stage_kv([(of, make_kv(3, dtype=torch.float32))])
+        monkeypatch.setattr(reader, "codec_from_config", lambda _: Theirs())
+        assert store.get_kv(of) is None
+        assert "segment 0 cannot be decoded" in caplog.text
+    assert not kernel
 
 
 def test_what_one_thread_cannot_pack_is_not_forgotten_by_another(tmp_path, monkeypatch):
