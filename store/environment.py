@@ -67,33 +67,45 @@ from ragkv.util.files import NotPlainError, open_plain, parse_json, require_plai
 
 
 class RWLock:
-    """A lock that transactions share, and that resizing, forking and closing take alone."""
+    """A lock that transactions share, and that resizing, forking and closing take alone.
+
+    An interrupt (Ctrl-C) comes between any two calls of Python. So the lock itself is taken, not the condition, whose
+    own methods could be left with the lock held; and `leave` undoes an `enter` that was interrupted.
+    """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._inside = 0
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._inside = set[object]()
         self._shut = False
 
-    def enter(self) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: not self._shut)
-            self._inside += 1
+    def enter(self, who: object) -> None:
+        with self._lock:
+            while self._shut:
+                self._changed.wait()
+            self._inside.add(who)
 
-    def leave(self) -> None:
-        with self._condition:
-            self._inside -= 1
-            self._condition.notify_all()
+    def leave(self, who: object) -> None:
+        with self._lock:
+            self._inside.discard(who)
+            if self._shut:
+                self._changed.notify_all()
 
     def shut(self) -> None:
-        with self._condition:
-            self._condition.wait_for(lambda: not self._shut)
-            self._shut = True
-            self._condition.wait_for(lambda: not self._inside)
+        with self._lock:
+            self._changed.wait_for(lambda: not self._shut)
+            try:
+                self._shut = True
+                self._changed.wait_for(lambda: not self._inside)
+            except BaseException:  # an interrupt: others go on
+                self._shut = False
+                self._changed.notify_all()
+                raise
 
     def reopen(self) -> None:
-        with self._condition:
+        with self._lock:
             self._shut = False
-            self._condition.notify_all()
+            self._changed.notify_all()
 
 
 MAX_READERS = 512
@@ -263,8 +275,9 @@ class FileMap:
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[Transaction]:
         while True:
-            self.rwlock.enter()
+            me = object()
             try:
+                self.rwlock.enter(me)
                 with self.snapshot(write=write) as txn:
                     transaction = Transaction(txn, self.tables)
                     del txn
@@ -278,7 +291,7 @@ class FileMap:
             except lmdb.MapResizedError:
                 pass  # another process grew the map
             finally:
-                self.rwlock.leave()
+                self.rwlock.leave(me)
             self.resize(None)
 
     @contextmanager
@@ -607,14 +620,15 @@ class Database:
     def check_pages(self, on_progress: PageProgress | None = None) -> PageReport:
         """Check every page of the newest snapshot, and the list of free pages; `CorruptStoreError` for damage."""
         while True:
-            self._map.rwlock.enter()
+            me = object()
             try:
+                self._map.rwlock.enter(me)
                 with translated(self.directory):
                     return self._check(on_progress)
             except lmdb.MapResizedError:
                 pass  # another process grew the map
             finally:
-                self._map.rwlock.leave()
+                self._map.rwlock.leave(me)
             self._map.resize(None)
 
     def _check(self, on_progress: PageProgress | None) -> PageReport:
@@ -745,14 +759,15 @@ class Database:
             return database
 
     def release(self) -> None:
-        """Give back one `acquire`. The last one closes the environment, when all transactions have ended."""
+        """Give back one `acquire`. The last one closes the environment, when all transactions have ended; if that is
+        interrupted, it stays open until it is given back again.
+        """
         with _registry_lock:
+            if self._users == 1 and self._map.env is not None:
+                self._map.close()
+                for identifier in [known for known, database in _registry.items() if database is self]:
+                    del _registry[identifier]
             self._users -= 1
-            if self._users or self._map.env is None:
-                return
-            for identifier in [known for known, database in _registry.items() if database is self]:
-                del _registry[identifier]
-            self._map.close()
 
     def write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
         """Run `apply` in one transaction: all of it takes effect or, when it raises, nothing.

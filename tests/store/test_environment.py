@@ -24,7 +24,7 @@ from storekit import big, equal, identity, kv_of, unpack, write
 
 from ragkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from ragkv.store import Holder, Store
-from ragkv.store.environment import FORMAT_VERSION, LOCK_FILE, migrate
+from ragkv.store.environment import FORMAT_VERSION, LOCK_FILE, RWLock, migrate
 from ragkv.store.tables import Transaction
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -118,6 +118,62 @@ def test_a_closed_store_says_so(store):
     store.close()
     with pytest.raises(StoreError, match="closed"):
         store.stats()
+
+
+def test_an_interrupt_on_the_way_into_a_transaction_ends_it(store, monkeypatch):
+    """Else whoever closes the store would wait for it for ever."""
+    enter = RWLock.enter
+
+    def interrupted(*given: object) -> None:
+        enter(*given)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RWLock, "enter", interrupted)
+        for call in (store.stats, store._live().check_pages):
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+
+
+def test_an_interrupt_while_readers_are_waited_for_shuts_nobody_out(tmp_path):
+    """Neither when the map is to grow nor when the store is to be closed, which it can be later."""
+    script = """
+import threading, time
+signal.alarm(600)
+store = Store.create(path)
+identity, kv = big(1)
+store.stage_kv([(identity, kv)])
+held, free = threading.Event(), threading.Event()
+def read():
+    with store._live().read():
+        held.set()
+        free.wait(600)
+reader = threading.Thread(target=read)
+reader.start()
+held.wait(600)
+shared = store._live()._map
+def press():
+    while not shared.rwlock._shut:
+        time.sleep(0.001)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+for wait in (lambda: shared.resize(1), store.close):
+    threading.Thread(target=press).start()
+    try:
+        wait()
+    except KeyboardInterrupt:
+        print("interrupted", equal(store.get_kv(identity), kv))
+free.set()
+reader.join()
+store.close()
+print("closed", shared.env)
+with Store.open(path) as again:
+    print(again.has_kv(identity))
+"""
+    assert python(script, tmp_path) == "interrupted True\ninterrupted True\nclosed None\nTrue\n"
 
 
 def test_a_fork_opens_its_own(tmp_path):
