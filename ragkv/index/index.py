@@ -460,11 +460,17 @@ class WriteBehind:
             self._waiting.append(write)
             self._bytes += write.nbytes
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="ragkv-write-behind")
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name="ragkv-write-behind")
+                with suppress(RuntimeError):  # no more threads can be started: the next one writes it, or `settle`
+                    thread.start()
+                    self._thread = thread
 
     def settle(self, *, whole: bool = False) -> None:
         """Wait until the pending KV is within its limit; with `whole`, until everything is stored."""
+        with self._lock:
+            alone = whole and self._thread is None and bool(self._waiting)
+        if alone:  # no thread could be started for it
+            self._work()
         with self._lock:
             self._lock.wait_for(lambda: self._bytes <= (0 if whole else WAITING_BYTES) or self._thread is None)
             self._lock.wait_for(lambda: not whole or self._thread is None)

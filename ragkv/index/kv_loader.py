@@ -11,11 +11,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from ragkv.errors import CorruptStoreError, RagkvError
+from ragkv.errors import CorruptStoreError
 from ragkv.index.index import DeferredWrite, Index, memory_budget
 from ragkv.ingest import encode_identities
 from ragkv.ingest.encoding import Blocks, bare, chunk_identity, make_blocks, plan_blocks, seen_before
@@ -55,23 +56,28 @@ class Prefetch:
         self._found: dict[KVIdentity, ChunkKV] = {}
         self._load = load
         self._thread = threading.Thread(target=self._run, name="ragkv-prefetch")
-        self._thread.start()
+        with suppress(RuntimeError):  # no more threads can be started: the answer loads it
+            self._thread.start()
 
     def take(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
         """The loaded ones of these; waits for the load to end."""
-        self._thread.join()
+        self._wait()
         return {identity: self._found.pop(identity) for identity in identities if identity in self._found}
 
     def drop(self) -> None:
         """Wait for the load to end, so that the store can be closed, and drop the rest."""
-        self._thread.join()
+        self._wait()
         self._found.clear()
+
+    def _wait(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         try:
             self._found = self._load()
-        except RagkvError as error:
-            logger.debug("nothing was loaded ahead: %s", error)  # the answer's own load will raise it again
+        except Exception as error:  # also a device or a machine without memory: the answer's own load will raise it
+            logger.debug("nothing was loaded ahead: %r", error)
 
 
 class KVLoader:

@@ -4,6 +4,7 @@ import gc
 import threading
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -173,6 +174,24 @@ def test_what_is_taken_or_dropped_was_waited_for(taken):
         assert ended.is_set()
     prefetch.drop()
     assert ended.is_set()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room"), RuntimeError("out of memory"), CorruptStoreError("bad")], ids=repr
+)
+def test_whatever_prevents_a_load_ahead_is_left_to_the_answers_own(error, monkeypatch):
+    def load():
+        raise error
+
+    assert Prefetch(load).take([one(1)]) == {}
+
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    prefetch = Prefetch(lambda: {one(1): tiny()})
+    assert prefetch.take([one(1)]) == {}
+    prefetch.drop()
 
 
 def test_what_was_taken_or_dropped_is_held_no_longer():
@@ -384,6 +403,29 @@ def test_a_child_of_a_fork_waits_for_no_thread_of_the_parent(tmp_path):
         hold.set()
         rag.settle()
         assert not write_behind.unstored
+
+
+def test_what_no_thread_could_be_started_for_is_written_when_the_index_is_closed(monkeypatch):
+    """Else closing it would wait for a thread that never began."""
+    start = threading.Thread.start
+
+    def limited(thread):
+        if thread.name == "ragkv-write-behind":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    write_behind, wrote = WriteBehind(SimpleNamespace(readonly=False)), []
+    for n in range(2):
+        write_behind.submit(write_behind.defer(lambda n=n: wrote.append(n), [bytes([n])], 10))
+    write_behind.settle()
+    assert len(write_behind.unstored) == 2
+    closing = threading.Thread(target=write_behind.close, daemon=True)
+    closing.start()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert wrote == [0, 1]
+    assert not write_behind.unstored
 
 
 def test_an_ingest_makes_kv_while_there_is_room_and_says_what_it_left(tmp_path):
