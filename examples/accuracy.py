@@ -2,8 +2,8 @@
 
 The columns of the README's table, in its order (questions of one hop and of two are counted apart in each):
 
-    python examples/accuracy.py --dtype float32 --retrieval dense --rerank
     python examples/accuracy.py --dtype float32 --retrieval bm25
+    python examples/accuracy.py --dtype float32 --retrieval dense --rerank
     python examples/accuracy.py --dtype float32 --retrieval bm25 --worlds 5
 
 Documents are ingested into a temporary index. `--folder` takes another folder that holds corpus/ and questions.jsonl;

@@ -321,7 +321,7 @@ def conversation_text(messages: Sequence[Message], rag: RagKV, *, rewrite: bool 
 def _conversation_task(text: str) -> tuple[str, str] | None:
     """The conversation and the task, if a chat window asks for the conversation's title, tags or next questions.
 
-    Open WebUI sends them as a message that begins with"### Task:" and holds the conversation between
+    Open WebUI sends them as a message that begins with "### Task:" and holds the conversation between
     marks. The documents have nothing to do with it.
     """
     before, begin, rest = text.partition("<chat_history>")
