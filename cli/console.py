@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
@@ -116,8 +117,22 @@ def echo_delta(part: str) -> None:
 
 
 def draw(drawn: RenderableType, *, width: int | None = None) -> None:
-    """Print a table on stdout."""
-    _Screen(width=width).print(drawn)
+    """Print a table on stdout. Where the terminal is too narrow for it, its lines go on below: nothing is cut off."""
+    screen = _Screen(width=width)
+    if isinstance(drawn, Table):
+        screen.width = max(screen.width, _least_width(drawn))
+    screen.print(drawn)
+
+
+_NARROW = 16
+
+
+def _least_width(table: Table) -> int:
+    """The width of a table whose figures are whole and whose texts fold; rich would cut figures and leave names out."""
+    for column in table.columns:
+        widest = max((cell_len(one_line(str(cell))) for cell in (column.header, *column.cells)), default=0)
+        column.min_width = widest if column.no_wrap else min(widest, _NARROW)
+    return sum((column.width or column.min_width or 0) + 2 for column in table.columns) - 2
 
 
 def note(message: object) -> None:

@@ -125,6 +125,21 @@ def test_cells_are_lines_without_markup_or_emoji(monkeypatch):
     assert [line.rstrip() for line in out.getvalue().splitlines()] == result
 
 
+def test_a_narrow_terminal_hides_no_name_and_cuts_no_figure(monkeypatch):
+    table = console.plain()
+    table.add_column("document", overflow="fold")
+    for name in ("chunks", "tokens", "KV"):
+        table.add_column(name, no_wrap=True)
+    table.add_row("a-name-of-thirty-characters.md", "1,000,001", "20,211", "661.5 KiB")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("NO_COLOR", "1")
+    console.draw(table)
+    lines = [line.split() for line in sys.stdout.getvalue().splitlines()]
+    assert lines[1] == ["a-name-of-thirty", "1,000,001", "20,211", "661.5", "KiB"]
+    assert lines[2] == ["-characters.md"]
+
+
 def test_notes_and_errors_are_lines(monkeypatch):
     err = io.StringIO()
     monkeypatch.setattr(sys, "stderr", err)
