@@ -26,6 +26,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -460,20 +461,22 @@ def _gguf(path: Path) -> Iterator[Any]:
 
     transformers makes a reader for each of configuration, tokenizer and weights, and cannot be given one. Each parses
     the whole vocabulary, seconds for 50,000 tokens, so whoever makes one of this file meanwhile gets this one.
+    Meanwhile transformers' bar over the tensors, which `disable_progress_bar` leaves on, is drawn on a terminal only.
     """
     import gguf
+    from transformers import modeling_gguf_pytorch_utils as unpacking
 
-    made = gguf.GGUFReader
+    made, bar = gguf.GGUFReader, unpacking.tqdm
     reader = made(path)
 
     def shared(name: Any, *mode: Any) -> Any:
         return reader if not mode and Path(name).resolve() == path.resolve() else made(name, *mode)
 
-    gguf.GGUFReader = shared
+    gguf.GGUFReader, unpacking.tqdm = shared, partial(bar, disable=None)
     try:
         yield reader
     finally:
-        gguf.GGUFReader = made
+        gguf.GGUFReader, unpacking.tqdm = made, bar
 
 
 _DIGITS = frozenset({"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"})

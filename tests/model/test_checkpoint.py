@@ -273,6 +273,10 @@ class TestGGUF:
             assert run(model, engine) == run(make_model("qwen2"), engine)
         assert model.tokens._tokenizer.chat_template == make_model("qwen2").tokens._tokenizer.chat_template
 
+    def test_a_file_gets_no_progress_bar(self, file, capsys):
+        load_model(str(file), device="cpu")
+        assert capsys.readouterr().err == ""
+
     def test_it_is_parsed_once(self, file, monkeypatch):
         gguf, made = import_module("gguf"), []
 
