@@ -77,7 +77,9 @@ def _sentence(error: Any) -> Exception:
     for (group, name), instead in _MOVED.items():
         if command == group and line.startswith(f"No such command '{name}'"):
             return UsageError(instead)
-    return UsageError(f"{line.rstrip('.')}{'' if line.endswith('?') else ';'} see {command} --help.")
+    return UsageError(
+        f"{line} See {command} --help." if line.endswith("?") else f"{line.rstrip('.')}; see {command} --help."
+    )
 
 
 def log_to_stderr(*, debug: bool) -> None:
@@ -111,6 +113,8 @@ def run(app: typer.Typer, name: str) -> None:
     collecting = gc.get_threshold()
     atexit.unregister(gc.freeze)
     atexit.register(gc.freeze)  # at its end, Python need not look for cycles in all that was imported
+    # else numba sets up colorama where that is installed, which writes an escape sequence to a terminal at the end
+    os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     _open_streams()
     with guarded():
         try:
@@ -120,8 +124,10 @@ def run(app: typer.Typer, name: str) -> None:
                 raise
             fail(str(error))
             sys.exit(error.exit_code)
-        except BrokenPipeError:
-            sys.stderr.close()  # the reader has left (`| head`); Python would complain about it at exit
+        except (BrokenPipeError, SystemExit) as end:
+            if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
+                raise
+            _give_up_stdout()  # the reader has left (`| head`), which typer and rich make exit code 1
             sys.exit(0)
         except OSError as error:
             # an error on a file has its name; without one it was stdout
