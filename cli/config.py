@@ -89,6 +89,7 @@ def show(
     Example: `ragkv config show --index my-index --changed`
     """
     from ragkv.index.create import is_empty, kept_settings, new_config
+    from ragkv.index.ingestion import default_model
 
     given: dict[str, Any] = {
         "index": index,
@@ -113,7 +114,7 @@ def show(
     else:  # `ragkv ingest` replaces an index that holds no documents
         plain = {name: value for name, value in {**variables, **flags}.items() if name not in USED}
         plain = (kept_settings(index) if toml.exists() else {}) | plain
-        config = new_config({**user.settings, **plain})
+        config = new_config({"model": default_model(()), **user.settings, **plain})
     found = in_force(
         flags=flags,
         variables=variables,

@@ -184,12 +184,12 @@ _When = Literal["ingest", "query"]
 
 def default_model(sources: Sequence[Path | SourceFile]) -> str:
     """The model of a new index for which none is named: mini for the examples, which it knows, else smollm2 if it is
-    installed. The variable RAGKV_DEFAULT_MODEL names another.
+    installed. Without sources, that of documents that are no examples. The variable RAGKV_DEFAULT_MODEL names another.
     """
     if named := os.environ.get("RAGKV_DEFAULT_MODEL"):
         return named
     installed = resolve(SMOLLM2).local and find_spec("gguf") is not None
-    return SMOLLM2 if installed and not _all_examples(sources) else MINI
+    return MINI if not installed or (sources and _all_examples(sources)) else SMOLLM2
 
 
 def _all_examples(sources: Sequence[Path | SourceFile]) -> bool:

@@ -91,3 +91,4 @@ def test_the_model_of_a_new_index_is_smollm2_if_it_is_installed_but_for_the_exam
     assert default_model([own]) == "mini"  # without the package that unpacks it
     monkeypatch.setattr(ingestion, "find_spec", lambda name: name)
     assert [default_model(paths) for paths in ([own], [example], [example, own])] == ["smollm2", "mini", "smollm2"]
+    assert default_model([]) == "smollm2"  # as `ragkv config show` says it, for documents that are yet to come
