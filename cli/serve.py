@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -244,7 +244,12 @@ def _start(first: Path, *, as_json: bool, quiet: bool) -> None:
         return
     echo(f"ragkv serves {', '.join(server['models'])} at {server['url']} (process {server['pid']})")
     if not quiet:
-        note(f"Its log is {server['log']}; ragkv stop --index {shlex.quote(str(first))} ends it.")
+        with connect(first, seconds=SLACK_SECONDS) or nullcontext() as there:
+            own = there is not None and peer_uid(there)[0] in (server["pid"], None)
+        ends = f"ragkv stop --index {shlex.quote(str(first))}" if own else f"kill {server['pid']}"
+        note(f"Its log is {server['log']}; {ends} ends it.")
+        if not own:
+            note("The commands do not use it: another server is up for the index, or its folder takes no socket.")
 
 
 def _log_requests(*, quiet: bool, as_json: bool) -> None:

@@ -109,22 +109,29 @@ async def _malformed(_: Request, error: Exception) -> Json:
     """The response to an invalid body: the first error that validation found."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    param = ".".join(_place(first, error.body)) or None
-    message = first["msg"] if param is None else f"{param}: {first['msg']}"
+    param = _place(first, error.body) or None
+    message = _about_body(first) if param is None else f"{param}: {first['msg']}"
     return Json(ApiError(400, message, param=param).body, 400)
 
 
-def _place(wrong: dict[str, Any], body: Any) -> list[str]:
-    """The path of the invalid field in the body or the query. Parts that the body lacks (the types of a union) are left
-    out.
+def _about_body(wrong: dict[str, Any]) -> str:
+    """What is wrong with the body as a whole."""
+    if wrong["type"] == "json_invalid":
+        return f"The body is not valid JSON: {wrong['ctx']['error']}, at character {wrong['loc'][-1]}."
+    return f"The body {'is empty' if wrong['type'] == 'missing' else 'is no JSON object'}; send a JSON object."
+
+
+def _place(wrong: dict[str, Any], body: Any) -> str:
+    """The path of the invalid field in the body or the query, as in `messages[0].role`. Parts that the body lacks (the
+    types of a union) are left out.
     """
     kind, *parts = wrong["loc"]
-    found = []
+    found = ""
     for number, part in enumerate(parts, start=1):
         there = part in body if isinstance(body, dict) else isinstance(body, list) and part in range(len(body))
         if kind == "body" and not there and not (wrong["type"] == "missing" and number == len(parts)):
             break
-        found.append(str(part))
+        found += f"[{part}]" if isinstance(part, int) else f".{part}" if found else part
         body = body[part] if there else None
     return found
 
@@ -134,7 +141,10 @@ async def _http(request: Request, error: Exception) -> Json:
     if isinstance(error.__cause__, ApiError):  # the body was too slow or too large
         return await _failed(request, error.__cause__)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    failure = ApiError(error.status_code, str(error.detail), kind=kind)
+    detail = str(error.detail)
+    if error.status_code == 404:  # ragkv's own routes say themselves what is not there
+        detail = f"There is no {request.method} {request.url.path[:100]}; GET /openapi.json lists all routes."
+    failure = ApiError(error.status_code, detail, kind=kind)
     return Json(failure.body, error.status_code, headers=error.headers)
 
 

@@ -863,7 +863,7 @@ def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, foote
 
     @routes.get("/v1/models", response_model=ModelListing)
     async def models(engines: bool = False) -> Json:
-        """The indexes; with `engines`, each with each engine, too. Either may be asked for in any case."""
+        """The indexes; with `engines`, each with each engine, too. Both may be asked for, listed or not."""
         return Json({"object": "list", "data": [_model(name) for name in served.model_ids(engines=engines)]})
 
     @routes.get("/v1/models/{identifier:path}", response_model=ModelCard)

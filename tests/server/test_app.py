@@ -495,3 +495,26 @@ def test_a_chunk_that_is_gone(call):
     assert call("GET", "/api/indexes/two/chunks/none").status_code == 404
     assert call("GET", "/api/indexes/three/chunks/none").status_code == 404
     assert call("GET", "/api/indexes/two/chunks/../../ragkv.toml").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{bad", "The body is not valid JSON: Expecting property name enclosed in double quotes, at character 1."),
+        ("[]", "The body is no JSON object; send a JSON object."),
+        ("", "The body is empty; send a JSON object."),
+    ],
+)
+def test_a_body_that_is_no_object_is_told_so(call, content, message):
+    response = call("POST", "/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+
+
+def test_errors_name_fields_and_routes_as_the_request_does(call):
+    body = {"model": "two", "messages": [{"role": "robot", "content": "?"}]}
+    error = call("POST", "/v1/chat/completions", json=body).json()["error"]
+    assert error["param"] == "messages[0].role"
+    assert error["message"].startswith("messages[0].role: ")
+    lost = call("POST", "/v1/responses", json={})
+    assert lost.status_code == 404
+    assert lost.json()["error"]["message"] == "There is no POST /v1/responses; GET /openapi.json lists all routes."
