@@ -72,8 +72,11 @@ def _sentence(error: Any) -> Exception:
     """The parser's message with the command whose help to read; "no arguments" passes through and shows the help."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return cast("Exception", error)
-    command = "ragkv" if error.ctx is None else error.ctx.command_path
+    named = (f"ragkv {word}" for word in sys.argv[1:] if word in _COMMANDS or f"{word}!" in _COMMANDS)
+    command = next(named, "ragkv") if error.ctx is None else error.ctx.command_path  # None: an option lacks its value
     line = " ".join(error.format_message().split())
+    if command == "ragkv query" and line.startswith("Got unexpected extra argument"):
+        line = 'The question is one argument: put it in quotes, as in ragkv query "Who …?"'
     for (group, name), instead in _MOVED.items():
         if command == group and line.startswith(f"No such command '{name}'"):
             return UsageError(instead)

@@ -179,7 +179,7 @@ def plan(
     if chunks is not None:
         from ragkv.planning.cluster import check_size, plan_cluster
 
-        check_size(chunks, nodes or 1)  # before the sample is measured
+        check_size(chunks, 1 if nodes is None else nodes)  # before the sample is measured
     if not paths:
         raise UsageError("Say what to plan: PATH for an ingest, or --index DIR for a budget of KV.")
     settings = given_values(
@@ -215,7 +215,9 @@ def plan(
         )
     cluster = None
     if chunks is not None:
-        cluster = plan_cluster(found, chunks, nodes or 1, zipf=1.0 if zipf is None else zipf, seed=seed)
+        cluster = plan_cluster(
+            found, chunks, 1 if nodes is None else nodes, zipf=1.0 if zipf is None else zipf, seed=seed
+        )
     if as_json:
         print_json(found.to_json() | ({} if cluster is None else {"cluster": cluster.to_json()}))
         return

@@ -55,7 +55,7 @@ def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[Sto
             known = {form: stored for stored in documents for form in _forms(stored)}
             close = [known[form].document.document_id for form in difflib.get_close_matches(name, known, n=3)]
             near = ", ".join(dict.fromkeys(close))
-            hint = f"near it are {near}." if close else "ragkv stats --per-document lists all."
+            hint = f"near it are {near}." if close else "ragkv ls lists all."
             raise UsageError(f"No document is called {name!r}; {hint}")
         chosen.update((stored.document.document_id, stored) for stored in found)
     return list(chosen.values())

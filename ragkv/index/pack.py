@@ -260,7 +260,7 @@ def _parsed(
     """A pack's manifest, the facts of its files, and its digest; `read` is then at the first of these."""
     head = read(len(MAGIC) + _HEAD.size)
     if len(head) != len(MAGIC) + _HEAD.size or not head.startswith(MAGIC):
-        raise _damaged(path, "it begins otherwise")
+        raise _damaged(path, "its first bytes are not those of a pack")
     length, signed = _HEAD.unpack(head[len(MAGIC) :])
     if length > _MOST or signed not in (0, 64):
         raise _damaged(path, "its manifest is too long")
@@ -282,7 +282,7 @@ def _parsed(
         raise _damaged(path, "its signature is missing")
     if trust is not None and public != _key(trust, private=False).public_bytes_raw():
         by = "is not signed" if pack.signed_by is None else f"was signed by another key ({(public or b'').hex()})"
-        raise UsageError(f"{path} {by}, not by that of {trust}.")
+        raise UsageError(f"{path} {by}; --trust {trust} accepts only packs that the key of that file has signed.")
     if public is not None:
         _require_signed(public, signature, MAGIC + manifest, path)
     return pack, facts, hashlib.blake2b(MAGIC + manifest, digest_size=32).hexdigest()

@@ -799,7 +799,7 @@ def chunk_named(store: Store, name: str) -> Chunk:
     found = list(islice((chunk for chunk in store.chunks() if chunk.chunk_id.startswith(name)), 4))
     if not found:
         raise UsageError(
-            f"No chunk's id begins with {name!r}; ragkv query --json names those of an answer, and DOCUMENT:ORDINAL "
+            f"No chunk's id begins with {name!r}; ragkv query --json names those of an answer, and DOCUMENT:NUMBER "
             "means one of a document that ragkv ls lists."
         )
     if len(found) > 1:

@@ -78,7 +78,10 @@ TABLE: list[tuple[str, int, str]] = [
     ("query Who? --topk 3", 2, "No such option: --topk"),
     ("query Who? --top-k many", 2, "a valid integer"),
     ("backup --index {index}", 2, "Missing argument 'DEST'"),
-    ("query --index", 2, "requires an argument"),
+    ("query --index", 2, "requires an argument; see ragkv query --help"),
+    ("query Who founded Halden --index {index}", 2, "put it in quotes"),
+    ("plan {documents} --beside 1000", 2, "requires 2 arguments; see ragkv plan --help"),
+    ("plan {documents} --chunks 10 --nodes 0", 2, "--nodes between 1 and"),
     ("--colour", 2, "No such option: --colour"),
     ("bench ttft --tokens a,b", 2, "is not a list of numbers"),
     # the index

@@ -14,7 +14,7 @@ const HELP = {
   ippd: "What full does; several questions about the same passages share its work.",
   "ippd-stacked": "What ippd does, with all questions in one prompt: its reference.",
   mapreduce: "Sums up each passage first, then answers from the summaries.",
-  pced: "Each passage is an expert; token by token the best one writes, and its colour shows.",
+  pced: "Each passage is an expert; the best one writes the next token, in its colour.",
   single: "The best passage alone.",
 };
 const FOLDED = ["all", "ippd-stacked", "single"];
