@@ -670,12 +670,20 @@ def choose() -> None:
     """Measure ragkv beside a baseline, in one run."""
 
 
+_SIZES = ("tokens", "lengths", "sizes", "questions", "chunks", "streams", "rounds")
+"""The options of benchmarks that `--quick` sets."""
+
+
 def _command(name: str, measure: Callable[..., Any]) -> Callable[..., None]:
     """`measure` as a command: its parameters before `on_step` are options, and its report is printed."""
 
     @functools.wraps(measure)
-    def command(*, as_json: bool, quiet: bool, **options: Any) -> None:
+    def command(*, ctx: typer.Context, as_json: bool, quiet: bool, **options: Any) -> None:
         silent = quiet or as_json
+        if options.get("quick"):
+            sources = {each: ctx.get_parameter_source(each) for each in _SIZES if each in options}
+            if given := [each for each, source in sources.items() if source and source.name == "COMMANDLINE"]:
+                raise UsageError(f"--quick chooses --{given[0]} by itself; leave one of them out.")
         # indexes take hours, and show a bar
         shown: Any = stages(f"bench {name}", silent=silent) if name == "index" else nullcontext(note)
         with shown as on_step:
@@ -689,5 +697,6 @@ def _command(name: str, measure: Callable[..., Any]) -> Callable[..., None]:
         inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
         for each, kind in (("as_json", Json), ("quiet", Quiet))
     ]
+    printing.append(inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     command.__signature__ = signature.replace(parameters=[*own, *printing], return_annotation=None)  # type: ignore[attr-defined]
     return command

@@ -50,7 +50,8 @@ def _in_one_sentence() -> Iterator[None]:
     except _WrongUsage as error:
         raise _sentence(error) from error
     except KeyboardInterrupt:
-        note("ragkv: interrupted; what was committed is kept, and the same command continues from there.")
+        kept = "; what was committed is kept, and the same command continues from there."
+        note(f"ragkv: interrupted{kept if _typed() in _COMMITTING else '.'}")
         raise typer.Exit(130) from None
 
 
@@ -68,12 +69,17 @@ class SingleCommand(TyperCommand):
     invoke = _in_one_sentence()(TyperCommand.invoke)
 
 
+def _typed() -> str:
+    """The name of the command on the command line; empty for none, or for another program's."""
+    return next((word for word in sys.argv[1:] if word in _COMMANDS or f"{word}!" in _COMMANDS), "")
+
+
 def _sentence(error: Any) -> Exception:
     """The parser's message with the command whose help to read; "no arguments" passes through and shows the help."""
     if type(error).__name__ == "NoArgsIsHelpError":
         return cast("Exception", error)
-    named = (f"ragkv {word}" for word in sys.argv[1:] if word in _COMMANDS or f"{word}!" in _COMMANDS)
-    command = next(named, "ragkv") if error.ctx is None else error.ctx.command_path  # None: an option lacks its value
+    # without a context, an option lacks its value
+    command = f"ragkv {_typed()}".rstrip() if error.ctx is None else error.ctx.command_path
     line = " ".join(error.format_message().split())
     if command == "ragkv query" and line.startswith("Got unexpected extra argument"):
         line = 'The question is one argument: put it in quotes, as in ragkv query "Who …?"'
@@ -173,6 +179,8 @@ _PANELS = {
     "Models": "models finetune",
 }
 """The commands below each heading of the help; "!": without arguments, a command shows its help."""
+_COMMITTING = frozenset({"ingest", "warm", "delete", "repair", "gc"})
+"""The commands that commit their work bit by bit."""
 _COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 _MODULES = {
     **dict.fromkeys(("bench", "eval"), "evaluate"),

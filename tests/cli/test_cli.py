@@ -106,6 +106,9 @@ def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch
     result = ragkv("ingest", documents, "--index", index)
     assert result.code == 130
     assert "what was committed is kept" in result.err
+    monkeypatch.setattr(RagKV, "stats", interrupt)
+    result = ragkv("stats", "--index", index)
+    assert (result.code, result.err) == (130, "ragkv: interrupted.\n")
 
 
 def test_the_installed_command_answers(index):
