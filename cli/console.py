@@ -63,8 +63,9 @@ def guarded() -> Iterator[None]:
     """Put stdout and stderr behind guards. After an error they stay, so that the traceback goes through them too."""
     before = sys.stdout, sys.stderr
     for stream in before:
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")  # for characters that the terminal's encoding lacks
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            # for characters that the terminal's encoding lacks; in the C locale Python says "surrogateescape"
+            stream.reconfigure(errors="backslashreplace")
     sys.stdout = cast("Any", _Guard(sys.stdout, moves=False))
     sys.stderr = cast("Any", _Guard(sys.stderr, moves=sys.stderr.isatty()))
     try:

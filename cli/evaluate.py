@@ -34,7 +34,7 @@ from ragkv.cli.options import (
     given_names,
     given_numbers,
 )
-from ragkv.config import MOST_STEPS, NONE
+from ragkv.config import DTYPES, MOST_STEPS, NONE, one_of
 from ragkv.errors import UsageError
 from ragkv.evaluation.io import golden_questions, markdown_table, parse_specs, percent, points, write_whole
 from ragkv.model.checkpoint import MINI
@@ -355,6 +355,8 @@ def answers(
     from ragkv.pipeline import RagKV
 
     check_output(output)
+    if dtype is not None:
+        one_of("--dtype", dtype, DTYPES)
     sizes = given_numbers("--chunks", chunks)
     with ExitStack() as stack:
         choice = _Choice(

@@ -24,7 +24,7 @@ from ragkv.cli.options import (
     split_names,
 )
 from ragkv.cli.question_files import questions_of_log
-from ragkv.config import byte_count
+from ragkv.config import DTYPES, byte_count, one_of
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -419,6 +419,8 @@ def models(
     """
     if checkpoint is not None and families is not None:
         raise UsageError("Give a model or --families, not both; see ragkv models --help.")
+    if dtype is not None:
+        one_of("--dtype", dtype, DTYPES)
     if checkpoint is not None:
         from ragkv.planning.calibration import model_requirements
 

@@ -43,6 +43,7 @@ HISTORY: tuple[History, ...] = typing.get_args(History)
 MOST_STEPS = 8
 """The most searches for one question."""
 VECTORS = ("dense", "sparse", "colbert")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
 NEEDED: Mapping[Mode, tuple[str, ...]] = types.MappingProxyType(
     {"dense": ("dense",), "sparse": ("sparse",), "colbert": ("dense", "colbert"), "hybrid": ("dense",), "bm25": ()}
 )
@@ -318,7 +319,7 @@ class IndexConfig:
             raise ConfigError("chunk_tokens must lie between 8 and 65536.")
         if self.top_k < 1:
             raise ConfigError("top_k must be at least 1.")
-        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
+        one_of("dtype", self.dtype, DTYPES)
         one_of("retrieval", self.retrieval, MODES)
         one_of("fusion", self.fusion, typing.get_args(Fusion))
         one_of("history", self.history, HISTORY)

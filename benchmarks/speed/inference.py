@@ -50,7 +50,7 @@ from ragkv.benchmarks.speed.report import (
     versions,
 )
 from ragkv.cli.options import Device, block_tuning, given_numbers
-from ragkv.config import TierConfig, one_of
+from ragkv.config import DTYPES, TierConfig, one_of
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.engines.block import BlockAttention
 from ragkv.errors import RagkvError
@@ -133,7 +133,7 @@ def random_llama(dtype: str = "auto", device: str | None = None, shape: Mapping[
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-    one_of("--dtype", dtype, ("auto", "float32", "bfloat16", "float16", "int8"))
+    one_of("--dtype", dtype, DTYPES)
     torch.manual_seed(0)
     config = LlamaConfig(bos_token_id=1, eos_token_id=2, **shape)
     tokenizer = PreTrainedTokenizerFast(

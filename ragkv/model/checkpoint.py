@@ -489,5 +489,8 @@ def _device(name: str) -> torch.device:
         found = torch.device(name.strip())
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
-        raise ModelLoadError(f"Device {name!r} is not available: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        if reason.startswith("Expected one of"):  # all twenty of torch's kinds
+            reason = "give cpu, cuda, cuda:1, … or auto"
+        raise ModelLoadError(f"Device {name!r} is not available: {reason}") from error
     return found

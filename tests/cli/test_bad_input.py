@@ -83,6 +83,8 @@ TABLE: list[tuple[str, int, str]] = [
     ("plan {documents} --beside 1000", 2, "requires 2 arguments; see ragkv plan --help"),
     ("plan {documents} --chunks 10 --nodes 0", 2, "--nodes between 1 and"),
     ("bench ttft --quick --dtype warp", 2, "--dtype must be one of auto, float32"),
+    ("models {model} --dtype warp", 2, "--dtype must be one of auto, float32"),
+    ("eval answers worlds --dtype warp", 2, "--dtype must be one of auto, float32"),
     ("bench ttft --quick --tokens 512", 2, "--quick chooses --tokens by itself"),
     ("--colour", 2, "No such option: --colour"),
     ("bench ttft --tokens a,b", 2, "is not a list of numbers"),

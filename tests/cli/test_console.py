@@ -154,9 +154,10 @@ def test_notes_and_errors_are_lines(monkeypatch):
     ]
 
 
-def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch):
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is that of stdout in the C locale
+def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch, errors):
     raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors=errors))
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with console.guarded():
         console.echo("é …")
