@@ -34,6 +34,8 @@ from ragkv.benchmarks.speed.inference import (
     CHUNK_TOKENS,
     PREFIX_TOKENS,
     QUESTION_TOKENS,
+    cached_step,
+    random_ids,
     random_llama,
     random_request,
     transformers_model,
@@ -89,11 +91,7 @@ def measure_batch(
 def _measure(lm: LanguageModel, number: int, chunks: int, rounds: int) -> list[BenchRow]:
     generator = torch.Generator().manual_seed(number)
     tokens = chunks * CHUNK_TOKENS
-
-    def question() -> tuple[int, ...]:
-        return tuple(torch.randint(3, lm.config.vocab_size, (QUESTION_TOKENS,), generator=generator).tolist())
-
-    asked = [question() for _ in range(number)]
+    asked = [random_ids(lm.config.vocab_size, generator, QUESTION_TOKENS) for _ in range(number)]
     first = random_request(lm, tokens)
     same = [replace(first, suffix_ids=ids) for ids in asked]
     own = [
@@ -176,7 +174,7 @@ def measure_ingest(
     chunks, rounds = (16, 1) if quick else (chunks, rounds)
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(SHORTEST, LONGEST + 1, (chunks,), generator=generator).tolist()
-    ids = [torch.randint(3, lm.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    ids = [random_ids(lm.config.vocab_size, generator, n) for n in lengths]
     on_step(f"{described(lm)}, {chunks} chunks of {SHORTEST} to {LONGEST} tokens, {sum(lengths)} together")
 
     def checked(work: Callable[[LanguageModel, Chunks], int]) -> None:
@@ -344,86 +342,74 @@ class Work:
         ]
 
 
-class IPPDMethod:
-    """One way to answer; every method gives the new tokens of each question, in order."""
+# Ways to answer: each gives the new tokens of every question, in order.
 
-    def __init__(self, lm: LanguageModel) -> None:
-        self.lm = lm
 
-    def ippd(self, work: Work, runtime: Runtime) -> list[list[int]]:
-        """ragkv: all questions at once; contexts that `runtime` has met are there already."""
-        engine = make_engine("ippd", {})
-        generation = Generation(max_new_tokens=work.answer)
-        jobs = [
-            runtime.submit(
-                engine,
-                Request(
-                    prefix_ids=work.instruction,
-                    chunks=(ContextChunk(token_ids=context, score=0.5),),
-                    suffix_ids=question,
-                ),
-                generation,
+def by_ippd(work: Work, runtime: Runtime) -> list[list[int]]:
+    """ragkv: all questions at once; contexts that `runtime` has met are there already."""
+    engine = make_engine("ippd", {})
+    generation = Generation(max_new_tokens=work.answer)
+    jobs = [
+        runtime.submit(
+            engine,
+            Request(
+                prefix_ids=work.instruction,
+                chunks=(ContextChunk(token_ids=context, score=0.5),),
+                suffix_ids=question,
+            ),
+            generation,
+        )
+        for context, questions in work.contexts
+        for question in questions
+    ]
+    return [[token.token_id for token in runtime.tokens(job)] for job in jobs]
+
+
+def by_generate(lm: LanguageModel, work: Work, batch: int) -> list[list[int]]:
+    """transformers: full prompts, padded on the left, `batch` at a time."""
+    prompts, found = work.prompts, []
+    with transformers_model(lm) as plain:
+        for at in range(0, len(prompts), batch):
+            part = prompts[at : at + batch]
+            longest = max(map(len, part))
+            ids = torch.tensor([[PAD] * (longest - len(p)) + list(p) for p in part], device=lm.device)
+            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in part], device=lm.device)
+            out = plain.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                max_new_tokens=work.answer,
+                do_sample=False,
+                pad_token_id=PAD,
             )
-            for context, questions in work.contexts
-            for question in questions
-        ]
-        return [[token.token_id for token in runtime.tokens(job)] for job in jobs]
+            found += out[:, longest:].tolist()
+    return found
 
-    def generate(self, work: Work, batch: int) -> list[list[int]]:
-        """transformers: full prompts, padded on the left, `batch` at a time."""
-        prompts, found = work.prompts, []
-        with transformers_model(self.lm) as plain:
-            for at in range(0, len(prompts), batch):
-                part = prompts[at : at + batch]
-                longest = max(map(len, part))
-                ids = torch.tensor([[PAD] * (longest - len(p)) + list(p) for p in part], device=self.lm.device)
-                mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in part], device=self.lm.device)
-                out = plain.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    max_new_tokens=work.answer,
-                    do_sample=False,
-                    pad_token_id=PAD,
-                )
-                found += out[:, longest:].tolist()
-        return found
 
-    def caches(self, work: Work) -> list[Any]:
-        """transformers: a cache of instruction and context for each context; the instruction is prefilled once."""
-        first = DynamicCache()
-        self._forward(first, work.instruction, 0)
-        caches = []
-        for context, _ in work.contexts:
-            cache = copy.deepcopy(first)
-            self._forward(cache, context, len(work.instruction))
-            caches.append(cache)
-        return caches
+def context_caches(lm: LanguageModel, work: Work) -> list[Any]:
+    """transformers: a cache of instruction and context for each context; the instruction is prefilled once."""
+    first = DynamicCache()
+    cached_step(lm, first, work.instruction, 0)
+    caches = []
+    for context, _ in work.contexts:
+        cache = copy.deepcopy(first)
+        cached_step(lm, cache, context, len(work.instruction))
+        caches.append(cache)
+    return caches
 
-    def one_by_one(self, work: Work, caches: Sequence[Any]) -> list[list[int]]:
-        """transformers: each question over its context's cache, which is cropped afterwards."""
-        found = []
-        for (context, questions), cache in zip(work.contexts, caches, strict=True):
-            start = len(work.instruction) + len(context)
-            for question in questions:
-                answer, ids, at = [], question, start
-                for _ in range(work.answer):
-                    answer.append(self._forward(cache, ids, at))
-                    at, ids = at + len(ids), (answer[-1],)
-                cache.crop(start - cache.get_seq_length())
-                found.append(answer)
-        return found
 
-    def _forward(self, cache: Any, ids: Sequence[int], at: int) -> int:
-        positions = torch.arange(at, at + len(ids), device=self.lm.device)[None]
-        with transformers_model(self.lm) as plain:
-            logits = plain(
-                input_ids=torch.tensor([list(ids)], device=self.lm.device),
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits
-            return int(logits[0, -1].argmax())
+def by_cache(lm: LanguageModel, work: Work, caches: Sequence[Any]) -> list[list[int]]:
+    """transformers: each question over its context's cache, which is cropped afterwards."""
+    found = []
+    for (context, questions), cache in zip(work.contexts, caches, strict=True):
+        start = len(work.instruction) + len(context)
+        for question in questions:
+            answer, ids, at = [], question, start
+            for _ in range(work.answer):
+                answer.append(cached_step(lm, cache, ids, at))
+                at, ids = at + len(ids), (answer[-1],)
+            cache.crop(start - cache.get_seq_length())
+            found.append(answer)
+    return found
 
 
 def measure_ippd(
@@ -451,11 +437,7 @@ def measure_ippd(
 
 def work_of(shape: IPPDShape, vocabulary: int, other: int = 0) -> Work:
     """Random tokens of the shape's sizes; `other` ones on demand."""
-    generator = torch.Generator().manual_seed(shape.number + 100 * other)
-
-    def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(3, vocabulary, (n,), generator=generator).tolist())
-
+    ids = partial(random_ids, vocabulary, torch.Generator().manual_seed(shape.number + 100 * other))
     counts = (shape.questions[i % len(shape.questions)] for i in range(shape.contexts))
     contexts = tuple((ids(shape.context), tuple(ids(shape.question) for _ in range(count))) for count in counts)
     return Work(ids(shape.instruction), contexts, shape.answer)
@@ -464,9 +446,8 @@ def work_of(shape: IPPDShape, vocabulary: int, other: int = 0) -> Work:
 def measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnStep) -> list[BenchRow]:
     """Questions a second of a model whose answers have no end tokens, beside both baselines, cold and warm."""
     work, before = (work_of(shape, lm.config.vocab_size, other) for other in (0, 1))
-    candidate = IPPDMethod(lm)
     questions = len(work.prompts)
-    batch = _best_batch(candidate, work, shape.batches)
+    batch = _best_batch(lm, work, shape.batches)
     on_step(f"  generate takes {batch} prompts at a time")
     times: dict[str, list[float]] = {}
 
@@ -479,13 +460,13 @@ def measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnS
 
     for _ in range(rounds):
         runtime = Runtime(lm)
-        candidate.ippd(before, runtime)  # one that has run before, on other contexts: its passes are captured
-        timed("ippd", candidate.ippd, work, runtime)
-        caches = timed("caches", candidate.caches, work)
-        timed("one by one", candidate.one_by_one, work, caches)
-        timed("ippd, contexts ready", candidate.ippd, work, runtime)
+        by_ippd(before, runtime)  # one that has run before, on other contexts: its passes are captured
+        timed("ippd", by_ippd, work, runtime)
+        caches = timed("caches", context_caches, lm, work)
+        timed("one by one", by_cache, lm, work, caches)
+        timed("ippd, contexts ready", by_ippd, work, runtime)
         del caches, runtime
-        timed("generate", candidate.generate, work, batch)
+        timed("generate", by_generate, lm, work, batch)
     whole = [encoding + asking for encoding, asking in zip(times["caches"], times["one by one"], strict=True)]
     scale = f", 1/{shape.divisor} scale" if shape.divisor > 1 else ""
     batched, cached = f"transformers generate by {batch}{scale}", f"transformers DynamicCache, one by one{scale}"
@@ -510,17 +491,17 @@ def measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnS
     ]
 
 
-def _best_batch(candidate: IPPDMethod, work: Work, batches: Sequence[int]) -> int:
+def _best_batch(lm: LanguageModel, work: Work, batches: Sequence[int]) -> int:
     """The batch with which `generate` answers most questions in a second; everything is warm afterwards."""
     one = _first(work, 1)
-    candidate.ippd(one, Runtime(candidate.lm))
-    candidate.one_by_one(one, candidate.caches(one))
-    candidate.generate(one, 1)
+    by_ippd(one, Runtime(lm))
+    by_cache(lm, one, context_caches(lm, one))
+    by_generate(lm, one, 1)
     rates: dict[int, float] = {}
     for batch in batches if len(batches) > 1 else ():
         part = _first(work, batch)
         start = time.perf_counter()
-        candidate.generate(part, batch)
+        by_generate(lm, part, batch)
         rates[batch] = len(part.prompts) / (time.perf_counter() - start)
     return max(batches, key=lambda batch: rates.get(batch, 0.0))
 

@@ -188,13 +188,14 @@ def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | Non
 
 def random_prompt(lm: LanguageModel, length: int) -> tuple[tuple[int, ...], list[tuple[int, ...]], tuple[int, ...]]:
     """The ids of a prefix, of chunks with `length` tokens in all, and of a question."""
-    generator = torch.Generator().manual_seed(length)
-
-    def ids(n: int) -> tuple[int, ...]:
-        return tuple(torch.randint(3, lm.config.vocab_size, (n,), generator=generator).tolist())
-
+    ids = partial(random_ids, lm.config.vocab_size, torch.Generator().manual_seed(length))
     prefix, question = ids(PREFIX_TOKENS), ids(QUESTION_TOKENS)
     return prefix, [ids(min(CHUNK_TOKENS, length - at)) for at in range(0, length, CHUNK_TOKENS)], question
+
+
+def random_ids(vocabulary: int, generator: torch.Generator, count: int) -> tuple[int, ...]:
+    """Token ids on the generator's device; the first three of a vocabulary are special."""
+    return tuple(torch.randint(3, vocabulary, (count,), generator=generator, device=generator.device).tolist())
 
 
 GetKV = Callable[[Sequence[KVIdentity]], Mapping[KVIdentity, ChunkKV]]
@@ -318,14 +319,14 @@ def _measure_decode_length(lm: LanguageModel, length: int, rounds: int) -> list[
     engine, request = BlockAttention(), random_request(lm, length)
     stream = Stream(runtime_of(lm), engine, request)
     inputs = engine.cache(lm, request)
-    context, question = length + PREFIX_TOKENS, torch.tensor([request.suffix_ids], device=lm.device)
+    context = length + PREFIX_TOKENS
     dynamic = inputs["past_key_values"]
     static = StaticCache(config=lm.config, max_cache_len=context + QUESTION_TOKENS + rounds * STEPS + 1)
     for layer, held in enumerate(dynamic.layers):
         static.update(held.keys, held.values, layer)
     caches = {"DynamicCache": dynamic, "StaticCache": static}
     for cache in caches.values():
-        cached_step(lm, cache, question, context)
+        cached_step(lm, cache, request.suffix_ids, context)
     token = stream.best()
     once = time.perf_counter()
     stream.advance(token)  # lays the context out; `first step` is what that costs
@@ -340,7 +341,7 @@ def _measure_decode_length(lm: LanguageModel, length: int, rounds: int) -> list[
         times["ragkv"].append(time.perf_counter() - start)
         for name, cache in caches.items():
             start = time.perf_counter()
-            cached_step(lm, cache, torch.tensor([[token]], device=lm.device), at)
+            cached_step(lm, cache, [token], at)
             times[name].append(time.perf_counter() - start)
         token, at = chosen, at + 1
     median = {name: statistics.median(found) * 1000 for name, found in times.items()}
@@ -372,10 +373,7 @@ def random_request(
     shape = (lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads)
     token = 2 * lm.layers * shape[0] * shape[1] * lm.dtype.itemsize
     pages = PagePool(lm.place, token * (length + prefix + PAGE * (2 + length // chunk)))
-
-    def ids(n: int) -> tuple[int, ...]:
-        drawn = torch.randint(3, lm.config.vocab_size, (n,), generator=generator, device=lm.device)
-        return tuple(drawn.tolist())
+    ids = partial(random_ids, lm.config.vocab_size, generator)
 
     def kv(n: int) -> ChunkKV:
         def tensors() -> tuple[torch.Tensor, ...]:
@@ -401,12 +399,13 @@ def random_request(
     )
 
 
-def cached_step(lm: LanguageModel, cache: Any, ids: torch.Tensor, at: int) -> int:
-    """The next token after `ids` `(1, n)` from position `at` on, by transformers' own step over its cache."""
-    positions = torch.arange(at, at + ids.shape[1], device=lm.device)[None]
+def cached_step(lm: LanguageModel, cache: Any, ids: Sequence[int], at: int) -> int:
+    """The next token after `ids` from position `at` on, by transformers' own step over its cache."""
+    tokens = torch.tensor([list(ids)], device=lm.device)
+    positions = torch.arange(at, at + len(ids), device=lm.device)[None]
     with transformers_model(lm) as plain:
         logits = plain(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+            input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits
         return int(logits[0, -1].argmax())
 
@@ -416,10 +415,10 @@ def sequential_seconds(lm: LanguageModel, prompt: Sequence[int], answer: int) ->
     from transformers import DynamicCache
 
     cache, started = DynamicCache(config=lm.config), time.perf_counter()
-    token = cached_step(lm, cache, torch.tensor([list(prompt)], device=lm.device), 0)
+    token = cached_step(lm, cache, prompt, 0)
     first = time.perf_counter() - started
     for at in range(len(prompt), len(prompt) + answer - 1):
-        token = cached_step(lm, cache, torch.tensor([[token]], device=lm.device), at)
+        token = cached_step(lm, cache, [token], at)
     return first, time.perf_counter() - started
 
 
@@ -471,7 +470,7 @@ def measure_apb(
     rows: list[BenchRow] = []
     with one_thread():
         for tokens in (WARM, *sizes):
-            ids = tuple(torch.randint(3, model.config.vocab_size, (tokens,), generator=generator).tolist())
+            ids = random_ids(model.config.vocab_size, generator, tokens)
             runs = apb_entrants(model, ids, cut or block_lengths(tokens), ranks)
             if cut is None and (papers := lengths_for(tokens)) is not None:
                 runs["apb with the paper's lengths"] = _in_blocks(model, ids, papers)

@@ -3,7 +3,16 @@
 import pytest
 
 from ragkv.benchmarks.speed import batch
-from ragkv.benchmarks.speed.batch import SHAPES, IPPDMethod, IPPDShape, measure_ippd, work_of
+from ragkv.benchmarks.speed.batch import (
+    SHAPES,
+    IPPDShape,
+    by_cache,
+    by_generate,
+    by_ippd,
+    context_caches,
+    measure_ippd,
+    work_of,
+)
 from ragkv.runtime import Runtime
 
 SMALL = IPPDShape(
@@ -21,16 +30,15 @@ def model(make_model, monkeypatch):
 
 
 def test_all_candidates_give_the_same_answers(model):
-    candidate, work = IPPDMethod(model), work_of(SMALL, 300)
-    runtime = Runtime(model)
-    found = candidate.ippd(work, runtime)
+    work, runtime = work_of(SMALL, 300), Runtime(model)
+    found = by_ippd(work, runtime)
     assert [len(ids) for ids in found] == [3] * 5
-    assert candidate.ippd(work, runtime) == found
-    assert candidate.generate(work, 2) == found
-    assert candidate.generate(work, 5) == found
-    caches = candidate.caches(work)
-    assert candidate.one_by_one(work, caches) == found
-    assert candidate.one_by_one(work, caches) == found
+    assert by_ippd(work, runtime) == found
+    assert by_generate(model, work, 2) == found
+    assert by_generate(model, work, 5) == found
+    caches = context_caches(model, work)
+    assert by_cache(model, work, caches) == found
+    assert by_cache(model, work, caches) == found
 
 
 def test_every_figure_stands_beside_its_baseline(model, monkeypatch):
