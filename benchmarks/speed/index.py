@@ -25,7 +25,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import faiss
 import numpy as np
@@ -33,21 +33,25 @@ import sentence_transformers
 import torch
 import transformers
 import typer
+from numpy.typing import NDArray
 
 from ragkv.benchmarks.speed.report import (
     CHUNKS,
     BenchRow,
     Corpus,
     OnStep,
+    Progress,
     Quick,
     Report,
     machine,
     make_models,
     own_memory,
     run_fresh,
+    seconds_of,
     shown,
     unseen,
     versions,
+    zipf_draws,
 )
 from ragkv.cli.console import print_grid, print_json
 from ragkv.cli.options import WorkFolder, given_names, given_numbers
@@ -55,10 +59,6 @@ from ragkv.config import CONFIG_FILE
 from ragkv.errors import MissingExtraError, UsageError, install_hint
 from ragkv.pipeline import RagKV
 from ragkv.retrievers import BM25, DenseIndex, Hit, SparseIndex
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 PARTS = ("open", "ask", "where", "change", "upkeep")
 """What may be measured of an index, besides making it."""
@@ -179,7 +179,6 @@ BATCH = 1000 // CHUNKS
 """Documents that are given to an ingest at a time."""
 _LOADED = (faiss, sentence_transformers, transformers)  # imported for the server that processes fork from
 
-Progress = Callable[[int, int], None]
 T = TypeVar("T")
 
 
@@ -460,8 +459,8 @@ def _dense(chunks: int, questions: int, folder: Path, on_step: OnStep) -> list[B
     index, seconds, memory = _made(build)
     faiss.write_index(raw, str(folder / "raw"))
     index.save(folder / "index")
-    _, raw_open = _timed(lambda: faiss.read_index(str(folder / "raw")))
-    loaded, opened = _timed(lambda: DenseIndex.load(folder / "index"))
+    raw_open = seconds_of(lambda: faiss.read_index(str(folder / "raw")))
+    loaded, _, opened = _stage_seconds(lambda: DenseIndex.load(folder / "index"))
     on_step("dense: questions …")
     times, same = _asked(
         [
@@ -482,7 +481,7 @@ def _dense(chunks: int, questions: int, folder: Path, on_step: OnStep) -> list[B
     ]
     fresh = _units(rng, UPDATE)
     added = [(f"new-{at}", vector) for at, vector in enumerate(fresh)]
-    _, update = _timed(lambda: loaded.update(added, ids[:UPDATE], generation=2, embedder="bench"))
+    update = seconds_of(lambda: loaded.update(added, ids[:UPDATE], generation=2, embedder="bench"))
     mutable = faiss.index_factory(DIMENSION, "IDMap2,Flat", faiss.METRIC_INNER_PRODUCT)
     mutable.add_with_ids(vectors, np.arange(chunks))
 
@@ -490,7 +489,7 @@ def _dense(chunks: int, questions: int, folder: Path, on_step: OnStep) -> list[B
         mutable.remove_ids(np.arange(UPDATE))
         mutable.add_with_ids(fresh, np.arange(chunks, chunks + UPDATE))
 
-    _, raw_update = _timed(change)
+    raw_update = seconds_of(change)
     return [
         *rows,
         BenchRow.of(f"{name}: replace {UPDATE}", update * 1000, "ms", "FAISS IDMap2,Flat", raw_update * 1000, digits=4),
@@ -504,9 +503,9 @@ def _sparse(chunks: int, questions: int, folder: Path, on_step: OnStep) -> list[
     on_step(f"sparse: {chunks} chunks of {CHUNK_TOKENS} tokens …")
     rng = np.random.default_rng(0)
     names = [str(token) for token in range(VOCABULARY)]
-    drawn = _zipf(rng, (chunks, CHUNK_TOKENS))
+    drawn = zipf_draws(rng, (chunks, CHUNK_TOKENS), VOCABULARY).astype(np.int32)
     ids = [f"chunk-{at:06}" for at in range(chunks)]
-    asked = [_named(names, *_weights(rng, row)) for row in _zipf(rng, (questions, QUESTION_TOKENS))]
+    asked = [_named(names, *_weights(rng, row)) for row in zipf_draws(rng, (questions, QUESTION_TOKENS), VOCABULARY)]
 
     def build_raw() -> Any:
         raw = bm25s.BM25()
@@ -532,8 +531,8 @@ def _sparse(chunks: int, questions: int, folder: Path, on_step: OnStep) -> list[
     times, _ = _asked([ask_raw, lambda at: index.search(asked[at], TOP_K)], questions)
     raw.save(folder / "raw", show_progress=False)
     index.save(folder / "index")
-    _, raw_open = _timed(lambda: bm25s.BM25.load(folder / "raw", mmap=True, show_progress=False))
-    _, opened = _timed(lambda: SparseIndex.load(folder / "index"))
+    raw_open = seconds_of(lambda: bm25s.BM25.load(folder / "raw", mmap=True, show_progress=False))
+    opened = seconds_of(lambda: SparseIndex.load(folder / "index"))
     name = f"sparse, {chunks} chunks"
     return [
         BenchRow.of(f"{name}: query p50", times[1] * 1000, "ms", "bm25s", times[0] * 1000, digits=4),
@@ -549,20 +548,13 @@ def _units(rng: np.random.Generator, rows: int) -> NDArray[np.float32]:
     return made
 
 
-def _zipf(rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.int32]:
-    """Token numbers; the r-th most frequent has a share proportional to 1 / (r + 10)."""
-    share = np.cumsum(1 / (np.arange(VOCABULARY) + 10.0))
-    tokens: NDArray[np.int32] = np.searchsorted(share, rng.random(shape) * share[-1]).astype(np.int32)
-    return tokens
-
-
-def _weights(rng: np.random.Generator, drawn: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+def _weights(rng: np.random.Generator, drawn: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """The distinct tokens of a text with weights like those of bge-m3, mostly under 0.3."""
     tokens = np.unique(drawn)
     return tokens, rng.gamma(2, 0.06, len(tokens)).astype(np.float32)
 
 
-def _named(names: list[str], tokens: NDArray[np.int32], weights: NDArray[np.float32]) -> Mapping[str, float]:
+def _named(names: list[str], tokens: NDArray[Any], weights: NDArray[np.float32]) -> Mapping[str, float]:
     """The form in which an embedder returns them; making it is part of building an index."""
     return {names[token]: weight for token, weight in zip(tokens.tolist(), weights.tolist(), strict=True)}
 
@@ -590,17 +582,11 @@ def _asked(searches: list[Callable[[int], Any]], questions: int) -> tuple[list[f
     return [statistics.median(taken) for taken in times], 100 * same / questions
 
 
-def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.perf_counter()
-    made = work()
-    return made, time.perf_counter() - start
-
-
 def _made(build: Callable[[], Any]) -> tuple[Any, float, float]:
     """The built index, the seconds it took, and its memory in MB (0 if the system does not report it)."""
     gc.collect()
     before = own_memory()
-    made, seconds = _timed(build)
+    made, _, seconds = _stage_seconds(build)
     gc.collect()
     return made, seconds, own_memory() - before
 

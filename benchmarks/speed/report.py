@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+from numpy.typing import NDArray
 
 from ragkv.cli.console import draw, note, plain, print_json
 from ragkv.distributed.group import Handshake, Peers, RankGroup
@@ -225,15 +226,21 @@ def vocabulary() -> list[str]:
 
 
 @cache
-def _words() -> np.ndarray[Any, np.dtype[np.str_]]:
+def _words() -> NDArray[np.str_]:
     return np.array(vocabulary())
 
 
 @cache
-def _shares() -> np.ndarray[Any, np.dtype[np.float64]]:
-    weights = 1 / (np.arange(VOCABULARY) + 10.0)
-    shares: np.ndarray[Any, np.dtype[np.float64]] = np.cumsum(weights) / weights.sum()
+def _shares(tokens: int) -> NDArray[np.float64]:
+    weights = 1 / (np.arange(tokens) + 10.0)
+    shares: NDArray[np.float64] = np.cumsum(weights) / weights.sum()
     return shares
+
+
+def zipf_draws(rng: np.random.Generator, shape: tuple[int, ...], tokens: int = VOCABULARY) -> NDArray[np.intp]:
+    """Numbers of tokens; the r-th most frequent of them has a share proportional to 1 / (r + 10)."""
+    drawn: NDArray[np.intp] = np.searchsorted(_shares(tokens), rng.random(shape)) % tokens
+    return drawn
 
 
 @dataclass(frozen=True)
@@ -251,7 +258,7 @@ class Corpus:
         """The document with this number; another version has other texts, and other chunk ids."""
         count = min(CHUNKS, self.size - number * CHUNKS)
         rng = np.random.default_rng([number, version])
-        drawn = _words()[np.searchsorted(_shares(), rng.random((count, WORDS - 1))) % VOCABULARY]
+        drawn = _words()[zipf_draws(rng, (count, WORDS - 1))]
         texts = [f"{self.name(number)} {' '.join(row)}." for row in drawn.tolist()]
         starts = [sum(len(text) + 2 for text in texts[:at]) for at in range(count)]
         return ReadyDocument(
@@ -277,8 +284,7 @@ class Corpus:
 
     def question(self, number: int) -> str:
         """A question about the document with this number, in eight words."""
-        rng = np.random.default_rng([number, 1 << 31])
-        words = _words()[np.searchsorted(_shares(), rng.random(7)) % VOCABULARY]
+        words = _words()[zipf_draws(np.random.default_rng([number, 1 << 31]), (7,))]
         return f"{' '.join(words.tolist())} {self.name(number)}?"
 
 
