@@ -50,7 +50,6 @@ from ragkv.benchmarks.papers.table import (
     decide,
     figure_of,
     judge,
-    with_width,
 )
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation.answers import ExampleResult, Scorer, TaskSource, run_candidates
@@ -542,8 +541,7 @@ def revise_table(name: str, folder: Path) -> list[Verdict]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"Table {name} in {folder} cannot be read ({error}); make it again.") from error
     try:
-        counts = {Cell(row["line"], row["column"]): int(row["n"]) for row in report["rows"]}
-        verdicts = [_verdict(fields, counts) for fields in report["orders"]]
+        verdicts = [_verdict(fields) for fields in report["orders"]]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{report_path} is not what {COMMAND} writes ({type(error).__name__}: {error}); make it again."
@@ -556,7 +554,7 @@ def revise_table(name: str, folder: Path) -> list[Verdict]:
     return verdicts
 
 
-def _verdict(fields: Mapping[str, Any], counts: Mapping[Cell, int]) -> Verdict:
+def _verdict(fields: Mapping[str, Any]) -> Verdict:
     order = Order(
         left=Cell(**fields["left"]),
         relation=fields["relation"],
@@ -567,18 +565,15 @@ def _verdict(fields: Mapping[str, Any], counts: Mapping[Cell, int]) -> Verdict:
     found = fields["difference"]
     if found is None:
         return decide(order, None)
-    value, (low, high), paired = float(found["value"]), map(float, found["ci95"]), bool(found["paired"])
-    if "n" in found:
-        n, identical = int(found["n"]), bool(found["identical"])
-    else:  # files of 0.1 lack `n`; an interval without width means that all questions differ by the same amount
-        n = min(counts[order.left], counts[order.right])
-        identical = paired and value == low == high == 0
-    if n < 1:
-        raise ValueError(f"{order} was asked {n} questions")
-    return decide(
-        order,
-        Difference(value=value, ci95=with_width(value, (low, high), n), n=n, paired=paired, identical=identical),
+    low, high = map(float, found["ci95"])
+    difference = Difference(
+        value=float(found["value"]),
+        ci95=(low, high),
+        n=int(found["n"]),
+        paired=bool(found["paired"]),
+        identical=bool(found["identical"]),
     )
+    return decide(order, difference)
 
 
 TABLES: dict[str, Table] = {
