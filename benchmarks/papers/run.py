@@ -134,8 +134,8 @@ def run_table(table: Table, options: RunOptions | None = None, *, on_progress: P
         cells=cells,
         verdicts=tuple(judge(order, scores, seed) for order in table.orders),
         tasks=tasks,
-        origin=Origin.of(
-            options.command(table.name),
+        origin=Origin(
+            command=options.command(table.name),
             seed=seed,
             limit=limit,
             models={
@@ -152,14 +152,13 @@ def run_table(table: Table, options: RunOptions | None = None, *, on_progress: P
 def _known(known: KnownFigures, options: RunOptions) -> TableResult:
     """A table whose figures were measured elsewhere. Unless its tasks are known, they are made again to count them."""
     table = known.table
-    command, limit = options.command(table.name), options.limit
     return TableResult(
         table=table,
         lines=table.lines,
         cells={cell: figure_of(scores, known.seed) for cell, scores in known.scores.items()},
         verdicts=tuple(judge(order, known.scores, known.seed) for order in table.orders),
         tasks=known.tasks or _tasks(table, known.seed, None),
-        origin=Origin.of(command, seed=known.seed, limit=limit, models=known.models, embedder=None, reranker=None),
+        origin=Origin(command=options.command(table.name), seed=known.seed, limit=options.limit, models=known.models),
         results={},
     )
 

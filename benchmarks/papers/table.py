@@ -121,41 +121,20 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Everything that a table depends on besides its definition. `models` are by role; "" is the table's own."""
+    """Everything that a table depends on besides its definition. `models` are by role; "" is the table's own.
+
+    Commit, versions and device are by default those of this process.
+    """
 
     command: str
-    commit: str
+    commit: str = field(default_factory=lambda: commit_of(Path(ragkv.__file__).parent))
     seed: int
     limit: int | None
     models: Mapping[str, Model]
-    embedder: str | None
-    reranker: str | None
-    versions: Mapping[str, str]
-    device: str
-
-    @classmethod
-    def of(
-        cls,
-        command: str,
-        *,
-        seed: int,
-        limit: int | None,
-        models: Mapping[str, Model],
-        embedder: str | None,
-        reranker: str | None,
-    ) -> Origin:
-        here = Environment.look()
-        return cls(
-            command=command,
-            commit=commit_of(Path(ragkv.__file__).parent),
-            seed=seed,
-            limit=limit,
-            models=models,
-            embedder=embedder,
-            reranker=reranker,
-            versions=here.versions,
-            device=here.devices[0],
-        )
+    embedder: str | None = None
+    reranker: str | None = None
+    versions: Mapping[str, str] = field(default_factory=lambda: Environment.look().versions)
+    device: str = field(default_factory=lambda: Environment.look().devices[0])
 
 
 def commit_of(folder: Path) -> str:
