@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ragkv.benchmarks.papers.ape import APE_3, APE_5
 from ragkv.benchmarks.papers.blend import BLEND_1, BLEND_2
@@ -241,40 +241,27 @@ def bars(result: TableResult) -> Illustration:
     return Illustration(picture=Bars(title=result.table.title, y_label=_RIGHT, groups=columns, bars=found))
 
 
-def over_columns(pattern: str, x_label: str, *, even: bool = False) -> Callable[[TableResult], Illustration]:
-    """Draw curves over the number that `pattern` finds in a column's label. Columns that share the pattern's group "of"
-    form one curve."""
+def curves(
+    over: Literal["columns", "lines"], pattern: str, x_label: str, *, even: bool = False
+) -> Callable[[TableResult], Illustration]:
+    """Draw curves over the number that `pattern` finds in the labels of columns or of lines, one for each of the other
+    kind. Those whose label has no number are only in the table. Each value of the pattern's group "of" has its curve.
+    """
 
     def make(result: TableResult) -> Illustration:
         points: dict[tuple[str, str], list[tuple[float, Cell]]] = {}
         for column in result.table.columns:
-            if (matched := re.fullmatch(pattern, column.label)) is None:
-                continue
-            of = matched.groupdict().get("of") or ""
             for line in result.lines:
-                points.setdefault((of, line.label), []).append((float(matched["x"]), Cell(line.label, column.label)))
+                label, other = (column.label, line.label) if over == "columns" else (line.label, column.label)
+                if (matched := re.fullmatch(pattern, label)) is not None:
+                    of = matched.groupdict().get("of") or ""
+                    points.setdefault((of, other), []).append((float(matched["x"]), Cell(line.label, column.label)))
         several = len({of for of, _ in points}) > 1
-        curves = [_curve(f"{line}, {of}" if several else line, cells, result) for (of, line), cells in points.items()]
-        return _curves(result, x_label, [curve for curve in curves if curve.x], even=even)
-
-    return make
-
-
-def over_lines(pattern: str, x_label: str) -> Callable[[TableResult], Illustration]:
-    """Draw a curve for each column over the number that `pattern` finds in a line's label. Lines without such a number
-    are only in the table."""
-
-    def make(result: TableResult) -> Illustration:
-        places = [
-            (float(matched["x"]), line.label)
-            for line in result.lines
-            if (matched := re.fullmatch(pattern, line.label)) is not None
-        ]
-        curves = [
-            _curve(column.label, [(x, Cell(line, column.label)) for x, line in places], result)
-            for column in result.table.columns
-        ]
-        return _curves(result, x_label, [curve for curve in curves if curve.x], even=False)
+        drawn = [_curve(f"{name}, {of}" if several else name, cells, result) for (of, name), cells in points.items()]
+        shown = [curve for curve in drawn if curve.x]
+        return Illustration(
+            picture=Curves(title=result.table.title, x_label=x_label, y_label=_RIGHT, curves=shown, even=even)
+        )
 
     return make
 
@@ -297,23 +284,18 @@ def _curve(label: str, cells: list[tuple[float, Cell]], result: TableResult) -> 
     return Curve(label=label, x=x, y=y, low=low, high=high)
 
 
-def _curves(result: TableResult, x_label: str, curves: list[Curve], *, even: bool) -> Illustration:
-    picture = Curves(title=result.table.title, x_label=x_label, y_label=_RIGHT, curves=curves, even=even)
-    return Illustration(picture=picture)
-
-
 ILLUSTRATIONS: Mapping[str, Callable[[TableResult], Illustration]] = {
     "block-1": bars,
-    "block-4": over_columns(r"(?P<of>.*), step (?P<x>\d+)", "fine-tuning steps"),
-    "ape-3": over_columns(r"(?P<x>\d+) shots", "shots in the context", even=True),
+    "block-4": curves("columns", r"(?P<of>.*), step (?P<x>\d+)", "fine-tuning steps"),
+    "ape-3": curves("columns", r"(?P<x>\d+) shots", "shots in the context", even=True),
     "ape-5": bars,
     "apb-3": bars,
     "pced-1": bars,
     "pced-2": expert_trace,
     "pced-3": bars,
-    "pced-4": over_lines(r"β=(?P<x>[\d.]+)", "strength of the contrast, β"),
-    "pced-5": over_lines(r"γ=(?P<x>[\d.]+)", "weight of the retrieval prior, γ"),
-    "pced-6": over_columns(r"(?P<of>.*), k=(?P<x>\d+)", "chunks read, k", even=True),
+    "pced-4": curves("lines", r"β=(?P<x>[\d.]+)", "strength of the contrast, β"),
+    "pced-5": curves("lines", r"γ=(?P<x>[\d.]+)", "weight of the retrieval prior, γ"),
+    "pced-6": curves("columns", r"(?P<of>.*), k=(?P<x>\d+)", "chunks read, k", even=True),
     "pced-7": bars,
 }
 """By the table's name."""
