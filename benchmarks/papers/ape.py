@@ -6,7 +6,7 @@ APE's T and S, and PCED's γ, are searched on questions that no table asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -24,17 +24,9 @@ _GAMMAS = (2.5, 2.0, 3.0, 1.5, 4.0, 1.0, 0.5)
 """The values of PCED Table 5, ordered by their distance from the paper's own, 2.5."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
-    """The best setting, and a sentence that says how it was found."""
-
-    temperature: float
-    scale: float
-    explanation: str
-
-
-def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> Calibration:
-    """Search T at S = 1 first, then S at that T, in the steps of `ragkv tune`; on a tie, the smaller change wins.
+def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> tuple[APESetting, str]:
+    """The best setting, and a sentence that says how it was found: T at S = 1 first, then S at that T, in the steps of
+    `ragkv tune`; on a tie, the smaller change wins.
 
     The questions are of one hop and two hops over `chunks` passages of training worlds. A table that asks something
     else passes its `task`, of which other questions are drawn by a separate seed.
@@ -53,21 +45,17 @@ def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> Calibration:
     at_t = search_stage("temperature", [replace(plain, temperature=t) for t in STEPS], portions, trials, keep=plain)
     found = search_stage("scale", [replace(at_t, scale=value) for value in STEPS], portions, trials)
     shares = [f"{100 * trials[setting].right / asked:.1f} %" for setting in (plain, at_t, found)]
-    return Calibration(
-        temperature=found.temperature,
-        scale=found.scale,
-        explanation=(
-            f"T = {found.temperature:g} and S = {found.scale:g} were searched greedily (APE §4.4) on "
-            f"{asked} questions over {over}, seed {_SEED}, {chunks} chunks each: "
-            f"{shares[0]} right at T = S = 1, {shares[1]} with T, {shares[2]} with both."
-        ),
+    return found, (
+        f"T = {found.temperature:g} and S = {found.scale:g} were searched greedily (APE §4.4) on "
+        f"{asked} questions over {over}, seed {_SEED}, {chunks} chunks each: "
+        f"{shares[0]} right at T = S = 1, {shares[1]} with T, {shares[2]} with both."
     )
 
 
 def with_searched_pair(table: Table, ask: Ask, lines: Sequence[str], *, chunks: int, task: str = "") -> Table:
     """A copy whose `lines` (labels) use the T and S that `search_ape` finds, with a remark that says so."""
-    found = search_ape(ask, chunks=chunks, task=task)
-    return table.with_engines(dict.fromkeys(lines, _ape(found.temperature, found.scale)), found.explanation)
+    found, explanation = search_ape(ask, chunks=chunks, task=task)
+    return table.with_engines(dict.fromkeys(lines, _ape(found.temperature, found.scale)), explanation)
 
 
 def search_gamma(ask: Ask, line: TableRow, *, chunks: int) -> tuple[float, str]:
@@ -133,12 +121,9 @@ _ALL_5 = {"one hop": ("TriviaQA",), "two hops": ("TriviaQA",), "many-shot": ("GS
 
 def _tuned(table: Table, ask: Ask) -> Table:
     """The table with T and S searched on worlds that no column asks about."""
-    found = search_ape(ask, chunks=16)
-    engines = {
-        "prefix, T": f"ape(temperature={found.temperature:g}, scale=1)",
-        "prefix, T and S": f"ape(temperature={found.temperature:g}, scale={found.scale:g})",
-    }
-    return table.with_engines(engines, found.explanation)
+    found, explanation = search_ape(ask)
+    engines = {"prefix, T": _ape(found.temperature, 1), "prefix, T and S": _ape(found.temperature, found.scale)}
+    return table.with_engines(engines, explanation)
 
 
 APE_5 = Table(

@@ -46,19 +46,19 @@ class Answers:
 
 def test_the_best_t_then_the_best_s_at_it():
     answers = Answers(lambda t, s: 1 - abs(t - 0.7) - abs(s - 0.4) / 2)
-    found = search_ape(answers)
+    found, explanation = search_ape(answers)
     assert (found.temperature, found.scale) == (0.7, 0.4)
     assert answers.asked[:10] == [(t / 10, 1.0) for t in range(10, 0, -1)]
     assert answers.asked[10:] == [(0.7, s / 10) for s in range(9, 0, -1)]  # (0.7, 1) was tried
-    assert "T = 0.7 and S = 0.4" in found.explanation
-    assert "100.0 % with both" in found.explanation
+    assert "T = 0.7 and S = 0.4" in explanation
+    assert "100.0 % with both" in explanation
 
 
 def test_hopeless_settings_are_given_up_and_the_result_is_the_same(monkeypatch):
     monkeypatch.setattr(ape, "_ASKED", 3)
     monkeypatch.setattr(ape, "_PORTION", 1)
     answers = Answers(lambda t, s: 1 - abs(t - 0.6) * 5 - abs(s - 0.5) / 2)
-    found = search_ape(answers)
+    found, _ = search_ape(answers)
     assert (found.temperature, found.scale) == (0.6, 0.5)
     counts = Counter(answers.asked)
     assert counts[0.6, 0.5] == counts[0.6, 1.0] == counts[1.0, 1.0] == 3  # the last is told of
