@@ -454,42 +454,33 @@ class Wording:
 _NAMES = ("sources", "source", "documents", "document")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Wanted:
-    """A line of the file: the question, and the documents and texts that identify its chunks."""
-
-    question_id: str
-    question: str
-    documents: tuple[str, ...]
-    texts: tuple[str, ...]
-    where: str
-
-
 def judged_questions(path: Path, store: Store) -> RetrievalTask:
     """The questions of a file with their relevant chunks in `store`.
 
     A question is unjudged if it names a document that is not in the index, or a text that no chunk contains. Raises
     ConfigError, which names file and line, and RetrievalError if no question has a relevant chunk.
     """
-    wanted = [_parse(row, number) for number, row in enumerate(rows(path, "a JSONL file of questions"), start=1)]
-    if not wanted:
+    lines = list(rows(path, "a JSONL file of questions"))
+    if not lines:
         raise ConfigError(f'{path} holds no question; write one JSON object per line: {{"question": "…"}}.')
     chunks = _Chunks(store)
     judgements, unjudged, whole = [], [], 0
-    for line in wanted:
-        relevant = among = chunks.of_documents(line) if line.documents else None
-        if line.texts and among != []:
-            relevant = chunks.holding(line.texts, among)
+    for number, row in enumerate(lines, start=1):
+        question = question_of(row)
+        documents, evidence = _texts(row, _NAMES), _texts(row, ("evidence",))
+        texts = question.answers if row.values.get("evidence") is None else evidence
+        name = row.name("id") if "id" in row.values else str(number)
+        relevant = among = chunks.of_documents(documents, row.where) if documents else None
+        if texts and among != []:
+            relevant = chunks.holding(texts, among)
             if not relevant and among is not None:
                 relevant, whole = among, whole + 1
         if relevant:
             judgements.append(
-                RetrievalQuestion(
-                    question_id=line.question_id, question=line.question, relevant=dict.fromkeys(relevant, 1.0)
-                )
+                RetrievalQuestion(question_id=name, question=question.text, relevant=dict.fromkeys(relevant, 1.0))
             )
         else:
-            unjudged.append(line.question_id)
+            unjudged.append(name)
     if not judgements:
         raise RetrievalError(
             f"No chunk of the index is relevant to any question of {path}; ingest the documents that it asks about, "
@@ -497,18 +488,6 @@ def judged_questions(path: Path, store: Store) -> RetrievalTask:
         )
     notes = [f"{whole} questions judged by document alone: no chunk of it holds the answer"] if whole else []
     return RetrievalTask(name=path.stem, judgements=judgements, unjudged=unjudged, notes=notes)
-
-
-def _parse(row: FileRow, number: int) -> _Wanted:
-    question = question_of(row)
-    evidence = _texts(row, ("evidence",))
-    return _Wanted(
-        question_id=row.name("id") if "id" in row.values else str(number),
-        question=question.text,
-        documents=_texts(row, _NAMES),
-        texts=question.answers if row.values.get("evidence") is None else evidence,
-        where=row.where,
-    )
 
 
 def _texts(row: FileRow, keys: Sequence[str]) -> tuple[str, ...]:
@@ -538,10 +517,8 @@ class _Chunks:
             self._texts[chunk.chunk_id] = Wording.of(chunk.text)
             self._by_document.setdefault(chunk.document_id, []).append(chunk.chunk_id)
 
-    def of_documents(self, line: _Wanted) -> list[str]:
-        return [
-            chunk for name in line.documents for chunk in self._by_document.get(self._document(name, line.where), ())
-        ]
+    def of_documents(self, names: Sequence[str], where: str) -> list[str]:
+        return [chunk for name in names for chunk in self._by_document.get(self._document(name, where), ())]
 
     def _document(self, name: str, where: str) -> str:
         """The id of the document with this id, source, or end of a path (in whole parts); "" if there is none."""
