@@ -25,13 +25,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import secrets
 import zipfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, cast
@@ -62,6 +61,7 @@ from ragkv.retrievers import (
     load_reranker,
 )
 from ragkv.store import Store
+from ragkv.util.files import replace_plain
 
 BATCH = 256
 """Passages per file, which a killed run may have to embed again."""
@@ -189,16 +189,11 @@ class Batches:
             self._save(name, _SUFFIX[kind], lambda file: np.save(file, rows))
 
     def _save(self, name: str, suffix: str, write: Callable[[IO[bytes]], object]) -> None:
-        path = self._path(name, suffix)
-        fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+        held = BytesIO()
+        write(held)
         try:
-            with fresh.open("wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(path)
+            replace_plain(self._path(name, suffix), held.getvalue())
         except OSError as error:
-            fresh.unlink(missing_ok=True)
             raise self._unwritable(error) from error
 
     def _path(self, name: str, suffix: str) -> Path:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from package import in_child
 
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.evaluation import retrieval as module
 from ragkv.evaluation.metrics import Passage, RetrievalQuestion, RetrievalTask, measure
 from ragkv.evaluation.retrieval import Batches, MemoEmbedder, MemoReranker, Wording, judged_questions
 
@@ -216,7 +215,7 @@ def test_a_full_disk_leaves_no_torn_file(tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "fsync", full)
+    monkeypatch.setattr("ragkv.util.files.os.fsync", full)
     with pytest.raises(RetrievalError, match="No space left"):
         Batches(tmp_path, CountingEmbedder(), PASSAGES, ["dense"]).embed()
     assert _files(tmp_path) == {}
