@@ -460,11 +460,7 @@ class Quality:
 
     def to_json(self) -> dict[str, Any]:
         """The report in the form that `ragkv doctor --json` prints and the index keeps."""
-        return {
-            **asdict(self),
-            "engines": [asdict(row) for row in self.engines],
-            "codecs": [asdict(row) for row in self.codecs],
-        }
+        return asdict(self)
 
 
 class Doctor:

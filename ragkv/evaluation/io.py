@@ -30,14 +30,12 @@ if TYPE_CHECKING:
     from ragkv.store import Store
 
 
+@dataclass(frozen=True, slots=True)
 class FileRow:
     """One object of a JSONL file; `where` is "FILE, line N"."""
 
-    __slots__ = ("values", "where")
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self.values = values
-        self.where = where
+    values: dict[str, Any]
+    where: str
 
     def text(self, key: str, *, default: str | None = None) -> str:
         """The text under `key`; `default` also replaces null. Raises ConfigError if there is neither."""
