@@ -109,10 +109,10 @@ def filler(rng: random.Random, words: int) -> list[str]:
     return found
 
 
-def cut(items: Sequence[str], chunks: int, joint: str = " ") -> tuple[str, ...]:
+def cut(items: Sequence[str], chunks: int) -> tuple[str, ...]:
     """Join `items` in order into `chunks` texts of nearly equally many items."""
     edges = [len(items) * at // chunks for at in range(chunks + 1)]
-    return tuple(joint.join(items[left:right]) for left, right in pairwise(edges))
+    return tuple(" ".join(items[left:right]) for left, right in pairwise(edges))
 
 
 def scatter(rng: random.Random, chunks: list[list[str]], sentences: Sequence[str]) -> tuple[int, ...]:
@@ -381,21 +381,18 @@ def _world_context(rng: random.Random, world: World, chunks: int, number: int, w
         for question in world.ask(rng, stated, 1)
         if question.kind not in by_kind and (not wanted or question.kind in wanted)
     ]
-    return [_example(question, chosen, f"{number}-{place}") for place, question in enumerate(asked)]
+    texts = [f"# {document.title}\n\n{document.text}" for document in chosen]
+    return [_example(question, texts, f"{number}-{place}") for place, question in enumerate(asked)]
 
 
-def _example(question: WorldQuestion, chosen: Sequence[WorldDocument], name: str) -> Example:
+def _example(question: WorldQuestion, texts: Sequence[str], name: str) -> Example:
     return Example(
         example_id=name,
         question=question.question,
-        chunks=tuple(f"# {document.title}\n\n{document.text}" for document in chosen),
+        chunks=tuple(texts),
         answers=question.golds or (question.gold,),
         kind=question.kind,
-        needed=tuple(
-            at
-            for at, document in enumerate(chosen)
-            if any(sentence in document.sentences for sentence in question.support)
-        ),
+        needed=tuple(at for at, text in enumerate(texts) if any(line in text for line in question.support)),
     )
 
 
@@ -445,17 +442,8 @@ def _passage_context(
     stated = world.stated(shown if kind in ("list", "unanswerable") else shown[:_CORE])
     asked = world.ask(random.Random(f"ask:{seed}:{number}:{kind}"), stated, per_context)
     random.Random(f"order:{seed}:{number}:{chunks}").shuffle(shown)
-    return [
-        Example(
-            example_id=f"{number}-{place}",
-            question=question.question,
-            chunks=tuple(shown),
-            answers=question.golds or (question.gold,),
-            kind=kind,
-            needed=tuple(at for at, text in enumerate(shown) if any(line in text for line in question.support)),
-        )
-        for place, question in enumerate(each for each in asked if each.kind == kind)
-    ]
+    of_kind = [question for question in asked if question.kind == kind]
+    return [_example(question, shown, f"{number}-{place}") for place, question in enumerate(of_kind)]
 
 
 @lru_cache(maxsize=64)
@@ -488,9 +476,8 @@ def _related(rng: random.Random, world: World) -> list[str]:
 
 def _cut(document: WorldDocument) -> list[str]:
     """The document cut into passages of nearly equal length, each with its heading."""
-    count = -(-len(document.sentences) // _SENTENCES)
-    edges = [len(document.sentences) * at // count for at in range(count + 1)]
-    return [f"# {document.title}\n\n{' '.join(document.sentences[left:right])}" for left, right in pairwise(edges)]
+    texts = cut(document.sentences, -(-len(document.sentences) // _SENTENCES))
+    return [f"# {document.title}\n\n{text}" for text in texts]
 
 
 _LABELS = listed("brask dolin fenup garo hivel jumat kesto lorip mavun noxel pidra quern")
