@@ -494,12 +494,8 @@ class RoundTrip:
 
 def bit_equal(one: ChunkKV, other: ChunkKV) -> bool:
     """Whether all bits are equal, including those of NaNs."""
-    pairs = zip(_tensors(one), _tensors(other), strict=True)
+    pairs = zip(one.wide().tensors, other.wide().tensors, strict=True)
     return all(torch.equal(_bits(a), _bits(b)) for a, b in pairs)
-
-
-def _tensors(kv: ChunkKV) -> tuple[torch.Tensor, ...]:
-    return (*kv.keys, *kv.values, *(state.value for state in kv.states))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
