@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, cycle, islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +27,7 @@ from ragkv.ingest.ingester import BATCH_TOKENS
 from ragkv.model.checkpoint import computes_in
 from ragkv.runtime import Stream
 from ragkv.store import KVIdentity, Store, codec_from_config, codec_names
+from ragkv.store.record import encode_record
 from ragkv.types import Chunk, Document, Encoding
 
 if TYPE_CHECKING:
@@ -519,13 +519,8 @@ def model_requirements(name: str, *, dtype: str = "auto", device: str | None = N
 
 def _stored(kv: ChunkKV, codec: str) -> int:
     """Bytes of a record in a codec."""
-    identity = KVIdentity(model="portrait", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=(0,) * kv.tokens)
-    with (
-        TemporaryDirectory(prefix="ragkv-") as folder,
-        Store.create(folder, codec=codec_from_config({"id": codec})) as store,
-    ):
-        store.keep_kv(identity, kv.to(torch.device("cpu")))
-        return store.stats().kv_bytes
+    identity = KVIdentity(model="requirements", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=(0,) * kv.tokens)
+    return encode_record(kv, identity, codec_from_config({"id": codec})).stored_bytes
 
 
 def _expanded(model: LanguageModel) -> int | None:
