@@ -216,9 +216,8 @@ def export_mini(
     *,
     config: MiniTrainConfig,
     rows: Sequence[AccuracyRow],
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
 ) -> None:
-    """Write the weights in `dtype`, the tokenizer, generation defaults and `ragkv.json` to `destination`.
+    """Write the weights in bfloat16, the tokenizer, generation defaults and `ragkv.json` to `destination`.
 
     `model` itself is not changed. `rows` are the held-out accuracies to record.
     """
@@ -233,7 +232,7 @@ def export_mini(
         },
     }
     with replace_folder(destination) as folder:
-        copy = AutoModelForCausalLM.from_config(model.config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        copy = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16, trust_remote_code=False)
         copy.load_state_dict(model.state_dict())
         copy.generation_config = GenerationConfig(
             do_sample=False,

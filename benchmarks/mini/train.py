@@ -605,26 +605,24 @@ def train_mini(
     tokenizer: PreTrainedTokenizerFast,
     output: Path,
     *,
-    resume: bool = True,
     on_progress: Progress | None = None,
 ) -> LlamaForCausalLM:
     """Run every stage and return the trained model in fp32; `output/checkpoint.pt` is written on the way.
 
-    With `resume`, training continues from the checkpoint in `output`; one of another model shape is refused. After
-    every step `on_progress` receives stage, step, number (over all stages), loss, accuracy, first_accuracy,
-    relation_accuracy, gold_accuracy (teacher-forced, NaN while copying), lr, tokens and seconds. If processes share the
-    rows, the figures are those of this process's rows.
+    Training continues from a checkpoint in `output`; one of another model shape is refused. After every step
+    `on_progress` receives stage, step, number (over all stages), loss, accuracy, first_accuracy, relation_accuracy,
+    gold_accuracy (teacher-forced, NaN while copying), lr, tokens and seconds. If processes share the rows, the figures
+    are those of this process's rows.
     """
     output.mkdir(parents=True, exist_ok=True)
-    with peers(config.processes, partial(_train, config, tokenizer, output, resume)) as peer:
-        return _train(config, tokenizer, output, resume, peer, on_progress)
+    with peers(config.processes, partial(_train, config, tokenizer, output)) as peer:
+        return _train(config, tokenizer, output, peer, on_progress)
 
 
 def _train(
     config: MiniTrainConfig,
     tokenizer: PreTrainedTokenizerFast,
     output: Path,
-    resume: bool,
     peer: Peer,
     on_progress: Progress | None = None,
 ) -> LlamaForCausalLM:
@@ -634,7 +632,7 @@ def _train(
         model.set_attn_implementation(register())
     optimizer = _optimizer(config, model)
     path, done = output / "checkpoint.pt", 0
-    if resume and path.exists():
+    if path.exists():
         done = _restore(path, config, model, optimizer)
     total = sum(stage.steps for stage in config.stages)
     for stage, step, number in _schedule(config):
@@ -755,7 +753,7 @@ def _restore(path: Path, config: MiniTrainConfig, model: LlamaForCausalLM, optim
     """Load the checkpoint and return the number of steps that it has done."""
     state = torch.load(path, map_location=config.device, weights_only=True)
     if state["shape"] != _shape(config):
-        raise ValueError(f"{path} was written for {state['shape']}; move it away or pass resume=False")
+        raise ValueError(f"{path} was written for {state['shape']}; move it away")
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"].cpu())

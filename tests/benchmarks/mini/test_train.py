@@ -50,6 +50,9 @@ def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
         train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=die)
     resumed = train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=record)
     assert seen == straight
+    train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=die)  # at its end already
+    with pytest.raises(ValueError, match="move it away"):
+        train_mini(replace(tiny, hidden=32), tokenizer, tmp_path / "cut")
     before = build_model(tiny, tokenizer).state_dict()
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
@@ -67,15 +70,6 @@ def test_processes_that_share_the_rows_take_the_same_steps(tokenizer, tiny, tmp_
     for name, value in alone.items():
         apart, moved = (shared[name] - value).abs().mean(), (start[name] - value).abs().mean()
         assert apart < 0.02 * moved, name  # AdamW makes whole steps of gradients that are but rounding
-
-
-def test_without_resume_it_starts_over_and_another_shape_is_refused(tokenizer, tiny, tmp_path):
-    steps: list[object] = []
-    for resume in (True, False, True):
-        train_mini(tiny, tokenizer, tmp_path, resume=resume, on_progress=lambda p: steps.append(p["number"]))
-    assert steps == [0, 1, 2, 0, 1, 2]
-    with pytest.raises(ValueError, match="resume=False"):
-        train_mini(replace(tiny, hidden=32), tokenizer, tmp_path)
 
 
 def test_a_fresh_model_has_induction_heads(tokenizer):
