@@ -287,7 +287,6 @@ class TrainConfig:
     seed: int = 0
     checkpoint_every: int = 100
     device: str = "cpu"
-    autocast: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.checkpoint_every < 1:
@@ -414,14 +413,14 @@ class M3:
     def __call__(self, ids: Tensor, mask: Tensor) -> TrainingVectors:
         """The vectors of ids and mask (n, tokens), in fp32."""
         hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        weights = torch.relu(self.sparse(hidden)).squeeze(-1).float() * mask  # (n, tokens)
+        weights = torch.relu(self.sparse(hidden)).squeeze(-1) * mask  # (n, tokens)
         spread = torch.zeros(len(ids), self.encoder.config.vocab_size, device=ids.device)
         # `amax` as in M3: a token that occurs twice has the larger of its weights
         spread = spread.scatter_reduce(1, ids, weights, reduce="amax")
         keep = torch.ones_like(spread[0])
         keep[:SPECIAL_IDS] = 0
-        rows = F.normalize(self.colbert(hidden[:, 1:]).float(), dim=-1) * mask[:, 1:, None]
-        return TrainingVectors(F.normalize(hidden[:, 0].float(), dim=-1), spread * keep, rows, mask[:, 1:].sum(1))
+        rows = F.normalize(self.colbert(hidden[:, 1:]), dim=-1) * mask[:, 1:, None]
+        return TrainingVectors(F.normalize(hidden[:, 0], dim=-1), spread * keep, rows, mask[:, 1:].sum(1))
 
 
 def build_embedder(config: EmbedderTrainConfig, vocab: int) -> M3:
@@ -461,9 +460,8 @@ def train_embedder(
 
     def step(number: int) -> tuple[Tensor, Mapping[str, float]]:
         data = _embedder_step(config, tokenizer, prose, number)
-        with torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16, enabled=config.autocast):
-            asked = model(*pad(tokenizer, [ask.question for ask in data.asks], config.device))
-            read = model(*pad(tokenizer, data.passages, config.device))
+        asked = model(*pad(tokenizer, [ask.question for ask in data.asks], config.device))
+        read = model(*pad(tokenizer, data.passages, config.device))
         return _loss(config, data, asked, read)
 
     run_training(config, model.modules, step, output, on_progress=on_progress)
@@ -614,15 +612,13 @@ def train_reranker(
             return_tensors="pt",
         ).to(config.device)
         matched = _matches(asked, read, pairs, batch["input_ids"].shape[1])
-        with torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16, enabled=config.autocast):
-            hidden = model.roberta(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0]
-            logits = model.classifier(hidden)
-            guessed = token_head(hidden).squeeze(-1)  # (pairs, tokens)
-        scores = logits.float().view(right.shape)  # (questions, group)
+        hidden = model.roberta(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0]
+        scores = model.classifier(hidden).view(right.shape)  # (questions, group)
+        guessed = token_head(hidden).squeeze(-1)  # (pairs, tokens)
         ordered = F.cross_entropy(scores, right.float().argmax(1))
         judged = F.binary_cross_entropy_with_logits(scores, right.float())
         known = matched >= 0
-        off = F.mse_loss(guessed.float()[known], matched[known])
+        off = F.mse_loss(guessed[known], matched[known])
         first = right.gather(1, scores.argmax(1, keepdim=True)).float().mean().item()
         return ordered + judged + MATCH_WEIGHT * off, {"first": first, "off": off.item()}
 
