@@ -134,15 +134,13 @@ def greedy_answers(
     """Greedy answers to questions on one context, which is run once; the questions are one batch."""
     if not questions:
         return []
-
     encoded = tokenizer([prefix_text(), *map(chunk_text, texts)], add_special_tokens=False)["input_ids"]
     asked = tokenizer([suffix_text(question) for question in questions], add_special_tokens=False)["input_ids"]
     flat = [token for part in encoded for token in part]
     row = layout(len(encoded[0]), [len(part) for part in encoded[1:]], [])
-    device, rows, context = model.device, len(questions), len(flat)
 
     def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.tensor(values, dtype=dtype, device=model.device)
 
     seen = visible(tensor([row.segments]), tensor([row.asks], torch.bool), tensor([block], torch.bool))
     cache = DynamicCache(config=model.config)
@@ -154,36 +152,21 @@ def greedy_answers(
             past_key_values=cache,
             use_cache=True,
         )
-        cache.batch_repeat_interleave(rows)
-        longest = max(map(len, asked))
-        pads = tensor([longest - len(ask) for ask in asked])  # left padding, (rows,)
-        tokens = tensor([[int(tokenizer.pad_token_id)] * (longest - len(ask)) + ask for ask in asked])
-        answers: list[list[int]] = [[] for _ in questions]
-        open_rows = [True] * rows
-        width, start = longest, 0  # tokens in this step, question tokens in earlier steps
-        for _ in range(max_new_tokens):
-            keys = torch.arange(context + start + width, device=device)
-            queries = torch.arange(start, start + width, device=device)
-            own = (keys - context)[None, None, :]  # key index within the question row
-            reads = (own < 0) | ((own >= pads[:, None, None]) & (own <= queries[None, :, None]))
-            reads = reads | (own == queries[None, :, None])  # padding sees itself, so that no softmax is empty
-            hidden = model.model(
-                input_ids=tokens,
-                attention_mask=additive_mask(reads[:, None], model.dtype),
-                position_ids=(context + queries[None] - pads[:, None]).clamp_min(0),
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state
-            tokens = model.lm_head(hidden[:, -1:]).argmax(-1)  # (rows, 1)
-            for index, token in enumerate(tokens[:, 0].tolist()):
-                if open_rows[index] and token == tokenizer.eos_token_id:
-                    open_rows[index] = False
-                elif open_rows[index]:
-                    answers[index].append(token)
-            if not any(open_rows):
-                break
-            start, width = start + width, 1
-    return [str(tokenizer.decode(answer, skip_special_tokens=True)) for answer in answers]
+    cache.batch_repeat_interleave(len(questions))
+    pads = [max(map(len, asked)) - len(ids) for ids in asked]  # between the context and a question
+    pad = int(tokenizer.pad_token_id)
+    tokens = tensor([[*flat, *[pad] * count, *ids] for count, ids in zip(pads, asked, strict=True)])
+    mask = [[1] * len(flat) + [0] * count + [1] * len(ids) for count, ids in zip(pads, asked, strict=True)]
+    found = model.generate(
+        input_ids=tokens,
+        attention_mask=tensor(mask),
+        past_key_values=cache,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        pad_token_id=pad,
+    )
+    answers: list[str] = tokenizer.batch_decode(found[:, tokens.shape[1] :], skip_special_tokens=True)
+    return answers
 
 
 logger = logging.getLogger(__name__)
