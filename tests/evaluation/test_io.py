@@ -1,11 +1,11 @@
-"""A spec is read as it is written, and errors quote what cannot be read."""
+"""Specs and questions are read as they are written, and errors quote what cannot be read."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.errors import UsageError
-from ragkv.evaluation.io import Spec, parse_specs
+from ragkv.errors import ConfigError, UsageError
+from ragkv.evaluation.io import Question, Spec, contains_answer, made_questions, parse_specs, read_questions
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,65 @@ VALUES = st.one_of(st.integers(), st.floats(allow_nan=False, allow_infinity=Fals
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), VALUES, max_size=4))
 def test_a_spec_is_read_as_it_is_shown(options):
     assert parse_specs(f"x,{Spec('engine', options)}")[1] == Spec("engine", options)
+
+
+def test_both_forms_of_a_line_are_read_and_other_keys_ignored(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text(
+        '\ufeff{"question": " Who? ", "answer": "Mira Oskel", "hops": 1}\n\n'
+        '{"question": "When?", "answers": ["1907", 1908]}\n{"question": "Why?"}\n',
+        encoding="utf-8",
+    )
+    assert read_questions(path) == [
+        Question(text="Who?", answers=("Mira Oskel",)),
+        Question(text="When?", answers=("1907", "1908")),
+        Question(text="Why?"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"question": "Who?"}\n{"question": ', "line 2: not valid JSON"),
+        ('["Who?"]', "line 1: a line is an object"),
+        ('{"question": "  "}', 'with a "question" that is not empty'),
+        ('{"question": 3}', 'with a "question"'),
+        ('{"question": "Who?", "answer": {"a": 1}}', '"answers" a list of texts'),
+        ('{"question": "Who?", "answers": "Mira"}', '"answers" a list of texts'),
+        ('{"question": "Who?", "answer": "a", "answers": ["b"]}', "not both"),
+        ('{"question": "Who?", "answers": [" "]}', "an answer is empty"),
+        ("\n\n", "holds no question"),
+        (None, "No such file"),
+        (b"\xff\xfe\x00", "in UTF-8"),
+    ],
+)
+def test_a_bad_file_is_one_sentence_with_the_line(tmp_path, text, says):
+    path = tmp_path / "q.jsonl"
+    if isinstance(text, bytes):
+        path.write_bytes(text)
+    elif text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=str(path)) as error:
+        read_questions(path)
+    assert says in str(error.value)
+
+
+def test_a_gold_answer_counts_whatever_its_case_and_white_space():
+    assert contains_answer("It was  MIRA\n Oskel.", ["mira oskel"])
+    assert contains_answer("in 1907", ["1906", "1907"])
+    assert not contains_answer("Mira and Oskel", ["Mira Oskel"])
+    assert Question(text="Who?").right("Mira") is None
+    assert Question(text="Who?", answers=("Ann",)).right("Mira") is False
+
+
+def test_made_questions_are_beginnings_of_sentences_of_the_index(rag):
+    made = made_questions(rag.store, 4, seed=1)
+    assert made == made_questions(rag.store, 4, seed=1)
+    assert len({question.text for question in made}) == len(made) == 4
+    texts = " ".join(chunk.text for chunk in rag.store.chunks())
+    for question in made:
+        beginning = question.text.split('"')[1].removesuffix("…")
+        assert len(beginning) > 8
+        assert beginning in texts
+        assert question.answers == ()
+    assert len(made_questions(rag.store, 100, seed=1)) == 6  # as many as there are sentences

@@ -1,15 +1,33 @@
-"""Metrics are those of the benchmarks' own code."""
+"""Metrics are those of the benchmarks' own code; samples and intervals, against formulas and simulation."""
 
 import itertools
+import random
 from collections import Counter
 from functools import cache
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragkv.errors import ConfigError
-from ragkv.evaluation.metrics import METRICS, Example, loft_normal, rouge_l, score, word_normal
+from ragkv.evaluation.metrics import (
+    METRICS,
+    Example,
+    bootstrap_mean,
+    difference_interval,
+    draw_sample,
+    hit_at,
+    loft_normal,
+    mean_interval,
+    ndcg_at,
+    recall_at,
+    reciprocal_rank,
+    rouge_l,
+    score,
+    share_interval,
+    word_normal,
+)
 
 WORDS = st.sampled_from(["Tarn", "tarn", "Halden", "works", "a", "An", "the", "é", "Café", "x-ray", "1907", "7", "."])
 TEXTS = st.lists(WORDS, max_size=7).map(" ".join)
@@ -247,3 +265,138 @@ def test_sentences_of_different_words_have_the_plain_f_of_their_common_subsequen
 def test_a_sentence_of_thousands_of_words_has_a_score():
     words = [f"w{i}" for i in range(1500)]
     assert rouge_l(" ".join(words), " ".join(words[::2])) == pytest.approx(2 * 750 / 2250, abs=1e-7)
+
+
+@pytest.mark.parametrize(("n", "least"), [(3, 0.408), (8, 0.704), (60, 0.952), (100, 0.971)])
+def test_without_a_fault_the_number_of_questions_decides(n, least):
+    assert share_interval([1] * n) == (pytest.approx(least, abs=1e-3), 1.0)
+    assert share_interval([64] * n, [64] * n) == share_interval([1] * n)  # tokens of one answer go together
+    assert share_interval([0] * n) == (0.0, pytest.approx(1 - least, abs=1e-3))
+
+
+def test_paired_differences_are_those_of_bonett_and_price():
+    """(b + 1 - c - 1) / (n + 2), and its standard error but for n / (n - 1)."""
+    n, b, c = 60, 7, 2
+    p, q = (b + 1) / (n + 2), (c + 1) / (n + 2)
+    value, error = p - q, 1.96 * ((p + q - (p - q) ** 2) / (n + 1)) ** 0.5
+    found = difference_interval([1] * b + [-1] * c + [0] * (n - b - c))
+    assert found == pytest.approx((value - error, value + error), abs=1e-5)
+
+
+def test_long_answers_weigh_more():
+    low, high = share_interval([100, 0], [100, 1])
+    assert 0 < low < 100 / 101 < high
+    assert low > share_interval([1, 0], [1, 1])[0]
+
+
+def test_a_mean_without_a_bound_leaves_room_for_the_worst():
+    assert mean_interval([0.0, 0.0], [3, 5]) == (0.0, 0.0)
+    low, high = mean_interval([0.1, 0.1, 4.0], [10, 10, 10])
+    assert low < 4.2 / 30 < high
+    assert high > 0.2
+
+
+@pytest.mark.parametrize(("share", "n"), [(0.95, 100), (0.85, 60), (0.8, 100)])
+def test_a_share_below_the_limit_is_seldom_called_sure(share, n):
+    """What a verdict does wrong: the lower end lies above the true share."""
+    draw = random.Random(5)
+    wrong = sum(share_interval([draw.random() < share for _ in range(n)])[0] > share for _ in range(2000))
+    assert wrong / 2000 < 0.05
+
+
+def test_a_sample_is_drawn_by_its_seed_in_the_order_of_the_items():
+    items = [str(number) for number in range(30)]
+    found = draw_sample(items, 10, 3)
+    assert len(set(found)) == 10
+    assert found == draw_sample(items, 10, 3) != draw_sample(items, 10, 4)
+    assert sorted(found, key=items.index) == found
+    assert draw_sample(items, 50, 0) == items == draw_sample(items, None, 0)
+
+
+def test_the_interval_is_seeded_and_holds_the_mean():
+    values = [0.0, 1.0] * 50
+    found = bootstrap_mean([values], 3)
+    assert (found.value, found.n) == (0.5, 100)
+    assert found == bootstrap_mean([values], 3)
+    assert found.ci95 != bootstrap_mean([values], 4).ci95
+    # the normal interval is 0.5 ± 1.96 * 0.5 / sqrt(100)
+    assert found.ci95 == pytest.approx((0.402, 0.598), abs=0.02)
+    assert bootstrap_mean([[1.0, 1.0]], 0).ci95 == (1.0, 1.0)
+    with pytest.raises(ValueError, match="at least one"):
+        bootstrap_mean([[]], 0)
+
+
+def test_the_interval_covers_the_truth_about_95_times_in_100():
+    """Coverage on samples of a known mean: far from 95 % would be an interval of something else."""
+    rng = np.random.default_rng(0)
+    samples = rng.random((200, 60))  # mean 0.5
+    covered = sum(low <= 0.5 <= high for low, high in (bootstrap_mean([row.tolist()], 0).ci95 for row in samples))
+    assert 180 <= covered <= 198
+
+
+IDS = [f"d{i}" for i in range(12)]
+rankings = st.lists(st.sampled_from(IDS), unique=True)
+grades = st.dictionaries(st.sampled_from(IDS), st.integers(-1, 4), min_size=1).filter(lambda g: max(g.values()) > 0)
+cuts = st.integers(1, 14)
+
+
+def test_the_worked_example():
+    ranked, relevance = ["b", "x", "a", "c"], {"a": 3, "b": 1, "d": 2, "x": 0}
+    # relevant are a, b and d; b stands at rank 1, a at rank 3, d nowhere
+    assert recall_at(ranked, relevance, 1) == pytest.approx(1 / 3)
+    assert recall_at(ranked, relevance, 2) == pytest.approx(1 / 3)
+    assert recall_at(ranked, relevance, 4) == pytest.approx(2 / 3)
+    assert reciprocal_rank(ranked, relevance) == 1
+    assert reciprocal_rank(["x", "c", "a"], relevance) == pytest.approx(1 / 3)
+    assert reciprocal_rank(["x", "c", "a"], relevance, 2) == 0
+    assert [hit_at(["x", "a"], relevance, k) for k in (1, 2)] == [0, 1]
+    # DCG@3 = 1/log2(2) + 0/log2(3) + 3/log2(4) = 1 + 1.5 = 2.5
+    # the best is a, d, b: 3/log2(2) + 2/log2(3) + 1/log2(4) = 3 + 1.261859507 + 0.5 = 4.761859507
+    assert ndcg_at(ranked, relevance, 3) == pytest.approx(2.5 / 4.761859507142915, abs=1e-12)
+    # DCG@1 = 1, the best is 3
+    assert ndcg_at(ranked, relevance, 1) == pytest.approx(1 / 3)
+
+
+def test_nothing_found_is_zero():
+    for measure in (recall_at, hit_at, reciprocal_rank, ndcg_at):
+        assert measure([], {"a": 1}, 5) == 0
+        assert measure(["b", "c"], {"a": 1, "b": 0}, 5) == 0
+
+
+@pytest.mark.parametrize("measure", [recall_at, hit_at, reciprocal_rank, ndcg_at])
+def test_what_is_not_defined_is_refused(measure):
+    with pytest.raises(ValueError, match="no id is relevant"):
+        measure(["a"], {"a": 0}, 1)
+    with pytest.raises(ValueError, match="at least 1"):
+        measure(["a"], {"a": 1}, 0)
+    with pytest.raises(ValueError, match="twice"):
+        measure(["a", "a"], {"a": 1}, 2)
+
+
+@settings(deadline=None)
+@given(rankings, grades, cuts)
+def test_all_lie_between_0_and_1_and_grow_with_k(ranked, relevance, k):
+    for measure in (recall_at, hit_at, reciprocal_rank, ndcg_at):
+        assert 0 <= measure(ranked, relevance, k) <= 1 + 1e-12
+    for measure in (recall_at, hit_at, reciprocal_rank):
+        assert measure(ranked, relevance, k) <= measure(ranked, relevance, k + 1)
+    assert reciprocal_rank(ranked, relevance, k) <= hit_at(ranked, relevance, k)
+    assert recall_at(ranked, relevance, k) <= hit_at(ranked, relevance, k)
+    assert (recall_at(ranked, relevance, k) > 0) == (ndcg_at(ranked, relevance, k) > 0)
+
+
+@settings(deadline=None)
+@given(rankings, grades, cuts)
+def test_only_the_first_k_and_the_relevant_count(ranked, relevance, k):
+    positive = {name: grade for name, grade in relevance.items() if grade > 0}
+    for measure in (recall_at, hit_at, reciprocal_rank, ndcg_at):
+        assert measure(ranked, relevance, k) == measure(ranked[:k], positive, k)
+
+
+@settings(deadline=None)
+@given(st.permutations(IDS), grades, st.integers(1, 12))
+def test_ndcg_is_scikit_learn_s_where_everything_is_ranked(ranked, relevance, k):
+    metrics = pytest.importorskip("sklearn.metrics")
+    truth = [[max(relevance.get(name, 0), 0) for name in IDS]]
+    scores = [[-ranked.index(name) for name in IDS]]
+    assert ndcg_at(ranked, relevance, k) == pytest.approx(metrics.ndcg_score(truth, scores, k=k), abs=1e-12)
