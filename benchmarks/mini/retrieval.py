@@ -161,16 +161,15 @@ def world_step(
     for _ in range(worlds):
         world = World.generate(rng.getrandbits(40), split=split, size=size)
         own = passages(rng, tokenizer, world, limit=limit)
-        where = _Places(own, len(texts))
+        found = {place: " ".join(text.split()) for place, text in enumerate(own, start=len(texts))}
         texts += own
         for question in world.questions:
-            answers = where.any_of(question.support)
-            if answers:
+            if answers := _holding(found, question.support):
                 ask = RetrievalQuery(question=question.question, answers=answers, named=True)
                 (named if question.hops == 1 else bridged).append(ask)
         for other in paraphrases(world, seed=rng.getrandbits(30), wordings=1):
-            identified = set(where.any_of(other.traits))
-            if answers := tuple(place for place in where.any_of([other.fact]) if place in identified):
+            identified = _holding(found, other.traits)
+            if answers := tuple(place for place in _holding(found, [other.fact]) if place in identified):
                 described.append(RetrievalQuery(question=other.question, answers=answers, named=False))
     counts = [round(asks * NAMED_SHARE), round(asks * BRIDGE_SHARE)]
     counts.append(asks - sum(counts))
@@ -182,19 +181,9 @@ def world_step(
     return TrainingStep(passages=tuple(texts), asks=tuple(drawn))
 
 
-class _Places:
-    """Finds the passages that contain a sentence."""
-
-    def __init__(self, texts: Sequence[str], first: int) -> None:
-        self._texts = [" ".join(text.split()) for text in texts]
-        self._first = first
-
-    def any_of(self, sentences: Sequence[str]) -> tuple[int, ...]:
-        return tuple(
-            self._first + place
-            for place, text in enumerate(self._texts)
-            if any(sentence in text for sentence in sentences)
-        )
+def _holding(texts: Mapping[int, str], sentences: Sequence[str]) -> tuple[int, ...]:
+    """The places of the texts that contain one of the sentences."""
+    return tuple(place for place, text in texts.items() if any(sentence in text for sentence in sentences))
 
 
 def prose_step(rng: random.Random, texts: Sequence[str], *, count: int = 64) -> TrainingStep:
