@@ -372,17 +372,17 @@ def rows_of(
 ) -> list[ScoreRow]:
     """For each task, rows of the whole task and then of every slice, with the candidates in order."""
     by: dict[tuple[str, int], list[ExampleResult]] = {}
-    places = {id(candidate): number for number, candidate in enumerate(candidates)}
     for result in results:
-        by.setdefault((result.task, places[id(result.candidate)]), []).append(result)
+        by.setdefault((result.task, id(result.candidate)), []).append(result)
     rows = []
     for task in tasks:
         kinds = list(dict.fromkeys(example.kind for example in task.examples))
         for kind in ["", *(kinds if len(kinds) > 1 else ())]:
-            for number, candidate in enumerate(candidates):
+            for candidate in candidates:
                 other = None if baseline is None else baseline_of(candidate, candidates, baseline)
                 own, others = (
-                    _of_kind(by.get((task.name, at), ()), kind) for at in (number, places.get(id(other), -1))
+                    [result for result in by.get((task.name, id(one)), ()) if kind in ("", result.example.kind)]
+                    for one in (candidate, other)
                 )
                 rows.append(_row(task, kind, candidate, own, others, other, seed))
     return rows
@@ -416,10 +416,6 @@ def require_baseline(candidates: Sequence[Candidate], name: str) -> None:
     labels = list(dict.fromkeys(one.label for one in candidates))
     if name not in labels:
         raise UsageError(f"--baseline {name} is not among the engines; choose one of {', '.join(labels)}.")
-
-
-def _of_kind(results: Iterable[ExampleResult], kind: str) -> list[ExampleResult]:
-    return [result for result in results if kind in ("", result.example.kind)]
 
 
 def _row(
