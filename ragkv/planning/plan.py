@@ -122,9 +122,80 @@ def estimate_corpus(
     `chunk_ids` returns a chunk's tokens as in the prompt, and `window` is `[encoding] context`. After `seconds` no
     further file is read, unless none had text so far. Raises UsageError for a missing path, or if no file can be read.
     """
+    now = now or perf_counter
+    deadline = now() + seconds
+    sources, skipped = find_sources(paths)
+    total = sum(source.size for source in sources)
+    if not sources:
+        reasons = "; ".join(f"{s.path}: {s.reason}" for s in skipped[:3])
+        raise UsageError(f"Nothing to plan for: {reasons or 'no supported files found'}; name other files.")
+    generator = random.Random(seed)
+    whole = total <= sample_bytes
+    kept: dict[str, _Draw | UnreadableSource] = {}
+    draws: list[_Draw] = []
     with SourceReader() as reader:
-        cutter = _Cutter(reader, chunk_ids, max_tokens, window, now or perf_counter)
-        return _count(paths, cutter, sample_bytes=sample_bytes, seed=seed, seconds=seconds, on_step=on_step)
+        cutter = _Cutter(reader, chunk_ids, max_tokens, window, now)
+        startup = cutter.warm_up(sources)
+        affordable, most = math.inf, WINDOW
+        if total > PROBE and seconds < math.inf:
+            affordable = cutter.affordable(sources, seed=seed, deadline=deadline)
+            most = min(WINDOW, max(LEAST_WINDOW, round(affordable / LEAST_DRAWS)))
+        reduced = affordable < min(total, sample_bytes)
+        whole = whole and not reduced
+        drawn = (
+            random.Random(seed).sample(sources, len(sources))
+            if whole
+            else _draw(sources, min(sample_bytes, affordable), most, generator)
+        )
+        for number, source in enumerate(drawn):
+            if now() >= deadline and any(draw.texts for draw in draws):
+                break
+            if on_step is not None:
+                on_step(number, len(drawn))
+            found = kept.get(source.document_id)
+            if found is None:
+                found = cutter.draw(source, generator, window=None if whole else most)
+                # every draw of a file larger than the window cuts another part
+                if whole or source.size <= most or isinstance(found, UnreadableSource):
+                    kept[source.document_id] = found
+            if isinstance(found, UnreadableSource):
+                draws.append(_Draw(source.size, 0, 0, 0, ()))
+            else:
+                draws.append(found)
+    cut_short, drawn = len(draws) < len(drawn), drawn[: len(draws)]
+    failed = {of: found for of, found in sorted(kept.items()) if isinstance(found, UnreadableSource)}
+    unread = {of: Skipped(path=Path(of), reason=found.reason) for of, found in failed.items()}
+    distinct = {id(draw): draw for draw in draws}.values()
+    texts = [text for draw in distinct for text in draw.texts]
+    if not texts:
+        reasons = "; ".join(f"{s.path}: {s.reason}" for s in list(unread.values())[:3])
+        raise UsageError(f"Nothing to plan for: {reasons or 'no text found'}; name other files.")
+    tokens = sum(len(ids) for _, ids in texts)
+    generator.shuffle(texts)
+    readable = sum(1 for source in drawn if source.document_id not in unread) / len(drawn)
+    sizes = {source.document_id: source.size for source in drawn}
+    all_read = whole and not cut_short
+
+    def estimate(amounts: Sequence[float]) -> Estimate:
+        found = list(zip(amounts, (draw.size for draw in draws), strict=True))
+        return _by_size(found, total, len(sources)) if whole else _estimate(found, total)
+
+    return CorpusEstimate(
+        sources=len(sources),
+        source_bytes=total,
+        skipped=(*skipped, *unread.values()),
+        read_sources=len(sizes),
+        read_bytes=sum(sizes.values()),
+        whole=all_read,
+        cut_short=cut_short or reduced,
+        documents=Estimate(value=len(sources) - len(unread) if all_read else round(len(sources) * readable)),
+        chunks=estimate([draw.chunks for draw in draws]),
+        tokens=estimate([draw.tokens for draw in draws]),
+        distinct=sum(len(ids) for ids in {ids for _, ids in texts}) / tokens,
+        seen=sum(draw.seen for draw in distinct) / len(texts),
+        read_seconds=startup + estimate([draw.seconds for draw in draws]).value,
+        chunks_read=tuple(texts),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,88 +248,6 @@ class _Cutter:
         if isinstance(found, UnreadableSource) or found.seconds <= 0:
             return math.inf if left else 0.0
         return left * found.size / found.seconds
-
-
-def _count(
-    paths: Sequence[Path | SourceFile],
-    cutter: _Cutter,
-    *,
-    sample_bytes: int,
-    seed: int,
-    seconds: float,
-    on_step: Callable[[int, int], None] | None,
-) -> CorpusEstimate:
-    deadline = cutter.now() + seconds
-    sources, skipped = find_sources(paths)
-    total = sum(source.size for source in sources)
-    if not sources:
-        reasons = "; ".join(f"{s.path}: {s.reason}" for s in skipped[:3])
-        raise UsageError(f"Nothing to plan for: {reasons or 'no supported files found'}; name other files.")
-    generator = random.Random(seed)
-    whole = total <= sample_bytes
-    startup = cutter.warm_up(sources)
-    affordable, window = math.inf, WINDOW
-    if total > PROBE and seconds < math.inf:
-        affordable = cutter.affordable(sources, seed=seed, deadline=deadline)
-        window = min(WINDOW, max(LEAST_WINDOW, round(affordable / LEAST_DRAWS)))
-    reduced = affordable < min(total, sample_bytes)
-    whole = whole and not reduced
-    drawn = (
-        random.Random(seed).sample(sources, len(sources))
-        if whole
-        else _draw(sources, min(sample_bytes, affordable), window, generator)
-    )
-    kept: dict[str, _Draw | UnreadableSource] = {}
-    draws: list[_Draw] = []
-    for number, source in enumerate(drawn):
-        if cutter.now() >= deadline and any(draw.texts for draw in draws):
-            break
-        if on_step is not None:
-            on_step(number, len(drawn))
-        found = kept.get(source.document_id)
-        if found is None:
-            found = cutter.draw(source, generator, window=None if whole else window)
-            # every draw of a file larger than the window cuts another part
-            if whole or source.size <= window or isinstance(found, UnreadableSource):
-                kept[source.document_id] = found
-        if isinstance(found, UnreadableSource):
-            draws.append(_Draw(source.size, 0, 0, 0, ()))
-        else:
-            draws.append(found)
-    cut_short, drawn = len(draws) < len(drawn), drawn[: len(draws)]
-    failed = {of: found for of, found in sorted(kept.items()) if isinstance(found, UnreadableSource)}
-    unread = {of: Skipped(path=Path(of), reason=found.reason) for of, found in failed.items()}
-    distinct = {id(draw): draw for draw in draws}.values()
-    texts = [text for draw in distinct for text in draw.texts]
-    if not texts:
-        reasons = "; ".join(f"{s.path}: {s.reason}" for s in list(unread.values())[:3])
-        raise UsageError(f"Nothing to plan for: {reasons or 'no text found'}; name other files.")
-    tokens = sum(len(ids) for _, ids in texts)
-    generator.shuffle(texts)
-    readable = sum(1 for source in drawn if source.document_id not in unread) / len(drawn)
-    sizes = {source.document_id: source.size for source in drawn}
-    all_read = whole and not cut_short
-
-    def estimate(amounts: Sequence[float]) -> Estimate:
-        found = list(zip(amounts, (draw.size for draw in draws), strict=True))
-        return _by_size(found, total, len(sources)) if whole else _estimate(found, total)
-
-    return CorpusEstimate(
-        sources=len(sources),
-        source_bytes=total,
-        skipped=(*skipped, *unread.values()),
-        read_sources=len(sizes),
-        read_bytes=sum(sizes.values()),
-        whole=all_read,
-        cut_short=cut_short or reduced,
-        documents=Estimate(value=len(sources) - len(unread) if all_read else round(len(sources) * readable)),
-        chunks=estimate([draw.chunks for draw in draws]),
-        tokens=estimate([draw.tokens for draw in draws]),
-        distinct=sum(len(ids) for ids in {ids for _, ids in texts}) / tokens,
-        seen=sum(draw.seen for draw in distinct) / len(texts),
-        read_seconds=startup + estimate([draw.seconds for draw in draws]).value,
-        chunks_read=tuple(texts),
-    )
 
 
 def _draw(
