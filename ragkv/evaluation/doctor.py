@@ -185,7 +185,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Limit:
+class Limit:
     """The lower bounds of the shares, and the upper bound of KL."""
 
     top1: float
@@ -194,13 +194,13 @@ class _Limit:
 
 
 _LOSS: dict[Verdict, float] = {"good": 0.05, "fair": 0.10}  # the most accuracy that may be lost, compared with full
-_ENGINE: dict[Verdict, _Limit] = {
-    "good": _Limit(top1=0.95, answers=0.8, kl=0.05),
-    "fair": _Limit(top1=0.85, answers=0.0, kl=0.5),
+ENGINE_LIMITS: Mapping[Verdict, Limit] = {
+    "good": Limit(top1=0.95, answers=0.8, kl=0.05),
+    "fair": Limit(top1=0.85, answers=0.0, kl=0.5),
 }
-_CODEC: dict[Verdict, _Limit] = {
-    "good": _Limit(top1=0.95, answers=0.8, kl=0.01),
-    "fair": _Limit(top1=0.85, answers=0.0, kl=0.1),
+CODEC_LIMITS: Mapping[Verdict, Limit] = {
+    "good": Limit(top1=0.95, answers=0.8, kl=0.01),
+    "fair": Limit(top1=0.85, answers=0.0, kl=0.1),
 }
 
 _ROUNDING = 1e-9
@@ -220,17 +220,18 @@ def loss_verdict(loss: Interval) -> Verdict:
     return "poor" if loss[0] > _LOSS["fair"] else UNKNOWN
 
 
-def engine_verdict(found: Agreement, *, joined: bool) -> Verdict:
-    """Judge by agreement with full attention.
+def agreement_verdict(limits: Mapping[Verdict, Limit], found: Agreement, *, joined: bool = False) -> Verdict:
+    """Judge by agreement with full attention, or of a codec with the same engine on unchanged KV.
 
     `joined` scores (PCED) are not the distribution of a model, so their KL is reported but not judged.
     """
-    return _by_agreement(_ENGINE, found, judge_kl=not joined)
-
-
-def codec_verdict(found: Agreement, *, exact: bool) -> Verdict:
-    """Judge by agreement with the same engine on unchanged KV. A lossless codec is good."""
-    return "good" if exact else _by_agreement(_CODEC, found, judge_kl=True)
+    for verdict, limit in limits.items():
+        same = found.top1[0] >= limit.top1 and found.answers[0] >= limit.answers
+        if same and (joined or found.kl[1] <= limit.kl):
+            return verdict
+    least = limits["fair"]
+    poor = found.top1[1] < least.top1 or (not joined and found.kl[0] > least.kl)
+    return "poor" if poor else UNKNOWN
 
 
 def engine_advice(engine: str, verdict: Verdict, *, tuned_for_blocks: bool, other: str | None) -> str:
@@ -265,16 +266,6 @@ _WEIGHTS_ADVICE: dict[Verdict, str] = {
     "poor": 'Changes answers; set dtype = "auto" and ingest into a new index.',
 }
 _MORE = "These questions leave it open; ask more (--limit N, or --questions FILE.jsonl), a hundred or so."
-
-
-def _by_agreement(limits: dict[Verdict, _Limit], found: Agreement, *, judge_kl: bool) -> Verdict:
-    for verdict, limit in limits.items():
-        same = found.top1[0] >= limit.top1 and found.answers[0] >= limit.answers
-        if same and (not judge_kl or found.kl[1] <= limit.kl):
-            return verdict
-    least = limits["fair"]
-    poor = found.top1[1] < least.top1 or (judge_kl and found.kl[0] > least.kl)
-    return "poor" if poor else UNKNOWN
 
 
 class AgreementCounts:
@@ -325,9 +316,9 @@ class AgreementCounts:
         if self.right:
             loss = difference_interval([one - own for one, own in zip(before, self.right, strict=True)])
         by_gold = loss is not None and sum(before) >= ENOUGH
-        verdict = loss_verdict(loss) if loss and by_gold else engine_verdict(self.agreement, joined=joined)
+        by_agreement = agreement_verdict(ENGINE_LIMITS, self.agreement, joined=joined)
         return {
-            "verdict": verdict,
+            "verdict": loss_verdict(loss) if loss and by_gold else by_agreement,
             "by": "accuracy" if by_gold else "agreement",
             "ci95": {**asdict(self.agreement), "loss": loss},
         }
@@ -633,7 +624,7 @@ def _codec_row(
     size: float,
     advice: Mapping[Verdict, str] | None = None,
 ) -> CodecRow:
-    verdict = codec_verdict(counts.agreement, exact=exact)
+    verdict: Verdict = "good" if exact else agreement_verdict(CODEC_LIMITS, counts.agreement)
     return CodecRow(
         engine=engine,
         codec=codec,

@@ -9,13 +9,14 @@ from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.evaluation.answers import Comparison, ExampleResult, IndexSource, RoundTrip
 from ragkv.evaluation.doctor import (
+    CODEC_LIMITS,
+    ENGINE_LIMITS,
     Agreement,
     Doctor,
     EngineRow,
+    agreement_verdict,
     codec_advice,
-    codec_verdict,
     engine_advice,
-    engine_verdict,
     loss_verdict,
     proposed,
     remedies,
@@ -316,14 +317,13 @@ def agreement(kl=(0.0, 0.01), top1=(0.97, 1.0), answers=(0.9, 1.0)):
 )
 def test_verdicts_by_agreement(figures, verdict, of_codec):
     found = agreement(**figures)
-    assert engine_verdict(found, joined=False) == verdict
-    assert codec_verdict(found, exact=False) == of_codec
-    assert codec_verdict(found, exact=True) == "good"
+    assert agreement_verdict(ENGINE_LIMITS, found) == verdict
+    assert agreement_verdict(CODEC_LIMITS, found) == of_codec
 
 
 def test_joined_scores_are_not_judged_by_their_kl():
-    assert engine_verdict(agreement(kl=(3, 4)), joined=True) == "good"
-    assert engine_verdict(agreement(kl=(3, 4), top1=(0.1, 0.3)), joined=True) == "poor"
+    assert agreement_verdict(ENGINE_LIMITS, agreement(kl=(3, 4)), joined=True) == "good"
+    assert agreement_verdict(ENGINE_LIMITS, agreement(kl=(3, 4), top1=(0.1, 0.3)), joined=True) == "poor"
 
 
 def test_advice_names_the_remedy_and_the_way_out():
