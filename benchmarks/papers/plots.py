@@ -190,17 +190,17 @@ class Bars:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One curve: `y` at every `x`, and the ends of its interval if they are known."""
+    """One curve: `y` at every `x`, and the ends of its interval."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
+    low: Sequence[float]
+    high: Sequence[float]
 
     def __post_init__(self) -> None:
         for name in ("y", "low", "high"):
-            if (values := getattr(self, name)) is not None and len(values) != len(self.x):
+            if len(values := getattr(self, name)) != len(self.x):
                 raise ValueError(f"curve {self.label!r}: {len(values)} values of {name} for {len(self.x)} of x")
 
 
@@ -228,8 +228,7 @@ class Curves:
             look = style(number)
             x = [places[value] for value in curve.x]
             axes.plot(x, curve.y, label=wrapped(curve.label, 28), linewidth=2, markersize=6, **look)
-            if curve.low is not None and curve.high is not None:
-                axes.fill_between(x, curve.low, curve.high, color=look["color"], alpha=0.13, linewidth=0)
+            axes.fill_between(x, curve.low, curve.high, color=look["color"], alpha=0.13, linewidth=0)
         if self.even or _apart(values):
             axes.set_xticks(list(places.values()), [f"{value:g}" for value in values])
         percent_axis(axes.yaxis)
@@ -247,7 +246,7 @@ def _apart(places: Sequence[float]) -> bool:
 
 def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
     """The y axis: all of [0, 1], or only the half that holds every curve."""
-    values = [value for curve in curves for part in (curve.y, curve.low, curve.high) for value in part or ()]
+    values = [value for curve in curves for part in (curve.y, curve.low, curve.high) for value in part]
     least, most = (min(values), max(values)) if values else (0.0, 1.0)
     return (0.45 if least >= 0.5 else 0.0), (1.02 if most > 0.5 else max(0.1, most * 1.2))
 

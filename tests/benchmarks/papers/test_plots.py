@@ -16,7 +16,7 @@ CURVES = Curves(
     y_label="right answers",
     curves=[
         Curve(label="full", x=(0, 10, 200), y=(0.9, 0.95, 0.96), low=(0.8, 0.9, 0.9), high=(1.0, 1.0, 1.0)),
-        Curve(label="block", x=(0, 200), y=(0.4, 0.9)),
+        Curve(label="block", x=(0, 200), y=(0.4, 0.9), low=(0.3, 0.8), high=(0.5, 1.0)),
     ],
 )
 BARS = Bars(
@@ -71,7 +71,7 @@ def said_in(svg: str) -> set[str]:
 
 def test_what_does_not_fit_together_is_refused():
     with pytest.raises(ValueError, match="2 values of high for 1 of x"):
-        Curve(label="c", x=[1], y=[0.5], high=[0.6, 0.7])
+        Curve(label="c", x=[1], y=[0.5], low=[0.4], high=[0.6, 0.7])
     with pytest.raises(ValueError, match="0 intervals for 1 values"):
         Bar(label="b", values=[0.1], intervals=[])
     with pytest.raises(ValueError, match="winner 2 is none of 2 experts"):
