@@ -23,13 +23,14 @@ from copy import deepcopy
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import bm25s
 from lxml import html
 
 from ragkv.evaluation.io import normal
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 PAGES = {
     "debian-handbook": (
@@ -239,7 +240,7 @@ def lower(text: str) -> str:
     return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
-def pick(options: tuple[str, ...], key: str) -> str:
+def pick(options: tuple[T, ...], key: str) -> T:
     """One of the wordings, always the same for a key."""
     return options[int(hashlib.sha256(key.encode()).hexdigest(), 16) % len(options)]
 
@@ -392,7 +393,7 @@ def of_debian(document: str, found: list[str]) -> Iterator[Made]:
                 yield Made("definition", question, (name,), (document,), (block.removeprefix("- "),))
         elif match := re.fullmatch(r"- (\w+) \(Debian ([\d.]+)\) was (.+?)[,.]", block):
             name, number, who = match.groups()
-            question, answer = pick_pair(
+            question, answer = pick(
                 (
                     (f"What is the codename of Debian {number}?", name),
                     (f"Which release of Debian was named after {who}?", name),
@@ -414,10 +415,6 @@ def of_debian(document: str, found: list[str]) -> Iterator[Made]:
                         gap,
                     ).format(s=gap)
                     yield Made("date", question, (years[0],), (document,), (sentence.removeprefix("- "),))
-
-
-def pick_pair(options: tuple[tuple[str, str], ...], key: str) -> tuple[str, str]:
-    return options[int(hashlib.sha256(key.encode()).hexdigest(), 16) % len(options)]
 
 
 def absent(python: Path, texts: dict[str, str]) -> Iterator[Made]:

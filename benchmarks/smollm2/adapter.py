@@ -182,10 +182,7 @@ def documents(rng: random.Random) -> Iterator[Source]:
 
 def worlds(rng: random.Random, count: int) -> Iterator[Source]:
     """Generated documents."""
-    sys.path.insert(0, str(HERE))
-    from worlds import documents as generated  # type: ignore[import-not-found]
-
-    for document in generated(rng.randrange(1 << 30), count):
+    for document in runpy.run_path(str(HERE / "worlds.py"))["documents"](rng.randrange(1 << 30), count):
         yield placed(rng, document.title, document.text, [Asked(*one) for one in document.questions])
 
 
