@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table as Grid
 
 from ragkv.benchmarks.papers.plots import require_matplotlib
 from ragkv.benchmarks.papers.run import (
@@ -24,7 +23,7 @@ from ragkv.benchmarks.papers.run import (
     write_table,
 )
 from ragkv.benchmarks.papers.table import COMMAND, RunOptions, Table, Verdict, count_verdicts
-from ragkv.cli.console import draw, echo, kept_steps, note, print_grid, print_json
+from ragkv.cli.console import draw, echo, kept_steps, note, plain, print_grid, print_json
 from ragkv.cli.evaluate import DEFAULT_WORK
 from ragkv.cli.main import SingleCommand, log_to_stderr, run
 from ragkv.cli.options import Debug, Device, Dtype, Quiet
@@ -191,7 +190,7 @@ def _list(tables: list[Table], *, as_json: bool) -> None:
             ]
         )
         return
-    shown = Grid(box=None, pad_edge=False)
+    shown = plain()
     for column in ("table", "title", "lines", "columns"):
         shown.add_column(
             column, no_wrap=column != "title", justify="right" if column in ("lines", "columns") else "left"

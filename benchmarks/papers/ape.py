@@ -12,7 +12,6 @@ from itertools import pairwise
 from statistics import fmean
 
 from ragkv.benchmarks.papers.table import Ask, Cell, Column, Order, Paper, Table, TableRow, across, along, printed
-from ragkv.evaluation.answers import ExampleResult
 from ragkv.evaluation.metrics import Task
 from ragkv.evaluation.tune import STEPS, APESetting, SettingScore, search_stage
 
@@ -65,7 +64,8 @@ def search_gamma(ask: Ask, line: TableRow, *, chunks: int) -> tuple[float, str]:
     """
     tasks = _tasks(chunks)
     lines = [replace(line, engine=f"pced(gamma={gamma:g})") for gamma in _GAMMAS]
-    right = dict(zip(_GAMMAS, map(_mean, ask(tasks, lines)), strict=True))
+    shares = [fmean(result.score or 0.0 for result in found) for found in ask(tasks, lines)]
+    right = dict(zip(_GAMMAS, shares, strict=True))
     best = max(_GAMMAS, key=lambda gamma: right[gamma])
     asked = sum(len(task.examples) for task in tasks)
     swept = ", ".join(f"{100 * right[gamma]:.1f} at {gamma:g}" for gamma in sorted(right))
@@ -96,10 +96,6 @@ def _portions(tasks: Sequence[Task]) -> list[list[Task]]:
         ]
         for start in range(0, most, _PORTION)
     ]
-
-
-def _mean(results: Sequence[ExampleResult]) -> float:
-    return fmean(result.score or 0.0 for result in results)
 
 
 _PARTS = ("no prefix", "prefix", "prefix, T", "prefix, T and S")

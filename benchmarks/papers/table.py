@@ -444,10 +444,7 @@ class Table:
 
     def column(self, label: str) -> Column:
         """The column with that label. Raises KeyError if there is none."""
-        for column in self.columns:
-            if column.label == label:
-                return column
-        raise KeyError(label)
+        return {column.label: column for column in self.columns}[label]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
