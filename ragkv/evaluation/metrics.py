@@ -41,7 +41,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
-from types import MappingProxyType
 from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -384,25 +383,23 @@ def _ruler_normal(prediction: str) -> str:
     return _CONTROL.sub("\n", prediction.strip()).strip().lower()
 
 
-METRICS: Mapping[str, Metric] = MappingProxyType(
-    {
-        "contains": _contains,
-        "subspan_em": subspan_em,
-        "exact_match": exact_match,
-        "f1": f1,
-        "loft_multi": loft_multi,
-        "qa_f1": qa_f1,
-        "qa_f1_first_line": qa_f1_first_line,
-        "rouge_l": rouge_best,
-        "rouge_l_first_line": rouge_first_line,
-        "classification": classification,
-        "retrieval": retrieval,
-        "count": count,
-        "code_sim": code_sim,
-        "string_match_all": _string_match_all,
-        "string_match_part": _string_match_part,
-    }
-)
+METRICS: Mapping[str, Metric] = {
+    "contains": _contains,
+    "subspan_em": subspan_em,
+    "exact_match": exact_match,
+    "f1": f1,
+    "loft_multi": loft_multi,
+    "qa_f1": qa_f1,
+    "qa_f1_first_line": qa_f1_first_line,
+    "rouge_l": rouge_best,
+    "rouge_l_first_line": rouge_first_line,
+    "classification": classification,
+    "retrieval": retrieval,
+    "count": count,
+    "code_sim": code_sim,
+    "string_match_all": _string_match_all,
+    "string_match_part": _string_match_part,
+}
 
 
 Interval = tuple[float, float]

@@ -356,10 +356,7 @@ class World:
 
     def document(self, title: str) -> WorldDocument:
         """The document of the entity `title`. Raises KeyError if there is none."""
-        for document in self.documents:
-            if document.title == title:
-                return document
-        raise KeyError(title)
+        return {document.title: document for document in self.documents}[title]
 
     def stated(self, texts: Sequence[str]) -> list[Fact]:
         """The facts whose sentences are in `texts`, in reading order, ignoring line breaks."""
