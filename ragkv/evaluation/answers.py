@@ -156,9 +156,11 @@ def all_candidates(
     """
     found: list[Candidate] = []
     for model, spec, codec, retrieval, reranked, most in product(models, engines, codecs, retrievals, rerank, steps):
-        words, options = _split(spec)
+        words = {key.removeprefix(_PROMPT): value for key, value in spec.options.items() if key.startswith(_PROMPT)}
+        options = {key: value for key, value in spec.options.items() if not key.startswith(_PROMPT)}
         changed = words or CONTEXT in options
         seen = EncodingConfig(context=options.pop(CONTEXT, context)).context
+        texts = asdict(prompt or resolve(model).tuned_words(PromptConfig())) | words
         one = Candidate(
             engine=spec.name,
             options={**(tuning or {}).get(spec.name, {}), **options},
@@ -168,7 +170,7 @@ def all_candidates(
             retrieval=retrieval,
             rerank=reranked,
             top_k=top_k,
-            prompt=_prompt_config(prompt or resolve(model).tuned_words(PromptConfig()), words, spec),
+            prompt=build_config(PromptConfig, texts, f"{spec}: {_PROMPT[:-1]}"),
             name=str(spec) if changed else "",
             context=seen,
             steps=most,
@@ -177,18 +179,6 @@ def all_candidates(
         if one not in found:
             found.append(one)
     return found
-
-
-def _split(spec: Spec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a spec's options into those of the prompt and those of the engine."""
-    words = {key.removeprefix(_PROMPT): value for key, value in spec.options.items() if key.startswith(_PROMPT)}
-    return words, {key: value for key, value in spec.options.items() if not key.startswith(_PROMPT)}
-
-
-def _prompt_config(prompt: PromptConfig, words: Mapping[str, Any], spec: Spec) -> PromptConfig:
-    values = {f.name: getattr(prompt, f.name) for f in fields(prompt)} | dict(words)
-    built: PromptConfig = build_config(PromptConfig, values, f"{spec}: {_PROMPT[:-1]}")
-    return built
 
 
 Ranked = list[tuple[int, float]]
