@@ -134,17 +134,30 @@ class Tuner:
         if not asked:
             raise RetrievalError("No question finds a chunk of the index; ask with words that the documents use.")
         candidates = len(prefixes) + 2 * len(STEPS)
-        meter = _Meter(len(asked) * (2 + candidates) + 3 * len(kept_back), on_progress)
+        done, total = 0, len(asked) * (2 + candidates) + 3 * len(kept_back)
         trials: dict[APESetting, SettingScore] = {}
+
+        def notify(count: int, what: str) -> None:
+            nonlocal done
+            done += count
+            if on_progress is not None:
+                on_progress(done, total, what)
 
         def measure(stage: Stage, settings: Sequence[APESetting]) -> APESetting:
             def ask(question: Question, left: Sequence[APESetting]) -> list[bool]:
-                meter.add(len(settings), stage)
+                notify(len(settings), stage)
                 return [self._right(question, setting) for setting in left]
 
             return search_stage(stage, settings, [(1, partial(ask, question)) for question in asked], trials)
 
-        full = self._count(asked, None, meter, "full")
+        def count(questions: Sequence[Question], setting: APESetting | None, what: str) -> int:
+            right = 0
+            for question in questions:
+                right += self._right(question, setting)
+                notify(1, what)
+            return right
+
+        full = count(asked, None, "full")
         measure("now", [self.now])
         plain = [APESetting(prefix_newlines=n, temperature=1.0, scale=1.0) for n in sorted(set(prefixes))]
         best = measure("prefix", plain)
@@ -153,9 +166,7 @@ class Tuner:
         winner = _best(trials.values())
         validated = None
         if kept_back:
-            now, won, yardstick = (
-                self._count(kept_back, setting, meter, "held out") for setting in (self.now, winner, None)
-            )
+            now, won, yardstick = (count(kept_back, setting, "held out") for setting in (self.now, winner, None))
             validated = HeldOut(asked=len(kept_back), now=now, winner=won, full=yardstick)
         return Search(
             trials=tuple(trials.values()),
@@ -166,13 +177,6 @@ class Tuner:
             skipped=len(questions) + len(held_out) - len(asked) - len(kept_back),
             held_out=validated,
         )
-
-    def _count(self, questions: Sequence[Question], setting: APESetting | None, meter: _Meter, what: str) -> int:
-        right = 0
-        for question in questions:
-            right += self._right(question, setting)
-            meter.add(1, what)
-        return right
 
     def _answerable(self, questions: Sequence[Question]) -> list[Question]:
         """The questions that retrieve something. The chunks are remembered."""
@@ -288,15 +292,3 @@ def search_stage(
 def _best(trials: Iterable[SettingScore]) -> APESetting:
     finished = (trial for trial in trials if not trial.given_up)
     return min(finished, key=lambda trial: (-trial.right, *trial.setting.distance)).setting
-
-
-class _Meter:
-    """Counts the answers that are done."""
-
-    def __init__(self, total: int, notify: Progress | None) -> None:
-        self._done, self._total, self._notify = 0, total, notify
-
-    def add(self, count: int, what: str) -> None:
-        self._done += count
-        if self._notify is not None:
-            self._notify(self._done, self._total, what)
