@@ -225,6 +225,7 @@ def _all_matched(fits: Sequence[Sequence[bool]]) -> bool:
     Each row in turn takes a free column, moving other rows along an augmenting path if needed.
     """
     owner: dict[int, int] = {}  # column -> row
+    place: dict[int, int] = {}  # row -> column
     for row in range(len(fits)):
         came_from: dict[int, int] = {}  # column -> row that reached it
         queue = deque([row])
@@ -241,12 +242,8 @@ def _all_matched(fits: Sequence[Sequence[bool]]) -> bool:
         if free is None:
             return False
         while free is not None:
-            taker = came_from[free]
-            given_up = next((column for column, holder in owner.items() if holder == taker), None)
-            owner[free] = taker
-            if given_up is not None:
-                del owner[given_up]
-            free = given_up
+            owner[free] = taker = came_from[free]
+            free, place[taker] = place.get(taker), free
     return True
 
 
