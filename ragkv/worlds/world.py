@@ -56,30 +56,6 @@ def _words(part: str, split: Split) -> tuple[str, ...]:
     return tuple(sorted(word for word in words if split_of(word) == split))
 
 
-class Names:
-    """Draws names that are unique in a world; each word is used once per kind."""
-
-    def __init__(self, rng: random.Random, split: Split) -> None:
-        self._rng = rng
-        self._split: Split = split
-        self._used: set[str] = set()
-
-    def word(self, part: str) -> str:
-        words = _words(part, self._split)
-        while True:
-            word = self._rng.choice(words)
-            if word not in self._used:
-                self._used.add(word)
-                return word
-
-    def name(self, kind: Kind) -> str:
-        if kind == "person":
-            return f"{self.word('first')} {self.word('last')}"
-        if kind == "company":
-            return f"{self.word('company')} {self._rng.choice(_NAMES['company'].split())}"
-        return self.word(kind)
-
-
 VALUES: Mapping[str, tuple[str, ...]] = {relation: tuple(values) for relation, values in TABLES["values"].items()}
 """By relation: the values that are common to both splits."""
 
@@ -391,11 +367,19 @@ class World:
 
 def _populate(rng: random.Random, split: Split, size: int) -> tuple[dict[str, dict[str, str]], dict[str, Kind]]:
     """Draw the entities. Returns the relations by entity, and the kinds by entity in document order."""
-    names = Names(rng, split)
-    towns = [names.name("town") for _ in range(max(2, size // 5))]
-    companies = [names.name("company") for _ in range(max(2, size // 4))]
-    products = [names.name("product") for _ in companies]
-    people = [names.name("person") for _ in range(max(2, size - len(towns) - 2 * len(companies)))]
+    used: set[str] = set()
+
+    def word(part: str) -> str:  # each is used once in a world
+        while (drawn := rng.choice(_words(part, split))) in used:
+            continue
+        used.add(drawn)
+        return drawn
+
+    towns = [word("town") for _ in range(max(2, size // 5))]
+    suffixes = _NAMES["company"].split()
+    companies = [f"{word('company')} {rng.choice(suffixes)}" for _ in range(max(2, size // 4))]
+    products = [word("product") for _ in companies]
+    people = [f"{word('first')} {word('last')}" for _ in range(max(2, size - len(towns) - 2 * len(companies)))]
     values: dict[str, dict[str, str]] = {name: {} for name in (*companies, *products, *people, *towns)}
 
     def holders(count: int) -> list[str]:  # distinct people hold a role, so that its inverse is a fact too
@@ -427,10 +411,10 @@ def _populate(rng: random.Random, split: Split, size: int) -> tuple[dict[str, di
         values[designer].setdefault("person.designed", product)
     for town, mayor in zip(towns, mayors, strict=True):
         values[town] |= {
-            "town.river": names.word("river"),
+            "town.river": word("river"),
             "town.known": rng.choice(VALUES["town.known"]),
             "town.mayor": mayor,
-            "town.region": names.word("region"),
+            "town.region": word("region"),
             "town.people": str(rng.randint(12, 980) * 100),
         }
         values[mayor].setdefault("person.mayor", town)
