@@ -195,8 +195,6 @@ class RunOptions:
 Relation = Literal[">", ">=", "~"]
 """Better than; at least as good as; within some points of."""
 
-_ONE_NAME = "a table's {} have names of their own; {!r} stands twice"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
@@ -417,7 +415,7 @@ class Table:
         lines, columns = [line.label for line in self.lines], [column.label for column in self.columns]
         for what, labels in (("lines", lines), ("columns", columns)):
             if twice := [label for label in labels if labels.count(label) > 1]:
-                raise ValueError(f"{self.name}: " + _ONE_NAME.format(what, twice[0]))
+                raise ValueError(f"{self.name}: a table's {what} have names of their own; {twice[0]!r} stands twice")
         for line in self.lines:
             if line.same_as and line.same_as not in lines:
                 raise ValueError(f"{self.name}: {line.label!r} is compared with {line.same_as!r}, which is no line")
@@ -463,8 +461,6 @@ class KnownFigures:
 
 Word = Literal["holds", "does not hold", "not shown", "not measured"]
 
-_ROUNDING = 9  # decimals of points; means of the same scores in another order differ by less
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
@@ -500,7 +496,7 @@ def decide(order: Order, difference: Difference | None) -> Verdict:
         return Verdict(order=order, held=None, difference=None)
     if order.relation == "~" and not order.within and difference.paired:
         return Verdict(order=order, held=difference.identical, difference=difference)
-    low, high = (round(100 * bound, _ROUNDING) for bound in difference.ci95)
+    low, high = (round(100 * bound, _DECIMALS) for bound in difference.ci95)
     if order.relation == "~":
         holds, fails = -order.within <= low and high <= order.within, low > order.within or high < -order.within
     else:
