@@ -6,7 +6,6 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed import spoken
 from transformers import AutoTokenizer
 
 from ragkv.benchmarks.mini.data import (
@@ -27,6 +26,19 @@ from ragkv.evaluation.tasks.catalog import icl
 from ragkv.finetune.data import passages
 from ragkv.worlds.text import BLANK, GROUPS, docstrings, english_sentences, reference_texts
 from ragkv.worlds.world import UNANSWERABLE, World
+
+
+def spoken(tokenizer, sample):
+    """Of every question: itself, its answer, what of the answer weighs nothing and what weighs as gold."""
+    found = []
+    for segment in sorted({s for s, asks in zip(sample.segments, sample.asks, strict=True) if asks}):
+        row = [i for i, s in enumerate(sample.segments) if s == segment]
+        question, answer = tokenizer.decode([sample.tokens[i] for i in row]).split("<|end|>\n<|assistant|>\n")
+        message = row[-len(tokenizer(answer, add_special_tokens=False)["input_ids"]) :]
+        unlearned = tokenizer.decode([sample.tokens[i] for i in message if sample.weights[i] == 0])
+        gold = tokenizer.decode([sample.tokens[i] for i in message if sample.weights[i] == GOLD_WEIGHT])
+        found.append((question.removeprefix("Question: "), answer.removesuffix("<|end|>"), unlearned, gold))
+    return found
 
 
 @pytest.mark.parametrize("block", [False, True])
