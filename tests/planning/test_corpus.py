@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from steady import steady
@@ -14,10 +15,9 @@ TEXT = "valve bolt river founded Halden Works in the town of Varn, makes pumps a
 WORDS = TEXT.split()
 
 
-def count(paths: list[Path], sample_bytes: int, seed: int = 0) -> plan.CorpusEstimate:
-    return estimate_corpus(
-        paths, chunk_ids=lambda text: tuple(text.encode()), max_tokens=200, sample_bytes=sample_bytes, seed=seed
-    )
+def count(paths: list[Path], sample_bytes: int, seed: int = 0, **time: Any) -> plan.CorpusEstimate:
+    settings = {"chunk_ids": lambda text: tuple(text.encode()), "max_tokens": 200} | time
+    return estimate_corpus(paths, sample_bytes=sample_bytes, seed=seed, **settings)
 
 
 @pytest.fixture
@@ -87,15 +87,7 @@ def test_when_time_is_over_some_files_speak_for_the_others(many, monkeypatch):
     true = count([many], 1 << 30)
     hits = 0
     for seed in range(10):
-        found = estimate_corpus(
-            [many],
-            chunk_ids=lambda text: tuple(text.encode()),
-            max_tokens=200,
-            sample_bytes=1 << 30,
-            seed=seed,
-            seconds=60,
-            now=steady(0.2),
-        )
+        found = count([many], 1 << 30, seed, seconds=60, now=steady(0.2))
         assert (found.whole, found.cut_short) == (False, True)
         assert 10 < found.read_sources < 100
         assert found.documents == true.documents
@@ -115,13 +107,9 @@ def test_of_one_large_file_as_much_is_cut_as_there_is_time_for(tmp_path):
         spent += len(text)
         return tuple(text.encode())
 
-    def counted(seconds: float) -> plan.CorpusEstimate:
-        return estimate_corpus(
-            [tmp_path], chunk_ids=chunk_ids, max_tokens=200, sample_bytes=1 << 30, seconds=seconds, now=lambda: spent
-        )
-
-    true = counted(1e12)
-    found = counted(spent / 2)
+    clock = {"chunk_ids": chunk_ids, "now": lambda: spent}
+    true = count([tmp_path], 1 << 30, seconds=1e12, **clock)
+    found = count([tmp_path], 1 << 30, seconds=spent / 2, **clock)
     assert true.whole
     assert (found.whole, found.cut_short, found.read_sources) == (False, True, 1)
     assert 5000 < sum(len(text) for text, _ in found.chunks_read) < true.source_bytes
@@ -131,14 +119,7 @@ def test_of_one_large_file_as_much_is_cut_as_there_is_time_for(tmp_path):
 
 def test_a_sample_is_cut_short_too_and_one_file_is_always_read(many):
     for size in (60_000, 1 << 30):
-        found = estimate_corpus(
-            [many],
-            chunk_ids=lambda text: tuple(text.encode()),
-            max_tokens=200,
-            sample_bytes=size,
-            seconds=0,
-            now=steady(),
-        )
+        found = count([many], size, seconds=0, now=steady())
         assert (found.cut_short, found.read_sources) == (True, 1)
         assert found.chunks.spread > found.chunks.value  # of one file nobody knows how far it is off
 

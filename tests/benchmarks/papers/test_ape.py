@@ -26,21 +26,23 @@ def answered(line: TableRow, score: float) -> ExampleResult:
 
 
 class Answers:
-    """In place of a model: the score is a function of T and S. Notes what was asked."""
+    """In place of a model: the score is a function of T and S, or of other options. Notes what was asked."""
 
-    def __init__(self, score: Callable[[float, float], float]) -> None:
+    def __init__(self, score: Callable[..., float], options: Sequence[str] = ("temperature", "scale")) -> None:
         self.score = score
-        self.asked: list[tuple[float, float]] = []
+        self.options = options
+        self.asked: list[tuple[float, ...]] = []
+        self.lines: list[TableRow] = []
         self.tasks: list[str] = []
 
     def __call__(self, tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
         self.tasks = [task.name for task in tasks]
+        self.lines += lines
         found = []
         for line in lines:
-            options = line.candidate("mini", None).options
-            t, s = options["temperature"], options["scale"]
-            self.asked.append((t, s))
-            found.append([answered(line, self.score(t, s)) for task in tasks for _ in task.examples])
+            given = line.candidate("mini", None).options
+            self.asked.append(tuple(given[name] for name in self.options))
+            found.append([answered(line, self.score(*self.asked[-1])) for task in tasks for _ in task.examples])
         return found
 
 
@@ -95,7 +97,8 @@ def test_every_table_with_ape_has_the_plain_and_the_searched_pair(name):
     assert table.prepare is not None
 
     def ask(tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
-        fake = Swept(lambda gamma: 1.0) if "gamma" in lines[0].engine else Answers(lambda t, s: 1 - abs(t - 0.6))
+        swept = "gamma" in lines[0].engine
+        fake = Answers(lambda gamma: 1.0, ["gamma"]) if swept else Answers(lambda t, s: 1 - abs(t - 0.6))
         return fake(tasks, lines)
 
     found = table.prepare(table, ask)
@@ -105,28 +108,13 @@ def test_every_table_with_ape_has_the_plain_and_the_searched_pair(name):
     assert any("T = 0.6 and S = 1 were searched" in remark for remark in found.remarks)
 
 
-class Swept:
-    """In place of a model: the score is a function of γ. Notes what was asked, and how chunks came."""
-
-    def __init__(self, score: Callable[[float], float]) -> None:
-        self.score = score
-        self.lines: list[TableRow] = []
-        self.tasks: list[str] = []
-
-    def __call__(self, tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
-        self.tasks = [task.name for task in tasks]
-        self.lines += lines
-        gammas = [line.candidate("mini", None).options["gamma"] for line in lines]
-        return [[answered(line, self.score(gamma))] for line, gamma in zip(lines, gammas, strict=True)]
-
-
 def test_gamma_is_the_best_of_the_papers_sweep_and_the_nearest_to_its_own_among_equals():
     line = TableRow(label="x", engine="pced", retrieval="sparse", rerank=True)
-    answers = Swept(lambda gamma: 1 - abs(gamma - 1) / 10)
+    answers = Answers(lambda gamma: 1 - abs(gamma - 1) / 10, ["gamma"])
     assert search_gamma(answers, line, chunks=5)[0] == 1
     assert all(asked.retrieval == "sparse" and asked.rerank for asked in answers.lines)
     assert len(answers.lines) == 7
     assert answers.tasks
     assert all("split=train" in name for name in answers.tasks)
-    assert search_gamma(Swept(lambda gamma: float(gamma > 1.7)), line, chunks=5)[0] == 2.5
-    assert search_gamma(Swept(lambda gamma: float(gamma in (2, 4))), line, chunks=5)[0] == 2
+    assert search_gamma(Answers(lambda gamma: float(gamma > 1.7), ["gamma"]), line, chunks=5)[0] == 2.5
+    assert search_gamma(Answers(lambda gamma: float(gamma in (2, 4)), ["gamma"]), line, chunks=5)[0] == 2
