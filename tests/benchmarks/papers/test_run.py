@@ -1,8 +1,8 @@
 """A table is filled, drawn and written; its page can be judged again without measuring."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -194,8 +194,6 @@ ORIGIN = Origin(
     seed=0,
     limit=None,
     models={},
-    embedder=None,
-    reranker=None,
     versions={},
     device="cpu",
 )
@@ -207,17 +205,8 @@ def filled(table: Table, **more: object) -> TableResult:
     cells = {
         cell: Figure(value=at / len(places), ci95=(at / len(places) / 2, 1.0), n=5) for at, cell in enumerate(places)
     }
-    whole: Mapping[str, object] = {
-        "table": table,
-        "lines": table.lines,
-        "cells": cells,
-        "verdicts": (),
-        "tasks": {},
-        "origin": ORIGIN,
-        "results": {},
-        **more,
-    }
-    return TableResult(**whole)  # type: ignore[arg-type]
+    rest: dict[str, Any] = {"tasks": {}, "results": {}, **more}
+    return TableResult(table=table, lines=table.lines, cells=cells, verdicts=(), origin=ORIGIN, **rest)
 
 
 @pytest.mark.parametrize("name", sorted(ILLUSTRATIONS.keys() - {"pced-2"}))
