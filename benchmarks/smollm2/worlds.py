@@ -21,10 +21,8 @@ by chance.  The domains stand in `worlds.txt`, in a small notation, and lists of
 {T's} its possessive, and "a(n)" becomes a or an.  Alternatives are parted by " | ".
 """
 
-import json
 import random
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -512,6 +510,7 @@ def documents(seed: int, count: int) -> list[Document]:
         order.shuffle(domains)
         for domain in domains:
             made.append(document(domain, random.Random(f"worlds {seed} {len(made)}")))
+    check(made)
     return made[:count]
 
 
@@ -530,15 +529,3 @@ def check(made: list[Document]) -> None:
 
 
 DOMAINS = (HERE / "worlds.txt").read_text(encoding="utf-8")
-
-
-def main() -> None:
-    """Print documents as JSON lines, after checking them."""
-    made = documents(1, int(sys.argv[1]) if len(sys.argv) > 1 else 20)
-    check(made)
-    for each in made:
-        print(json.dumps({"title": each.title, "text": each.text, "questions": each.questions}, ensure_ascii=False))
-
-
-if __name__ == "__main__":
-    main()
