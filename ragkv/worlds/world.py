@@ -98,7 +98,7 @@ QuestionKind = Literal["one hop", "two hops", "comparison", "list", "unanswerabl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A relation of an entity, and the only sentence that states it, in the document with the title `document`.
+    """A relation of an entity, and the only sentence that states it, in the document whose title is the `subject`.
 
     `rephrased` is the sentence in another wording, which no document contains.
     """
@@ -108,7 +108,6 @@ class Fact:
     value: str
     sentence: str
     rephrased: str
-    document: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,36 +160,31 @@ _INVERSE: Mapping[str, str] = {
 
 def hop_questions(facts: Sequence[Fact]) -> Iterator[WorldQuestion]:
     """Questions about every fact in every wording, then about every chain of two facts."""
-    for fact in facts:
-        for wording in RELATIONS[fact.relation].questions:
+    for about, wordings in _chains(facts):
+        for wording in wordings:
             yield WorldQuestion(
-                question=wording.format(s=fact.subject),
-                answer=fact.sentence,
-                rephrased=fact.rephrased,
-                gold=fact.value,
-                hops=1,
-                relation=fact.relation,
-                titles=(fact.document,),
-                support=(fact.sentence,),
+                question=wording.format(s=about[0].subject),
+                answer=" ".join(fact.sentence for fact in about),
+                rephrased=" ".join(fact.rephrased for fact in about),
+                gold=about[-1].value,
+                hops=len(about),
+                kind="one hop" if len(about) == 1 else "two hops",
+                relation=">".join(fact.relation for fact in about),
+                titles=tuple(fact.subject for fact in about),
+                support=tuple(fact.sentence for fact in about),
             )
+
+
+def _chains(facts: Sequence[Fact]) -> Iterator[tuple[tuple[Fact, ...], Sequence[str]]]:
+    """Every fact, then every chain of two, with its wordings."""
+    for fact in facts:
+        yield (fact,), RELATIONS[fact.relation].questions
     by_key = {(fact.subject, fact.relation): fact for fact in facts}
     for first in facts:
         for (bridge, target), wordings in CHAINS.items():
             last = by_key.get((first.value, target)) if first.relation == bridge else None
-            if last is None or last.value == first.subject:
-                continue
-            for wording in wordings:
-                yield WorldQuestion(
-                    question=wording.format(s=first.subject),
-                    answer=f"{first.sentence} {last.sentence}",
-                    rephrased=f"{first.rephrased} {last.rephrased}",
-                    gold=last.value,
-                    hops=2,
-                    kind="two hops",
-                    relation=f"{bridge}>{target}",
-                    titles=(first.document, last.document),
-                    support=(first.sentence, last.sentence),
-                )
+            if last is not None and last.value != first.subject:
+                yield (first, last), wordings
 
 
 def comparisons(rng: random.Random, facts: Sequence[Fact], count: int) -> list[WorldQuestion]:
@@ -230,7 +224,7 @@ def _compare(rng: random.Random, first: Fact, second: Fact) -> WorldQuestion:
         gold=closing.rstrip("."),
         hops=2,
         relation=f"compare {first.relation}",
-        titles=(first.document, second.document),
+        titles=(first.subject, second.subject),
         support=(first.sentence, second.sentence),
         kind="comparison",
     )
@@ -255,7 +249,7 @@ def lists(facts: Sequence[Fact], *, most: int = 4) -> Iterator[WorldQuestion]:
                 golds=tuple(fact.subject for fact in held),
                 hops=1,
                 relation=f"list {relation}",
-                titles=tuple(fact.document for fact in held),
+                titles=tuple(fact.subject for fact in held),
                 support=tuple(fact.sentence for fact in held),
                 kind="list",
             )
@@ -456,9 +450,7 @@ def _state(subject: str, relation: str, value: str, wording: int) -> Fact:
     """State a fact in one of its two wordings."""
     texts = RELATIONS[relation].sentences[:: -1 if wording else 1]
     sentence, rephrased = (article(text.format(s=subject, v=value)) for text in texts)
-    return Fact(
-        relation=relation, subject=subject, value=value, sentence=sentence, rephrased=rephrased, document=subject
-    )
+    return Fact(relation=relation, subject=subject, value=value, sentence=sentence, rephrased=rephrased)
 
 
 _DESCRIBED = TABLES["described"]
@@ -501,7 +493,7 @@ def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Para
                     found.append(
                         Paraphrase(
                             question=_ask(rng, asked.relation, traits),
-                            title=asked.document,
+                            title=asked.subject,
                             gold=asked.value,
                             relation=asked.relation,
                             fact=asked.sentence,
