@@ -26,6 +26,7 @@ MARKERS = "osD^vPX*"
 OTHER_FOLDER = "give another folder"
 """The advice in errors about a file that cannot be written."""
 
+_RIGHT = "right answers"
 _DPI = 150
 _MARGIN = 0.03  # inches of white on every side
 _LOOK = {
@@ -141,7 +142,6 @@ class Bars:
     """Groups of bars, with one bar per candidate in each group."""
 
     title: str
-    y_label: str
     groups: Sequence[str]
     bars: Sequence[Bar]
 
@@ -183,7 +183,7 @@ class Bars:
         percent_axis(axes.yaxis)
         axes.set_yticks([fifth / 5 for fifth in range(6)])
         axes.set_ylim(0, 1.16 if narrow else 1.1)
-        axes.set_ylabel(self.y_label)
+        axes.set_ylabel(_RIGHT)
         headed(figure, self.title)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
 
@@ -212,7 +212,6 @@ class Curves:
 
     title: str
     x_label: str
-    y_label: str
     curves: Sequence[Curve]
     even: bool = False
 
@@ -233,7 +232,7 @@ class Curves:
             axes.set_xticks(list(places.values()), [f"{value:g}" for value in values])
         percent_axis(axes.yaxis)
         axes.set_ylim(*_limits(self.curves))
-        axes.set(xlabel=self.x_label, ylabel=self.y_label)
+        axes.set(xlabel=self.x_label, ylabel=_RIGHT)
         headed(figure, self.title)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
 

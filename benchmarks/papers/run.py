@@ -206,9 +206,6 @@ def _too_long(table: Table, cell: Cell, results: Mapping[Cell, Sequence[ExampleR
     return sum(result.score is None for column in columns for result in results[Cell(cell.line, column)])
 
 
-_RIGHT = "right answers"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Illustration:
     """A picture, and Markdown text to read beside it."""
@@ -238,7 +235,7 @@ def bars(result: TableResult) -> Illustration:
                 intervals=[figure.ci95 if figure else None for figure in figures],
             )
         )
-    return Illustration(picture=Bars(title=result.table.title, y_label=_RIGHT, groups=columns, bars=found))
+    return Illustration(picture=Bars(title=result.table.title, groups=columns, bars=found))
 
 
 def curves(
@@ -259,9 +256,7 @@ def curves(
         several = len({of for of, _ in points}) > 1
         drawn = [_curve(f"{name}, {of}" if several else name, cells, result) for (of, name), cells in points.items()]
         shown = [curve for curve in drawn if curve.x]
-        return Illustration(
-            picture=Curves(title=result.table.title, x_label=x_label, y_label=_RIGHT, curves=shown, even=even)
-        )
+        return Illustration(picture=Curves(title=result.table.title, x_label=x_label, curves=shown, even=even))
 
     return make
 

@@ -13,7 +13,6 @@ from ragkv.errors import MissingExtraError
 CURVES = Curves(
     title="Accuracy over steps",
     x_label="fine-tuning steps",
-    y_label="right answers",
     curves=[
         Curve(label="full", x=(0, 10, 200), y=(0.9, 0.95, 0.96), low=(0.8, 0.9, 0.9), high=(1.0, 1.0, 1.0)),
         Curve(label="block", x=(0, 200), y=(0.4, 0.9), low=(0.3, 0.8), high=(0.5, 1.0)),
@@ -21,7 +20,6 @@ CURVES = Curves(
 )
 BARS = Bars(
     title="Bars",
-    y_label="right answers",
     groups=["one hop", "two hops"],
     bars=[
         Bar(label="full", values=[0.9, None], intervals=[(0.8, 1.0), None]),
