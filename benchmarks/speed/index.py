@@ -69,15 +69,14 @@ Run = Callable[..., "list[IndexMeasurement]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
-    """The figures of one run by size, in the same order."""
+    """The figures of one run by size, in the order of the sizes."""
 
-    sizes: tuple[int, ...]
     figures: dict[int, list[IndexMeasurement]]
     report: Report
 
     def growth(self, name: str) -> str:
         """How many times more a figure is at the last size than at the first, as people read it."""
-        ends = [next((f.value for f in self.figures[size] if f.name == name), 0.0) for size in self.sizes]
+        ends = [next((f.value for f in found if f.name == name), 0.0) for found in self.figures.values()]
         return f"{ends[-1] / ends[0]:,.1f}x" if ends[0] and ends[-1] else "-"
 
     def show(self, *, as_json: bool, quiet: bool) -> None:
@@ -86,12 +85,12 @@ class Growth:
             print_json(self.report.to_json())
             return
         rows: dict[str, list[str]] = {}
-        for at, size in enumerate(self.sizes):
-            for one in self.figures[size]:
-                cells = rows.setdefault(f"{one.name} ({one.unit})", ["-"] * len(self.sizes))
+        for at, found in enumerate(self.figures.values()):
+            for one in found:
+                cells = rows.setdefault(f"{one.name} ({one.unit})", ["-"] * len(self.figures))
                 cells[at] = shown(one.value) + ("" if one.wall is None else f" ({shown(one.wall)})")
         print_grid(
-            ["", *(f"{size:,} chunks" for size in self.sizes), "growth"],
+            ["", *(f"{size:,} chunks" for size in self.figures), "growth"],
             [[name, *cells, self.growth(name.rsplit(" (", 1)[0])] for name, cells in rows.items()],
         )
         self.report.note_machine(quiet=quiet)
@@ -124,7 +123,7 @@ def measure_index(
     rows = tuple(row for size, each in figures.items() for row in _rows(size, each, least, figures[least]))
     packages = versions("lmdb", "numpy", "faiss-cpu", "bm25s", "sentence-transformers")
     report = Report(bench="index", machine=machine("cpu"), versions=packages, rows=rows)
-    return Growth(sizes=tuple(figures), figures=figures, report=report)
+    return Growth(figures=figures, report=report)
 
 
 def _measured(

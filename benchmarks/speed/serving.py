@@ -50,7 +50,7 @@ _JSON = "application/json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOutcome:
-    """What came of a streamed question. `first` and `whole`: seconds until the first piece of text, and until the end.
+    """What came of a streamed question. `first`: the seconds until the first piece of text.
 
     `error` is the server's, in place of the answer or within it.
     """
@@ -58,7 +58,6 @@ class StreamOutcome:
     status: int
     text: str
     first: float
-    whole: float
     tokens: int
     error: str | None
 
@@ -115,8 +114,7 @@ class LoadClient:
                             texts.append(text)
                     if leave is not None and len(texts) >= leave:
                         break
-        whole = time.perf_counter() - start
-        return StreamOutcome(status=status, text="".join(texts), first=first, whole=whole, tokens=tokens, error=error)
+        return StreamOutcome(status=status, text="".join(texts), first=first, tokens=tokens, error=error)
 
     @asynccontextmanager
     async def _asked(
@@ -310,11 +308,10 @@ NEW_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server: its address, its process, and where its log is."""
+    """A running server: its address and its process."""
 
     url: str
     pid: int
-    log: Path
 
     def processor(self) -> float:
         """Seconds of processor time so far; 0 where the system does not tell."""
@@ -338,7 +335,7 @@ def serve(indexes: Mapping[str, Path], device: str | None) -> Iterator[Server]:
             assert process.stdout is not None
             if not (line := process.stdout.readline()):
                 raise RagkvError(f"The server did not come up: {log.read_text(errors='replace')[-2000:]}")
-            yield Server(json.loads(line)["url"].removesuffix("/v1"), process.pid, log)
+            yield Server(json.loads(line)["url"].removesuffix("/v1"), process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             code = process.wait()

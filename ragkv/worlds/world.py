@@ -470,7 +470,6 @@ class Paraphrase:
     question: str
     title: str
     gold: str
-    relation: str
     fact: str
     traits: tuple[str, ...]
 
@@ -495,7 +494,6 @@ def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Para
                             question=_ask(rng, asked.relation, traits),
                             title=asked.subject,
                             gold=asked.value,
-                            relation=asked.relation,
                             fact=asked.sentence,
                             traits=tuple(f.sentence for f in facts if (f.relation, f.value) in traits),
                         )

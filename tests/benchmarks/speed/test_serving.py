@@ -25,7 +25,7 @@ def clock(monkeypatch):
 @contextmanager
 def in_thread(indexes, device):
     with live({name: RagKV.open(folder, device=device) for name, folder in indexes.items()}) as server:
-        yield Server(server.root, os.getpid(), indexes["fixed"].parent / "serve.log")
+        yield Server(server.root, os.getpid())
 
 
 def test_every_figure_stands_beside_its_baseline():
