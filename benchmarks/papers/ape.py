@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean
 
-from ragkv.benchmarks.papers.table import Ask, Cell, Column, Order, Paper, Table, TableRow, across, along, printed
+from ragkv.benchmarks.papers.table import Ask, Column, Paper, Table, TableRow, across, along, printed
 from ragkv.evaluation.metrics import Task
 from ragkv.evaluation.tune import STEPS, APESetting, SettingScore, search_stage
 
@@ -211,11 +211,12 @@ APE_3 = Table(
             "full-shot, APE to sequential: Date 43.33 to 46.67, Salient 45.55 to 46.67, Tracking7 8.89, Web 58.89",
             within=4,
         ),
-        Order(
-            left=Cell(_SEARCHED, _LAST),
-            relation=">",
-            right=Cell(_SEARCHED, "0 shots"),
-            source="APE full-shot to zero-shot: Date 43.33 to 20.00, Salient 45.55 to 8.89, Web 58.89 to 8.89",
+        *along(
+            [_SEARCHED],
+            _LAST,
+            ">",
+            "0 shots",
+            "APE full-shot to zero-shot: Date 43.33 to 20.00, Salient 45.55 to 8.89, Web 58.89 to 8.89",
         ),
     ),
     limit=60,
