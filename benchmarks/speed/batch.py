@@ -467,27 +467,21 @@ def measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnS
         timed("ippd, contexts ready", by_ippd, work, runtime)
         del caches, runtime
         timed("generate", by_generate, lm, work, batch)
-    whole = [encoding + asking for encoding, asking in zip(times["caches"], times["one by one"], strict=True)]
+    times["prefix cache"] = [sum(both) for both in zip(times["caches"], times["one by one"], strict=True)]
+    rates = {way: questions / statistics.median(seconds) for way, seconds in times.items()}
     scale = f", 1/{shape.divisor} scale" if shape.divisor > 1 else ""
     batched, cached = f"transformers generate by {batch}{scale}", f"transformers DynamicCache, one by one{scale}"
-    name = f"shape {shape.number}"
+    pairs = (
+        (" vs generate", "ippd", batched, "generate"),
+        (" vs prefix cache", "ippd", cached, "prefix cache"),
+        (", contexts ready, against generate", "ippd, contexts ready", batched, "generate"),
+        (", contexts ready, against prefix cache", "ippd, contexts ready", cached, "one by one"),
+    )
     return [
-        _ippd_row(f"{name} vs generate", questions, times["ippd"], batched, times["generate"]),
-        _ippd_row(f"{name} vs prefix cache", questions, times["ippd"], cached, whole),
-        _ippd_row(
-            f"{name}, contexts ready, against generate",
-            questions,
-            times["ippd, contexts ready"],
-            batched,
-            times["generate"],
-        ),
-        _ippd_row(
-            f"{name}, contexts ready, against prefix cache",
-            questions,
-            times["ippd, contexts ready"],
-            cached,
-            times["one by one"],
-        ),
+        BenchRow.of(
+            f"shape {shape.number}{what}", rates[own], "questions/s", baseline, rates[other], rates[own] / rates[other]
+        )
+        for what, own, baseline, other in pairs
     ]
 
 
@@ -514,8 +508,3 @@ def _first(work: Work, count: int) -> Work:
             contexts.append((context, questions[:count]))
         count -= len(questions)
     return Work(work.instruction, tuple(contexts), work.answer)
-
-
-def _ippd_row(name: str, questions: int, own: list[float], baseline: str, other: list[float]) -> BenchRow:
-    value, baseline_value = questions / statistics.median(own), questions / statistics.median(other)
-    return BenchRow.of(name, value, "questions/s", baseline, baseline_value, value / baseline_value)
