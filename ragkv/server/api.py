@@ -185,12 +185,6 @@ class QueryRequest(QuestionOptions):
     warnings: bool = False
     stream: bool = False
 
-    def most_tokens(self) -> int | None:
-        return self.max_new_tokens
-
-    def most_chunks(self) -> int | None:
-        return self.top_k
-
 
 def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRouter:
     """The routes that ask and read these indexes."""
@@ -290,7 +284,14 @@ def _prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
         history_tokens=body.history_tokens,
         rewrite=body.rewrite,
     )
-    options = body.query_options(words)
+    options = body.query_options(
+        words,
+        engine=body.engine,
+        top_k=body.top_k,
+        most=body.max_new_tokens,
+        top_k_tokens=body.top_k_tokens,
+        schema=body.json_schema,
+    )
     options["system"] = body.system
     stream = rag.stream(words.prompt, **options)
     return stream, question_warnings(rag, stream) if body.warnings else []

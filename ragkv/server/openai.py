@@ -186,10 +186,8 @@ class ChatRequest(QuestionOptions):
         constrained = self.tools or self.regex or self.grammar or self.answer_schema() is not None
         return STRUCTURED_TOKENS if constrained and given in (None, -1) else None if given == -1 else given
 
-    def most_chunks(self) -> int | None:
-        return self.top_k_chunks
-
     def drawn_from(self) -> int | None:
+        """The sampler's top-k."""
         if self.top_k is None or self.top_k in (0, -1):
             return self.top_k_tokens
         if self.top_k_tokens not in (None, self.top_k):
@@ -197,6 +195,7 @@ class ChatRequest(QuestionOptions):
         return self.top_k
 
     def answer_schema(self) -> Any:
+        """The JSON schema of the answer; None for any text."""
         match self.response_format:
             case None | {"type": "text"}:
                 return self.json_schema
@@ -262,13 +261,24 @@ class ChatRequest(QuestionOptions):
 
         A question about the conversation itself is answered by engine `full`, because no KV is stored for it.
         """
+        engine: str | None = "full"
+        if words.conversation is None:
+            engine = chosen.engine or self.engine
+            if self.engine not in (None, engine):
+                message = f"The model names engine {chosen.engine!r}, and `engine` {self.engine!r}."
+                raise ApiError(400, message, param="engine")
+        options = self.query_options(
+            words,
+            engine=engine,
+            top_k=self.top_k_chunks,
+            top_k_tokens=self.drawn_from(),
+            schema=self.answer_schema(),
+            most=self.most_tokens(),
+        )
         if words.conversation is not None:
             given = chosen.rag.chunk(words.conversation, chunk_id="conversation")
-            return {**self.query_options(words, engine="full"), "chunks": [given_chunk(given, "")], "steps": 1}
-        if chosen.engine is not None and self.engine not in (None, chosen.engine):
-            message = f"The model names engine {chosen.engine!r}, and `engine` {self.engine!r}."
-            raise ApiError(400, message, param="engine")
-        return self.query_options(words, engine=chosen.engine)
+            options |= {"chunks": [given_chunk(given, "")], "steps": 1}
+        return options
 
     def require_supported(self) -> None:
         """ApiError, with the parameter's name, for an unknown parameter or an unsupported value."""

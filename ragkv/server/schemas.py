@@ -280,31 +280,17 @@ class QuestionOptions(BaseModel):
     thinking: int | str | None = Field(default=None, description='"off", "on", or a number of tokens.')
     grammar: str | None = Field(default=None, description="Lark, as llguidance reads it.")
 
-    def most_tokens(self) -> int | None:
-        """The answer's maximum number of tokens; None for the default of `RagKV.query`."""
-        raise NotImplementedError
-
-    def most_chunks(self) -> int | None:
-        """The number of chunks to answer from; None for the index's setting."""
-        raise NotImplementedError
-
-    def drawn_from(self) -> int | None:
-        """The sampler's top-k."""
-        return self.top_k_tokens
-
-    def answer_schema(self) -> Any:
-        """The JSON schema of the answer; None for any text."""
-        return self.json_schema
-
-    def query_options(self, words: ConversationText, *, engine: str | None = None) -> QueryOptions:
-        """The options of `RagKV.stream`, which checks them; `engine` overrides the field."""
-        decoding: dict[str, Any] = {name: getattr(self, name) for name in _DECODING}
-        decoding["top_k_tokens"] = self.drawn_from()
-        decoding["schema"] = self.answer_schema()
+    def query_options(
+        self, words: ConversationText, *, engine: str | None, top_k: int | None, most: int | None, **sampling: Any
+    ) -> QueryOptions:
+        """The options of `RagKV.stream`, which checks them. What the protocols name differently is given: the engine,
+        how many chunks to answer from, the most tokens of the answer, and `top_k_tokens` and `schema`.
+        """
+        decoding: dict[str, Any] = {name: getattr(self, name) for name in _DECODING} | sampling
         decoding["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         options: QueryOptions = {
-            "engine": engine or self.engine,
-            "top_k": self.most_chunks(),
+            "engine": engine,
+            "top_k": top_k,
             "retrieval": self.retrieval,
             "rerank": self.rerank,
             "candidates": self.candidates,
@@ -314,7 +300,6 @@ class QuestionOptions(BaseModel):
             "steps": self.steps,
             "decoding": {name: value for name, value in decoding.items() if value is not None},
         }
-        most = self.most_tokens()
         if most is not None:
             options["max_new_tokens"] = most
         return options
