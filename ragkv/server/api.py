@@ -433,17 +433,17 @@ class _Form:
             raise ApiError(413, f"Send at most {MOST_FILES} files at a time.", param="files", code="too_large")
         cut = _CUT_BY_PARSER.search(disposition)
         name = plain_name(options[b"filename"] if cut is None else cut[1])
-        if any(name == received.name for received in self.files):
+        if name in self.files:
             raise ApiError(400, f"Two of the files are called {name!r}.", param="files")
         path = self._folder / str(len(self.files))
-        self.files.append(ReceivedFile(name, path))
+        self.files[name] = path
         self._left = self._most
         self._file = path.open("xb")
 
     def _in_data(self, data: bytes, start: int, end: int) -> None:
         self._left -= end - start
         if self._left < 0:
-            message = f"{self.files[-1].name!r} has more than {self._most} bytes, the most that the index reads."
+            message = f"{next(reversed(self.files))!r} has more than {self._most} bytes, the most that the index reads."
             raise ApiError(413, message, param="files", code="too_large")
         assert self._file is not None
         self._file.write(data[start:end])
@@ -527,7 +527,7 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
         try:
             most = ParseLimits.of(served.index(name).config.ingest).file
             received = await receive_files(request, folder, most_bytes=most)
-            sources = await asyncio.to_thread(_sources, received)
+            sources = await asyncio.to_thread(lambda: [from_bytes(path, name=name) for name, path in received.items()])
             job = await asyncio.to_thread(queue.accept, identifier, sources)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(queue.release, identifier))
@@ -584,10 +584,6 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
     return routes
 
 
-def _sources(received: list[ReceivedFile]) -> list[SourceFile]:
-    return [from_bytes(each.path, name=each.name) for each in received]
-
-
 def _job_reply(job: IngestJob) -> dict[str, Any]:
     return {"job": job.to_json()}
 
@@ -625,21 +621,13 @@ _REFUSAL = re.compile(
 )
 
 
-class CitedSpan(NamedTuple):
-    """Characters `[start, end)` of the answer, and the places of their sources, the best one first."""
-
-    start: int
-    end: int
-    sources: tuple[int, ...]
-
-
 def is_refusal(text: str) -> bool:
     """Whether an answer only states that the documents do not contain it (English only)."""
     spans = list(_sentences(text))
     return bool(spans) and all(_REFUSAL.search(text, start, end) for start, end in spans)
 
 
-def cited(question: str, answer: Answer) -> list[CitedSpan]:
+def cited(question: str, answer: Answer) -> list[AnswerCitation]:
     """The sentences of an answer whose words its sources contain.
 
     A word that fewer sources contain weighs more. Fenced code and refusals are not cited. Neighbours on one line with
