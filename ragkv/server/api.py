@@ -16,7 +16,7 @@ from functools import partial
 from itertools import accumulate, islice, zip_longest
 from math import log
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
@@ -44,6 +44,7 @@ from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.middleware import LocalRequest, error_body
 from ragkv.server.schemas import (
     EVENTS,
+    AnswerCitation,
     AnswerReply,
     ChunkPage,
     DocumentListing,
@@ -100,7 +101,7 @@ class QueryFormatter:
         if self._asked.trace:
             payload["trace"] = {"tokens": [token.to_json() for token in stream.trace]}
         if self._asked.citations:
-            payload["citations"] = [citation._asdict() for citation in cited(self._question, answer)]
+            payload["citations"] = [citation.model_dump() for citation in cited(self._question, answer)]
             payload["refused"] = is_refusal(answer.text)
         if self._warnings:
             payload["warnings"] = self._warnings
@@ -327,15 +328,9 @@ _CUT_BY_PARSER = re.compile(rb'filename="?((?:.:|\\)\\[^"]*)', re.DOTALL)
 """A file name of which python-multipart keeps only the last part, because old browsers sent whole paths."""
 
 
-class ReceivedFile(NamedTuple):
-    """An uploaded file: the client's name for it, and the path of its bytes."""
-
-    name: str
-    path: Path
-
-
-async def receive_files(request: Request, folder: Path, *, most_bytes: int) -> list[ReceivedFile]:
-    """Write the form's parts called `files` into `folder`, named by numbers and never by the client's file names.
+async def receive_files(request: Request, folder: Path, *, most_bytes: int) -> dict[str, Path]:
+    """Write the form's parts called `files` into `folder`, named by numbers and never by the client's file names, which
+    are the keys of the result.
 
     ApiError for a form that is damaged, for more than `MOST_FILES` files, for one of more than `most_bytes`, and for
     names that are paths.
@@ -385,7 +380,7 @@ class _Form:
     """The callbacks for python-multipart's parser."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        self.files: list[ReceivedFile] = []
+        self.files: dict[str, Path] = {}
         self.complete = False
         self._folder = folder
         self._most = most_bytes
@@ -633,7 +628,7 @@ def cited(question: str, answer: Answer) -> list[AnswerCitation]:
     A word that fewer sources contain weighs more. Fenced code and refusals are not cited. Neighbours on one line with
     the same sources are one citation.
     """
-    found: list[CitedSpan] = []
+    found: list[AnswerCitation] = []
     if len(answer.text) > _LONGEST or not answer.sources:
         return found
     weights = _WordWeights(question, [source.text for source in answer.sources])
@@ -644,7 +639,7 @@ def cited(question: str, answer: Answer) -> list[AnswerCitation]:
             continue
         if found and found[-1].sources == places and not answer.text[found[-1].end : start].strip(" \t"):
             start = found.pop().start
-        found.append(CitedSpan(start, end, places))
+        found.append(AnswerCitation(start=start, end=end, sources=places))
     return found
 
 

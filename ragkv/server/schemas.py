@@ -151,7 +151,7 @@ class AnswerCitation(BaseModel):
 
     start: int
     end: int
-    sources: list[int]
+    sources: Sequence[int]
 
 
 class AnswerReply(BaseModel):

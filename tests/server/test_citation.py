@@ -21,7 +21,7 @@ def answer(text, *sources):
 
 
 def spans(text, *sources, question=QUESTION):
-    return [(text[start:end], places) for start, end, places in cited(question, answer(text, *sources))]
+    return [(text[each.start : each.end], each.sources) for each in cited(question, answer(text, *sources))]
 
 
 def test_each_sentence_is_cited_with_the_source_that_says_it():
@@ -114,7 +114,7 @@ def test_scripts_without_spaces_are_cited():
 )
 def test_a_long_strange_answer_is_looked_at_in_a_moment(piece):
     text = piece * (20_000 // len(piece))
-    for start, end, places in cited("a", answer(text, *["a documents"] * 1000)):  # what were quadratic would hang
-        assert text[start:end].strip()
-        assert places == (0,)
+    for each in cited("a", answer(text, *["a documents"] * 1000)):  # what were quadratic would hang
+        assert text[each.start : each.end].strip()
+        assert each.sources == (0,)
     is_refusal(text)
