@@ -34,7 +34,7 @@ from ragkv.server.api import document_routes, query_routes
 from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.jobs import JobManager
 from ragkv.server.local import LocalSocket, peer_uid
-from ragkv.server.metrics import ConcurrencyLimiter, QdrantMetrics, TierMetrics
+from ragkv.server.metrics import ConcurrencyLimiter, IndexMetrics
 from ragkv.server.middleware import Guard, LocalApp, LocalRequest, Responded, error_body, guard_app, page_routes
 from ragkv.server.openai import protocol_routes
 from ragkv.server.schemas import FAILURES, HealthReply, ServedIndexes
@@ -60,12 +60,7 @@ def make_app(
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RagkvError, _failed)
     app.state.ready = False
-    limiter.registry.register(
-        TierMetrics(lambda: {name: tiers.uses() for name, rag in served if (tiers := rag.index.tiers) is not None})
-    )
-    limiter.registry.register(
-        QdrantMetrics(lambda: {name: rag.index.dropped_proposals for name, rag in served if rag.config.qdrant.url})
-    )
+    limiter.registry.register(IndexMetrics(served))
 
     @app.get("/healthz", response_model=HealthReply)
     async def healthz() -> Json:

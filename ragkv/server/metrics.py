@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ragkv.server.errors import stopping_error, too_many
 from ragkv.types import Answer
+
+if TYPE_CHECKING:
+    from ragkv.pipeline import RagKV
 
 QUEUE = 16
 """Requests that may wait for another to end."""
@@ -145,14 +148,14 @@ class ConcurrencyLimiter:
         return Histogram(f"ragkv:{name}", says, ["model_name"], buckets=_SECONDS, registry=self.registry)
 
 
-class TierMetrics:
-    """A collector of the counters of the served indexes' shared tiers, which `uses` gives by the index's name."""
+class IndexMetrics:
+    """A collector of what served indexes count themselves: uses of shared tiers, and dropped proposals of Qdrant."""
 
-    def __init__(self, uses: Callable[[], dict[str, list[dict[str, Any]]]]) -> None:
-        self._uses = uses
+    def __init__(self, served: Iterable[tuple[str, RagKV]]) -> None:
+        self._served = served
 
     def collect(self) -> Iterator[Metric]:
-        found = [(name, tier) for name, tiers in self._uses().items() for tier in tiers]
+        found = [(name, tier) for name, rag in self._served if (tiers := rag.index.tiers) for tier in tiers.uses()]
         for fact in [] if not found else found[0][1].keys() - {"url"}:
             family = GaugeMetricFamily if fact == "open" else CounterMetricFamily
             metric = family(
@@ -161,20 +164,12 @@ class TierMetrics:
             for name, tier in found:
                 metric.add_metric([name, tier["url"]], float(tier[fact]))
             yield metric
-
-
-class QdrantMetrics:
-    """A collector of the proposals of Qdrant that the served indexes dropped, which `dropped` gives by their names."""
-
-    def __init__(self, dropped: Callable[[], dict[str, int]]) -> None:
-        self._dropped = dropped
-
-    def collect(self) -> Iterator[Metric]:
         says = "chunks that Qdrant proposed and the index does not hold"
-        metric = CounterMetricFamily("ragkv:qdrant_dropped", says, labels=["model_name"])
-        for name, number in self._dropped().items():
-            metric.add_metric([name], float(number))
-        yield metric
+        dropped = CounterMetricFamily("ragkv:qdrant_dropped", says, labels=["model_name"])
+        for name, rag in self._served:
+            if rag.config.qdrant.url:
+                dropped.add_metric([name], float(rag.index.dropped_proposals))
+        yield dropped
 
 
 class RequestTracker:

@@ -19,7 +19,7 @@ from ragkv.index.search import follow_collection
 from ragkv.retrievers import qdrant
 from ragkv.retrievers.arrays import id_key
 from ragkv.retrievers.qdrant import Point
-from ragkv.server.metrics import QdrantMetrics
+from ragkv.server.metrics import IndexMetrics
 
 TEXTS = {
     "halden.md": "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n",
@@ -128,7 +128,7 @@ def test_the_index_is_the_truth(make, documents, tmp_path):
         assert hits(rag) == before
         assert collection.dropped > 0
         registry = CollectorRegistry()
-        registry.register(QdrantMetrics(lambda: {"index": rag.index.dropped_proposals}))
+        registry.register(IndexMetrics({"index": rag}.items()))
         assert (
             f'ragkv:qdrant_dropped_total{{model_name="index"}} {collection.dropped}'
             in generate_latest(registry).decode()

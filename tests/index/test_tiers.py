@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ragkv import RagKV
 from ragkv.cli.main import app
-from ragkv.server.metrics import TierMetrics
+from ragkv.server.metrics import IndexMetrics
 
 TEXTS = {
     "halden.txt": "Halden Works was founded by Mira Oskel in 1907.",
@@ -55,7 +55,7 @@ def test_what_one_index_has_encoded_another_one_loads(make, tmp_path):
         report = third.ingest(files)
         assert (report.kv_encoded, report.kv_reused) == (0, 2)
         registry = CollectorRegistry()
-        registry.register(TierMetrics(lambda: {"third": third.index.tiers.uses()}))
+        registry.register(IndexMetrics({"third": third}.items()))
         assert b'ragkv:tier_hits_total{model_name="third"' in generate_latest(registry)
 
 
