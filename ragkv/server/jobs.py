@@ -415,15 +415,10 @@ class JobQueue:
 
     def _recover(self) -> None:
         """Mark the jobs that an earlier server left unfinished as interrupted, and report what they had committed."""
-        left = False
-        for job in self._folder.read():
-            self._jobs[job.facts.id] = job
-            if not job.over:
-                job.sources = self._folder.kept(job)
-                self._end(job, "interrupted", report=self._left_by(job), error=_CUT_SHORT, keep=False)
-                left = True
-        if left:
-            self._try_save()
+        self._jobs = {job.facts.id: job for job in self._folder.read()}
+        for job in [each for each in self._jobs.values() if not each.over]:
+            job.sources = self._folder.kept(job)
+            self._end(job, "interrupted", report=self._left_by(job), error=_CUT_SHORT)
         self._folder.sweep()
 
     def _work(self) -> None:
@@ -496,7 +491,6 @@ class JobQueue:
         *,
         report: IngestReport | None = None,
         error: str | None = None,
-        keep: bool = True,
     ) -> None:
         with self._lock:
             # update everything before the watchers wake up
@@ -506,18 +500,14 @@ class JobQueue:
             ended = [each for each in self._jobs.values() if each.over]
             for old in ended[: max(0, len(ended) - MOST_KEPT)]:
                 del self._jobs[old.facts.id]
-            if keep:
-                self._keep(job)
+            self._keep(job)
 
     def _keep(self, job: IngestJob) -> None:
-        self._try_save()
-        self._notify(job)
-
-    def _try_save(self) -> None:
         try:
             self._save()
         except RagkvError as error:  # continue: only after a crash would an older state of the jobs be shown
             logger.warning("the state of the ingest jobs is not kept: %s", error)
+        self._notify(job)
 
     def _save(self) -> None:
         self._folder.save(list(self._jobs.values()))
