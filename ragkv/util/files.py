@@ -256,9 +256,7 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(LONGEST + 1)
         text = data.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if isinstance(error, NotADirectoryError):
-            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except FileNotFoundError:
         raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
