@@ -346,50 +346,31 @@ def _unsupported(param: str, what: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code="unsupported_parameter")
 
 
-class Completion:
-    """Makes the protocol's objects for one answer. `model` is the requested id; `url_of` gives a source's URL."""
+DONE = b"data: [DONE]\n\n"
 
-    def __init__(self, model: str, url_of: Callable[[Source], str]) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._model = model
+
+class ChatFormatter:
+    """Role, deltas, the finish reason with the sources, usage, `[DONE]`; or one object. `url_of`: a source's URL."""
+
+    def __init__(
+        self, asked: ChatRequest, url_of: Callable[[Source], str], *, footer: bool, calls: ToolCallParser | None = None
+    ) -> None:
+        self._asked = asked
         self._url = url_of
+        self._footer = footer
+        self._calls = calls
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._trimmed, self._thoughts = TrimmedText(), ThoughtDeltas()
+        self._content = ""
 
-    def role(self) -> dict[str, Any]:
-        """The first object of a stream."""
-        return self._chunk({"role": "assistant", "content": "", "refusal": None})
-
-    def delta(self, text: str) -> dict[str, Any]:
-        """The object for a delta of the answer."""
-        return self._chunk({"content": text})
-
-    def thought(self, text: str) -> dict[str, Any]:
-        """The object for more of what the model thinks."""
-        return self._chunk({"reasoning_content": text})
-
-    def called(self, place: int, name: str | None, arguments: str) -> dict[str, Any]:
-        """The object for the beginning of a call, or for more of its arguments."""
-        function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
-        head = {} if name is None else {"id": self.call_id(place), "type": "function"}
-        return self._chunk({"tool_calls": [{"index": place, **head, "function": function}]})
-
-    def call_id(self, place: int) -> str:
-        return f"call_{self.id[-24:]}{place}"
-
-    def last(self, answer: Answer, content: str, *, called: bool = False) -> dict[str, Any]:
-        """The object with the finish reason and the sources; `content` is the text that was sent."""
-        reason = _reason(answer, called)
-        chunk = self._chunk({"annotations": self._annotations(answer, content)}, finish=reason)
-        return {**chunk, **self._found(answer)}
-
-    def usage(self, prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
-        """The last object of a stream, if the client asked for the usage."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage(prompt, generated, answer)}
-
-    def whole(
-        self, answer: Answer, prompt: int, generated: int, content: str, calls: Sequence[tuple[str, str]]
-    ) -> dict[str, Any]:
-        """The answer to a request that is not streamed: its text, and its calls (name, arguments)."""
+    def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
+        content, calls = answer.text, list[tuple[str, str]]()
+        if self._calls is not None:
+            texts = [each for each in self._calls.push(content) if isinstance(each, str)]
+            content, calls = ("".join(texts) + self._calls.flush()).strip(), self._calls.calls
+        if self._footer and not calls:
+            content += self._below(answer)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or (None if calls else ""),
@@ -400,7 +381,7 @@ class Completion:
             message["reasoning_content"] = answer.reasoning
         if calls:
             message["tool_calls"] = [
-                {"id": self.call_id(place), "type": "function", "function": {"name": name, "arguments": arguments}}
+                {"id": self._call_id(place), "type": "function", "function": {"name": name, "arguments": arguments}}
                 for place, (name, arguments) in enumerate(calls)
             ]
         reason = _reason(answer, bool(calls))
@@ -408,22 +389,73 @@ class Completion:
         return {
             **self._head("chat.completion"),
             "choices": [choice],
-            "usage": usage(prompt, generated, answer),
+            "usage": usage(stream, answer),
             **self._found(answer),
         }
 
-    def _found(self, answer: Answer) -> dict[str, Any]:
-        """ragkv's own fields of an answer: how it came about."""
-        return {"sources": self.sources(answer), "fields": dict(answer.fields), "queries": list(answer.queries)}
+    def on_start(self) -> Iterator[bytes]:
+        yield self._chunk({"role": "assistant", "content": "", "refusal": None})
 
-    def footer(self, answer: Answer) -> str:
+    def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
+        if more := self._thoughts.take(stream):
+            yield self._chunk({"reasoning_content": more})
+        for each in (delta,) if self._calls is None else self._calls.push(delta):
+            if not isinstance(each, str):
+                yield self._called(*each)
+            elif shown := self._trimmed.take(each):
+                yield self._delta(shown)
+
+    def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:
+        called = self._calls is not None and bool(self._calls.calls)
+        if self._calls is not None and (shown := self._trimmed.take(self._calls.flush())):
+            yield self._delta(shown)
+        if self._footer and not called and (below := self._below(answer)):
+            yield self._delta(below)
+        delta = {"annotations": self._annotations(answer, self._content)}
+        yield self._chunk(delta, finish=_reason(answer, called), **self._found(answer))
+        if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
+            yield event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(stream, answer)})
+        yield DONE
+
+    def on_error(self, refusal: ApiError) -> Iterator[bytes]:
+        yield event(refusal.body)
+        yield DONE
+
+    def _delta(self, text: str) -> bytes:
+        self._content += text
+        return self._chunk({"content": text})
+
+    def _called(self, place: int, name: str | None, arguments: str) -> bytes:
+        """The beginning of a call, or more of its arguments."""
+        function = {"arguments": arguments} if name is None else {"name": name, "arguments": arguments}
+        head = {} if name is None else {"id": self._call_id(place), "type": "function"}
+        return self._chunk({"tool_calls": [{"index": place, **head, "function": function}]})
+
+    def _chunk(self, delta: dict[str, Any], *, finish: str | None = None, **more: Any) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        return event({**self._head("chat.completion.chunk"), "choices": [choice], **more})
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._asked.model,
+            "system_fingerprint": None,
+        }
+
+    def _call_id(self, place: int) -> str:
+        return f"call_{self._id[-24:]}{place}"
+
+    def _found(self, answer: Answer) -> dict[str, Any]:
+        """ragkv's own fields of an answer: its chunks as in `ragkv query --json`, with URLs, and how it came about."""
+        sources = [{**source.to_json(), "url": self._url(source)} for source in answer.sources]
+        return {"sources": sources, "fields": dict(answer.fields), "queries": list(answer.queries)}
+
+    def _below(self, answer: Answer) -> str:
         """The sources as Markdown, to append to the answer."""
         lines = [f"{i}. [{_plain(s.title)}]({self._url(s)})" for i, s in enumerate(answer.sources, start=1)]
         return "\n\nSources:\n" + "\n".join(lines) if lines else ""
-
-    def sources(self, answer: Answer) -> list[dict[str, Any]]:
-        """The chunks behind the answer as in `ragkv query --json`, each with its URL."""
-        return [{**source.to_json(), "url": self._url(source)} for source in answer.sources]
 
     def _annotations(self, answer: Answer, content: str) -> list[dict[str, Any]]:
         return [
@@ -439,94 +471,24 @@ class Completion:
             for source in answer.sources
         ]
 
-    def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "system_fingerprint": None,
-        }
-
 
 def _reason(answer: Answer, called: bool) -> str:
     return "tool_calls" if called and answer.finish_reason == "stop" else answer.finish_reason
 
 
-def usage(prompt: int, generated: int, answer: Answer) -> dict[str, Any]:
+def usage(stream: AsyncAnswerStream, answer: Answer) -> dict[str, Any]:
     """Tokens that were read and generated; `cached_tokens` are those of chunks whose KV was stored."""
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": min(answer.kv.tokens, prompt)},
+        "prompt_tokens": stream.prompt_tokens,
+        "completion_tokens": stream.tokens,
+        "total_tokens": stream.prompt_tokens + stream.tokens,
+        "prompt_tokens_details": {"cached_tokens": min(answer.kv.tokens, stream.prompt_tokens)},
     }
 
 
 def _plain(text: str) -> str:
     """The text with Markdown's characters escaped."""
     return "".join(f"\\{c}" if c in "\\`*_[]()<>#!|" else c for c in " ".join(text.split()))
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-class ChatFormatter:
-    """Role, deltas, the finish reason with the sources, usage, `[DONE]`; or one object."""
-
-    def __init__(
-        self, asked: ChatRequest, completion: Completion, *, footer: bool, calls: ToolCallParser | None = None
-    ) -> None:
-        self._calls = calls
-        self._usage = asked.stream_options is not None and asked.stream_options.include_usage
-        self._completion = completion
-        self._footer = footer
-        self._trimmed, self._thoughts = TrimmedText(), ThoughtDeltas()
-        self._content = ""
-
-    def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
-        content, calls = answer.text, list[tuple[str, str]]()
-        if self._calls is not None:
-            texts = [each for each in self._calls.push(content) if isinstance(each, str)]
-            content, calls = ("".join(texts) + self._calls.flush()).strip(), self._calls.calls
-        if self._footer and not calls:
-            content += self._completion.footer(answer)
-        return self._completion.whole(answer, stream.prompt_tokens, stream.tokens, content, calls)
-
-    def on_start(self) -> Iterator[bytes]:
-        yield event(self._completion.role())
-
-    def on_text(self, delta: str, stream: AsyncAnswerStream) -> Iterator[bytes]:
-        if more := self._thoughts.take(stream):
-            yield event(self._completion.thought(more))
-        for each in (delta,) if self._calls is None else self._calls.push(delta):
-            if not isinstance(each, str):
-                yield event(self._completion.called(*each))
-            elif shown := self._trimmed.take(each):
-                yield self._delta(shown)
-
-    def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:
-        called = self._calls is not None and bool(self._calls.calls)
-        if self._calls is not None and (shown := self._trimmed.take(self._calls.flush())):
-            yield self._delta(shown)
-        if self._footer and not called and (below := self._completion.footer(answer)):
-            yield self._delta(below)
-        yield event(self._completion.last(answer, self._content, called=called))
-        if self._usage:
-            yield event(self._completion.usage(stream.prompt_tokens, stream.tokens, answer))
-        yield DONE
-
-    def on_error(self, refusal: ApiError) -> Iterator[bytes]:
-        yield event(refusal.body)
-        yield DONE
-
-    def _delta(self, text: str) -> bytes:
-        self._content += text
-        return event(self._completion.delta(text))
 
 
 class ChatStream(AsyncAnswerStream):
@@ -890,9 +852,9 @@ def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, foote
         chosen = served.chosen(body.model)
         preparing = partial(_prepared, body, chosen)  # a long history, a schema, tools take long
         cited, stream, tools = await asyncio.get_running_loop().run_in_executor(limiter.asks, preparing)
-        completion = Completion(body.model, chunk_urls(request, chosen.name))
         calls = None if tools is None else ToolCallParser(tool_format(chosen.rag.model))
-        formatter = ChatFormatter(body, completion, footer=cited and (footer or body.footer), calls=calls)
+        url_of, below = chunk_urls(request, chosen.name), cited and (footer or body.footer)
+        formatter = ChatFormatter(body, url_of, footer=below, calls=calls)
         tracker = await limiter.admit(chosen.name)
         answering = ChatStream(chosen.rag, lambda: stream, body, cited=cited, undocumented=tools)
         return await send_answer(request, AnswerResponse(answering, tracker, formatter), streamed=body.stream)
