@@ -120,7 +120,7 @@ def serve(
 
     Example: `ragkv serve --ray auto --index s3://bucket/handbook.ragkv --replicas 1-8 --tiers handbook`
     """
-    from ragkv.server.settings import Keys, ServerLimits, ServerSettings, add_key, named_folders, named_places
+    from ragkv.server.settings import Keys, ServerLimits, ServerSettings, add_key, named_places
     from ragkv.util.telemetry import export_spans, log_as_json
 
     one_of("--log-format", log_format, ("text", "json"))
@@ -176,7 +176,8 @@ def serve(
         run_on_ray(ray, options, port=port, on_ready=lambda url: _ready(url, packs, as_json=as_json, quiet=quiet))
         return
     # absolute, so that errors name it, and commands in any folder find it
-    folders = {name: f.expanduser().absolute() for name, f in named_folders(index or [str(DEFAULT_INDEX)]).items()}
+    places = named_places(index or [str(DEFAULT_INDEX)])
+    folders = {name: Path(place).expanduser().absolute() for name, place in places.items()}
     for folder in folders.values():
         load_config(folder)  # nothing heavy is imported for an index that is not there
     if background:

@@ -156,11 +156,6 @@ class ServerSettings:
             )
 
 
-def named_folders(given: Sequence[str]) -> dict[str, Path]:
-    """`named_places` as paths."""
-    return {name: Path(place) for name, place in named_places(given).items()}
-
-
 def named_places(given: Sequence[str]) -> dict[str, str]:
     """The folders, or packs, of `--index` (`DIR` or `NAME=DIR`) by name, which is the folder's or file's by default.
 

@@ -8,7 +8,7 @@ import pytest
 from guarded import guarded, post_scope
 
 from ragkv.errors import ConfigError, UsageError
-from ragkv.server.settings import Keys, ServerSettings, add_key, named_folders
+from ragkv.server.settings import Keys, ServerSettings, add_key, named_places
 
 
 def test_a_key_is_asked_for(call, tmp_path):
@@ -178,7 +178,7 @@ def test_the_log_holds_no_text(chat, caplog):
 
 def test_indexes_have_names(tmp_path):
     (tmp_path / "my index").mkdir()
-    assert named_folders([str(tmp_path / "my index")]) == {"my-index": tmp_path / "my index"}
-    assert list(named_folders([f"a={tmp_path}", f"b={tmp_path}"])) == ["a", "b"]
+    assert named_places([str(tmp_path / "my index")]) == {"my-index": str(tmp_path / "my index")}
+    assert list(named_places([f"a={tmp_path}", f"b={tmp_path}"])) == ["a", "b"]
     with pytest.raises(UsageError, match="--index NAME="):
-        named_folders([str(tmp_path), str(tmp_path)])
+        named_places([str(tmp_path), str(tmp_path)])
