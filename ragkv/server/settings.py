@@ -18,7 +18,6 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -221,10 +220,5 @@ def limit_heaps() -> None:
 
 def trim_memory() -> None:
     """Return free pages of all heaps to the system; does nothing on macOS and musl. Takes milliseconds."""
-    if (trim := _malloc_trim()) is not None:
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
-
-
-@cache
-def _malloc_trim() -> ctypes._NamedFuncPointer | None:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None)
