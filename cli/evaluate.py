@@ -12,7 +12,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -41,9 +40,8 @@ from ragkv.model.checkpoint import MINI
 from ragkv.util.display import json_text
 
 if TYPE_CHECKING:
-    from ragkv.evaluation.answers import Candidate, ScoreRow
+    from ragkv.evaluation.answers import ChunkSource, ScoreRow
     from ragkv.evaluation.metrics import MetricValue, RetrievalTask, Task
-    from ragkv.pipeline import RagKV
 
 Cells: TypeAlias = list[str]
 _Table: TypeAlias = tuple[str, Cells, list[Cells]]
@@ -76,11 +74,6 @@ def check_output(output: Path | None) -> None:
         raise UsageError(f"--output {output} cannot be written: there is no folder {output.parent}; make it.")
     if output.is_dir():
         raise UsageError(f"--output {output} is a folder; give a file.")
-
-
-def print_figures(figures: Sequence[MetricValue], columns: Sequence[str]) -> None:
-    """Print a row per engine and a column per metric."""
-    print_grid(["engine", *columns], _cells(figures, columns))
 
 
 def write_figures(output: Path, task: RetrievalTask, figures: Sequence[MetricValue], columns: Sequence[str]) -> None:
@@ -351,24 +344,26 @@ def answers(
 
     Example: `ragkv eval answers "worlds(kinds=two hops)" --chunks 33 --retrieval bm25 --top-k 4 --steps 1,2,3`
     """
-    from ragkv.evaluation.answers import require_baseline, run
+    from ragkv.evaluation.answers import (
+        GIVEN,
+        RAW,
+        IndexSource,
+        Scorer,
+        TaskSource,
+        all_candidates,
+        require_baseline,
+        run,
+    )
     from ragkv.pipeline import RagKV
 
     check_output(output)
     if dtype is not None:
         one_of("--dtype", dtype, DTYPES)
-    sizes = given_numbers("--chunks", chunks)
+    sizes, searches = given_numbers("--chunks", chunks), given_numbers("--steps", steps, most=MOST_STEPS)
+    source: ChunkSource
+    usual: tuple[str, str, str, bool]
+    settings: dict[str, Any]
     with ExitStack() as stack:
-        choice = _Choice(
-            engines=engines,
-            models=model,
-            codecs=codecs,
-            retrieval=retrieval,
-            rerank=rerank,
-            top_k=top_k,
-            steps=given_numbers("--steps", steps, most=MOST_STEPS),
-            device=device,
-        )
         if index is not None:
             own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
             files = {"--format": layout, "--metric": metric, "--split": split}
@@ -376,14 +371,31 @@ def answers(
                 raise UsageError(f"{given[0]} cannot be used with --index; leave it out.")
             rag = stack.enter_context(RagKV.open(index, device=device))
             found = [_questions(Path(name), limit, seed) for name in what]
-            asked, source = _of_index(rag, choice)
+            source, config = IndexSource(rag, device=device), rag.config
+            usual = config.model, config.codec, config.retrieval, config.rerank and config.reranker != NONE
+            settings = {"top_k": top_k or config.top_k, "prompt": config.prompt, "tuning": config.tuning}
+            settings |= {"context": config.encoding.context, "writing": config.steps}
         else:
             reading: dict[str, Any] = {"format": layout, "metric": metric, "split": split}
             reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
             found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
-            asked, source = _of_tasks(choice, embedder, reranker, dtype)
-        usual = baseline == "full" and all(one.label != "full" for one in asked)
-        against = None if baseline == "none" or usual else baseline
+            beside = MINI if set(model or [MINI]) == {MINI} else None  # mini's embedder knows nothing of the real world
+            scorer = Scorer(embedder=embedder or beside, reranker=reranker or beside, device=device)
+            source = TaskSource(scorer, device=device)
+            usual = MINI, RAW, GIVEN, False
+            settings = {"top_k": top_k, "dtype": dtype}
+        own_model, own_codec, own_retrieval, reranked = usual
+        asked = all_candidates(
+            parse_specs(engines),
+            models=model or [own_model],
+            codecs=given_names("--codecs", codecs or own_codec),
+            retrievals=given_names("--retrieval", retrieval or own_retrieval),
+            rerank=[reranked if rerank is None else rerank],
+            steps=searches,
+            **settings,
+        )
+        absent = baseline == "full" and all(one.label != "full" for one in asked)
+        against = None if baseline == "none" or absent else baseline
         if against is not None:
             require_baseline(asked, against)
         with kept_steps("eval answers", work, silent=quiet or as_json) as notify:
@@ -430,63 +442,6 @@ def tasks(
     draw(table)
     if not quiet:
         note('Write options in parentheses: "worlds(split=train)"; --seed, --limit and --chunks apply to all tasks.')
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Choice:
-    """The candidates as typed; None where the index or the task decides."""
-
-    engines: str
-    models: list[str] | None
-    codecs: str | None
-    retrieval: str | None
-    rerank: bool | None
-    top_k: int | None
-    steps: list[int]
-    device: str | None
-
-
-def _of_index(rag: RagKV, choice: _Choice) -> tuple[list[Candidate], Any]:
-    """The candidates, and the index as the source of their chunks."""
-    from ragkv.evaluation.answers import IndexSource, all_candidates
-
-    config = rag.config
-    asked = all_candidates(
-        parse_specs(choice.engines),
-        models=choice.models or [config.model],
-        codecs=given_names("--codecs", choice.codecs or config.codec),
-        retrievals=given_names("--retrieval", choice.retrieval or config.retrieval),
-        rerank=[config.rerank and config.reranker != NONE if choice.rerank is None else choice.rerank],
-        top_k=choice.top_k or config.top_k,
-        prompt=config.prompt,
-        tuning=config.tuning,
-        context=config.encoding.context,
-        steps=choice.steps,
-        writing=config.steps,
-    )
-    return asked, IndexSource(rag, device=choice.device)
-
-
-def _of_tasks(
-    choice: _Choice, embedder: str | None, reranker: str | None, dtype: str | None
-) -> tuple[list[Candidate], Any]:
-    """The candidates, and the task as the source of their chunks."""
-    from ragkv.evaluation.answers import GIVEN, RAW, Scorer, TaskSource, all_candidates
-
-    models = choice.models or [MINI]
-    beside = MINI if set(models) == {MINI} else None  # the mini embedder knows nothing of the real world
-    asked = all_candidates(
-        parse_specs(choice.engines),
-        models=models,
-        codecs=given_names("--codecs", choice.codecs or RAW),
-        retrievals=given_names("--retrieval", choice.retrieval or GIVEN),
-        rerank=[bool(choice.rerank)],
-        top_k=choice.top_k,
-        dtype=dtype,
-        steps=choice.steps,
-    )
-    scorer = Scorer(embedder=embedder or beside, reranker=reranker or beside, device=choice.device)
-    return asked, TaskSource(scorer, device=choice.device)
 
 
 def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
@@ -620,7 +575,7 @@ def retrieval(
     if as_json:
         print_json([figure.to_json() for figure in figures])
     else:
-        print_figures(figures, columns)
+        print_grid(["engine", *columns], _cells(figures, columns))
     if not quiet:
         for line in remarks(task):
             note(line)
