@@ -15,9 +15,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import typer
 
@@ -29,9 +30,8 @@ from ragkv.util.display import json_text
 from ragkv.util.files import open_plain, parse_json, read_plain, replace_plain
 
 if TYPE_CHECKING:
-    from ragkv.index.batch import Answers
-    from ragkv.model.language_model import LanguageModel
-    from ragkv.pipeline import QueryOptions, QuestionWithOptions, RagKV
+    from ragkv.index.contexts import Contexts
+    from ragkv.pipeline import QuestionWithOptions, RagKV
     from ragkv.types import Chunk
 
 
@@ -308,19 +308,6 @@ def _is_cut(tail: bytes) -> bool:
 _RECENT = 64  # texts of "context" whose tokens are kept, because lines about the same text often follow each other
 
 
-class Answerer(Protocol):
-    """What answers the questions: an index, or the texts of `--context`."""
-
-    @property
-    def model(self) -> LanguageModel: ...
-
-    def query_each(
-        self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]
-    ) -> Answers: ...
-
-    def chunk(self, text: str, *, chunk_id: str) -> Chunk: ...
-
-
 @dataclass(slots=True)
 class QuestionBatch:
     """The result for a file of questions; `failed` holds the lines without an answer."""
@@ -366,7 +353,7 @@ class QuestionBatch:
 
 
 def answer_all(
-    rag: Answerer, questions: Path, output: Path, *, engine: str, options: Mapping[str, Any], silent: bool
+    rag: RagKV | Contexts, questions: Path, output: Path, *, engine: str, options: Mapping[str, Any], silent: bool
 ) -> QuestionBatch:
     """Answer every question of a JSONL file that has no answer in `output` yet.
 
@@ -378,7 +365,7 @@ def answer_all(
     with AnswerFile(output, lines) as file, percent_bar(silent) as show:
         waiting = [line for line in lines if line.number not in file.kept]
         batch = QuestionBatch(output=output, questions=len(lines) + len(bad), kept=len(lines) - len(waiting))
-        failed = [(each.number, {"where": each.where, "line": each.number, "error": each.error}) for each in bad]
+        batch.failed = [{"where": each.where, "line": each.number, "error": each.error} for each in bad]
         with rag.query_each(_asked(rag, waiting), **options) as results:
             if waiting:
                 _ = rag.model  # loading it is not part of answering
@@ -393,15 +380,15 @@ def answer_all(
                     following += 1
                     if one.answer is None:
                         entry = {"where": line.where, "line": line.number, "question": line.text}
-                        failed.append((line.number, entry | {"error": _payload(one.error)}))
+                        batch.failed.append(entry | {"error": _payload(one.error)})
                         continue
                     file.add(line, one.answer)
                     batch.answered += 1
                     batch.kv.update(asdict(one.answer.kv))
                 batch.seconds = time.perf_counter() - started
                 if show is not None:
-                    show("query", batch.kept + len(failed) + batch.answered, batch.questions, batch.rate)
-    batch.failed = [entry for _, entry in sorted(failed, key=lambda each: each[0])]
+                    show("query", batch.kept + len(batch.failed) + batch.answered, batch.questions, batch.rate)
+    batch.failed.sort(key=itemgetter("line"))
     return batch
 
 
@@ -426,7 +413,7 @@ def show_batch(batch: QuestionBatch, *, as_json: bool, quiet: bool) -> None:
         raise typer.Exit(1)
 
 
-def _asked(rag: Answerer, lines: Iterable[QuestionLine]) -> Iterator[QuestionWithOptions]:
+def _asked(rag: RagKV | Contexts, lines: Iterable[QuestionLine]) -> Iterator[QuestionWithOptions]:
     """The questions as `query_each` takes them; a line's own context is cut into tokens when its turn comes."""
     from ragkv.index.contexts import given_chunk
 
