@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -32,7 +32,6 @@ from ragkv.errors import RagkvError, RanksError, RetrievalError, UnsupportedMode
 
 if TYPE_CHECKING:
     from ragkv.distributed.session import RankBackend, Session
-    from ragkv.types import Answer
 
 _RANKS = "Ranks"
 _ALIKE = (UsageError, RetrievalError, UnsupportedModelError)
@@ -153,8 +152,7 @@ def query(
                 _follow(session)
                 return
             place = count(len(context), "file") if context else index
-            shown = _Shown(place, size, as_json=as_json, quiet=quiet, many=len(questions) > 1 or "-" in questions)
-            if code := _lead(session, questions, options, shown):
+            if code := _lead(session, questions, options, f"{place} over {size} ranks", as_json=as_json, quiet=quiet):
                 raise typer.Exit(code)
         except RagkvError as error:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is already ending, with a better message
@@ -163,9 +161,12 @@ def query(
             raise type(error)(f"rank {rank}: {error}") from error
 
 
-def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any], shown: _Shown) -> int:
-    """Rank 0: have all ranks answer one question after another; the exit code."""
+def _lead(
+    session: Session, questions: Sequence[str], options: Mapping[str, Any], place: str, *, as_json: bool, quiet: bool
+) -> int:
+    """Rank 0: have all ranks answer one question after another, and show the answers; the exit code."""
     code = 0
+    many = len(questions) > 1 or "-" in questions
     session.join()
     for question in _each(questions):
         try:
@@ -173,9 +174,16 @@ def _lead(session: Session, questions: Iterable[str], options: Mapping[str, Any]
             stream = session.stream(question, options)
             for _ in stream:
                 continue
-            shown.show(stream.answer)
-        except _ALIKE as error:
-            shown.failed(question, error)
+            if as_json:
+                (print_json_line if many else print_json)(stream.answer.to_json())
+            else:
+                echo_text(stream.answer.text)
+                if not quiet:
+                    show_sources(stream.answer, place)
+        except _ALIKE as error:  # others may follow
+            if as_json and many:
+                print_json_line({"question": question, "error": str(error)})
+            fail(str(error))
             code = error.exit_code
         except RagkvError as error:
             session.leave(str(error))
@@ -214,30 +222,6 @@ def _on_ray(address: str, ranks: int, patience: float) -> int:
     sys.stdout.write(out)
     sys.stderr.write(err)
     return code
-
-
-class _Shown:
-    """Shows answers on rank 0."""
-
-    def __init__(self, index: str, size: int, *, as_json: bool, quiet: bool, many: bool) -> None:
-        self._place = f"{index} over {size} ranks"
-        self._as_json = as_json
-        self._quiet = quiet
-        self._many = many
-
-    def show(self, answer: Answer) -> None:
-        if self._as_json:
-            (print_json_line if self._many else print_json)(answer.to_json())
-            return
-        echo_text(answer.text)
-        if not self._quiet:
-            show_sources(answer, self._place)
-
-    def failed(self, question: str, error: RagkvError) -> None:
-        """Report a question that failed; others may follow."""
-        if self._as_json and self._many:
-            print_json_line({"question": question, "error": str(error)})
-        fail(str(error))
 
 
 def _each(questions: Iterable[str]) -> Iterator[str]:
