@@ -238,7 +238,10 @@ def query(
     if questions is not None and output is not None:
         with _source(ctx, index, context, model, device, limits, tuning, quiet=quiet) as source:
             if not context and not quiet:
-                _note_mini(cast("RagKV", source))
+                from ragkv.index.ingestion import question_note
+
+                if message := question_note(source.config, cast("RagKV", source).store):
+                    note(message)
             chosen = engine or source.config.default_engine
             batch = answer_all(source, questions, output, engine=chosen, options=options, silent=quiet or as_json)
         show_batch(batch, as_json=as_json, quiet=quiet)
@@ -277,13 +280,6 @@ def _require_model(index: Path, model: str) -> None:
             f"The index at {index} was made by model {made!r}, not {model!r}; "
             "leave --model out, or ingest the documents into another --index."
         )
-
-
-def _note_mini(rag: RagKV) -> None:
-    from ragkv.index.ingestion import question_note
-
-    if message := question_note(rag.config, rag.store):
-        note(message)
 
 
 @contextmanager
