@@ -396,21 +396,20 @@ def given_numbers(option: str, text: str, *, least: int = 1, most: int | None = 
     return found
 
 
-def _option(*names: str, setting: str, **more: Any) -> Any:
-    """`typer.Option` with the environment variable of a setting."""
-    return typer.Option(*names, envvar=VARIABLES[setting], **more)
+def _option(setting: str, **more: Any) -> Any:
+    """`typer.Option` with the flag and the environment variable of a setting."""
+    return typer.Option(FLAGS[setting], envvar=VARIABLES[setting], **more)
 
 
 Index = Annotated[
     Path,
-    _option("--index", help="Folder of the index.", setting="index", callback=_index, autocompletion=indexes),
+    _option("index", help="Folder of the index.", callback=_index, autocompletion=indexes),
 ]
 Device = Annotated[
     str | None,
     _option(
-        "--device",
+        "device",
         help="cpu, cuda, cuda:1, …; cuda:0,cuda:1 splits the model's layers, auto does if one GPU is too small.",
-        setting="device",
         show_default="cuda if there is one",
         callback=_device,
     ),
@@ -418,28 +417,25 @@ Device = Annotated[
 Model = Annotated[
     str | None,
     _option(
-        "--model",
+        "model",
         help="Model folder, .gguf file or hub id; `smollm2` is SmolLM2-135M, tuned to answer from passages "
         "(make smollm2), `mini` the bundled one for the examples.",
-        setting="model",
         show_default="smollm2 if it is installed, mini for the examples",
     ),
 ]
 Dtype = Annotated[
     str | None,
     _option(
-        "--dtype",
+        "dtype",
         help="auto, float32, bfloat16, float16 or int8 (weights; a processor).",
-        setting="dtype",
         show_default="auto",
     ),
 ]
 Engines = Annotated[
     str | None,
     _option(
-        "--engines",
+        "engines",
         help="Engines to store KV for.",
-        setting="engines",
         show_default="ape,block,pced",
         autocompletion=engine_lists,
     ),
@@ -447,9 +443,8 @@ Engines = Annotated[
 ChunkTokens = Annotated[
     int | None,
     _option(
-        "--chunk-tokens",
+        "chunk_tokens",
         help="Most tokens of a chunk, as the model counts them.",
-        setting="chunk_tokens",
         show_default="the model's, or 256",
     ),
 ]
@@ -472,9 +467,8 @@ System = Annotated[
 Codec = Annotated[
     str | None,
     _option(
-        "--codec",
+        "codec",
         help="How KV is stored: half (16 bits), raw, zstd (lossless), q8 (8 bits in memory too), int8, int4.",
-        setting="codec",
         show_default="half",
         autocompletion=codecs,
     ),
@@ -498,18 +492,16 @@ KVBudget = Annotated[
 Embedder = Annotated[
     str | None,
     _option(
-        "--embedder",
+        "embedder",
         help="Embedding model: `mini`, a folder, a hub id (BAAI/bge-m3), or `none` to search by words only.",
-        setting="embedder",
         show_default="mini for the mini model, else none",
     ),
 ]
 Reranker = Annotated[
     str | None,
     _option(
-        "--reranker",
+        "reranker",
         help="Cross-encoder that sorts the results: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
-        setting="reranker",
         show_default="mini for the mini embedder, else none",
     ),
 ]
@@ -535,10 +527,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results a
 Engine = Annotated[
     str | None,
     _option(
-        "--engine",
+        "default_engine",
         help="How the chunks are read: full, single, all, ippd, ippd-stacked, ape, block, blend, pced, mapreduce, apb, "
         "or an engine of your own.",
-        setting="default_engine",
         show_default="the index's",
         autocompletion=engines,
     ),
@@ -546,9 +537,8 @@ Engine = Annotated[
 TopK = Annotated[
     int | None,
     _option(
-        "--top-k",
+        "top_k",
         help="How many chunks to answer from.",
-        setting="top_k",
         show_default="the index's",
         callback=_at_least_one,
     ),
