@@ -16,14 +16,11 @@ from ragkv.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Nobody's variables, and a user file that is not there yet; its path."""
-    for name in VARIABLES.values():
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    """A user file that is not there yet; its path."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "home" / "ragkv").mkdir(parents=True)
-    return tmp_path / "home" / "ragkv" / "config.toml"
+    (tmp_path / "xdg" / "ragkv").mkdir(parents=True)
+    return tmp_path / "xdg" / "ragkv" / "config.toml"
 
 
 @pytest.fixture

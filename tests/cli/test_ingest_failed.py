@@ -223,10 +223,9 @@ def test_what_no_flag_can_say_survives(ragkv, place):
     assert (found.model, found.prompt, found.memory_budget) == ("mini", prompt, 0)
 
 
-def test_documents_beyond_the_limits_of_the_user_file_leave_nothing(ragkv, place, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
-    (tmp_path / "home" / "ragkv").mkdir(parents=True)
-    (tmp_path / "home" / "ragkv" / "config.toml").write_text("[ingest]\nmax_characters = 1\n")
+def test_documents_beyond_the_limits_of_the_user_file_leave_nothing(ragkv, place, tmp_path):
+    (tmp_path / "xdg" / "ragkv").mkdir(parents=True)
+    (tmp_path / "xdg" / "ragkv" / "config.toml").write_text("[ingest]\nmax_characters = 1\n")
     found = ragkv("ingest", place["documents"], "--index", place["new"], "--model", place["model"])
     assert found.code == 1
     assert "ingest.max_characters" in found.err

@@ -1,14 +1,11 @@
 """mini on documents of one's own: said at the first ingest and at the first question, and then no more."""
 
 import json
-import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ragkv import RagKV
-from ragkv.cli.main import main
 from ragkv.index import ingestion
 from ragkv.index.ingestion import OWN_NOTE, default_model, is_example
 
@@ -16,14 +13,11 @@ CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys):
+def run(ragkv, tmp_path):
     """(stdout, stderr) of a command, its lines joined."""
 
     def command(*arguments: str) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["ragkv", *arguments, "--index", str(tmp_path / "index")])
-        with suppress(SystemExit):
-            main()
-        result = capsys.readouterr()
+        result = ragkv(*arguments, "--index", tmp_path / "index")
         return result.out, " ".join(result.err.split())
 
     return command

@@ -12,7 +12,6 @@ import pytest
 from clichild import CliChild
 
 from ragkv import RagKV
-from ragkv.cli.main import main
 from ragkv.store import Store
 
 TIME = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d"  # with the day when it was before midnight
@@ -25,12 +24,11 @@ def index(tmp_path: Path, model_folder: Path) -> Path:
     return tmp_path / "index"
 
 
-def test_no_wait_names_the_holder(index, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["ragkv", "ingest", str(tmp_path), "--index", str(index), "--no-wait"])
+def test_no_wait_names_the_holder(ragkv, index, tmp_path):
     with Store.open(index) as store, store.writing("ragkv gc"):
-        with pytest.raises(SystemExit, match="1"):
-            main()
-        [sentence] = capsys.readouterr().err.splitlines()
+        found = ragkv("ingest", tmp_path, "--index", index, "--no-wait")
+        [sentence] = found.err.splitlines()
+        assert found.code == 1
         assert re.search(rf"is being written by PID {os.getpid()} \(ragkv gc, since {TIME}\): wait", sentence)
         assert store.stats().documents == 0
         assert store.get_meta("x") is None
