@@ -10,6 +10,7 @@ from outcome import Result, typed
 from ragkv import RagKV
 from ragkv.cli.main import main
 from ragkv.cli.options import VARIABLES
+from ragkv.index.index import Index
 
 
 @pytest.fixture(autouse=True)
@@ -51,3 +52,13 @@ def questions(tmp_path) -> Path:
     lines = [{"question": "Who founded Halden Works?", "answers": ["Mira"]}, {"question": "What does Bolt Ltd make?"}]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
+
+
+@pytest.fixture
+def no_model(monkeypatch) -> None:
+    """Nothing may load it."""
+
+    def load(_: Index) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(Index, "model", property(load))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from outcome import Result
+from outcome import Result, Terminal
 from script import written
 
 from ragkv import RagKV
@@ -34,11 +34,6 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with made as rag:
         rag.ingest(*sorted(folder.glob("*.txt")))
     return folder / "index"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture

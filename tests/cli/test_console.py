@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from outcome import Terminal
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
@@ -23,13 +24,6 @@ from ragkv.util.display import json_text, one_line, visible
 ESCAPES = "\x1b]52;c;SGk=\x07"
 KEPT = "\u00ad\u200b\u200c\u200d"
 """Soft hyphen, zero-width space and joiners: of the spelling of Thai, Persian, Hindi and emoji."""
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 def test_every_control_and_bidi_character_is_written_out():

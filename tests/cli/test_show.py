@@ -4,13 +4,11 @@ import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from ragkv import RagKV
-from ragkv.index.index import Index
 from ragkv.store import ChunkVectors, Store
 from ragkv.store.tables import parse_document
 from ragkv.types import Chunk, Document
@@ -39,11 +37,7 @@ def index(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(_: Index) -> Any:
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr(Index, "model", property(load))
+def narrow(monkeypatch: pytest.MonkeyPatch, no_model: None) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from outcome import Terminal
 
 from ragkv import RagKV
 from ragkv.attention.kv import ChunkKV
-from ragkv.index.index import Index
 from ragkv.store import KVIdentity, Store
 from ragkv.store.tables import Transaction
 from ragkv.types import Encoding
@@ -47,16 +48,6 @@ def index(made: Path, tmp_path: Path) -> Path:
     shutil.copytree(made / "copy", tmp_path / "index")
     shutil.copy(made / "index" / "ragkv.toml", tmp_path / "index")
     return tmp_path / "index"
-
-
-@pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing may load it."""
-
-    def load(_: Index) -> Any:
-        raise AssertionError("the model was loaded")
-
-    monkeypatch.setattr(Index, "model", property(load))
 
 
 def edit(index: Path, change: Callable[[Transaction], object]) -> None:
@@ -304,13 +295,6 @@ def test_delete_by_name_path_id_and_pattern(ragkv, index, documents, no_model):
 
 
 def test_delete_asks_on_a_terminal(ragkv, index, monkeypatch, no_model):
-    import io
-    import sys
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     assert ragkv("delete", "*", "--index", index).code == 1
     assert json.loads(ragkv("stats", "--index", index, "--json").out)["documents"] == 2

@@ -1,10 +1,11 @@
 """A program run as a user types it, in this process: exit code and both streams."""
 
+import io
 import logging
 import sys
 from dataclasses import dataclass
 
-__all__ = ["Result", "typed"]
+__all__ = ["Result", "Terminal", "typed"]
 
 
 @dataclass
@@ -17,6 +18,15 @@ class Result:
     def sentence(self):
         """The last line on stderr: the error."""
         return self.err.strip().splitlines()[-1] if self.err.strip() else ""
+
+
+class Terminal(io.StringIO):
+    """A stream at a terminal."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
 
 
 def typed(main, capsys, monkeypatch):
