@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,6 +31,25 @@ from ragkv.cli.main import CommandGroup, app, main
 
 torch.set_num_threads(1)
 dict(typer.main.get_command(app).commands)  # imports all commands
+
+
+def run_command(arguments: list[str], prepare: Callable[[], object]) -> NoReturn:
+    """Be `ragkv ARGUMENTS`, after `prepare`, in this fork, and end with its exit code: 70 after a traceback."""
+    code = 70
+    try:
+        prepare()
+        sys.argv = ["ragkv", *arguments]
+        main()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has ended; nothing may keep us from saying so
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 @dataclass
@@ -51,35 +71,21 @@ class Command:
         self.pid = os.fork()
         if not self.pid:
             os.close(begun)
-            self._run([*map(str, arguments)], beginning)
+            run_command([*map(str, arguments)], lambda: self._prepare(beginning))
         os.close(beginning)
         os.read(begun, 1)  # a signal from now on is the command's own matter, however long it took to begin
         os.close(begun)
 
-    def _run(self, arguments: list[str], beginning: int) -> NoReturn:
+    def _prepare(self, beginning: int) -> None:
         def invoke(group: CommandGroup, context: Any, inner: Any = CommandGroup.invoke) -> Any:
             os.write(beginning, b".")
             os.close(beginning)
             return inner(group, context)
 
-        code = 70
-        try:
-            CommandGroup.invoke = invoke  # type: ignore[method-assign]
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-            for number, path in ((1, self._out), (2, self._err)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), number)
-            sys.argv = ["ragkv", *arguments]
-            main()
-            code = 0
-        except SystemExit as end:
-            code = int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has ended; nothing may keep us from saying so
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        CommandGroup.invoke = invoke  # type: ignore[method-assign]
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        for number, path in ((1, self._out), (2, self._err)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), number)
 
     def kill(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)

@@ -10,13 +10,10 @@ import pty
 import select
 import sys
 import tempfile
-import traceback
-from typing import Any, NoReturn
+from typing import Any
 
-import command  # noqa: F401  (loads everything before the forks)
+from command import run_command  # it loads everything before the forks
 from loaded import preload
-
-from ragkv.cli.main import main
 
 
 def run(arguments: list[str], stdin: str, *, terminal: bool) -> dict[str, Any]:
@@ -26,10 +23,7 @@ def run(arguments: list[str], stdin: str, *, terminal: bool) -> dict[str, Any]:
         given.seek(0)
         pid = os.fork()
         if not pid:
-            os.dup2(given.fileno(), 0)
-            for number, (_, write) in enumerate(pairs, start=1):
-                os.dup2(write, number)
-            _run(arguments)
+            run_command(arguments, lambda: _take(given.fileno(), *(write for _, write in pairs)))
     found: dict[int, bytes] = {}
     for read, write in pairs:
         os.close(write)
@@ -50,23 +44,13 @@ def run(arguments: list[str], stdin: str, *, terminal: bool) -> dict[str, Any]:
     return {"code": code, "out": out, "err": err}
 
 
-def _run(arguments: list[str]) -> NoReturn:
-    code = 70
-    try:
-        sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
-        for name, number in (("stdout", 1), ("stderr", 2)):  # they are terminals now, or are none any more
-            setattr(sys, name, open(number, "w", encoding="utf-8", buffering=1))  # noqa: SIM115, PTH123
-        sys.argv = ["ragkv", *arguments]
-        main()
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:
-        sys.stderr.write(traceback.format_exc())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _take(*streams: int) -> None:
+    """Have these as the standard streams."""
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
+    for name, number in (("stdout", 1), ("stderr", 2)):  # they are terminals now, or are none any more
+        setattr(sys, name, open(number, "w", encoding="utf-8", buffering=1))  # noqa: SIM115, PTH123
 
 
 if __name__ == "__main__":
