@@ -9,11 +9,11 @@ from functools import partial
 import httpx
 import pytest
 from guarded import guarded
+from heldmodel import call_at_third_piece
 from live import PATIENCE
 
 from ragkv import RagKV
 from ragkv.errors import RetrievalError
-from ragkv.index.answer import AnswerStream
 from ragkv.ingest.ingester import Ingester
 from ragkv.server import local
 from ragkv.server.app import make_app
@@ -130,19 +130,6 @@ def chat(call):
     return asked
 
 
-def _answers(monkeypatch, after_two):
-    """Call `after_two` with every answer that has come to its third piece."""
-    whole = AnswerStream._run
-
-    def run(self):
-        for count, piece in enumerate(whole(self)):
-            if count == 2:
-                after_two(self)
-            yield piece
-
-    monkeypatch.setattr(AnswerStream, "_run", run)
-
-
 @pytest.fixture
 def torn(monkeypatch):
     """Answers break after their second piece."""
@@ -150,7 +137,7 @@ def torn(monkeypatch):
     def tear(answer):
         raise RetrievalError("It broke.")
 
-    _answers(monkeypatch, tear)
+    call_at_third_piece(tear, monkeypatch.setattr)
 
 
 @pytest.fixture
@@ -162,7 +149,7 @@ def stopped(monkeypatch):
         while not resume.wait(0.01) and not answer._cancelled.is_set():
             continue
 
-    _answers(monkeypatch, stop)
+    call_at_third_piece(stop, monkeypatch.setattr)
     yield resume
     resume.set()
 

@@ -8,6 +8,19 @@ import threading
 from ragkv.index.answer import AnswerStream
 
 
+def call_at_third_piece(then, put=setattr):
+    """Call `then` with every answer that comes to its third piece; `put` may be monkeypatch's."""
+    whole = AnswerStream._run
+
+    def run(self):
+        for count, piece in enumerate(whole(self)):
+            if count == 2:
+                then(self)
+            yield piece
+
+    put(AnswerStream, "_run", run)
+
+
 class HeldModel:
     """`steps` counts the model's; from the `last` on, each waits for a cancel. `begun` is set at that one."""
 

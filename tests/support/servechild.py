@@ -42,9 +42,9 @@ class ServeChild:
 
 def _serve(there, folder, commits, stop_seconds, grace):
     import torch
+    from heldmodel import call_at_third_piece
 
     from ragkv import RagKV
-    from ragkv.index.answer import AnswerStream
     from ragkv.ingest import ingester
     from ragkv.server import app
     from ragkv.server.schemas import ServedIndexes
@@ -54,7 +54,7 @@ def _serve(there, folder, commits, stop_seconds, grace):
     if commits is not None:
         ingester.BATCH_TOKENS = 64  # a document or two
         _hold(ingester.Ingester, "_commit", commits, lambda: there.send("held"))
-        _hold_answers(AnswerStream)
+        call_at_third_piece(lambda answer: threading.Event().wait())
     app.GRACE = grace
     app.run_server(
         ServedIndexes({"own": RagKV.open(folder, device="cpu")}),
@@ -75,15 +75,3 @@ def _hold(owner, name, calls, then):
         return whole(self, *arguments)
 
     setattr(owner, name, counted)
-
-
-def _hold_answers(stream):
-    whole = stream._run
-
-    def run(self):
-        for count, piece in enumerate(whole(self)):
-            if count == 2:
-                threading.Event().wait()
-            yield piece
-
-    stream._run = run
