@@ -1,4 +1,4 @@
-// Questions of the page itself: is it meant, and what shall it be called.
+// Questions of the page itself: is it meant, what shall it be called, and what is the key.
 
 import { byId } from "./dom.js";
 
@@ -16,7 +16,8 @@ export async function renamed(name) {
   return answer === "yes" ? byId("rename-field").value.trim() || null : null;
 }
 
-function asked(dialogId, name, focus) {
+/** How a dialog with the buttons `NAME-yes`, which may submit a form, and `NAME-no` ends: "yes", or anything else. */
+export function asked(dialogId, name, focus) {
   const dialog = byId(dialogId);
   const [yes, no] = [byId(`${name}-yes`), byId(`${name}-no`)];
   const ended = new AbortController();

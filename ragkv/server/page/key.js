@@ -1,5 +1,6 @@
 // The key that the server asks for, kept until the tab is closed.
 
+import { asked } from "./dialog.js";
 import { byId } from "./dom.js";
 
 const STORED = "ragkv-key";
@@ -24,33 +25,12 @@ export function askKey(refused) {
   return asking;
 }
 
-function dialog(wrong) {
-  const box = byId("key");
-  const field = byId("key-field");
+async function dialog(wrong) {
   byId("key-said").textContent = wrong ? "That key was refused. Try another one." : "";
-  field.value = "";
-  return new Promise((resolve) => {
-    const cancel = () => box.close();
-    const submit = (event) => {
-      event.preventDefault(); // the policy forbids forms to go anywhere
-      keep(field.value.trim());
-      box.close("used");
-    };
-    box.returnValue = "";
-    byId("key-form").addEventListener("submit", submit);
-    byId("key-cancel").addEventListener("click", cancel);
-    box.addEventListener(
-      "close",
-      () => {
-        byId("key-form").removeEventListener("submit", submit);
-        byId("key-cancel").removeEventListener("click", cancel);
-        resolve(box.returnValue === "used");
-      },
-      { once: true },
-    );
-    box.showModal();
-    field.focus();
-  });
+  byId("key-field").value = "";
+  if ((await asked("key", "key", "key-field")) !== "yes") return false;
+  keep(byId("key-field").value.trim());
+  return true;
 }
 
 function keep(value) {
