@@ -2,24 +2,15 @@
 
 import { askKey, currentKey } from "./key.js";
 
-/** What the server said when it did not do what it was asked for. */
-export class Failure extends Error {
-  constructor(message, status = 0, code = null) {
-    super(message);
-    this.status = status;
-    this.code = code;
-  }
-}
-
 /** The path of something of an index: `pathOf("handbook", "documents", id)`. */
 export const pathOf = (...parts) => ["api", "indexes", ...parts.map(encodeURIComponent)].join("/");
 
-/** The JSON of an answer; Failure. `body` is sent as JSON. */
+/** The JSON of an answer; an Error tells what the server said instead. `body` is sent as JSON. */
 export async function ask(path, { method = "GET", body, signal } = {}) {
   return (await called(path, { method, body, signal })).json();
 }
 
-/** The server-sent events of an answer, as pairs of name and data; Failure. */
+/** The server-sent events of an answer, as pairs of name and data; errors as of `ask`. */
 export async function* events(path, { method = "GET", body, signal } = {}) {
   const response = await called(path, { method, body, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -62,7 +53,7 @@ function sent(path, files, key, onSent, signal) {
       if (event.lengthComputable) onSent(event.loaded / event.total);
     });
     request.addEventListener("load", () => resolve({ status: request.status, text: request.responseText }));
-    request.addEventListener("error", () => reject(new Failure("The server cannot be reached.")));
+    request.addEventListener("error", () => reject(new Error("The server cannot be reached.")));
     request.addEventListener("abort", () => reject(new DOMException("cancelled", "AbortError")));
     signal.addEventListener("abort", () => request.abort());
     request.send(form);
@@ -79,7 +70,7 @@ async function called(path, { method, body, signal }) {
       response = await fetch(path, { method, headers, signal, body: body === undefined ? null : JSON.stringify(body) });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Failure("The server cannot be reached.");
+      throw new Error("The server cannot be reached.");
     }
     if (response.ok) return response;
     const text = await response.text();
@@ -90,10 +81,9 @@ async function called(path, { method, body, signal }) {
 
 function failure(status, text) {
   try {
-    const { message, code } = JSON.parse(text).error;
-    return new Failure(message, status, code);
+    return new Error(JSON.parse(text).error.message);
   } catch {
-    return new Failure(`The server answered ${status}.`, status);
+    return new Error(`The server answered ${status}.`);
   }
 }
 

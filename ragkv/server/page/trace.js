@@ -3,7 +3,7 @@
 
 import { counted, el, svg } from "./dom.js";
 
-export const COLOURS = 10;
+const COLOURS = 10;
 const ROW = 16;
 const STEP = 9;
 
