@@ -16,7 +16,7 @@ import time
 from contextlib import contextmanager, suppress
 
 import pytest
-from live import PATIENCE, PATIENT, live, received
+from live import CHAT, PATIENCE, PATIENT, get, live, post, received
 from pydantic import ValidationError
 
 from ragkv import RagKV
@@ -28,7 +28,6 @@ from ragkv.server.settings import Keys, ServerLimits
 pytestmark = pytest.mark.slow
 
 QUESTION = "Who founded Halden Works, secretly?"
-CHAT = "/v1/chat/completions"
 SECRETS = ("secretly", "Mira Oskel", "Ann Lee")
 SERVERS = ("keyed", "patient", "hurried_heads", "hurried_bodies")
 
@@ -92,17 +91,6 @@ def waiting():
     while time.monotonic() < until:
         yield
     pytest.fail("waited in vain")
-
-
-def get(path, headers="", *, version="1.1"):
-    return f"GET {path} HTTP/{version}\r\nhost: localhost\r\nconnection: close\r\n{headers}\r\n".encode()
-
-
-def post(body, headers="", *, length=True, kind="application/json", close=True):
-    counted = f"content-length: {len(body)}\r\n" if length else ""
-    end = "connection: close\r\n" if close else ""
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\n{counted}{end}{headers}\r\n"
-    return head.encode() + body
 
 
 def asked(**more):

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 from heldmodel import HeldModel
-from live import PATIENCE, live
+from live import PATIENCE, get, live
 from outcome import typed
 
 from ragkv import RagKV
@@ -278,7 +278,7 @@ def test_another_user_is_not_answered(served, folder, monkeypatch):
 def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
     (index / FOLDER).write_text("something else")
     with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True) as server:
-        assert b"200 OK" in server.send(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert b"200 OK" in server.send(get("/readyz"))
         with pytest.raises(UnservedError):
             LocalClient(index).engines()
     assert (index / FOLDER).read_text() == "something else"

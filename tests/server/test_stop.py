@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 from clichild import CliChild
-from live import PATIENCE, live, received
+from live import PATIENCE, get, live, post, received
 from servechild import ServeChild
 
 from ragkv import RagKV
@@ -37,10 +37,8 @@ def ask():
 
 def asked(server, *, stream, model="two"):
     body = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "stream": stream, "max_tokens": 12}
-    data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     connection = server.connect()
-    connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    connection.sendall(post(json.dumps(body).encode(), close=False))
     begun = b""
     while stream and b"data: " not in begun:
         begun += connection.recv(1 << 16)
@@ -68,9 +66,7 @@ def test_streams_that_do_not_finish_are_told_why(serve, ask, stopped, caplog):
     with serve(stop_seconds=0) as server:
         streams = [ask(server, stream=True) for _ in range(4)]
         whole = ask(server, stream=False)
-        while b'waiting{model_name="two"} 1.0' not in server.send(
-            b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-        ):
+        while b'waiting{model_name="two"} 1.0' not in server.send(get("/metrics")):
             continue
         server.stop()
         for connection in streams:
@@ -89,8 +85,7 @@ def test_whoever_only_waits_holds_up_nothing(serve, caplog):
     with serve(stop_seconds=0, grace=0) as server:
         begun = [server.connect() for _ in range(4)]
         begun[1].sendall(b"GET /v1/models HTTP/1.1\r\n")
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        begun[2].sendall(head + b"content-length: 100\r\n\r\n{")
+        begun[2].sendall(post(b"{", "content-length: 100\r\n", length=False, close=False))
         begun[3].setblocking(False)
         many = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
         for _ in range(200):
@@ -98,7 +93,7 @@ def test_whoever_only_waits_holds_up_nothing(serve, caplog):
                 begun[3].send(many)
             except BlockingIOError:
                 break
-        server.send(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        server.send(get("/healthz"))
     for connection in begun:
         connection.close()
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []

@@ -10,6 +10,7 @@ from ragkv.server import app
 from ragkv.server.schemas import ServedIndexes
 from ragkv.server.settings import ServerLimits, ServerSettings
 
+CHAT = "/v1/chat/completions"
 PATIENCE = 600.0
 """Seconds after which a test that waits for the server fails."""
 PATIENT = dict.fromkeys(("head_seconds", "body_seconds", "upload_seconds", "unread_seconds"), PATIENCE)
@@ -48,6 +49,19 @@ def received(connection):
     except ConnectionError:
         pass
     return bytes(found)
+
+
+def get(path, headers=""):
+    """The bytes of a request, after which the server hangs up."""
+    return f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\r\n".encode()
+
+
+def post(body, headers="", *, length=True, kind="application/json", close=True):
+    """The bytes of a chat's request."""
+    counted = f"content-length: {len(body)}\r\n" if length else ""
+    end = "connection: close\r\n" if close else ""
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\n{counted}{end}{headers}\r\n"
+    return head.encode() + body
 
 
 @contextmanager
