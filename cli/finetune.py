@@ -23,11 +23,6 @@ PromptOf = Annotated[
 ]
 
 
-@app.callback()
-def choose() -> None:
-    """Train models."""
-
-
 def _prompt(index: Path | None) -> PromptConfig:
     return PromptConfig() if index is None else load_config(index).prompt
 
