@@ -220,8 +220,12 @@ DEFAULT_WORK = Path("ragkv-eval")
 DEFAULT_LIMIT = 100
 _FILES = "Files of LOFT, LongBench and RULER"
 _SCORES = "Relevance of the chunks"
+_BENCHMARK = "BEIR and LOFT folders"
+
+app = typer.Typer(help="Measure quality on questions whose answers are known.", no_args_is_help=True)
 
 
+@app.command(no_args_is_help=True)
 def answers(
     what: Annotated[
         list[str],
@@ -420,6 +424,7 @@ def answers(
             note(line)
 
 
+@app.command()
 def tasks(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
     quiet: Quiet = False,
@@ -463,15 +468,6 @@ def _questions(path: Path, limit: int | None, seed: int) -> Task:
 
     golden, _ = golden_questions(path)
     return Task.of(draw_sample(golden, limit, seed), name=path.stem, metric="subspan_em")
-
-
-app = typer.Typer(help="Measure quality on questions whose answers are known.", no_args_is_help=True)
-
-_BENCHMARK = "BEIR and LOFT folders"
-
-
-app.command(name="answers", no_args_is_help=True)(answers)
-app.command(name="tasks")(tasks)
 
 
 @app.command(no_args_is_help=True)
