@@ -427,35 +427,25 @@ def models(
         requirements = model_requirements(checkpoint, dtype=dtype or "auto", device=device)
         print_json(requirements.to_json()) if as_json else _show(requirements)
         return
-    found = _recorded(quiet=quiet or as_json) if families is None else _tried(families, quiet=quiet or as_json)
-    print_json(found.to_json()) if as_json else _table(found)
-    if any(verdict.engine(name) == "wrong" for verdict in found.verdicts for name in verdict.errors):
-        raise typer.Exit(1)
-
-
-def _recorded(*, quiet: bool) -> Survey:
-    from importlib.metadata import version
-
-    from ragkv.evaluation.families import Survey
-
-    found = Survey.recorded()
-    if not quiet and (here := version("transformers")) != found.transformers:
-        note(f"made with transformers {found.transformers}; yours is {here}: --families all tries its families")
-    return found
-
-
-def _tried(names: str, *, quiet: bool) -> Survey:
     from importlib.metadata import version
 
     from ragkv.evaluation.families import Survey, choose, survey
 
-    chosen = choose(names)
-    verdicts = []
-    with steps("trying", silent=quiet) as show:
-        for verdict in survey(chosen):
-            verdicts.append(verdict)
-            show(len(verdicts), len(chosen), verdict.family)
-    return Survey(version("transformers"), tuple(verdicts))
+    here, silent = version("transformers"), quiet or as_json
+    if families is None:
+        found = Survey.recorded()
+        if not silent and here != found.transformers:
+            note(f"made with transformers {found.transformers}; yours is {here}: --families all tries its families")
+    else:
+        chosen, verdicts = choose(families), []
+        with steps("trying", silent=silent) as show:
+            for verdict in survey(chosen):
+                verdicts.append(verdict)
+                show(len(verdicts), len(chosen), verdict.family)
+        found = Survey(here, tuple(verdicts))
+    print_json(found.to_json()) if as_json else _table(found)
+    if any(verdict.engine(name) == "wrong" for verdict in found.verdicts for name in verdict.errors):
+        raise typer.Exit(1)
 
 
 def _table(found: Survey) -> None:
