@@ -30,6 +30,10 @@ FINETUNE = "finetune block --model {model} --data {folder}/data.jsonl --output {
 BLOCKS = INTO + " --long-documents apb --engines apb --chunk-tokens 96 --block-tokens="
 MANY = "query --index {index} --questions {folder}/questions.jsonl"
 PIPED = "ingest - --index {new}"
+SET = "config set --index {index} "
+PACKET = "finetune packet --model {model} --output {new} --device cpu"
+SERVE = "serve --index {index}"
+EACH = ("query Who?", "ls", "stats", "verify", "repair", "gc", "delete x", "backup x", "compact --output x")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +54,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[
         rag.query("Who founded Halden Works?")
     for broken in ("corrupt", "truncated", "garbled", "overset"):
         shutil.copytree(folder / "index", folder / broken)
+    shutil.copytree(model_folder, folder / "broken")
+    (folder / "broken" / "model.safetensors").write_bytes(b"\x07" * 100)
     data = folder / "corrupt" / "store" / "data.mdb"
     data.write_bytes(b"\x07" * data.stat().st_size)
     data = folder / "truncated" / "store" / "data.mdb"
@@ -88,19 +94,37 @@ TABLE: list[tuple[str, int, str]] = [
     ("bench ttft --quick --tokens 512", 2, "--quick chooses --tokens by itself"),
     ("--colour", 2, "No such option: --colour"),
     ("bench ttft --tokens a,b", 2, "is not a list of numbers"),
+    ("compact --index {index}", 2, "Missing option '--output'"),
+    ("eval table pced-1 --limit 3", 2, "ragkv: python -m ragkv.benchmarks.papers fills"),
+    ("finetune mini --output made", 2, "ragkv: python -m ragkv.benchmarks.mini trains"),
+    ("finetune embedder --output made", 2, "ragkv: python -m ragkv.benchmarks.mini embedder trains"),
+    ("finetune reranker --embedder e --output made", 2, "ragkv: python -m ragkv.benchmarks.mini reranker trains"),
     # the index
-    ("query Who? --index {folder}/nowhere", 2, "There is no index at"),
-    ("stats --index {documents}", 2, "There is no index at"),
-    ("query Who? --index {documents}/bolt.txt", 2, "cannot be read"),
-    ("query Who? --index {folder}/corrupt", 1, "restore a backup"),
-    ("ls --index {folder}/corrupt", 1, "restore a backup"),
+    *(
+        (f"{command} --index {{folder}}/{where}", code, says)
+        for command in EACH
+        for where, code, says in (
+            ("nowhere", 2, "There is no index at"),
+            ("documents", 2, "There is no index at"),
+            ("documents/bolt.txt", 2, "cannot be read"),
+            ("corrupt", 1, "restore a backup"),
+        )
+    ),
+    *(
+        (f"{command} {where} --index {{index}}", 2, says)
+        for command in ("backup", "compact --output")
+        for where, says in (
+            ("{documents}", "is not empty"),
+            ("{documents}/bolt.txt", "is a file"),
+            ("{index}/copy", "is inside the index"),
+            ("{index}", "is inside the index"),
+        )
+    ),
     ("query Who? --index {folder}/truncated", 1, "restore a backup"),
     ("chat --index {folder}/garbled", 2, "not valid TOML"),
     (ASK.replace("{index}", "{folder}/overset") + " --engine ape", 2, "[tuning.ape]: unknown key 'warmth'"),
     ("query Who? --index {folder}/hollow", 1, "holds no document yet"),
     ("ingest {documents} --index {documents}", 2, "is not an index; choose another folder"),
-    ("backup {documents} --index {index}", 2, "is not empty"),
-    ("compact --output {index}/copy --index {index}", 2, "is inside the index"),
     # what is ingested
     ("ingest {folder}/absent --index {index}", 2, "No such file or folder"),
     ("ingest https://ragkv.invalid/a.pdf --index {index}", 1, "the host ragkv.invalid is not known"),
@@ -118,6 +142,18 @@ TABLE: list[tuple[str, int, str]] = [
         "was made with encoding = context 0, not context 64; use another --index, or leave --context-tokens out",
     ),
     ("ingest {documents} --model /no/model --index {new}", 1, "No model folder at"),
+    ("ingest {documents} --model some/typo --index {new}", 1, "There is no model folder 'some/typo' here, and HF_HUB"),
+    ("ingest {documents} --model {model}/config.json --index {new}", 1, "is a file; give the model's folder"),
+    ("ingest {documents} --model {folder}/nothing --index {new}", 1, "config.json is missing"),
+    ("ingest {documents} --model {folder}/broken --index {new}", 1, "cannot be loaded"),
+    ("ingest {folder}/nothing --model {model} --index {new}", 1, "no supported files found"),
+    ("ingest {folder}/strange/broken.pdf {folder}/strange/empty.txt --index {new}", 1, "Nothing to ingest: "),
+    (INTO + " --embedder ./typo", 1, "No model folder at './typo'"),
+    (INTO + " --embedder some/typo", 1, "There is no model folder 'some/typo' here"),
+    (INTO + " --embedder {model}", 1, "lacks"),
+    (INTO + " --reranker some/typo", 1, "There is no model folder 'some/typo' here"),
+    (INTO + " --reranker {model}", 1, "has no classification head"),
+    (INTO + " --device abacus", 1, "Device 'abacus' is not available"),
     (INTO + " --engines warp", 2, "Unknown engine 'warp'"),
     (INTO + " --codec brotli", 2, "unknown codec 'brotli'"),
     (INTO + " --chunk-tokens 2", 2, "chunk_tokens must lie between"),
@@ -201,6 +237,31 @@ TABLE: list[tuple[str, int, str]] = [
     ("delete bolt.txt --index {index}", 2, "needs --yes when stdin is not a terminal"),
     ("delete --where title=X --yes --index {index}", 2, "No document matches --where"),
     ("config show --index {index} --codec int4", 1, "was made with codec = half, not int4"),
+    # what is changed, made ahead and served
+    (SET + "kv_budget=much", 2, "must be a number of bytes"),
+    (SET + "kv_budget=1.5", 2, "must be a number of bytes"),
+    (SET + "kv=sometimes", 2, "must be one of all, on-demand"),
+    (SET + "model=other", 2, "with a NAME of kv, kv_budget"),
+    (SET + "chunk_tokens=5", 2, "is not NAME=VALUE with a NAME of kv, "),
+    (SET + "default_engine=nobody", 2, "nobody"),
+    (SET + "top_k=-1", 2, "top_k must be at least 1"),
+    (SET + "top_k=" + "9" * 5000, 2, "top_k = '999"),
+    (SET + "top_k=3 top_k=4", 2, "top_k is given twice"),
+    (SET + "'prompt.system=Be brief.'", 2, "stands before the documents, whose KV depends on it: change it in"),
+    (SET + "prompt.question=What?", 2, "prompt.question must hold {question} exactly once"),
+    (SET + "prompt.none=1", 2, "is not NAME=VALUE with a NAME of kv, "),
+    (SET + "steps.count=9", 2, "steps.count must lie between 1 and 8"),
+    (SET + "steps.count=two", 2, "steps.count"),
+    ("ingest {documents} --kv-budget 1GB --index {index}", 1, "ragkv config set kv_budget=1GB --index /"),
+    ("warm --index {index}", 2, "one of them"),
+    ("warm a* --most 2 --index {index}", 2, "one of them"),
+    ("warm nothing --index {index}", 2, "No document is called 'nothing'"),
+    ("warm --questions nowhere.jsonl --index {index}", 2, "No such file"),
+    (SERVE + " --host 0.0.0.0", 2, "--keys"),
+    (SERVE + " --index none", 2, "There is no index at"),
+    (SERVE + " --new-key ann", 2, "--keys FILE"),
+    (SERVE + " --keys /dev/null", 2, "cannot be read"),
+    # what is judged
     (DOCTOR + " --codecs ,", 2, "--codecs is empty"),
     (DOCTOR + " --plot quality.pdf", 2, "--plot writes .svg or .png"),
     (DOCTOR + " --codecs brotli", 2, "brotli"),
@@ -215,6 +276,9 @@ TABLE: list[tuple[str, int, str]] = [
     ("doctor --quick", 2, "There is no index at"),
     (DOCTOR + " --health --quick", 2, "--health compares nothing"),
     # what is planned, measured and tuned
+    ("plan --zipf 1", 2, "add --index DIR"),
+    ("plan --zipf 1 --questions x --index {index}", 2, "give one of them"),
+    ("plan a.txt --index {index}", 2, "leave PATH"),
     (PLAN + " --sample much", 2, "--sample must be a number of bytes"),
     (PLAN + " --folder /nowhere", 2, "/nowhere is not a folder"),
     (PLAN + " --codec zip", 2, "unknown codec 'zip'"),
@@ -269,6 +333,11 @@ TABLE: list[tuple[str, int, str]] = [
     (FINETUNE + " --model ./none", 1, "No model folder at './none'"),
     (FINETUNE + " --eval-data none.jsonl", 2, "none.jsonl cannot be read"),
     (FINETUNE + " --prompt-of none", 2, "There is no index at none"),
+    (PACKET + " --header 0 --trailer 0", 2, "A packet needs a header or a trailer"),
+    (PACKET + " --over none", 2, "over must be one of standalone, prefixed"),
+    (PACKET + " --lr 0", 2, "lr must be above 0"),
+    (PACKET + " --output no/packet", 2, "name a file in a folder that is there"),
+    (PACKET + " --data none.jsonl", 2, "none.jsonl cannot be read"),
     ("tune {folder}/lines.jsonl --index {index}", 2, "line 2: not valid JSON"),
     ("tune {folder}/absent.jsonl --index {index}", 2, "No such file"),
 ]

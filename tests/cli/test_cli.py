@@ -128,21 +128,6 @@ def test_sizes_and_counts_are_for_people():
     assert count(1200, "chunk") == "1,200 chunks"
 
 
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [
-        ("eval table pced-1 --limit 3", "python -m ragkv.benchmarks.papers"),
-        ("finetune mini --output made", "python -m ragkv.benchmarks.mini"),
-        ("finetune embedder --output made", "python -m ragkv.benchmarks.mini embedder"),
-        ("finetune reranker --embedder e --output made", "python -m ragkv.benchmarks.mini reranker"),
-    ],
-)
-def test_a_command_that_moved_says_where_to(ragkv, words, instead):
-    done = ragkv(*words.split())
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"ragkv: {instead} ")
-
-
 FULL = Path("/dev/full")
 COMMAND = [sys.executable, "-c", "from ragkv.cli.main import main; main()"]
 

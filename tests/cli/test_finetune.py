@@ -116,21 +116,3 @@ def test_a_packet_is_trained_and_read(ragkv, tmp_path, model_folder, documents):
     refused = ragkv(*query)
     assert (refused.code, "is damaged or no packet" in refused.sentence) == (2, True)
     assert ragkv("verify", "--index", index).code == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--header", 0, "--trailer", 0), "A packet needs a header or a trailer"),
-        (("--over", "none"), "over must be one of standalone, prefixed"),
-        (("--lr", 0), "lr must be above 0"),
-        (("--output", "no/packet"), "name a file in a folder that is there"),
-        (("--data", "none.jsonl"), "none.jsonl cannot be read"),
-    ],
-)
-def test_a_packet_that_cannot_be_trained_is_refused_in_one_sentence(ragkv, tmp_path, model_folder, arguments, message):
-    output = tmp_path / "packet.safetensors"
-    done = ragkv("finetune", "packet", "--model", model_folder, "--output", output, "--device", "cpu", *arguments)
-    assert done.code == 2
-    assert message in done.sentence
-    assert not output.exists()

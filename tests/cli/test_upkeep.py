@@ -235,24 +235,6 @@ def test_a_copy_answers_like_the_index(ragkv, index, tmp_path, command):
     assert str(empty) in again.out
 
 
-@pytest.mark.parametrize("command", ["backup", "compact"])
-def test_copies_go_where_nothing_is(ragkv, index, tmp_path, documents, command, no_model):
-    def copy(path: Path) -> Any:
-        return ragkv(command, *((path,) if command == "backup" else ("--output", path)), "--index", index)
-
-    for path, says in (
-        (documents, "is not empty"),
-        (documents / "bolt.txt", "is a file"),
-        (index / "copy", "is inside the index"),
-        (index, "is inside the index"),
-    ):
-        found = copy(path)
-        assert (found.code, found.out) == (2, "")
-        assert says in found.sentence
-    assert ragkv("compact", "--index", index).code == 2
-    assert ragkv("verify", "--index", index).code == 0
-
-
 def test_a_copy_that_is_damaged_is_not_kept(ragkv, index, tmp_path):
     edit(index, lambda txn: flip(txn, "kv"))
     found = ragkv("backup", tmp_path / "copy", "--index", index, "--verify")
@@ -335,33 +317,3 @@ def test_stats_per_document_add_up(ragkv, index, documents, no_model):
     assert "halden.md" in shown
     assert "KV of its own" in shown
     assert "per_document" not in json.loads(ragkv("stats", "--index", index, "--json").out)
-
-
-COMMANDS = [
-    ("verify",),
-    ("repair",),
-    ("gc",),
-    ("stats",),
-    ("backup", "somewhere"),
-    ("compact", "--output", "somewhere"),
-    ("delete", "x"),
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_what_is_no_index_is_said_in_a_sentence(ragkv, command, tmp_path, documents, index, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for path, code, says in (
-        (tmp_path / "nowhere", 2, "There is no index at"),
-        (documents, 2, "There is no index at"),
-        (documents / "bolt.txt", 2, "cannot be read"),
-    ):
-        found = ragkv(*command, "--index", path)
-        assert (found.code, found.out) == (code, "")
-        assert says in found.sentence
-        assert "Traceback" not in found.err
-    (index / "store" / "data.mdb").write_bytes(b"\x07" * 70000)
-    broken = ragkv(*command, "--index", index)
-    assert (broken.code, broken.out) == (1, "")
-    assert "restore a backup" in broken.sentence
-    assert not (tmp_path / "somewhere").exists()

@@ -71,22 +71,6 @@ def test_a_signal_ends_it_with_0(folder, number):
     assert (code, "Traceback" in message) == (0, False), message
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--host", "0.0.0.0"], "--keys"),
-        (["--index", "none"], "no index"),
-        (["--new-key", "ann"], "--keys FILE"),
-        (["--keys", "/dev/null"], "cannot be read"),
-    ],
-)
-def test_what_cannot_be_served_is_refused(folder, arguments, says):
-    code, shown, message = CliChild("serve", "--index", folder, *arguments).end()
-    assert (code, shown) == (2, "")
-    assert says in message
-    assert message.count("\n") == 1
-
-
 def test_a_port_that_is_taken_is_told_before_a_model_loads(folder):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
