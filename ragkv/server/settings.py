@@ -167,10 +167,10 @@ def named_places(given: Sequence[str]) -> dict[str, str]:
             folder = each
             path = Path(each).resolve()
             stem = path.name if path.is_dir() else path.name.removesuffix(".ragkv")
-            name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") or "index"
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:64] or "index"
         if name in found:
             raise UsageError(f"Two indexes are called {name!r}; give one another name: --index NAME={folder}.")
-        found[name[:64]] = folder
+        found[name] = folder
     return found
 
 

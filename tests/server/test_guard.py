@@ -182,3 +182,5 @@ def test_indexes_have_names(tmp_path):
     assert list(named_places([f"a={tmp_path}", f"b={tmp_path}"])) == ["a", "b"]
     with pytest.raises(UsageError, match="--index NAME="):
         named_places([str(tmp_path), str(tmp_path)])
+    with pytest.raises(UsageError, match="--index NAME="):
+        named_places([f"{tmp_path}/{'long' * 16}{each}" for each in "ab"])  # a name has 64 characters
