@@ -437,7 +437,8 @@ def models(
         if not silent and here != found.transformers:
             note(f"made with transformers {found.transformers}; yours is {here}: --families all tries its families")
     else:
-        chosen, verdicts = choose(families), []
+        chosen = choose(families)
+        verdicts = []
         with steps("trying", silent=silent) as show:
             for verdict in survey(chosen):
                 verdicts.append(verdict)
