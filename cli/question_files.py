@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import typer
@@ -205,9 +204,7 @@ class AnswerFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self._sort()
