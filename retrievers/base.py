@@ -1,4 +1,4 @@
-"""Protocols of retrievers, embedders and rerankers, and the functions that combine their scores.
+"""Protocols of vector searches, embedders and rerankers, and the functions that combine scores.
 
 Nothing here knows a store. Retrievers return raw scores, in the scale of their kind. `fuse` maps raw scores to the
 relevance r in [0, 1) that PCED decodes with (Appendix B, Eqs. 4-7; Eq. 2 adds gamma * log r to an expert's logits).
@@ -14,8 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,83 +76,14 @@ class Embedder(Protocol):
         ...
 
 
-@runtime_checkable
-class Retriever(Protocol):
-    """An index over texts, at the `generation` of the store that it was built or updated for."""
-
-    name: str
-    score_kind: ScoreKind
-    generation: int
-
-    def build(self, chunks: Iterable[tuple[str, str]], generation: int) -> None:
-        """Replace the index by one over (chunk id, text) pairs; `RetrievalError` when an id occurs twice."""
-
-    def search(self, question: str, k: int, *, among: Collection[str] | IdSet | None = None) -> list[Hit]:
-        """At most `k` hits, best first, ties by chunk id; fewer when fewer match. Thread-safe.
-
-        `among` restricts the search to the chunks of this set.
-        """
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the index to `folder`, replacing the old one atomically."""
-
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Open what `save` wrote; `RetrievalError` if it is missing or damaged and must be rebuilt."""
-        ...
-
-
 class VectorSearch(Protocol[V]):
     """What a question needs of an index over vectors of one kind. Thread-safe."""
 
-    @property
-    def score_kind(self) -> ScoreKind: ...
-
     def search(self, query: V, k: int, *, among: Collection[str] | IdSet | None = None) -> list[Hit]:
-        """As `Retriever.search`, for a query vector."""
-        ...
+        """At most `k` hits, best first, ties by chunk id; fewer when fewer match.
 
-
-@runtime_checkable
-class VectorIndex(VectorSearch[V], Protocol[V]):
-    """An index over vectors of one kind, which is updated by adding and removing chunks. Thread-safe.
-
-    `generation` is that of the store at the last update, `embedder` the fingerprint of the model that made the vectors.
-    The caller sets both with `update`; they are saved and loaded with the index.
-    """
-
-    score_kind: ScoreKind
-    generation: int
-    embedder: str
-
-    def __len__(self) -> int: ...
-
-    def chunk_ids(self) -> frozenset[str]:
-        """The ids of all chunks in the index."""
-        ...
-
-    def update(
-        self,
-        added: Iterable[tuple[str, V]],
-        removed: Collection[str] | IdSet,
-        *,
-        generation: int,
-        embedder: str,
-        merge: bool = True,
-    ) -> None:
-        """Remove, then add; searches that run meanwhile see the old index.
-
-        `RetrievalError` for an added id that is already in the index. `merge` False leaves large merges for later, so
-        that a question which finds the index behind pays only for the new chunks.
+        `among` restricts the search to the chunks of this set.
         """
-
-    def save(self, folder: Path) -> None:
-        """As `Retriever.save`."""
-
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        """As `Retriever.load`."""
         ...
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from ragkv.errors import ConfigError
 from ragkv.retrievers.arrays import Postings, best_rows, mapped_array, term_hashes
-from ragkv.retrievers.base import Hit, ScoreKind
+from ragkv.retrievers.base import Hit
 from ragkv.retrievers.segments import IndexSegment, SegmentedIndex, strings
 
 if TYPE_CHECKING:
@@ -125,14 +125,13 @@ class CorpusStatistics:
 
 
 class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
-    """The `Retriever` that needs no model. Scores are those of Lucene's BM25, in float32.
+    """The index that needs no model. Scores are those of Lucene's BM25, in float32.
 
     A chunk without words is never found, but counts in the number of chunks and in their mean length.
     """
 
     name = "bm25"
     parts = (*Postings.PARTS, _LENGTHS)
-    score_kind: ScoreKind = "sparse"
 
     def __init__(self, config: BM25Config | None = None) -> None:
         super().__init__()
@@ -157,9 +156,6 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
             raise ValueError("its words are those of another version of Unicode")
         stop_words = tuple(strings(fields["stop_words"], unique=False))
         return cls(BM25Config(k1=fields["k1"], b=fields["b"], stop_words=stop_words))
-
-    def _is_blank(self, chunk_id: str, vector: str) -> bool:
-        return False
 
     def _gather(self, vectors: Iterator[str], others: Sequence[_Words]) -> _Words:
         import numpy as np

@@ -262,7 +262,7 @@ class QdrantIndex:
     vectors: Callable[[Sequence[str]], Mapping[str, Any]]
 
     def search(self, query: Any, k: int, *, among: Collection[str] | IdSet | None = None) -> list[Hit]:
-        """As `Retriever.search`, for a query vector."""
+        """As `VectorSearch.search`."""
         if k < 1:
             raise ValueError(f"k must be at least 1, not {k}")
         if _is_zero(query, "The question's vector") or not self.collection.made:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeV
 
 from ragkv.errors import RetrievalError
 from ragkv.retrievers.arrays import IdSet, IdTable, keys_of
-from ragkv.retrievers.base import Hit, ScoreKind, best_hits
+from ragkv.retrievers.base import Hit, best_hits
 from ragkv.util.files import (
     is_folder,
     make_folder,
@@ -292,7 +292,9 @@ class Segmented(ABC, Generic[V, D]):
 
     def __init__(self) -> None:
         self.generation = 0
+        """That of the store at the last update."""
         self.embedder = ""
+        """The fingerprint of the model that made the vectors."""
         self.mark = ""
         """An opaque value of the caller, saved and loaded with the index."""
         self._writing = threading.Lock()  # one update or save at a time; searches do not take it
@@ -324,7 +326,7 @@ class Segmented(ABC, Generic[V, D]):
 
         Removing an unknown id is no error, adding a known one or one twice is. Vectors of another embedder can only be
         added if all old vectors are removed. With `merge` False, a question that updates the index only merges small
-        segments.
+        segments, so that it pays only for the new chunks. Searches that run meanwhile see the old index.
         """
         with self._writing:
             gone = removed if isinstance(removed, IdSet) else IdSet.of(removed)
@@ -536,20 +538,22 @@ class Segmented(ABC, Generic[V, D]):
         """Whether one query can search all of these segments."""
         return True
 
-    # What a subclass defines.
+    # What a subclass may define.
 
-    @abstractmethod
     def fields(self) -> dict[str, Any]:
         """The configuration in the manifest. Indexes with different fields cannot replace each other."""
+        return {}
 
     @classmethod
-    @abstractmethod
     def _configured(cls, fields: dict[str, Any]) -> Self:
         """An empty index with the configuration of `fields`."""
+        return cls(**fields)
 
-    @abstractmethod
     def _is_blank(self, chunk_id: str, vector: V) -> bool:
         """Whether the vector can never be found; `RetrievalError` if it is invalid."""
+        return False
+
+    # What a subclass defines.
 
     @abstractmethod
     def _gather(self, vectors: Iterator[V], others: Sequence[D]) -> D:
@@ -571,10 +575,8 @@ class Segmented(ABC, Generic[V, D]):
 class SegmentedIndex(Segmented[V, D], Generic[V, Q, D]):
     """A segmented index that searches all segments and merges their best hits."""
 
-    score_kind: ScoreKind
-
     def search(self, query: V, k: int, *, among: Collection[str] | IdSet | None = None) -> list[Hit]:
-        """At most `k` hits, best first, ties by chunk id (`Retriever.search`)."""
+        """At most `k` hits, best first, ties by chunk id (`VectorSearch.search`)."""
         if k < 1:
             raise ValueError(f"k must be at least 1, not {k}")
         segments = self._state.segments

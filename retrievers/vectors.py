@@ -35,7 +35,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers.arrays import Postings, best_rows, term_hashes
-from ragkv.retrievers.base import ScoreKind
 from ragkv.retrievers.segments import IndexSegment, SegmentedIndex
 from ragkv.util import batches
 from ragkv.util.files import has_keyed_checksum, keyed_checksum, open_plain, require_plain, write_plain
@@ -283,11 +282,10 @@ class DenseConfig:
 
 
 class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Vectors]):
-    """The `VectorIndex` over unit vectors `(d,)`; scores are cosines. Zero vectors are accepted and never found."""
+    """The index over unit vectors `(d,)`; scores are cosines. Zero vectors are accepted and never found."""
 
     name = "dense"
     parts = ("flat", "near", "mark")
-    score_kind: ScoreKind = "dense"
 
     def __init__(self, config: DenseConfig | None = None) -> None:
         super().__init__()
@@ -439,18 +437,10 @@ _WEIGHTS = ("float32",)
 
 
 class SparseIndex(SegmentedIndex[Mapping[str, float], "_Asked", Postings]):
-    """The `VectorIndex` over mappings of token to weight. A chunk without a token of the question is no hit."""
+    """The index over mappings of token to weight. A chunk without a token of the question is no hit."""
 
     name = "sparse"
     parts = Postings.PARTS
-    score_kind: ScoreKind = "sparse"
-
-    def fields(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def _configured(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
 
     def _is_blank(self, chunk_id: str, vector: Mapping[str, float]) -> bool:
         return is_zero_sparse(vector, f"Chunk {chunk_id!r}")

@@ -55,7 +55,6 @@ from ragkv.retrievers import (
     Reranker,
     ScoreKind,
     SparseIndex,
-    VectorIndex,
     embedder_modes,
     load_embedder,
     load_reranker,
@@ -278,7 +277,7 @@ def build_searcher(
 
     `colbert` returns the `(tokens, d)` arrays of some ids; `bm25` also builds a BM25 index.
     """
-    indexes: dict[ScoreKind, VectorIndex[Any]] = {}
+    indexes: dict[ScoreKind, DenseIndex | SparseIndex] = {}
     for kind, pairs in vectors.items():
         indexes[kind] = DenseIndex() if kind == "dense" else SparseIndex()
         indexes[kind].update(pairs, (), generation=1, embedder="")

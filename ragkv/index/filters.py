@@ -492,16 +492,6 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
                 del known[next(iter(known))]
         return found
 
-    def fields(self) -> dict[str, Any]:
-        return {}
-
-    @classmethod
-    def _configured(cls, fields: dict[str, Any]) -> Self:
-        return cls(**fields)
-
-    def _is_blank(self, chunk_id: str, vector: DocumentMetadata) -> bool:
-        return False
-
     def _gather(self, vectors: Iterator[DocumentMetadata], others: Sequence[_Fields]) -> _Fields:
         vocabulary: dict[tuple[bytes, bytes], int] = {}
         at, rows, sizes = array("i"), array("i"), array("i")
