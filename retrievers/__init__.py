@@ -14,7 +14,7 @@ from ragkv.retrievers.base import (
     reciprocal_rank_fusion,
     relative_score_fusion,
 )
-from ragkv.retrievers.bm25 import BM25, BM25Config
+from ragkv.retrievers.bm25 import BM25
 from ragkv.retrievers.embedders import (
     BGEM3,
     SentenceEmbedder,
@@ -30,7 +30,6 @@ __all__ = [
     "BGEM3",
     "BM25",
     "EPSILON",
-    "BM25Config",
     "CrossEncoder",
     "DenseConfig",
     "DenseIndex",

@@ -15,16 +15,15 @@ import unicodedata
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
-from ragkv.errors import ConfigError
 from ragkv.retrievers.arrays import Postings, best_rows, mapped_array, term_hashes
 from ragkv.retrievers.base import Hit
-from ragkv.retrievers.segments import IndexSegment, SegmentedIndex, strings
+from ragkv.retrievers.segments import IndexSegment, SegmentedIndex
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,23 +42,10 @@ _FEW = 64  # if fewer than one row in 64 is allowed, only the allowed rows are s
 _KEPT = 1 << 22  # weights cached for words of earlier questions (32 MiB with their rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BM25Config:
-    """Lucene's BM25: `k1` sets how soon term frequency saturates, `b` how strongly chunk length counts.
-
-    `stop_words` are left out of chunks and questions. The default is none, because any list is for one language.
-    """
-
-    k1: float = 1.5
-    b: float = 0.75
-    stop_words: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.k1) and self.k1 >= 0):
-            raise ConfigError(f"BM25's k1 must be a number from 0 up, not {self.k1}.")
-        if not 0 <= self.b <= 1:
-            raise ConfigError(f"BM25's b must be between 0 and 1, not {self.b}.")
-
+_K1 = 1.5
+"""How soon term frequency saturates."""
+_B = 0.75
+"""How strongly chunk length counts."""
 
 # Scripts that are written without spaces, or with particles attached to words: Thai, Lao, Myanmar, Khmer, kana,
 # bopomofo, CJK ideographs, Hangul syllables.
@@ -133,29 +119,27 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
     name = "bm25"
     parts = (*Postings.PARTS, _LENGTHS)
 
-    def __init__(self, config: BM25Config | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.config = config or BM25Config()
-        self._stop_words = frozenset(token for word in self.config.stop_words for token in tokenise(word))
-        self._scores = _Scores(self.config, ())
+        self._scores = _Scores(())
 
     def build(self, chunks: Iterable[tuple[str, str]], generation: int) -> None:
         """Replace the index by one over (chunk id, text) pairs. Scores do not depend on their order."""
-        fresh = type(self)(self.config)
+        fresh = type(self)()
         fresh.update(chunks, (), generation=generation, embedder="")
         with self._writing:
             self._state, self.generation = fresh._state, generation
 
     def fields(self) -> dict[str, Any]:
-        return {**asdict(self.config), "unicode": unicodedata.unidata_version}
+        # another Unicode version may tokenise a question differently from the chunks
+        return {"k1": _K1, "b": _B, "stop_words": [], "unicode": unicodedata.unidata_version}
 
     @classmethod
     def _configured(cls, fields: dict[str, Any]) -> Self:
-        # another Unicode version may tokenise a question differently from the chunks
-        if fields["unicode"] != unicodedata.unidata_version:
-            raise ValueError("its words are those of another version of Unicode")
-        stop_words = tuple(strings(fields["stop_words"], unique=False))
-        return cls(BM25Config(k1=fields["k1"], b=fields["b"], stop_words=stop_words))
+        self = cls()
+        if fields != self.fields():
+            raise ValueError("its words are those of another version of Unicode, or its scores have other settings")
+        return self
 
     def _gather(self, vectors: Iterator[str], others: Sequence[_Words]) -> _Words:
         import numpy as np
@@ -174,7 +158,7 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
         vocabulary: dict[str, int] = {}
         words, counts, sizes = array("i"), array("I"), array("i")
         for text in texts:
-            tokens = self._tokens(text)
+            tokens = tokenise(text)
             lengths.append(len(tokens))
             found = Counter(tokens)
             words.extend([vocabulary.setdefault(token, len(vocabulary)) for token in found])
@@ -199,20 +183,20 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
     def _query(self, query: str, segments: Sequence[IndexSegment[_Words]]) -> Sequence[Mapping[str, _Weights]] | None:
         scores = self._scores
         if scores.segments is not segments:  # the index has changed since the last question
-            scores = self._scores = _Scores(self.config, segments)
-        return [found for key in term_hashes(self._tokens(query)) if (found := scores.of(key))] or None
+            scores = self._scores = _Scores(segments)
+        return [found for key in term_hashes(tokenise(query)) if (found := scores.of(key))] or None
 
     def statistics(self, question: str) -> CorpusStatistics:
         """This index's part of the statistics for a question."""
-        return _Scores(self.config, self._state.segments).statistics(term_hashes(self._tokens(question)))
+        return _Scores(self._state.segments).statistics(term_hashes(tokenise(question)))
 
     def search_part(
         self, question: str, k: int, whole: CorpusStatistics, *, among: Collection[str] | IdSet | None = None
     ) -> list[Hit]:
         """`search` in a shard, with the scores that the whole index would give."""
         segments = self._state.segments
-        scores = _Scores(self.config, segments, whole)
-        asked = [found for key in term_hashes(self._tokens(question)) if (found := scores.of(key))]
+        scores = _Scores(segments, whole)
+        asked = [found for key in term_hashes(tokenise(question)) if (found := scores.of(key))]
         return self._best(segments, asked, k, among) if asked else []
 
     def _search(
@@ -250,10 +234,6 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
             raise ValueError("a word occurs in a chunk, but never")
         return _Words(postings=postings, lengths=lengths)
 
-    def _tokens(self, text: str) -> list[str]:
-        tokens = tokenise(text)
-        return [token for token in tokens if token not in self._stop_words] if self._stop_words else tokens
-
 
 def _scores_of(few: NDArray[np.int64], name: str, query: Sequence[Mapping[str, _Weights]]) -> NDArray[np.float32]:
     """(few,): the scores of these rows of the segment called `name`, summed in the same order as for all rows."""
@@ -275,9 +255,7 @@ class _Scores:
     Words that occur in many questions are frequent in the chunks too and have the most postings, so caching pays.
     """
 
-    def __init__(
-        self, config: BM25Config, segments: Sequence[IndexSegment[_Words]], whole: CorpusStatistics | None = None
-    ) -> None:
+    def __init__(self, segments: Sequence[IndexSegment[_Words]], whole: CorpusStatistics | None = None) -> None:
         import numpy as np
 
         self.segments = segments
@@ -292,7 +270,7 @@ class _Scores:
             self._chunks, words = whole.chunks, whole.words
         mean = words / self._chunks if words else 1.0
         # the same operations as bm25s', in the same order: k1 * ((1 - b) + b * length / mean)
-        self._norms = [config.k1 * ((1 - config.b) + config.b * segment.data.lengths / mean) for segment in segments]
+        self._norms = [_K1 * ((1 - _B) + _B * segment.data.lengths / mean) for segment in segments]
 
     def of(self, key: bytes) -> dict[str, _Weights]:
         """The weights of the word with this key by segment name; empty if no chunk has it."""

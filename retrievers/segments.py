@@ -191,11 +191,11 @@ def read_json(path: Path) -> Any:
     return parse_json(read_plain(path))
 
 
-def strings(found: Any, *, unique: bool = True) -> list[str]:
-    """`found` if it is a list of texts (with `unique`, without duplicates), else `ValueError`."""
+def strings(found: Any) -> list[str]:
+    """`found` if it is a list of texts without duplicates, else `ValueError`."""
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise ValueError("it has something else where a list of texts should be")
-    if unique and len(set(found)) != len(found):
+    if len(set(found)) != len(found):
         raise ValueError("a list has an entry twice")
     return found
 
