@@ -49,6 +49,8 @@ _VERSION = 1  # raised when ragkv's own code changes a vector
 _UNUSED = ("onnx/*", "openvino/*", "imgs/*", "*.onnx", "*.onnx_data", "*.msgpack", "*.ot", "*.h5", "*.gguf")
 _IRRELEVANT = {"trainer_state.json"}
 _OFFSET = {"camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}  # positions count from pad_token_id + 1
+BATCH = 32
+"""The most texts, or pairs of question and text, in one forward pass."""
 UNLIMITED = 1 << 20
 """The limit of a model without one; tokenizers without a limit have 1e30."""
 
@@ -306,14 +308,11 @@ T = TypeVar("T")
 class CheckpointModel:
     """A model from a checkpoint folder with its limits, a lock and its fingerprint. Subclasses load and run it."""
 
-    def __init__(self, folder: Folder, *, max_tokens: int | None, batch_size: int) -> None:
-        """`max_tokens` as `Folder.max_tokens`; `batch_size` counts texts, or pairs of question and text."""
+    def __init__(self, folder: Folder, *, max_tokens: int | None) -> None:
+        """`max_tokens` as `Folder.max_tokens`."""
         self._folder = folder
         self.name = folder.name
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, not {batch_size}.")
         self.max_tokens = folder.max_tokens(max_tokens)
-        self._batch_size = batch_size
         self._lock = threading.Lock()  # one forward pass at a time
 
     @cached_property
@@ -350,21 +349,17 @@ def loading(what: str, name: str, *, reports: bool = False) -> Iterator[None]:
         ) from error
 
 
-def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices in batches of at most `size`, longest rows first, to minimise padding."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    return [order[start : start + size] for start in range(0, len(order), size)]
+def in_batches(rows: Sequence[Sequence[int]], run: Callable[[list[int]], list[T]]) -> list[T]:
+    """Call `run` with batches of at most `BATCH` row indices and return the results in row order.
 
-
-def in_batches(rows: Sequence[Sequence[int]], size: int, run: Callable[[list[int]], list[T]]) -> list[T]:
-    """Call `run` with batches of row indices and return the results in row order.
-
-    Batches are halved when memory runs out. RetrievalError if a single row does not fit or the model fails otherwise.
+    The longest rows come first, to minimise padding. Batches are halved when memory runs out. RetrievalError if a
+    single row does not fit or the model fails otherwise.
     """
     import torch
 
     done: dict[int, T] = {}
-    waiting = by_length([len(row) for row in rows], size)[::-1]
+    order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), i))
+    waiting = [order[start : start + BATCH] for start in range(0, len(order), BATCH)][::-1]
     while waiting:
         batch = waiting.pop()
         try:
@@ -457,9 +452,8 @@ class BGEM3(CheckpointModel):
         device: str,
         max_tokens: int | None = None,
         modes: Collection[ScoreKind] | None = None,
-        batch_size: int = 32,
     ) -> None:
-        """`max_tokens` includes special tokens; None is the checkpoint's limit. `batch_size` counts texts.
+        """`max_tokens` includes special tokens; None is the checkpoint's limit.
 
         Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
         """
@@ -473,7 +467,7 @@ class BGEM3(CheckpointModel):
             raise ConfigError(
                 f"Modes of {folder.name!r} are any of {', '.join(sorted(ALL_KINDS))}, not {sorted(self.modes)}."
             )
-        super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
+        super().__init__(folder, max_tokens=max_tokens)
         self._load(device)
 
     def embed_documents(self, texts: Sequence[str]) -> Embedding:
@@ -487,7 +481,7 @@ class BGEM3(CheckpointModel):
             tokens = self._tokenise([texts[i] for i in filled])
             kept = [(i, ids) for i, ids in zip(filled, tokens, strict=True) if len(ids) > self._specials]
             ids = [row for _, row in kept]
-            found = in_batches(ids, self._batch_size, lambda batch: self._forward([ids[i] for i in batch]))
+            found = in_batches(ids, lambda batch: self._forward([ids[i] for i in batch]))
         for (index, _), row in zip(kept, found, strict=True):
             rows[index] = row
         nothing = self._nothing()
@@ -517,9 +511,6 @@ class BGEM3(CheckpointModel):
                 trust_remote_code=False,
                 use_fp16=self._device.type == "cuda",
                 devices=str(self._device),
-                batch_size=self._batch_size,
-                query_max_length=self.max_tokens,
-                passage_max_length=self.max_tokens,
             )
             require_weights(flag.model.model, folder, "Embedder", self.name)
             flag.model.to(self._device).eval()
@@ -591,7 +582,7 @@ class SentenceEmbedder(CheckpointModel):
 
     modes: frozenset[ScoreKind] = frozenset(("dense",))
 
-    def __init__(self, name: str | Folder, *, device: str, max_tokens: int | None = None, batch_size: int = 32) -> None:
+    def __init__(self, name: str | Folder, *, device: str, max_tokens: int | None = None) -> None:
         """`max_tokens` includes special tokens and the prompt; None is the authors' recommendation.
 
         Raises ModelLoadError, or ConfigError for more tokens than the model has positions for.
@@ -601,7 +592,7 @@ class SentenceEmbedder(CheckpointModel):
             raise ModelLoadError(
                 f"Embedder {folder.name!r} has no modules.json: it is not a sentence-transformers model."
             )
-        super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
+        super().__init__(folder, max_tokens=max_tokens)
         self._load(device)
 
     def embed_documents(self, texts: Sequence[str]) -> Embedding:
@@ -660,7 +651,7 @@ class SentenceEmbedder(CheckpointModel):
         encode = self._model.encode_query if question else self._model.encode_document
         found = encode(
             texts,
-            batch_size=self._batch_size,
+            batch_size=BATCH,
             show_progress_bar=False,
             convert_to_numpy=True,
             normalize_embeddings=True,

@@ -36,23 +36,20 @@ class CrossEncoder(CheckpointModel):
     FlagEmbedding, and is truncated beyond that.
     """
 
-    def __init__(self, name: str | Folder, *, device: str, max_tokens: int | None = None, batch_size: int = 32) -> None:
-        """`max_tokens` is for the whole pair; None is the checkpoint's limit. `batch_size` counts pairs.
+    def __init__(self, name: str | Folder, *, device: str, max_tokens: int | None = None) -> None:
+        """`max_tokens` is for the whole pair; None is the checkpoint's limit.
 
         Raises ModelLoadError, or ConfigError for more tokens than the checkpoint has positions for.
         """
         folder = locate_reranker(name) if isinstance(name, str) else name
-        super().__init__(folder, max_tokens=max_tokens, batch_size=batch_size)
+        super().__init__(folder, max_tokens=max_tokens)
         if self.max_tokens < 16:
             raise ConfigError(f"max_tokens of a reranker must be at least 16, not {self.max_tokens}.")
         self._load(device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle holds the name, and unpickling loads the model again."""
-        made = partial(
-            type(self), self.name, device=str(self._device), max_tokens=self.max_tokens, batch_size=self._batch_size
-        )
-        return made, ()
+        return partial(type(self), self.name, device=str(self._device), max_tokens=self.max_tokens), ()
 
     def score(self, question: str, texts: Sequence[str]) -> list[float]:
         """One raw logit per text, in order (`Reranker.score`)."""
@@ -61,7 +58,7 @@ class CrossEncoder(CheckpointModel):
             return []
         with self._lock:
             rows = self._pairs(question, texts)
-            logits = in_batches(rows, self._batch_size, lambda batch: self._forward([rows[i] for i in batch]))
+            logits = in_batches(rows, lambda batch: self._forward([rows[i] for i in batch]))
         self._require_finite(logits)
         return logits
 
@@ -78,9 +75,6 @@ class CrossEncoder(CheckpointModel):
                 trust_remote_code=False,
                 use_fp16=self._device.type == "cuda",
                 devices=str(self._device),
-                batch_size=self._batch_size,
-                max_length=self.max_tokens,
-                normalize=False,
             )
             labels = flag.model.config.num_labels
             if labels != 1:

@@ -15,6 +15,11 @@ WORDS = (
 WIDTH, POSITIONS = 32, 514  # as bge-reranker-base: 512 tokens, since positions count from 2
 
 
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ragkv.retrievers.embedders.BATCH", 4)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """XLM-R's: unigram, `<s> A </s>` and `<s> A </s></s> B </s>`, ids <s> 0, <pad> 1, </s> 2, <unk> 3."""

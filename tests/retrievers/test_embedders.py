@@ -34,7 +34,7 @@ PASSAGES = [
 
 @pytest.fixture(scope="module")
 def embedder(embedder_folder: Path) -> BGEM3:
-    return BGEM3(str(embedder_folder), device="cpu", batch_size=4)
+    return BGEM3(str(embedder_folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_only_what_is_asked_for_is_computed(modes, embedder, embedder_folder):
         assert [weights.keys() for weights in found.sparse] == [weights.keys() for weights in every.sparse]
 
 
-@pytest.mark.parametrize("wrong", [{"modes": []}, {"modes": ["bm25"]}, {"batch_size": 0}, {"max_tokens": 7}])
+@pytest.mark.parametrize("wrong", [{"modes": []}, {"modes": ["bm25"]}, {"max_tokens": 7}])
 def test_wrong_options(wrong, embedder_folder):
     with pytest.raises(ConfigError):
         BGEM3(str(embedder_folder), device="cpu", **wrong)
@@ -265,7 +265,7 @@ TEXTS = ["Halden Works was founded by Maren Quist.", "Der Fluss 東京 Моск�
 
 @pytest.fixture(scope="module")
 def sentence_embedder(sentence_folder: Path) -> SentenceEmbedder:
-    return SentenceEmbedder(str(sentence_folder), device="cpu", batch_size=2)
+    return SentenceEmbedder(str(sentence_folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -347,7 +347,7 @@ def test_every_pooling_and_what_follows_it(sentence_folder, tmp_path, pooling, t
     prompts = {"query": "query: ", "document": "passage: "}
     model = SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
     model.save(str(tmp_path / "model"), create_model_card=False)
-    found = SentenceEmbedder(str(tmp_path / "model"), device="cpu", batch_size=2)
+    found = SentenceEmbedder(str(tmp_path / "model"), device="cpu")
     passages = model.encode([f"passage: {text}" for text in TEXTS], prompt="", normalize_embeddings=True)
     np.testing.assert_allclose(found.embed_documents(TEXTS).dense, passages, atol=1e-5)
     question = model.encode(f"query: {TEXTS[0]}", prompt="", normalize_embeddings=True)

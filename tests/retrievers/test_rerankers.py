@@ -26,7 +26,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def reranker(reranker_folder: Path) -> CrossEncoder:
-    return CrossEncoder(str(reranker_folder), device="cpu", batch_size=4)
+    return CrossEncoder(str(reranker_folder), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_fifty_threads_at_once(reranker):
         np.testing.assert_allclose(list(pool.map(ask, questions)), alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [{"max_tokens": 513}, {"max_tokens": 15}, {"batch_size": 0}])
+@pytest.mark.parametrize("wrong", [{"max_tokens": 513}, {"max_tokens": 15}])
 def test_wrong_options(wrong, reranker_folder):
     with pytest.raises(ConfigError):
         CrossEncoder(str(reranker_folder), device="cpu", **wrong)
