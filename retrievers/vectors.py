@@ -67,11 +67,6 @@ def _inner(factory: str) -> str:
     return re.sub(r"^(IDMap2?,)+", "", factory)
 
 
-def is_flat(factory: str) -> bool:
-    """Whether the index is exact, so no approximate index is needed."""
-    return _inner(factory) == "Flat"
-
-
 def make(factory: str, dimension: int) -> Any:
     """An empty index for inner products; `ConfigError` if FAISS cannot create it for this dimension.
 
@@ -118,14 +113,6 @@ def fill(index: Any, factory: str, vectors: NDArray[np.float32]) -> None:
             index.add(vectors[start : start + _ADD_BLOCK])
     except RuntimeError as error:
         raise _refused(factory, f"FAISS fails on {len(vectors)} chunks: {_reason(error)}") from error
-
-
-def selector(allowed: NDArray[np.bool_]) -> Any:
-    """A FAISS selector of the allowed rows, as a bitmap."""
-    import faiss
-    import numpy as np
-
-    return faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
 
 
 def parameters(index: Any, some: Any, *, nprobe: int, ef_search: int) -> Any:
@@ -337,7 +324,7 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         import faiss
 
         exact = Vectors(flat=flat)
-        if is_flat(self.config.factory) or flat.ntotal < self.config.exact_below:
+        if _inner(self.config.factory) == "Flat" or flat.ntotal < self.config.exact_below:
             return exact
         near = make(self.config.factory, flat.d)
         if flat.ntotal < least_rows(near, self.config.factory):
@@ -371,12 +358,13 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
         exact: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """`exact` skips the approximate index, which finds too few if few rows are allowed."""
+        import faiss
         import numpy as np
 
         data = segment.data
         living = int(data.flat.ntotal if allowed is None else allowed.sum())
         near = None if exact else data.near
-        some = None if allowed is None else selector(allowed)
+        some = None if allowed is None else faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
         config = self.config
         index = data.flat if near is None else near
         ask = partial(
