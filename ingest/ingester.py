@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
-from ragkv.config import IndexConfig
 from ragkv.errors import IngestError, StoreError, UsageError
 from ragkv.ingest.chunker import chunk_id, split_text
 from ragkv.ingest.encoding import (
@@ -151,31 +150,6 @@ class IngestFingerprint:
     """`[encoding] context`, where an encoding depends on it."""
     packet: Packet | None = None
     """The vectors around every chunk, for the encoding `packet`."""
-
-    @classmethod
-    def of(
-        cls,
-        config: IndexConfig,
-        *,
-        model: str,
-        prompt: Prompt,
-        encodings: Sequence[Encoding],
-        embedder: str | None = None,
-        blocks: Mapping[str, object] | None = None,
-        packet: Packet | None = None,
-    ) -> IngestFingerprint:
-        return cls(
-            model=model,
-            prompt=prompt,
-            chunk_tokens=config.chunk_tokens,
-            codec=config.codec,
-            encodings=tuple(sorted(encodings)),
-            embedder=embedder,
-            vectors=() if embedder is None else tuple(sorted(config.vectors)),
-            blocks=blocks,
-            context=config.encoding.context if Encoding.CONTEXT in encodings else 0,
-            packet=packet,
-        )
 
     def digest(self) -> str:
         """The hex digest that is stored with each document.

@@ -840,13 +840,17 @@ class Index:
     @property
     def recipe(self) -> IngestFingerprint:
         """The fingerprint of an ingest with the current model and settings."""
-        return IngestFingerprint.of(
-            self.config,
+        embedder = self.encoders.fingerprint
+        return IngestFingerprint(
             model=self.fingerprint,
             prompt=self.prompt,
-            encodings=self.encodings,
-            embedder=self.encoders.fingerprint,
+            chunk_tokens=self.config.chunk_tokens,
+            codec=self.config.codec,
+            encodings=tuple(sorted(self.encodings)),
+            embedder=embedder,
+            vectors=() if embedder is None else tuple(sorted(self.config.vectors)),
             blocks=None if self.blocks is None else asdict(self.blocks),
+            context=self.config.encoding.context if Encoding.CONTEXT in self.encodings else 0,
             packet=self.packet if Encoding.PACKET in self.encodings else None,
         )
 
