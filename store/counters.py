@@ -140,37 +140,32 @@ def _apply(txn: Transaction, change: Counters) -> None:
     """Add a change to the counters. An impossible result means damage: then they are recounted later."""
     try:
         if change.tokens:
-            _put(txn, _TOKENS, _whole(_value(txn, _TOKENS) or 0) + change.tokens)
+            tokens = _whole(_value(txn, _TOKENS) or 0) + change.tokens
+            _put(txn, _TOKENS, tokens, tokens)
         for group, sums in change.groups.items():
             if any(sums):
                 key = _group_key(group)
                 found = _value(txn, key)
-                _put_group(txn, key, group, (RecordSums() if found is None else _sums(found)[1]).plus(sums))
+                now = (RecordSums() if found is None else _sums(found)[1]).plus(sums)
+                _put(txn, key, [*group, *now], *now)
         for name, count in change.unreadable.items():
             known = txn.get("counters", name) is not None
             # The row was readable when counted and is not now, so its share is unknown.
             if count < 0 and not known:
                 raise DamagedError("a row was damaged after it was counted")
             if count:
-                _put(txn, name, max(0, known + count))
+                number = max(0, known + count)
+                _put(txn, name, number, number)
     except DamagedError:
         txn.put("counters", _STALE, add_checksum(b""))
 
 
-def _put_group(txn: Transaction, key: bytes, group: RecordGroup, sums: RecordSums) -> None:
-    if min(sums) < 0:
+def _put(txn: Transaction, key: bytes, value: Any, *numbers: int) -> None:
+    """Store a counter, or delete it when its `numbers` are all 0."""
+    if min(numbers) < 0:
         raise DamagedError("a counter is below zero")
-    if any(sums):
-        txn.put("counters", key, _pack([*group, *sums]))
-    else:
-        txn.delete("counters", key)
-
-
-def _put(txn: Transaction, key: bytes, number: int) -> None:
-    if number < 0:
-        raise DamagedError("a counter is below zero")
-    if number:
-        txn.put("counters", key, _pack(number))
+    if any(numbers):
+        txn.put("counters", key, _pack(value))
     else:
         txn.delete("counters", key)
 
