@@ -29,6 +29,7 @@ from typing import IO, Any, BinaryIO, Self
 from ragkv.errors import IngestError
 from ragkv.ingest.parser import (
     TEXT,
+    Parsed,
     ParseLimits,
     Section,
     Unreadable,
@@ -54,17 +55,10 @@ class UnreadableSource(IngestError):  # noqa: N818 - a state, as `Skipped` is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SourceText:
-    """The text of a file. `sections` cover `text` without a gap; `content_hash` is the blake2b of the file's bytes.
+class SourceText(Parsed):
+    """The text of a file, with at least one section; `content_hash` is the blake2b of the file's bytes."""
 
-    `left_out` names each part that could not be read, with the reason.
-    """
-
-    text: str
     content_hash: str
-    title: str | None
-    sections: tuple[Section, ...]
-    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_tiling(self.text, self.sections)
@@ -159,18 +153,14 @@ def _answer(request: dict[str, Any], requests: BinaryIO) -> dict[str, Any]:
             size=request["size"],
             data=requests.read(request["size"]) if request["sent"] else None,
         )
-        return _packed(read_source(source, to))
+        text = read_source(source, to)
     except UnreadableSource as error:
         return {"reason": error.reason, "held": _memory()[1]}
-
-
-def _packed(text: SourceText) -> dict[str, Any]:
-    sections = [list(asdict(section).values()) for section in text.sections]
     return {
         "text": text.text,
         "content_hash": text.content_hash,
         "title": text.title,
-        "sections": sections,
+        "sections": [list(asdict(section).values()) for section in text.sections],
         "left_out": text.left_out,
         "held": _memory()[1],
     }
