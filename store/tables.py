@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -232,6 +232,13 @@ class Transaction:
             return
         for segment_key in [found for found, _ in self.scan("segments", key)]:
             self.delete("segments", segment_key)
+
+    def evict(self, key: bytes, owners: Iterable[bytes] = ()) -> None:
+        """Drop a record with all references to it, and the needs of further `owners`."""
+        for owner in {*self.values("references", key), *owners}:
+            self.delete("needs", owner, key)
+        self.delete("references", key)
+        self.drop_record(key)
 
     def refer(self, chunk: bytes, key: bytes) -> None:
         """Add a reference from a chunk (by the digest of its id) to a record."""

@@ -408,7 +408,7 @@ class Evictor:
                         refused += 1
                     continue
                 for victim in leaving:
-                    _evict(txn, victim)
+                    txn.evict(victim)
                 done.looked, evicted, total = looked, evicted + len(leaving), total - freed
             txn.put_record(arrival.record)
             if arrival.exact and new:
@@ -440,7 +440,7 @@ class Evictor:
                 break
             if self._may_leave(txn, key, value):
                 total -= txn.payload_bytes(key)
-                _evict(txn, key)
+                txn.evict(key)
                 dropped += 1
         if dropped:
             _count(txn, dropped)
@@ -451,13 +451,6 @@ class Evictor:
         if txn.get("kv", key) is None or self.pinned(key) or eviction_score_of(read_use(txn, key)) != value:
             return False
         return value != NEVER or txn.is_needed(key)  # else the prefix's, or staged by an ingest
-
-
-def _evict(txn: Transaction, key: bytes) -> None:
-    for owner in txn.values("references", key):
-        txn.delete("needs", owner, key)
-    txn.delete("references", key)
-    txn.drop_record(key)
 
 
 def _count(txn: Transaction, evicted: int, refused: int = 0) -> None:

@@ -508,10 +508,7 @@ class _Repairer:
 
         def apply(txn: Transaction) -> None:
             for key, owners in lost.items():
-                for owner in owners:
-                    txn.delete("needs", owner, key)
-                txn.delete("references", key)
-                txn.drop_record(key)
+                txn.evict(key, owners)
 
         if lost:
             self._write(apply)

@@ -318,9 +318,7 @@ def _sweep(database: Database, keys: list[bytes], in_use: Callable[[Manifest], b
                 continue
             dropped.append(garbage)
             if not found.dry_run:
-                txn.delete("needs", INDEX_OWNER, key)
-                txn.delete("references", key)
-                txn.drop_record(key)
+                txn.evict(key, (INDEX_OWNER,))
         return dropped
 
     if found.dry_run:

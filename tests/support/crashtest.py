@@ -31,7 +31,6 @@ from storecheck import problems
 
 import ragkv.store.environment as database
 import ragkv.store.environment as gate
-import ragkv.store.maintenance.eviction as eviction
 import ragkv.store.record as encode
 import ragkv.store.store as environment
 import ragkv.store.store as kvstore
@@ -54,7 +53,7 @@ POINTS: dict[str, tuple[object, str, str]] = {
     "write: begun, not applied": (database.Database, "write", "in"),
     "write: applied, not committed": (database.Database, "write", "end"),
     "write: committed, not acknowledged": (database.Database, "write", "after"),
-    "evict: a record is gone": (eviction, "_evict", "after"),
+    "evict: a record is gone": (Transaction, "evict", "after"),
     "stage: between two batches": (environment.Store, "_stage", "after"),
     "resize: before": (database.FileMap, "resize", "before"),
     "resize: in it": (gate.RWLock, "reopen", "before"),
