@@ -216,6 +216,11 @@ def read_counters(txn: Transaction) -> Counters | None:
     return found
 
 
+def counters_of(txn: Transaction) -> Counters:
+    """The stored counters; a store without them, or with damaged ones, is counted row by row."""
+    return read_counters(txn) or count_all(txn)
+
+
 def has_wrong_counters(txn: Transaction, counters: Counters) -> bool:
     """Whether the stored counters differ from `counters` although they are not marked as stale."""
     if "counters" not in txn.tables or is_stale(txn):

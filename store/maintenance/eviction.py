@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TypeVar
 
 from ragkv.store.codecs import DamagedError
-from ragkv.store.counters import count_all, read_counters
+from ragkv.store.counters import counters_of
 from ragkv.store.environment import Database
 from ragkv.store.maintenance.verify import chunk_named, find_record
 from ragkv.store.record import EncodedRecord
@@ -186,8 +186,7 @@ def read_budget(txn: Transaction) -> int | None:
 
 def kv_bytes(txn: Transaction) -> int:
     """The bytes of all payloads, as of the last commit."""
-    counted = read_counters(txn) or count_all(txn)
-    return sum(sums.bytes for sums in counted.groups.values())
+    return sum(sums.bytes for sums in counters_of(txn).groups.values())
 
 
 def read_use(txn: Transaction, key: bytes) -> UseRow | None:

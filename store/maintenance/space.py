@@ -27,10 +27,9 @@ from ragkv.errors import StoreError, StoreFullError
 from ragkv.store.codecs import DamagedError
 from ragkv.store.counters import (
     RecordSums,
-    count_all,
+    counters_of,
     generation,
     is_garbage,
-    read_counters,
     unreferenced,
     update_unreferenced,
 )
@@ -198,7 +197,7 @@ def _payload_bytes(txn: Transaction, record: bytes) -> int:
 def needed_models(database: Database) -> set[str]:
     """Fingerprints of the models that made the KV that chunks need."""
     with database.read() as txn:
-        return (read_counters(txn) or count_all(txn)).models
+        return counters_of(txn).models
 
 
 def orphans(database: Database) -> Iterator[bytes]:
@@ -212,13 +211,11 @@ def orphans(database: Database) -> Iterator[bytes]:
 
 
 def survey(database: Database) -> StoreStats:
-    """The counters of one snapshot; a store without them, or with damaged ones, is counted row by row."""
+    """The counters of one snapshot (`counters_of`)."""
     unlisted = sum(1 for _ in orphans(database))
     file_bytes, map_bytes = database.sizes()
     with database.read() as txn:
-        counters = read_counters(txn)
-        if counters is None:
-            counters = count_all(txn)
+        counters = counters_of(txn)
         sums = RecordSums()
         for group in counters.groups.values():
             sums = sums.plus(group)
