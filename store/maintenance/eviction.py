@@ -22,7 +22,8 @@ import threading
 import time
 from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import TypeVar
 
 from ragkv.store.codecs import DamagedError
@@ -303,16 +304,6 @@ class Arrival:
     exact: bool = False
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """The result of one transaction: the stored arrivals, those that need more candidates, and the number of candidates
-    consumed."""
-
-    stored: list[tuple[float, bytes]] = field(default_factory=list)
-    short: list[Arrival] = field(default_factory=list)
-    looked: int = 0
-
-
 class Evictor:
     """Admits KV to one store and evicts it. Thread-safe.
 
@@ -338,12 +329,12 @@ class Evictor:
             if not self._least and self._excess(need) > 0:
                 self._least = self._walk()
             for last in (False, True):
-                done = self._database.write(lambda txn: self._admit(txn, waiting, last=last), need=need)  # noqa: B023
-                self._least = self._least[done.looked :]
-                for entry in done.stored if self._least else ():
+                admit = partial(self._admit, arrivals=waiting, last=last)
+                admitted, waiting, looked = self._database.write(admit, need=need)
+                self._least = self._least[looked:]
+                for entry in admitted if self._least else ():
                     insort(self._least, entry)
-                stored.update(key for _, key in done.stored)
-                waiting = done.short
+                stored.update(key for _, key in admitted)
                 if last or not waiting:
                     break
                 self._least = self._walk()
@@ -384,9 +375,15 @@ class Evictor:
         self._database.walk("kv", visit)
         return heapq.nsmallest(max(_LEAST, len(found) // 16), found)
 
-    def _admit(self, txn: Transaction, arrivals: Sequence[Arrival], *, last: bool) -> _Outcome:
-        """Store arrivals that fit, or whose score is higher than that of the KV they displace."""
-        budget, total, done, evicted, refused = read_budget(txn), kv_bytes(txn), _Outcome(), 0, 0
+    def _admit(
+        self, txn: Transaction, arrivals: Sequence[Arrival], *, last: bool
+    ) -> tuple[list[tuple[float, bytes]], list[Arrival], int]:
+        """Store arrivals that fit, or whose score is higher than that of the KV they displace.
+
+        Returns those with their scores, the arrivals that need more candidates, and the number of candidates consumed.
+        """
+        stored, waiting = list[tuple[float, bytes]](), list[Arrival]()
+        budget, total, seen, evicted, refused = read_budget(txn), kv_bytes(txn), 0, 0, 0
         for arrival in arrivals:
             key, size, owner = arrival.record.key, arrival.record.stored_bytes, arrival.owner
             if owner != INDEX_OWNER and txn.get("places", owner) is None:
@@ -399,25 +396,25 @@ class Evictor:
                 continue
             if budget is not None and total - before + size > budget:
                 short = total - before + size - budget
-                leaving, freed, looked = self._leaving(txn, short, own, done.looked, key)
+                leaving, freed, looked = self._leaving(txn, short, own, seen, key)
                 if freed < short:
                     if looked == len(self._least) and not last:
-                        done.short.append(arrival)
+                        waiting.append(arrival)
                     else:
                         refused += 1
                     continue
                 for victim in leaving:
                     txn.evict(victim)
-                done.looked, evicted, total = looked, evicted + len(leaving), total - freed
+                seen, evicted, total = looked, evicted + len(leaving), total - freed
             txn.put_record(arrival.record)
             if arrival.exact and new:
                 txn.changed.discard(key)  # the cached KV equals the stored one
             txn.refer(owner, key)
             total += size - before
-            done.stored.append((own, key))
+            stored.append((own, key))
         if evicted or refused:
             _count(txn, evicted, refused)
-        return done
+        return stored, waiting, seen
 
     def _leaving(
         self, txn: Transaction, short: int, own: float, looked: int, but: bytes
