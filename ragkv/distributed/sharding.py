@@ -406,15 +406,7 @@ class ShardedDocuments:
             self._index.write_behind.note_encoded(sum(kv.tokens for kv in made.values()), time.perf_counter() - started)
             self._keep(blocks, made, after)
         kvs = {**found, **made}
-        self._kv_loader.note_uses(list(mine), {i: blocks.owners[h] for i, h in mine.items()}, kvs, set(made))
-        hits = [identity for identity in mine if identity not in made]
-        use = KVUse(
-            hits=len(hits),
-            misses=len(mine) - len(hits),
-            bytes=sum(kvs[identity].nbytes for identity in hits),
-            tokens=sum(kvs[identity].tokens for identity in hits),
-            memory_hits=len(held.intersection(hits)),
-        )
+        use = self._kv_loader.count_use(list(mine), blocks.all, kvs, lost=made, held=held)
         return [
             replace(kvs[identity], owner=rank)
             if identity in mine

@@ -202,15 +202,7 @@ class KVLoader:
             self.write(lambda: self._store_made(records, owners, keep=keep), tensors, after)
 
         found, held = self.find(identities, encode, prefetch, store)
-        hits = [identity for identity in identities if identity not in lost]
-        self.note_uses(identities, owners, found, lost)
-        use = KVUse(
-            hits=len(hits),
-            misses=len(chunks) - len(hits),
-            bytes=sum(found[identity].nbytes for identity in hits),
-            tokens=sum(found[identity].tokens for identity in hits),
-            memory_hits=sum(identity in held for identity in hits),
-        )
+        use = self.count_use(identities, owners, found, lost=lost, held=held)
         return [found[identity] for identity in identities], use
 
     def sizes(
@@ -377,14 +369,16 @@ class KVLoader:
             own = chunk is not None and chunk.token_ids == identity.chunk_ids
             yield identity, kv, owners[identity] if own else None
 
-    def note_uses(
+    def count_use(
         self,
         identities: Sequence[KVIdentity],
         owners: Mapping[KVIdentity, str],
         found: Mapping[KVIdentity, ChunkKV],
+        *,
         lost: Collection[KVIdentity],
-    ) -> None:
-        """Count a question's uses of KV."""
+        held: Collection[KVIdentity],
+    ) -> KVUse:
+        """Count a question's uses of KV, of which `lost` had to be encoded and `held` was in memory."""
         self._index.write_behind.note_uses(
             [
                 (
@@ -399,6 +393,14 @@ class KVLoader:
                 )
                 for identity in dict.fromkeys(identities)
             ]
+        )
+        hits = [identity for identity in identities if identity not in lost]
+        return KVUse(
+            hits=len(hits),
+            misses=len(identities) - len(hits),
+            bytes=sum(found[identity].nbytes for identity in hits),
+            tokens=sum(found[identity].tokens for identity in hits),
+            memory_hits=sum(identity in held for identity in hits),
         )
 
 
@@ -509,15 +511,8 @@ def _loaded(
             kv_loader.write(lambda: store.put_many(records), [(i, kv) for i, (_, kv) in fetched.items()], after)
 
     found, held = kv_loader.find(blocks.identities, encode, store=keep)
-    hits = [identity for identity in blocks.identities if identity not in lost]
-    kv_loader.note_uses(blocks.identities, dict(zip(blocks.identities, blocks.owners, strict=True)), found, lost)
-    return [found[identity] for identity in blocks.identities], KVUse(
-        hits=len(hits),
-        misses=len(lost),
-        bytes=sum(found[identity].nbytes for identity in hits),
-        tokens=sum(found[identity].tokens for identity in hits),
-        memory_hits=sum(identity in held for identity in hits),
-    )
+    use = kv_loader.count_use(blocks.identities, owners, found, lost=lost, held=held)
+    return [found[identity] for identity in blocks.identities], use
 
 
 def index_request(
