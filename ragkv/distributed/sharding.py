@@ -395,7 +395,7 @@ class ShardedDocuments:
         if layout.blocks == 1:
             owners = [rank_of(blocks.identities[0].key().hex(), size)]
         mine = {identity: h for h, identity in enumerate(blocks.identities) if owners[h] == rank}
-        found, held = self._kv_loader.find_stored(list(mine))
+        found, held = self._kv_loader.find(list(mine))
         made: dict[KVIdentity, ChunkKV] = {}
         there = torch.zeros(layout.blocks, dtype=torch.uint8)
         there[[mine[identity] for identity in found]] = 1
@@ -443,7 +443,7 @@ class ShardedDocuments:
                 known[mine[identity]] = block
         anchor, made = None, {}
         if blocks.anchor is not None and len(known) < len(mine):
-            anchor = self._kv_loader.find_stored([blocks.anchor])[0].get(blocks.anchor)
+            anchor = self._kv_loader.find([blocks.anchor])[0].get(blocks.anchor)
         long_document = LongDocument(
             model=model, layout=layout, ids=blocks.ids, compressor=compressor, prefix=prefix, anchor_kv=anchor
         )

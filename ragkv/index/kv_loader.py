@@ -1,6 +1,6 @@
 """Load KV for a question: from memory, else from the store, else encode it now and store it.
 
-`KVLoader` loads the KV of chunks, `whole_documents` that of long documents in blocks (APB). `index_request` combines
+`KVLoader` loads the KV of chunks, `each_document` that of long documents in blocks (APB). `index_request` combines
 either with the index's prompt into an engine's request.
 """
 
@@ -267,12 +267,13 @@ class KVLoader:
     def find(
         self,
         identities: Sequence[KVIdentity],
-        encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]],
+        encode: Callable[[Sequence[KVIdentity]], list[ChunkKV]] | None = None,
         prefetch: Prefetch | None = None,
         store: Callable[[Fetched], None] | None = None,
     ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
         """KV on the model's device from memory, else from the store, else from a shared tier, else encoded; and which
-        was in memory. `store` gets what came from a tier; without it, none is asked.
+        was in memory. `store` gets what came from a tier; without it, none is asked. Without `encode`, what none of
+        them has is left out.
         """
         by_key = {identity.key(): identity for identity in identities}
         device = self._index.model.place
@@ -282,7 +283,8 @@ class KVLoader:
             if fetched and store is not None:
                 store(fetched)
             made = {identity: kv.to(device) for identity, (_, kv) in fetched.items()}
-            if rest := [identity for identity in missing if identity not in made]:
+            rest = [identity for identity in missing if identity not in made]
+            if rest and encode is not None:
                 made.update(zip(rest, (kv.to(device) for kv in encode(rest)), strict=True))
             return made
 
@@ -306,7 +308,7 @@ class KVLoader:
                 found |= self._store.get_many(rest, device=device, shape=self._index.shape)
             if missing := [identity for identity in wanted if identity not in found]:  # damaged, or deleted meanwhile
                 found |= make(missing)
-            return {key: self._paged(found[by_key[key]]) for key in keys}
+            return {identity.key(): self._paged(kv) for identity, kv in found.items()}
 
         found, held = self.memory().get_many(by_key, load)
         return {by_key[key]: self._readable(kv) for key, kv in found.items()}, {by_key[key] for key in held}
@@ -316,18 +318,6 @@ class KVLoader:
         if self._index.config.tiers:
             mine = [(identity, kv) for identity, kv, owner in self._owned(made, owners) if owner is not None]
             self._index.offer(mine, patient=False)
-
-    def find_stored(self, identities: Sequence[KVIdentity]) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
-        """KV on the model's device from memory or the store; and which was in memory."""
-        by_key = {identity.key(): identity for identity in identities}
-
-        def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
-            wanted = [by_key[key] for key in keys]
-            found = self._store.get_many(wanted, device=self._index.model.place, shape=self._index.shape)
-            return {identity.key(): self._paged(kv) for identity, kv in found.items()}
-
-        found, held = self.memory().get_many(by_key, load)
-        return {by_key[key]: self._readable(kv) for key, kv in found.items()}, {by_key[key] for key in held}
 
     def hold(self, made: Mapping[KVIdentity, ChunkKV]) -> None:
         """Keep new KV in memory, independent of the store."""
@@ -413,25 +403,13 @@ class DocumentBlocks:
     use: KVUse
 
 
-def whole_documents(
-    index: Index, kv_loader: KVLoader, engine: Engine, scored: Sequence[ScoredChunk], after: After | None
-) -> tuple[list[ContextChunk], KVUse]:
-    """The blocks of these chunks' documents, best document last, and the KV use.
-
-    `after` is as in `KVLoader.chunks`. A chunk that is not from the index counts as a document.
-    """
-    found: list[ContextChunk] = []
-    use = KVUse()
-    for document in each_document(index, kv_loader, engine, scored, after):
-        found += document.given
-        use += document.use
-    return found, use
-
-
 def each_document(
     index: Index, kv_loader: KVLoader, engine: Engine, scored: Sequence[ScoredChunk], after: After | None
 ) -> Iterator[DocumentBlocks]:
-    """Like `whole_documents`, one document at a time."""
+    """The documents of these chunks, the best last. A chunk that is not from the index counts as a document.
+
+    `after` is as in `KVLoader.chunks`.
+    """
     from ragkv.model.apb.document import compressor_for
 
     compressor = compressor_for(engine.config.compressor, index.model)
@@ -532,7 +510,9 @@ def index_request(
 
     index.require_known_tokens(scored)
     if engine.whole_documents:
-        given, use = whole_documents(index, kv_loader, engine, scored, after)
+        documents = list(each_document(index, kv_loader, engine, scored, after))
+        given = [block for document in documents for block in document.given]
+        use = sum((document.use for document in documents), KVUse())
     else:
         kvs, use = kv_loader.chunks(engine.reads, scored, prefetch, keep=keep, after=after)
         given = [
