@@ -43,7 +43,8 @@ HISTORY: tuple[History, ...] = typing.get_args(History)
 MOST_STEPS = 8
 """The most searches for one question."""
 VECTORS = ("dense", "sparse", "colbert")
-DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")
+ModelDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+DTYPES: tuple[ModelDType, ...] = typing.get_args(ModelDType)
 NEEDED: Mapping[Mode, tuple[str, ...]] = types.MappingProxyType(
     {"dense": ("dense",), "sparse": ("sparse",), "colbert": ("dense", "colbert"), "hybrid": ("dense",), "bm25": ()}
 )
@@ -72,7 +73,6 @@ class PromptConfig:
 
     def __post_init__(self) -> None:
         _check_types(self, "prompt.")
-        one_of("prompt.bos", self.bos, ("auto", "none"))
         if self.question.count("{question}") != 1:
             raise ConfigError("prompt.question must hold {question} exactly once.")
         if not 0 <= self.prefix_newlines <= 1000:
@@ -279,7 +279,7 @@ class IndexConfig:
     """
 
     model: str = "mini"
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    dtype: ModelDType = "auto"
     chunk_tokens: int = 256
     codec: str = "half"
     engines: tuple[str, ...] = ("ape", "block", "pced")
@@ -319,10 +319,6 @@ class IndexConfig:
             raise ConfigError("chunk_tokens must lie between 8 and 65536.")
         if self.top_k < 1:
             raise ConfigError("top_k must be at least 1.")
-        one_of("dtype", self.dtype, DTYPES)
-        one_of("retrieval", self.retrieval, MODES)
-        one_of("fusion", self.fusion, typing.get_args(Fusion))
-        one_of("history", self.history, HISTORY)
         for kind in self.vectors:
             one_of("vectors", kind, VECTORS)
         if self.candidates < 1:
@@ -338,7 +334,6 @@ class IndexConfig:
                 f'retrieval = "{self.retrieval}" needs {" and ".join(missing)} vectors, which are not among vectors = '
                 f"{list(self.vectors)}; with these, retrieval can be {can}."
             )
-        one_of("kv", self.kv, ("all", "on-demand"))
         if self.memory_budget != "auto":
             byte_count("memory_budget", self.memory_budget)
         if self.kv_budget != NONE:
@@ -414,12 +409,13 @@ def _check_types(config: Any, prefix: str = "") -> None:
             plain(prefix + name, [tier.url for tier in value] if name == "tiers" else value)
         if not fits:
             raise ConfigError(f"{prefix}{name} = {shortened(value)} has the wrong type.")
+    require_choices(config, prefix)
 
 
 def _fits(value: Any, hint: Any) -> bool:
     origin = typing.get_origin(hint)
     if origin is Literal:
-        return isinstance(value, str)  # `__post_init__` checks the choices, and names them
+        return isinstance(value, str)  # `require_choices` checks which, and names them
     if origin is Mapping:
         return isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
     if origin is tuple:
@@ -445,6 +441,13 @@ def byte_count(name: str, value: int | str) -> int:
     if count >= 1 << 63:  # also when it has hundreds of digits, and is infinite
         raise ConfigError(f"{name} is a number of bytes beyond 64 bits; give a smaller one.")
     return int(count)
+
+
+def require_choices(config: Any, prefix: str = "") -> None:
+    """ConfigError for a value that is not among the choices of its field's `Literal`."""
+    for name, hint in _hints(type(config)).items():
+        if typing.get_origin(hint) is Literal:
+            one_of(prefix + name, getattr(config, name), typing.get_args(hint))
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

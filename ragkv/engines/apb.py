@@ -7,14 +7,11 @@ from typing import Literal
 
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import TokenSequence
-from ragkv.config import one_of
+from ragkv.config import require_choices
 from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
 from ragkv.errors import ConfigError
 from ragkv.model.apb.document import BlockLengths, lengths_for, star
 from ragkv.types import Capability, Encoding
-
-PRESETS = ("apb", "star")
-COMPRESSORS = ("auto", "attention", "heads", "key-norm", "random")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +33,7 @@ class APBConfig:
     question: bool = True
 
     def __post_init__(self) -> None:
-        one_of("apb: preset", self.preset, PRESETS)
-        one_of("apb: compressor", self.compressor, COMPRESSORS)
+        require_choices(self, "apb: ")
         for name in ("block", "anchor", "passing"):
             value = getattr(self, name)
             if isinstance(value, bool) or (value != "auto" and not isinstance(value, int)):

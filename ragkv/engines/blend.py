@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import AttentionProbe, DeviationProbe, KVCache, RecomputedSequence, TokenSequence
-from ragkv.config import one_of
+from ragkv.config import one_of, require_choices
 from ragkv.engines.base import (
     Argmax,
     Demand,
@@ -29,11 +29,10 @@ from ragkv.engines.base import (
     Request,
     answer_from,
 )
-from ragkv.engines.block import OVER, BlockAttention, BlockConfig
+from ragkv.engines.block import BlockAttention, BlockConfig
 from ragkv.errors import ConfigError
 from ragkv.types import Capability, Encoding
 
-SELECTORS = ("question", "deviation", "first", "random")
 _MIDDLE = {"select": "question", "score": "norm", "layers": "middle", "ratio": 0.15}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "blend": _MIDDLE,
@@ -69,10 +68,7 @@ class BlendConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        one_of("blend: preset", self.preset, tuple(PRESETS))
-        one_of("blend: over", self.over, OVER)
-        one_of("blend: select", self.select, ("auto", *SELECTORS))
-        one_of("blend: score", self.score, ("auto", "norm", "sum"))
+        require_choices(self, "blend: ")
         if self.ratio != "auto" and (isinstance(self.ratio, str) or not 0 <= self.ratio <= 1):
             raise ConfigError('blend: ratio must lie between 0 and 1, or be "auto".')
         if self.charge is not None and not 0 <= self.charge <= 1:

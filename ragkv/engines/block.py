@@ -12,7 +12,7 @@ import torch
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.sequence import TokenSequence, join
-from ragkv.config import one_of
+from ragkv.config import require_choices
 from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
 from ragkv.errors import ConfigError
 from ragkv.model.packet import Packet, load_packet
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
 
 SINKS = ("prefix", "bos", "none")
-OVER = ("standalone", "prefixed")
 
 
 def sink_tokens(sink: str, prefix_tokens: int) -> int:
@@ -62,9 +61,7 @@ class BlockConfig:
     packet: str | None = None
 
     def __post_init__(self) -> None:
-        one_of("block: sink", self.sink, ("auto", *SINKS))
-        one_of("block: preset", self.preset, ("block", "prompt-cache", "no-positions"))
-        one_of("block: over", self.over, OVER)
+        require_choices(self, "block: ")
         if (self.over, self.preset) == ("prefixed", "no-positions"):
             raise ConfigError('block: preset = "no-positions" reads standalone chunk KV; set over = "standalone".')
 

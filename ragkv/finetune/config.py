@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from ragkv.config import PromptConfig, one_of
+from ragkv.config import PromptConfig, require_choices
 from ragkv.errors import ConfigError
 
 _SCOPE = ("output", "resume", "device", "checkpoint_every")
@@ -102,9 +102,7 @@ class BlockTuneConfig:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        one_of("dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        one_of("sink", self.sink, ("prefix", "bos", "none"))
-        one_of("over", self.over, ("standalone", "prefixed"))
+        require_choices(self)
         require_layout(self.over, self.sink, reencode=self.reencode)
         _require(
             self,
@@ -194,8 +192,7 @@ class PacketConfig:
     device: str | None = None
 
     def __post_init__(self) -> None:
-        one_of("sink", self.sink, ("auto", "prefix", "bos", "none"))
-        one_of("over", self.over, ("standalone", "prefixed"))
+        require_choices(self)
         _require(
             self,
             counts=("questions", "answer_tokens", "steps", "batch", "gradient_accumulation", "checkpoint_every"),

@@ -23,6 +23,7 @@ CONTEXT = [*PREFIX, *(i for chunk in CHUNKS for i in chunk)]
 ASKED = {"prefix": PREFIX, "chunks": CHUNKS, "scores": [0.31, 0.44, 0.82, 0.57], "suffix": SUFFIX, "steps": 3}
 SECOND = len(PREFIX) + len(CHUNKS[0])
 """Where the second chunk begins: the first candidate over prefixed KV."""
+SELECTORS = ("question", "deviation", "first", "random")
 SELECTED = [
     {"select": "question"},
     {"select": "deviation"},
@@ -99,7 +100,7 @@ def test_everything_recomputed_is_full_attention(family, make_model):
         same(blended(model, over=over, ratio=1.0), torch.stack(full))
 
 
-@pytest.mark.parametrize("select", blending.SELECTORS)
+@pytest.mark.parametrize("select", SELECTORS)
 def test_ratio_one_is_full_and_ratio_nought_is_block(unlike_family, select, make_model):
     model, full, block = make_model(unlike_family), [], []
     run(model, "full", trace=full, **ASKED)
@@ -287,7 +288,7 @@ def test_the_charge_counts_every_token_in_every_layer(tuning, make_model, monkey
     assert make_engine("block", {}).charge(asked, model) is None
 
 
-@pytest.mark.parametrize("select", blending.SELECTORS)
+@pytest.mark.parametrize("select", SELECTORS)
 def test_a_charge_is_spent_and_not_exceeded(select, make_model, selected):
     """Choosing is paid from it: what it leaves is as many tokens as fit; one that is too small buys nothing."""
     model, candidates = make_model("llama-deep"), len(CONTEXT) - SECOND
