@@ -92,7 +92,7 @@ class IndexRankBackend:
 
     @property
     def limits(self) -> RuntimeLimits:
-        return self._index.run_limits
+        return runtime_limits(self._index.model, self._index.config, self._index.limits)
 
     def backend(self, group: RankGroup, runtime: Runtime) -> ShardedBackend:
         _ = self._index.runtime  # it counts only the leases of its own pool

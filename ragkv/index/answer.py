@@ -268,7 +268,10 @@ class IndexBackend:
             index.require_room_for_context()
         _ = index.runtime
         if task.chunks is None or task.steps > 1:
-            index.encoders.load(embedder=task.search.mode != "bm25", reranker=task.search.rerank)
+            if task.search.mode != "bm25":
+                _ = index.encoders.embedder
+            if task.search.rerank:
+                _ = index.encoders.reranker
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         if task.chunks is not None:

@@ -25,7 +25,7 @@ from ragkv.config import (
     save_config,
 )
 from ragkv.errors import ConfigError, RagkvError, UnsupportedModelError
-from ragkv.index.index import Index, LoadedModels, check_factory, retrieval_defaults, validate_vectors
+from ragkv.index.index import Index, check_factory, load_models, retrieval_defaults, validate_vectors
 from ragkv.model.checkpoint import MINI, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 from ragkv.store.environment import LOCK_FILE, WriterLock
@@ -125,9 +125,9 @@ def create_index(
     codec = codec_from_config({"id": config.codec})
     check_factory(config)
     config = validate_vectors(config, fetch=load)
-    loaded = LoadedModels.load(config, device) if load else None
+    loaded = load_models(config, device) if load else None
     if loaded is not None:
-        config = _fitting(config, settings, loaded.model)
+        config = _fitting(config, settings, loaded[0])
     rollback = CreationRollback.of(folder)
     store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
     try:

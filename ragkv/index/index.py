@@ -284,13 +284,6 @@ class Encoders:
                 self._reranker = load_reranker_of(self._config, self._device)
             return self._reranker
 
-    def load(self, *, embedder: bool, reranker: bool) -> None:
-        """Load the models now, so that the times of a question do not include loading."""
-        if embedder:
-            _ = self.embedder
-        if reranker:
-            _ = self.reranker
-
     @property
     def kinds(self) -> frozenset[ScoreKind]:
         """The kinds of vectors that the index stores; loads the embedder."""
@@ -301,13 +294,6 @@ class Encoders:
     def fingerprint(self) -> str | None:
         """The embedder's current fingerprint, without loading it; None for an index without vectors."""
         return None if self._config.embedder == NONE else embedder_fingerprint(self._config.embedder)
-
-    def metadata(self) -> dict[str, str] | None:
-        """The metadata to record about the embedder that made all vectors."""
-        if self.fingerprint is None:
-            return None
-        name = self._config.embedder
-        return {"name": name, "fingerprint": self.fingerprint, "stamp": embedder_stamp(name)}
 
     def require_same_embedder(self) -> str:
         """The fingerprint of the embedder that made the vectors; RetrievalError if the embedder has changed.
@@ -336,21 +322,15 @@ class Encoders:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedModels:
-    """A language model, and the embedder and reranker if the index has them."""
+def load_models(config: IndexConfig, device: str | None) -> tuple[LanguageModel, Embedder | None, Reranker | None]:
+    """A language model, and the embedder and reranker if the index has them, which are loaded first.
 
-    model: LanguageModel
-    embedder: Embedder | None
-    reranker: Reranker | None
+    Raises the ModelLoadError or UnsupportedModelError of the first that cannot be loaded.
+    """
+    from ragkv.model.self_check import load_model
 
-    @classmethod
-    def load(cls, config: IndexConfig, device: str | None) -> LoadedModels:
-        """Load all of them, the small ones first. Raises the ModelLoadError or UnsupportedModelError of the first."""
-        from ragkv.model.self_check import load_model
-
-        embedder, reranker = load_embedder_of(config, device), load_reranker_of(config, device)
-        return cls(load_model(config.model, dtype=config.dtype, device=device), embedder, reranker)
+    embedder, reranker = load_embedder_of(config, device), load_reranker_of(config, device)
+    return load_model(config.model, dtype=config.dtype, device=device), embedder, reranker
 
 
 VARIABLE = "RAGKV_MEMORY_BUDGET"
@@ -551,7 +531,7 @@ os.register_at_fork(after_in_child=_forget_all)
 class Index:
     """An open index. Models load when they are first needed; threads may share an index.
 
-    `device` None is CUDA if available, else the CPU. `loaded` are models that the caller has loaded.
+    `device` None is CUDA if available, else the CPU. `loaded` are models that the caller has loaded (`load_models`).
     `limits` override those of `[runtime]`.
     """
 
@@ -562,22 +542,22 @@ class Index:
         store: Store,
         *,
         device: str | None = None,
-        loaded: LoadedModels | None = None,
+        loaded: tuple[LanguageModel, Embedder | None, Reranker | None] | None = None,
         limits: RuntimeConfig | None = None,
     ) -> None:
         self.folder = folder
         self.config = config
         self.store = store
         self.write_behind = WriteBehind(store, self.open_budget)
-        embedder, reranker = (None, None) if loaded is None else (loaded.embedder, loaded.reranker)
+        self._model, embedder, reranker = loaded or (None, None, None)
         self.encoders = Encoders(folder, config, store, device, embedder=embedder, reranker=reranker)
         """The embedder and reranker, and the check of which embedder made the vectors."""
         self.device = device
         self._lock = threading.RLock()
-        self._closed = False
+        self.closed = False
+        """Whether `close` was called."""
         self._budgeted = False
         self._threads: set[threading.Thread] = set()
-        self._model: LanguageModel | None = None if loaded is None else loaded.model
         self.limits = config.runtime if limits is None else config.runtime.overridden(limits)
         """How many questions are answered at a time."""
         self._runtime: Runtime | None = None
@@ -588,7 +568,7 @@ class Index:
     def tiers(self) -> SharedTiers | None:
         """The tiers that the index shares with others, connected at the first use; None if it has none."""
         with self._lock:
-            if self._tiers is None and self.config.tiers and not self._closed:
+            if self._tiers is None and self.config.tiers and not self.closed:
                 self._tiers = SharedTiers(self.config.tiers, self.store.codec)
                 if not self.store.readonly and self.store.get_meta("tiers") is None:
                     self.write_behind.keep(lambda: self.store.put_meta("tiers", True))
@@ -659,20 +639,15 @@ class Index:
 
         with self._lock:
             if self._runtime is None:
-                self._runtime = runtime_of(self.model, self.run_limits)
+                self._runtime = runtime_of(self.model, runtime_limits(self.model, self.config, self.limits))
                 self.store.spare(self._runtime.pool.holds)
-                if self._closed:  # meanwhile
+                if self.closed:  # meanwhile
                     self._runtime.close(self, self._interrupted)
             return self._runtime
 
-    @property
-    def run_limits(self) -> RuntimeLimits:
-        """The runtime's limits: the user's settings, the rest from this machine's memory."""
-        return runtime_limits(self.model, self.config, self.limits)
-
     def close(self) -> None:
         """End the running answers (AnswerInterruptedError), then close the store."""
-        self._closed = True
+        self.closed = True
         if self._runtime is not None:
             self._runtime.close(self, self._interrupted)
         for thread in list(self._threads):
@@ -687,13 +662,8 @@ class Index:
 
     def require_open(self) -> None:
         """AnswerInterruptedError if the index has been closed; for work that began before."""
-        if self._closed:
+        if self.closed:
             raise AnswerInterruptedError(self._interrupted)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     @property
     def _interrupted(self) -> str:
@@ -860,8 +830,9 @@ class Index:
         While documents of another model or embedder remain, the old names stay.
         """
         makers: dict[str, dict[str, str]] = {"model": {"name": self.config.model, "fingerprint": self.fingerprint}}
-        if (embedder := self.encoders.metadata()) is not None:
-            makers["embedder"] = embedder
+        if (embedder := self.encoders.fingerprint) is not None:
+            name = self.config.embedder
+            makers[EMBEDDER] = {"name": name, "fingerprint": embedder, "stamp": embedder_stamp(name)}
         kept = {kind: read_metadata(self.store, kind) for kind in makers}
         if any(kept[kind] and kept[kind]["fingerprint"] != made["fingerprint"] for kind, made in makers.items()):
             digest = self.recipe.digest()

@@ -12,7 +12,7 @@ import torch
 
 import ragkv.retrievers
 from ragkv.config import CONFIG_FILE, IndexConfig, load_config
-from ragkv.index.index import LoadedModels
+from ragkv.index.index import load_models
 from ragkv.model import self_check
 
 ASKING = frozenset({"ragkv.index.index", "ragkv.cli.query", "ragkv.evaluation.answers", "ragkv.planning.calibration"})
@@ -60,4 +60,4 @@ def preload(*named: str) -> None:
     share_models(pytest.MonkeyPatch())
     for name in named:
         index = (Path(name) / CONFIG_FILE).exists()
-        LoadedModels.load(load_config(Path(name)) if index else IndexConfig(model=name), None)
+        load_models(load_config(Path(name)) if index else IndexConfig(model=name), None)
