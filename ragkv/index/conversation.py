@@ -143,15 +143,17 @@ class Conversation:
         rewrite: bool | None = None,
     ) -> Conversation:
         """A conversation with an index. `history` and `rewrite` None: as in its `ragkv.toml`; "auto" depends on the
-        model.
+        model: as `ragkv doctor` measured it, else `usual_history`.
         """
         mode = index.config.history if history is None else history
         one_of("history", mode, HISTORY)
+        if mode == "auto":
+            mode = measured_history(index.store, index.fingerprint) or usual_history(index.model)
         tokens = index.model.tokens
         return cls(
             index.config.prompt,
             lambda text: len(tokens.encode(text)),
-            history=history_for(index) if mode == "auto" else mode,
+            history=mode,
             history_tokens=history_tokens,
             steps=index.config.steps if rewrite is None else replace(index.config.steps, rewrite=rewrite),
         )
@@ -197,11 +199,6 @@ class Conversation:
     def clear(self) -> None:
         """Forget all turns: the next question begins a new conversation."""
         self.turns.clear()
-
-
-def history_for(index: Index) -> History:
-    """The meaning of "auto" for the index's model: as `ragkv doctor` measured it, else `usual_history`."""
-    return measured_history(index.store, index.fingerprint) or usual_history(index.model)
 
 
 def measured_history(store: Store, fingerprint: str) -> History | None:
