@@ -16,6 +16,7 @@ import hashlib
 import inspect
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -328,15 +329,20 @@ def chunk_count(top_k: int | None, similarity_top_k: int | None) -> int | None:
 
 _Condition = Callable[[Mapping[str, Any]], bool]
 
-_ORDER: Mapping[FilterOperator, Callable[[Any, Any], bool]] = {
-    FilterOperator.GT: lambda found, value: bool(found > value),
-    FilterOperator.GTE: lambda found, value: bool(found >= value),
-    FilterOperator.LT: lambda found, value: bool(found < value),
-    FilterOperator.LTE: lambda found, value: bool(found <= value),
-}
+
+def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Compare numbers with numbers and texts with texts; a number and a text never match."""
+
+    def holds(found: Any, value: Any) -> bool:
+        alike = isinstance(found, str) if isinstance(value, str) else isinstance(found, (int, float))
+        return alike and compare(found, value)
+
+    return holds
+
+
 _HOLDS: Mapping[FilterOperator, Callable[[Any, Any], bool]] = {
-    FilterOperator.EQ: lambda found, value: bool(found == value),
-    FilterOperator.NE: lambda found, value: bool(found != value),
+    FilterOperator.EQ: operator.eq,
+    FilterOperator.NE: operator.ne,
     FilterOperator.IN: lambda found, value: found in value,
     FilterOperator.NIN: lambda found, value: found not in value,
     FilterOperator.ANY: lambda found, value: any(_contains(found, each) for each in value),
@@ -346,6 +352,10 @@ _HOLDS: Mapping[FilterOperator, Callable[[Any, Any], bool]] = {
     FilterOperator.TEXT_MATCH_INSENSITIVE: lambda found, value: (
         isinstance(found, str) and value.lower() in found.lower()
     ),
+    FilterOperator.GT: _ordered(operator.gt),
+    FilterOperator.GTE: _ordered(operator.ge),
+    FilterOperator.LT: _ordered(operator.lt),
+    FilterOperator.LTE: _ordered(operator.le),
 }
 _WITHOUT = (FilterOperator.NE, FilterOperator.NIN)
 """The operators that match a chunk without the key."""
@@ -391,20 +401,20 @@ def metadata_filter(filters: MetadataFilters) -> _Condition:
 
 
 def _single(part: MetadataFilter) -> _Condition:
-    key, value, operator = part.key, part.value, part.operator
+    key, value, asked = part.key, part.value, part.operator
     if key in SCORES:
         raise UsageError(
             f"A filter cannot ask for {key!r}, which a chunk only has once it was found; "
             "drop nodes by their score with a SimilarityPostprocessor."
         )
-    if operator is FilterOperator.IS_EMPTY:
+    if asked is FilterOperator.IS_EMPTY:
         return lambda metadata: metadata.get(key) in (None, "", [])
-    if operator not in _HOLDS and operator not in _ORDER:
-        raise UsageError(f"ragkv knows no filter operator {operator!r}; use {', '.join(_known())}.")
-    if (wanted := _wanted(operator, value)) is not None:
-        raise UsageError(f"The filter operator {operator.value!r} takes {wanted}, not {value!r} (key {key!r}).")
-    holds = _HOLDS.get(operator) or _ordered(_ORDER[operator])
-    without = operator in _WITHOUT
+    if asked not in _HOLDS:
+        known = ", ".join(each.value for each in (*_HOLDS, FilterOperator.IS_EMPTY))
+        raise UsageError(f"ragkv knows no filter operator {asked!r}; use {known}.")
+    if (wanted := _wanted(asked, value)) is not None:
+        raise UsageError(f"The filter operator {asked.value!r} takes {wanted}, not {value!r} (key {key!r}).")
+    holds, without = _HOLDS[asked], asked in _WITHOUT
 
     def condition(metadata: Mapping[str, Any]) -> bool:
         found = metadata.get(key)
@@ -413,29 +423,15 @@ def _single(part: MetadataFilter) -> _Condition:
     return condition
 
 
-def _wanted(operator: FilterOperator, value: Any) -> str | None:
+def _wanted(asked: FilterOperator, value: Any) -> str | None:
     """The type of value that the operator needs, if this is none; else None."""
-    if operator in _LISTS:
+    if asked in _LISTS:
         return None if isinstance(value, list) else "a list"
-    if operator in _TEXTS:
+    if asked in _TEXTS:
         return None if isinstance(value, str) else "a text"
-    if operator in (FilterOperator.EQ, FilterOperator.NE):
+    if asked in (FilterOperator.EQ, FilterOperator.NE):
         return 'a value (a key that is not there is operator "is_empty")' if value is None else None
     return None if isinstance(value, (int, float, str)) else "a number or a text"
-
-
-def _known() -> list[str]:
-    return [operator.value for operator in (*_HOLDS, *_ORDER, FilterOperator.IS_EMPTY)]
-
-
-def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Compare numbers with numbers and texts with texts; a number and a text never match."""
-
-    def holds(found: Any, value: Any) -> bool:
-        alike = isinstance(found, str) if isinstance(value, str) else isinstance(found, (int, float))
-        return alike and compare(found, value)
-
-    return holds
 
 
 def _contains(found: Any, value: Any) -> bool:
