@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from ragkv.errors import AnswerInterruptedError, KVMismatchError, MissingExtraError, ModelLoadError
 from ragkv.index.answer import QuestionWithOptions
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ragkv.index.index import Index
     from ragkv.runtime import Runtime
     from ragkv.types import Source, TracedToken
+
+T = TypeVar("T")
 
 AT_A_TIME = 16
 """Questions prepared between two steps, so that the first answers do not wait for the last retrieval."""
@@ -233,57 +235,79 @@ class AsyncAnswers:
                 found[result.number] = result.answer
         return [found[number] for number in sorted(found)]
 
-    async def _run(self) -> AsyncGenerator[Result]:
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[Result | BaseException | None] = asyncio.Queue()
+    def _run(self) -> AsyncGenerator[Result]:
         room = threading.Semaphore(AT_A_TIME)
         left = threading.Event()
         answers: Answers | None = None
 
-        def notify(item: Result | BaseException | None) -> None:
-            try:
-                loop.call_soon_threadsafe(queue.put_nowait, item)
-            except RuntimeError:  # the loop was closed, so no task waits any more
-                left.set()
-
-        def work() -> None:
+        def work(notify: Callable[[Result], None]) -> None:
             nonlocal answers
-            end: BaseException | None = None
-            try:
-                with self._start() as answers:
-                    for result in answers:
-                        notify(result)
-                        while not (left.is_set() or room.acquire(timeout=_LOOK)):
-                            self._index.require_open()
-                        if left.is_set():
-                            break
-            except BaseException as error:
-                end = error
-            notify(end)
+            with self._start() as answers:
+                for result in answers:
+                    notify(result)
+                    while not (left.is_set() or room.acquire(timeout=_LOOK)):
+                        self._index.require_open()
+                    if left.is_set():
+                        break
 
-        # not the loop's executor: its few threads would let only as many questions into a batch
-        thread = self._index.start_thread(partial(contextvars.copy_context().run, work), name="ragkv-answers")
-        ended = False
-        try:
-            while not ended:
-                item = await queue.get()
-                if isinstance(item, Result):
-                    yield item
-                    room.release()
-                    continue
-                ended = True
-                if item is not None:
-                    raise item
-        finally:
+        def leave() -> None:
             left.set()
             if answers is not None:
                 answers.cancel()
-            while not ended:
-                room.release()
-                ended = not isinstance(await queue.get(), Result)
+            room.release()
+
+        return _from_thread(self._index, work, leave, name="ragkv-answers", on_taken=room.release)
+
+
+async def _from_thread(
+    index: Index,
+    work: Callable[[Callable[[T], None]], None],
+    leave: Callable[[], None],
+    *,
+    name: str,
+    on_taken: Callable[[], object] = lambda: None,
+) -> AsyncGenerator[T]:
+    """What `work`, in a thread, passes to its argument (None is the end); then the error of `work`, if it has one.
+
+    If the iterating task is cancelled or leaves early, `leave` has to end the work, and the thread is joined.
+    `on_taken` is called when the task comes back for the next one.
+    """
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[T | None] = asyncio.Queue()
+    failed: list[BaseException] = []
+
+    def put(item: T | None) -> None:
+        try:
+            loop.call_soon_threadsafe(queue.put_nowait, item)
+        except RuntimeError:  # the loop was closed, so no task waits any more
+            leave()
+
+    def run() -> None:
+        try:
+            work(put)
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            put(None)
+
+    # not the loop's executor: its few threads would let only as many questions into a batch
+    thread = index.start_thread(partial(contextvars.copy_context().run, run), name=name)
+    try:
+        while (item := await queue.get()) is not None:
+            yield item
+            on_taken()
+    except BaseException:
+        leave()
+        if not loop.is_closed():  # otherwise no task can wait, and the thread ends by itself
+            while await queue.get() is not None:
+                continue
             thread.join()
+        raise
+    thread.join()  # it has delivered its last item
+    if failed:
+        raise failed[0]
 
 
 class AsyncAnswerStream:
@@ -360,45 +384,14 @@ class AsyncAnswerStream:
         """The tokens so far, a growing list."""
         return () if self._stream is None else self._stream.trace
 
-    async def _run(self) -> AsyncGenerator[str]:
-        import asyncio
+    def _run(self) -> AsyncGenerator[str]:
+        def work(notify: Callable[[str], None]) -> None:
+            self._stream = self._start()
+            if self._cancelled.is_set():  # before there was a stream to cancel
+                self._stream.cancel()
+            if self._announce:
+                self._stream.when_found = lambda: notify("")
+            for delta in self._stream:
+                notify(delta)
 
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[str | None] = asyncio.Queue()
-        failed: list[BaseException] = []
-
-        def notify(delta: str | None) -> None:
-            try:
-                loop.call_soon_threadsafe(queue.put_nowait, delta)
-            except RuntimeError:  # the loop was closed, so no task waits any more
-                self.cancel()
-
-        def work() -> None:
-            try:
-                self._stream = self._start()
-                if self._cancelled.is_set():  # before there was a stream to cancel
-                    self._stream.cancel()
-                if self._announce:
-                    self._stream.when_found = lambda: notify("")
-                for delta in self._stream:
-                    notify(delta)
-            except BaseException as error:
-                failed.append(error)
-            finally:
-                notify(None)
-
-        # not the loop's executor: its few threads would let only as many questions into a batch
-        thread = self._index.start_thread(partial(contextvars.copy_context().run, work), name="ragkv-answer")
-        try:
-            while (delta := await queue.get()) is not None:
-                yield delta
-        except BaseException:
-            self.cancel()
-            if not loop.is_closed():  # otherwise no task can wait, and the thread ends by itself
-                while await queue.get() is not None:
-                    continue
-                thread.join()
-            raise
-        thread.join()  # it has delivered its last item
-        if failed:
-            raise failed[0]
+        return _from_thread(self._index, work, self.cancel, name="ragkv-answer")
