@@ -61,18 +61,12 @@ class ShardedSearch(Finder):
 
     def searcher(self, mode: Mode, *, rerank: bool) -> _ShardSearcher:
         """A searcher over the indexes of all ranks."""
-        parts = self._parts(mode, rerank=rerank)
-        group = self._group
-        return _ShardSearcher(
-            group,
-            embedder=parts["embedder"],
-            indexes={kind: _Vectors(group, index) for kind, index in parts["indexes"].items()},
-            bm25=None if parts["bm25"] is None else _SharedWords(group, parts["bm25"]),
-            texts=lambda chunk_ids: {each: self._known[each][0].text for each in chunk_ids if each in self._known},
-            colbert=parts["colbert"],
-            reranker=None if parts["reranker"] is None else _SharedRerankers(group, parts["reranker"]),
-            fusion=parts["fusion"],
-        )
+        parts, group = self._parts(mode, rerank=rerank), self._group
+        parts["indexes"] = {kind: _Vectors(group, index) for kind, index in parts["indexes"].items()}
+        parts["bm25"] = None if parts["bm25"] is None else _SharedWords(group, parts["bm25"])
+        parts["reranker"] = None if parts["reranker"] is None else _SharedRerankers(group, parts["reranker"])
+        parts["texts"] = lambda ids: {each: self._known[each][0].text for each in ids if each in self._known}
+        return _ShardSearcher(group, **parts)
 
     def _among(self, where: Sequence[str], only: Callable[[Document, Chunk], bool] | None) -> IdSet | None:
         """The chunks of this rank that meet the conditions; UsageError if no document of any rank does."""
@@ -206,23 +200,23 @@ class RankExecutor:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self.passed = 0
 
     def run(
         self, long_document: LongDocument, known: Mapping[int, EncodedBlock] | None = None
     ) -> Iterator[EncodedBlock]:
         """All blocks in order; those of other ranks as `ChunkKV.elsewhere`. Of the `known`, only its own are read."""
-        ranks, blocks = self._ranks, long_document.layout.blocks
+        ranks, blocks = self.ranks, long_document.layout.blocks
         mine = {h: made for h, made in (known or {}).items() if h % ranks.size == ranks.rank}
         there = torch.zeros(blocks, dtype=torch.uint8)
         there[list(mine)] = 1
         todo = ranks.gather(there).amax(0) == 0  # what its own rank does not have
-        exchange = _Round(self, ranks, long_document)
+        exchange = _Round(self, long_document)
         own = [h for h in range(ranks.rank, blocks, ranks.size) if todo[h]]
         anchor = long_document.anchor() if own else None
         for first in range(0, blocks, ranks.size):
-            exchange.begin(first)
+            exchange.first = first
             h = first + ranks.rank
             made = mine.get(h)
             if h < blocks and made is None:
@@ -233,8 +227,8 @@ class RankExecutor:
                 yield self._block(long_document, block, made)
 
     def _block(self, long_document: LongDocument, block: int, made: EncodedBlock | None) -> EncodedBlock:
-        owner = block % self._ranks.size
-        if owner == self._ranks.rank:
+        owner = block % self.ranks.size
+        if owner == self.ranks.rank:
             assert made is not None
             return replace(made, kv=replace(made.kv, owner=owner))
         layout = long_document.layout
@@ -250,17 +244,14 @@ class RankExecutor:
 class _Round:
     """The exchange of blocks that run at the same time."""
 
-    def __init__(self, executor: RankExecutor, ranks: Ranks, long_document: LongDocument) -> None:
+    def __init__(self, executor: RankExecutor, long_document: LongDocument) -> None:
         self._executor = executor
-        self._ranks = ranks
+        self._ranks = executor.ranks
         self._layout = long_document.layout
         self._model = long_document.model
         self._kept: dict[tuple[int, int], PassedKV] = {}
-        self._first = 0
-
-    def begin(self, first: int) -> None:
-        """Start the next round, with the blocks from `first` on."""
-        self._first = first
+        self.first = 0
+        """The first block of this round."""
 
     def swap(self, block: int, layer: int, mine: PassedKV) -> Sequence[PassedKV]:
         self._gather(layer, mine)
@@ -288,7 +279,7 @@ class _Round:
         found = self._ranks.gather(both)
         where = self._ranks.gather(places) if self._model.windows else places.expand(self._ranks.size, -1, -1)
         for rank in range(self._ranks.size):
-            block = self._first + rank
+            block = self.first + rank
             if block < self._layout.blocks:
                 self._keep(block, layer, found[rank], where[rank], key_dim)
 
@@ -298,34 +289,167 @@ class _Round:
         self._kept[block, layer] = PassedKV(key.contiguous(), value.contiguous(), places[:, :count])
 
 
-_NOTHING = KVUse()
-
-
 def rank_of(name: str, size: int) -> int:
     """The rank that holds this name's KV: a hash, the same as long as there are `size` ranks."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()) % size
 
 
-class ShardedDocuments:
-    """The documents of a question's chunks, for an engine that reads whole documents. All ranks make the same calls."""
+def _summary(one: DocumentBlocks) -> list[Any]:
+    """A document's summary for the other ranks: its best chunk, and the position and tokens of each block."""
+    blocks = [[each.stored().encoded_at, list(each.token_ids)] for each in one.given]
+    return [one.best.chunk.chunk_id, blocks]
 
-    def __init__(self, index: Index, kv_loader: KVLoader, group: RankGroup, engine: Engine) -> None:
-        self._index = index
-        self._kv_loader = kv_loader
+
+class ShardedBackend(IndexBackend):
+    """An index on several ranks: each has its own documents (`shards`), or holds the KV of some chunks.
+
+    All ranks ask the same questions in the same order. `index` is the one on this rank; `runtime` runs in step with
+    those of the other ranks.
+    """
+
+    def __init__(self, index: Index, group: RankGroup, runtime: Runtime, *, shards: bool) -> None:
+        self._shards = ShardedSearch(index, group) if shards else None
+        super().__init__(index, self._shards or Finder(index), KVLoader(index))
         self._group = group
-        self._engine = engine
+        self._runtime = runtime
+        self._owners: dict[str, int] = {}
+        self._question = ""
+        self._prefixes: dict[tuple[int, ...], ChunkKV] = {}
+        self.sizes = self._sizes_here
+        self.prefetch = lambda encoding, chunks: None  # the owners of chunks are known only after the search
 
-    def sharded(
-        self, scored: Sequence[ScoredChunk], mine: Sequence[ScoredChunk], after: After
+    @property
+    def runtime(self) -> Runtime:
+        return self._runtime
+
+    def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+        if task.question != self._question:  # else its chunks are read together with those of earlier searches
+            self._question, self._owners = task.question, {}
+        if self._shards is not None:
+            found = super().find(task, on_candidates)
+            self._owners |= {s.chunk.chunk_id: self._shards.owners.get(s.chunk.chunk_id, 0) for s in found}
+            return found
+        found = self._first_finds(task, on_candidates)
+        self._owners |= {s.chunk.chunk_id: rank_of(s.chunk.chunk_id, self._group.size) for s in found}
+        return found
+
+    def _first_finds(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
+        """The chunks that rank 0 finds, because the others' copies of the index may differ in a document."""
+        mine: list[Any] | str = []
+        error: RagkvError | None = None
+        if self._group.rank == 0:
+            try:
+                mine = pack_arrays(super().find(task, on_candidates))
+            except RagkvError as failure:
+                mine, error = str(failure), failure
+        first = gathered(self._group, mine)[0]
+        if isinstance(first, str):
+            raise error or RetrievalError(first)
+        return unpack_arrays(first, 0)
+
+    def request(
+        self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
+    ) -> tuple[Request, KVUse]:
+        from ragkv.engines import Request
+
+        index = self._index
+        index.require_known_tokens(scored)
+        prefix = None if task.engine.encoding is None else self._prefix(after)
+        if not task.engine.whole_documents:
+            given, use = self._chunks(task, scored, after)
+        elif self._shards is not None:
+            given, use = self._sharded(task.engine, scored, after)
+        else:
+            given, use = self._split(task.engine, scored, after)
+        request = Request(
+            prefix_ids=index.prefix_ids,
+            prefix=prefix,
+            chunks=tuple(given),
+            suffix_ids=task.suffix_ids(index.prompt, index.model.tokens),
+            question=task.question,
+            prompt=index.prompt,
+        )
+        numbers = asdict(use)
+        whole = self._group.gather(torch.tensor([*numbers.values()])).sum(0).tolist()
+        return request, KVUse(**dict(zip(numbers, whole, strict=True)))
+
+    def _chunks(
+        self, task: AnswerTask, scored: Sequence[ScoredChunk], after: After
     ) -> tuple[list[ContextChunk], KVUse]:
-        """The documents of an index with shards, the best last; `mine` are this rank's chunks.
+        """Each chunk, with its KV if it is on this rank; and the KV that this rank has loaded."""
+        from ragkv.engines import ContextChunk
+
+        encoding, mine = task.engine.reads, self._mine(scored)
+        kvs, use = self._kv_loader.chunks(encoding, mine, keep=task.keep, after=after)
+        here = {s.chunk.chunk_id: kv for s, kv in zip(mine, kvs, strict=True)}
+        packet = None if encoding is None else self._kv_loader.packet(encoding)
+        alone = encoding is Encoding.STANDALONE if packet is None else not packet.prefixed
+        starts = [0 if alone else len(self._index.prefix_ids)] * len(scored)
+        if encoding is Encoding.CONTEXT and scored:  # only the rank that has a chunk knows what it saw
+            own = [here.get(s.chunk.chunk_id) for s in scored]
+            starts = self._group.gather(torch.tensor([kv.encoded_at if kv else 0 for kv in own])).sum(0).tolist()
+        return [
+            ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=self._kv(encoding, s, here, start))
+            for s, start in zip(scored, starts, strict=True)
+        ], use
+
+    def _kv(
+        self,
+        encoding: Encoding | None,
+        scored: ScoredChunk,
+        here: Mapping[str, ChunkKV | None],
+        start: int,
+    ) -> ChunkKV | None:
+        """A chunk's KV, or a placeholder if another rank has it, where the chunk was encoded at `start`."""
+        chunk_id, tokens = scored.chunk.chunk_id, len(scored.chunk.token_ids)
+        if encoding is None or not tokens:
+            return None
+        owner = self._owners[chunk_id]
+        if (kv := here.get(chunk_id)) is not None:
+            return replace(kv, owner=owner)
+        packet = self._kv_loader.packet(encoding)
+        vectors = 0 if packet is None else packet.tokens
+        return self._elsewhere(owner, tokens + vectors, start)
+
+    def _prefix(self, after: After) -> ChunkKV | None:
+        """The prefix's KV. Rank 0 sends its own once, so that all ranks have the same bits."""
+        ids = self._index.prefix_ids
+        if not ids:
+            return None
+        if ids not in self._prefixes:
+            kv = self._kv_loader.prefix(after)
+            assert kv is not None
+            self._prefixes = {
+                ids: replace(
+                    kv,
+                    keys=tuple(self._group.first(key) for key in kv.keys),
+                    values=tuple(self._group.first(value) for value in kv.values),
+                )
+            }
+        return self._prefixes[ids]
+
+    def _mine(self, scored: Sequence[ScoredChunk]) -> list[ScoredChunk]:
+        return [s for s in scored if self._owners[s.chunk.chunk_id] == self._group.rank and s.chunk.token_ids]
+
+    def _sizes_here(
+        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
+    ) -> dict[Hashable, int]:
+        if not whole or self._shards is not None:
+            return self._kv_loader.sizes(encoding, self._mine(scored), whole=whole)
+        return {
+            what: -(-size // self._group.size)
+            for what, size in self._kv_loader.sizes(encoding, scored, whole=True).items()
+        }
+
+    def _sharded(self, engine: Engine, scored: Sequence[ScoredChunk], after: After) -> tuple[list[ContextChunk], KVUse]:
+        """The documents of the chunks of an index with shards, the best last.
 
         UsageError on all ranks when one rank's document cannot be read as a whole.
         """
         found: list[DocumentBlocks] = []
         failure: UsageError | None = None
         try:
-            found = list(each_document(self._index, self._kv_loader, self._engine, mine, after))
+            found = list(each_document(self._index, self._kv_loader, engine, self._mine(scored), after))
         except UsageError as error:  # the other ranks are waiting for the exchange below
             failure = error
         summaries = gathered(self._group, [_summary(one) for one in found] if failure is None else str(failure))
@@ -343,22 +467,20 @@ class ShardedDocuments:
             raise RanksError(
                 f"The documents of a rank cannot be read ({error}); run the same version on all ranks."
             ) from error
-        return given, sum((one.use for one in found), _NOTHING)
+        return given, sum((one.use for one in found), KVUse())
 
-    def split(
-        self, scored: Sequence[ScoredChunk], prefix: ChunkKV | None, after: After
-    ) -> tuple[list[ContextChunk], KVUse]:
-        """The documents of an index that all ranks have, the best last. Block h is on rank h mod n, a short document on
-        one rank.
+    def _split(self, engine: Engine, scored: Sequence[ScoredChunk], after: After) -> tuple[list[ContextChunk], KVUse]:
+        """The documents of the chunks of an index that all ranks have, the best last. Block h is on rank h mod n, a
+        short document on one rank.
 
         Missing blocks are encoded by all ranks together, each its own. UsageError on all ranks when they do not have
         the same documents.
         """
-        compressor = compressor_for(self._engine.config.compressor, self._index.model)
-        plans = list(planned(self._index, self._engine, compressor, scored))
+        compressor, prefix = compressor_for(engine.config.compressor, self._index.model), self._prefix(after)
+        plans = list(planned(self._index, engine, compressor, scored))
         self._require_same([blocks for _, blocks in plans])
         given: list[ContextChunk] = []
-        use = _NOTHING
+        use = KVUse()
         for best, blocks in plans:
             kvs, of_one = self._part(blocks, compressor, prefix, after)
             given += given_blocks(best, blocks, kvs)
@@ -467,160 +589,3 @@ class ShardedDocuments:
     def _elsewhere(self, rank: int, tokens: int, encoded_at: int) -> ChunkKV:
         layers = len(self._index.shape.layers)
         return ChunkKV.elsewhere(owner=rank, layers=layers, tokens=tokens, encoded_at=encoded_at)
-
-
-def _summary(one: DocumentBlocks) -> list[Any]:
-    """A document's summary for the other ranks: its best chunk, and the position and tokens of each block."""
-    blocks = [[each.stored().encoded_at, list(each.token_ids)] for each in one.given]
-    return [one.best.chunk.chunk_id, blocks]
-
-
-class ShardedBackend(IndexBackend):
-    """An index on several ranks: each has its own documents (`shards`), or holds the KV of some chunks.
-
-    All ranks ask the same questions in the same order. `index` is the one on this rank; `runtime` runs in step with
-    those of the other ranks.
-    """
-
-    def __init__(self, index: Index, group: RankGroup, runtime: Runtime, *, shards: bool) -> None:
-        self._shards = ShardedSearch(index, group) if shards else None
-        super().__init__(index, self._shards or Finder(index), KVLoader(index))
-        self._group = group
-        self._runtime = runtime
-        self._owners: dict[str, int] = {}
-        self._question = ""
-        self._prefixes: dict[tuple[int, ...], ChunkKV] = {}
-        self.sizes = self._sizes_here
-        self.prefetch = self._no_prefetch
-
-    @property
-    def runtime(self) -> Runtime:
-        return self._runtime
-
-    def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
-        if task.question != self._question:  # else its chunks are read together with those of earlier searches
-            self._question, self._owners = task.question, {}
-        if self._shards is not None:
-            found = super().find(task, on_candidates)
-            self._owners |= {s.chunk.chunk_id: self._shards.owners.get(s.chunk.chunk_id, 0) for s in found}
-            return found
-        found = self._first_finds(task, on_candidates)
-        self._owners |= {s.chunk.chunk_id: rank_of(s.chunk.chunk_id, self._group.size) for s in found}
-        return found
-
-    def _first_finds(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
-        """The chunks that rank 0 finds, because the others' copies of the index may differ in a document."""
-        mine: list[Any] | str = []
-        error: RagkvError | None = None
-        if self._group.rank == 0:
-            try:
-                mine = pack_arrays(super().find(task, on_candidates))
-            except RagkvError as failure:
-                mine, error = str(failure), failure
-        first = gathered(self._group, mine)[0]
-        if isinstance(first, str):
-            raise error or RetrievalError(first)
-        return unpack_arrays(first, 0)
-
-    def request(
-        self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
-    ) -> tuple[Request, KVUse]:
-        from ragkv.engines import Request
-
-        index = self._index
-        index.require_known_tokens(scored)
-        prefix = None if task.engine.encoding is None else self._prefix(after)
-        given, use = (self._long_documents if task.engine.whole_documents else self._chunks)(task, scored, after)
-        request = Request(
-            prefix_ids=index.prefix_ids,
-            prefix=prefix,
-            chunks=tuple(given),
-            suffix_ids=task.suffix_ids(index.prompt, index.model.tokens),
-            question=task.question,
-            prompt=index.prompt,
-        )
-        numbers = torch.tensor([use.hits, use.misses, use.bytes, use.tokens, use.memory_hits])
-        hits, misses, nbytes, tokens, held = self._group.gather(numbers).sum(0).tolist()
-        return request, KVUse(hits=hits, misses=misses, bytes=nbytes, tokens=tokens, memory_hits=held)
-
-    def _chunks(
-        self, task: AnswerTask, scored: Sequence[ScoredChunk], after: After
-    ) -> tuple[list[ContextChunk], KVUse]:
-        """Each chunk, with its KV if it is on this rank; and the KV that this rank has loaded."""
-        from ragkv.engines import ContextChunk
-
-        encoding, mine = task.engine.reads, self._mine(scored)
-        kvs, use = self._kv_loader.chunks(encoding, mine, keep=task.keep, after=after)
-        here = {s.chunk.chunk_id: kv for s, kv in zip(mine, kvs, strict=True)}
-        packet = None if encoding is None else self._kv_loader.packet(encoding)
-        alone = encoding is Encoding.STANDALONE if packet is None else not packet.prefixed
-        starts = [0 if alone else len(self._index.prefix_ids)] * len(scored)
-        if encoding is Encoding.CONTEXT and scored:  # only the rank that has a chunk knows what it saw
-            own = [here.get(s.chunk.chunk_id) for s in scored]
-            starts = self._group.gather(torch.tensor([kv.encoded_at if kv else 0 for kv in own])).sum(0).tolist()
-        return [
-            ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=self._kv(encoding, s, here, start))
-            for s, start in zip(scored, starts, strict=True)
-        ], use
-
-    def _long_documents(
-        self, task: AnswerTask, scored: Sequence[ScoredChunk], after: After
-    ) -> tuple[list[ContextChunk], KVUse]:
-        """The blocks of the chunks' documents, with the KV of this rank's blocks."""
-        long_documents = ShardedDocuments(self._index, self._kv_loader, self._group, task.engine)
-        if self._shards is not None:
-            return long_documents.sharded(scored, self._mine(scored), after)
-        return long_documents.split(scored, self._prefix(after), after)
-
-    def _kv(
-        self,
-        encoding: Encoding | None,
-        scored: ScoredChunk,
-        here: Mapping[str, ChunkKV | None],
-        start: int,
-    ) -> ChunkKV | None:
-        """A chunk's KV, or a placeholder if another rank has it, where the chunk was encoded at `start`."""
-        chunk_id, tokens = scored.chunk.chunk_id, len(scored.chunk.token_ids)
-        if encoding is None or not tokens:
-            return None
-        owner = self._owners[chunk_id]
-        if (kv := here.get(chunk_id)) is not None:
-            return replace(kv, owner=owner)
-        packet = self._kv_loader.packet(encoding)
-        vectors = 0 if packet is None else packet.tokens
-        return ChunkKV.elsewhere(
-            owner=owner, layers=len(self._index.shape.layers), tokens=tokens + vectors, encoded_at=start
-        )
-
-    def _prefix(self, after: After) -> ChunkKV | None:
-        """The prefix's KV. Rank 0 sends its own once, so that all ranks have the same bits."""
-        ids = self._index.prefix_ids
-        if not ids:
-            return None
-        if ids not in self._prefixes:
-            kv = self._kv_loader.prefix(after)
-            assert kv is not None
-            self._prefixes = {
-                ids: replace(
-                    kv,
-                    keys=tuple(self._group.first(key) for key in kv.keys),
-                    values=tuple(self._group.first(value) for value in kv.values),
-                )
-            }
-        return self._prefixes[ids]
-
-    def _mine(self, scored: Sequence[ScoredChunk]) -> list[ScoredChunk]:
-        return [s for s in scored if self._owners[s.chunk.chunk_id] == self._group.rank and s.chunk.token_ids]
-
-    def _sizes_here(
-        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
-    ) -> dict[Hashable, int]:
-        if not whole or self._shards is not None:
-            return self._kv_loader.sizes(encoding, self._mine(scored), whole=whole)
-        return {
-            what: -(-size // self._group.size)
-            for what, size in self._kv_loader.sizes(encoding, scored, whole=True).items()
-        }
-
-    def _no_prefetch(self, encoding: Encoding | None, chunks: Sequence[ScoredChunk]) -> Prefetch | None:
-        return None  # the owners of chunks are known only after the search
