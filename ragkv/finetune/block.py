@@ -394,13 +394,17 @@ def visible(segments: Tensor, asks: Tensor, block: Tensor, copies: Tensor | None
 
 
 class RowMask:
-    """The visible keys in a batch of rows (columns of `ragkv.finetune.data.collate`), with a layer's sliding window.
+    """The visible keys in a batch of rows (`columns` of `ragkv.finetune.data.collate`), with a layer's sliding window.
 
     Masks are made once per batch and window, not once per layer.
     """
 
-    def __init__(self, *, positions: Tensor, causal: bool, **columns: Tensor) -> None:
-        self._columns, self._positions, self._causal = columns, positions, causal
+    OWN = ("segments", "asks", "copies", "block", "causal")
+    """The columns that are for the mask alone."""
+
+    def __init__(self, columns: Mapping[str, Any]) -> None:
+        self._columns = {name: columns[name] for name in self.OWN if name != "causal"}
+        self._positions, self._causal = columns["position_ids"], columns["causal"]
         self._made: dict[int | None, Tensor | None] = {}
 
     def of(self, window: int | None) -> Tensor | None:
@@ -466,40 +470,30 @@ class RowTrainer(Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **more: Any) -> Any:
         """The model's own loss over the answers' tokens, for the columns of `ragkv.finetune.data.collate`."""
-        columns = dict(inputs)
-        rows = RowMask(
-            positions=columns["position_ids"],
-            **{name: columns.pop(name) for name in ("segments", "asks", "copies", "block", "causal")},
-        )
-        return super().compute_loss(model, {**columns, "ragkv_rows": rows, "use_cache": False}, *arguments, **more)
+        columns = {name: column for name, column in inputs.items() if name not in RowMask.OWN}
+        columns |= {"ragkv_rows": RowMask(inputs), "use_cache": False}
+        return super().compute_loss(model, columns, *arguments, **more)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
 
 
-class StopAsked:
-    """Whether a stop after the current step was requested."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-
 @contextmanager
-def stop_on_interrupt() -> Iterator[StopAsked]:
-    """Let the first Ctrl-C request a stop after the current step, and a checkpoint; a second one interrupts at once.
+def stop_on_interrupt() -> Iterator[threading.Event]:
+    """Let the first Ctrl-C set an event, to stop after the current step with a checkpoint; a second one interrupts.
 
     Outside the main thread, which alone receives signals, nothing changes.
     """
-    stop = StopAsked()
+    stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
     before = signal.getsignal(signal.SIGINT)
 
     def ask(number: int, frame: Any) -> None:
-        if stop.asked:
+        if stop.is_set():
             raise KeyboardInterrupt
-        stop.asked = True
+        stop.set()
         logger.warning("stopping after this step and writing a checkpoint; interrupt again to stop at once.")
 
     signal.signal(signal.SIGINT, ask)
@@ -518,7 +512,7 @@ class Follower(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         model: LanguageModel,
-        stop: StopAsked,
+        stop: threading.Event,
         *,
         on_progress: Progress | None,
         on_step: Callable[[int, LanguageModel], None] | None,
@@ -533,7 +527,7 @@ class Follower(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
         self._lend(state.global_step)
-        if self._stop.asked:
+        if self._stop.is_set():
             control.should_save = control.should_training_stop = True
         return control
 

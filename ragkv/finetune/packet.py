@@ -219,9 +219,9 @@ class PacketTraining:
                 self.losses = {"loss_first": loss if self.step == 1 else self.losses["loss_first"], "loss_last": loss}
                 if on_progress is not None:
                     on_progress({"step": self.step, "steps": steps, "loss": loss})
-                if stop.asked or self.step % self._config.checkpoint_every == 0 or self.step == steps:
+                if stop.is_set() or self.step % self._config.checkpoint_every == 0 or self.step == steps:
                     save()
-                if stop.asked and self.step < steps:
+                if stop.is_set() and self.step < steps:
                     raise KeyboardInterrupt
 
     def _advance(self, lessons: Sequence[ExampleTokens], steps: int) -> float:
@@ -275,15 +275,11 @@ class PacketTraining:
             name: value.to(self._model.device) if isinstance(value, Tensor) else value
             for name, value in collate(rows).items()
         }
-        mask = RowMask(
-            positions=columns["position_ids"],
-            **{name: columns[name] for name in ("segments", "asks", "copies", "block", "causal")},
-        )
         found: Tensor = self._learner(
             inputs_embeds=embed(self._learner.get_input_embeddings(), columns["input_ids"], self.vectors),
             position_ids=columns["position_ids"],
             logits_to_keep=columns["logits_to_keep"],
             use_cache=False,
-            ragkv_rows=mask,
+            ragkv_rows=RowMask(columns),
         ).logits
         return found[:, :-1][columns["labels"][:, 1:] != IGNORED].float()

@@ -40,10 +40,6 @@ def parts_of(model, **changes):
 def row_logits(model, rows):
     """Those of the first row's last columns, the other rows beside it."""
     columns = collate(rows)
-    mask = RowMask(
-        positions=columns["position_ids"],
-        **{name: columns[name] for name in ("segments", "asks", "copies", "block", "causal")},
-    )
     model.module.set_attn_implementation(NAME)
     try:
         with torch.no_grad():
@@ -52,7 +48,7 @@ def row_logits(model, rows):
                 position_ids=columns["position_ids"],
                 logits_to_keep=columns["logits_to_keep"],
                 use_cache=False,
-                ragkv_rows=mask,
+                ragkv_rows=RowMask(columns),
             ).logits[0]
     finally:
         model.module.set_attn_implementation("ragkv")
