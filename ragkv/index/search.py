@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -131,7 +131,7 @@ class Found:
     retrieval_score: float
     score_kind: ScoreKind
     rerank_score: float | None = None
-    score: float = field(default=0.0)
+    score: float = 0.0
 
     def scored(self, chunk: Chunk, source: str) -> ScoredChunk:
         """The chunk, from the document named `source`, with these scores."""
@@ -486,7 +486,11 @@ class Derived:
 
     def _opened(self, name: str, like: Any) -> Any:
         """The saved index; None if there is no usable one."""
-        found = _load(KINDS[name], self._folder / name, like)
+        found = None
+        try:
+            found = _open(KINDS[name], self._folder / name, like)
+        except RetrievalError as error:
+            logger.info("a retrieval index is built again: %s", error)
         self._measure(name)
         return found
 
@@ -683,14 +687,6 @@ def _open(kind: type[Any], folder: Path, like: Any = None) -> Any:
     return kind.load(folder, like=like)
 
 
-def _load(kind: type[Any], folder: Path, like: Any) -> Any:
-    try:
-        return _open(kind, folder, like)
-    except RetrievalError as error:
-        logger.info("a retrieval index is built again: %s", error)
-        return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkView:
     """A chunk with everything stored for it. `vectors` describes each kind; `before` and `after` are neighbours."""
@@ -792,7 +788,9 @@ def chunk_named(store: Store, name: str) -> Chunk:
         return whole
     document, colon, ordinal = name.rpartition(":")
     if colon and document and ordinal.isascii() and ordinal.isdecimal():
-        [stored] = _one(match(list(store.documents()), [document]), document)
+        stored, *others = match(list(store.documents()), [document])
+        if others:
+            raise UsageError(f"{document!r} means {1 + len(others)} documents, and a chunk belongs to one; name one.")
         for chunk in islice(store.chunks(stored.document.document_id), int(ordinal), None):
             return chunk
         raise UsageError(f"{document} ends with chunk {stored.chunks - 1} (the first is 0); there is no {ordinal}.")
@@ -830,12 +828,6 @@ def look_at(store: Store, chunk: Chunk) -> ChunkView:
         before=around.get(chunk.ordinal - 1),
         after=around.get(chunk.ordinal + 1),
     )
-
-
-def _one(found: list[StoredDocument], name: str) -> list[StoredDocument]:
-    if len(found) > 1:
-        raise UsageError(f"{name!r} means {len(found)} documents, and a chunk belongs to one; name one.")
-    return found
 
 
 class Finder:
@@ -953,17 +945,11 @@ class Finder:
             "embedder": None if mode == "bm25" else encoders.embedder,
             "indexes": indexes,
             "bm25": self._derived.bm25() if "bm25" in searched else None,
-            "texts": self._texts,
-            "colbert": self._rows,
+            "texts": lambda ids: {name: chunk.text for name, chunk in self._store.chunk_many(ids).items()},
+            "colbert": partial(self._store.vector_many, "colbert"),
             "reranker": encoders.reranker if rerank else None,
             "fusion": config.fusion,
         }
-
-    def _texts(self, chunk_ids: Sequence[str]) -> dict[str, str]:
-        return {chunk_id: chunk.text for chunk_id, chunk in self._store.chunk_many(chunk_ids).items()}
-
-    def _rows(self, chunk_ids: Sequence[str]) -> dict[str, Any]:
-        return self._store.vector_many("colbert", chunk_ids)
 
     def _fetch(self, found: Sequence[Found]) -> Mapping[str, tuple[Chunk, str]]:
         """The found chunks that are still there, by id, each with its document's source."""
