@@ -14,12 +14,13 @@ import re
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -344,8 +345,6 @@ class _Fields:
     chunks: NDArray[Any]  # (chunks,) S16
     owners: NDArray[np.int32]  # (chunks,)
 
-    PARTS: ClassVar = tuple(f"{name}.npy" for name in _ARRAYS)
-
     @classmethod
     def collect(
         cls,
@@ -363,13 +362,10 @@ class _Fields:
         by_value = np.lexsort((rows, places))
         counts = np.bincount(places, minlength=len(words))
         there = [words[word] for word, count in zip(order, counts.tolist(), strict=True) if count]
-        names = sorted({name for name, _ in there})
-        sizes = dict.fromkeys(names, 0)
-        for name, _ in there:
-            sizes[name] += 1
+        sizes = Counter(name for name, _ in there)  # ascending, as `there` is
         ascending = np.argsort(chunks, kind="stable")
         return cls(
-            fields=_Texts.of(names),
+            fields=_Texts.of(list(sizes)),
             spans=np.cumsum([0, *sizes.values()], dtype=np.int64),
             values=_Texts.of([value for _, value in there]),
             starts=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[counts > 0])]),
@@ -423,17 +419,12 @@ class _Fields:
         texts = [str(value, "utf-8", "surrogatepass") for value in self.values.many(low, high)]
         return low + np.flatnonzero([matches(text) for text in texts])
 
-    def arrays(self) -> list[NDArray[Any]]:
-        """The arrays in the order of the files."""
-        texts = (self.fields.text, self.fields.cuts, self.spans, self.values.text, self.values.cuts)
-        return [*texts, self.starts, self.rows, self.chunks, self.owners]
-
 
 class FieldIndex(Segmented[DocumentMetadata, _Fields]):
     """An index of a store's documents by their fields. Thread-safe."""
 
     name = "fields"
-    parts = _Fields.PARTS
+    parts = tuple(f"{part}.npy" for part in _ARRAYS)
 
     def __init__(self) -> None:
         super().__init__()
@@ -523,7 +514,9 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
         return _Fields.collect(list(vocabulary), at, rows, chunks, owners)
 
     def _write(self, data: _Fields, folder: Path, name: str) -> None:
-        for part, numbers in zip(_ARRAYS, data.arrays(), strict=True):
+        texts = (data.fields.text, data.fields.cuts, data.spans, data.values.text, data.values.cuts)
+        arrays = (*texts, data.starts, data.rows, data.chunks, data.owners)
+        for part, numbers in zip(_ARRAYS, arrays, strict=True):
             np.save(folder / f"{name}.{part}.npy", numbers)
 
     def _read(self, folder: Path, name: str, rows: int) -> _Fields:
