@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -44,40 +44,16 @@ _OWN = {"runtime", "ingest", "kv", "kv_budget", "memory_budget", "codec", "index
 """Settings that may differ between ranks, because they change no answer."""
 
 
-class RankBackend(Protocol):
-    """What one rank answers from: its part of an index, or of whole texts."""
-
-    @property
-    def config(self) -> IndexConfig:
-        """The configuration, which has the defaults for questions."""
-
-    def facts(self) -> Mapping[str, str]:
-        """The facts that must be equal on all ranks, by their names in error messages. This does not load the model."""
-
-    @property
-    def model(self) -> LanguageModel:
-        """The generation model, loaded at the first use."""
-
-    @property
-    def limits(self) -> RuntimeLimits:
-        """The limits of what this machine can run at a time."""
-
-    def backend(self, group: RankGroup, runtime: Runtime) -> AnswerBackend:
-        """The backend for answers, once the ranks have met; `runtime` runs in step with theirs."""
-
-
 class IndexRankBackend:
     """An index. With `shards`, each rank has its own; otherwise all have the same one, whose KV is split by hash."""
 
     def __init__(self, index: Index, *, shards: bool) -> None:
         self._index = index
         self._shards = shards
-
-    @property
-    def config(self) -> IndexConfig:
-        return self._index.config
+        self.config = index.config
 
     def facts(self) -> Mapping[str, str]:
+        """The facts that must be equal on all ranks, by their names in error messages. This does not load the model."""
         index = self._index
         return {
             "model": f"{index.config.model} ({index.fingerprint[:12]})",
@@ -88,13 +64,16 @@ class IndexRankBackend:
 
     @property
     def model(self) -> LanguageModel:
+        """The generation model, loaded at the first use."""
         return self._index.model
 
     @property
     def limits(self) -> RuntimeLimits:
+        """The limits of what this machine can run at a time."""
         return runtime_limits(self._index.model, self._index.config, self._index.limits)
 
     def backend(self, group: RankGroup, runtime: Runtime) -> ShardedBackend:
+        """The backend for answers, once the ranks have met; `runtime` runs in step with theirs."""
         _ = self._index.runtime  # it counts only the leases of its own pool
         self._index.store.spare(runtime.pool.holds)
         return ShardedBackend(self._index, group, runtime, shards=self._shards)
@@ -315,7 +294,7 @@ class RankContexts(Contexts):
 
 
 class ContextRankBackend:
-    """The same texts on all ranks (`ragkv.distributed.session.RankBackend`)."""
+    """The same texts on all ranks; otherwise as `IndexRankBackend`."""
 
     def __init__(self, model: LanguageModel, texts: Sequence[tuple[str, str]], config: IndexConfig) -> None:
         self.model = model
@@ -338,3 +317,7 @@ class ContextRankBackend:
 
     def backend(self, group: RankGroup, runtime: Runtime) -> RankContexts:
         return RankContexts(self.model, self._texts, self.config, group=group, runtime=runtime)
+
+
+RankBackend = IndexRankBackend | ContextRankBackend
+"""What one rank answers from: its part of an index, or of whole texts."""
