@@ -521,7 +521,7 @@ def _index(
         require_readable(sources, limits=_limits(folder))
         if "model" not in chosen:
             chosen["model"] = default_model(sources)
-        rollback = CreationRollback.of(folder)
+        rollback = CreationRollback(folder)
         try:
             made = RagKV.create(folder, device=device, replace_empty=not new, **chosen)
         except (ConfigError, StoreBusyError):

@@ -9,7 +9,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,50 +38,41 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class CreationRollback:
-    """The `files` and `folders` that creating an index at `folder` would add."""
+    """The files and folders that creating an index at `folder` would add; make one before creating the index."""
 
-    folder: Path
-    files: tuple[Path, ...]
-    folders: tuple[Path, ...]
-
-    @classmethod
-    def of(cls, folder: Path) -> CreationRollback:
-        """Record what does not exist yet; call it before creating the index."""
+    def __init__(self, folder: Path) -> None:
         store = folder / "store"
         names = sorted(STORE_FILES - {LOCK_FILE})
         # In this order, so that an interrupted removal leaves an index or a valid place for one. The lock is last.
         files = (folder / "derived", folder / NEW_CONFIG_FILE, folder / CONFIG_FILE, *(store / name for name in names))
-        return cls(
-            folder,
-            tuple(path for path in (*files, store / LOCK_FILE) if not path.exists()),
-            tuple(path for path in (store, folder, *folder.parents) if not path.exists()),
-        )
+        self._folder = folder
+        self._files = [path for path in (*files, store / LOCK_FILE) if not path.exists()]
+        self._folders = [path for path in (store, folder, *folder.parents) if not path.exists()]
 
     def remove(self) -> bool:
         """Delete what was added if nothing is stored in it and no other process writes to it; whether that was done.
 
         Only empty folders are deleted. Processes waiting to write to the index learn that it does not exist.
         """
-        store = self.folder / "store"
+        store = self._folder / "store"
         if not store.is_dir():
             self._remove_folders()
             return False
         try:
             with WriterLock(store).hold("removing an index in which nothing was stored", timeout=0):
-                if (self.folder / CONFIG_FILE).exists() and not _is_blank(self.folder):
+                if (self._folder / CONFIG_FILE).exists() and not _is_blank(self._folder):
                     return False
-                for path in self.files:
+                for path in self._files:
                     remove_tree(path)
                 self._remove_folders()
         except (RagkvError, OSError) as error:
-            logger.info("%s is left as it is: %s", self.folder, error)
+            logger.info("%s is left as it is: %s", self._folder, error)
             return False
         return True
 
     def _remove_folders(self) -> None:
-        for path in self.folders:
+        for path in self._folders:
             with suppress(OSError):  # not empty, or never created
                 path.rmdir()
 
@@ -128,7 +119,7 @@ def create_index(
     loaded = load_models(config, device) if load else None
     if loaded is not None:
         config = _fitting(config, settings, loaded[0])
-    rollback = CreationRollback.of(folder)
+    rollback = CreationRollback(folder)
     store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
     try:
         with store.writing("making the index", timeout=10):

@@ -102,13 +102,13 @@ def test_memory_is_a_setting(ingest, tmp_path, monkeypatch):
 
 def test_an_index_that_somebody_else_writes_to_or_had_before_stays(tmp_path, model_folder):
     folder = tmp_path / "index"
-    rollback = CreationRollback.of(folder)
+    rollback = CreationRollback(folder)
     assert not rollback.remove()
     RagKV.create(folder, model=str(model_folder)).close()
     with WriterLock(folder / "store").hold("another's ingest"), ThreadPoolExecutor(1) as pool:
         assert not pool.submit(rollback.remove).result()  # a thread of its own does not share this one's lock
     assert (folder / "ragkv.toml").exists()
-    CreationRollback.of(folder).remove()
+    CreationRollback(folder).remove()
     assert (folder / "ragkv.toml").exists()
     (folder / "mine.txt").write_text("mine")
     assert rollback.remove()
