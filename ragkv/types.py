@@ -205,13 +205,7 @@ class KVUse:
     memory_hits: int = 0
 
     def __add__(self, other: KVUse) -> KVUse:
-        return KVUse(
-            hits=self.hits + other.hits,
-            misses=self.misses + other.misses,
-            bytes=self.bytes + other.bytes,
-            tokens=self.tokens + other.tokens,
-            memory_hits=self.memory_hits + other.memory_hits,
-        )
+        return KVUse(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
