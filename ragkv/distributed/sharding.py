@@ -87,8 +87,8 @@ class ShardedSearch(Finder):
         own = super()._fetch(found)
         here = [each.scored(*own[each.chunk_id]) for each in found if each.chunk_id in own]
         self._known, self.owners = {}, {}
-        for rank, packed in enumerate(gathered(self._group, pack_arrays(here))):
-            for each in unpack_arrays(packed, rank):
+        for rank, packed in enumerate(gathered(self._group, [asdict(each) for each in here])):
+            for each in _unpacked(packed, rank):
                 if each.chunk.chunk_id in wanted:
                     self.owners.setdefault(each.chunk.chunk_id, rank)
                     self._known.setdefault(each.chunk.chunk_id, (each.chunk, each.source))
@@ -158,13 +158,8 @@ def gathered(group: RankGroup, mine: Any) -> list[Any]:
         raise RanksError("A rank sent what is no JSON; run the same version of ragkv on all ranks.") from error
 
 
-def pack_arrays(found: Sequence[ScoredChunk]) -> list[Any]:
-    """Chunks with their scores as JSON."""
-    return [asdict(each) for each in found]
-
-
-def unpack_arrays(packed: Any, rank: int) -> list[ScoredChunk]:
-    """Parse what `pack_arrays` made on that rank."""
+def _unpacked(packed: Any, rank: int) -> list[ScoredChunk]:
+    """The chunks with their scores of which that rank has sent the fields."""
     try:
         return [ScoredChunk(**{**fields, "chunk": _chunk(fields["chunk"])}) for fields in packed]
     except (TypeError, ValueError, KeyError) as error:
@@ -339,13 +334,13 @@ class ShardedBackend(IndexBackend):
         error: RagkvError | None = None
         if self._group.rank == 0:
             try:
-                mine = pack_arrays(super().find(task, on_candidates))
+                mine = [asdict(each) for each in super().find(task, on_candidates)]
             except RagkvError as failure:
                 mine, error = str(failure), failure
         first = gathered(self._group, mine)[0]
         if isinstance(first, str):
             raise error or RetrievalError(first)
-        return unpack_arrays(first, 0)
+        return _unpacked(first, 0)
 
     def request(
         self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
@@ -523,8 +518,12 @@ class ShardedBackend(IndexBackend):
         there[[mine[identity] for identity in found]] = 1
         if not self._group.gather(there).amax(0).all():
             started = time.perf_counter()
-            encode = self._alone if layout.blocks == 1 else self._together
-            made = self._index.store.rounded(encode(blocks, compressor, prefix, mine, found))
+            if layout.blocks == 1:  # on the rank that holds it
+                missing = [identity for identity in mine if identity not in found]
+                made = dict(make_blocks(blocks, missing, self._index.model, compressor, prefix, lambda _: None))
+            else:
+                made = self._together(blocks, compressor, prefix, mine, found)
+            made = self._index.store.rounded(made)
             self._index.write_behind.note_encoded(sum(kv.tokens for kv in made.values()), time.perf_counter() - started)
             self._keep(blocks, made, after)
         kvs = {**found, **made}
@@ -535,18 +534,6 @@ class ShardedBackend(IndexBackend):
             else self._elsewhere(owners[h], len(layout.span(h)), layout.position(h))
             for h, identity in enumerate(blocks.identities)
         ], use
-
-    def _alone(
-        self,
-        blocks: Blocks,
-        compressor: Compressor,
-        prefix: ChunkKV | None,
-        mine: Mapping[KVIdentity, int],
-        found: Mapping[KVIdentity, ChunkKV],
-    ) -> dict[KVIdentity, ChunkKV]:
-        """The KV of a document of one block, on the rank that holds it."""
-        missing = [identity for identity in mine if identity not in found]
-        return dict(make_blocks(blocks, missing, self._index.model, compressor, prefix, lambda _: None))
 
     def _together(
         self,
