@@ -31,8 +31,8 @@ from ragkv.model.prompt import render
 from ragkv.runtime import Generation, runtime_of
 
 HERE = Path(__file__).parent
-VARIANTS = {"block": "block", "no-positions": "no-positions"}
-"""By name: the preset of the engine `block` that reads the model as it was tuned."""
+VARIANTS = ("block", "no-positions")
+"""Each is also the preset of the engine `block` that reads the model as it was tuned."""
 MEASURED = (0, 10, 25, 50, 100, 150, 200)
 TASKS = {kind: f'passages(kind="{kind}")' for kind in ("one hop", "two hops")}
 """Held-out worlds, 8 chunks, by the kind of question."""
@@ -95,7 +95,7 @@ def measurer(variant: str, tasks: Mapping[str, Task], record: Record) -> Callabl
         if step not in record.report["settings"]["measured"] or step in record.steps(variant):
             return
         points = []
-        for name, tables in (("full", {}), ("block", {"block": {"preset": VARIANTS[variant]}})):
+        for name, tables in (("full", {}), ("block", {"block": {"preset": variant}})):
             for kind, task in tasks.items():
                 found = scores(model, make_engine(name, tables), task)
                 accuracy = sum(found.values()) / len(found)
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--model", default=str(HERE / "ablation" / "vanilla"), help="what is tuned: a folder or mini")
     parser.add_argument("--output", type=Path, default=HERE / "ablation", help="where models and steps.json go")
     parser.add_argument("--work", type=Path, default=Path("ragkv-eval/block-steps"), help="data and checkpoints")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     parser.add_argument("--steps", type=int, default=MEASURED[-1], help="of 8 rows each")
     parser.add_argument("--samples", type=int, default=1600, help="lines of training data")
     parser.add_argument("--questions", type=int, default=60, help="held-out questions of each kind")
