@@ -6,6 +6,7 @@ import logging
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -179,7 +180,7 @@ class RagKV:
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle holds the folder, the device and the limits; unpickling opens the index again."""
         given = {"device": self.index.device, "readonly": self.store.readonly or None, **self.index.limits.given}
-        return _reopen, (type(self), str(self.folder.absolute()), given)
+        return partial(type(self).open, str(self.folder.absolute()), **given), ()
 
     def __enter__(self) -> Self:
         return self
@@ -592,10 +593,6 @@ class RagKV:
     def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
         """Like `backup`, but without free pages: smaller, and without deleted content."""
         return copy_index(self.index, Path(path), compact=True, verify=verify, on_progress=on_progress)
-
-
-def _reopen(cls: type[RagKV], folder: str, given: dict[str, Any]) -> RagKV:
-    return cls.open(folder, **given)
 
 
 __getattr__ = moved_names(__name__)
