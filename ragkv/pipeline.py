@@ -505,9 +505,9 @@ class RagKV:
         UsageError for a wrong option, or a name without a document.
         """
         if most is not None:
-            return of_the_most_used(self.index, self.kv_loader, most, self.index.encodings)
+            return of_the_most_used(self.index, self.kv_loader, most)
         if documents is not None:
-            return of_documents(self.index, self.kv_loader, self.select(documents, where), self.index.encodings)
+            return of_documents(self.index, self.kv_loader, self.select(documents, where))
         return of_questions(self.index, self.kv_loader, self._finder, questions, on_question)
 
     def warm(self, wanted: Wanted, *, on_progress: Callable[[WarmReport], None] | None = None) -> WarmReport:

@@ -260,7 +260,7 @@ def of_questions(
     kv_loader: KVLoader,
     finder: Finder,
     questions: Iterable[str | QuestionWithOptions],
-    on_question: Callable[[int], None] = lambda done: None,
+    on_question: Callable[[int], None],
 ) -> Wanted:
     """The KV that these questions would read; none for a question that finds nothing."""
     times: Counter[KVIdentity] = Counter()
@@ -282,11 +282,10 @@ def of_questions(
     return {identity: (owners[identity], count) for identity, count in times.items()}
 
 
-def of_documents(
-    index: Index, kv_loader: KVLoader, documents: Iterable[StoredDocument], encodings: Sequence[Encoding]
-) -> Wanted:
+def of_documents(index: Index, kv_loader: KVLoader, documents: Iterable[StoredDocument]) -> Wanted:
     """The chunks of these documents, without duplicates."""
     wanted: Wanted = {}
+    encodings = index.encodings
     for stored in documents:
         chunks = list(index.store.chunks(stored.document.document_id))
         keys = [kv_loader.identities(encoding, chunks) for encoding in encodings]
@@ -295,11 +294,12 @@ def of_documents(
     return wanted
 
 
-def of_the_most_used(index: Index, kv_loader: KVLoader, count: int, encodings: Sequence[Encoding]) -> Wanted:
+def of_the_most_used(index: Index, kv_loader: KVLoader, count: int) -> Wanted:
     """The `count` chunks used most often and recently, in the encodings used.
 
-    If the prompt, the model or `[encoding]` has changed since, in `encodings`.
+    If the prompt, the model or `[encoding]` has changed since, in those of the index's engines.
     """
+    encodings = index.encodings
     after = Encoding.CONTEXT if index.config.encoding.context else Encoding.PREFIXED
     weights: dict[bytes, float] = {}
     keys: set[bytes] = set()
@@ -318,9 +318,7 @@ def of_the_most_used(index: Index, kv_loader: KVLoader, count: int, encodings: S
     return wanted
 
 
-def warm(
-    index: Index, kv_loader: KVLoader, wanted: Wanted, on_progress: Callable[[WarmReport], None] = lambda done: None
-) -> WarmReport:
+def warm(index: Index, kv_loader: KVLoader, wanted: Wanted, on_progress: Callable[[WarmReport], None]) -> WarmReport:
     """Encode the missing KV in batches; an interrupted run can be continued by another."""
     report = WarmReport(wanted=len(wanted))
     index.open_budget()
