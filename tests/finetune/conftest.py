@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import pytest
 from minitokenizer import tokenizer
 
-__all__ = ["tokenizer"]
+__all__ = ["small_folder", "tokenizer"]
+
+
+@pytest.fixture(scope="session")
+def small_folder(make_folder: Any) -> Path:
+    """A checkpoint of two layers: every training here loads it, and most of a load is the self-check."""
+    return make_folder("llama-long")

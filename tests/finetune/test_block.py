@@ -21,12 +21,6 @@ from ragkv.model.self_check import load_model
 from ragkv.runtime import Stream, runtime_of
 
 
-@pytest.fixture(scope="module")
-def small_folder(make_folder):
-    """A checkpoint of two layers: every training here loads it, and most of a load is the self-check."""
-    return make_folder("llama-long")
-
-
 @pytest.fixture
 def config(tmp_path, small_folder):
     data = tmp_path / "data.jsonl"

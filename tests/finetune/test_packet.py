@@ -22,15 +22,6 @@ from ragkv.runtime import Stream, runtime_of
 LINE = {"prompt": "Who?", "blocks": ["Ann made it.", "Bo did not, he said.", "x"], "response": "Ann."}
 
 
-@pytest.fixture(scope="module")
-def small_folder(tmp_path_factory: pytest.TempPathFactory, make_model: Any) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "two-layers"
-    model = make_model("llama-long")
-    model.module.save_pretrained(folder)
-    model.tokens._tokenizer.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def config(tmp_path: Path, small_folder: Path) -> PacketConfig:
     lines = [{"prompt": f"Who {n}?", "blocks": [f"Ann made {n}.", "Bo."], "response": "?"} for n in range(9)]

@@ -20,9 +20,8 @@ from ragkv.model.self_check import load_model
 
 
 @pytest.fixture
-def folder(make_folder, tmp_path):
-    """A checkpoint of two layers, which are quick to check."""
-    return shutil.copytree(make_folder("llama-long"), tmp_path / "model")
+def folder(small_folder, tmp_path):
+    return shutil.copytree(small_folder, tmp_path / "model")
 
 
 @pytest.fixture
