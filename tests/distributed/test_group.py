@@ -3,12 +3,13 @@
 import gc
 import threading
 from datetime import timedelta
+from operator import call
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from rankthreads import WAIT
+from rankthreads import WAIT, in_threads
 
 from ragkv.config import IndexConfig
 from ragkv.distributed import group
@@ -43,15 +44,6 @@ def client(port):
     return dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
 
 
-def run(*works):
-    """Run them in threads of their own, until all have ended."""
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def test_every_rank_names_the_difference_before_the_store_ends():
     held, port = serving()
     message, others_turn = {}, threading.Event()
@@ -71,7 +63,7 @@ def test_every_rank_names_the_difference_before_the_store_ends():
         except RanksError as error:
             message[1] = str(error)
 
-    run(first, second)
+    in_threads(call, (first, second))
     assert "has another model than rank 0: b, not a" in message[0]
     assert message[1] == message[0]
 
@@ -83,7 +75,7 @@ def test_nobody_waits_for_a_rank_that_has_read_the_difference():
         with pytest.raises(RanksError, match="has another model"):
             Peers.meet(store, number, 2, Handshake(same={"model": str(number)}), timeout=WAIT)
 
-    run(lambda: rank(0), lambda: rank(1))
+    in_threads(rank, (0, 1))
     assert store.check(["read/0", "read/1"])
 
 
@@ -109,7 +101,7 @@ def test_why_the_rank_with_the_store_leaves_is_learnt_before_the_store_ends():
             message.append(str(error))
         peers.leave(WAIT)
 
-    run(first, second)
+    in_threads(call, (first, second))
     assert message[0].startswith("Rank 0 (")
     assert message[0].endswith(" gave up: its disk is full.")
 
@@ -184,7 +176,7 @@ def test_the_end_is_learnt_before_the_store_ends(monkeypatch):
         finally:
             session.leave()
 
-    run(first, second)
+    in_threads(call, (first, second))
     assert asked == [{"question": "q"}, {"end": True}]
     for limits in agreed:  # the least of all ranks' own, so that all take the same steps
         assert (limits["batch_tokens"], limits["max_rows"], limits["own_tokens"]) == (7, 2, 50)

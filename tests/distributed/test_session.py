@@ -1,11 +1,10 @@
 """Ranks that answer together find and say what one process with one index, or the whole texts, does."""
 
 import gc
-import threading
 
 import pytest
 import torch.distributed as dist
-from rankthreads import WAIT, on_ranks
+from rankthreads import WAIT, in_threads, on_ranks
 
 from ragkv import RagKV
 from ragkv.config import IndexConfig
@@ -45,25 +44,20 @@ def places(tmp_path_factory):
 def together(indexes, work, *, shards=True):
     """What `work(session)` returns on each rank; with the errors of those that failed."""
     store, size = dist.HashStore(), len(indexes)
-    found = [None] * size
 
     def run(rank):
         part = IndexRankBackend(indexes[rank], shards=shards)
         session = Session(part, store, rank, size, timeout=WAIT, patience=WAIT)
         try:
             session.join()
-            found[rank] = work(session)
+            found = work(session)
             session.leave()
         except RagkvError as error:
             session.leave(str(error))
-            found[rank] = error
+            return error
+        return found
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return in_threads(run, range(size))
 
 
 def answered(session, **options):
@@ -179,11 +173,7 @@ def test_a_rank_that_leaves_is_named_by_all(whole):
         session.leave(sentences[rank])
         gc.collect()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, range(size))
     open_still.clear()
     assert set(sentences) == {0, 2}
     assert any("Rank 1" in sentence and "its disk is full" in sentence for sentence in sentences.values())

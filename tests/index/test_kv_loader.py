@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from package import in_child
+from rankthreads import in_threads
 
 from ragkv import RagKV
 from ragkv.attention.kv import ChunkKV
@@ -353,11 +354,7 @@ def test_threads_that_miss_the_same_chunks_encode_them_once(tmp_path, monkeypatc
     with made(tmp_path, kv="on-demand") as rag:
         _ = rag.index.shape
         encoded = watch_encoding(rag, monkeypatch)
-        threads = [threading.Thread(target=ask, args=(rag,)) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(ask, [rag] * 6)
         assert len(encoded) == len(set(encoded))
 
 

@@ -1,7 +1,7 @@
 """Ranks as threads of one process: real gloo groups over an in-memory store, without a process for each."""
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,6 +11,12 @@ from ragkv.distributed.group import Handshake, Peers, RankGroup
 
 WAIT = 600.0
 """Seconds: generous, for what never comes in a test that passes."""
+
+
+def in_threads(work: Callable[..., Any], given: Collection[Any]) -> list[Any]:
+    """What `work` returns of each of these, in a thread each; the first error is raised when all have ended."""
+    with ThreadPoolExecutor(len(given)) as pool:
+        return list(pool.map(work, given))
 
 
 def on_ranks(size: int, work: Callable[[RankGroup], Any], *, timeout: float = WAIT) -> list[Any]:
@@ -30,11 +36,7 @@ def on_ranks(size: int, work: Callable[[RankGroup], Any], *, timeout: float = WA
             if peers is not None:
                 peers.notify(str(error))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(run, range(size))
     if errors:
         raise errors[0]
     return found
