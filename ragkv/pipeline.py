@@ -400,8 +400,7 @@ class RagKV:
         chunk)` is a condition in Python. The defaults are in `ragkv.toml`. Raises UsageError for an invalid setting,
         RetrievalError if the index lacks something that the mode needs.
         """
-        limit = self.config.top_k if top_k is None else top_k
-        return self._finder.find(question, search_settings(self.config, limit, **retrieval))
+        return self._finder.find(question, search_settings(self.config, top_k, retrieval))
 
     async def aretrieve(
         self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]

@@ -121,26 +121,8 @@ class AnswerTask:
         return prompt.suffix_ids(tokens, asked, self.tail, thinking=self.decoding.thinking != "off")
 
 
-def validate_task(
-    config: IndexConfig,
-    question: str,
-    *,
-    engine: str | None = None,
-    top_k: int | None = None,
-    max_new_tokens: int = 128,
-    decoding: Decoding | Mapping[str, Any] | None = None,
-    schema: Any = None,
-    logits_processors: Sequence[Any] = (),
-    stopping_criteria: Sequence[Any] = (),
-    chunks: Sequence[ScoredChunk] | None = None,
-    keep: bool = False,
-    tail: Sequence[tuple[str, bool]] | None = None,
-    system: str | None = None,
-    steps: int | None = None,
-    rewrite: str | None = None,
-    **retrieval: Unpack[Retrieval],
-) -> AnswerTask:
-    """The task that `QueryOptions` describe, completed from the index's configuration.
+def validate_task(config: IndexConfig, question: str, **options: Unpack[QueryOptions]) -> AnswerTask:
+    """The task that the options describe, completed from the index's configuration.
 
     Raises UsageError for an unknown engine, `top_k` or `max_new_tokens` below 1, an empty question or a bad setting.
     """
@@ -148,13 +130,16 @@ def validate_task(
 
     if not question.strip():
         raise UsageError("The question is empty; ask something.", param="question")
-    for name, text in (("question", question), ("system", system or "")):
+    system, chunks, steps = options.get("system") or "", options.get("chunks"), options.get("steps")
+    for name, text in (("question", question), ("system", system)):
         if any("\ud800" <= char <= "\udfff" for char in text):  # surrogates come from bytes that are not UTF-8
             raise UsageError(f"The {name} is not valid Unicode text; write it in UTF-8.", param=name)
+    max_new_tokens = options.get("max_new_tokens", 128)
     if max_new_tokens < 1:
         raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.", param="max_new_tokens")
     if steps is not None and not 1 <= steps <= MOST_STEPS:
         raise UsageError(f"--steps must be from 1 to {MOST_STEPS}, not {steps}.", param="steps")
+    decoding, schema = options.get("decoding"), options.get("schema")
     if isinstance(decoding, Decoding):
         settings = decoding if schema is None else replace(decoding, schema=schema_text(schema))
     else:
@@ -162,20 +147,21 @@ def validate_task(
         if given.get("schema") is not None:
             given["schema"] = schema_text(given["schema"])
         settings = build_config(Decoding, asdict(config.decoding) | given, "decoding")
+    engine = options.get("engine") or config.default_engine
     return AnswerTask(
         question=question.strip(),
-        engine=make_engine(engine or config.default_engine, config.tuning, context=config.encoding.context),
-        search=search_settings(config, config.top_k if top_k is None else top_k, **retrieval),
+        engine=make_engine(engine, config.tuning, context=config.encoding.context),
+        search=search_settings(config, options.get("top_k"), options),
         max_new_tokens=max_new_tokens,
         decoding=settings.settled(),
-        logits_processors=logits_processors,
-        stopping_criteria=stopping_criteria,
+        logits_processors=options.get("logits_processors", ()),
+        stopping_criteria=options.get("stopping_criteria", ()),
         chunks=chunks,
-        keep=keep,
-        tail=tail,
-        system=(system or "").strip(),
+        keep=options.get("keep", False),
+        tail=options.get("tail"),
+        system=system.strip(),
         steps=(config.steps.count if chunks is None else 1) if steps is None else steps,
-        rewrite=rewrite,
+        rewrite=options.get("rewrite"),
         writing=config.steps,
     )
 

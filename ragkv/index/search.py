@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,8 +98,9 @@ class SearchSettings:
     only: Callable[[Document, Chunk], bool] | None = None
 
 
-def search_settings(config: IndexConfig, top_k: int, **asked: Unpack[Retrieval]) -> SearchSettings:
+def search_settings(config: IndexConfig, top_k: int | None, asked: Retrieval) -> SearchSettings:
     """A question's settings, completed from the index's configuration. UsageError for invalid values."""
+    top_k = config.top_k if top_k is None else top_k
     retrieval, rerank, candidates = asked.get("retrieval"), asked.get("rerank"), asked.get("candidates")
     if top_k < 1:
         raise UsageError(f"--top-k must be at least 1, not {top_k}.", param="top_k")

@@ -96,13 +96,13 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
 
     def work(session):
         backend = session._backend
-        settings = [search_settings(whole.config, 3, retrieval=m, rerank=r, where=w) for m, r, w in asked]
+        settings = [search_settings(whole.config, 3, {"retrieval": m, "rerank": r, "where": w}) for m, r, w in asked]
         found = [facts(backend._finder.find(QUESTION, each)) for each in settings]
         answers = []
         for engine in engines:
             answers.append(answered(session, engine=engine, max_new_tokens=4))
         with pytest.raises(UsageError, match="No document"):
-            backend._finder.find(QUESTION, search_settings(whole.config, 3, where=("source=nobody.txt",)))
+            backend._finder.find(QUESTION, search_settings(whole.config, 3, {"where": ("source=nobody.txt",)}))
         with pytest.raises(RetrievalError):
             list(session.stream("zzz", {}))
         return found, answers
