@@ -7,6 +7,7 @@ import torch
 
 from ragkv import RagKV
 from ragkv.config import IndexConfig, byte_count
+from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.evaluation import families
 from ragkv.index.index import VARIABLE, memory_budget
@@ -158,7 +159,7 @@ def test_what_is_stored_is_what_is_computed(rag):
     prefix_ids = rag.index.prefix_ids
     [prefix] = rag.model.encode([prefix_ids])
     made = rag.model.encode(ids, prefix=prefix)
-    request, _ = rag.request(_engine("pced"), QUESTION, scored[::-1])
+    request, _ = rag.request(make_engine("pced", {}), QUESTION, scored[::-1])
     for mine, chunk in zip(made[::-1], request.chunks, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.tensors, chunk.kv.tensors, strict=True))
 
@@ -197,9 +198,3 @@ def test_damaged_states_are_made_again(rag, folder, tmp_path):
         after, healed = ask(again), ask(again)
     assert after.text == before.text
     assert (after.kv.misses, healed.kv.misses) == (3, 0)
-
-
-def _engine(name: str):
-    from ragkv.engines import make_engine
-
-    return make_engine(name, {})
