@@ -417,9 +417,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         with self._event(CBEventType.SYNTHESIZE, query) as event:
             request = self._request(nodes, retrieve_ms)
             sources = request.sources = [*request.nodes, *more]
-            deltas = _one(EMPTY)
-            if request.nodes:
-                deltas = _deltas(self.rag.stream(query.query_str, **request.options), request)
+            deltas = _deltas(self._stream(query, request), request)
             response: RESPONSE_TYPE
             if self.streaming:
                 response = StreamingResponse(deltas, sources, request.metadata)
@@ -436,9 +434,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         with self._event(CBEventType.SYNTHESIZE, query) as event:
             request = await asyncio.to_thread(self._request, nodes, retrieve_ms)
             sources = request.sources = [*request.nodes, *more]
-            deltas = _async_one(EMPTY)
-            if request.nodes:
-                deltas = _async_deltas(self.rag, self.rag.stream(query.query_str, **request.options), request)
+            deltas = _async_deltas(self.rag, self._stream(query, request), request)
             response: RESPONSE_TYPE
             if self.streaming:
                 response = AsyncStreamingResponse(deltas, sources, request.metadata)
@@ -448,6 +444,9 @@ class RagKVQueryEngine(BaseQueryEngine):
             event.on_end(payload={EventPayload.RESPONSE: response})
         dispatcher.event(SynthesizeEndEvent(query=query, response=response))
         return response
+
+    def _stream(self, query: QueryBundle, request: _Request) -> AnswerStream | None:
+        return self.rag.stream(query.query_str, **request.options) if request.nodes else None
 
     def _event(self, kind: CBEventType, query: QueryBundle) -> Any:
         return self.callback_manager.event(kind, payload={EventPayload.QUERY_STR: query.query_str})
@@ -511,7 +510,10 @@ class _Request:
         self.sources[: len(self.nodes)], self.nodes = nodes, nodes
 
 
-def _deltas(stream: AnswerStream, request: _Request) -> Generator[str]:
+def _deltas(stream: AnswerStream | None, request: _Request) -> Generator[str]:
+    if stream is None:
+        yield EMPTY
+        return
     try:
         yield from stream
     finally:
@@ -519,7 +521,10 @@ def _deltas(stream: AnswerStream, request: _Request) -> Generator[str]:
         request.finish(stream.answer)
 
 
-async def _async_deltas(rag: RagKV, stream: AnswerStream, request: _Request) -> AsyncGenerator[str]:
+async def _async_deltas(rag: RagKV, stream: AnswerStream | None, request: _Request) -> AsyncGenerator[str]:
+    if stream is None:
+        yield EMPTY
+        return
     deltas = AsyncAnswerStream(rag.index, lambda: stream)
     try:
         async for delta in deltas:
@@ -528,14 +533,6 @@ async def _async_deltas(rag: RagKV, stream: AnswerStream, request: _Request) -> 
         stream.cancel()
         await deltas.aclose()
         request.finish(stream.answer)
-
-
-def _one(text: str) -> Generator[str]:
-    yield text
-
-
-async def _async_one(text: str) -> AsyncGenerator[str]:
-    yield text
 
 
 def _since(started: float) -> float:
