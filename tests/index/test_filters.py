@@ -14,7 +14,6 @@ from nightly import NIGHTLY
 from ragkv.config import QdrantConfig
 from ragkv.errors import UsageError
 from ragkv.index import filters
-from ragkv.index import filters as module
 from ragkv.index.filters import (
     MOST_CONDITIONS,
     MOST_PATTERN_CHARACTERS,
@@ -219,7 +218,7 @@ def test_conditions_that_are_none_are_refused_and_not_kept(store):
     for number in range(100):
         with pytest.raises(UsageError, match="No document matches"):
             inventory.among([f"source=no{number}"])
-    assert len(inventory._found) == module._KEPT
+    assert len(inventory._found) == filters._KEPT
     assert found(inventory, ["source=a"]) == literally(store, ["source=a"])
 
 
@@ -285,7 +284,7 @@ def test_patterns_and_conditions_have_limits():
         match([stored], ["[a-" * 30_000])
 
 
-def test_one_slow_condition_holds_up_no_other(tmp_path, monkeypatch):
+def test_one_slow_condition_holds_up_no_other(store, monkeypatch):
     asked, end = threading.Event(), threading.Event()
     matches = Pattern.matches
 
@@ -295,27 +294,24 @@ def test_one_slow_condition_holds_up_no_other(tmp_path, monkeypatch):
             assert end.wait(600)
         return matches(self, text)
 
-    with Store.create(tmp_path / "index") as store:
-        for name in ("slow.md", "quick.md"):
-            store.write_document(
-                Document(document_id=name, source=name, content_hash="0"), "", [], recipe="r", references={}
-            )
-        inventory = DocumentFilter(Derived(store, tmp_path / "derived", lambda write: write()).fields)
-        inventory.documents(["source=quick.md"])  # builds the index
-        monkeypatch.setattr(filters.Pattern, "matches", slow)
-        found: list[list[str]] = []
-        threads = [
-            threading.Thread(target=lambda: found.append(inventory.documents(["source=*.md"]))),
-            threading.Thread(target=inventory.among, args=(["source=s*.md"],)),
-        ]
+    for name in ("slow.md", "quick.md"):
+        write(store, Document(document_id=name, source=name, content_hash="0"), 0)
+    inventory = inventory_of(store)
+    inventory.documents(["source=quick.md"])  # builds the index
+    monkeypatch.setattr(filters.Pattern, "matches", slow)
+    found: list[list[str]] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(inventory.documents(["source=*.md"]))),
+        threading.Thread(target=inventory.among, args=(["source=s*.md"],)),
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        assert asked.wait(600)
+        assert inventory.documents(["source=q*.md"]) == ["quick.md"]
+        assert inventory.among(["source=quick.md"]) is not None
+    finally:
+        end.set()
         for thread in threads:
-            thread.start()
-        try:
-            assert asked.wait(600)
-            assert inventory.documents(["source=q*.md"]) == ["quick.md"]
-            assert inventory.among(["source=quick.md"]) is not None
-        finally:
-            end.set()
-            for thread in threads:
-                thread.join(600)
-        assert sorted(found[0]) == ["quick.md", "slow.md"]
+            thread.join(600)
+    assert sorted(found[0]) == ["quick.md", "slow.md"]
