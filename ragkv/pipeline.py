@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from ragkv._moved import moved_names
 from ragkv.config import NONE, History, IndexConfig, RuntimeConfig
 from ragkv.errors import IngestError, RetrievalError, UsageError
-from ragkv.index.answer import (
-    AnswerStream,
-    IndexBackend,
-    QueryOptions,
-    QuestionWithOptions,
-    validate_question,
-    validate_task,
-)
+from ragkv.index.answer import AnswerStream, IndexBackend, QueryOptions, QuestionWithOptions, validate_task
 from ragkv.index.batch import Answers, AsyncAnswers, AsyncAnswerStream, Result
 from ragkv.index.conversation import Conversation
 from ragkv.index.create import create_index, open_index
@@ -351,12 +344,7 @@ class RagKV:
         "ape"}`. The answers are the same as one by one. Questions are taken as there is room, so only those that are
         being answered hold KV. An error of one question is its result.
         """
-        validate_task(self.config, "?", **options)  # options that are wrong for all questions raise now
-
-        def start(asked: str | QuestionWithOptions) -> AnswerStream:
-            return AnswerStream(self._backend, validate_question(self.config, asked, options))
-
-        return Answers(start, questions, lambda: self.index.runtime)
+        return Answers(self._backend, self.config, questions, options)
 
     async def aquery_many(
         self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]

@@ -14,13 +14,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from ragkv.errors import AnswerInterruptedError, KVMismatchError, MissingExtraError, ModelLoadError
-from ragkv.index.answer import QuestionWithOptions
+from ragkv.index.answer import (
+    AnswerBackend,
+    AnswerStream,
+    QueryOptions,
+    QuestionWithOptions,
+    validate_question,
+    validate_task,
+)
 from ragkv.types import Answer
 
 if TYPE_CHECKING:
-    from ragkv.index.answer import AnswerStream
+    from ragkv.config import IndexConfig
     from ragkv.index.index import Index
-    from ragkv.runtime import Runtime
     from ragkv.types import Source, TracedToken
 
 T = TypeVar("T")
@@ -52,9 +58,9 @@ class Result:
 class Answers(Iterator[Result]):
     """An iterator of the results of many questions in order of completion; leaving its context cancels the rest.
 
-    `start` makes the stream of a question, `runtime` answers them. Questions are taken from the iterable as there is
-    room: rows and own KV within the runtime's limits, chunk KV within `memory_budget`. The iterating thread drives the
-    runtime, so nothing happens between two results unless another thread drives it.
+    `config` has the defaults of the common `options`, which a question may override. Questions are taken from the
+    iterable as there is room: rows and own KV within the runtime's limits, chunk KV within `memory_budget`. The
+    iterating thread drives the runtime, so nothing happens between two results unless another thread drives it.
 
     An error of one question is its result. An error that all would meet (the model cannot be loaded, the index is
     closed) is raised, and so is an error of the iterable.
@@ -62,13 +68,15 @@ class Answers(Iterator[Result]):
 
     def __init__(
         self,
-        start: Callable[[str | QuestionWithOptions], AnswerStream],
+        backend: AnswerBackend,
+        config: IndexConfig,
         questions: Iterable[str | QuestionWithOptions],
-        runtime: Callable[[], Runtime],
+        options: QueryOptions,
     ) -> None:
-        self._start = start
+        validate_task(config, "?", **options)  # options that are wrong for all questions raise now
+        self._backend = backend
+        self._start = lambda asked: AnswerStream(backend, validate_question(config, asked, options))
         self._questions = enumerate(questions)
-        self._runtime = runtime
         self._cancelled = threading.Event()
         self._running: list[_One] = []
         self._results = self._run()
@@ -113,7 +121,7 @@ class Answers(Iterator[Result]):
         try:
             while (more or waiting or running) and not self._cancelled.is_set():
                 for _ in range(AT_A_TIME):
-                    if running and not self._runtime().has_room:
+                    if running and not self._backend.runtime.has_room:
                         break
                     one = waiting or _next(self._questions)
                     waiting = None
@@ -131,7 +139,7 @@ class Answers(Iterator[Result]):
                     yield result
                     if self._cancelled.is_set():
                         return
-                if running and not self._runtime().advance():
+                if running and not self._backend.runtime.advance():
                     running[0].wait()  # until others release KV
                 for one in list(running):
                     if (result := one.collect()) is not None:

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from ragkv.config import EncodingConfig, IndexConfig, RuntimeConfig, StepsConfig
 from ragkv.errors import AnswerInterruptedError, PromptTooLongError
-from ragkv.index.answer import (
-    AnswerStream,
-    AnswerTask,
-    QueryOptions,
-    QuestionWithOptions,
-    validate_question,
-    validate_task,
-)
+from ragkv.index.answer import AnswerStream, AnswerTask, QueryOptions, QuestionWithOptions, validate_task
 from ragkv.index.batch import Answers
 from ragkv.index.index import runtime_limits
 from ragkv.index.kv_loader import After, Prefetch
@@ -91,12 +84,7 @@ class Contexts:
 
     def query_each(self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]) -> Answers:
         """Like `RagKV.query_each`."""
-        validate_task(self.config, "?", **options)
-        return Answers(
-            lambda asked: AnswerStream(self, validate_question(self.config, asked, options)),
-            questions,
-            lambda: self.runtime,
-        )
+        return Answers(self, self.config, questions, options)
 
     def chunk(self, text: str, *, chunk_id: str) -> Chunk:
         """A chunk of any text, tokenised as in the prompt."""
