@@ -9,16 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from asking import teacher_forced
 from safetensors.torch import load_file
 
 import ragkv.finetune.block
 from ragkv.benchmarks.mini.data import layout
-from ragkv.engines.base import ContextChunk, Request, make_engine
+from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError
 from ragkv.finetune.block import BlockTuneConfig, finetune_block, visible
 from ragkv.finetune.data import read_examples, tokenise
 from ragkv.model.self_check import load_model
-from ragkv.runtime import Stream, runtime_of
 
 
 @pytest.fixture
@@ -46,10 +46,7 @@ def weights(folder):
 def first_scores(model, config):
     """The scores of the first example's first token by the engine `block`, read as the checkpoint says."""
     [parts, *_] = tokenise(model, read_examples(config.data, config.prompt))
-    [prefix], kvs = model.encode([parts.prefix]), model.encode([list(ids) for ids in parts.chunks])
-    chunks = (ContextChunk(token_ids=tuple(i), score=0.5, kv=kv) for i, kv in zip(parts.chunks, kvs, strict=True))
-    request = Request(prefix_ids=parts.prefix, prefix=prefix, chunks=tuple(chunks), suffix_ids=tuple(parts.suffix))
-    return Stream(runtime_of(model), make_engine("block", {}), request).scores
+    return teacher_forced(model, parts._replace(response=()), "block")[0]
 
 
 def test_a_tuned_model_is_an_ordinary_one_that_says_how_it_is_read(config, small_folder):

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from asking import teacher_forced
 
 from ragkv.config import PromptConfig
-from ragkv.engines.base import ContextChunk, Request, make_engine
 from ragkv.errors import UsageError
 from ragkv.finetune.block import NAME, RowMask
 from ragkv.finetune.data import (
@@ -26,7 +26,6 @@ from ragkv.finetune.data import (
     tokenise,
 )
 from ragkv.index.conversation import Conversation, Turn
-from ragkv.runtime import Stream, runtime_of
 from ragkv.worlds.world import World
 
 PROMPT = PromptConfig(system="Be.", context="D:\n")
@@ -55,26 +54,6 @@ def row_logits(model, rows):
     return found.float()
 
 
-def engine_logits(model, parts, name, **tuning):
-    """Teacher-forced: the scores before each token of the answer, and after the last."""
-    engine = make_engine(name, {name: tuning})
-    chunks = [list(ids) for ids in parts.chunks]
-    [prefix] = model.encode([list(parts.prefix)])
-    kvs = model.encode(chunks, prefix=prefix if engine.encoding == "prefixed" else None)
-    request = Request(
-        prefix_ids=parts.prefix,
-        prefix=prefix,
-        chunks=tuple(ContextChunk(token_ids=tuple(i), score=0.5, kv=kv) for i, kv in zip(chunks, kvs, strict=True)),
-        suffix_ids=tuple(parts.suffix),
-    )
-    stream = Stream(runtime_of(model), engine, request)
-    scores = [stream.scores]
-    for token in parts.response:
-        stream.advance(token)
-        scores.append(stream.scores)
-    return torch.stack(scores)
-
-
 CASES = [
     ("llama", "prefix", True),
     ("llama", "bos", True),
@@ -98,7 +77,7 @@ def test_rows_over_prefixed_chunk_kv_are_what_the_engine_reads(make_model, famil
     parts = parts_of(model)
     longer = lay_out(parts_of(model, prompt="Who made it, and why?"), block=False, over="prefixed")
     block = lay_out(parts, block=True, over="prefixed")
-    expected = engine_logits(model, parts, "block", over="prefixed")
+    expected = teacher_forced(model, parts, "block", {"over": "prefixed"})
     torch.testing.assert_close(row_logits(model, [block, longer]), expected, atol=1e-4, rtol=0)
     assert lay_out(parts, block=False, over="prefixed") == lay_out(parts, block=False)
     assert not torch.allclose(row_logits(model, [lay_out(parts, block=True)]), expected, atol=1e-3)
@@ -124,11 +103,12 @@ def test_rows_are_what_the_engines_read(make_model, family, sink, reencode):
     parts = parts_of(model)
     longer = lay_out(parts_of(model, prompt="Who made it, and why?"), block=False)  # so that the row is padded
     block = lay_out(parts, block=True, sink=sink, reencode=reencode)
-    expected = engine_logits(model, parts, "block", sink=sink, preset="block" if reencode else "no-positions")
+    preset = "block" if reencode else "no-positions"
+    expected = teacher_forced(model, parts, "block", {"sink": sink, "preset": preset})
     torch.testing.assert_close(row_logits(model, [block, longer]), expected, atol=1e-4, rtol=0)
 
     full = lay_out(parts, block=False, sink=sink, reencode=reencode)
-    expected = engine_logits(model, parts, "full")
+    expected = teacher_forced(model, parts, "full")
     for rows in ([full], [full, longer]):  # alone it is plainly causal
         assert collate(rows)["causal"] is (len(rows) == 1)
         torch.testing.assert_close(row_logits(model, rows), expected, atol=1e-4, rtol=0)

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from asking import teacher_forced
 
 from ragkv.config import PromptConfig
-from ragkv.engines.base import ContextChunk, Request, make_engine
 from ragkv.errors import ConfigError, UsageError
 from ragkv.finetune.data import lay_out, parse_example, tokenise, world_examples
 from ragkv.finetune.packet import PacketConfig, PacketTraining, train_packet
 from ragkv.model.language_model import weights_digest
 from ragkv.model.packet import load_packet, make_packet
-from ragkv.runtime import Stream, runtime_of
 
 LINE = {"prompt": "Who?", "blocks": ["Ann made it.", "Bo did not, he said.", "x"], "response": "Ann."}
 
@@ -39,26 +38,6 @@ def config(tmp_path: Path, small_folder: Path) -> PacketConfig:
         checkpoint_every=2,
         device="cpu",
     )
-
-
-def teacher_forced(model: Any, parts: Any, name: str, tuning: Any = None) -> torch.Tensor:
-    """The engine's scores before each token of the answer."""
-    engine = make_engine(name, {name: tuning or {}})
-    chunks = [list(ids) for ids in parts.chunks]
-    [prefix] = model.encode([list(parts.prefix)])
-    before = prefix if engine.packet is not None and engine.packet.prefixed else None
-    kvs = model.encode(chunks, prefix=before, packet=engine.packet)
-    given = (ContextChunk(token_ids=tuple(i), score=0.5, kv=kv) for i, kv in zip(chunks, kvs, strict=True))
-    stream = Stream(
-        runtime_of(model),
-        engine,
-        Request(prefix_ids=parts.prefix, prefix=prefix, chunks=tuple(given), suffix_ids=tuple(parts.suffix)),
-    )
-    scores = []
-    for token in parts.response:
-        scores.append(stream.scores.clone())
-        stream.advance(token)
-    return torch.stack(scores)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +65,11 @@ def test_rows_are_what_the_engine_reads(make_model: Any, tmp_path: Path, family:
         model, [parse_example(json.dumps(LINE | {"prompt": q}), "f", prompt) for q in ("Who?", "Who made it, and why?")]
     )
     rows = [training._row(each) for each in (parts, longer)]  # of two lengths, so that one is padded
-    expected = torch.cat([teacher_forced(model, each, "block", {"packet": str(path)}) for each in (parts, longer)])
+    expected = torch.cat([teacher_forced(model, each, "block", {"packet": str(path)})[:-1] for each in (parts, longer)])
     torch.testing.assert_close(training.logits(rows).detach(), expected, atol=1e-4, rtol=0)
     assert not torch.allclose(training.logits([training._row(parts, plain=True)]), expected[: len(parts.response)])
     full = training.logits([lay_out(parts, block=False)]).detach()
-    torch.testing.assert_close(full, teacher_forced(model, parts, "full"), atol=1e-4, rtol=0)
+    torch.testing.assert_close(full, teacher_forced(model, parts, "full")[:-1], atol=1e-4, rtol=0)
 
 
 def test_answers_are_what_the_model_writes_under_full_attention(make_model: Any, tmp_path: Path) -> None:
@@ -99,7 +78,7 @@ def test_answers_are_what_the_model_writes_under_full_attention(make_model: Any,
     lines = [json.dumps(LINE | {"prompt": question}) for question in ("Who?", "Who made it?", "Why, and when?")]
     parts = tokenise(model, [parse_example(line, "f", PromptConfig()) for line in lines])
     for asked, answer in zip(parts, training.answers(parts), strict=True):
-        scores = teacher_forced(model, asked._replace(response=answer), "full")
+        scores = teacher_forced(model, asked._replace(response=answer), "full")[:-1]
         assert scores.argmax(-1).tolist() == answer
         assert len(answer) == 6 or answer[-1] in model.eos_ids
 

@@ -1,5 +1,7 @@
 """Requests over token ids, as the pipeline would hand them to an engine, and greedy runs of them."""
 
+import torch
+
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.runtime import Stream, runtime_of
 from ragkv.types import Encoding
@@ -46,6 +48,19 @@ def run(model, name, *, steps=STEPS, tuning=None, trace=None, **changes):
         winners.append(stream.winner(ids[-1]))
         stream.advance(ids[-1])
     return ids, winners
+
+
+def teacher_forced(model, parts, name, tuning=None) -> torch.Tensor:
+    """The engine's scores before each token of the response of an `ExampleTokens`, and after the last."""
+    engine = make_engine(name, {name: tuning or {}})
+    chunks = [list(ids) for ids in parts.chunks]
+    asked = request(model, engine, chunks, [0.5] * len(chunks), parts.suffix, parts.prefix)
+    stream = Stream(runtime_of(model), engine, asked)
+    scores = [stream.scores.clone()]
+    for token in parts.response:
+        stream.advance(token)
+        scores.append(stream.scores.clone())
+    return torch.stack(scores)
 
 
 def requests(model, engine) -> list[Request]:
