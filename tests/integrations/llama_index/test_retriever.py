@@ -98,16 +98,11 @@ def test_an_answer_decodes_with_the_fused_scores(rag, result, questions):
     assert str(again) == str(response)
 
 
-def test_rerankers_by_name_and_bad_ones(monkeypatch):
+def test_what_a_reranker_refuses():
     with pytest.raises(UsageError, match="top_n must be at least 1"):
         RagKVRerank(Letters(), top_n=0)
     with pytest.raises(UsageError, match="needs the question"):
         RagKVRerank(Letters()).postprocess_nodes([NodeWithScore(node=TextNode(text="a"))])
-    asked = []
-    load = lambda name, **options: asked.append((name, options)) or Letters()  # noqa: E731
-    monkeypatch.setattr("ragkv.integrations.llama_index.query_engine.load_reranker", load)
-    assert RagKVRerank("some/reranker", device="cpu", max_tokens=99).model_name == "letters"
-    assert asked == [("some/reranker", {"device": "cpu", "max_tokens": 99})]
 
 
 def test_a_vector_store_in_front(own):
