@@ -44,7 +44,7 @@ from ragkv.store import (
 )
 from ragkv.store.maintenance.eviction import used
 from ragkv.store.tables import digest
-from ragkv.types import Chunk, Document, Encoding
+from ragkv.types import Chunk, Encoding
 from ragkv.util.files import read_plain, remove_tree, write_plain
 
 if TYPE_CHECKING:
@@ -60,11 +60,7 @@ class IndexRepairSource:
     def __init__(self, index: Index, kv_loader: KVLoader) -> None:
         self._index = index
         self._kv_loader = kv_loader
-
-    def find_chunk(
-        self, document: Document, text: str, ordinal: int, low: int, high: int, known: Callable[[str], bool]
-    ) -> tuple[str, int, int] | None:
-        return find_chunk(document, text, ordinal, low, high, known)
+        self.find_chunk = find_chunk
 
     def tokens(self, text: str) -> tuple[int, ...]:
         return self._index.prompt.chunk_ids(self._index.model.tokens, text)
