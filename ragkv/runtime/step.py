@@ -364,7 +364,7 @@ class Stepper:
             for sequence in joining:
                 sequence.laid_out = True
 
-    def _deliver(self, jobs: Sequence[Job]) -> bool:
+    def _deliver(self, jobs: Sequence[Job]) -> None:
         """Send the programs their logits, choose all tokens that they ask for, wait once, and send those."""
         for job in jobs:
             logits = job.read_whole()
@@ -374,11 +374,8 @@ class Stepper:
                 self.notify(job, logits)
                 del logits
         self._resume()
-        chosen = False
         while choosing := [job for job in self.running if _chooses(job) and not job.paused]:
             self._choose(choosing)
-            chosen = True
-        return chosen
 
     def _choose(self, jobs: Sequence[Job]) -> None:
         result: list[Tensor] = []
