@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -38,22 +38,10 @@ if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
 
 
-class Answering(Protocol):
-    """What a stream needs of the runtime."""
-
-    def submit(self, engine: Engine, request: Request, generation: None) -> Job: ...
-
-    def wait(self, job: Job) -> None: ...
-
-    def answer(self, job: Job, token_id: int) -> None: ...
-
-    def cancel(self, job: Job) -> None: ...
-
-
 class TokenStream:
     """The tokens of one request as they come. Closing or dropping it cancels the rest."""
 
-    def __init__(self, runtime: Answering, job: Job) -> None:
+    def __init__(self, runtime: Runtime, job: Job) -> None:
         self._runtime = runtime
         self._job = job
         self._over = False
@@ -95,7 +83,7 @@ class Stream:
     generates answers.
     """
 
-    def __init__(self, runtime: Answering, engine: Engine, request: Request) -> None:
+    def __init__(self, runtime: Runtime, engine: Engine, request: Request) -> None:
         self._runtime = runtime
         self._job = runtime.submit(engine, request, None)
         try:
