@@ -192,7 +192,7 @@ class LanguageModel:
         read_whole(model, checkpoint.name)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self._parameters: int = sum(p.numel() for p in model.parameters())
+        self.parameters: int = sum(p.numel() for p in model.parameters())
         self.int8 = False
         """Whether its linear layers have int8 weights (`ragkv.model.linear`)."""
         self.layers: int = self.config.num_hidden_layers
@@ -234,10 +234,6 @@ class LanguageModel:
     def module(self) -> Any:
         """transformers' own model, for fine-tuning; this object answers with the trained weights."""
         return self._model
-
-    @property
-    def parameters(self) -> int:
-        return self._parameters
 
     @property
     def precision(self) -> str:
@@ -384,12 +380,8 @@ class LanguageModel:
         """Run one sequence from `position` on for its keys and values alone: `by` receives them, and may end the
         pass.
         """
-        result = torch.tensor([*ids, *range(position, position + len(ids))]).to(self.device, non_blocking=True)
-        tokens, positions = torch.split(result, [len(ids), len(ids)])
-        cache = _PackedCache()
-        by = LatentAttention(by, self._latents, cache) if self._latents else by
-        with suppress(KVComplete), attention_backend(by):
-            self._model(input_ids=tokens[None], position_ids=positions[None], past_key_values=cache, use_cache=False)
+        tokens, positions = self._uploaded(ids, range(position, position + len(ids)))
+        self.logits(by, {"input_ids": tokens[None]}, positions, positions[:0])
 
     def encode(
         self,
