@@ -23,10 +23,8 @@ from ragkv.model.apb.compressors import KeyNorm, Random
 from ragkv.model.apb.document import (
     BlockLayout,
     BlockLengths,
-    DecoderShape,
     LongDocument,
     SequentialExecutor,
-    passing_bytes,
     query_aware_compressor,
 )
 from ragkv.model.language_model import LanguageModel
@@ -155,7 +153,7 @@ def compare_blocks(long_document, size, known=lambda rank: ()):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_blocks_on_ranks_are_those_of_one_process(make_model, family):
     long_document = book_of(make_model(family))
-    each = passing_bytes(DecoderShape.of(long_document.model.config), long_document.layout, 4)
+    each = long_document.model.kv_shape.token_bytes * long_document.layout.lengths.passing
     assert compare_blocks(long_document, 3) == [2 * each, each, each]  # more blocks than ranks: 4 on 3
 
 
@@ -171,7 +169,7 @@ def test_blocks_on_ranks_are_those_of_one_process(make_model, family):
 def test_known_blocks_are_not_encoded_again_but_passed_on(make_model, monkeypatch, size, known, passed):
     long_document, encoded = book_of(make_model("llama")), []
     encode = LongDocument.encode
-    each = passing_bytes(DecoderShape.of(long_document.model.config), long_document.layout, 4)
+    each = long_document.model.kv_shape.token_bytes * long_document.layout.lengths.passing
     monkeypatch.setattr(
         LongDocument, "encode", lambda self, block, *rest: encoded.append(block) or encode(self, block, *rest)
     )

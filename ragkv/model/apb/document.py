@@ -617,18 +617,13 @@ def full_flops(shape: DecoderShape, tokens: int) -> float:
 
 
 def apb_flops(
-    shape: DecoderShape,
-    layout: BlockLayout,
-    *,
-    anchors: int = 1,
-    compressor: float = 0,
-    only: Iterable[int] | None = None,
+    shape: DecoderShape, layout: BlockLayout, *, anchors: int = 1, only: Iterable[int] | None = None
 ) -> float:
-    """All blocks together, or `only` these: L[(n + a·l_a)·c + 2d(Σ l_b² + a·l_a²) + 4d·Σ_h l_b·(l_a + passing) + R].
+    """All blocks together, or `only` these: L[(n + a·l_a)·c + 2d(Σ l_b² + a·l_a²) + 4d·Σ_h l_b·(l_a + passing)].
 
     `anchors` a: how often the anchor is computed. One process does it once; machines that share nothing but what is
-    passed on do it H-1 times, which is the paper's formula, with (H-1)(l_a + l_b)². `compressor` R is what it costs per
-    layer. The last layer makes keys and values and nothing else.
+    passed on do it H-1 times, which is the paper's formula, with (H-1)(l_a + l_b)². The last layer makes keys and
+    values and nothing else, and what the compressor costs is left out.
     """
     anchor = layout.anchor if layout.blocks > 1 else 0
     lengths = {block: len(layout.span(block)) for block in (range(layout.blocks) if only is None else only)}
@@ -638,9 +633,4 @@ def apb_flops(
     own = sum(tokens**2 for tokens in lengths.values()) / 2
     beside = anchors * anchor * (anchor / 2 + layout.start)
     tokens = sum(lengths.values()) + anchors * anchor
-    return _layers(shape, tokens, seen + own + beside) + shape.layers * compressor
-
-
-def passing_bytes(shape: DecoderShape, layout: BlockLayout, itemsize: int) -> int:
-    """Bytes that one block passes on in all layers, keys and values, at most: 2·L·l_p·kv_heads·head_dim·itemsize."""
-    return 2 * shape.layers * layout.lengths.passing * shape.kv_heads * shape.head_dim * itemsize
+    return _layers(shape, tokens, seen + own + beside)
