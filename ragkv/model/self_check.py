@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +52,8 @@ PREFIX, CHUNKS, QUESTION = 5, (9, 7), 4
 class CheckCase:
     """The prompt of one test case: which chunks it reads (`starts`: chunk -> position of its first token), and how.
 
-    `alone`: they were encoded without the prefix. `temperature`, `scale` and `mode` are the group's. `need` is the
-    capability that the case tests (None: every model must pass it); `what` names it in a refusal.
+    `alone`: they were encoded without the prefix. `temperature`, `scale` and `scale_mode` are the group's. `need` is
+    the capability that the case tests (None: every model must pass it); `what` names it in a refusal.
     """
 
     what: str
@@ -62,150 +62,110 @@ class CheckCase:
     alone: bool = False
     temperature: float = 1.0
     scale: float = 1.0
-    mode: str = "power"
+    scale_mode: Literal["power", "log"] = "power"
 
     @property
     def ask(self) -> int:
         """Position of the question's first token."""
         return max(start + CHUNKS[chunk] for chunk, start in self.starts.items())
 
-
-def cases(missing_capabilities: Collection[Capability] = ()) -> tuple[CheckCase, ...]:
-    """The test cases, in the order of the step: those of engines that a model with these `missing_capabilities` may
-    run.
-    """
-    together = {0: PREFIX, 1: PREFIX}
-    rows = (
-        CheckCase(what="moved chunks", starts={0: PREFIX, 1: PREFIX + CHUNKS[0]}, alone=True, need=Capability.MOVE),
-        CheckCase(
-            what="a weighted group of chunks", starts=together, temperature=0.6, scale=0.5, need=Capability.MERGE
-        ),
-        CheckCase(what="a chunk of its own", starts={1: PREFIX}),
-        CheckCase(
-            what="a group weighted by its other mode",
-            starts=together,
-            temperature=0.6,
-            scale=4.0,
-            mode="log",
-            need=Capability.MERGE,
-        ),
-        CheckCase(
-            what="chunks in another order", starts={1: PREFIX, 0: PREFIX + CHUNKS[1]}, alone=True, need=Capability.MOVE
-        ),
-    )
-    return tuple(case for case in rows if case.need not in missing_capabilities)
-
-
-def rows_of(
-    rows_asked: Sequence[CheckCase], prefix: ChunkKV, alone: Sequence[ChunkKV], prefixed: Sequence[ChunkKV]
-) -> list[TokenSequence]:
-    """The test cases as sequences as engines make them: each sees the prefix, and a group of chunks."""
-    rows = []
-    for case in rows_asked:
-        kvs = alone if case.alone else prefixed
+    def sequence(self, prefix: ChunkKV, chunks: Sequence[ChunkKV]) -> TokenSequence:
+        """The case as an engine makes it: it sees the prefix, and a group of chunks."""
         group = ChunkGroup(
-            segments=tuple(PlacedChunk(kv=kvs[chunk], start=start) for chunk, start in case.starts.items()),
-            temperature=case.temperature,
-            scale=case.scale,
-            scale_mode="log" if case.mode == "log" else "power",
+            segments=tuple(PlacedChunk(kv=chunks[chunk], start=start) for chunk, start in self.starts.items()),
+            temperature=self.temperature,
+            scale=self.scale,
+            scale_mode=self.scale_mode,
         )
-        rows.append(TokenSequence((ChunkGroup(segments=(PlacedChunk(kv=prefix, start=0),)), group), case.ask))
-    return rows
+        return TokenSequence((ChunkGroup(segments=(PlacedChunk(kv=prefix, start=0),)), group), self.ask)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_TOGETHER = {0: PREFIX, 1: PREFIX}
+CASES = (
+    CheckCase(what="moved chunks", starts={0: PREFIX, 1: PREFIX + CHUNKS[0]}, alone=True, need=Capability.MOVE),
+    CheckCase(what="a weighted group of chunks", starts=_TOGETHER, temperature=0.6, scale=0.5, need=Capability.MERGE),
+    CheckCase(what="a chunk of its own", starts={1: PREFIX}),
+    CheckCase(
+        what="a group weighted by its other mode",
+        starts=_TOGETHER,
+        temperature=0.6,
+        scale=4.0,
+        scale_mode="log",
+        need=Capability.MERGE,
+    ),
+    CheckCase(
+        what="chunks in another order", starts={1: PREFIX, 0: PREFIX + CHUNKS[1]}, alone=True, need=Capability.MOVE
+    ),
+)
+"""In the order of the step."""
+
+
 class DenseReference:
     """The test cases as whole sequences, padded on the right, and one dense attention over them.
 
-    `ids` and `positions` `(rows, n)`; `visible` `(rows, n, n)`, windows not counted; `group` `(rows, n)`, the keys of
-    the weighted group; `asking` `(rows, n)`, the queries for which it is one; `sharpness` 1/T, `power` and `factor`
-    `(rows,)`: the group's sum Z of exp(s/T) enters the sequence's softmax as factor·Z^power. `asks` is where each
-    question begins.
+    `ids` and `positions` `(rows, n)`; `asks` is where each question begins.
     """
 
-    ids: Tensor
-    positions: Tensor
-    visible: Tensor
-    group: Tensor
-    asking: Tensor
-    sharpness: Tensor
-    power: Tensor
-    factor: Tensor
-    asks: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[CheckCase],
+    def __init__(
+        self,
+        cases: Sequence[CheckCase],
         prefix: list[int],
         chunks: Sequence[list[int]],
         question: list[int],
         device: torch.device,
-    ) -> DenseReference:
-        """These test cases over these token ids."""
+    ) -> None:
         longest = PREFIX + sum(CHUNKS) + QUESTION
-        ids = torch.full((len(rows), longest), prefix[0])
-        positions = torch.arange(longest).repeat(len(rows), 1)
-        visible = torch.eye(longest, dtype=torch.bool).repeat(len(rows), 1, 1)
-        group, asking = (torch.zeros(len(rows), longest, dtype=torch.bool) for _ in range(2))
-        asks = []
-        for index, row in enumerate(rows):
-            parts = [(prefix, 0), *((chunks[c], start) for c, start in row.starts.items()), (question, row.ask)]
+        ids = torch.full((len(cases), longest), prefix[0])
+        positions = torch.arange(longest).repeat(len(cases), 1)
+        visible = torch.eye(longest, dtype=torch.bool).repeat(len(cases), 1, 1)  # (rows, n, n), windows not counted
+        weighed = torch.zeros_like(visible)  # by a query of the question, a key of the weighted group
+        self.asks: list[int] = []
+        for index, case in enumerate(cases):
+            parts = [(prefix, 0), *((chunks[c], start) for c, start in case.starts.items()), (question, case.ask)]
             at = 0
-            for number, (tokens, start) in enumerate(parts):
+            for tokens, start in parts:
                 end = at + len(tokens)
                 ids[index, at:end] = torch.tensor(tokens)
                 positions[index, at:end] = torch.arange(start, start + len(tokens))
                 visible[index, at:end, at:end] = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-                last = number == len(parts) - 1
-                sees = at if last else 0 if row.alone else min(at, PREFIX)
+                sees = at if tokens is question else 0 if case.alone else min(at, PREFIX)
                 visible[index, at:end, :sees] = True
-                if last:
-                    group[index, PREFIX:at] = True
-                    asking[index, at:end] = True
-                    asks.append(at)
                 at = end
-        power = [r.temperature if r.mode == "log" else r.scale * r.temperature for r in rows]
-        return cls(
-            ids=ids.to(device),
-            positions=positions.to(device),
-            visible=visible.to(device),
-            group=group.to(device),
-            asking=asking.to(device),
-            sharpness=torch.tensor([1 / r.temperature for r in rows], device=device),
-            power=torch.tensor(power, device=device),
-            factor=torch.tensor([r.scale if r.mode == "log" else 1.0 for r in rows], device=device),
-            asks=tuple(asks),
+            self.asks.append(at - QUESTION)
+            weighed[index, at - QUESTION : at, PREFIX : at - QUESTION] = True
+        self.ids, self.positions = ids.to(device), positions.to(device)
+        self._masks = visible[:, None].to(device), weighed[:, None].to(device)
+        # 1/T, power and factor: the group's sum Z of exp(s/T) enters the sequence's softmax as factor·Z^power
+        logs = [case.scale_mode == "log" for case in cases]
+        numbers = (
+            [1 / case.temperature for case in cases],
+            [case.temperature * (1 if log else case.scale) for case, log in zip(cases, logs, strict=True)],
+            [case.scale if log else 1.0 for case, log in zip(cases, logs, strict=True)],
         )
+        self._weights = [torch.tensor(each, device=device)[:, None, None, None] for each in numbers]
 
     def attend(self, call: LayerCall) -> Tensor:
         """One softmax per query over all keys of its sequence, in fp32 (APE Eq. 5 where it has a weighted group)."""
         query = call.query
-        if self.ids.device != query.device:  # a layer of a model that is split
-            return self._to(query.device).attend(call)
+        # a layer of a model that is split may lie elsewhere
+        seen, weighed, sharpness, power, factor, positions = (
+            t.to(query.device) for t in (*self._masks, *self._weights, self.positions)
+        )
         groups = query.shape[1] // call.key.shape[1]
         key, value = (t.repeat_interleave(groups, 1).float() for t in (call.key, call.value))
         scores = query.float() @ key.transpose(-1, -2) * call.scale  # (rows, q_heads, n, n)
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
-        seen = self.visible
         if call.window is not None:
-            seen = seen & (self.positions[:, :, None] - self.positions[:, None, :] < call.window)
-        scores = scores.masked_fill(~seen[:, None], -torch.inf)
-        weighed = (self.asking[:, :, None] & self.group[:, None, :])[:, None]  # (rows, 1, n, n)
-        sharp = (scores * self.sharpness[:, None, None, None]).masked_fill(~weighed, -torch.inf)
+            seen = seen & (positions[:, None, :, None] - positions[:, None, None, :] < call.window)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        sharp = (scores * sharpness).masked_fill(~weighed, -torch.inf)
         total = sharp.logsumexp(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
-        entering = sharp + (self.power[:, None, None, None] - 1) * total + self.factor.log()[:, None, None, None]
-        scores = torch.where(weighed & seen[:, None], entering, scores)
+        scores = torch.where(weighed & seen, sharp + (power - 1) * total + factor.log(), scores)
         if call.sink is not None:
             scores = torch.cat([scores, call.sink.float()[:, None, None].expand(*scores.shape[:-1], 1)], -1)
         weights = scores.softmax(-1)[..., : key.shape[2]]
         return (weights @ value).to(query.dtype)
-
-    def _to(self, device: torch.device) -> DenseReference:
-        held = {each.name: getattr(self, each.name) for each in fields(self)}
-        there: dict[str, Any] = {name: t.to(device) for name, t in held.items() if isinstance(t, Tensor)}
-        return replace(self, **there)
 
 
 _SHIFT = 11
@@ -430,18 +390,20 @@ def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> N
     last = model.step([row], [ids[cut:]], every=True)
     if _windows(_by_layer(model, seen)) != windows:
         raise UnsupportedModelError("its sliding windows stand where ragkv cannot find them to check them")
-    _compare(model, torch.cat([first, last]), whole, "a causal pass differs from transformers' own result")
+    off = _distance(model, torch.cat([first, last]), whole)
+    _require(off, tolerance(model.dtype), "a causal pass differs from transformers' own result")
 
 
 def _check_rows(model: LanguageModel, ids: list[int]) -> dict[Capability, str]:
     """The capabilities that the model lacks by the test cases; UnsupportedModelError if an ordinary one is wrong."""
     sizes = [PREFIX, *CHUNKS, QUESTION]
     prefix, *chunks, question = (part.tolist() for part in torch.split(torch.tensor(ids), sizes))
-    asked = cases(model.missing_capabilities)
-    dense = DenseReference.of(asked, prefix, chunks, question, model.device)
+    asked = [case for case in CASES if case.need not in model.missing_capabilities]
+    dense = DenseReference(asked, prefix, chunks, question, model.device)
     expected = model.whole(dense.ids, dense.positions, dense)
     prefix_kv, *alone = model.encode([prefix, *chunks])
-    rows = rows_of(asked, prefix_kv, alone, model.encode(chunks, prefix=prefix_kv))
+    prefixed = model.encode(chunks, prefix=prefix_kv)
+    rows = [case.sequence(prefix_kv, alone if case.alone else prefixed) for case in asked]
     found = _in_three_steps(model, rows, question)
     missing_capabilities: dict[Capability, str] = {}
     for row, (at, case) in enumerate(zip(dense.asks, asked, strict=True)):
@@ -477,8 +439,7 @@ def _in_three_steps(model: LanguageModel, rows: list[TokenSequence], question: l
     return torch.stack([torch.cat(parts) for parts in found])
 
 
-def _compare(model: LanguageModel, found: Tensor, expected: Tensor, what: str) -> None:
-    off, limit = _distance(model, found, expected), tolerance(model.dtype)
+def _require(off: float, limit: float, what: str) -> None:
     if not off <= limit:
         raise UnsupportedModelError(f"{what} by {off:.1e} (at most {limit:.0e} is accepted)")
 
@@ -489,11 +450,15 @@ def _distance(model: LanguageModel, found: Tensor, expected: Tensor) -> float:
     There a router's near tie sends single tokens to other experts in any two correct computations, and these tokens
     then differ a lot; a wrong layout or mask is wrong in most tokens.
     """
-    off, size = found.float() - expected.float(), expected.float()
-    whole = float(off.norm() / size.norm().clamp_min(1e-20))
-    if model.dtype in (torch.float32, torch.float64) or not _routed(model.config):
-        return whole
-    return float((off.norm(dim=-1) / size.norm(dim=-1).clamp_min(1e-20)).median())
+    each = model.dtype not in (torch.float32, torch.float64) and _routed(model.config)
+    return float(_apart(found, expected, -1 if each else None).median())
+
+
+def _apart(found: Tensor, expected: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
+    """‖a − b‖ / ‖b‖, of all numbers or of those along `dim`."""
+    found, expected = found.float(), expected.float()
+    off: Tensor = (found - expected).norm(dim=dim)
+    return off / expected.norm(dim=dim).clamp_min(1e-20)
 
 
 def _routed(config: object) -> bool:
@@ -506,11 +471,8 @@ def _typical(found: Tensor, expected: Tensor, moving: Tensor) -> float:
 
     In the half types a router's near tie may send single tokens to other experts; a wrong rotation moves every token.
     """
-    worst = 0.0
-    for part in (slice(None), moving):
-        off, size = (t.float()[..., part].norm(dim=(0, 2)) for t in (found.float() - expected.float(), expected))
-        worst = max(worst, float((off / size.clamp_min(1e-20)).median()))
-    return worst
+    parts = (slice(None), moving)
+    return max(float(_apart(found[..., part], expected[..., part], (0, 2)).median()) for part in parts)
 
 
 def _name(model: LanguageModel) -> str:
@@ -524,9 +486,9 @@ _LONG = 270
 """Tokens of one more chunk: recurrent layers read a pass in blocks of at most 256 tokens."""
 _SINGLE = 12
 """Tokens of the question that are read one at a time."""
-_WINDOW = 8
 _ROUNDINGS = 0.6
 """The accepted distance, relative to two whole forwards that round differently; exact options give 0.2 to 0.5."""
+_RESUMED = "a token that is read from its cache differs from the same token read with all before it"
 _ALL = ResumeOptions()
 _ALONE = ResumeOptions(several=False, ragged=False, ragged_several=False, together=False)
 
@@ -539,11 +501,10 @@ def check_stateful(model: StatefulModel) -> None:
     """
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
     shrunk = model.with_windows(sizes)
-    exact, limit = tolerance(torch.float32), tolerance(model.dtype)
+    exact, limit, check = tolerance(torch.float32), tolerance(model.dtype), _SelfCheck(shrunk)
     if limit <= exact:
-        model.ways = _ways(_SelfCheck(shrunk), exact)
+        model.ways = _ways(check, exact)
         return
-    check = _SelfCheck(shrunk)
     try:
         wide = _SelfCheck(shrunk.in_float32())
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
@@ -553,7 +514,7 @@ def check_stateful(model: StatefulModel) -> None:
     model.ways = _ways(wide, exact)
     off = check.off(model.ways)
     if not off <= limit:
-        _require(off, check.rounding())
+        _require(off, check.rounding(), _RESUMED)
 
 
 def _ways(check: _SelfCheck, limit: float) -> ResumeOptions:
@@ -567,16 +528,8 @@ def _ways(check: _SelfCheck, limit: float) -> ResumeOptions:
     for ways in (replace(most, together=True, ragged=whole.ragged), replace(most, together=True)):
         if check.off(ways) <= limit:
             return ways
-    _require(check.off(most), limit)
+    _require(check.off(most), limit, _RESUMED)
     return most
-
-
-def _require(off: float, limit: float) -> None:
-    if not off <= limit:
-        raise UnsupportedModelError(
-            f"a token that is read from its cache differs from the same token read with all before it by {off:.1e} "
-            f"(at most {limit:.0e} is accepted)"
-        )
 
 
 class _SelfCheck:
@@ -661,7 +614,7 @@ class _SelfCheck:
 
 
 def _state_distance(found: Tensor, expected: Tensor) -> float:
-    off = float((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-20))
+    off = float(_apart(found, expected))
     return off if off == off else torch.inf
 
 
