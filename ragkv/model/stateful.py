@@ -316,13 +316,11 @@ class StateCache(KVCache):
 
     __slots__ = ("held", "index")
 
-    def __init__(self) -> None:
+    def __init__(self, held: BatchedCache, index: int, length: int) -> None:
         super().__init__(reserve=0)
-        self.held: BatchedCache | None = None
-        self.index = 0
+        self.held, self.index, self.length = held, index, length
 
     def chunk_kv(self, *, encoded_at: int = 0) -> ChunkKV:
-        assert self.held is not None
         own = self.held.row(self.index, last=self.length)
         return self.held.packing.pack([t.clone() for t in own], self.length, encoded_at)
 
@@ -379,15 +377,6 @@ class ResumeOptions:
     together: bool = True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Slice:
-    """A sequence's next tokens, and their results."""
-
-    sequence: TokenSequence
-    ids: list[int]
-    number: int
-
-
 class StatefulModel(LanguageModel):
     """A loaded model that continues each sequence from one cache. `because`: why its chunks cannot be merged or
     moved.
@@ -442,26 +431,19 @@ class StatefulModel(LanguageModel):
         """
         if vectors is not None:
             raise UnsupportedModelError("a model whose cache is resumed takes token ids alone")
-        slices = [
-            _Slice(sequence, list(each), at) for at, (sequence, each) in enumerate(zip(sequences, ids, strict=True))
-        ]
-        held = [self._held(part.sequence) for part in slices]
-        logits: list[Tensor | None] = [None] * len(slices)
-        now: list[_Place | None] = [None] * len(slices)
-        for group in self._groups(slices, held):
-            before = [place for part in group if (place := held[part.number]) is not None]
-            found, after = self._read(before, [part.ids for part in group], every=every)
-            for index, (part, each) in enumerate(zip(group, found, strict=True)):
-                logits[part.number], now[part.number] = each, (after, index)
-        for part, place in zip(slices, now, strict=True):  # all passes are over: from here on nothing fails
-            assert place is not None
-            own = StateCache()
-            own.held, own.index = place
-            own.length = part.sequence.cache.length + len(part.ids)
-            part.sequence.cache = own
-            part.sequence.position += len(part.ids)
-        wanted = (each for part, each in zip(slices, logits, strict=True) if every or not part.sequence.silent)
-        kept = [each for each in wanted if each is not None]
+        held = [self._held(sequence) for sequence in sequences]
+        read: dict[int, tuple[Tensor, BatchedCache, int]] = {}
+        for group in self._groups([len(each) for each in ids], held):
+            before = [place for at in group if (place := held[at]) is not None]
+            found, after = self._read(before, [ids[at] for at in group], every=every)
+            read |= {at: (logits, after, index) for index, (at, logits) in enumerate(zip(group, found, strict=True))}
+        kept = []
+        for at, sequence in enumerate(sequences):  # all passes are over: from here on nothing fails
+            logits, after, index = read[at]
+            sequence.cache = StateCache(after, index, sequence.cache.length + len(ids[at]))
+            sequence.position += len(ids[at])
+            if every or not sequence.silent:
+                kept.append(logits)
         return torch.cat(kept).float() if kept else torch.empty((0, 0))
 
     def encode_each(
@@ -518,7 +500,7 @@ class StatefulModel(LanguageModel):
         """The sequence's cache; None if it has read nothing and sees nothing."""
         if isinstance(sequence, StackedSequence):
             raise UnsupportedModelError("a sequence of several questions cannot resume one state")
-        if isinstance(sequence.cache, StateCache) and sequence.cache.held is not None:
+        if isinstance(sequence.cache, StateCache):
             return sequence.cache.held, sequence.cache.index
         if not all(group.plain for group in sequence.groups):
             raise UnsupportedModelError("a sequence that weighs what it reads cannot resume one state")
@@ -529,27 +511,24 @@ class StatefulModel(LanguageModel):
         tensors = self.packing.unpack([segment.kv for segment in segments])
         return BatchedCache(self.tree, self.packing, tensors, (sequence.position,)), 0
 
-    def _groups(self, slices: Sequence[_Slice], held: Sequence[_Place | None]) -> Iterator[list[_Slice]]:
-        """The slices that are batched: with the same number of tokens, after about as many, in this order."""
+    def _groups(self, counts: Sequence[int], held: Sequence[_Place | None]) -> Iterator[list[int]]:
+        """The numbers of the sequences that are batched: with as many tokens, after about as many, in this order."""
+        lengths = [0 if place is None else place[0].lengths[place[1]] for place in held]
 
-        def length(part: _Slice) -> int:
-            place = held[part.number]
-            return 0 if place is None else place[0].lengths[place[1]]
-
-        def key(part: _Slice) -> tuple[int, int]:
-            n, before = len(part.ids), length(part)
+        def key(at: int) -> tuple[int, int]:
+            n, before = counts[at], lengths[at]
             ragged = self.ways.ragged and (n == 1 or not self.ways.several or self.ways.ragged_several)
             return n, 0 if not before else 1 if ragged else 1 + before
 
-        ordered = sorted(slices, key=lambda part: (*key(part), length(part)))
+        ordered = sorted(range(len(counts)), key=lambda at: (*key(at), lengths[at]))
         for _, same in itertools.groupby(ordered, key):
-            group: list[_Slice] = []
-            for part in same:
-                longer = length(part) - length(group[0]) if group else 0
-                if group and (not self.ways.together or longer > max(_APART, length(part) // 2)):
+            group: list[int] = []
+            for at in same:
+                longer = lengths[at] - lengths[group[0]] if group else 0
+                if group and (not self.ways.together or longer > max(_APART, lengths[at] // 2)):
                     yield group
                     group = []
-                group.append(part)
+                group.append(at)
             yield group
 
     def _read(
