@@ -184,9 +184,9 @@ class Checkpoint:
             )
             return "bfloat16" if half else "float32"
         result = self.described(revision)
-        own = next(
-            (d for each in (result, _text(result)) for key in ("dtype", "torch_dtype") if (d := each.get(key))), None
-        )
+        text = result.get("text_config")  # the language model's, of a model that also takes images or audio
+        parts = (result, text if isinstance(text, Mapping) else {})
+        own = next((d for each in parts for key in ("dtype", "torch_dtype") if (d := each.get(key))), None)
         known = getattr(torch, own, None) if isinstance(own, str) else None
         return dtype if not isinstance(known, torch.dtype) or computes_in(device, known) else "float32"
 
@@ -350,12 +350,6 @@ def _path(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError:  # ~nobody/model
         return Path(name)
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a configuration, for a model that also takes images or audio."""
-    found = config.get("text_config")
-    return found if isinstance(found, Mapping) else {}
 
 
 def _is_path(name: str) -> bool:

@@ -258,7 +258,7 @@ def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ..
             if shapes is not None:
                 _require_sizes(name, shapes, config)
             packed = checkpoint.quantised(devices[0])
-            with _its_package(name, packed):
+            try:
                 model, found = _maker(config).from_pretrained(
                     place,
                     config=config,
@@ -269,6 +269,10 @@ def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ..
                     **options,
                     **_placed(name, config, packed, devices),
                 )
+            except ImportError as error:
+                if packed is None:
+                    raise
+                raise MissingExtraError(f"Model {name!r} is quantised ({packed.method}): {_reason(error)}.") from error
         _require_weights(name, found)
         return model if packed is not None or len(devices) > 1 else model.to(devices[0]), tokenizer
 
@@ -295,27 +299,12 @@ def _placed(name: str, config: Any, packed: Quantised | None, devices: tuple[tor
     return {**options, "device_map": module_map(_without_weights(config), devices, shares(devices))}
 
 
-@contextmanager
-def _its_package(name: str, packed: Quantised | None) -> Iterator[None]:
-    """A packed checkpoint lacks a package or a device; transformers' error says which: MissingExtraError."""
-    try:
-        yield
-    except ImportError as error:
-        if packed is None:
-            raise
-        raise MissingExtraError(f"Model {name!r} is quantised ({packed.method}): {_reason(error)}.") from error
-
-
 def _maker(config: Any) -> Any:
     """transformers' class for the checkpoint; for a model that takes images and writes text, the class of the whole
     model.
     """
-    sees = type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if sees and not _writes(config) else AutoModelForCausalLM
-
-
-def _writes(config: Any) -> bool:
-    return type(config) in AutoModelForCausalLM._model_mapping
+    sees, writes = (type(config) in kind._model_mapping for kind in (AutoModelForImageTextToText, AutoModelForCausalLM))
+    return AutoModelForImageTextToText if sees and not writes else AutoModelForCausalLM
 
 
 def _without_weights(config: Any) -> Any:
