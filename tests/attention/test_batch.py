@@ -66,7 +66,7 @@ def expected(model, shared, own):
         plain.set_attn_implementation("ragkv-oracle")
         return torch.stack(
             [
-                oracle.reading(plain, [BLOCKS[name] for name in (*shared, *"".join(groups))], question)
+                oracle.reading(plain, [], [BLOCKS[name] for name in (*shared, *"".join(groups))], question)
                 for groups, question in zip(own, QUESTIONS, strict=False)
             ]
         )
@@ -194,6 +194,6 @@ def test_the_logits_are_those_of_each_row_alone(make_model, family, lengths):
     alone = torch.cat([model.step([row], [ids], every=True) for row, ids in zip(rows(), questions, strict=True)])
     with model.plain() as plain:
         plain.set_attn_implementation("ragkv-oracle")
-        truth = torch.cat([oracle.reading(plain, [PREFIX], ids) for ids in questions])
+        truth = torch.cat([oracle.reading(plain, PREFIX, [], ids) for ids in questions])
     for each in (together, alone):
         torch.testing.assert_close(each, truth, atol=3e-5 * float(truth.abs().max()), rtol=0)

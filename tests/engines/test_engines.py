@@ -52,15 +52,7 @@ def test_scores_are_those_of_the_reference(family, name, make_model):
 
 
 def test_block_over_prefixed_chunk_kv(unlike_family, make_model):
-    found, expected = [], []
-    model = make_model(unlike_family)
-    ids, _ = run(model, "block", tuning={"over": "prefixed"}, trace=found, **ASKED)
-    with model.plain() as plain:
-        plain.set_attn_implementation("ragkv-oracle")
-        parts = (ASKED["prefix"], ASKED["chunks"], ASKED["suffix"], ASKED["steps"])
-        answer = oracle.block_over_prefixed(plain, *parts, trace=expected)
-    same(found, expected)
-    assert ids == answer
+    compare(make_model(unlike_family), "block", tuning={"over": "prefixed"}, literal={"over": "prefixed"})
 
 
 def test_the_first_prefixed_chunk_is_that_of_full_attention(unlike_family, make_model):

@@ -65,8 +65,8 @@ def test_the_engine_reads_packets_as_one_masked_forward_does(unlike_family, make
     with model.plain() as plain:
         plain.set_attn_implementation("ragkv-oracle")
         wrapped = [list(packet.wrap(chunk)) for chunk in CHUNKS]
-        reference = oracle.block if over == "standalone" else oracle.block_over_prefixed
-        literal = reference(plain, PREFIX, wrapped, SUFFIX, STEPS, vectors=packet.vectors, trace=expected)
+        how = {"over": over, "vectors": packet.vectors, "trace": expected}
+        literal = oracle.block(plain, PREFIX, wrapped, SUFFIX, STEPS, **how)
     assert ids == literal
     reach = float(torch.stack(expected).abs().max())
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=3e-5 * reach, rtol=0)

@@ -26,87 +26,36 @@ def full(model, prefix, chunks, suffix, steps, *, trace=None):
     return out
 
 
-def block(model, prefix, chunks, suffix, steps, *, reencode=True, vectors=None, trace=None):
-    """Block-Attention Figure 1: every block but the last sees itself only; the 4-D mask in one forward.
-
-    Of `vectors`, the one with number i stands where a chunk has the id -1-i (KV Packet).
-    Without `reencode` every block but the last has positions from 0 (the ablation "w/o-pos"). transformers puts no
-    window on a 4-D mask: a model with windows has to run on "ragkv-oracle".
-    """
-    blocks = [part for part in [prefix, *chunks] if part]
+def block(model, prefix, chunks, suffix, steps, *, weights=None, trace=None, **settings):
+    """Block placement, `reading` with these settings; `weights` receives every layer's attention of the first step."""
     out: Ids = []
     for _ in range(steps):
-        tokens = [*(i for part in blocks for i in part), *suffix, *out]
-        visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-        start = 0
-        for part in blocks:
-            visible[start : start + len(part), :start] = False
-            start += len(part)
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
-        positions = list(range(len(tokens)))
-        if not reencode:
-            positions[:start] = [i for part in blocks for i in range(len(part))]
-        seeing: dict[str, Any] = {"attention_mask": mask}
-        if model.config._attn_implementation == "ragkv-oracle":
-            at = torch.tensor(positions)
-            seeing = {"oracle": _ordinary(visible, at)}
-        given = _given(model, tokens, vectors)
-        logits = model(**given, position_ids=torch.tensor([positions]), use_cache=False, **seeing).logits[0, -1]
+        logits = reading(model, prefix, chunks, [*suffix, *out], weights=None if out else weights, **settings)[-1]
         _note(trace, logits)
         out.append(int(logits.argmax()))
     return out
 
 
-def block_over_prefixed(model, prefix, chunks, suffix, steps, *, vectors=None, trace=None):
-    """Blocks that were encoded after the prefix ("Link0"): the 4-D mask in one forward; `vectors` as in `block`.
-
-    Every chunk has the prefix right before it, which only that chunk sees; the question sees the first one.
-    """
-    out: Ids = []
-    for _ in range(steps):
-        tokens, positions, starts = [*prefix], [*range(len(prefix))], []
-        at = len(prefix)
-        for chunk in chunks:
-            starts.append(len(tokens))
-            tokens += [*prefix, *chunk]
-            positions += range(at - len(prefix), at + len(chunk))
-            at += len(chunk)
-        context = len(tokens)
-        tokens += [*suffix, *out]
-        positions += range(at, at + len(suffix) + len(out))
-        visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-        for start, end in zip(starts, [*starts[1:], context], strict=True):
-            visible[start:end, :start] = False
-            visible[context:, start : start + len(prefix)] = False
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None]
-        seeing: dict[str, Any] = {"attention_mask": mask}
-        if model.config._attn_implementation == "ragkv-oracle":
-            seeing = {"oracle": _ordinary(visible, torch.tensor(positions))}
-        given = _given(model, tokens, vectors)
-        logits = model(**given, position_ids=torch.tensor([positions]), use_cache=False, **seeing).logits[0, -1]
-        _note(trace, logits)
-        out.append(int(logits.argmax()))
-    return out
-
-
-def blend(
+def reading(
     model: Any,
     prefix: Ids,
     chunks: list[Ids],
-    suffix: Ids,
-    steps: int,
+    own: Ids,
     *,
-    fresh: Ids,
-    over: str,
-    trace: list[Tensor] | None = None,
+    over: str = "standalone",
+    reencode: bool = True,
+    fresh: Ids | tuple[()] = (),
+    vectors: Tensor | None = None,
     weights: dict[int, Tensor] | None = None,
-) -> Ids:
-    """Block placement with the tokens at positions `fresh` computed again: in one dense sequence, each of them twice.
+) -> Tensor:
+    """Logits `(n, vocab)` of `own` tokens after blocks, in one dense sequence; `model` runs on "ragkv-oracle".
 
-    The prompt as stored comes first: each block sees itself, and over "prefixed" KV a copy of the prefix right before
-    it, where it stood when the chunk was encoded. Then the fresh tokens, and the question. These see at each position
-    before theirs the fresh token if there is one, else the stored one, and no copies. `model` runs on "ragkv-oracle";
-    `weights` receives every layer's attention of the first step, of the prompt's tokens without the copies.
+    The prompt as stored comes first: every block sees itself only (Block-Attention Figure 1), and over "prefixed" KV a
+    copy of the prefix right before it, where it stood when the chunk was encoded. The tokens at positions `fresh` come
+    once more (Blend), then `own`. These see at each position before theirs the fresh token if there is one, else the
+    stored one, and no copies. Without `reencode` every block has positions from 0 (the ablation "w/o-pos"). Of
+    `vectors`, the one with number i stands where a chunk has the id -1-i (KV Packet). `weights` receives every layer's
+    attention, of the prompt's tokens without the copies.
     """
     blocks = [part for part in [prefix, *chunks] if part]
     stored = [i for part in blocks for i in part]
@@ -115,42 +64,29 @@ def blend(
     starts = [sum(map(len, blocks[:number])) for number in copies]
     before = [start - len(prefix) + i for start in starts for i in range(len(prefix))]
     owners = torch.tensor(owner + [number for number in copies for _ in prefix])
-    n, m, out = len(stored), len(stored) + len(before), []
-    for _ in range(steps):
-        own = [*suffix, *out]
-        tokens = [*stored, *prefix * len(copies), *(stored[place] for place in fresh), *own]
-        at = torch.tensor([*range(n), *before, *fresh, *range(n, n + len(own))])
-        visible = at[:, None] >= at
-        visible[:m, :m] &= owners[:, None] == owners
-        visible[:m, m:] = False
-        visible[m:, n:m] = False
-        visible[m:, :n] &= ~torch.isin(torch.arange(n), torch.tensor(fresh, dtype=torch.long))
-        seen: dict[int, Tensor] = {}
-        plan = _ordinary(visible, at) | {"weights": seen}
-        logits = model(input_ids=torch.tensor([tokens]), position_ids=at[None], use_cache=False, oracle=plan).logits[
-            0, -1
-        ]
-        if weights is not None and not out:
-            kept = [*range(n), *range(m, len(tokens))]
-            weights |= {layer: each[:, kept][:, :, kept] for layer, each in seen.items()}
-        _note(trace, logits)
-        out.append(int(logits.argmax()))
-    return out
-
-
-def reading(model, blocks, own):
-    """Logits `(n, vocab)` of `own` tokens after blocks that stand one after another, each of which saw itself alone.
-
-    `model` runs on "ragkv-oracle".
-    """
-    tokens = [*(i for part in blocks for i in part), *own]
-    visible = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-    start = 0
-    for part in blocks:
-        visible[start : start + len(part), :start] = False
-        start += len(part)
-    plan = _ordinary(visible, torch.arange(len(tokens)))
-    return model(input_ids=torch.tensor([tokens]), use_cache=False, oracle=plan).logits[0, start:].detach().float()
+    n, m = len(stored), len(stored) + len(before)
+    tokens = [*stored, *prefix * len(copies), *(stored[place] for place in fresh), *own]
+    places = range(n) if reencode else [i for part in blocks for i in range(len(part))]
+    at = torch.tensor([*places, *before, *fresh, *range(n, n + len(own))])
+    visible = at[:, None] >= at
+    visible[:m, :m] &= owners[:, None] == owners
+    visible[:m, m:] = False
+    visible[m:, n:m] = False
+    visible[m:, :n] &= ~torch.isin(torch.arange(n), torch.tensor(fresh, dtype=torch.long))
+    seen: dict[int, Tensor] = {}
+    nothing = torch.zeros(len(at), dtype=torch.bool)  # is reweighed
+    plan = {"visible": visible, "behind": at[:, None] - at, "context": nothing, "first": len(at)}
+    plan |= {"T": 1.0, "S": 1.0, "factor": 1.0, "weights": seen}
+    given: dict[str, Any] = {"input_ids": torch.tensor([tokens])}
+    if vectors is not None:
+        table = model.get_input_embeddings()
+        rows = [vectors[-1 - i] if i < 0 else table(torch.tensor([i]))[0] for i in tokens]
+        given = {"inputs_embeds": torch.stack(rows)[None]}
+    logits = model(**given, position_ids=at[None], use_cache=False, oracle=plan).logits[0, len(tokens) - len(own) :]
+    if weights is not None:
+        kept = [*range(n), *range(m, len(tokens))]
+        weights |= {layer: each[:, kept][:, :, kept] for layer, each in seen.items()}
+    return logits.detach().float()
 
 
 def pced(model, prefix, chunks, suffix, scores, steps, *, gamma=2.5, beta="per_expert", rule="max", trace=None):
@@ -238,25 +174,9 @@ def ape(model, prefix, chunks, suffix, steps, *, temperature, scale, mode="power
     return out
 
 
-def _given(model, tokens, vectors):
-    if vectors is None:
-        return {"input_ids": torch.tensor([tokens])}
-    table = model.get_input_embeddings()
-    rows = [vectors[-1 - i] if i < 0 else table(torch.tensor([i]))[0] for i in tokens]
-    return {"inputs_embeds": torch.stack(rows)[None]}
-
-
 def _note(trace, scores):
     if trace is not None:
         trace.append(scores.detach().float())
-
-
-def _ordinary(visible, positions):
-    """What `_dense` needs where nothing is reweighed."""
-    nothing = torch.zeros(len(positions), dtype=torch.bool)
-    behind = positions[:, None] - positions
-    ordinary = {"context": nothing, "first": len(positions), "T": 1.0, "S": 1.0, "factor": 1.0}
-    return {"visible": visible, "behind": behind, **ordinary}
 
 
 def _dense(module, query, key, value, mask, *, scaling, oracle, **rest):
