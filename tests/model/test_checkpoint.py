@@ -19,8 +19,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import gguffile
 import huggingface_hub.constants
 import peft
 import pytest
@@ -29,6 +29,7 @@ from asking import run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from ragkv.benchmarks.speed.llama_cpp import add_sizes, finish
 from ragkv.config import IndexConfig
 from ragkv.errors import MissingExtraError, ModelLoadError
 from ragkv.evaluation.doctor import models_present
@@ -36,6 +37,7 @@ from ragkv.finetune.block import export_tuned
 from ragkv.mini import embedder_path, lm_path
 from ragkv.model import checkpoint, loading
 from ragkv.model.checkpoint import Checkpoint, Quantised, lasting, require_on_hub, resolve
+from ragkv.model.language_model import LanguageModel
 from ragkv.model.loading import open_checkpoint
 from ragkv.model.self_check import load_model
 
@@ -254,6 +256,65 @@ def test_torchao_int8_weights(model_folder, make_model, tmp_path):
     assert resolve(str(tmp_path)).fingerprint("auto") != resolve(str(model_folder)).fingerprint("auto")
 
 
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write_gguf(path: Path, model: LanguageModel, *, packed: bool, pre: str = "qwen2") -> None:
+    """A GGUF file of a random Qwen 2, as llama.cpp's converter writes it.
+
+    `packed`: matrices as Q8_0 blocks, else everything in float32. `pre` says how text is split before merges.
+    """
+    import gguf
+
+    config = model.config
+    file = gguf.GGUFWriter(path, "qwen2")
+    add_sizes(file, config)
+    _write_vocabulary(file, model.tokens._tokenizer, config.vocab_size, pre)
+    for name, weight in model.module.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        if module in NAMES:
+            to = f"{NAMES[module]}.{kind}"
+        else:
+            _, _, layer, part = module.split(".", 3)
+            to = f"blk.{layer}.{NAMES[part]}.{kind}"
+        numbers = weight.float().numpy()
+        if packed and numbers.ndim == 2:
+            q8 = gguf.GGMLQuantizationType.Q8_0
+            file.add_tensor(to, gguf.quants.quantize(numbers, q8), raw_dtype=q8)
+        else:
+            file.add_tensor(to, numbers)
+    finish(file)
+
+
+def _write_vocabulary(file: Any, tokenizer: Any, size: int, pre: str) -> None:
+    tokens = [f"[unused{index}]" for index in range(size)]
+    for token, index in tokenizer.get_vocab().items():
+        tokens[index] = token
+    tokens[-1] = "qz"  # a merge: the format knows no vocabulary without any
+    file.add_tokenizer_model("gpt2")
+    file.add_tokenizer_pre(pre)
+    file.add_token_list(tokens)
+    file.add_token_types([3 if index < 3 else 1 for index in range(size)])
+    file.add_token_merges(["q z"])
+    file.add_bos_token_id(0)
+    file.add_eos_token_id(1)
+    file.add_pad_token_id(2)
+    file.add_chat_template(tokenizer.chat_template)
+
+
 class TestGGUF:
     @pytest.fixture(autouse=True)
     def quiet(self):
@@ -264,7 +325,7 @@ class TestGGUF:
 
     @pytest.fixture
     def file(self, tmp_path, make_model):
-        gguffile.write(tmp_path / "model.gguf", make_model("qwen2"), packed=False)
+        write_gguf(tmp_path / "model.gguf", make_model("qwen2"), packed=False)
         return tmp_path / "model.gguf"
 
     def test_it_holds_everything(self, file, make_model):
@@ -296,7 +357,7 @@ class TestGGUF:
         assert (made, gguf.GGUFReader) == ([file, file, other], Counted)
 
     def test_two_packings_of_one_model_are_two_models(self, file, make_model, tmp_path):
-        gguffile.write(tmp_path / "q8.gguf", make_model("qwen2"), packed=True)
+        write_gguf(tmp_path / "q8.gguf", make_model("qwen2"), packed=True)
         model = load_model(str(tmp_path / "q8.gguf"), device="cpu")
         assert run(model, "block", steps=3)[0]
         packed, plain = resolve(str(tmp_path / "q8.gguf")), resolve(str(file))
@@ -357,7 +418,7 @@ class TestGGUF:
         load_model(str(file), device="cpu")
         load_model(str(file), device="cpu", dtype="bfloat16")
         assert len(unpacked()) == 2
-        gguffile.write(file, make_model("qwen2"), packed=True)
+        write_gguf(file, make_model("qwen2"), packed=True)
         load_model(str(file), device="cpu")
         assert len(unpacked()) == 3
 
@@ -470,7 +531,7 @@ class TestGGUF:
         ("pre", "pieces"), [("smollm", ["a", "ĠĠ", "1", "2"]), ("qwen2", ["a", "Ġ", "Ġ", "1", "2"])]
     )
     def test_numbers_are_split_as_the_file_says(self, pre, pieces, make_model, tmp_path):
-        gguffile.write(tmp_path / "own.gguf", make_model("qwen2"), packed=False, pre=pre)
+        write_gguf(tmp_path / "own.gguf", make_model("qwen2"), packed=False, pre=pre)
         for _ in range(2):  # unpacked, then from the copy
             model = load_model(str(tmp_path / "own.gguf"), device="cpu")
             split = model.tokens._tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")

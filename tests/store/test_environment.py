@@ -7,9 +7,11 @@ import re
 import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,6 @@ from pathlib import Path
 import lmdb
 import pytest
 from clichild import CliChild
-from openfolder import open_folder
 from package import in_child, run_fresh
 from storecheck import problems
 from storekit import big, equal, identity, kv_of, unpack, write
@@ -37,6 +38,25 @@ from ragkv.errors import *
 from ragkv.store import Store
 path = sys.argv[1]
 """
+
+
+def may_be_entered(folder: Path) -> bool:
+    return all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents))
+
+
+@contextmanager
+def open_folder() -> Iterator[Path | None]:
+    """A folder that every user of the machine may enter, for tests that give up being root.
+
+    None where no temporary folder is open to all: TMPDIR may be a private one, and pytest's own folders are.
+    """
+    for place in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
+        if Path(place).is_dir() and may_be_entered(Path(place).resolve()):
+            with tempfile.TemporaryDirectory(dir=place) as folder:
+                Path(folder).chmod(0o755)
+                yield Path(folder)
+            return
+    yield None
 
 
 def process(script: str, path: Path) -> CliChild:

@@ -7,10 +7,10 @@ import pickletools
 import threading
 
 import pytest
-from fixedllm import FixedLLM
 from heldmodel import HeldModel
 from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.chat_engine import CondenseQuestionChatEngine
+from llama_index.core.llms import CompletionResponse, CustomLLM, LLMMetadata
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from llama_index.core.tools import QueryEngineTool
@@ -29,6 +29,22 @@ SEQUENCE = [
     "SynthesizeEndEvent",
     "QueryEndEvent",
 ]
+
+
+class FixedLLM(CustomLLM):
+    """Answers with `says[key]` for the first key that its prompt holds; without one a test must fail."""
+
+    says: dict[str, str]
+
+    @property
+    def metadata(self):
+        return LLMMetadata(model_name="fixed")
+
+    def complete(self, prompt, formatted=False, **_):
+        return CompletionResponse(text=next(text for key, text in self.says.items() if key in prompt))
+
+    def stream_complete(self, prompt, formatted=False, **_):
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("engine", ["full", "block", "pced"])

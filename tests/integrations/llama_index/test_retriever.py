@@ -2,12 +2,14 @@
 
 import asyncio
 import math
+import re
+import zlib
 from dataclasses import replace
 
 import pytest
-from fixedllm import WordEmbedding
 from llama_index.core import VectorStoreIndex
 from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from ragkv.errors import UsageError
@@ -21,6 +23,22 @@ FACTS = [
     "Kesk Mills was founded by Tova Lind.",
 ]
 WHO = "Who founded Linodyne Paper?"
+
+
+class WordEmbedding(BaseEmbedding):
+    """Cosine similarity of the words of two texts."""
+
+    def _get_text_embedding(self, text):
+        vector = [0.0] * 256
+        for word in re.findall(r"\w+", text.lower()):
+            vector[zlib.crc32(word.encode()) % 256] += 1.0
+        return vector
+
+    def _get_query_embedding(self, query):
+        return self._get_text_embedding(query)
+
+    async def _aget_query_embedding(self, query):
+        return self._get_text_embedding(query)
 
 
 class Letters:
