@@ -22,13 +22,13 @@ import packedkernel
 import pytest
 import recordedgraph
 import torch
-from crossing import Crossing, Waits, count_read, count_upload, counting
-from devicerule import generators, refuse_strangers, waits_for_numbers
+from crossing import count_read, count_upload, counting, generators, refuse_strangers, waits_for_numbers
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from ragkv.attention import varlen
+from ragkv.runtime import graphs
 
-__all__ = ["Crossing", "PretendTensor", "Waits", "counting", "device"]
+__all__ = ["counting", "device"]
 
 DEVICE = "pretend:0"
 # torch would make these by resizing an empty tensor, which a wrapper cannot follow
@@ -70,7 +70,7 @@ class PretendTensor(torch.Tensor):
 
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
-    if _composite(op):  # under inference_mode an op comes as it was called, not yet in its parts
+    if graphs._composite(op):  # under inference_mode an op comes as it was called, not yet in its parts
         return op.decompose(*args, **kwargs)
     name = op._schema.name.removeprefix("aten::")
     real_args, real_kwargs = _held(args), {key: _held(value) for key, value in kwargs.items()}
@@ -98,11 +98,6 @@ def _place(target: torch.device | None, leaves: list[Any]) -> torch.device:
     if target is not None and target.type == "pretend":
         return torch.device("pretend", target.index or 0)
     return next((leaf.device for leaf in leaves if isinstance(leaf, PretendTensor)), torch.device(DEVICE))
-
-
-@functools.cache
-def _composite(op: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def _held(value: Any) -> Any:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from devicerule import waits_for_numbers
+from crossing import waits_for_numbers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ragkv.runtime import graphs
@@ -22,11 +22,6 @@ from ragkv.runtime import graphs
 def use(patch: pytest.MonkeyPatch) -> None:
     """Whole steps are run again, and pieces replayed."""
     patch.setattr(graphs, "Capture", RecordedCapture)
-
-
-def recording() -> bool:
-    """Whether a piece is being recorded."""
-    return any(isinstance(mode, _Recording) for mode in _get_current_dispatch_mode_stack())
 
 
 def _memory(tensor: Any) -> int:
