@@ -43,6 +43,7 @@ from ragkv.model.loading import reach, refuse_by_name
 from ragkv.model.packet import Packet, embed
 from ragkv.model.prompt import Tokens
 from ragkv.types import Capability, KVShape
+from ragkv.util import batches
 from ragkv.util.plugins import kernel_module
 
 _SPANS = ("window", "attention_chunk", "index_topk")  # parts of attribute names that limit how many tokens are seen
@@ -156,6 +157,8 @@ Run = Callable[["LanguageModel", Step, Tensor, Tensor, Tensor], Tensor]
 """Computes a pass: (model, step, tokens, positions, kept) -> logits, as `LanguageModel.logits` does."""
 
 
+ENCODE_TOKENS = 2048
+"""Tokens of a step that encodes chunks; more are slower on a processor, because activations then leave its caches."""
 FEW = 256
 """Tokens of a pass whose products are all that takes long; with more, the rest is worth torch's threads."""
 
@@ -384,47 +387,32 @@ class LanguageModel:
         self.logits(by, {"input_ids": tokens[None]}, positions, positions[:0])
 
     def encode(
-        self,
-        chunks: Sequence[Sequence[int]],
-        *,
-        prefix: ChunkKV | None = None,
-        batch_tokens: int = 2048,
-        packet: Packet | None = None,
+        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, packet: Packet | None = None
     ) -> list[ChunkKV]:
         """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings.
 
         With a `packet`, each stands between its vectors, whose KV is part of the result. Chunks of any length share a
-        step of at most `batch_tokens` tokens (or one chunk). Raises what `require_packet` raises.
+        step of at most `ENCODE_TOKENS` tokens (or one chunk). Raises what `require_packet` raises.
         """
         if packet is None:
-            return list(self.encode_each(chunks, prefix=prefix, batch_tokens=batch_tokens))
+            return list(self.encode_each(chunks, prefix=prefix))
         self.require_packet(packet)
         if any(not ids for ids in chunks):
             raise ValueError("a chunk without tokens has no KV")
-        wrapped = [packet.wrap(ids) for ids in chunks]
-        return list(self._encoded(wrapped, prefix, batch_tokens, packet.vectors))
+        return list(self._encoded([packet.wrap(ids) for ids in chunks], prefix, packet.vectors))
 
-    def encode_each(
-        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
-    ) -> Iterator[ChunkKV]:
-        """As `encode`, one at a time and in the order given.
-
-        More tokens at a time would be slower on a processor, because activations then leave its caches.
-        """
+    def encode_each(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> Iterator[ChunkKV]:
+        """As `encode`, one at a time and in the order given."""
         if any(not ids for ids in chunks):
             raise ValueError("a chunk without tokens has no KV")
-        yield from self._encoded(chunks, prefix, batch_tokens)
+        yield from self._encoded(chunks, prefix)
 
     def _encoded(
-        self,
-        chunks: Sequence[Sequence[int]],
-        prefix: ChunkKV | None,
-        batch_tokens: int,
-        vectors: Tensor | None = None,
+        self, chunks: Sequence[Sequence[int]], prefix: ChunkKV | None, vectors: Tensor | None = None
     ) -> Iterator[ChunkKV]:
         start = 0 if prefix is None else prefix.tokens
         seen = () if prefix is None else (PlacedChunk(kv=prefix, start=0),)
-        for batch in _batches(chunks, batch_tokens):
+        for batch in batches(chunks, len, ENCODE_TOKENS):
             rows = [TokenSequence.for_kv(seen, position=start) for _ in batch]
             self.step(rows, batch, vectors=vectors)
             for row in rows:
@@ -504,27 +492,15 @@ def _no_vectors(model: LanguageModel) -> str | None:
     ids = (3, 5, 4, 6, 5)
     try:
         none = model.module.get_input_embeddings().weight.new_empty(0)
-        [by_ids], [by_vectors] = model.encode([ids]), model._encoded([ids], None, 8, none)
+        [by_ids], [by_vectors] = model.encode([ids]), model._encoded([ids], None, none)
         between = embed(model.module.get_input_embeddings(), torch.tensor([ids], device=model.device), none)
-        for _ in model._encoded([(-1, *ids)], None, 8, between.mean(1)):
+        for _ in model._encoded([(-1, *ids)], None, between.mean(1)):
             pass  # some families look up which token a vector is of
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return f"it takes token ids alone ({error})"
     pairs = zip((*by_ids.keys, *by_ids.values), (*by_vectors.keys, *by_vectors.values), strict=True)
     same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max())) for a, b in pairs if a.numel())
     return None if same else "it does not read a token's vector as it reads the token"
-
-
-def _batches(chunks: Sequence[Sequence[int]], batch_tokens: int) -> Iterator[list[Sequence[int]]]:
-    """The chunks in order, at most `batch_tokens` tokens at a time, or one chunk."""
-    batch: list[Sequence[int]] = []
-    for ids in chunks:
-        if batch and sum(map(len, batch)) + len(ids) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(ids)
-    if batch:
-        yield batch
 
 
 class _PackedCache(DynamicCache):  # type: ignore[misc]

@@ -446,9 +446,7 @@ class StatefulModel(LanguageModel):
                 kept.append(logits)
         return torch.cat(kept).float() if kept else torch.empty((0, 0))
 
-    def encode_each(
-        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, batch_tokens: int = 2048
-    ) -> Iterator[ChunkKV]:
+    def encode_each(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> Iterator[ChunkKV]:
         """As `LanguageModel.encode_each`; a model that resumes token by token encodes many chunks in one batch."""
         if any(not ids for ids in chunks):
             raise ValueError("a chunk without tokens has no KV")

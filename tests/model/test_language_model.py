@@ -10,6 +10,7 @@ from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ArenaKVCache, KVArena, KVCache, TokenSequence
 from ragkv.engines import supported_engines
 from ragkv.errors import UsageError
+from ragkv.model import language_model
 from ragkv.model.self_check import check_model
 from ragkv.types import Capability, LayerShape
 
@@ -213,10 +214,11 @@ def test_a_pass_that_fails_appends_nothing(make_model, monkeypatch):
     assert torch.equal(model.step([row], [ids[20:]]), model.step([other], [ids[20:]]))
 
 
-def test_chunks_of_one_step_equal_one_by_one(make_model):
+def test_chunks_of_one_step_equal_one_by_one(make_model, monkeypatch):
     model = make_model("llama")
+    monkeypatch.setattr(language_model, "ENCODE_TOKENS", 14)
     chunks = [[5] * 3, [7, 1, 2, 9], [4] * 11, [6]]  # 1 is the eos token, 2 the pad token: text like any other
-    together = model.encode(chunks, batch_tokens=14)
+    together = model.encode(chunks)
     for ids, kv in zip(chunks, together, strict=True):
         [alone] = model.encode([ids])
         assert kv.tokens == len(ids)
@@ -224,10 +226,11 @@ def test_chunks_of_one_step_equal_one_by_one(make_model):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_chunks_of_one_step_hold_no_more_tokens_than_told(make_model, steps_of):
+def test_chunks_of_one_step_hold_no_more_tokens_than_told(make_model, steps_of, monkeypatch):
     model = make_model("llama")
+    monkeypatch.setattr(language_model, "ENCODE_TOKENS", 14)
     steps = steps_of(model)
-    model.encode([[5] * n for n in (3, 4, 11, 1, 20, 2)], batch_tokens=14)
+    model.encode([[5] * n for n in (3, 4, 11, 1, 20, 2)])
     assert [[len(each) for each in ids] for _, ids in steps] == [[3, 4], [11, 1], [20], [2]]
     with pytest.raises(ValueError, match="without tokens"):
         model.encode([[5], []])
