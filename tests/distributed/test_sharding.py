@@ -57,13 +57,8 @@ def shared_out(request, owners, rank):
 
 def led(runtime, engine, request):
     """Greedy ids, winners and every step's scores, end tokens not heeded."""
-    stream, ids, winners, scores = Stream(runtime, engine, request), [], [], []
-    for _ in range(STEPS):
-        scores.append(stream.scores.clone())
-        ids.append(stream.best())
-        winners.append(stream.winner(ids[-1]))
-        stream.advance(ids[-1])
-    return ids, winners, torch.stack(scores)
+    scores = []
+    return *asking.greedy(Stream(runtime, engine, request), STEPS, scores), torch.stack(scores)
 
 
 def compare_answers(model, size, owners, names=tuple(ENGINES)):

@@ -7,7 +7,7 @@ tokens are. The first step reads the question over chunks where they lie, the la
 import oracle
 import pytest
 import torch
-from asking import CHUNKS, PREFIX, SCORES, STEPS, SUFFIX, request, run
+from asking import CHUNKS, PREFIX, SCORES, STEPS, SUFFIX, forced, request, run
 
 from ragkv.engines import engine_names, make_engine
 from ragkv.errors import ConfigError, UsageError
@@ -130,15 +130,15 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(unlike_family, make_
     compared: the first over chunks in place, the others over the context laid out. Measured: 0.6 to 1.5 times.
     """
     model, exact = make_model(unlike_family, "bfloat16"), make_model(unlike_family, "rounded")
-    forced = [90, 91, 92]
-    tokens = [*PREFIX, *(i for chunk in CHUNKS for i in chunk), *SUFFIX, *forced]
+    answer = [90, 91, 92]
+    tokens = [*PREFIX, *(i for chunk in CHUNKS for i in chunk), *SUFFIX, *answer]
     causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
 
     def plain_logits(of, visible):
         mask = torch.zeros(visible.shape, dtype=of.dtype).masked_fill(~visible, torch.finfo(of.dtype).min)[None, None]
         with of.plain() as plain:
             logits = plain(input_ids=torch.tensor([tokens]), attention_mask=mask, use_cache=False).logits
-        return logits[0, -len(forced) - 1 :].float()
+        return logits[0, -len(answer) - 1 :].float()
 
     def off(found, truth):
         return float(((found - truth).norm(dim=-1) / truth.norm(dim=-1)).mean())
@@ -150,18 +150,10 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(unlike_family, make_
         start += len(part)
     stray = max(off(plain_logits(model, v), plain_logits(exact, v)) for v in (causal, blocks))
 
-    def scores(of, engine):
-        stream = Stream(runtime_of(of), engine, request(of, engine))
-        found = [stream.scores]
-        for token in forced:
-            stream.advance(token)
-            found.append(stream.scores)
-        return torch.stack(found)
-
     for name in ("ape", "blend", "block", "full", "pced"):
         # rounding may change what the question attends to most: the recomputed tokens are drawn
         engine = make_engine(name, {"blend": {"select": "random", "ratio": 0.5}})
-        assert off(scores(model, engine), scores(exact, engine)) < 1.5 * stray + 0.01, name
+        assert off(*(forced(of, engine, answer) for of in (model, exact))) < 1.5 * stray + 0.01, name
 
 
 @pytest.mark.parametrize("name", ["ape", "pced"])

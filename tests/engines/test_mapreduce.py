@@ -27,12 +27,8 @@ def request(model, *, chunks=CHUNKS, prompt=PROMPT) -> Request:
     return replace(made, question=QUESTION, prompt=prompt)
 
 
-def greedy(model, engine, wanted, steps=STEPS) -> list[int]:
-    stream, ids = Stream(runtime_of(model), engine, wanted), []
-    for _ in range(steps):
-        ids.append(stream.best())
-        stream.advance(ids[-1])
-    return ids
+def greedy(model, engine, wanted) -> list[int]:
+    return asking.greedy(Stream(runtime_of(model), engine, wanted))[0]
 
 
 def summaries_of(model, engine, wanted) -> list[list[int]]:

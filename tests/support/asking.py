@@ -37,9 +37,13 @@ def request(model, engine, chunks=None, scores=None, suffix=None, prefix=None) -
 
 
 def run(model, name, *, steps=STEPS, tuning=None, trace=None, **changes):
-    """Greedy ids and winners, end tokens not heeded; every step's scores `(vocab,)` are appended to `trace`."""
+    """`greedy` by an engine's name."""
     engine = make_engine(name, {name: tuning or {}})
-    stream = Stream(runtime_of(model), engine, request(model, engine, **changes))
+    return greedy(Stream(runtime_of(model), engine, request(model, engine, **changes)), steps, trace)
+
+
+def greedy(stream, steps=STEPS, trace=None):
+    """Greedy ids and winners, end tokens not heeded; every step's scores `(vocab,)` are appended to `trace`."""
     ids, winners = [], []
     for _ in range(steps):
         if trace is not None:
@@ -61,6 +65,16 @@ def teacher_forced(model, parts, name, tuning=None) -> torch.Tensor:
         stream.advance(token)
         scores.append(stream.scores.clone())
     return torch.stack(scores)
+
+
+def forced(model, engine, tokens, **changes):
+    """The scores before each of these tokens and after the last, `(tokens + 1, vocab)`."""
+    stream = Stream(runtime_of(model), engine, request(model, engine, **changes))
+    found = [stream.scores]
+    for token in tokens:
+        stream.advance(token)
+        found.append(stream.scores)
+    return torch.stack(found)
 
 
 def requests(model, engine) -> list[Request]:
