@@ -54,19 +54,6 @@ def greedy(stream, steps=STEPS, trace=None):
     return ids, winners
 
 
-def teacher_forced(model, parts, name, tuning=None) -> torch.Tensor:
-    """The engine's scores before each token of the response of an `ExampleTokens`, and after the last."""
-    engine = make_engine(name, {name: tuning or {}})
-    chunks = [list(ids) for ids in parts.chunks]
-    asked = request(model, engine, chunks, [0.5] * len(chunks), parts.suffix, parts.prefix)
-    stream = Stream(runtime_of(model), engine, asked)
-    scores = [stream.scores.clone()]
-    for token in parts.response:
-        stream.advance(token)
-        scores.append(stream.scores.clone())
-    return torch.stack(scores)
-
-
 def forced(model, engine, tokens, **changes):
     """The scores before each of these tokens and after the last, `(tokens + 1, vocab)`."""
     stream = Stream(runtime_of(model), engine, request(model, engine, **changes))
@@ -75,6 +62,17 @@ def forced(model, engine, tokens, **changes):
         stream.advance(token)
         found.append(stream.scores)
     return torch.stack(found)
+
+
+def teacher_forced(model, parts, name, tuning=None) -> torch.Tensor:
+    """`forced` along the response of an `ExampleTokens`."""
+    asked = {
+        "chunks": parts.chunks,
+        "scores": [0.5] * len(parts.chunks),
+        "suffix": parts.suffix,
+        "prefix": parts.prefix,
+    }
+    return forced(model, make_engine(name, {name: tuning or {}}), parts.response, **asked)
 
 
 def requests(model, engine) -> list[Request]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,6 +23,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before th
 import typer
 from loaded import preload
 from namespace import enter, obey_permissions
+from outcome import Result
 
 import ragkv.engines.ape
 import ragkv.engines.full
@@ -50,15 +51,6 @@ def run_command(arguments: list[str], prepare: Callable[[], object]) -> NoReturn
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-@dataclass
-class Done:
-    """What a command came to; `code` is negative when a signal ended it."""
-
-    code: int
-    out: str
-    err: str
 
 
 class Command:
@@ -90,9 +82,10 @@ class Command:
     def kill(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def wait(self) -> Done:
+    def wait(self) -> Result:
+        """What it came to; `code` is negative when a signal ended it."""
         code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        done = Done(code, *(path.read_text() if path.exists() else "" for path in (self._out, self._err)))
+        done = Result(code, *(path.read_text() if path.exists() else "" for path in (self._out, self._err)))
         self._folder.cleanup()
         return done
 

@@ -21,9 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command import Command, Done
+from command import Command
 from crashtest import Child
 from loaded import preload
+from outcome import Result
 from storecheck import problems
 
 import ragkv.ingest.ingester as ingester
@@ -114,7 +115,7 @@ def same(index: Path, calm: Path) -> None:
     assert not differ, f"{len(differ)} rows of {len(right)} differ: {sorted(differ)[:9]}"
 
 
-def ask(index: Path) -> Done:
+def ask(index: Path) -> Result:
     return Command("query", QUESTION, "--index", index, "--engine", "ape", "--max-new-tokens", "1", "--json").wait()
 
 
