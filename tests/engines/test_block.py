@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import oracle
 import pytest
-import torch
-from asking import CHUNKS, PREFIX, STEPS, SUFFIX, request, run
+from asking import CHUNKS, PREFIX, STEPS, SUFFIX, continues, request, run
 
 from ragkv.engines import make_engine
 from ragkv.engines.block import block_starts, sink_tokens
@@ -87,21 +86,6 @@ def test_presets_differ_in_positions_alone(make_model):
     model = make_model("llama")
     assert run(model, "block", tuning={"preset": "prompt-cache"}) == run(model, "block")
     assert run(model, "block", tuning={"preset": "no-positions"})[0] != run(model, "block")[0]
-
-
-def continues(model, tuning):
-    engine = make_engine("block", {"block": tuning})
-    asked = request(model, engine)
-    before = [k.clone() for k in asked.chunks[1].kv.keys]
-    arguments = engine.cache(model, asked)
-    cached = arguments["past_key_values"].get_seq_length()
-    assert arguments["input_ids"].shape[1] == cached + len(SUFFIX)
-    with model.plain() as plain:
-        out = plain.generate(
-            **arguments, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=2
-        )
-    assert out[0, cached + len(SUFFIX) :].tolist() == run(model, "block", tuning=tuning)[0]
-    assert all(torch.equal(a, b) for a, b in zip(before, asked.chunks[1].kv.keys, strict=True))
 
 
 def test_transformers_own_generate_continues_from_the_cache(unlike_family, make_model):

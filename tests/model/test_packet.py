@@ -6,7 +6,7 @@ import os
 import oracle
 import pytest
 import torch
-from asking import CHUNKS, PREFIX, STEPS, SUFFIX, request, run
+from asking import CHUNKS, PREFIX, STEPS, SUFFIX, continues, request, run
 from safetensors.torch import save_file
 from transformers import DynamicCache
 
@@ -77,15 +77,7 @@ def test_the_engine_reads_packets_as_one_masked_forward_does(unlike_family, make
 
 def test_transformers_own_generate_continues_from_the_cache(make_model, saved):
     model = make_model("llama")
-    tuning = {"packet": saved(model)}
-    engine = make_engine("block", {"block": tuning})
-    arguments = engine.cache(model, request(model, engine))
-    assert arguments["past_key_values"].get_seq_length() == len(PREFIX) + sum(len(c) + 5 for c in CHUNKS)
-    with model.plain() as plain:
-        out = plain.generate(
-            **arguments, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=2
-        )
-    assert out[0, arguments["input_ids"].shape[1] :].tolist() == run(model, "block", tuning=tuning)[0]
+    assert continues(model, {"packet": saved(model)}) == len(PREFIX) + sum(len(c) + 5 for c in CHUNKS)
 
 
 def test_a_packet_without_vectors_is_block(make_model, saved):

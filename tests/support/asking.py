@@ -75,6 +75,24 @@ def teacher_forced(model, parts, name, tuning=None) -> torch.Tensor:
     return forced(model, make_engine(name, {name: tuning or {}}), parts.response, **asked)
 
 
+def continues(model, tuning):
+    """Require that transformers' own `generate` goes on from the cache of engine block as the engine does, and leaves
+    the stored keys as they are. Returns how many tokens the cache has."""
+    engine = make_engine("block", {"block": tuning})
+    asked = request(model, engine)
+    before = [k.clone() for k in asked.chunks[1].kv.keys]
+    arguments = engine.cache(model, asked)
+    cached = arguments["past_key_values"].get_seq_length()
+    assert arguments["input_ids"].shape[1] == cached + len(SUFFIX)
+    with model.plain() as plain:
+        out = plain.generate(
+            **arguments, max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=2
+        )
+    assert out[0, cached + len(SUFFIX) :].tolist() == run(model, "block", tuning=tuning)[0]
+    assert all(torch.equal(a, b) for a, b in zip(before, asked.chunks[1].kv.keys, strict=True))
+    return cached
+
+
 def requests(model, engine) -> list[Request]:
     """Every question of `QUESTIONS` about every context of `CONTEXTS`."""
     pairs = [(chunks, suffix) for chunks in CONTEXTS for suffix in QUESTIONS]
