@@ -170,10 +170,7 @@ def test_kv_that_the_kernel_does_not_read_is_left_where_it_is(kernel):
 def questions(name, tuning):
     """Over some chunks in orders of their own, so that the same chunk is read at other offsets."""
     orders = [(7, 6, 5), (6, 7), (5,), (), (4,)]
-    return [
-        Asked(engine=(name, tuning), prefix=True, chunks=order, suffix=(80 + i, 81), steps=7, heat=0.0)
-        for i, order in enumerate(orders)
-    ]
+    return [Asked(engine=(name, tuning), chunks=order, suffix=(80 + i, 81), steps=7) for i, order in enumerate(orders)]
 
 
 def hold_in_pages(pool, monkeypatch):

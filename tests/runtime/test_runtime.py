@@ -37,14 +37,9 @@ from ragkv.runtime.step import Job
 from ragkv.store import MemoryTier
 
 
-def one(name="block", chunks=(0, 3, 5), steps=6, suffix=(80, 81, 82), **changes):
+def one(name="block", chunks=(0, 3, 5), steps=6, suffix=(80, 81, 82)):
     tuning = next(each for each in TUNINGS if each[0] == name)
-    return Asked(
-        **(
-            {"engine": tuning, "prefix": True, "chunks": chunks, "suffix": suffix, "steps": steps, "heat": 0.0}
-            | changes
-        )
-    )
+    return Asked(engine=tuning, chunks=chunks, suffix=suffix, steps=steps)
 
 
 CROWD = [one("block"), one("ape", (3, 5)), one("pced", (5, 1)), one("full", (0, 2), suffix=(90,)), one("common", (3,))]
@@ -1105,7 +1100,7 @@ def test_a_long_question_is_read_in_parts_beside_one_that_decodes(make_model, st
     model = make_model("llama")
     read = steps_of(model)
     monkeypatch.setattr(stepper, "perf_counter", lambda: 0.01 * sum(len(each) for _, ids in read for each in ids))
-    short = Asked(engine=("full", ()), prefix=True, chunks=(), suffix=(3, 4), steps=40, heat=0.0)
+    short = Asked(engine=("full", ()), chunks=(), suffix=(3, 4), steps=40)
     long = replace(short, suffix=tuple(range(3, 300)), steps=2, at=4)
     _, ((_, tokens, _), (_, few, _)) = together(model, [short, long])
     assert (len(tokens), len(few)) == (40, 2)

@@ -270,13 +270,10 @@ class Reads:
         monkeypatch.setattr(model, "step", stepped)
 
 
-def orders_of(name, tuning=(), chunks=None, **more):
+def orders_of(name, tuning=(), chunks=None):
     """Questions over overlapping chunks, in orders of their own: at other offsets for each."""
     orders = chunks or [(7, 6, 5), (6, 7), (5, 6, 7), (7,), (6, 5), (5, 7, 6)]
-    return [
-        Asked(engine=(name, tuning), prefix=True, chunks=order, suffix=(80 + i, 81), steps=4, heat=0.0, **more)
-        for i, order in enumerate(orders)
-    ]
+    return [Asked(engine=(name, tuning), chunks=order, suffix=(80 + i, 81), steps=4) for i, order in enumerate(orders)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

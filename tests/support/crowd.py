@@ -69,12 +69,12 @@ class Asked:
     """One request: what it reads of the bank, by which engine, and how it behaves in a crowd."""
 
     engine: tuple[str, tuple[tuple[str, Any], ...]]
-    prefix: bool
+    prefix: bool = True
     chunks: tuple[int, ...]
     """Numbers in the bank, -1 for a chunk without tokens."""
     suffix: tuple[int, ...]
     steps: int
-    heat: float
+    heat: float = 0.0
     at: int = 0
     """The step at which it is asked."""
     leaves: int | None = None
