@@ -75,6 +75,15 @@ REFUSED = {
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own about its default configurations
 
 BIG = 40_000_000  # parameters: what cannot be shrunk is left to the refusals that read no weight
+ALL_EXACT = dict.fromkeys(ENGINES, "exact")
+
+
+def examined(family, tokenizer, *, steps=4, **changes):
+    """The verdict on a small model of the family, and what it is for each engine."""
+    if family not in families.families():
+        pytest.skip("not in this version of transformers")
+    verdict = examine(family, families.small_model(family, **changes), tokenizer, steps=steps)
+    return verdict, {name: verdict.engine(name) for name in ENGINES}
 
 
 @pytest.mark.slow
@@ -82,9 +91,7 @@ BIG = 40_000_000  # parameters: what cannot be shrunk is left to the refusals th
     "family", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ELSEWHERE)) for name in SAMPLE]
 )
 def test_a_sample_is_exact(family, tokenizer):
-    if family not in families.families():
-        pytest.skip("not in this version of transformers")
-    verdict = examine(family, families.small_model(family, layers=4), tokenizer, steps=4)
+    verdict, _ = examined(family, tokenizer, layers=4)
     assert verdict.error is not None, verdict.reason
     assert verdict.error <= EXACT
 
@@ -92,13 +99,8 @@ def test_a_sample_is_exact(family, tokenizer):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", KEPT)
 def test_chunks_that_cannot_be_moved_are_read_in_place(family, tokenizer):
-    verdict = examine(family, families.small_model(family, layers=4), tokenizer, steps=4)
-    assert {name: verdict.engine(name) for name in ENGINES} == {
-        "full": "exact",
-        "pced": "exact",
-        "ape": "exact",
-        "block": "refused",
-    }
+    verdict, engines = examined(family, tokenizer, layers=4)
+    assert engines == ALL_EXACT | {"block": "refused"}
     assert KEPT[family] in verdict.reason
     assert verdict.reason.endswith("use engine 'ape'.")
 
@@ -106,25 +108,16 @@ def test_chunks_that_cannot_be_moved_are_read_in_place(family, tokenizer):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RESUMED)
 def test_a_sample_of_those_that_are_resumed_is_exact(family, tokenizer):
-    if family not in families.families():
-        pytest.skip("not in this version of transformers")
-    verdict = examine(family, families.small_model(family), tokenizer, steps=3)
-    assert {name: verdict.engine(name) for name in ENGINES} == {
-        "full": "exact",
-        "pced": "exact",
-        "block": "refused",
-        "ape": "refused",
-    }
+    verdict, engines = examined(family, tokenizer, steps=3)
+    assert engines == ALL_EXACT | {"block": "refused", "ape": "refused"}
     assert verdict.reason.endswith("use engine 'pced'.")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["lfm2", "minimax_m3_vl_text"])
 def test_where_all_layers_attend_to_all_every_engine_is_exact(family, tokenizer):
-    if family not in families.families():
-        pytest.skip("not in this version of transformers")
-    verdict = examine(family, families.small_model(family, layer_types=["full_attention"] * 8), tokenizer, steps=4)
-    assert {name: verdict.engine(name) for name in ENGINES} == dict.fromkeys(ENGINES, "exact"), verdict.reason
+    verdict, engines = examined(family, tokenizer, layer_types=["full_attention"] * 8)
+    assert engines == ALL_EXACT, verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -200,9 +193,9 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     ],
 )
 def test_angles_that_depend_on_the_length_are_exact_up_to_the_length_at_which_they_change(family, changes, tokenizer):
+    verdict, engines = examined(family, tokenizer, steps=2, **changes)
+    assert engines == ALL_EXACT, verdict.reason
     model = families.small_model(family, **changes)
-    verdict = examine(family, model, tokenizer, steps=2)
-    assert {name: verdict.engine(name) for name in ENGINES} == dict.fromkeys(ENGINES, "exact"), verdict.reason
     language = LanguageModel(model, tokenizer, Checkpoint(name=family, location=family, local=True))
     language.require_positions(80)
     with pytest.raises(PromptTooLongError, match=r"has 80, as far as its RoPE \((longrope|dynamic)\) is the one that"):
@@ -211,19 +204,15 @@ def test_angles_that_depend_on_the_length_are_exact_up_to_the_length_at_which_th
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_sample_is_refused_with_its_reason(family, tokenizer):
-    if family not in families.families():
-        pytest.skip("not in this version of transformers")
-    verdict = examine(family, families.small_model(family), tokenizer, steps=1)
+    verdict, _ = examined(family, tokenizer, steps=1)
     assert {"block", "ape"} <= set(verdict.reasons)
     assert verdict.error is None or verdict.error <= EXACT
     assert REFUSED[family] in verdict.reason
 
 
 def test_layers_that_choose_their_keys_by_an_index_are_refused(tokenizer):
-    if "minimax_m3_vl_text" not in families.families():
-        pytest.skip("not in this version of transformers")
-    model = families.small_model("minimax_m3_vl_text", layer_types=["full_attention", "minimax_m3_sparse"] * 4)
-    assert "choose by an index" in examine("minimax_m3_vl_text", model, tokenizer).reason
+    verdict, _ = examined("minimax_m3_vl_text", tokenizer, layer_types=["full_attention", "minimax_m3_sparse"] * 4)
+    assert "choose by an index" in verdict.reason
 
 
 @pytest.mark.nightly
