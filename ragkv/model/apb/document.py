@@ -425,7 +425,7 @@ class LongDocument:
 class _Listening(AnchorAttention):
     """Records the queries of every layer."""
 
-    def __init__(self, before: Sequence[ChunkKV], position: int, *, last: int, shared: dict[int, int]) -> None:
+    def __init__(self, before: Sequence[ChunkKV], position: int, *, last: int, shared: Mapping[int, int]) -> None:
         super().__init__(before, position, last=last, shared=shared)
         self.queries: dict[int, Tensor] = {}
 
@@ -438,7 +438,7 @@ def query_aware_compressor(
 ) -> AttentionScore:
     """The compressor that scores by this question at `position`; it takes one short pass over prefix and question."""
     start = 0 if prefix is None else prefix.tokens
-    heard = _Listening([] if prefix is None else [prefix], start, last=model.last_own, shared=dict(model.shared))
+    heard = _Listening([] if prefix is None else [prefix], start, last=model.last_own, shared=model.shared)
     model.through(question_ids, start, heard)
     turned = {}
     for layer, query in heard.queries.items():
@@ -459,7 +459,8 @@ def compressor_for(
 
     ConfigError for the attention of a question if there is none, ModelLoadError for heads that do not fit.
     """
-    if name == "heads" or (name == "auto" and heads_beside(model)):
+    beside = model.checkpoint.local and Path(model.checkpoint.location, HEADS).exists()
+    if name == "heads" or (name == "auto" and beside):
         return model.companion(_heads)
     if name == "attention" and not question_ids:
         raise ConfigError(
@@ -473,14 +474,8 @@ def compressor_for(
     return query_aware_compressor(model, question_ids, prefix, position=position)
 
 
-def heads_beside(model: LanguageModel) -> Path | None:
-    """The file of retaining heads in the model's folder, if there is one."""
-    path = Path(model.checkpoint.location) / HEADS
-    return path if model.checkpoint.local and path.exists() else None
-
-
 def _heads(model: LanguageModel) -> Heads:
-    return load_heads(Path(model.checkpoint.location) / HEADS, model)
+    return load_heads(Path(model.checkpoint.location, HEADS), model)
 
 
 class BlockExecutor(Protocol):
