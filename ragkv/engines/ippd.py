@@ -28,13 +28,9 @@ from ragkv.engines.base import (
     WaitFor,
     answer_from,
 )
+from ragkv.engines.full import FullConfig
 from ragkv.errors import ConfigError
 from ragkv.types import Capability
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IPPDConfig:
-    """There are no settings."""
 
 
 class IPPD(Engine):
@@ -47,7 +43,7 @@ class IPPD(Engine):
 
     name = "ippd"
     encoding = None
-    Config = IPPDConfig
+    Config = FullConfig
     needs = frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
