@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 
 from ragkv.errors import UsageError
 from ragkv.runtime.scheduler import LEAST_PREFILL, LOOK_AHEAD, PATIENCE, STALL_SECONDS, Pace, Scheduler, Ticket
 
-EXAMPLES = 2000 if os.environ.get("RAGKV_NIGHTLY") == "1" else 60
+EXAMPLES = 2000 if NIGHTLY else 60
 
 
 def made(**limits):

@@ -29,10 +29,8 @@ from typing import Any, NoReturn
 from expected import Expected, observe, operation, perform
 from storecheck import problems
 
-import ragkv.store.environment as database
-import ragkv.store.environment as gate
-import ragkv.store.record as encode
-import ragkv.store.store as environment
+import ragkv.store.environment as environment
+import ragkv.store.record as record
 import ragkv.store.store as kvstore
 from ragkv.store import Raw, Store, Zstd
 from ragkv.store.tables import Transaction
@@ -40,24 +38,24 @@ from ragkv.store.tables import Transaction
 MAP_BYTES = 128 << 10
 POINTS: dict[str, tuple[object, str, str]] = {
     # name: what is wrapped, and whether the writer dies before or after the call, or in its first argument's
-    "create: directory made": (database.Database, "acquire", "before"),
-    "create: environment made": (database.Database, "_create_tables", "before"),
-    "create: between two tables": (database.Database, "_table", "before"),
-    "create: done": (environment.Store, "create", "after"),
-    "write: before the file is extended": (database.os, "truncate", "before"),
-    "write: after the file is extended": (database.os, "truncate", "after"),
+    "create: directory made": (environment.Database, "acquire", "before"),
+    "create: environment made": (environment.Database, "_create_tables", "before"),
+    "create: between two tables": (environment.Database, "_table", "before"),
+    "create: done": (kvstore.Store, "create", "after"),
+    "write: before the file is extended": (environment.os, "truncate", "before"),
+    "write: after the file is extended": (environment.os, "truncate", "after"),
     "write: between two puts": (Transaction, "put", "before"),
     "write: between two deletes": (Transaction, "delete", "after"),
     "write: references released": (Transaction, "release", "after"),
     "write: a record dropped": (Transaction, "drop_record", "after"),
-    "write: begun, not applied": (database.Database, "write", "in"),
-    "write: applied, not committed": (database.Database, "write", "end"),
-    "write: committed, not acknowledged": (database.Database, "write", "after"),
+    "write: begun, not applied": (environment.Database, "write", "in"),
+    "write: applied, not committed": (environment.Database, "write", "end"),
+    "write: committed, not acknowledged": (environment.Database, "write", "after"),
     "evict: a record is gone": (Transaction, "evict", "after"),
-    "stage: between two batches": (environment.Store, "_stage", "after"),
-    "resize: before": (database.FileMap, "resize", "before"),
-    "resize: in it": (gate.RWLock, "reopen", "before"),
-    "resize: after": (database.FileMap, "resize", "after"),
+    "stage: between two batches": (kvstore.Store, "_stage", "after"),
+    "resize: before": (environment.FileMap, "resize", "before"),
+    "resize: in it": (environment.RWLock, "reopen", "before"),
+    "resize: after": (environment.FileMap, "resize", "after"),
 }
 """Where a writer kills itself, at the n-th call. No hook in the product: the writer wraps its own methods."""
 
@@ -91,7 +89,7 @@ def arm(point: str, calls: int) -> None:
 def write(path: Path, say: Callable[[object], None], first: int, count: int) -> None:
     """The writer: `count` operations from number `first` on, each announced and acknowledged."""
     kvstore.STAGE_BYTES = 20_000  # many batches
-    encode.SEGMENT_BYTES = encode.JOINT_BYTES = 8192  # many segments
+    record.SEGMENT_BYTES = record.JOINT_BYTES = 8192  # many segments
     codec = Zstd() if first % 3 == 0 else Raw()
     say({"started": os.getpid()})
     with Store.create(path, map_size=MAP_BYTES, codec=codec, exist_ok=True) as store, store.writing("w", timeout=5):
@@ -189,9 +187,9 @@ class Harness:
         self._look(code, child, point)
         return code == -signal.SIGKILL
 
-    def go_on(self, operations: int = 8) -> None:
+    def go_on(self) -> None:
         """A writer that nobody kills."""
-        child = Child.fork(write, self.path, self.number, operations)
+        child = Child.fork(write, self.path, self.number, 8)
         self._look(child.end(), child, "undisturbed")
 
     def _look(self, code: int, child: Child, how: str) -> None:

@@ -47,8 +47,8 @@ def main() -> None:
     path = sys.argv[1]
     Store.create(path, map_size=MAP).close()
     processes, seen = [], []
-    contexts = [multiprocessing.get_context(method) for method in ("fork", "fork")]
-    for context in contexts:
+    context = multiprocessing.get_context("fork")
+    for _ in range(2):
         started, done = context.Event(), context.Event()
         processes.append(context.Process(target=read, args=(path, started, done)))
         processes[-1].start()
