@@ -47,7 +47,7 @@ class _RetainingExamples(AnchorAttention):
     """Collects every layer's example from one causal pass over `prompt` tokens and the response after them."""
 
     def __init__(self, model: LanguageModel, prompt: int) -> None:
-        super().__init__([], 0, last=model.last_own, shared=dict(model.shared))
+        super().__init__(model, [], 0)
         self._rotary, self._prompt = model.rotary, prompt
         self.found: dict[int, RetainingExample] = {}
 

@@ -53,7 +53,7 @@ def test_a_lesson_is_of_the_response_alone(make_model):
             seen[call.layer] = call.query[0], call.key[0], call.value[0], call.scale
 
     ids = list(range(20, 34))
-    model.through(ids, 0, Looking([], 0, last=model.last_own, shared=dict(model.shared)))
+    model.through(ids, 0, Looking(model, [], 0))
     lessons = retaining_example(model, ids[:10], ids[10:])
     assert sorted(lessons) == sorted(seen) == sorted(widths_of(model))
     for layer, (query, key, value, scale) in seen.items():

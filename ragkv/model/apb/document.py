@@ -25,7 +25,6 @@ from torch import Tensor
 from ragkv.attention.batch import KVComplete, beside_sink
 from ragkv.attention.kv import ChunkKV
 from ragkv.attention.partial import LayerCall, PartialAttention, merge_partials
-from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import KVCache
 from ragkv.errors import ConfigError
 from ragkv.model.apb.compressors import (
@@ -80,11 +79,11 @@ def gathered(key: Tensor, value: Tensor, which: Tensor, position: int) -> Passed
 class AnchorAttention:
     """A causal sequence of tokens from `position` on that also sees `before`: KV placed where it was encoded."""
 
-    def __init__(self, before: Sequence[ChunkKV], position: int, *, last: int, shared: Mapping[int, int]) -> None:
+    def __init__(self, model: LanguageModel, before: Sequence[ChunkKV], position: int) -> None:
         self._before = before
         self._position = position
-        self._last = last
-        self._shared = shared
+        self._last = model.last_own
+        self._shared = model.shared
         self.cache = KVCache(reserve=0)
 
     def attend(self, call: LayerCall) -> Tensor:
@@ -134,6 +133,7 @@ class BlockForward(AnchorAttention):
 
     def __init__(
         self,
+        model: LanguageModel,
         block: int,
         before: Sequence[ChunkKV],
         position: int,
@@ -142,17 +142,14 @@ class BlockForward(AnchorAttention):
         *,
         candidates: range,
         most: int,
-        rotary: Rotary,
-        last: int,
-        shared: Mapping[int, int],
     ) -> None:
-        super().__init__(before, position, last=last, shared=shared)
+        super().__init__(model, before, position)
         self._block = block
         self._exchange = exchange
         self._compressor = compressor
         self._candidates = candidates
         self._most = most
-        self._rotary = rotary
+        self._rotary = model.rotary
         self._passed: dict[int, Sequence[PassedKV]] = {}
         self.chosen: dict[int, Tensor] = {}
         """By layer, the block's tokens that are passed on, `(kv_heads, p)`."""
@@ -405,6 +402,7 @@ class LongDocument:
         seen = (self.prefix, anchor if block else None)
         span = layout.span(block)
         one = BlockForward(
+            model,
             block,
             [kv for kv in seen if kv is not None],
             layout.position(block),
@@ -412,9 +410,6 @@ class LongDocument:
             self.compressor,
             candidates=layout.candidates(block),
             most=layout.passed(block),
-            rotary=model.rotary,
-            last=model.last_own,
-            shared=model.shared,
         )
         model.through(self.ids[span.start : span.stop], layout.position(block), one)
         nothing = torch.empty((0, layout.passed(block)), dtype=torch.long)
@@ -425,8 +420,8 @@ class LongDocument:
 class _Listening(AnchorAttention):
     """Records the queries of every layer."""
 
-    def __init__(self, before: Sequence[ChunkKV], position: int, *, last: int, shared: Mapping[int, int]) -> None:
-        super().__init__(before, position, last=last, shared=shared)
+    def __init__(self, model: LanguageModel, before: Sequence[ChunkKV], position: int) -> None:
+        super().__init__(model, before, position)
         self.queries: dict[int, Tensor] = {}
 
     def layer_known(self, call: LayerCall) -> None:
@@ -438,7 +433,7 @@ def query_aware_compressor(
 ) -> AttentionScore:
     """The compressor that scores by this question at `position`; it takes one short pass over prefix and question."""
     start = 0 if prefix is None else prefix.tokens
-    heard = _Listening([] if prefix is None else [prefix], start, last=model.last_own, shared=model.shared)
+    heard = _Listening(model, [] if prefix is None else [prefix], start)
     model.through(question_ids, start, heard)
     turned = {}
     for layer, query in heard.queries.items():
