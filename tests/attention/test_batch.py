@@ -63,7 +63,6 @@ def logits(model, rows, *, settled):
 
 def expected(model, shared, own):
     with model.plain() as plain:
-        plain.set_attn_implementation("ragkv-oracle")
         return torch.stack(
             [
                 oracle.reading(plain, [], [BLOCKS[name] for name in (*shared, *"".join(groups))], question)
@@ -193,7 +192,6 @@ def test_the_logits_are_those_of_each_row_alone(make_model, family, lengths):
     together = model.step(rows(), questions, every=True)
     alone = torch.cat([model.step([row], [ids], every=True) for row, ids in zip(rows(), questions, strict=True)])
     with model.plain() as plain:
-        plain.set_attn_implementation("ragkv-oracle")
         truth = torch.cat([oracle.reading(plain, PREFIX, [], ids) for ids in questions])
     for each in (together, alone):
         torch.testing.assert_close(each, truth, atol=3e-5 * float(truth.abs().max()), rtol=0)

@@ -72,7 +72,6 @@ def blended(model, steps=3, **tuning):
 def dense(model, fresh, over, steps=3, weights=None):
     trace = []
     with model.plain() as plain:
-        plain.set_attn_implementation("ragkv-oracle")
         oracle.block(plain, PREFIX, CHUNKS, SUFFIX, steps, fresh=list(fresh), over=over, trace=trace, weights=weights)
     return torch.stack(trace)
 

@@ -19,7 +19,6 @@ def tagged(model, monkeypatch, **recommended):
 def test_sinks(make_model):
     model = make_model("llama")
     with model.plain() as plain:
-        plain.set_attn_implementation("ragkv-oracle")
         nothing = oracle.block(plain, [], CHUNKS, SUFFIX, STEPS)
         first = oracle.block(plain, PREFIX[:1], CHUNKS, SUFFIX, STEPS)
     assert run(model, "block", tuning={"sink": "none"})[0] == nothing

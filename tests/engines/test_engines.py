@@ -38,8 +38,6 @@ def compare(model, name, *, tuning=None, literal=None, **changes):
     ids, winners = run(model, name, tuning=tuning, trace=found, **asked)
     scores = (asked["scores"],) if name == "pced" else ()
     with model.plain() as plain:
-        if name in ("ape", "block"):
-            plain.set_attn_implementation("ragkv-oracle")
         parts = (asked["prefix"], asked["chunks"], asked["suffix"], *scores, asked["steps"])
         answer = getattr(oracle, name)(plain, *parts, trace=expected, **literal or {})
     same(found, expected)

@@ -63,7 +63,6 @@ def test_the_engine_reads_packets_as_one_masked_forward_does(unlike_family, make
     found, expected = [], []
     ids, _ = run(model, "block", tuning={"packet": path}, trace=found)
     with model.plain() as plain:
-        plain.set_attn_implementation("ragkv-oracle")
         wrapped = [list(packet.wrap(chunk)) for chunk in CHUNKS]
         how = {"over": over, "vectors": packet.vectors, "trace": expected}
         literal = oracle.block(plain, PREFIX, wrapped, SUFFIX, STEPS, **how)

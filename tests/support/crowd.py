@@ -181,8 +181,6 @@ def literal(model: Any, one: Asked) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     more: dict[str, Any] = {"steps": one.steps, "trace": found}
     with model.plain() as plain:
-        if name in ("ape", "block"):
-            plain.set_attn_implementation("ragkv-oracle")
         if name == "ape":
             rule = {"temperature": tuning.get("temperature", 1.0), "scale": tuning.get("scale", 1.0)}
             mode = tuning.get("scale_mode", "power")

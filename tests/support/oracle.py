@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 Ids = list[int]
+NAME = "ragkv-oracle"
 
 
 def full(model, prefix, chunks, suffix, steps, *, trace=None):
@@ -48,7 +49,7 @@ def reading(
     vectors: Tensor | None = None,
     weights: dict[int, Tensor] | None = None,
 ) -> Tensor:
-    """Logits `(n, vocab)` of `own` tokens after blocks, in one dense sequence; `model` runs on "ragkv-oracle".
+    """Logits `(n, vocab)` of `own` tokens after blocks, in one dense sequence.
 
     The prompt as stored comes first: every block sees itself only (Block-Attention Figure 1), and over "prefixed" KV a
     copy of the prefix right before it, where it stood when the chunk was encoded. The tokens at positions `fresh` come
@@ -57,6 +58,7 @@ def reading(
     `vectors`, the one with number i stands where a chunk has the id -1-i (KV Packet). `weights` receives every layer's
     attention, of the prompt's tokens without the copies.
     """
+    model.set_attn_implementation(NAME)
     blocks = [part for part in [prefix, *chunks] if part]
     stored = [i for part in blocks for i in part]
     owner = [number for number, part in enumerate(blocks) for _ in part]
@@ -141,6 +143,7 @@ def ape(model, prefix, chunks, suffix, steps, *, temperature, scale, mode="power
 
     In `log` mode the context's sum Z enters as S·Z^T.
     """
+    model.set_attn_implementation(NAME)
     longest = max((len(chunk) for chunk in chunks), default=0)
     out: Ids = []
     for _ in range(steps):
@@ -206,6 +209,6 @@ def _dense(module, query, key, value, mask, *, scaling, oracle, **rest):
     return out.to(query.dtype).transpose(1, 2), None
 
 
-AttentionInterface.register("ragkv-oracle", _dense)
+AttentionInterface.register(NAME, _dense)
 # a layer's window is what its mask would be made with: not every family names it in the attention call as well
-AttentionMaskInterface.register("ragkv-oracle", lambda local_size=None, **_: SimpleNamespace(window=local_size))
+AttentionMaskInterface.register(NAME, lambda local_size=None, **_: SimpleNamespace(window=local_size))
