@@ -107,6 +107,11 @@ class Bad(Engine):
         return self._program(request, model)
 
 
+def led_by(program, runtime, model, steps):
+    """A request that this program answers."""
+    return runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=steps))
+
+
 def _raises(ask=None):
     if ask is not None:
         yield ask
@@ -139,7 +144,7 @@ def test_an_engine_that_is_wrong_fails_alone(program, make_model):
     model = make_model("llama")
     runtime = Runtime(model)
     jobs = [submit(runtime, model, asked) for asked in CROWD]
-    jobs.insert(2, runtime.submit(Bad(WRONG[program]), request(model, CROWD[3]), Generation(max_new_tokens=4)))
+    jobs.insert(2, led_by(WRONG[program], runtime, model, 4))
     found = finish(runtime, jobs)
     assert found[2][0] == []
     assert isinstance(found[2][1], ArithmeticError | IndexError | TypeError | ValueError)
@@ -151,8 +156,7 @@ def test_an_engine_that_is_wrong_fails_alone(program, make_model):
 def test_an_engine_that_fails_at_its_end_fails_nobody(make_model, caplog):
     model = make_model("llama")
     runtime = Runtime(model)
-    jobs = [submit(runtime, model, CROWD[0])]
-    jobs.append(runtime.submit(Bad(_unclosed), request(model, CROWD[3]), Generation(max_new_tokens=2)))
+    jobs = [submit(runtime, model, CROWD[0]), led_by(_unclosed, runtime, model, 2)]
     (tokens, error), (more, none) = finish(runtime, jobs)
     assert (ids(tokens), error) == (expected(model, CROWD[0]), None)
     assert (len(more), none) == (2, None)
@@ -233,14 +237,7 @@ def test_who_alone_fails_every_pass_is_the_only_one_that_fails(layer, after, mak
         runtime = Runtime(model)
         culprits = [TokenSequence((), 0)]
         jobs = [submit(runtime, model, asked) for asked in CROWD]
-        jobs.insert(
-            1,
-            runtime.submit(
-                Bad(lambda *_: answer_from(culprits[0], (7, 8))),
-                request(model, CROWD[3]),
-                Generation(max_new_tokens=99),
-            ),
-        )
+        jobs.insert(1, led_by(lambda *_: answer_from(culprits[0], (7, 8)), runtime, model, 99))
         found = finish(runtime, jobs)
     tokens, error = found.pop(1)
     assert str(error) == "this row is not to be read"
@@ -327,7 +324,7 @@ def test_numbers_that_are_none_stay_with_who_has_them(make_model):
     for steps in (2, 8):
         jobs = [submit(runtime, model, asked) for asked in CROWD * 2]
         for i in (0, 4, 9):
-            jobs.insert(i, runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=steps)))
+            jobs.insert(i, led_by(program, runtime, model, steps))
         found = finish(runtime, jobs)
         for i in (9, 4, 0):
             found.pop(i)
@@ -524,9 +521,7 @@ def test_a_shared_sequence_is_never_taken_for_another(make_model):
             segments = yield Shared(((5, 6, 7),), before=(PlacedChunk(kv=before, start=0),))
             yield from answer_from(TokenSequence.over(segments, position=5), (9,))
 
-        [(tokens, _)] = finish(
-            runtime, [runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=1))]
-        )
+        [(tokens, _)] = finish(runtime, [led_by(program, runtime, model, 1)])
         with model.plain() as plain:
             logits = plain(torch.tensor([[token, token + 1, 5, 6, 7, 9]])).logits[0, -1]
         assert ids(tokens) == [int(logits.argmax())]
@@ -566,7 +561,7 @@ def test_rows_that_leave_free_their_memory(make_model):
         yield from answer_from(TokenSequence((), 0), (5,))
 
     runtime = Runtime(model)
-    finish(runtime, [runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=2))])
+    finish(runtime, [led_by(program, runtime, model, 2)])
     assert seen == [0]
 
 
@@ -655,25 +650,26 @@ class Gate:
         self.jobs = come
 
 
-def asks(rag, n, **options):
-    return [rag.query(QUESTIONS[i % 4], engine=NAMES[i // 4 % 4], max_new_tokens=5, **options).text for i in range(n)]
+def ask(rag, i):
+    return rag.query(QUESTIONS[i % 4], engine=NAMES[i // 4], max_new_tokens=5).text
+
+
+def at_once(rag):
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(lambda i: ask(rag, i), range(16)))
 
 
 def test_threads_are_answered_in_one_batch(rag, monkeypatch):
-    wanted = asks(rag, 16)
+    wanted = [ask(rag, i) for i in range(16)]
     gate = Gate(monkeypatch, rag, 16)
-    with ThreadPoolExecutor(16) as pool:
-        found = list(
-            pool.map(lambda i: rag.query(QUESTIONS[i % 4], engine=NAMES[i // 4], max_new_tokens=5).text, range(16))
-        )
-    assert found == wanted
+    assert at_once(rag) == wanted
     assert max(gate.rows) >= 15  # who drove the first step was not beside the others in it
     assert len(gate.rows) <= 2 * 5 + 1
     assert rag.index.runtime.idle
 
 
 def test_sixty_four_tasks_are_answered_in_one_batch(rag, monkeypatch):
-    wanted = asks(rag, 16)
+    wanted = [ask(rag, i) for i in range(16)]
     gate = Gate(monkeypatch, rag, 64)
 
     async def run():
@@ -689,7 +685,7 @@ def test_sixty_four_tasks_are_answered_in_one_batch(rag, monkeypatch):
 
 def test_one_of_each_kind_of_trouble_beside_others(rag, monkeypatch):
     """One stops, one is slow, one raises, one is too long, one has lost its record: the others hear nothing of it."""
-    wanted = asks(rag, 4)
+    wanted = [ask(rag, i) for i in range(4)]
     gate = Gate(monkeypatch, rag, 8)
     slow = threading.Event()
 
@@ -901,16 +897,12 @@ def test_a_dropped_stream_gives_everything_back(rag):
 
 def test_little_memory_is_shared_in_turn(rag, monkeypatch):
     """KV of one question at a time: nobody goes beyond it, nobody starves, one thread may hold two streams."""
-    wanted = asks(rag, 16)
+    wanted = [ask(rag, i) for i in range(16)]
     runtime = rag.index.runtime
     most, lease = [], runtime.pool.lease
     monkeypatch.setattr(runtime.pool, "budget", 1)
     monkeypatch.setattr(runtime.pool, "lease", lambda sizes: (lease(sizes), most.append(runtime.pool.leases))[0])
-    with ThreadPoolExecutor(16) as pool:
-        found = list(
-            pool.map(lambda i: rag.query(QUESTIONS[i % 4], engine=NAMES[i // 4], max_new_tokens=5).text, range(16))
-        )
-    assert found == wanted
+    assert at_once(rag) == wanted
     assert most
     streams = [rag.stream(question, engine="block", max_new_tokens=30) for question in QUESTIONS[:3]]
     texts = ["", "", ""]
