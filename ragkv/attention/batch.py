@@ -173,8 +173,8 @@ class BatchPlan:
                     found.setdefault(group, []).append((span, each.weight))
         weights = []
         for group, uses in found.items():
-            each = [weight for span, weight in uses for _ in range(span.n)]
-            pairs = torch.tensor(each, dtype=torch.float32).to(self._device, non_blocking=True)
+            both = [weight for span, weight in uses for _ in range(span.n)]
+            pairs = torch.tensor(both, dtype=torch.float32).to(self._device, non_blocking=True)
             tokens = tokens_of([span for span, _ in uses], self._device)
             weights.append(Weight(group=group, tokens=tokens, factor=pairs[:, 0], addend=pairs[:, 1]))
         return weights

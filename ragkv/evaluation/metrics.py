@@ -242,8 +242,9 @@ def _all_matched(fits: Sequence[Sequence[bool]]) -> bool:
         if free is None:
             return False
         while free is not None:
-            owner[free] = taker = came_from[free]
-            free, place[taker] = place.get(taker), free
+            taker = owner[free] = came_from[free]
+            given_up = place.get(taker)
+            place[taker], free = free, given_up
     return True
 
 

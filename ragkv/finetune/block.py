@@ -419,7 +419,8 @@ class RowMask:
         if window is None:
             return None if self._causal else visible(**self._columns)
         behind = self._positions[:, None, :, None] - self._positions[:, None, None, :]  # (rows, 1, queries, keys)
-        return visible(**self._columns) & (behind < window)
+        near: Tensor = behind < window
+        return visible(**self._columns) & near
 
 
 def _attention(

@@ -515,7 +515,7 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
 
     def _write(self, data: _Fields, folder: Path, name: str) -> None:
         texts = (data.fields.text, data.fields.cuts, data.spans, data.values.text, data.values.cuts)
-        arrays = (*texts, data.starts, data.rows, data.chunks, data.owners)
+        arrays: tuple[NDArray[Any], ...] = (*texts, data.starts, data.rows, data.chunks, data.owners)
         for part, numbers in zip(_ARRAYS, arrays, strict=True):
             np.save(folder / f"{name}.{part}.npy", numbers)
 

@@ -549,6 +549,7 @@ class Index:
         self.config = config
         self.store = store
         self.write_behind = WriteBehind(store, self.open_budget)
+        self._model: LanguageModel | None
         self._model, embedder, reranker = loaded or (None, None, None)
         self.encoders = Encoders(folder, config, store, device, embedder=embedder, reranker=reranker)
         """The embedder and reranker, and the check of which embedder made the vectors."""

@@ -458,7 +458,8 @@ def _apart(found: Tensor, expected: Tensor, dim: int | tuple[int, ...] | None = 
     """‖a − b‖ / ‖b‖, of all numbers or of those along `dim`."""
     found, expected = found.float(), expected.float()
     off: Tensor = (found - expected).norm(dim=dim)
-    return off / expected.norm(dim=dim).clamp_min(1e-20)
+    size: Tensor = expected.norm(dim=dim)
+    return off / size.clamp_min(1e-20)
 
 
 def _routed(config: object) -> bool:
