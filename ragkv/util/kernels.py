@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import math
+import operator
 import os
 import platform
 import threading
@@ -459,16 +460,15 @@ _THREADS = threading.local()
 
 
 @functools.cache
-def _set_threads() -> Callable[[int], object]:
-    """What sets the number of torch's threads for this thread alone: OpenMP's own function, where torch has OpenMP.
-    torch's sets it as well for each thread that is yet to use torch, which would keep it.
+def _set_threads() -> tuple[Callable[[int], object], Callable[[int], object]]:
+    """What sets the number of torch's threads for this thread alone: OpenMP's own function and MKL's, where torch has
+    them. torch's sets it as well for each thread that is yet to use torch, which would keep it.
     """
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         with suppress(OSError, AttributeError):
-            found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).omp_set_num_threads
-            found.argtypes, found.restype = (ctypes.c_int,), None
-            return found
-    return torch.set_num_threads
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+            return library.omp_set_num_threads, getattr(library, "MKL_Set_Num_Threads_Local", operator.index)
+    return torch.set_num_threads, operator.index
 
 
 @contextmanager
@@ -479,14 +479,18 @@ def instead_of_torch() -> Iterator[None]:
     if (number := torch.get_num_threads()) == 1:
         yield
         return
-    set_threads = _set_threads()
+    of_openmp, of_mkl = _set_threads()
     try:
         _THREADS.number = number
-        set_threads(1)
+        of_openmp(1)
+        of_mkl(1)
         yield
-    finally:
+    finally:  # each is the first call where it stands: an interrupt comes after one
         _THREADS.number = None
-        set_threads(number)  # the first call here: an interrupt comes after one
+        try:
+            of_openmp(number)
+        finally:
+            of_mkl(number)
 
 
 @contextmanager
@@ -495,13 +499,15 @@ def by_torch() -> Iterator[None]:
     if (number := getattr(_THREADS, "number", None)) is None:
         yield
         return
-    set_threads = _set_threads()
+    of_openmp, of_mkl = _set_threads()
     try:
-        set_threads(number)
+        of_openmp(number)
+        of_mkl(number)
         yield
     finally:
         if getattr(_THREADS, "number", None) is not None:  # else an interrupt has ended the pass before this
-            set_threads(1)
+            of_openmp(1)
+            of_mkl(1)
 
 
 def threads() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -438,7 +439,7 @@ def test_threads_that_begin_meanwhile_have_all_of_torchs(three_threads):
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_an_interrupt_while_threads_are_set_loses_none(number, three_threads, monkeypatch):
-    honest = kernels._set_threads()
+    honest, of_mkl = kernels._set_threads()
 
     def interrupted(threads):
         honest(threads)
@@ -446,7 +447,7 @@ def test_an_interrupt_while_threads_are_set_loses_none(number, three_threads, mo
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "_set_threads", lambda: interrupted)
+        patch.setattr(kernels, "_set_threads", lambda: (interrupted, of_mkl))
         with pytest.raises(KeyboardInterrupt), kernels.instead_of_torch():
             pass
     with kernels.by_torch():
@@ -456,4 +457,18 @@ def test_an_interrupt_while_threads_are_set_loses_none(number, three_threads, mo
 
 def test_torchs_own_way_where_it_has_no_openmp(three_threads, monkeypatch, tmp_path):
     monkeypatch.setattr(kernels.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
-    assert kernels._set_threads.__wrapped__() is torch.set_num_threads
+    assert kernels._set_threads.__wrapped__()[0] is torch.set_num_threads
+
+
+def test_mkl_has_as_many_threads_as_openmp(three_threads):
+    def found():
+        return re.findall(r"mkl_get_max_threads\(\) : (\d+)", torch.__config__.parallel_info())
+
+    if not found():
+        pytest.skip("torch has no MKL")
+    with kernels.instead_of_torch():
+        assert found() == ["1"]
+        with kernels.by_torch():
+            assert found() == ["3"]
+        assert found() == ["1"]
+    assert found() == ["3"]
