@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -41,6 +40,26 @@ class MemoryUse:
     drops: int
 
 
+class _PendingLoad:
+    """KV that a thread is loading; other threads wait for it instead of loading it again."""
+
+    __slots__ = ("_done", "_kv", "dropped", "failed")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._kv: ChunkKV | None = None
+        self.dropped = False
+        self.failed = False
+
+    def finish(self, kv: ChunkKV | None, *, failed: bool) -> None:
+        self._kv, self.failed = kv, failed
+        self._done.set()
+
+    def wait(self) -> ChunkKV | None:
+        self._done.wait()
+        return self._kv
+
+
 class MemoryTier:
     """Chunk KV on one device by KV key, at most `budget` bytes; for any number of threads."""
 
@@ -49,8 +68,7 @@ class MemoryTier:
         self._entries: OrderedDict[bytes, ChunkKV] = OrderedDict()
         self._alive: weakref.WeakValueDictionary[bytes, ChunkKV] = weakref.WeakValueDictionary()
         """All KV held by queries, in `_entries` or evicted."""
-        self._pending: dict[bytes, Future[ChunkKV | None]] = {}
-        """KV that threads are loading; others wait for it instead of loading it again. Cancelled if the load fails."""
+        self._pending: dict[bytes, _PendingLoad] = {}
         self._budget = budget
         self._generation: int | None = None
         self._bytes = self._hits = self._misses = self._evictions = self._drops = 0
@@ -65,8 +83,8 @@ class MemoryTier:
         found: dict[bytes, ChunkKV] = {}
         held: set[bytes] = set()
         while rest:
-            own: dict[bytes, Future[ChunkKV | None]] = {}
-            others: dict[bytes, Future[ChunkKV | None]] = {}
+            own: dict[bytes, _PendingLoad] = {}
+            others: dict[bytes, _PendingLoad] = {}
             with self._lock:
                 for key in rest:
                     if (kv := self._get(key)) is not None:
@@ -76,22 +94,18 @@ class MemoryTier:
                     elif key in self._pending:
                         others[key] = self._pending[key]
                     else:
-                        own[key] = self._pending[key] = Future()
+                        own[key] = self._pending[key] = _PendingLoad()
                         self._misses += 1
             found |= self._load(own, load)
             # Wait for others only after loading, or two threads could wait for each other.
-            rest = []
             for key, pending in others.items():
-                try:
-                    kv = pending.result()
-                except CancelledError:
-                    rest.append(key)
-                    continue
+                kv = pending.wait()
                 if kv is not None:
                     found[key] = kv
                     held.add(key)
             with self._lock:
                 self._hits += len(others.keys() & held)
+            rest = [key for key, pending in others.items() if pending.failed]
         return found, held
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -103,7 +117,8 @@ class MemoryTier:
         """Drop entries that the store has deleted or rewritten, including those that are being loaded."""
         with self._lock:
             for key in keys:
-                self._pending.pop(key, None)
+                if key in self._pending:
+                    self._pending[key].dropped = True
                 self._alive.pop(key, None)
                 if key in self._entries:
                     self._remove(key)
@@ -136,7 +151,7 @@ class MemoryTier:
                 drops=self._drops,
             )
 
-    def _load(self, own: Mapping[bytes, Future[ChunkKV | None]], load: Load) -> dict[bytes, ChunkKV]:
+    def _load(self, own: Mapping[bytes, _PendingLoad], load: Load) -> dict[bytes, ChunkKV]:
         if not own:
             return {}
         loaded: Mapping[bytes, ChunkKV] = {}
@@ -147,15 +162,12 @@ class MemoryTier:
         finally:
             with self._lock:
                 for key, pending in own.items():
-                    if self._pending.get(key) is pending:  # else the store has dropped it
-                        del self._pending[key]
-                        if (kv := loaded.get(key)) is not None:
-                            self._insert(key, kv)
+                    del self._pending[key]
+                    kv = loaded.get(key)
+                    if kv is not None and not pending.dropped:
+                        self._insert(key, kv)
             for key, pending in own.items():
-                if failed:
-                    pending.cancel()
-                else:
-                    pending.set_result(loaded.get(key))
+                pending.finish(loaded.get(key), failed=failed)
         return {key: kv for key in own if (kv := loaded.get(key)) is not None}
 
     def _get(self, key: bytes) -> ChunkKV | None:
