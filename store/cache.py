@@ -41,23 +41,29 @@ class MemoryUse:
 
 
 class _PendingLoad:
-    """KV that a thread is loading; other threads wait for it instead of loading it again."""
+    """KV that a thread is loading; other threads wait for it instead of loading it again.
 
-    __slots__ = ("_done", "_kv", "dropped", "failed")
+    It is a lock that is held meanwhile: an interrupt between two lines of an `Event` could leave that locked.
+    """
+
+    __slots__ = ("_ended", "_kv", "_running", "dropped", "failed")
 
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self._running = threading.Lock()
+        self._running.acquire()
         self._kv: ChunkKV | None = None
+        self._ended = False
         self.dropped = False
         self.failed = False
 
     def finish(self, kv: ChunkKV | None, *, failed: bool) -> None:
-        self._kv, self.failed = kv, failed
-        self._done.set()
+        if not self._ended:
+            self._kv, self.failed, self._ended = kv, failed, True
+            self._running.release()
 
     def wait(self) -> ChunkKV | None:
-        self._done.wait()
-        return self._kv
+        with self._running:
+            return self._kv
 
 
 class MemoryTier:
@@ -85,18 +91,23 @@ class MemoryTier:
         while rest:
             own: dict[bytes, _PendingLoad] = {}
             others: dict[bytes, _PendingLoad] = {}
-            with self._lock:
-                for key in rest:
-                    if (kv := self._get(key)) is not None:
-                        found[key] = kv
-                        held.add(key)
-                        self._hits += 1
-                    elif key in self._pending:
-                        others[key] = self._pending[key]
-                    else:
-                        own[key] = self._pending[key] = _PendingLoad()
-                        self._misses += 1
-            found |= self._load(own, load)
+            loaded: Mapping[bytes, ChunkKV] | None = None
+            try:
+                with self._lock:
+                    for key in rest:
+                        if (kv := self._get(key)) is not None:
+                            found[key] = kv
+                            held.add(key)
+                            self._hits += 1
+                        elif key in self._pending:
+                            others[key] = self._pending[key]
+                        else:
+                            own[key] = self._pending[key] = _PendingLoad()
+                            self._misses += 1
+                loaded = load(list(own)) if own else {}
+            finally:
+                self._end(own, loaded)
+            found |= {key: kv for key in own if (kv := loaded.get(key)) is not None}
             # Wait for others only after loading, or two threads could wait for each other.
             for key, pending in others.items():
                 kv = pending.wait()
@@ -151,24 +162,25 @@ class MemoryTier:
                 drops=self._drops,
             )
 
-    def _load(self, own: Mapping[bytes, _PendingLoad], load: Load) -> dict[bytes, ChunkKV]:
-        if not own:
-            return {}
-        loaded: Mapping[bytes, ChunkKV] = {}
-        failed = True
+    def _end(self, own: Mapping[bytes, _PendingLoad], loaded: Mapping[bytes, ChunkKV] | None) -> None:
+        """Keep what this thread has loaded, None after an error, and let those go on who wait for it."""
         try:
-            loaded = load(list(own))
-            failed = False
-        finally:
-            with self._lock:
-                for key, pending in own.items():
-                    del self._pending[key]
-                    kv = loaded.get(key)
+            self._finish(own, loaded)
+        except BaseException:  # an interrupt, and they would wait for ever
+            self._finish(own, loaded)
+            raise
+
+    def _finish(self, own: Mapping[bytes, _PendingLoad], loaded: Mapping[bytes, ChunkKV] | None) -> None:
+        made = loaded or {}
+        with self._lock:
+            for key, pending in own.items():
+                if self._pending.get(key) is pending:
+                    kv = made.get(key)
                     if kv is not None and not pending.dropped:
                         self._insert(key, kv)
-            for key, pending in own.items():
-                pending.finish(loaded.get(key), failed=failed)
-        return {key: kv for key in own if (kv := loaded.get(key)) is not None}
+                    del self._pending[key]
+        for key, pending in own.items():
+            pending.finish(made.get(key), failed=loaded is None)
 
     def _get(self, key: bytes) -> ChunkKV | None:
         kv = self._alive.get(key)
@@ -180,10 +192,11 @@ class MemoryTier:
 
     def _insert(self, key: bytes, kv: ChunkKV) -> None:
         self._alive[key] = kv
-        if kv.nbytes > self._budget:  # it would evict everything else, and then itself
+        size = kv.nbytes
+        if key in self._entries or size > self._budget:  # it would evict everything else, and then itself
             return
         self._entries[key] = kv
-        self._bytes += kv.nbytes
+        self._bytes += size
         self._shrink()
 
     def _shrink(self) -> None:
@@ -192,4 +205,6 @@ class MemoryTier:
             self._evictions += 1
 
     def _remove(self, key: bytes) -> None:
-        self._bytes -= self._entries.pop(key).nbytes
+        size = self._entries[key].nbytes
+        del self._entries[key]
+        self._bytes -= size

@@ -13,7 +13,7 @@ from storekit import identity, make_kv, write
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import StoreError
-from ragkv.store import KVIdentity, MemoryTier, Store
+from ragkv.store import KVIdentity, MemoryTier, Store, cache
 
 
 @pytest.fixture
@@ -167,6 +167,41 @@ def test_a_failed_load_is_tried_by_those_who_waited():
     assert (list(found), held, len(errors)) == (names("a"), set(), 1)
     assert tier.get_many(names("a"), load)[1] == {b"a"}
     assert load.asked == [names("a")]
+
+
+def test_an_interrupt_at_the_end_of_a_load_leaves_nobody_waiting(kv, monkeypatch):
+    """Neither who waits for one of its keys now, nor who asks for it later."""
+    waits = threading.Event()
+    wait, insert = cache._PendingLoad.wait, MemoryTier._insert
+    results: list[set[bytes]] = []
+
+    def waiting(self: cache._PendingLoad) -> ChunkKV | None:
+        waits.set()
+        return wait(self)
+
+    def interrupted(self: MemoryTier, key: bytes, kv: ChunkKV) -> None:
+        monkeypatch.setattr(MemoryTier, "_insert", insert)
+        raise KeyboardInterrupt
+
+    def ask() -> None:
+        results.append(set(tier.get_many(names("a", "b"), Loader(lambda _: kv))[0]))
+
+    def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
+        others[0].start()
+        assert waits.wait(timeout=600)
+        return dict.fromkeys(keys, kv)
+
+    monkeypatch.setattr(cache._PendingLoad, "wait", waiting)
+    monkeypatch.setattr(MemoryTier, "_insert", interrupted)
+    tier = MemoryTier(1 << 20)
+    others = [threading.Thread(target=ask, daemon=True) for _ in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        tier.get_many(names("a", "b"), load)
+    others[1].start()
+    for other in others:
+        other.join(60)
+    assert results == [set(names("a", "b"))] * 2
+    assert (tier.use().entries, tier.use().bytes) == (2, 2 * kv.nbytes)
 
 
 def test_a_drop_reaches_entries_and_loads_under_way():
