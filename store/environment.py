@@ -22,6 +22,7 @@ import errno
 import fcntl
 import json
 import logging
+import mmap
 import os
 import shutil
 import socket
@@ -333,9 +334,27 @@ class FileMap:
                 if need is not None:
                     size = env.info()["map_size"]
                     target = -(-max(2 * size, size + 2 * need) // _MIB) * _MIB
-                env.set_mapsize(target)
+                self.map_again(target)
             finally:
                 self.rwlock.reopen()
+
+    def map_again(self, size: int) -> None:
+        """Map `size` bytes instead, while there is no transaction. `StoreError` where there is no room for them.
+
+        LMDB gives up its map before it makes another, so that after a failure the next read would be SIGSEGV. So the
+        room is looked for first.
+        """
+        env = self.live()
+        more = size - env.info()["map_size"]
+        try:
+            if more > 0:
+                mmap.mmap(-1, more, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ).close()
+        except OSError as error:
+            raise StoreError(
+                f"{self.directory} has grown to {size} bytes, and this process may not map so many "
+                f"({error.strerror}): allow it more address space (ulimit -v)"
+            ) from error
+        env.set_mapsize(size)
 
 
 LOCK_FILE = "writer.lock"
@@ -613,7 +632,7 @@ class Database:
                 self._map.tables = self._create_tables() if create else self._open_tables()
                 return
             except lmdb.MapResizedError:  # another process grew the map since the header was read
-                self._map.env.set_mapsize(self._map.data.stat().st_size)
+                self._map.map_again(self._map.data.stat().st_size)
             except lmdb.MapFullError:  # there is no room for the tables that an older format lacks
                 self._map.resize(0)
 

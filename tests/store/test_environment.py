@@ -196,6 +196,30 @@ with Store.open(path) as again:
     assert python(script, tmp_path) == "interrupted True\ninterrupted True\nclosed None\nTrue\n"
 
 
+def test_a_map_that_the_process_has_no_room_for_is_said_and_the_old_one_kept(tmp_path):
+    """LMDB gives up the old one first, and the next read would end the process."""
+    script = """
+import resource
+from pathlib import Path
+store = Store.create(path)
+identity, kv = big(1)
+store.stage_kv([(identity, kv)])
+assert equal(store.get_kv(identity), kv)  # with all that is loaded for it
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), most))
+try:
+    store._live()._map.resize(1 << 30)
+except StoreError as error:
+    print("ulimit -v" in str(error))
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+print(equal(store.get_kv(identity), kv))
+store._live()._map.resize(1 << 30)
+print(equal(store.get_kv(identity), kv))
+"""
+    assert python(script, tmp_path) == "True\nTrue\nTrue\n"
+
+
 def test_a_fork_opens_its_own(tmp_path):
     """With readers busy in other threads, as in a server that forks a worker."""
     script = """
