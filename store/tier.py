@@ -437,9 +437,13 @@ class SharedTiers:
         found: dict[KVIdentity, tuple[EncodedRecord, ChunkKV]] = {}
         problem: object = "it was interrupted"
         try:
-            asked = {each.threads.submit(each.tier.get, names[identity]): identity for identity in wanted}
+            asked = dict[Future[bytes | None], KVIdentity]()
+            with suppress(RuntimeError):  # it was closed meanwhile, or no more threads can be started
+                for identity in wanted:
+                    asked[each.threads.submit(each.tier.get, names[identity])] = identity
+            each.use.skipped += len(wanted) - len(asked)
             done, late = wait(asked, timeout=deadline)
-            problem = None
+            problem = None if asked else "no thread could be started for it"
             for future in done:
                 identity = asked[future]
                 value, error = _outcome(future)

@@ -91,6 +91,24 @@ def never_wrong(shared, made, **settings):
     return len(found)
 
 
+def test_a_read_while_the_tiers_are_closed_gives_what_was_asked_before(connect, monkeypatch):
+    """And so does one for which the system starts no more threads: the rest is encoded."""
+    shared, made = connect(), some()
+    put(shared, made)
+    threads = shared._tiers[0].threads
+    submit, asked = threads.submit, []
+
+    def closed(*work):
+        if len(asked) == 2:
+            raise RuntimeError("cannot schedule new futures after shutdown")
+        asked.append(submit(*work))
+        return asked[-1]
+
+    monkeypatch.setattr(threads, "submit", closed)
+    assert never_wrong(shared, made) == 2
+    assert (use(shared)["hits"], use(shared)["skipped"]) == (2, 2)
+
+
 @pytest.mark.parametrize("secret", ["", "TIER_SECRET"])
 @pytest.mark.parametrize("part", [tier.PART_BYTES, 100])
 @pytest.mark.parametrize("scheme", ["redis", "file", "memory"])
