@@ -117,18 +117,18 @@ def _about_body(wrong: dict[str, Any]) -> str:
 
 
 def _place(wrong: dict[str, Any], body: Any) -> str:
-    """The path of the invalid field in the body or the query, as in `messages[0].role`. Parts that the body lacks (the
-    types of a union) are left out.
+    """The path of the invalid field in the body or the query. Parts that the body lacks (the types of a union) are left
+    out.
     """
     kind, *parts = wrong["loc"]
-    found = ""
+    found = []
     for number, part in enumerate(parts, start=1):
         there = part in body if isinstance(body, dict) else isinstance(body, list) and part in range(len(body))
         if kind == "body" and not there and not (wrong["type"] == "missing" and number == len(parts)):
             break
-        found += f"[{part}]" if isinstance(part, int) else f".{part}" if found else part
+        found.append(str(part))
         body = body[part] if there else None
-    return found
+    return ".".join(found)
 
 
 async def _http(request: Request, error: Exception) -> Json:
