@@ -297,7 +297,7 @@ def test_names_that_mean_none_or_several_are_refused(ragkv, index, documents, tm
     near = ragkv("delete", "haldn.md", "--index", index, "--yes")
     assert near.code == 2
     assert f"near it are {documents.resolve() / 'halden.md'}" in near.sentence
-    assert "stats --per-document" in ragkv("delete", "zzz", "--index", index, "--yes").sentence
+    assert "ragkv ls lists all" in ragkv("delete", "zzz", "--index", index, "--yes").sentence
     assert json.loads(ragkv("stats", "--index", index, "--json").out)["documents"] == 3
     shared = json.loads(ragkv("stats", "--index", index, "--per-document", "--json").out)["per_document"]
     assert [(one["kv_records"], one["kv_bytes_own"] > 0) for one in shared] == [(2, False), (2, True), (2, False)]
