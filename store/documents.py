@@ -218,6 +218,14 @@ def require_shape(txn: Transaction | None, manifest: Manifest, shape: KVShape | 
         raise DamagedError("its position is not the one behind its prefix")
 
 
+def chunk_by_id(txn: Transaction, chunk_id: str) -> Chunk | None:
+    """The chunk with this id. A place has no checksum, so that a damaged one may lead to another chunk."""
+    place = txn.get("places", digest(chunk_id))
+    value = None if place is None else txn.get("chunks", bytes(place))
+    chunk = None if value is None else parse_chunk(value)
+    return chunk if chunk is not None and chunk.chunk_id == chunk_id else None
+
+
 def holds(txn: Transaction, key: bytes, identity: KVIdentity) -> bool:
     """Whether the store has a record with exactly this identity."""
     value = txn.get("kv", key)

@@ -17,7 +17,7 @@ from ragkv.store.cache import MemoryTier
 from ragkv.store.codecs import Codec, DamagedError, Raw
 from ragkv.store.counters import NAME_BYTES, Changes, Version, changes_since, generation, version
 from ragkv.store.data_file import discard_stub, give_back, refuse_links
-from ragkv.store.documents import DocumentChange, drop_document, holds, vector_of
+from ragkv.store.documents import DocumentChange, chunk_by_id, drop_document, holds, vector_of
 from ragkv.store.environment import LMDB_FILES, LOCK_FILE, Database, Holder, WriterLock
 from ragkv.store.maintenance.eviction import (
     BUDGET,
@@ -71,6 +71,7 @@ from ragkv.store.tables import (
     vector_prefix,
 )
 from ragkv.types import Chunk, Document, KVShape
+from ragkv.util import batches
 from ragkv.util.files import parse_json
 
 if TYPE_CHECKING:
@@ -384,16 +385,8 @@ class Store:
 
     def chunk_many(self, chunk_ids: Iterable[str]) -> dict[str, Chunk]:
         """The chunks by id, from one snapshot; ids that are not in the store are left out."""
-        found = {}
         with self._live().read() as txn:
-            for chunk_id in chunk_ids:
-                place = txn.get("places", digest(chunk_id))
-                value = None if place is None else txn.get("chunks", bytes(place))
-                chunk = None if value is None else parse_chunk(value)
-                # A place has no checksum, so that a damaged one may lead to another chunk.
-                if chunk is not None and chunk.chunk_id == chunk_id:
-                    found[chunk_id] = chunk
-        return found
+            return {chunk_id: chunk for chunk_id in chunk_ids if (chunk := chunk_by_id(txn, chunk_id)) is not None}
 
     def with_preceding(
         self, chunk_ids: Iterable[str], visit: Callable[[Document, Chunk, Iterator[Chunk]], T]
@@ -411,11 +404,9 @@ class Store:
         found = []
         with self._live().read() as txn:
             for chunk_id in chunk_ids:
-                place = txn.get("places", digest(chunk_id))
-                value = None if place is None else txn.get("chunks", bytes(place))
-                chunk = None if value is None else parse_chunk(value)
+                chunk = chunk_by_id(txn, chunk_id)
                 row = None if chunk is None else txn.get("documents", document_key(chunk.document_id))
-                if chunk is not None and chunk.chunk_id == chunk_id and row is not None:
+                if chunk is not None and row is not None:
                     found.append(visit(parse_document(row).document, chunk, before(chunk)))
         return found
 
@@ -577,17 +568,18 @@ class Store:
         Without a chunk's id, KV belongs to the index: it is kept until the next `gc`, or until it has to make room.
         """
         self._refuse_readonly()
-        stored, size, batch = set[bytes](), 0, list[Arrival]()
-        for identity, kv, chunk_id in made:
-            (record,) = self._encode([(identity, kv)])
-            owner = INDEX_OWNER if chunk_id is None else digest(chunk_id)
-            batch.append(Arrival(record=record, tokens=identity.tokens, owner=owner, exact=self._exact))
-            size += record.stored_bytes
-            if size >= STAGE_BYTES:
-                self._live()
-                stored, size, batch = stored | self._evictor.admit(batch), 0, []
-        self._live()
-        return stored | (self._evictor.admit(batch) if batch else set())
+
+        def arrivals() -> Iterator[Arrival]:
+            for identity, kv, chunk_id in made:
+                (record,) = self._encode([(identity, kv)])
+                owner = INDEX_OWNER if chunk_id is None else digest(chunk_id)
+                yield Arrival(record=record, tokens=identity.tokens, owner=owner, exact=self._exact)
+
+        stored = set[bytes]()
+        for batch in batches(arrivals(), lambda arrival: arrival.record.stored_bytes, STAGE_BYTES):
+            self._live()
+            stored |= self._evictor.admit(batch)
+        return stored
 
     def keep_kv(self, identity: KVIdentity, kv: ChunkKV) -> None:
         """Store KV that belongs to the index and to no chunk, whatever the budget: the prefix's own."""
@@ -708,27 +700,22 @@ class Store:
         This serves documents whose KV does not fit into memory, and a killed ingest continues where it was (`has_kv`).
         The records are orphans until `write_document` refers to them.
         """
-        count, size, batch = 0, 0, list[EncodedRecord]()
-        for record in self._encode(records):
-            batch.append(record)
-            count, size = count + 1, size + record.stored_bytes
-            if size >= STAGE_BYTES:
-                self._stage(batch, size)
-                size, batch = 0, []
-        self._stage(batch, size)
+        count = 0
+        for batch in batches(self._encode(records), lambda record: record.stored_bytes, STAGE_BYTES):
+            self._stage(batch)
+            count += len(batch)
         return count
 
     def orphans(self) -> Iterator[bytes]:
         """Keys of the records that no chunk needs."""
         return orphans(self._live())
 
-    def _stage(self, batch: Sequence[EncodedRecord], size: int) -> None:
+    def _stage(self, batch: Sequence[EncodedRecord]) -> None:
         def apply(txn: Transaction) -> None:
             for record in batch:
                 txn.put_record(record)
 
-        if batch:
-            self._write(apply, need=size)
+        self._write(apply, need=sum(record.stored_bytes for record in batch))
 
     # Upkeep (docs/operations.md)
 
