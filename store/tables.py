@@ -338,7 +338,8 @@ class StoredDocument:
 def pack_document(stored: StoredDocument) -> bytes:
     row = {name: getattr(stored, name) for name in ("recipe", "chunks", "tokens", "ingested_at")}
     fields = {name: getattr(stored.document, name) for name in Document.__slots__}
-    return _pack_json({**row, "document": {**fields, "metadata": dict(stored.document.metadata)}})
+    row |= {"document": {**fields, "metadata": dict(stored.document.metadata)}}
+    return add_checksum(json.dumps(row).encode())
 
 
 def parse_document(value: Buffer) -> StoredDocument:
@@ -425,10 +426,6 @@ def _require(row: Any, kinds: Mapping[str, tuple[type, ...]]) -> None:
         raise ValueError(f"its {min(missing)} is missing")
 
 
-def _pack_json(row: dict[str, Any]) -> bytes:
-    return add_checksum(json.dumps(row).encode())
-
-
 def _parsed(parse: Callable[[], T], what: str) -> T:
     try:
         return parse()
@@ -465,7 +462,7 @@ class ChunkVectors:
     colbert: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
-        for kind, axes in (("dense", 1), ("colbert", 2)):
+        for kind, axes in _AXES.items():
             array = getattr(self, kind)
             if array is not None and (array.ndim != axes or array.dtype not in _DTYPES.values()):
                 raise ValueError(
@@ -478,24 +475,18 @@ def vector_prefix(kind: VectorKind, place: bytes = b"") -> bytes:
     return kind[:1].encode() + place
 
 
-def pack_vectors(vectors: ChunkVectors) -> Iterator[tuple[VectorKind, list[bytes]]]:
-    """The values of each present kind in parts of at most 1 MiB."""
+def vector_rows(vectors: ChunkVectors, chunk: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """The rows in `vectors` of a chunk, by its key in `chunks`: each kind in parts of at most 1 MiB."""
     for kind in VECTOR_KINDS:
         vector: Vector | None = getattr(vectors, kind)
         if vector is not None:
             body = _pack_array(vector) if isinstance(vector, np.ndarray) else _pack_weights(vector)
-            yield kind, [add_checksum(body[at : at + PART_BYTES]) for at in range(0, len(body), PART_BYTES)]
-
-
-def vector_rows(vectors: ChunkVectors, chunk: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """The rows in `vectors` of a chunk, by its key in `chunks`."""
-    for kind, parts in pack_vectors(vectors):
-        for number, part in enumerate(parts):
-            yield vector_prefix(kind, chunk) + number.to_bytes(4, "big"), part
+            for number, at in enumerate(range(0, len(body), PART_BYTES)):
+                yield vector_prefix(kind, chunk) + number.to_bytes(4, "big"), add_checksum(body[at : at + PART_BYTES])
 
 
 def parse_vector(kind: VectorKind, parts: Sequence[Buffer]) -> Vector:
-    """The inverse of `pack_vectors`, as a copy; `DamagedError` when a part is not what was written."""
+    """The vector of these values of `vector_rows`, as a copy; `DamagedError` when a part is not what was written."""
     if sum(map(len, parts)) > _MOST_BYTES or any(len(part) > 2 * PART_BYTES for part in parts):
         raise DamagedError(f"its {kind} vector is larger than any")
     body = b"".join(verify_checksum(part) for part in parts)
@@ -546,7 +537,6 @@ def _parse_weights(body: bytes) -> dict[str, float]:
 
 _ROW = struct.Struct("<dQdQQ32s")
 _MOST = 1 << 48
-_YEAR_9999 = 253_370_764_800
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
