@@ -31,7 +31,6 @@ from ragkv.store.record import (
     checked_payloads,
     checked_segment,
     decode_segments,
-    flat_tensor,
     layer_tensors,
     new_buffer,
     packed_parts,
@@ -275,7 +274,7 @@ class KVReader:
                 decode_segments(manifest, self._codec, manifest.layer_run(layer), fetch, buffer)
         except (DamagedError, CorruptStoreError) as error:
             raise KVLostError(self._lost(f"cannot be used ({error})")) from error
-        return layer_tensors(manifest, layer, flat_tensor(manifest, buffer))
+        return layer_tensors(manifest, layer, typed_tensor(manifest.dtype, buffer))
 
     def _lost(self, what: str) -> str:
         return f"KV record {self._key.hex()[:16]} {what} while it was read: ask for it again, or encode the chunk"

@@ -674,28 +674,24 @@ def encode_record(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> EncodedRec
     payloads: list[Buffer] = []
     buffer = new_buffer(shape.nbytes(kv.tokens))
     start = 0
-    for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
+
+    def add(layer: int, parts: Sequence[Tensor], cut: Iterator[tuple[KVSlice, ...]], codec: Codec) -> None:
+        nonlocal start
         end = start
-        for tensor in pair:
+        for tensor in parts:
             begin, end = end, end + tensor.numel() * tensor.element_size()
             np.copyto(buffer[begin:end], _bytes(tensor))
-        for slices in _cut(*pair):
+        for slices in cut:
             begin, start = start, start + sum(kv_slice.nbytes for kv_slice in slices)
             payload = codec.encode(buffer[begin:start].data, slices)
             digest = xxhash.xxh3_64_intdigest(payload)
             segments.append(RecordSegment(layer, start - begin, memoryview(payload).nbytes, digest))
             payloads.append(payload)
-    keeping = codec.lossless()
+
+    for layer, pair in enumerate(zip(kv.keys, kv.values, strict=True)):
+        add(layer, pair, _cut(*pair), codec)
     for place, state in enumerate(kv.states, kv.layers):
-        whole = _bytes(state.value)
-        for kv_slice in _cut_state(state.value):
-            begin, start = start, start + kv_slice.nbytes
-            np.copyto(buffer[begin:start], whole[: kv_slice.nbytes])
-            whole = whole[kv_slice.nbytes :]
-            payload = keeping.encode(buffer[begin:start].data, (kv_slice,))
-            digest = xxhash.xxh3_64_intdigest(payload)
-            segments.append(RecordSegment(place, kv_slice.nbytes, memoryview(payload).nbytes, digest))
-            payloads.append(payload)
+        add(place, (state.value,), _cut_state(state.value), codec.lossless())
     manifest = Manifest(
         identity=identity,
         dtype=shape.dtype,
@@ -741,14 +737,14 @@ def _cut(key: Tensor, value: Tensor) -> Iterator[tuple[KVSlice, ...]]:
                 yield (kv_slice._replace(heads=1, tokens=min(tokens, kv_slice.tokens - token)),)
 
 
-def _cut_state(value: Tensor) -> Iterator[KVSlice]:
+def _cut_state(value: Tensor) -> Iterator[tuple[KVSlice]]:
     """The slice of each segment of a state: a run of its numbers."""
     from ragkv.attention.kv import dtype_name
 
     left, dtype = value.numel(), dtype_name(value.dtype)
     while left:
         run = min(left, SEGMENT_BYTES // value.element_size())
-        yield KVSlice("states", dtype, 1, 1, run)
+        yield (KVSlice("states", dtype, 1, 1, run),)
         left -= run
 
 
@@ -782,11 +778,6 @@ def round_trip(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> tuple[Encoded
     return record, decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)
 
 
-def flat_tensor(manifest: Manifest, buffer: NDArray[np.uint8] | Tensor) -> Tensor:
-    """A view of the bytes as numbers of the record's dtype."""
-    return typed_tensor(manifest.dtype, buffer)
-
-
 def typed_tensor(dtype: DType, buffer: NDArray[np.uint8] | Tensor) -> Tensor:
     """A view of the bytes as numbers of this dtype; a copy where they do not begin at a multiple of its size."""
     import torch
@@ -811,7 +802,7 @@ def record_tensors(
     from ragkv.attention.kv import DTYPES, ChunkKV, PackedTensors, State
 
     end, extra = manifest.kv_bytes, 0 if packing is None else packing.extra
-    flat = flat_tensor(manifest, buffer[:end]) if packing is None else typed_tensor(packing.dtype, buffer)
+    flat = typed_tensor(manifest.dtype, buffer[:end]) if packing is None else typed_tensor(packing.dtype, buffer)
     tokens, start, stacked = manifest.tokens, 0, None
     views: list[Tensor] = []
     if len({(heads, dim) for heads, *dims in manifest.shapes for dim in dims}) == 1:

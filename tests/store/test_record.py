@@ -31,7 +31,6 @@ from ragkv.store.record import (
     decode_segments,
     drop_pool,
     encode_record,
-    flat_tensor,
     layer_tensors,
     new_buffer,
     pack_shape,
@@ -39,6 +38,7 @@ from ragkv.store.record import (
     parse_states,
     pooled_bytes,
     summarise,
+    typed_tensor,
 )
 from ragkv.types import Encoding, KVShape, LayerShape, StateShape
 
@@ -255,7 +255,7 @@ def test_a_layer_read_on_its_own_is_the_layer():
     for layer in range(2):
         buffer = np.empty(manifest.layer_bytes(layer), np.uint8)
         decode_segments(manifest, Zstd(), manifest.layer_run(layer), record.segments.__getitem__, buffer)
-        keys, values = layer_tensors(manifest, layer, flat_tensor(manifest, buffer))
+        keys, values = layer_tensors(manifest, layer, typed_tensor(manifest.dtype, buffer))
         assert torch.equal(keys, kv.keys[layer])
         assert torch.equal(values, kv.values[layer])
 
