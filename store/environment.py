@@ -190,17 +190,12 @@ class FileMap:
             self.unlocked = self.env.readers().startswith("(no reader locks)")
             try:
                 self.page_size = int(self.env.stat()["psize"])
-                self._file = OpenFile(self.data)
+                self.file = OpenFile(self.data)
                 self._lock_file = None if self.unlocked else OpenFile(directory / "lock.mdb")
                 self.env.reader_check()
             except BaseException:
                 self.env.close()
                 raise
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the file that was opened is still the one at its path."""
-        return self._file.in_place
 
     def _open(self, *, map_size: int, create: bool) -> Any:
         # py-lmdb would keep spare transactions, which hold reader slots across a fork.
@@ -268,11 +263,6 @@ class FileMap:
                 "here): try again when the writing has ended"
             ) from error
 
-    def sizes(self) -> tuple[int, int]:
-        """The bytes that the file takes on the disk, and the bytes of the map."""
-        with self.read():
-            return self.data.stat().st_blocks * 512, int(self.live().info()["map_size"])
-
     @contextmanager
     def begin(self, *, write: bool) -> Iterator[Transaction]:
         while True:
@@ -305,11 +295,11 @@ class FileMap:
         env = self.live()
         if self._lock_file is not None:
             self._lock_file.size()
-        size = self._file.size(2 * self.page_size)  # beginning reads a meta page
+        size = self.file.size(2 * self.page_size)  # beginning reads a meta page
         with env.begin(write=write, buffers=True) as txn:
             needed = (env.info()["last_pgno"] + 1) * self.page_size
             if size < needed:  # the file was cut, unless another process has made it longer meanwhile
-                self._file.size(needed)
+                self.file.size(needed)
             yield txn
 
     def clear_stale(self) -> int:
@@ -563,21 +553,17 @@ os.register_at_fork(
 FORMAT_VERSION = 3
 """Version of the tables and their rows (docs/formats.md)."""
 
-STEPS: dict[int, tuple[Callable[[Transaction], object], ...]] = {3: (recount,)}
-"""What fills the tables of a format from those of the format before it, all in one transaction."""
-
 
 def migrate(txn: Transaction) -> None:
     """Bring a store up to `FORMAT_VERSION`, and count again what was damaged since it was counted.
 
-    Another process may have done so in the meantime: then this does nothing.
+    Of the tables that older formats lack, those of format 3 are filled by counting. Another process may have done so in
+    the meantime: then this does nothing.
     """
     version = _version(txn)
     if version < FORMAT_VERSION:
         logger.info("bringing a store of format %d up to format %d", version, FORMAT_VERSION)
-        for since in range(version + 1, FORMAT_VERSION + 1):
-            for step in STEPS.get(since, ()):
-                step(txn)
+        recount(txn)
         txn.put("meta", b"format", b"%d" % FORMAT_VERSION)
     elif is_stale(txn):
         recount(txn)
@@ -720,7 +706,7 @@ class Database:
     @property
     def in_place(self) -> bool:
         """Whether the file that was opened is still the one at its path."""
-        return self._map.in_place
+        return self._map.file.in_place
 
     def read(self) -> AbstractContextManager[Transaction]:
         """A snapshot, as `FileMap.read`; `CorruptStoreError` if the file was found damaged since it was opened."""
@@ -748,7 +734,8 @@ class Database:
 
     def sizes(self) -> tuple[int, int]:
         """The bytes that the file takes on the disk, and the bytes of the map."""
-        return self._map.sizes()
+        with self._map.read():
+            return self._map.data.stat().st_blocks * 512, int(self._map.live().info()["map_size"])
 
     @classmethod
     def acquire(cls, directory: Path, *, readonly: bool | None, create: bool, map_size: int) -> Database:
