@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from operator import attrgetter
 
 from ragkv.errors import ConfigError
@@ -219,11 +219,7 @@ def _longest_prefix(text: str, start: int, end: int, count: TokenCounter, max_to
 def _common_heading(headings: list[str | None]) -> str | None:
     """The deepest heading common to a whole chunk, else the first heading in it."""
     paths = [(heading or "").split(HEADING_SEPARATOR) for heading in headings]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
     return HEADING_SEPARATOR.join(shared) or next((heading for heading in headings if heading), None)
 
 
