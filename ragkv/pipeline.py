@@ -172,7 +172,11 @@ class RagKV:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle holds the folder, the device and the limits; unpickling opens the index again."""
-        given: dict[str, Any] = {"device": self.index.device, "readonly": self.store.readonly or None, **self.index.limits.given}
+        given: dict[str, Any] = {
+            "device": self.index.device,
+            "readonly": self.store.readonly or None,
+            **self.index.limits.given,
+        }
         return partial(type(self).open, str(self.folder.absolute()), **given), ()
 
     def __enter__(self) -> Self:

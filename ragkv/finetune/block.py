@@ -403,8 +403,9 @@ class RowMask:
     """The columns that are for the mask alone."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
-        self._columns = {name: columns[name] for name in self.OWN if name != "causal"}
-        self._positions, self._causal = columns["position_ids"], columns["causal"]
+        self._columns: dict[str, Tensor] = {name: columns[name] for name in self.OWN if name != "causal"}
+        self._positions: Tensor = columns["position_ids"]
+        self._causal: bool = columns["causal"]
         self._made: dict[int | None, Tensor | None] = {}
 
     def of(self, window: int | None) -> Tensor | None:
