@@ -154,8 +154,8 @@ def test_a_hub_that_is_not_there_is_told_with_the_folder(hub: list[str], monkeyp
     assert hub == []
 
 
-def say(folder: Path, **result: object) -> None:
-    path = folder / "config.json"
+def say(folder: Path, name: str = "config.json", **result: object) -> None:
+    path = folder / name
     path.write_text(json.dumps(json.loads(path.read_text()) | result))
 
 
@@ -659,8 +659,7 @@ class TestAdapter:
     )
     def test_another_kind_is_refused(self, tuned, change, reason):
         found, _ = tuned
-        path = Path(found.adapter) / "adapter_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        say(Path(found.adapter), "adapter_config.json", **change)
         with pytest.raises(ModelLoadError, match=reason):
             open_checkpoint(found, dtype="float32", devices=(torch.device("cpu"),))
 
@@ -700,21 +699,19 @@ def test_where_packed_weights_are_unpacked():
         "unheard_of.json",
     ],
 )
-def test_a_changed_file_is_another_model(file, model_folder, tmp_path):
+def test_a_changed_file_is_another_model(file, model_folder, folder):
     first = resolve(str(model_folder)).fingerprint("float32")
-    copy = shutil.copytree(model_folder, tmp_path / "copy")
-    assert resolve(str(copy)).fingerprint("float32") == first  # where it lies does not matter
-    data = bytearray((copy / file).read_bytes()) if (copy / file).exists() else bytearray(1)
+    assert resolve(str(folder)).fingerprint("float32") == first  # where it lies does not matter
+    data = bytearray((folder / file).read_bytes()) if (folder / file).exists() else bytearray(1)
     data[-1] ^= 1
-    (copy / file).write_bytes(data)
-    assert resolve(str(copy)).fingerprint("float32") != first
+    (folder / file).write_bytes(data)
+    assert resolve(str(folder)).fingerprint("float32") != first
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "ragkv.json", "README.md"])
-def test_files_that_no_key_depends_on_are_not_the_model(file, model_folder, tmp_path):
-    copy = shutil.copytree(model_folder, tmp_path / "copy")
-    (copy / file).write_text("{}")
-    assert resolve(str(copy)).fingerprint("auto") == resolve(str(model_folder)).fingerprint("auto")
+def test_files_that_no_key_depends_on_are_not_the_model(file, model_folder, folder):
+    (folder / file).write_text("{}")
+    assert resolve(str(folder)).fingerprint("auto") == resolve(str(model_folder)).fingerprint("auto")
 
 
 def test_dtype_revision_and_adapter_are_part_of_the_fingerprint(model_folder, monkeypatch):
@@ -729,11 +726,9 @@ def test_dtype_revision_and_adapter_are_part_of_the_fingerprint(model_folder, mo
         hub.fingerprint("auto")
 
 
-def test_kv_that_was_made_without_a_family_s_windows_is_not_read_again(model_folder, tmp_path, monkeypatch):
-    copy = shutil.copytree(model_folder, tmp_path / "copy")
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**config, "model_type": "qwen2_moe"}))
-    now, other = resolve(str(copy)).fingerprint("auto"), resolve(str(model_folder)).fingerprint("auto")
+def test_kv_that_was_made_without_a_family_s_windows_is_not_read_again(model_folder, folder, monkeypatch):
+    say(folder, model_type="qwen2_moe")
+    now, other = resolve(str(folder)).fingerprint("auto"), resolve(str(model_folder)).fingerprint("auto")
     monkeypatch.setattr("ragkv.model.checkpoint._ADAPTER_VERSIONS", {})
-    assert resolve(str(copy)).fingerprint("auto") != now
+    assert resolve(str(folder)).fingerprint("auto") != now
     assert resolve(str(model_folder)).fingerprint("auto") == other
