@@ -124,10 +124,13 @@ class AnswerTask:
 def validate_task(config: IndexConfig, question: str, **options: Unpack[QueryOptions]) -> AnswerTask:
     """The task that the options describe, completed from the index's configuration.
 
-    Raises UsageError for an unknown engine, `top_k` or `max_new_tokens` below 1, an empty question or a bad setting.
+    Raises UsageError for an unknown option or engine, `top_k` or `max_new_tokens` below 1, an empty question or a bad setting.
     """
     from ragkv.engines import make_engine
 
+    if unknown := sorted(options.keys() - QueryOptions.__annotations__.keys()):
+        known = ", ".join(sorted(QuestionWithOptions.__annotations__))
+        raise UsageError(f"A question has no option {unknown[0]!r}; there are {known}.")
     if not question.strip():
         raise UsageError("The question is empty; ask something.", param="question")
     system, chunks, steps = options.get("system") or "", options.get("chunks"), options.get("steps")
@@ -169,11 +172,6 @@ def validate_task(config: IndexConfig, question: str, **options: Unpack[QueryOpt
 def validate_question(config: IndexConfig, asked: str | QuestionWithOptions, options: QueryOptions) -> AnswerTask:
     """The task of one of many questions with common `options`; UsageError as in `validate_task`."""
     own: dict[str, Any] = {"question": asked} if isinstance(asked, str) else dict(asked)
-    if unknown := sorted(own.keys() - QuestionWithOptions.__annotations__.keys()):
-        raise UsageError(
-            f"A question has no option {unknown[0]!r}; there are "
-            f"{', '.join(sorted(QuestionWithOptions.__annotations__))}."
-        )
     if not isinstance(own.get("question"), str):
         raise UsageError('A question is a text, or options with its text as "question".')
     return validate_task(config, own.pop("question"), **{**options, **own})

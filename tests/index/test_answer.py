@@ -319,6 +319,12 @@ def test_the_prefix_is_part_of_the_stored_kvs_identity_and_the_suffix_is_not(tmp
         assert (len(report.updated), report.kv_encoded) == (1, 0)  # by now a question has encoded it
 
 
+def test_an_option_that_questions_do_not_have_is_refused(rag):
+    for ask in (rag.query, rag.stream, lambda question, **options: list(rag.query_each([question], **options))):
+        with pytest.raises(UsageError, match=r"A question has no option 'max_tokens'; there are .*max_new_tokens"):
+            ask(QUESTION, max_tokens=5)
+
+
 def test_instructions_of_a_question_stand_before_it(rag):
     with pytest.raises(UsageError, match="The system is not valid Unicode"):
         rag.query(QUESTION, system="\ud800")
