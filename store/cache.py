@@ -106,7 +106,11 @@ class MemoryTier:
                             self._misses += 1
                 loaded = load(list(own)) if own else {}
             finally:
-                self._end(own, loaded)
+                try:
+                    self._finish(own, loaded)
+                except BaseException:  # an interrupt, also before its first line: others would wait for ever
+                    self._finish(own, loaded)
+                    raise
             found |= {key: kv for key in own if (kv := loaded.get(key)) is not None}
             # Wait for others only after loading, or two threads could wait for each other.
             for key, pending in others.items():
@@ -162,15 +166,8 @@ class MemoryTier:
                 drops=self._drops,
             )
 
-    def _end(self, own: Mapping[bytes, _PendingLoad], loaded: Mapping[bytes, ChunkKV] | None) -> None:
-        """Keep what this thread has loaded, None after an error, and let those go on who wait for it."""
-        try:
-            self._finish(own, loaded)
-        except BaseException:  # an interrupt, and they would wait for ever
-            self._finish(own, loaded)
-            raise
-
     def _finish(self, own: Mapping[bytes, _PendingLoad], loaded: Mapping[bytes, ChunkKV] | None) -> None:
+        """Keep what this thread has loaded, None after an error, and let those go on who wait for it."""
         made = loaded or {}
         with self._lock:
             for key, pending in own.items():

@@ -875,7 +875,11 @@ def share(tasks: Sequence[Callable[[], None]]) -> None:
         for task in rest:
             task()
     finally:
-        _settle(rest, lock, begun)
+        try:
+            _settle(rest, lock, begun)
+        except BaseException:  # an interrupt, also before its first line
+            _settle(rest, lock, begun)
+            raise
     for error in errors:
         raise error
 
