@@ -331,8 +331,8 @@ class FileMap:
     def map_again(self, size: int) -> None:
         """Map `size` bytes instead, while there is no transaction. `StoreError` where there is no room for them.
 
-        LMDB gives up its map before it makes another, so that after a failure the next read would be SIGSEGV. So the
-        room is looked for first.
+        LMDB gives up its map before it makes another, and with it the environment if that fails. So the room is looked
+        for first.
         """
         env = self.live()
         more = size - env.info()["map_size"]

@@ -197,7 +197,7 @@ with Store.open(path) as again:
 
 
 def test_a_map_that_the_process_has_no_room_for_is_said_and_the_old_one_kept(tmp_path):
-    """LMDB gives up the old one first, and the next read would end the process."""
+    """LMDB gives up the old one first, and then nothing could be read any more."""
     script = """
 import resource
 from pathlib import Path
