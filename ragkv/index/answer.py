@@ -124,7 +124,8 @@ class AnswerTask:
 def validate_task(config: IndexConfig, question: str, **options: Unpack[QueryOptions]) -> AnswerTask:
     """The task that the options describe, completed from the index's configuration.
 
-    Raises UsageError for an unknown option or engine, `top_k` or `max_new_tokens` below 1, an empty question or a bad setting.
+    Raises UsageError for an unknown option or engine, `top_k` or `max_new_tokens` below 1, an empty question or a bad
+    setting.
     """
     from ragkv.engines import make_engine
 
