@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from asking import CHUNKS, PREFIX, SUFFIX, request
 from controlled import tokens_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,19 +15,30 @@ from script import NOTHING, Fixed, Script
 
 from ragkv.config import build_config
 from ragkv.decoding import Decoding
-from ragkv.engines import Sample, make_engine
+from ragkv.engines import ContextChunk, Request, Sample, make_engine
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 from ragkv.runtime.decoding import Detokenizer, Sampler, StopGate, processors
 from ragkv.runtime.step import AHEAD
+from ragkv.types import Encoding
 
+PREFIX, CHUNKS, SUFFIX = (0, 40, 41, 42), ((50, 51, 52), (60, 61, 62, 63, 64), (70, 71)), (80, 81, 82)
 PROMPT = [*PREFIX, *itertools.chain(*CHUNKS), *SUFFIX]
 
 
 def asked(model, name):
     """The engine, and a question over three chunks."""
     engine = make_engine(name, {})
-    return engine, request(model, engine)
+    prefix = model.encode([PREFIX])[0]
+    kvs = model.encode(CHUNKS, prefix=prefix if engine.encoding is Encoding.PREFIXED else None)
+    return engine, Request(
+        prefix_ids=PREFIX,
+        prefix=prefix,
+        chunks=tuple(
+            ContextChunk(token_ids=c, score=s, kv=kv) for c, s, kv in zip(CHUNKS, (0.3, 0.6, 0.8), kvs, strict=True)
+        ),
+        suffix_ids=SUFFIX,
+    )
 
 
 def decode(model, engine, request, steps=12, decoding=None, **more):
