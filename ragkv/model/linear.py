@@ -7,10 +7,14 @@ lose nothing of a checkpoint, or in int8 if the user asks for that.
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import logging
+import mmap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -217,14 +221,14 @@ def optimize_layers(model: LanguageModel) -> None:
         return
     layers = [layer for layer in dict.fromkeys(layer for *_, layer in _large_layers(model.module)) if _fits(layer)]
     if model.dtype == torch.float32:
-        sizes = [layer.weight.numel() for layer in layers]
-        memory = torch.split(torch.empty(sum(sizes), dtype=torch.int16), sizes)  # one block is read 5 % sooner
+        memory = _memory([2 * layer.weight.numel() for layer in layers])
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(_halve, layers, memory))
     halved = [layer for layer in layers if isinstance(layer, HalfLinear)]
     for layer in layers:
         if type(layer) is nn.Linear:
             layer.__class__ = KernelLinear
+    _gather([layer.weight for layer in layers if not isinstance(layer, HalfLinear)])
     if halved:  # the others keep their weights, and need no pass to see who reads them
         _try_once(model)
     for layer in halved:
@@ -232,6 +236,51 @@ def optimize_layers(model: LanguageModel) -> None:
             weight, layer.__class__ = layer.float_weight(), KernelLinear  # type: ignore[assignment]
             layer.weight = nn.Parameter(weight, requires_grad=False)
     model.kernels_alone = _by_kernels(model)
+
+
+_HUGE = 1 << 21
+"""Bytes of a huge page."""
+_ALLOWED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _memory(sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Memory of these sizes in bytes, one piece after the other, in huge pages where Linux allows that.
+
+    Weights are read from first to last for each token, and of ordinary pages a processor looks up one in 4 KB and
+    fetches none ahead: one thread of an EPYC (Zen 4) reads huge ones half as fast again.
+    """
+    block = torch.empty(sum(sizes) + _HUGE, dtype=torch.uint8)
+    before = -block.data_ptr() % _HUGE
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError, AttributeError):  # without such pages the memory is as good as any
+            place, length = ctypes.c_void_p(block.data_ptr() + before), ctypes.c_size_t(sum(sizes) // _HUGE * _HUGE)
+            ctypes.CDLL(None).madvise(place, length, mmap.MADV_HUGEPAGE)
+    return torch.split(block[before : before + sum(sizes)], [*sizes])
+
+
+def _huge_pages() -> bool:
+    """Whether a program may ask for huge pages."""
+    try:
+        return "[never]" not in _ALLOWED.read_text()
+    except OSError:
+        return False
+
+
+@torch.no_grad()
+def _gather(weights: Sequence[nn.Parameter]) -> None:
+    """Move weights, each of which stays the parameter that it is, into huge pages, if there are any.
+
+    Each is freed when it has been moved, so a model needs the memory of one matrix more meanwhile.
+    """
+    if sum(weight.nbytes for weight in weights) < _HUGE or not _huge_pages():
+        return
+    try:
+        memory = _memory([weight.nbytes for weight in weights])
+    except RuntimeError as error:
+        logger.debug("weights stay where they are: %s", error)
+        return
+    for weight, piece in zip(weights, memory, strict=True):
+        weight.data = piece.view(weight.dtype).view(weight.shape).copy_(weight)
 
 
 def _by_kernels(model: LanguageModel) -> bool:
@@ -310,10 +359,11 @@ def int8_weights(model: LanguageModel) -> None:
             f"Model {name!r} cannot have int8 weights here: they need an x86 processor; use --dtype auto."
         )
     _optimize_norms(model)
-    made: dict[Any, nn.Module] = {}
+    made: dict[Any, Int8Linear] = {}
     for parent, key, layer in _large_layers(model.module):
         made[layer] = made.get(layer) or Int8Linear(layer)
         setattr(parent, key, made[layer])
+    _gather([layer.weight for layer in made.values()])
     model.int8 = True
     try:
         if not made:

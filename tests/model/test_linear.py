@@ -515,3 +515,39 @@ def test_ordinary_layers_have_transformers_own_norms(half_folder):
     made = [each for each in linear.ordinary_layers(model.module).modules() if "RMSNorm" in type(each).__name__]
     assert {type(each) for each in made} == {LlamaRMSNorm}
     assert all(a.weight is b.weight for a, b in zip(made, norms, strict=True))
+
+
+@pytest.mark.parametrize(("pages", "moved"), [("always [madvise] never", True), ("always madvise [never]", False)])
+def test_weights_are_moved_into_huge_pages_where_there_are_some(pages, moved, tmp_path, monkeypatch):
+    allowed = tmp_path / "enabled"
+    allowed.write_text(pages)
+    monkeypatch.setattr(linear, "_ALLOWED", allowed)
+    weights = [nn.Parameter(torch.randn(rows, 768).bfloat16(), requires_grad=False) for rows in (1500, 40, 1500)]
+    before, places = [each.clone() for each in weights], [each.data_ptr() for each in weights]
+    layer, same = nn.Linear(768, 1500, bias=False), nn.Embedding(1500, 768)
+    layer.weight = same.weight = weights[0]
+    linear._gather(weights)
+    assert all(torch.equal(*pair) for pair in zip(weights, before, strict=True))
+    assert layer.weight is same.weight is weights[0]
+    assert ([each.data_ptr() for each in weights] != places) == moved
+    if moved:
+        assert weights[0].data_ptr() % (2 << 20) == 0
+        assert weights[2].data_ptr() == weights[0].data_ptr() + weights[0].nbytes + weights[1].nbytes
+
+
+@pytest.mark.parametrize("why", ["few", "no file", "no memory"])
+def test_weights_stay_where_they_are_otherwise(why, tmp_path, monkeypatch):
+    def none(*_, **__):
+        raise RuntimeError("not enough memory")
+
+    allowed = tmp_path / "enabled"
+    if why != "no file":
+        allowed.write_text("[always] madvise never")
+    monkeypatch.setattr(linear, "_ALLOWED", allowed)
+    weight = nn.Parameter(torch.randn(64 if why == "few" else 1500, 768), requires_grad=False)
+    place = weight.data_ptr()
+    with monkeypatch.context() as patch:
+        if why == "no memory":
+            patch.setattr(torch, "empty", none)
+        linear._gather([weight])
+    assert weight.data_ptr() == place
