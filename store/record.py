@@ -47,6 +47,7 @@ from ragkv.store.codecs import (
     verify_checksum,
 )
 from ragkv.types import ITEM_SIZES, DType, Encoding, KVShape, LayerShape, StateShape
+from ragkv.util import HUGE_PAGE, huge_memory
 from ragkv.util.files import parse_json
 
 if TYPE_CHECKING:
@@ -584,7 +585,6 @@ def decode_segments(
 POOL_BYTES = 256 << 20
 """The most unused memory to keep for reuse."""
 
-_HUGE_PAGE = 2 << 20
 _SMALLEST = 1 << 20  # malloc reuses the memory of smaller ones
 
 _free: deque[mmap.mmap] = deque()
@@ -596,7 +596,7 @@ def new_buffer(nbytes: int) -> NDArray[np.uint8]:
     """`(nbytes,)` bytes of any content. Their memory is reused once no array or tensor refers to it."""
     if nbytes < _SMALLEST:
         return np.empty(nbytes, np.uint8)
-    memory = _pooled(nbytes) or _fresh(nbytes)
+    memory = _pooled(nbytes) or huge_memory(nbytes)
     lease = _Lease(memory, nbytes)
     weakref.finalize(lease, _give_back, memory).atexit = False
     return np.asarray(lease)
@@ -615,24 +615,10 @@ class _Lease:
         self.__array_interface__: dict[str, Any] = self._bytes.__array_interface__
 
 
-def _fresh(nbytes: int) -> mmap.mmap:
-    size = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"there is no room for {size} bytes of KV") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        try:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without huge pages is slower, but works
-            return memory
-    return memory
-
-
 def _pooled(nbytes: int) -> mmap.mmap | None:
     """The smallest free memory that fits; None if more than half of it would be unused."""
     for memory in sorted(_free, key=len):
-        if nbytes <= len(memory) <= 2 * max(nbytes, _HUGE_PAGE):
+        if nbytes <= len(memory) <= 2 * max(nbytes, HUGE_PAGE):
             try:
                 _free.remove(memory)
             except ValueError:  # another thread has taken it

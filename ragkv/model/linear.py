@@ -7,13 +7,10 @@ lose nothing of a checkpoint, or in int8 if the user asks for that.
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
 import logging
-import mmap
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +22,7 @@ from ragkv.attention.partial import by_torch, float_bits
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.checkpoint import int8_levels, processor_units
+from ragkv.util import HUGE_PAGE, huge_memory
 from ragkv.util.display import first_sentence
 from ragkv.util.plugins import kernel_module
 
@@ -238,24 +236,19 @@ def optimize_layers(model: LanguageModel) -> None:
     model.kernels_alone = _by_kernels(model)
 
 
-_HUGE = 1 << 21
-"""Bytes of a huge page."""
 _ALLOWED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def _memory(sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Memory of these sizes in bytes, one piece after the other, in huge pages where Linux allows that.
+    """Memory of these sizes in bytes, one piece after the other.
 
-    Weights are read from first to last for each token, and of ordinary pages a processor looks up one in 4 KB and
-    fetches none ahead: one thread of an EPYC (Zen 4) reads huge ones half as fast again.
+    Weights are read from first to last for each token: one thread of an EPYC (Zen 4) reads huge pages half as fast
+    again.
     """
-    block = torch.empty(sum(sizes) + _HUGE, dtype=torch.uint8)
-    before = -block.data_ptr() % _HUGE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError, AttributeError):  # without such pages the memory is as good as any
-            place, length = ctypes.c_void_p(block.data_ptr() + before), ctypes.c_size_t(sum(sizes) // _HUGE * _HUGE)
-            ctypes.CDLL(None).madvise(place, length, mmap.MADV_HUGEPAGE)
-    return torch.split(block[before : before + sum(sizes)], [*sizes])
+    if not sum(sizes):
+        return ()
+    block = torch.frombuffer(huge_memory(sum(sizes)), dtype=torch.uint8)
+    return torch.split(block[: sum(sizes)], [*sizes])
 
 
 def _huge_pages() -> bool:
@@ -272,11 +265,11 @@ def _gather(weights: Sequence[nn.Parameter]) -> None:
 
     Each is freed when it has been moved, so a model needs the memory of one matrix more meanwhile.
     """
-    if sum(weight.nbytes for weight in weights) < _HUGE or not _huge_pages():
+    if sum(weight.nbytes for weight in weights) < HUGE_PAGE or not _huge_pages():
         return
     try:
         memory = _memory([weight.nbytes for weight in weights])
-    except RuntimeError as error:
+    except MemoryError as error:
         logger.debug("weights stay where they are: %s", error)
         return
     for weight, piece in zip(weights, memory, strict=True):

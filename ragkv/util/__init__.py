@@ -1,11 +1,32 @@
-"""Cut a sequence of items into batches by their sizes."""
+"""Batches of a sequence by the sizes of its items, and memory in huge pages."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
+
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page."""
+
+
+def huge_memory(nbytes: int) -> mmap.mmap:
+    """Memory for `nbytes`, which are 0, in huge pages where Linux has them; `MemoryError` if there is no room.
+
+    Of ordinary pages a processor looks up one in 4 KB, and its prefetcher ends with each.
+    """
+    size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"there is no room for {size} bytes") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        with suppress(OSError):  # a kernel without huge pages is slower, but works
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def batches(

@@ -53,14 +53,14 @@ def one_model() -> Iterator[None]:
 def largest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What was asked of the memory for KV, which `tracemalloc` does not see."""
     asked: list[int] = [0]
-    fresh = record._fresh
+    fresh = record.huge_memory
 
     def noted(nbytes: int) -> object:
         asked.append(nbytes)
         assert nbytes <= MOST_MEMORY
         return fresh(nbytes)
 
-    monkeypatch.setattr(record, "_fresh", noted)
+    monkeypatch.setattr(record, "huge_memory", noted)
     return asked
 
 
