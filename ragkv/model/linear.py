@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ragkv.attention.partial import by_torch, float_bits
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import UnsupportedModelError
-from ragkv.model.checkpoint import int8_levels, processor_units
+from ragkv.model.checkpoint import device_memory, int8_levels, processor_units
 from ragkv.util import HUGE_PAGE, huge_memory
 from ragkv.util.display import first_sentence
 from ragkv.util.plugins import kernel_module
@@ -263,9 +263,11 @@ def _huge_pages() -> bool:
 def _gather(weights: Sequence[nn.Parameter]) -> None:
     """Move weights, each of which stays the parameter that it is, into huge pages, if there are any.
 
-    Each is freed when it has been moved, so a model needs the memory of one matrix more meanwhile.
+    Weights that a checkpoint's file is mapped for then lie in memory of the process as well, so the move is only made
+    where they take at most a quarter of the machine's memory.
     """
-    if sum(weight.nbytes for weight in weights) < HUGE_PAGE or not _huge_pages():
+    size = sum(weight.nbytes for weight in weights)
+    if not HUGE_PAGE <= size <= device_memory(torch.device("cpu")) // 4 or not _huge_pages():
         return
     try:
         memory = _memory([weight.nbytes for weight in weights])

@@ -534,7 +534,7 @@ def test_weights_are_moved_into_huge_pages_where_there_are_some(pages, moved, tm
         assert weights[2].data_ptr() == weights[0].data_ptr() + weights[0].nbytes + weights[1].nbytes
 
 
-@pytest.mark.parametrize("why", ["few", "no file", "no memory"])
+@pytest.mark.parametrize("why", ["few", "many", "no file", "no memory"])
 def test_weights_stay_where_they_are_otherwise(why, tmp_path, monkeypatch):
     def none(*_, **__):
         raise MemoryError("no room")
@@ -546,6 +546,8 @@ def test_weights_stay_where_they_are_otherwise(why, tmp_path, monkeypatch):
     weight = nn.Parameter(torch.randn(64 if why == "few" else 1500, 768), requires_grad=False)
     place = weight.data_ptr()
     with monkeypatch.context() as patch:
+        if why == "many":
+            patch.setattr(linear, "device_memory", lambda _: 4 * weight.nbytes - 1)
         if why == "no memory":
             patch.setattr(linear, "huge_memory", none)
         linear._gather([weight])
