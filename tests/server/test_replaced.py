@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -124,9 +125,11 @@ def test_a_replaced_index_is_answered_from_what_is_there_now(serving, lost, tmp_
     with RagKV.create(tmp_path / "new", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
         made.ingest(documents)
         expected = made.query(QUESTION, max_new_tokens=6)
-    while lost.exists():  # the job that has begun writes in it meanwhile
+    copy = shutil.copytree(tmp_path / "new", tmp_path / "copy")
+    while copy.exists():  # the job that has begun writes in the folder meanwhile
         shutil.rmtree(lost, ignore_errors=True)
-    shutil.copytree(tmp_path / "new", lost)
+        with suppress(OSError):
+            copy.rename(lost)
     response = serving("POST", "/api/indexes/lost/query", json=ASKED)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "index_unavailable")
     settle()
