@@ -176,10 +176,11 @@ def plan(
         raise UsageError("--questions and --zipf are about the budget of an index: add --index DIR.")
     if nodes is not None and chunks is None:
         raise UsageError("--nodes needs --chunks: how many chunks those machines hold.")
+    machines = 1 if nodes is None else nodes
     if chunks is not None:
         from ragkv.planning.cluster import check_size, plan_cluster
 
-        check_size(chunks, 1 if nodes is None else nodes)  # before the sample is measured
+        check_size(chunks, machines)  # before the sample is measured
     if not paths:
         raise UsageError("Say what to plan: PATH for an ingest, or --index DIR for a budget of KV.")
     settings = given_values(
@@ -215,9 +216,7 @@ def plan(
         )
     cluster = None
     if chunks is not None:
-        cluster = plan_cluster(
-            found, chunks, 1 if nodes is None else nodes, zipf=1.0 if zipf is None else zipf, seed=seed
-        )
+        cluster = plan_cluster(found, chunks, machines, zipf=1.0 if zipf is None else zipf, seed=seed)
     if as_json:
         print_json(found.to_json() | ({} if cluster is None else {"cluster": cluster.to_json()}))
         return
