@@ -120,6 +120,7 @@ class S3Server(ThreadingHTTPServer):
 
 class _S3(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else the body waits 40 ms for the head's acknowledgement
     server: S3Server
 
     def do_GET(self) -> None:
@@ -130,6 +131,7 @@ class _S3(BaseHTTPRequestHandler):
         if fault == "resets":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             self.connection.close()
+            self.close_connection = True  # or the next request is waited for, on a connection that is still there
         elif fault.isdecimal():
             self.reply(int(fault), b"<Error><Code>Wrong</Code></Error>")
         elif self.command == "PUT":
