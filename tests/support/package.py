@@ -5,7 +5,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -20,10 +20,10 @@ def run_beside(folder: Path, name: str, source: str, points: str, code: str, *ar
     return run_fresh(code, *arguments, PYTHONPATH=path)
 
 
-def run_fresh(code: str, *arguments: object, before: Sequence[str] = (), **variables: str) -> tuple[str, str]:
-    """What `code` prints and logs, behind the command `before`; it has to end well."""
+def run_fresh(code: str, *arguments: object, **variables: str) -> tuple[str, str]:
+    """What `code` prints and logs; it has to end well."""
     quiet = ("-W", "ignore::DeprecationWarning")  # Python's own, of a fork beside threads
-    command = [*before, sys.executable, *quiet, "-c", code, *map(str, arguments)]
+    command = [sys.executable, *quiet, "-c", code, *map(str, arguments)]
     run = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout, run.stderr
