@@ -67,15 +67,25 @@ def test_whatever_lmdb_leaves_is_accepted(tmp_path, seed):
             reader.abort()
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A store's file with rows, a large value and free pages."""
+    with Store.create(tmp_path_factory.mktemp("sound"), map_size=1 << 20) as store:
+        write(store, "a", (1, 2), tuple(range(200)))
+        write(store, "b", *[(3, n) for n in range(60)])
+        store.delete_document("a")
+        write(store, "a", (1, 2), tuple(range(200)))
+    return (store.directory / "data.mdb").read_bytes()
+
+
 @pytest.fixture
-def data(store: Store) -> Path:
-    """The file of a closed store with rows, a large value and free pages."""
-    write(store, "a", (1, 2), tuple(range(200)))
-    write(store, "b", *[(3, n) for n in range(60)])
-    store.delete_document("a")
-    write(store, "a", (1, 2), tuple(range(200)))
-    store.close()
-    return store.directory / "data.mdb"
+def data(sound: bytes, tmp_path: Path) -> Path:
+    """The file of a closed store, which this user has written to."""
+    data = tmp_path / "index" / "store" / "data.mdb"
+    data.parent.mkdir(parents=True)
+    data.write_bytes(sound)
+    Store.open(tmp_path / "index").close()
+    return data
 
 
 def page(data: Path, number: int) -> bytearray:
@@ -108,12 +118,12 @@ def patch(data: Path, at: int, value: bytes) -> None:
         (16, b"\xfe\x0f", "gap"),
     ],
 )
-@pytest.mark.parametrize("readonly", [False, True])
-def test_damage_of_a_page_is_named(data, at, value, what, readonly):
+def test_damage_of_a_page_is_named(data, at, value, what):
     _, main = newest(data)
     patch(data, main * PAGE + at, value)
-    with pytest.raises(CorruptStoreError, match=rf"page {main}\b.*{what}.*restore a backup"):
-        Store.open(data.parent.parent, readonly=readonly)
+    for readonly in (False, True):
+        with pytest.raises(CorruptStoreError, match=rf"page {main}\b.*{what}.*restore a backup"):
+            Store.open(data.parent.parent, readonly=readonly)
 
 
 def free_list(data: Path) -> tuple[int, list[int]]:
