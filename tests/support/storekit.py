@@ -61,10 +61,10 @@ def equal(left, right):
     )
 
 
-def write(store, name, *token_ids, content_hash="00"):
-    """A document of one chunk per tuple of ids, each with its standalone record."""
+def write(store, name, *token_ids, content_hash="00", kv=True):
+    """A document of one chunk per tuple of ids; with `kv`, each with its standalone record."""
     chunks = [chunk(name, ordinal, ids) for ordinal, ids in enumerate(token_ids)]
-    identities = {chunk.chunk_id: identity(*chunk.token_ids) for chunk in chunks}
+    identities = {chunk.chunk_id: identity(*chunk.token_ids) for chunk in chunks if kv}
     store.write_document(
         document(name, content_hash),
         f"the text of {name}",

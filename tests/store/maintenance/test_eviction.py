@@ -4,15 +4,17 @@ import math
 import shutil
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import storekit
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from storekit import chunk, document, identity, kv_of
+from storekit import identity, kv_of
 from watchedlock import Alone
 
 from ragkv.store import KVIdentity, Store, Use
@@ -23,18 +25,7 @@ from ragkv.store.tables import digest
 PER_TOKEN = kv_of(identity(1)).nbytes
 
 
-def write(store, name, *tokens, needs=False):
-    """A document of chunks with these token ids; with `needs`, all of their KV."""
-    chunks = [chunk(name, n, ids) for n, ids in enumerate(tokens)]
-    needed = {chunk.chunk_id: [identity(*chunk.token_ids)] for chunk in chunks} if needs else {}
-    store.write_document(
-        document(name, str(tokens)),
-        "text",
-        chunks,
-        recipe="r",
-        records=[(of, kv_of(of)) for wanted in needed.values() for of in wanted],
-        references=needed,
-    )
+write = partial(storekit.write, kv=False)
 
 
 def use(of, chunk_id, **counts):
@@ -80,16 +71,8 @@ def test_a_chunk_of_other_tokens_never_comes_to_need_the_record(store):
     assert sound(store)
 
 
-def test_what_several_chunks_need_leaves_all_of_them(store):
-    for name in ("a", "b"):
-        write(store, name, (1, 2), needs=True)
-    assert store.set_budget(0) == 1
-    assert store.kv_of("a#0") == store.kv_of("b#0") == []
-    assert sound(store)
-
-
 def test_what_no_question_has_used_leaves_before_all_else_also_of_another_encoding(store):
-    write(store, "a", (1, 2), (3, 4), needs=True)
+    write(store, "a", (1, 2), (3, 4), kv=True)
     prefixed = identity(1, 2, prefix_ids=(9,))
     store.set_budget(store.kv_bytes)
     store.record_uses(use(identity(3, 4), "a#1", hits=1))
@@ -101,7 +84,7 @@ def test_what_no_question_has_used_leaves_before_all_else_also_of_another_encodi
 
 
 def test_the_prefix_and_what_is_staged_stay(store):
-    write(store, "a", (1,), (2,), needs=True)
+    write(store, "a", (1,), (2,), kv=True)
     store.keep_kv(identity(7), kv_of(identity(7)))
     store.stage_kv([(identity(8), kv_of(identity(8)))])
     assert store.set_budget(0) == 2
@@ -109,26 +92,6 @@ def test_the_prefix_and_what_is_staged_stay(store):
     assert store.has_kv(identity(7))
     assert store.has_kv(identity(8))
     assert not store.put_kv(identity(1), kv_of(identity(1)), chunk_id="a#0")
-
-
-def test_what_is_being_read_stays_whatever_it_is_worth(store):
-    write(store, "a", (1,), (2,), (3,))
-    for n in range(2):
-        ask(store, identity(n + 1), f"a#{n}")
-    read = {identity(1).key()}
-    store.spare(read.__contains__)
-    assert store.set_budget(0) == 1
-    assert store.has_kv(identity(1))
-    read.clear()
-    assert store.set_budget(0) == 1
-    assert store.kv_bytes == 0
-
-
-def test_kv_of_a_chunk_that_is_gone_is_not_let_in(store):
-    write(store, "a", (1,))
-    store.delete_document("a")
-    assert not store.put_kv(identity(1), kv_of(identity(1)), chunk_id="a#0")
-    assert store.kv_bytes == 0
 
 
 def test_what_was_used_since_it_was_found_stays(store):
@@ -165,7 +128,7 @@ def test_a_larger_form_of_a_record_makes_room_among_the_others(tmp_path):
     first, second = sorted((identity(*[n] * 20) for n in (1, 2)), key=KVIdentity.key)
     size = 20 * PER_TOKEN
     with Store.create(tmp_path / "index", codec=Int8()) as small:
-        write(small, "a", (1,) * 20, (2,) * 20, needs=True)
+        write(small, "a", (1,) * 20, (2,) * 20, kv=True)
         small.put_kv(second, kv_of(first), chunk_id=f"a#{second.chunk_ids[0] - 1}")  # so that both are as long
         smaller = small.kv_bytes // 2
     assert smaller < size
@@ -187,7 +150,7 @@ def test_what_is_worth_as_much_stays(store):
 
 
 def test_what_is_staged_again_since_it_was_found_stays(store):
-    write(store, "a", (1,), (2,), (3,), needs=True)
+    write(store, "a", (1,), (2,), (3,), kv=True)
     write(store, "b", (4,), (5,))
     store.set_budget(3 * PER_TOKEN)
     ask(store, identity(4), "b#0")  # what may leave is looked for, and one leaves: no question has used it
@@ -200,7 +163,7 @@ def test_what_is_staged_again_since_it_was_found_stays(store):
 
 
 def test_a_lowered_budget_is_kept_by_the_next_that_writes_and_in_small_transactions(store, monkeypatch):
-    write(store, "a", *[(n,) for n in range(1, 201)], needs=True)
+    write(store, "a", *[(n,) for n in range(1, 201)], kv=True)
     sizes, honest = [], store._database.write
 
     def counted(apply, **more):
@@ -244,7 +207,7 @@ def test_one_thread_at_a_time_chooses_what_leaves(store, monkeypatch, first, sec
 
 
 def test_a_reader_that_looked_before_an_eviction_reads_on(store):
-    write(store, "a", (1, 2), needs=True)
+    write(store, "a", (1, 2), kv=True)
     with store.mapped_kv(identity(1, 2)) as mapped:
         with Store.open(store.directory.parent) as other:
             other.set_budget(0)

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from storekit import identity, kv_of, make_kv
 
-from ragkv.errors import CorruptStoreError
 from ragkv.store import Progress, Store
 from ragkv.store.codecs import add_checksum
 from ragkv.store.counters import is_stale
@@ -243,21 +242,3 @@ def test_many_values_of_one_key_are_walked_once(library):
     found = library.store.verify()
     assert found.ok
     assert found.checked["references"] == 15 + 2 * 40
-
-
-def test_the_head_of_a_large_value_is_looked_at(tmp_path):
-    """It counts the pages that LMDB frees with the value, and nothing else reads it."""
-    of = identity(*range(200))
-    with Store.create(tmp_path) as store:
-        store.stage_kv([(of, make_kv(200, head_dim=16))])
-        data = store.directory / "data.mdb"
-    raw = bytearray(data.read_bytes())
-    heads = [
-        at
-        for at in range(8192, len(raw), 4096)  # the number of the page, its type
-        if raw[at : at + 8] == (at // 4096).to_bytes(8, "little") and raw[at + 10] == 4
-    ]
-    raw[heads[-1] + 12] ^= 2
-    data.write_bytes(raw)
-    with pytest.raises(CorruptStoreError, match="overflow page"):
-        Store.open(tmp_path, readonly=True)
