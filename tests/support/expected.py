@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from storekit import chunk, document, equal, identity
+from storekit import chunk, document, equal, identity, vectors_of
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
@@ -80,6 +80,7 @@ def perform(store: Store, operation: Operation) -> bool | None:
                 recipe="recipe",
                 records=((of, kv_of(of, number)) for of in given),
                 references={chunk.chunk_id: [identity(*chunk.token_ids)] for chunk in chunks},
+                vectors={chunk.chunk_id: vectors_of(chunk) for chunk in chunks},
             )
         case "delete":
             return store.delete_document(name)
