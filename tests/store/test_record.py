@@ -28,17 +28,14 @@ from ragkv.store.record import (
     check_payloads,
     checked_segment,
     decode_record,
-    decode_segments,
     drop_pool,
     encode_record,
-    layer_tensors,
     new_buffer,
     pack_shape,
     pack_states,
     parse_states,
     pooled_bytes,
     summarise,
-    typed_tensor,
 )
 from ragkv.types import Encoding, KVShape, LayerShape, StateShape
 
@@ -239,30 +236,9 @@ def test_the_fixtures_are_all_there():
     assert [path.stem[:9] for path in RECORDS] == ["record-v1"] * 7 + ["record-v2"] * 3
 
 
-def wide_and_narrow() -> ChunkKV:
-    """Keys 4 and values 5 numbers wide in one layer, 8 and 6 in the other."""
-    generator = torch.Generator().manual_seed(1)
-    shapes = [((2, 3, 4), (2, 3, 5)), ((1, 3, 8), (1, 3, 6))]
-    drawn = [[torch.randn(shape, generator=generator).bfloat16() for shape in pair] for pair in shapes]
-    return ChunkKV(keys=tuple(pair[0] for pair in drawn), values=tuple(pair[1] for pair in drawn))
-
-
-def test_a_layer_read_on_its_own_is_the_layer():
-    kv = wide_and_narrow()
-    record = encode_record(kv, identity(1, 2, 3), Zstd())
-    manifest = Manifest.parse(record.manifest)
-    assert equal(there_and_back(kv, identity(1, 2, 3), Zstd()), kv)
-    for layer in range(2):
-        buffer = np.empty(manifest.layer_bytes(layer), np.uint8)
-        decode_segments(manifest, Zstd(), manifest.layer_run(layer), record.segments.__getitem__, buffer)
-        keys, values = layer_tensors(manifest, layer, typed_tensor(manifest.dtype, buffer))
-        assert torch.equal(keys, kv.keys[layer])
-        assert torch.equal(values, kv.values[layer])
-
-
 def test_a_segment_of_another_length_than_its_manifest_says_is_damage():
     """The right bytes under a right checksum: whoever wrote the manifest knew neither."""
-    record = encode_record(wide_and_narrow(), identity(1, 2, 3), Zstd())
+    record = encode_record(make_kv(3), identity(1, 2, 3), Zstd())
     parsed = Manifest.parse(record.manifest)
     assert checked_segment(parsed, 1, record.segments[1]) == record.segments[1]
     first, second = parsed.segments
@@ -381,16 +357,14 @@ def mixed() -> ChunkKV:
     )
 
 
-@pytest.mark.parametrize("codec", [Raw(), Zstd(), Int8(), Int4()], ids=lambda codec: codec.id)
-def test_states_are_kept_to_the_bit_by_every_codec(codec, mixed):
-    record = encode_record(mixed, of(7), codec)
-    found = decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)
+@pytest.mark.parametrize("codec", [Int8(), Int4()], ids=lambda codec: codec.id)
+def test_states_are_kept_to_the_bit_by_codecs_that_round(codec, mixed):
+    found = there_and_back(mixed, of(7), codec)
     for state, kept in zip(mixed.states, found.states, strict=True):
         assert state[:2] == kept[:2]
         assert torch.equal(state.value, kept.value)
-    lossless = isinstance(codec, Raw | Zstd)
     for layer in (0, 1):
-        assert torch.equal(mixed.keys[layer], found.keys[layer]) == lossless
+        assert not torch.equal(mixed.keys[layer], found.keys[layer])
         torch.testing.assert_close(found.keys[layer], mixed.keys[layer], atol=0.3, rtol=0)
 
 
