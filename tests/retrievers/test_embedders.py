@@ -109,8 +109,6 @@ def test_a_question_is_one_forward_pass(embedder):
         embedder.embed_query("copper")
         embedder.embed_documents(["", " "])
         assert len(passes) == 1
-        embedder._flag.encode_queries(["copper"])
-        assert len(passes) == 3  # as FlagEmbedding does it: when this is 2, ragkv's own loop has one reason less
     finally:
         hook.remove()
 
@@ -159,7 +157,7 @@ def test_fifty_threads_at_once(embedder):
             same(found, expected, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("modes", [{"dense"}, {"sparse"}, {"colbert", "dense"}])
+@pytest.mark.parametrize("modes", [{"sparse"}, {"colbert", "dense"}])
 def test_only_what_is_asked_for_is_computed(modes, embedder, embedder_folder):
     fewer = BGEM3(str(embedder_folder), device="cpu", modes=modes)
     assert fewer.modes == modes
@@ -184,14 +182,6 @@ def test_more_tokens_than_positions_are_refused(embedder_folder):
     assert BGEM3(str(embedder_folder), device="cpu").max_tokens == 512
     with pytest.raises(ConfigError, match="reads at most 512 tokens, not 513"):
         BGEM3(str(embedder_folder), device="cpu", max_tokens=513)
-
-
-@pytest.mark.parametrize("head", ["colbert_linear.pt", "sparse_linear.pt"])
-def test_a_missing_head_is_named(head, embedder_folder, tmp_path):
-    copy = shutil.copytree(embedder_folder, tmp_path / "copy")
-    (copy / head).unlink()
-    with pytest.raises(ModelLoadError, match=f"lacks {head}, without which"):
-        BGEM3(str(copy), device="cpu")
 
 
 def _cut_weights(folder: Path) -> None:
@@ -334,9 +324,9 @@ def test_static_vectors_have_no_length_limit(tokenizer, tmp_path):
         SentenceEmbedder(str(tmp_path / "static"), device="cpu", max_tokens=64)
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens"])
-@pytest.mark.parametrize("tail", ["", "dense, normalised"])
-def test_every_pooling_and_what_follows_it(sentence_folder, tmp_path, pooling, tail):
+@pytest.mark.parametrize(("pooling", "tail"), [("cls", ""), ("lasttoken", "dense, normalised")])
+def test_another_pooling_and_what_follows_it(sentence_folder, tmp_path, pooling, tail):
+    """All of it is sentence-transformers' own: ragkv gives it the texts, and takes the vectors as they come."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 
@@ -365,11 +355,11 @@ def separators(ids: list[int]) -> int:
     return sum(i in SEPARATORS for i in ids)
 
 
-@pytest.mark.parametrize("text", HOSTILE)
-def test_a_pair_has_the_separators_of_its_layout_and_no_more(text, reranker_folder):
+def test_a_pair_has_the_separators_of_its_layout_and_no_more(reranker_folder):
     reranker = CrossEncoder(str(reranker_folder), device="cpu")
-    [plain, hostile, turned] = [*reranker._pairs("Who?", ["The mill.", text]), *reranker._pairs(text, ["The mill."])]
-    assert [separators(row) for row in (plain, hostile, turned)] == [4, 4, 4]
+    pairs = reranker._pairs("Who?", ["The mill.", *HOSTILE])
+    pairs += [pair for text in HOSTILE for pair in reranker._pairs(text, ["The mill."])]
+    assert [separators(row) for row in pairs] == [4] * (1 + 2 * len(HOSTILE))
 
 
 def test_an_embedded_text_has_no_separators_inside(embedder_folder, sentence_folder):
