@@ -171,8 +171,8 @@ def placed(model, lengths, *, apart=0):
     return tuple(found)
 
 
-def test_joined_keys_are_those_of_a_forward_at_those_positions(family, make_model):
-    model = make_model(family)
+def test_joined_keys_are_those_of_a_forward_at_those_positions(unlike_family, make_model):
+    model = make_model(unlike_family)
     segments = placed(model, [4, 9, 2])
     whole = join(segments, model.rotary)
     assert (whole.tokens, whole.encoded_at) == (15, 3)
