@@ -397,36 +397,30 @@ def _is_constant(found, variable):
         return False
 
 
-def test_kernels_have_the_threads_instead_of_torch():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-
-    def now():
-        return torch.get_num_threads(), kernels.threads_for(10, 1)
-
-    try:
-        with kernels.by_torch():
-            assert now() == (3, 3)
-        with suppress(ValueError), kernels.instead_of_torch():
-            assert now() == (1, 3)
-            with kernels.by_torch():
-                assert now() == (3, 3)
-            assert now() == (1, 3)
-            raise ValueError
-        assert now() == (3, 3)
-        torch.set_num_threads(1)
-        with kernels.instead_of_torch(), kernels.by_torch():
-            assert now() == (1, 1)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.fixture
 def three_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(before)
+
+
+def test_kernels_have_the_threads_instead_of_torch(three_threads):
+    def now():
+        return torch.get_num_threads(), kernels.threads_for(10, 1)
+
+    with kernels.by_torch():
+        assert now() == (3, 3)
+    with suppress(ValueError), kernels.instead_of_torch():
+        assert now() == (1, 3)
+        with kernels.by_torch():
+            assert now() == (3, 3)
+        assert now() == (1, 3)
+        raise ValueError
+    assert now() == (3, 3)
+    torch.set_num_threads(1)
+    with kernels.instead_of_torch(), kernels.by_torch():
+        assert now() == (1, 1)
 
 
 def test_threads_that_begin_meanwhile_have_all_of_torchs(three_threads):

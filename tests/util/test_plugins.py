@@ -6,9 +6,10 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
-from package import run_beside
 
-from ragkv.errors import MissingExtraError
+from ragkv.engines import engine_class, engine_names
+from ragkv.engines.full import FullAttention
+from ragkv.errors import ConfigError, MissingExtraError
 from ragkv.util import plugins
 from ragkv.util.plugins import PluginRegistry
 
@@ -82,21 +83,16 @@ def test_an_error_that_says_what_to_do_is_kept(installed, tmp_path):
         installed(("x", "extra_plugin:x")).load("x")
 
 
-def test_an_engine_that_cannot_be_imported_is_one_sentence(tmp_path):
-    """In a fresh process, as a package is installed."""
-    script = """
-from ragkv.engines import engine_class, engine_names
-from ragkv.errors import ConfigError
-assert "broken" in engine_names()
-print(engine_class("full").__module__)  # ours stays
-try:
-    engine_class("broken")
-except ConfigError as error:
-    print(error)
-"""
-    points = "[ragkv.engines]\nbroken = no_such_module:Engine\nfull = theirs:Full\n"
-    printed, logged = run_beside(tmp_path, "theirs", "", points, script)
-    own, broken = printed.splitlines()
-    assert own == "ragkv.engines.full"
-    assert broken.startswith("Engine 'broken' is installed but cannot be loaded (No module named")
-    assert "two engines for full: ragkv.engines.full:FullAttention is used, not theirs:Full" in logged
+def test_an_engine_that_cannot_be_imported_is_one_sentence(tmp_path, monkeypatch, caplog):
+    """Beside a package that names it in its metadata, as pip installs one."""
+    metadata = tmp_path / "theirs-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[ragkv.engines]\nbroken = no_such_module:Engine\nfull = theirs:Full\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("ragkv.engines.base.ENGINES", PluginRegistry("ragkv.engines"))
+    assert "broken" in engine_names()
+    assert engine_class("full") is FullAttention  # ours stays
+    with pytest.raises(ConfigError, match=r"Engine 'broken' is installed but cannot be loaded \(No module named"):
+        engine_class("broken")
+    assert "two engines for full: ragkv.engines.full:FullAttention is used, not theirs:Full" in caplog.text
