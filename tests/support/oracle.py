@@ -1,6 +1,6 @@
 """Slow literal references, written from the papers' equations: whole sequences, dense masks, transformers' own forward.
 
-Nothing of ragkv's engines or attention is used here. Each function decodes greedily and returns
+Nothing of ragkv's engines or attention is used here. Each engine has a function that decodes greedily and returns
 (token ids, winners or None); the next token's scores `(vocab,)` of every step are appended to `trace`.
 """
 
@@ -175,6 +175,18 @@ def ape(model, prefix, chunks, suffix, steps, *, temperature, scale, mode="power
         _note(trace, logits)
         out.append(int(logits.argmax()))
     return out
+
+
+def attention(query, key, value, scale, *, softcap=None, causal=False):
+    """`(out, logsumexp)` in float64; several query heads share one of keys and values."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (each.double().repeat_interleave(group, 1) for each in (key, value))
+    scores = query.double() @ key.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
 
 
 def _note(trace, scores):
