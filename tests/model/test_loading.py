@@ -105,28 +105,21 @@ def test_weights_that_are_not_numbers(folder):
     assert "layer 2 that are no finite numbers" in refusal(folder)
 
 
-def test_loading_a_folder(model_folder):
-    model = load_model(str(model_folder), dtype="float32", device="cpu")
-    assert model.eos_ids == {1}
-    assert model.revision is None
-
-
-def test_tied_heads_are_not_missed(make_model, tmp_path):
-    model = make_model("llama-mha-tied")
-    model.module.save_pretrained(tmp_path)
-    model.tokens._tokenizer.save_pretrained(tmp_path)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    assert load_model(str(tmp_path), device="cpu").config.tie_word_embeddings
+def test_a_folder_with_tied_heads_lacks_nothing(make_folder):
+    folder = make_folder("llama-mha-tied")
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    model = load_model(str(folder), dtype="float32", device="cpu")
+    assert model.config.tie_word_embeddings
+    assert (model.eos_ids, model.revision) == ({1}, None)
 
 
 def test_loads_of_several_threads_leave_transformers_as_it_was():
     """It swaps the default dtype, initialisers and the tying of weights while it loads; two at once broke all that."""
     before = (PreTrainedModel.tie_weights, torch.nn.init.normal_, torch.get_default_dtype())
-    for _ in range(3):
-        with ThreadPoolExecutor(4) as pool:
-            loaded = list(pool.map(lambda dtype: load_model("mini", dtype=dtype), ("float32", "bfloat16") * 2))
-        assert [model.dtype for model in loaded] == [torch.float32, torch.bfloat16] * 2
-        assert (PreTrainedModel.tie_weights, torch.nn.init.normal_, torch.get_default_dtype()) == before
+    with ThreadPoolExecutor(2) as pool:
+        loaded = list(pool.map(lambda dtype: load_model("mini", dtype=dtype), ("float32", "bfloat16")))
+    assert [model.dtype for model in loaded] == [torch.float32, torch.bfloat16]
+    assert (PreTrainedModel.tie_weights, torch.nn.init.normal_, torch.get_default_dtype()) == before
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "tokenizer_config.json"])
@@ -167,7 +160,6 @@ def test_a_pickle_is_not_executed(folder, tmp_path):
     assert not mark.exists()
 
 
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 REFUSED = {
     "sparse attention": ("DeepseekV32", {}, "index"),
     "Mamba": ("Mamba", {}, "recurrent"),
@@ -193,11 +185,6 @@ def test_refused(kind):
     config = getattr(transformers, f"{prefix}Config")(**changes).get_text_config(decoder=True)
     with pytest.raises(UnsupportedModelError, match=reason):
         refuse_by_name("some/model", config)
-
-
-@pytest.mark.parametrize(("prefix", "changes"), [("Llama", {}), ("Llama", {"rope_parameters": YARN}), ("SmolLM3", {})])
-def test_not_refused(prefix, changes):
-    refuse_by_name("some/model", getattr(transformers, f"{prefix}Config")(**changes))
 
 
 def test_a_checkpoint_is_refused_without_its_weights(tmp_path):
@@ -228,7 +215,7 @@ def pair(request, pretend_device, make_model):
 def test_answers_are_those_of_one_device(pair, engine):
     traces: list[list[torch.Tensor]] = [[], []]
     tuning = {"temperature": 0.7, "scale": 0.8} if engine == "ape" else {}
-    answers = [run(m, engine, tuning=tuning, trace=t) for m, t in zip(pair, traces, strict=True)]
+    answers = [run(m, engine, steps=3, tuning=tuning, trace=t) for m, t in zip(pair, traces, strict=True)]
     assert answers[0] == answers[1]
     for here, there in zip(*traces, strict=True):
         assert (there.cpu() - here).abs().max() < 1e-5 * here.abs().max()
