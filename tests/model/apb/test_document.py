@@ -253,12 +253,6 @@ def test_equal_to_full_attention(make_model: Any, family: str, case: str) -> Non
         assert off(logits_of(long_document), full_logits(long_document)) < LIMIT
 
 
-def test_without_the_exclusion_it_is_not_full_attention(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    long_document = book_of(make_model("llama"), drawn(60), lengths(16, 6, 16))
-    monkeypatch.setattr(BlockLayout, "candidates", lambda self, block: range(len(self.span(block))))
-    assert off(logits_of(long_document), full_logits(long_document)) > 0.05
-
-
 @pytest.mark.parametrize("family", SHAPES)
 def test_star_is_transformers_with_a_cache(make_model: Any, family: str) -> None:
     model, ids = make_model(family), drawn(70)
