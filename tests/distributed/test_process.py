@@ -12,8 +12,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from clichild import CliChild
-
-from ragkv import RagKV
+from indexed import indexed
 
 QUESTION = "Who founded Kesk Mills?"
 WAIT = 600
@@ -28,14 +27,11 @@ runpy.run_module("ragkv.distributed", run_name="__main__", alter_sys=True)
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory, model_folder):
-    folder = tmp_path_factory.mktemp("process")
-    for name in ("Halden Works", "Bolt Ltd", "Kesk Mills"):
-        (folder / f"{name[0]}.txt").write_text(f"{name} was founded by Ann Lee in 1907. {name} makes lamps.")
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
-        made.ingest(*folder.glob("*.txt"))
+    names = ("Halden Works", "Bolt Ltd", "Kesk Mills")
+    texts = {f"{name[0]}.txt": f"{name} was founded by Ann Lee in 1907. {name} makes lamps." for name in names}
+    with indexed(tmp_path_factory.mktemp("process"), texts, model=model_folder, chunk_tokens=128) as made:
         made.settle()
-        wanted = made.query(QUESTION, engine="block", max_new_tokens=4).text
-    return folder / "index", wanted
+        return made.folder, made.query(QUESTION, engine="block", max_new_tokens=4).text
 
 
 class Ranks:
@@ -102,11 +98,10 @@ def test_a_rank_that_is_killed_or_hangs_is_named(index, sign):
 @pytest.mark.parametrize("own_store", [False, True])
 def test_a_rank_with_another_model_is_named(index, tmp_path, make_folder, own_store):
     folder, _ = index
-    (tmp_path / "a.txt").write_text("Bolt Ltd makes valves.")
-    with RagKV.create(tmp_path / "other", model=str(make_folder("qwen3")), device="cpu", chunk_tokens=128) as made:
-        made.ingest(tmp_path / "a.txt")
+    with indexed(tmp_path, {"a.txt": "Bolt Ltd makes valves."}, model=make_folder("qwen3"), chunk_tokens=128) as made:
+        other = made.folder
     with ranks_of(3, own_store=own_store) as ranks:
-        for child in [ranks.start(rank, each) for rank, each in enumerate((folder, tmp_path / "other", folder))]:
+        for child in [ranks.start(rank, each) for rank, each in enumerate((folder, other, folder))]:
             code, out, err = ranks.message(child)
             assert (code, out) == (1, "")
             assert "Rank 1 (" in err

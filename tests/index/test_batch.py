@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from indexed import indexed
 
 from ragkv import RagKV
 from ragkv.config import IndexConfig, RuntimeConfig
@@ -30,12 +31,10 @@ QUESTIONS = [f"Who founded {name} {what}?" for what in ("Works", "Mills") for na
 
 @pytest.fixture(scope="module")
 def rag(tmp_path_factory, model_folder):
-    folder = tmp_path_factory.mktemp("many")
-    for name in NAMES:
-        (folder / f"{name}.txt").write_text(f"{name} Works was founded by Mira {name[::-1]}. {name} Mills is older.")
+    texts = {f"{name}.txt": f"{name} Works was founded by Mira {name[::-1]}. {name} Mills is older." for name in NAMES}
     settings = {"chunk_tokens": 128, "top_k": 3, "tuning": {"mapreduce": {"summary_tokens": 8}}}
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", **settings) as made:
-        made.ingest(*(folder / f"{name}.txt" for name in NAMES))
+    settings |= {"embedder": "none", "reranker": "none"}
+    with indexed(tmp_path_factory.mktemp("many"), texts, model=model_folder, **settings) as made:
         made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
         yield made
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from indexed import indexed
 
 from ragkv import RagKV
 from ragkv.config import PromptConfig
@@ -72,11 +73,10 @@ def test_a_model_that_was_not_measured():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("talk")
-    (folder / "one.md").write_text("Halden Works was founded by Mira Oskel. Halden Works is based in Varnby.")
-    with RagKV.create(folder / "index", device="cpu", embedder="none", reranker="none", engines=("block",)) as rag:
-        rag.ingest(folder / "one.md")
-    return folder / "index"
+    texts = {"one.md": "Halden Works was founded by Mira Oskel. Halden Works is based in Varnby."}
+    settings = {"embedder": "none", "reranker": "none", "engines": ("block",)}
+    with indexed(tmp_path_factory.mktemp("talk"), texts, **settings) as rag:
+        return rag.folder
 
 
 def worded(*given: Any) -> tuple[str, str]:

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from indexed import indexed
 
 from ragkv import RagKV
 from ragkv.config import IndexConfig, byte_count
@@ -55,6 +56,10 @@ def test_auto_is_a_quarter_of_what_the_container_has_up_to_a_cap(monkeypatch, tm
 
 # ---- typed
 
+TEXTS = {
+    "halden.md": "Halden Works was founded by Mira Oskel in 1907.\n\nIt is based in Tarn.\n",
+    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+}
 QUESTION = "Who founded Halden Works?"
 ENGINES = ("ape", "block", "full", "ippd-stacked", "pced")
 NUMBERS = {"deepseek3": 4 * 28, "gemma3n": 4 * 2 * 32}  # per token
@@ -63,13 +68,9 @@ NUMBERS = {"deepseek3": 4 * 28, "gemma3n": 4 * 2 * 32}  # per token
 @pytest.fixture(scope="module", params=sorted(NUMBERS))
 def made(request, make_folder, tmp_path_factory):
     """An index over a few sentences, and how many numbers it keeps of a token."""
-    folder = tmp_path_factory.mktemp("typed")
-    (folder / "halden.md").write_text("Halden Works was founded by Mira Oskel in 1907.\n\nIt is based in Tarn.\n")
-    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    model = str(make_folder(request.param))
-    with RagKV.create(folder / "index", model=model, device="cpu", chunk_tokens=64) as rag:
-        rag.ingest(folder / "halden.md", folder / "bolt.txt")
-    return folder / "index", NUMBERS[request.param]
+    model = make_folder(request.param)
+    with indexed(tmp_path_factory.mktemp("typed"), TEXTS, model=model, chunk_tokens=64) as rag:
+        return rag.folder, NUMBERS[request.param]
 
 
 def answers(rag):
@@ -114,11 +115,8 @@ def folder(tmp_path_factory, make_model):
     model.generation_config.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(home / "model")
     tokenizer.save_pretrained(home / "model")
-    (home / "halden.md").write_text("Halden Works was founded by Mira Oskel in 1907. " * 4)
-    (home / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    with RagKV.create(home / "index", model=home / "model", device="cpu", chunk_tokens=64, codec="zstd") as rag:
-        rag.ingest(home / "halden.md", home / "bolt.txt")
-    return home
+    with indexed(home, TEXTS, model=home / "model", chunk_tokens=64, codec="zstd"):
+        return home
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +151,7 @@ def test_an_engine_that_merges_is_refused_before_anything_is_made_for_it(rag):
 @quiet
 def test_what_is_stored_is_what_is_computed(rag):
     stored = ask(rag)
-    assert (stored.kv.misses, stored.kv.hits) == (0, 3)
+    assert (stored.kv.misses, stored.kv.hits) == (0, 2)
     scored = rag.retrieve(QUESTION, top_k=3)
     ids = [each.chunk.token_ids for each in scored]
     prefix_ids = rag.index.prefix_ids
@@ -197,4 +195,4 @@ def test_damaged_states_are_made_again(rag, folder, tmp_path):
         again.model.eos_ids = frozenset()
         after, healed = ask(again), ask(again)
     assert after.text == before.text
-    assert (after.kv.misses, healed.kv.misses) == (3, 0)
+    assert (after.kv.misses, healed.kv.misses) == (2, 0)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from indexed import indexed
 from package import in_child
 from rankthreads import in_threads
 
@@ -33,14 +34,7 @@ QUESTION = "Who founded Halden Works?"
 
 @pytest.fixture
 def rag(tmp_path, model_folder):
-    for name, text in TEXTS.items():
-        (tmp_path / name).write_text(text)
-    folder = tmp_path / "index"
-    made = RagKV.create(
-        folder, model=str(model_folder), device="cpu", chunk_tokens=128, engines=("block",), tuning=TUNING
-    )
-    with made:
-        made.ingest(*(tmp_path / name for name in TEXTS))
+    with indexed(tmp_path, TEXTS, model=model_folder, chunk_tokens=128, engines=("block",), tuning=TUNING) as made:
         yield made
 
 

@@ -8,6 +8,7 @@ import shutil
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from indexed import indexed
 
 from ragkv import RagKV
 from ragkv.errors import KVMismatchError, RagkvError, StoreError, UsageError
@@ -39,12 +40,8 @@ def keys(tmp_path):
 
 @pytest.fixture
 def rag(tmp_path, model_folder):
-    for name, text in TEXTS.items():
-        (tmp_path / name).write_text(text)
-    tiers = [{"url": f"file://{tmp_path}/objects"}]
-    settings = {"engines": ("block",), "tiers": tiers, "chunk_tokens": 128, "device": "cpu"}
-    with RagKV.create(tmp_path / "index", model=str(model_folder), **settings) as made:
-        made.ingest([tmp_path / name for name in TEXTS])
+    settings = {"engines": ("block",), "tiers": [{"url": f"file://{tmp_path}/objects"}], "chunk_tokens": 128}
+    with indexed(tmp_path, TEXTS, model=model_folder, **settings) as made:
         yield made
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from indexed import indexed
 
 from ragkv import RagKV
 from ragkv.config import IndexConfig, load_config, save_config
@@ -38,13 +39,9 @@ def packet(tmp_path, model_folder):
 def index(tmp_path, model_folder, packet, monkeypatch):
     packet(1)
     monkeypatch.chdir(tmp_path)
-    for name, text in TEXTS.items():
-        (tmp_path / name).write_text(text)
-    folder = tmp_path / "index"
     tuning = {"block": {"packet": "packet.safetensors"}}
-    with RagKV.create(folder, model=str(model_folder), device="cpu", engines=("ape", "block"), tuning=tuning) as rag:
-        rag.ingest(*(tmp_path / name for name in TEXTS))
-    return folder
+    with indexed(tmp_path, TEXTS, model=model_folder, engines=("ape", "block"), tuning=tuning) as rag:
+        return rag.folder
 
 
 def answered(folder, **options):

@@ -4,9 +4,9 @@ import asyncio
 from itertools import chain, zip_longest
 
 import pytest
+from indexed import indexed
 from script import written
 
-from ragkv import RagKV
 from ragkv.config import IndexConfig, StepsConfig
 from ragkv.errors import ConfigError, UsageError
 from ragkv.evaluation.answers import Candidate, IndexSource, baseline_of, run_candidates
@@ -22,18 +22,14 @@ STEPS = StepsConfig(prompt="Look for: {question}", query="{written}", enough="no
 
 @pytest.fixture(scope="module")
 def rag(tmp_path_factory, model_folder):
-    folder = tmp_path_factory.mktemp("steps")
     texts = {
-        "halden": "Halden Works is led by Mira Oskel.",
-        "mira": "Mira Oskel was born in Varnby.",
-        "varnby": "Varnby stands on the Quinse.",
-        **{f"river{at}": f"On which river does the birthplace of river {at} lie?" for at in range(3)},
+        "halden.txt": "Halden Works is led by Mira Oskel.",
+        "mira.txt": "Mira Oskel was born in Varnby.",
+        **{f"river{at}.txt": f"On which river does the birthplace of river {at} lie?" for at in range(3)},
+        "varnby.txt": "Varnby stands on the Quinse.",
     }
-    for name, text in texts.items():
-        (folder / f"{name}.txt").write_text(text)
     settings = {"chunk_tokens": 128, "top_k": 3, "steps": STEPS}
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", **settings) as made:
-        made.ingest(*sorted(folder.glob("*.txt")))
+    with indexed(tmp_path_factory.mktemp("steps"), texts, model=model_folder, **settings) as made:
         made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
         yield made
 

@@ -22,6 +22,7 @@ from crowd import Recorder as Quiet
 from crowd import asked as drawn_requests
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from indexed import indexed
 from nightly import NIGHTLY
 
 from ragkv import RagKV
@@ -583,9 +584,9 @@ def test_the_model_goes_with_the_last_who_holds_it(make_model):
 
 
 FACTS = {
-    "halden": "Halden Works was founded by Mira Oskel in 1907.",
-    "bolt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
-    "kesk": "Kesk Mills was founded by Tova Lind. Kesk Mills makes flour.",
+    "halden.txt": "Halden Works was founded by Mira Oskel in 1907.",
+    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+    "kesk.txt": "Kesk Mills was founded by Tova Lind. Kesk Mills makes flour.",
 }
 QUESTIONS = [
     "Who founded Halden Works?",
@@ -599,12 +600,9 @@ WAIT = 600
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, model_folder):
-    folder = tmp_path_factory.mktemp("together")
-    for name, text in FACTS.items():
-        (folder / f"{name}.txt").write_text(text)
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
-        made.ingest(*(folder / f"{name}.txt" for name in FACTS))
-    return folder / "index"
+    settings = {"model": model_folder, "chunk_tokens": 128, "embedder": "none", "reranker": "none"}
+    with indexed(tmp_path_factory.mktemp("together"), FACTS, **settings) as made:
+        return made.folder
 
 
 @pytest.fixture

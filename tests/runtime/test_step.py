@@ -18,6 +18,7 @@ from crowd import Asked, generation
 from crowd import Recorder as Quiet
 from crowd import engine as engine_of
 from crowd import request as request_of
+from indexed import indexed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragkv.attention.partial
@@ -68,14 +69,13 @@ def opened(make_folder, tmp_path_factory, pretend_device):
 
         @functools.cache
         def made(family):
-            place, documents = tmp_path_factory.mktemp("index") / "index", tmp_path_factory.mktemp("documents")
-            (documents / "halden.md").write_text(
-                "Halden Works was founded by Mira Oskel in 1907.\n\nIt is based in Tarn.\n"
-            )
-            (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-            model, tuning = str(make_folder(family)), {"mapreduce": {"summary_tokens": 4}}
-            with RagKV.create(place, model=model, device="cpu", codec="raw", chunk_tokens=64, tuning=tuning) as rag:
-                rag.ingest(documents)
+            texts = {
+                "halden.md": "Halden Works was founded by Mira Oskel in 1907.\n\nIt is based in Tarn.\n",
+                "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+            }
+            settings = {"codec": "raw", "chunk_tokens": 64, "tuning": {"mapreduce": {"summary_tokens": 4}}}
+            with indexed(tmp_path_factory.mktemp("index"), texts, model=make_folder(family), **settings) as rag:
+                place = rag.folder
             here = stack.enter_context(RagKV.open(place, device="cpu", readonly=True))
             return here, stack.enter_context(RagKV.open(place, device=pretend_device))
 
@@ -202,12 +202,11 @@ def test_stored_kv_crosses_once(engine, rags, tmp_path, pretend_device, monkeypa
 @pytest.mark.parametrize("codec", ["half", "q8"])
 def test_packed_kv_crosses_and_is_kept_packed(codec, make_folder, tmp_path, pretend_device):
     """It is unpacked once for the questions that have it at a time; their answers are the CPU's."""
-    (tmp_path / "halden.txt").write_text(
+    text = (
         "Halden Works was founded by Mira Oskel in 1907. Halden Works was sold in 1931. Halden Works is based in Tarn."
     )
-    model = str(make_folder("llama"))
-    with RagKV.create(tmp_path / "index", model=model, device="cpu", codec=codec, chunk_tokens=64) as rag:
-        rag.ingest(tmp_path / "halden.txt")
+    settings = {"model": make_folder("llama"), "codec": codec, "chunk_tokens": 64}
+    with indexed(tmp_path, {"halden.txt": text}, **settings) as rag:
         expected = ask(rag, "block")
     with RagKV.open(tmp_path / "index", device=pretend_device) as rag:
         with pretend.counting(rag.model) as waits:
@@ -234,11 +233,9 @@ def test_packed_kv_crosses_and_is_kept_packed(codec, make_folder, tmp_path, pret
 
 def test_an_index_that_is_made_on_the_device(tmp_path, pretend_device):
     """Ingest, the embedder and the reranker too: the mini models' answer is the CPU's."""
-    (tmp_path / "halden.txt").write_text("Halden Works was founded by Mira Oskel in 1907.")
-    answers = []
+    texts, answers = {"halden.txt": "Halden Works was founded by Mira Oskel in 1907."}, []
     for device in ("cpu", pretend_device):
-        with RagKV.create(tmp_path / device.partition(":")[0], model="mini", device=device) as rag:
-            rag.ingest(tmp_path / "halden.txt")
+        with indexed(tmp_path / device.partition(":")[0], texts, device=device) as rag:
             answers.append(rag.query(QUESTION, engine="block", max_new_tokens=3))
     assert answers[1].text == answers[0].text
     assert answers[1].sources[0].score == pytest.approx(answers[0].sources[0].score, abs=1e-5)
