@@ -2,26 +2,27 @@
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from heldmodel import HeldModel
+from indexed import indexed
 
 from ragkv import Decoding, RagKV
 from ragkv.config import CONFIG_FILE, IndexConfig
 from ragkv.errors import ConfigError, RetrievalError, UsageError
 
+FACTS = {
+    "halden.md": "Halden Works was founded by Mira Oskel in 1907.",
+    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+    "kesk.txt": "Kesk Mills was founded by Tova Lind. Kesk Mills makes flour.",
+}
 QUESTION = "Who founded Halden Works?"
 
 
 @pytest.fixture(scope="module")
 def rag(tmp_path_factory, model_folder):
-    folder = tmp_path_factory.mktemp("answer")
-    (folder / "halden.md").write_text("Halden Works was founded by Mira Oskel in 1907.")
-    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
     settings = {"chunk_tokens": 128, "tuning": {"mapreduce": {"summary_tokens": 32}}}
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", **settings) as made:
-        made.ingest(folder / "halden.md", folder / "bolt.txt")
+    with indexed(tmp_path_factory.mktemp("answer"), FACTS, model=model_folder, **settings) as made:
         made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
         yield made
 
@@ -103,7 +104,7 @@ def test_cancelled_from_another_thread_while_a_token_is_computed(rag, monkeypatc
     assert stream.answer.text == text.strip()
     assert whole.text.startswith(stream.answer.text)
     assert [s.document for s in stream.answer.sources] == [s.document for s in whole.sources]
-    assert stream.answer.kv.hits == 2
+    assert stream.answer.kv.hits == 3
 
 
 def test_cancelled_before_it_began_or_left_early(rag, monkeypatch):
@@ -139,7 +140,7 @@ def test_the_papers_baselines_answer(rag):
     assert everything.text == rag.query(QUESTION, engine="full", max_new_tokens=6).text
     stream = rag.stream(QUESTION, engine="mapreduce", max_new_tokens=6)
     assert "".join(stream).strip() == stream.answer.text
-    assert (stream.answer.engine, stream.answer.kv.hits, len(stream.answer.sources)) == ("mapreduce", 2, 2)
+    assert (stream.answer.engine, stream.answer.kv.hits, len(stream.answer.sources)) == ("mapreduce", 3, 3)
 
 
 def test_processors_and_criteria_of_transformers(rag):
@@ -159,52 +160,11 @@ def test_processors_and_criteria_of_transformers(rag):
 
 # ---- background
 
-FACTS = {
-    "halden": "Halden Works was founded by Mira Oskel in 1907.",
-    "bolt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
-    "kesk": "Kesk Mills was founded by Tova Lind. Kesk Mills makes flour.",
-}
-QUESTIONS = [
-    ("Who founded Halden Works?", "full"),
-    ("What does Bolt Ltd make?", "block"),
-    ("Who founded Kesk Mills?", "ape"),
-    ("What does Kesk Mills make?", "pced"),
-    ("Where was Bolt Ltd founded?", "ape"),
-    ("Who founded Bolt Ltd?", "pced"),
-    ("When was Halden Works founded?", "block"),
-    ("What was founded in 1907?", "full"),
-]
 
-
-@pytest.fixture(scope="module")
-def firms(tmp_path_factory, model_folder):
-    folder = tmp_path_factory.mktemp("background")
-    for name, text in FACTS.items():
-        (folder / f"{name}.txt").write_text(text)
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
-        made.ingest(*(folder / f"{name}.txt" for name in FACTS))
-        made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
-        yield made
-
-
-def test_eight_threads_get_the_answers_of_one(firms):
-    def ask(asked):
-        question, engine = asked
-        return firms.query(question, engine=engine, max_new_tokens=8)
-
-    alone = [ask(asked) for asked in QUESTIONS]
-    together = threading.Barrier(8, timeout=600)
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda asked: (together.wait(), ask(asked))[1], QUESTIONS))
-    assert [a.text for a in found] == [a.text for a in alone]
-    assert [[s.chunk_id for s in a.sources] for a in found] == [[s.chunk_id for s in a.sources] for a in alone]
-    assert len({a.text for a in alone}) > 4
-
-
-def test_pieces_come_while_the_loop_goes_on(firms, monkeypatch):
+def test_pieces_come_while_the_loop_goes_on(rag, monkeypatch):
     """The third token waits for the loop, which would never come if it were blocked."""
-    wanted = list(firms.stream(QUESTIONS[0][0], engine="full", max_new_tokens=6))
-    honest, steps, go_on = firms.model.step, [], threading.Event()
+    wanted = list(rag.stream(QUESTION, engine="full", max_new_tokens=6))
+    honest, steps, go_on = rag.model.step, [], threading.Event()
 
     def held(*args, **kwargs):
         steps.append(threading.current_thread())
@@ -212,10 +172,10 @@ def test_pieces_come_while_the_loop_goes_on(firms, monkeypatch):
             assert go_on.wait(600)
         return honest(*args, **kwargs)
 
-    monkeypatch.setattr(firms.model, "step", held)
+    monkeypatch.setattr(rag.model, "step", held)
 
     async def run():
-        stream = firms.astream(QUESTIONS[0][0], engine="full", max_new_tokens=6)
+        stream = rag.astream(QUESTION, engine="full", max_new_tokens=6)
         with pytest.raises(ValueError, match="not begun"):
             _ = stream.answer
         asyncio.get_running_loop().call_later(0.01, go_on.set)
@@ -227,11 +187,11 @@ def test_pieces_come_while_the_loop_goes_on(firms, monkeypatch):
     assert threading.current_thread() not in steps
 
 
-def test_a_cancelled_task_ends_its_answer_before_it_ends_itself(firms, monkeypatch):
-    model = HeldModel(firms, monkeypatch, last=4)
+def test_a_cancelled_task_ends_its_answer_before_it_ends_itself(rag, monkeypatch):
+    model = HeldModel(rag, monkeypatch, last=4)
 
     async def run():
-        task = asyncio.create_task(firms.aquery(QUESTIONS[0][0], engine="full", max_new_tokens=400))
+        task = asyncio.create_task(rag.aquery(QUESTION, engine="full", max_new_tokens=400))
         assert await asyncio.to_thread(model.begun.wait, 600)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -242,11 +202,11 @@ def test_a_cancelled_task_ends_its_answer_before_it_ends_itself(firms, monkeypat
     assert model.steps == 4
 
 
-def test_leaving_early(firms, monkeypatch):
-    HeldModel(firms, monkeypatch, last=40)
+def test_leaving_early(rag, monkeypatch):
+    HeldModel(rag, monkeypatch, last=40)
 
     async def run():
-        async with firms.astream(QUESTIONS[0][0], engine="ape", max_new_tokens=400) as stream:
+        async with rag.astream(QUESTION, engine="ape", max_new_tokens=400) as stream:
             return await anext(aiter(stream)), stream
 
     piece, stream = asyncio.run(run())
@@ -254,24 +214,23 @@ def test_leaving_early(firms, monkeypatch):
     assert stream.answer.text.startswith(piece.strip())
 
     async def never():
-        stream = firms.astream(QUESTIONS[0][0])
+        stream = rag.astream(QUESTION)
         stream.cancel()
         return [piece async for piece in stream], stream.answer.finish_reason
 
     assert asyncio.run(never()) == ([], "cancelled")
 
 
-def test_chunks_of_ones_own(firms):
-    question = QUESTIONS[0][0]
-    scored = firms.retrieve(question)
-    assert firms.query(question, chunks=scored, max_new_tokens=8).text == firms.query(question, max_new_tokens=8).text
-    other = firms.retrieve(QUESTIONS[2][0], top_k=1)
-    answer = firms.query(question, chunks=other, engine="block", max_new_tokens=2)
+def test_chunks_of_ones_own(rag):
+    scored = rag.retrieve(QUESTION)
+    assert rag.query(QUESTION, chunks=scored, max_new_tokens=8).text == rag.query(QUESTION, max_new_tokens=8).text
+    other = rag.retrieve("Who founded Kesk Mills?", top_k=1)
+    answer = rag.query(QUESTION, chunks=other, engine="block", max_new_tokens=2)
     assert [s.chunk_id for s in answer.sources] == [other[0].chunk.chunk_id]
-    again = firms.chunk(FACTS["halden"], chunk_id="mine")
-    assert again.token_ids == next(c.token_ids for c in firms.store.chunks() if c.text == FACTS["halden"])
+    again = rag.chunk(FACTS["halden.md"], chunk_id="mine")
+    assert again.token_ids == next(c.token_ids for c in rag.store.chunks() if c.text == FACTS["halden.md"])
     with pytest.raises(RetrievalError, match="No chunk"):
-        firms.query(question, chunks=[])
+        rag.query(QUESTION, chunks=[])
 
 
 def test_the_prefix_is_part_of_the_stored_kvs_identity_and_the_suffix_is_not(tmp_path, model_folder):
