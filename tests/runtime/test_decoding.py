@@ -11,7 +11,7 @@ import torch
 from controlled import tokens_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from script import NOTHING, Fixed, Script
+from script import NOTHING, Script
 
 from ragkv.config import build_config
 from ragkv.decoding import Decoding
@@ -191,26 +191,12 @@ def test_any_of_the_callers_stopping_criteria_ends_the_answer(lengths, tokens, m
     assert [t.finish_reason for t in found] == [None] * (tokens - 1) + ["stop"]
 
 
-def test_what_others_raise_is_raised_where_the_answer_is_read(make_model):
-    model = make_model("llama")
-
-    def fail(*_):
-        raise RuntimeError("a criterion of my own")
-
-    alone = answer(model, "ape")
-    for more in ({"criteria": [fail]}, {"processors": [fail]}):
-        failing, beside = decode(model, *asked(model, "ape"), **more), decode(model, *asked(model, "ape"))
-        ids = [next(beside).token_id]
-        with pytest.raises(RuntimeError, match="of my own"):
-            list(failing)
-        assert ids + [token.token_id for token in beside] == alone
-
-
 @pytest.mark.parametrize("scores", [[0.0, float("nan")], [float("inf"), 0.0], [float("-inf")] * 2], ids=str)
 def test_scores_that_are_no_numbers_are_refused(scores, make_model):
     model, drawn = make_model("llama"), Decoding(temperature=1.0, seed=11)
     alone = answer(model, "full", drawn)
-    refused, beside = (decode(model, Fixed(scores), NOTHING, 4, drawn), decode(model, *asked(model, "full"), 12, drawn))
+    refused = decode(model, *asked(model, "full"), 4, drawn, processors=[lambda *_: torch.tensor([scores])])
+    beside = decode(model, *asked(model, "full"), 12, drawn)
     ids = [next(beside).token_id]
     with pytest.raises(UnsupportedModelError, match="not finite"):
         list(refused)
@@ -249,18 +235,6 @@ def test_threads_do_not_influence_each_other(make_model):
         thread.join()
     assert found == alone
     assert torch.equal(torch.get_rng_state(), state)  # nothing was drawn from the process's generator
-
-
-def test_streams_interleaved_in_one_thread_do_not_influence_each_other(make_model):
-    model = make_model("qwen3")
-    alone = [answer(model, name, decoding) for name, decoding in MANY]
-    streams = [decode(model, *asked(model, name), 12, d) for name, d in MANY]
-    found: list[list[int]] = [[] for _ in MANY]
-    for step in itertools.zip_longest(*streams):
-        for ids, token in zip(found, step, strict=True):
-            if token is not None:
-                ids.append(token.token_id)
-    assert found == alone
 
 
 def test_a_seed_is_drawn_where_none_was_given_and_repeats_the_answer(make_model):

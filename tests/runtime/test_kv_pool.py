@@ -62,11 +62,12 @@ def test_what_few_rows_read_is_left_where_it_lies(model, kvs):
 
 @pytest.mark.usefixtures("without_kernel")
 def test_a_rows_chunks_become_one_where_it_alone_reads_them(model, kvs):
-    row = TokenSequence.over(side_by_side(kvs), position=50)
+    row = TokenSequence((ChunkGroup(segments=side_by_side(kvs), temperature=0.5, scale=0.7, scale_mode="log"),), 50)
     [[kv]] = settled(KVPool(0), model, [row])
     assert kv.tokens == sum(one.tokens for one in kvs)
-    assert row.segments[0].start == 3
-    assert row.position == 50
+    assert (row.segments[0].start, row.position) == (3, 50)
+    [found] = row.groups
+    assert (found.temperature, found.scale, found.scale_mode) == (0.5, 0.7, "log")  # it keeps its weights
 
 
 @pytest.mark.usefixtures("without_kernel")
@@ -81,15 +82,6 @@ def test_a_group_that_gains_nothing_is_the_one_that_was_given(model, kvs):
     assert row.groups[1] is apart
     settled(KVPool(0), model, [row])
     assert [kv.tokens for kv in (segment.kv for segment in row.groups[1].segments)] == [13]
-
-
-@pytest.mark.usefixtures("without_kernel")
-def test_a_group_keeps_its_weights(model, kvs):
-    row = TokenSequence((ChunkGroup(segments=side_by_side(kvs), temperature=0.5, scale=0.7, scale_mode="log"),), 50)
-    settled(KVPool(0), model, [row])
-    [found] = row.groups
-    assert len(found.segments) == 1
-    assert (found.temperature, found.scale, found.scale_mode) == (0.5, 0.7, "log")
 
 
 @pytest.mark.usefixtures("without_kernel")
@@ -115,6 +107,7 @@ def test_a_row_that_comes_later_joins_nothing_anew(model, kvs):
     assert one is two
 
 
+@pytest.mark.usefixtures("without_kernel")
 def test_chunks_that_many_rows_see_among_others_stay_where_they_lie(model, kvs):
     """Each is then read once for all of them; joined, every row would have a copy of its own."""
     orders = [kvs, kvs[::-1], [kvs[1], kvs[0], *kvs[2:]], [*kvs[2:], *kvs[:2]]]

@@ -29,7 +29,7 @@ from ragkv import RagKV
 from ragkv.attention.kv import ChunkKV
 from ragkv.attention.sequence import KVCache
 from ragkv.engines import Engine, Forward, PlacedChunk, Release, Sample, Shared, TokenSequence, answer_from
-from ragkv.errors import AnswerInterruptedError, PromptTooLongError, StoreError, UsageError
+from ragkv.errors import AnswerInterruptedError, StoreError, UsageError
 from ragkv.model import attention_hook
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of, scheduler
 from ragkv.runtime import step as stepper
@@ -678,51 +678,6 @@ def test_sixty_four_tasks_are_answered_in_one_batch(rag, monkeypatch):
     assert [answer.text for answer in asyncio.run(run())] == wanted * 4
     assert max(gate.rows) >= 63
     assert len(gate.rows) <= 2 * 5 + 1
-    assert rag.index.runtime.idle
-
-
-def test_one_of_each_kind_of_trouble_beside_others(rag, monkeypatch):
-    """One stops, one is slow, one raises, one is too long, one has lost its record: the others hear nothing of it."""
-    wanted = [ask(rag, i) for i in range(4)]
-    gate = Gate(monkeypatch, rag, 8)
-    slow = threading.Event()
-
-    def fine(i):
-        return rag.query(QUESTIONS[i], engine=NAMES[0], max_new_tokens=5).text
-
-    def stops():
-        with rag.stream(QUESTIONS[0], engine="ape", max_new_tokens=300) as stream:
-            next(iter(stream))
-        return stream.answer.finish_reason
-
-    def lags():
-        pieces = iter(rag.stream(QUESTIONS[1], engine="block", max_new_tokens=5))
-        first = next(pieces)
-        assert slow.wait(WAIT)
-        return first + "".join(pieces)
-
-    def raises():
-        def criterion(ids, scores):
-            raise ArithmeticError("the criterion's own")
-
-        with pytest.raises(ArithmeticError, match="the criterion's own"):
-            rag.query(QUESTIONS[2], engine="pced", max_new_tokens=5, stopping_criteria=[criterion])
-
-    def too_long():
-        with pytest.raises(PromptTooLongError, match="512"):
-            rag.query("Why? " * 200, engine="full", max_new_tokens=5, chunks=rag.retrieve(QUESTIONS[0]))
-
-    with ThreadPoolExecutor(8) as pool:
-        lagging = pool.submit(lags)
-        good = [pool.submit(fine, i) for i in range(4)]
-        others = [pool.submit(each) for each in (stops, raises, too_long)]
-        assert [each.result() for each in good] == wanted
-        assert others[0].result() == "cancelled"
-        for each in others:
-            each.result()
-        slow.set()
-        assert lagging.result().strip() == rag.query(QUESTIONS[1], engine="block", max_new_tokens=5).text
-    assert len(gate.jobs) == 9
     assert rag.index.runtime.idle
 
 

@@ -8,7 +8,7 @@ import torch
 from ragkv.engines import Argmax, Engine, Forward, ModelFacts, Program, Release, Request, Sample, engine_class
 from ragkv.engines.full import FullConfig
 
-__all__ = ["NOTHING", "Fixed", "Script", "by_hand", "written"]
+__all__ = ["NOTHING", "Script", "by_hand", "written"]
 
 NOTHING = Request(prefix_ids=(), chunks=(), suffix_ids=())
 """A request with nothing to read."""
@@ -29,20 +29,6 @@ class Script(Engine):
             scores = torch.zeros(1000)
             scores[token_id] = 1.0
             yield Sample(scores)
-
-
-class Fixed(Engine):
-    """Its scores are the same at every step."""
-
-    name, encoding, Config = "fixed", None, FullConfig
-
-    def __init__(self, scores: Sequence[float]) -> None:
-        super().__init__()
-        self.scores = torch.tensor(scores)
-
-    def program(self, request: Request, model: ModelFacts) -> Program:
-        while True:
-            yield Sample(self.scores)
 
 
 def written(monkeypatch: Any, engines: Sequence[str], texts: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
