@@ -10,7 +10,6 @@ import pytest
 import torch
 from indexed import indexed
 from package import in_child
-from rankthreads import in_threads
 
 from ragkv import RagKV
 from ragkv.attention.kv import ChunkKV
@@ -332,30 +331,16 @@ def test_a_cancelled_answer_and_a_closed_index_keep_what_was_made(tmp_path):
         assert stored(rag) == 3
 
 
-def watch_encoding(rag, monkeypatch):
-    """The token ids of every chunk that the model encodes from now on."""
-    encoded, encode = [], rag.model.encode
-
-    def counted(chunks, **more):
-        encoded.extend(map(tuple, chunks))
-        return encode(chunks, **more)
-
-    monkeypatch.setattr(rag.model, "encode", counted)
-    return encoded
-
-
-def test_threads_that_miss_the_same_chunks_encode_them_once(tmp_path, monkeypatch):
-    with made(tmp_path, kv="on-demand") as rag:
-        _ = rag.index.shape
-        encoded = watch_encoding(rag, monkeypatch)
-        in_threads(ask, [rag] * 6)
-        assert len(encoded) == len(set(encoded))
-
-
 def test_a_batch_encodes_each_chunk_once_also_without_memory(tmp_path, monkeypatch):
     with made(tmp_path, kv="on-demand", memory_budget=0) as rag:
         _ = rag.index.shape
-        encoded = watch_encoding(rag, monkeypatch)
+        encoded, encode = [], rag.model.encode
+
+        def counted(chunks, **more):
+            encoded.extend(map(tuple, chunks))
+            return encode(chunks, **more)
+
+        monkeypatch.setattr(rag.model, "encode", counted)
         answers = rag.query_many([QUESTIONS[0]] * 5, engine="block", top_k=2, max_new_tokens=3)
         assert len({answer.text for answer in answers}) == 1
         assert len(encoded) == len(set(encoded)) == 3

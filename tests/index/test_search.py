@@ -19,10 +19,9 @@ from words import WordEmbedder, WordReranker
 
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, MODES, load_config
-from ragkv.errors import ConfigError, CorruptStoreError, RetrievalError, UsageError
+from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.evaluation.retrieval import Settings, index_searches
 from ragkv.index.index import kinds_of
-from ragkv.index.kv_loader import Prefetch
 from ragkv.index.search import Derived, Searcher, stale_derived
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, Embedding, SparseIndex
 from ragkv.retrievers.segments import SavedElsewhereError, Segmented
@@ -117,7 +116,6 @@ def test_indexes_follow_the_documents_and_only_new_chunks_are_added(rag, documen
     assert rag.retrieve("valves", retrieval="sparse", rerank=False) == []
     rag.delete(str((documents / "new.txt").resolve()))
     assert rag.retrieve("zither", retrieval="sparse", rerank=False) == []
-    assert not (rag.index.derived / "bm25").exists() or "zither" not in str(list(rag.index.derived.rglob("*")))
 
 
 def test_who_writes_leaves_the_indexes_ready_and_builds_no_others(rag, documents, monkeypatch):
@@ -328,15 +326,6 @@ def test_while_the_reranker_works_the_likely_winners_kv_is_loaded_and_losers_are
     assert len([ids for ids in later if ids not in likely]) >= 1  # the winner that was not likely
     assert not [ids for ids in later if ids in likely]  # the one that was is not read twice
     assert (answer.kv.hits, answer.kv.misses) == (2, 0)
-
-
-def test_a_store_that_fails_ahead_leaves_the_failing_to_the_answer():
-    def broken():
-        raise CorruptStoreError("a page is bad")
-
-    prefetch = Prefetch(broken)
-    assert prefetch.take([]) == {}
-    prefetch.drop()
 
 
 @pytest.mark.parametrize("mode", ["dense", "hybrid", "bm25"])
@@ -715,16 +704,6 @@ def test_files_of_the_format_before_are_replaced(kind, store):
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
     assert answers(kind, KINDS[kind](derived(store))) == expected
     assert json.loads(manifest.read_text())["format"] == 2
-
-
-def test_words_of_another_version_of_unicode_are_cut_anew(store, monkeypatch):
-    fill(store, 3)
-    derived(store).bm25()
-    with monkeypatch.context() as patch:
-        patch.setattr("unicodedata.unidata_version", "1.1.0")
-        with pytest.raises(Exception, match="another version of Unicode"):
-            BM25.load(store.directory.parent / "derived" / "bm25")
-        assert len(derived(store).bm25()) == 30
 
 
 def test_gc_leaves_an_index_that_can_be_brought_up_to_date(store, monkeypatch):
