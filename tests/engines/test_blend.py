@@ -121,32 +121,6 @@ def test_any_set_in_calls_of_any_size(family, rows, make_model, forced, monkeypa
         same(blended(model), dense(model, places, "prefixed"))
 
 
-def test_what_is_recomputed_from_the_start_on_is_what_full_attention_has(make_model, forced, selected):
-    """A set without gaps: its keys and values are those of a plain prefill, and later ones stay as stored."""
-    model, end = make_model("qwen3"), SECOND + 9
-    forced(range(SECOND, end))
-    blended(model, steps=1)
-    [plain] = model.encode([CONTEXT])
-    keys, values = selected[-1].context.layers()
-    for layer in range(model.layers):
-        for found, expected in ((keys, plain.keys), (values, plain.values)):
-            torch.testing.assert_close(found[layer][0, :, :end], expected[layer][:, :end], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(values[3][0, :, end : len(CONTEXT)], plain.values[3][:, end:], atol=1e-2)
-
-
-def test_a_later_chunk_changes_no_earlier_number(make_model, forced, selected):
-    model, places = make_model("gemma3"), [10, 12, 13, 20, 25, 26]
-    forced(places)
-    for last in (CHUNKS[-1], [i + 100 for i in CHUNKS[-1]]):
-        run(model, "blend", **ASKED | {"chunks": [*CHUNKS[:-1], last], "steps": 1})
-    first, second = (sequence.context.layers() for sequence in selected)
-    before = len(CONTEXT) - len(CHUNKS[-1])
-    for layer in range(model.layers):
-        for one, other in zip(first, second, strict=True):
-            assert torch.equal(one[layer][:, :, :before], other[layer][:, :, :before])
-            assert not torch.equal(one[layer][:, :, before:], other[layer][:, :, before:])
-
-
 @pytest.mark.parametrize("tuning", SELECTED, ids=str)
 def test_stored_numbers_stay_as_they_are(tuning, make_model):
     model = make_model("llama")

@@ -9,9 +9,11 @@ import pytest
 import torch
 from asking import CHUNKS, PREFIX, SCORES, STEPS, SUFFIX, forced, request, run
 
+from ragkv.config import IndexConfig, load_config, save_config
 from ragkv.engines import engine_names, make_engine
+from ragkv.engines.ape import APEConfig
 from ragkv.errors import ConfigError, UsageError
-from ragkv.runtime import Generation, Stream, runtime_of
+from ragkv.runtime import Stream, runtime_of
 
 # chunks shorter and longer than the test models' windows of 8 tokens
 ASKED = {
@@ -51,14 +53,6 @@ def test_scores_are_those_of_the_reference(family, name, make_model):
 
 def test_block_over_prefixed_chunk_kv(unlike_family, make_model):
     compare(make_model(unlike_family), "block", tuning={"over": "prefixed"}, literal={"over": "prefixed"})
-
-
-def test_the_first_prefixed_chunk_is_that_of_full_attention(unlike_family, make_model):
-    model, traces = make_model(unlike_family), ([], [])
-    asked = ASKED | {"chunks": ASKED["chunks"][2:3], "scores": [0.8]}
-    run(model, "block", tuning={"over": "prefixed"}, trace=traces[0], **asked)
-    run(model, "full", trace=traces[1], **asked)
-    same(*traces)
 
 
 def test_soft_caps_without_windows(make_model):
@@ -154,40 +148,19 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(unlike_family, make_
         assert off(*(forced(of, engine, answer) for of in (model, exact))) < 1.5 * stray + 0.01, name
 
 
-@pytest.mark.parametrize("name", ["ape", "pced"])
-def test_chunk_order_does_not_matter(name, make_model):
-    model = make_model("llama3-scaling")
-    order = [2, 0, 1]
-    forward = run(model, name)
-    shuffled = run(model, name, chunks=[CHUNKS[i] for i in order], scores=[SCORES[i] for i in order])
-    assert shuffled[0] == forward[0]
-    if name == "pced":
-        assert [order[w] for w in shuffled[1]] == forward[1]
-
-
-@pytest.mark.parametrize("name", ["full", "ape", "blend", "block", "pced"])
-def test_edges(name, make_model):
-    model = make_model("llama")
-    assert len(run(model, name, suffix=[80])[0]) == STEPS  # a question of one token
-    assert len(run(model, name, chunks=[[9]], scores=[0.5])[0]) == STEPS  # a chunk of one token
-    assert run(model, name, chunks=[], scores=[])[0] == run(model, "full", chunks=[], scores=[])[0]
-
-
 @pytest.mark.parametrize(
-    ("name", "tokens"),
+    ("name", "tuning", "tokens"),
     [
-        ("full", 22),
-        ("blend", 22),
-        ("block", 22),
-        ("ape", 5 + 7 + 3),
-        ("pced", 5 + 7 + 3),
+        ("full", {}, 22),
+        ("blend", {}, 22),
+        ("block", {}, 22),
+        ("ape", {}, 5 + 7 + 3),
+        ("pced", {}, 5 + 7 + 3),
+        ("pced", {"group_experts": 1}, 5 + 7 + 3),
     ],  # prefix 5, chunks 4, 7 and 3, question 3
 )
-@pytest.mark.parametrize("tuning", [{}, {"group_experts": 1}], ids=str)
 def test_the_models_positions_are_used_to_the_last(name, tokens, tuning, make_model, monkeypatch):
     """A prompt whose furthest row just fits is answered; one position less, and it is refused before it is read."""
-    if tuning and name != "pced":
-        pytest.skip("a setting of pced")
     model = make_model("llama")
     engine = make_engine(name, {name: tuning})
     asked = request(model, engine)
@@ -207,7 +180,9 @@ def test_an_empty_chunk_adds_nothing(name, make_model):
     with_empty = run(model, name, chunks=padded, scores=[SCORES[0], 0.99, *SCORES[1:]])
     assert with_empty[0] == ids
     assert with_empty[1] == [None if w is None else (0, 2, 3)[w] for w in winners]
-    assert run(model, name, chunks=[[]], scores=[0.9])[0] == run(model, "full", chunks=[], scores=[])[0]
+    for nothing in ([[]], []):
+        assert run(model, name, chunks=nothing, scores=[0.9] * len(nothing)) == run(model, "full", chunks=[], scores=[])
+    assert len(run(model, name, suffix=[80], chunks=[[9]], scores=[0.5])[0]) == STEPS  # of one token each
 
 
 def _chunks(*lengths):
@@ -228,21 +203,6 @@ def test_many_chunks_and_a_long_one(name, lengths, make_model):
     scores = [0.2 + 0.7 * i / len(chunks) for i in range(len(chunks))]
     literal = {"temperature": 1.0, "scale": 1.0} if name == "ape" else {}
     compare(make_model("llama-long"), name, literal=literal, chunks=chunks, scores=scores, steps=2)
-
-
-def test_decoding_stops_at_an_end_token_and_at_the_limit(make_model, monkeypatch):
-    model = make_model("llama")
-    engine = make_engine("full", {})
-    wanted = request(model, engine)
-    limited = list(runtime_of(model).decode(engine, wanted, Generation(max_new_tokens=4)))
-    assert [t.finish_reason for t in limited] == [None, None, None, "length"]
-    monkeypatch.setattr(model, "eos_ids", frozenset({limited[2].token_id}))
-    stopped = list(runtime_of(model).decode(engine, wanted, Generation(max_new_tokens=9)))
-    assert stopped[-1].finish_reason == "stop"
-    first = [t.token_id for t in limited].index(limited[2].token_id)
-    assert len(stopped) == first + 1
-    before = model.tokens._tokenizer.decode([t.token_id for t in limited[:first]])
-    assert "".join(t.text for t in stopped) == before  # and nothing of the end token
 
 
 def test_names_and_settings():
@@ -277,3 +237,11 @@ def test_names_and_settings():
             make_engine(name, {name: tuning})
     assert make_engine("ape", {"ape": {"temperature": 2.0, "scale": 2.0}}).config.scale == 2.0
     assert make_engine("pced", {"pced": {"gamma": 0.0, "beta": 0.0}}).config.beta == 0.0
+
+
+def test_an_index_keeps_the_pair_that_its_file_states(tmp_path):
+    """The default is the engine's, not the file's: an index that says nothing has the default of the version."""
+    save_config(tmp_path, IndexConfig(model="m"))
+    assert make_engine("ape", load_config(tmp_path).tuning).config == APEConfig(temperature=1.0, scale=1.0)
+    save_config(tmp_path, IndexConfig(model="m", tuning={"ape": {"temperature": 0.9, "scale": 0.9}}))
+    assert make_engine("ape", load_config(tmp_path).tuning).config == APEConfig(temperature=0.9, scale=0.9)

@@ -3,30 +3,19 @@
 import pytest
 import torch
 from asking import CHUNKS, CONTEXTS, PREFIX, QUESTIONS, request, requests
+from crowd import Recorder
 
-from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.sequence import ArenaKVCache, KVCache
 from ragkv.decoding import Decoding
-from ragkv.engines import Forward, Request, Sample, Shared, WaitFor, make_engine
+from ragkv.engines import Forward, Request, make_engine
 from ragkv.errors import ConfigError, PromptTooLongError
 from ragkv.runtime import Generation, Runtime, runtime_of
 
 LENGTHS = [6, 1, 3, 2, 6, 4]
 
 
-class Recorder:
-    """A logits processor that keeps what it sees."""
-
-    def __init__(self) -> None:
-        self.scores: list[torch.Tensor] = []
-
-    def __call__(self, ids, scores):
-        self.scores.append(scores[0].clone())
-        return scores
-
-
 def _generations():
-    return [Generation(max_new_tokens=length, processors=(Recorder(),)) for length in LENGTHS]
+    return [Generation(max_new_tokens=length, criteria=(Recorder(),)) for length in LENGTHS]
 
 
 def _together(model, tuning=None, generations=None, name="ippd-stacked", **limits):
@@ -37,7 +26,7 @@ def _together(model, tuning=None, generations=None, name="ippd-stacked", **limit
         runtime.submit(engine, each, generation)
         for each, generation in zip(requests(model, engine), generations, strict=True)
     ]
-    return [list(runtime.tokens(job)) for job in jobs], [each.processors[0].scores for each in generations]
+    return [list(runtime.tokens(job)) for job in jobs], [each.criteria[0].scores for each in generations]
 
 
 def _alone(model, name="full", generations=None):
@@ -45,7 +34,7 @@ def _alone(model, name="full", generations=None):
     generations = generations or _generations()
     pairs = zip(requests(model, engine), generations, strict=True)
     found = [list(runtime.decode(engine, each, generation)) for each, generation in pairs]
-    return found, [each.processors[0].scores for each in generations]
+    return found, [each.criteria[0].scores for each in generations]
 
 
 def _equal(found, expected):
@@ -63,19 +52,22 @@ def test_every_answer_is_that_of_full_asked_alone(unlike_family, make_model):
 
 
 @pytest.mark.parametrize("tuning", [{"contexts": 1}, {"tokens": 1}, {"tokens": 30}])
-def test_the_size_of_a_prompt_changes_nothing(tuning, make_model):
+def test_the_size_of_a_prompt_and_of_its_pieces_changes_nothing(tuning, make_model):
     model = make_model("gemma2")
-    _equal(_together(model, tuning), _alone(model))
-
-
-def test_a_prompt_may_be_read_in_pieces(make_model):
-    model = make_model("mistral-sliding")
-    _equal(_together(model, batch_tokens=7), _alone(model))
+    for limits in ({}, {"batch_tokens": 7}):
+        _equal(_together(model, tuning, **limits), _alone(model))
 
 
 def test_a_stack_of_one(make_model):
     model = make_model("qwen3")
     _equal(_alone(model, "ippd-stacked"), _alone(model))
+
+
+def test_answers_may_fill_the_models_positions(make_model, monkeypatch):
+    """In a prompt of 58 tokens, of which none stands beyond position 31."""
+    model = make_model("llama")
+    monkeypatch.setattr(model, "max_positions", 31)
+    _equal(_together(model), _alone(model))
 
 
 def test_it_is_one_row_and_one_pass_per_token(make_model, steps_of):
@@ -94,7 +86,7 @@ def test_dead_answers_are_given_up(make_model):
     lengths = [9, 1, 1, 1, 1, 1]
 
     def generations():
-        return [Generation(max_new_tokens=n, processors=(Recorder(),)) for n in lengths]
+        return [Generation(max_new_tokens=n, criteria=(Recorder(),)) for n in lengths]
 
     held = []
     runtime, engine = Runtime(model), make_engine("ippd-stacked", {})
@@ -105,7 +97,7 @@ def test_dead_answers_are_given_up(make_model):
         if isinstance(jobs[0].ask, Forward):
             held.append(jobs[0].ask.rows[0].cache.length)
     assert held[0] == 5 + 14 + 3 + 1  # of 58: instruction, its context, the question and a token
-    found = [list(runtime.tokens(job)) for job in jobs], [each.processors[0].scores for each in asked]
+    found = [list(runtime.tokens(job)) for job in jobs], [each.criteria[0].scores for each in asked]
     _equal(found, _alone(model, generations=generations()))
 
 
@@ -114,9 +106,9 @@ def test_stops_and_sampling_are_each_answers_own(make_model):
     settings = [Decoding(temperature=1.5, seed=seed) for seed in range(5)]
 
     def generations():
-        free = [Generation(max_new_tokens=6, decoding=each, processors=(Recorder(),)) for each in settings]
+        free = [Generation(max_new_tokens=6, decoding=each, criteria=(Recorder(),)) for each in settings]
         ends = Decoding(stop_ids=tuple(range(0, 320, 2)))
-        return [*free, Generation(max_new_tokens=6, decoding=ends, processors=(Recorder(),))]
+        return [*free, Generation(max_new_tokens=6, decoding=ends, criteria=(Recorder(),))]
 
     _equal(_together(model, generations=generations()), _alone(model, generations=generations()))
 
@@ -158,7 +150,7 @@ def test_the_one_that_reads_may_be_cancelled_half_way(make_model):
         if job is not leader:
             assert list(runtime.tokens(job)) == tokens
             torch.testing.assert_close(
-                torch.stack(generation.processors[0].scores), torch.stack(scores), rtol=1e-4, atol=1e-4
+                torch.stack(generation.criteria[0].scores), torch.stack(scores), rtol=1e-4, atol=1e-4
             )
 
 
@@ -170,37 +162,6 @@ def test_a_question_that_is_too_long_is_refused_alone(make_model):
     with pytest.raises(PromptTooLongError, match="needs 619 positions"):
         list(runtime.tokens(jobs[0]))
     assert len(list(runtime.tokens(jobs[1]))) == 2
-
-
-def test_the_programs_without_a_model():
-    class Facts:
-        max_positions = None
-
-    engine = make_engine("ippd-stacked", {})
-    full = make_engine("full", {})
-    two = [request(None, full, suffix=suffix) for suffix in ([80, 81], [82])]
-    one, other = engine.together(two, Facts())
-    read = next(one)
-    assert isinstance(read, Forward)
-    header = [0, 40, 41, 42, 43, *(i for chunk in CHUNKS for i in chunk), 80, 81, 82]
-    assert [list(ids) for ids in read.ids] == [header]
-    [row] = read.rows
-    assert row.places(22) == [*range(19), 19, 20, 19]  # the second question stands where the first does (Eq. 5)
-    assert row.kept(22) == [20, 21]
-    waits = next(other)
-    assert isinstance(waits, WaitFor)
-    assert not waits.ready()
-    row.cache.commit(22)
-    choose = one.send(torch.eye(5)[:2])
-    assert isinstance(choose, Sample)
-    assert (int(choose.best()), choose.at) == (0, 21)
-    assert waits.ready()
-    choose = other.send(None)
-    assert (int(choose.best()), choose.at) == (1, 20)
-    assert isinstance(one.send(0), WaitFor)
-    read = other.send(1)  # the last to choose reads for both
-    assert [list(ids) for ids in read.ids] == [[0, 1]]
-    assert row.places(2) == [21, 20]
 
 
 @pytest.mark.parametrize("tuning", [{"contexts": 0}, {"tokens": 0}])
@@ -227,21 +188,6 @@ def test_instruction_and_contexts_are_read_once(make_model, steps_of):
     assert sorted(long) == sorted([tuple(PREFIX), *whole, *asked])
     for ids, cache in read:
         assert len(ids) == 1 or cache is (ArenaKVCache if ids in asked else KVCache)
-
-
-def test_the_shared_program_without_a_model():
-    kv = ChunkKV(keys=(torch.zeros(1, 5, 4),), values=(torch.zeros(1, 5, 4),))
-    wanted = Request(prefix_ids=(1, 2), chunks=(), suffix_ids=(8, 9))
-    program = make_engine("ippd", {}).program(wanted, None)
-    asked = next(program)
-    assert isinstance(asked, Shared)
-    assert asked.parts == ((1, 2), ())
-    read = program.send((PlacedChunk(kv=kv, start=0),))
-    assert isinstance(read, Forward)
-    assert (read.rows[0].position, list(read.ids)) == (5, [(8, 9)])
-    choose = program.send(torch.eye(10)[3:4])
-    assert isinstance(choose, Sample)
-    assert list(program.send(int(choose.best())).ids) == [(3,)]
 
 
 @pytest.mark.parametrize("prefix", [[], PREFIX])
