@@ -99,18 +99,20 @@ def test_everything_recomputed_is_full_attention(family, make_model):
         same(blended(model, over=over, ratio=1.0), torch.stack(full))
 
 
-@pytest.mark.parametrize("select", SELECTORS)
-def test_ratio_one_is_full_and_ratio_nought_is_block(unlike_family, select, make_model):
+def test_ratio_one_is_full_and_ratio_nought_is_block(unlike_family, make_model):
+    """There is nothing to choose then: the selectors are tried on one family."""
     model, full, block = make_model(unlike_family), [], []
     run(model, "full", trace=full, **ASKED)
     run(model, "block", trace=block, **ASKED)
-    for over in ("prefixed", "standalone"):
-        same(blended(model, over=over, select=select, ratio=1.0, first=99), torch.stack(full))
-    assert torch.equal(blended(model, over="standalone", select=select, ratio=0.0, first=0), torch.stack(block))
+    for select in SELECTORS if unlike_family == "llama" else SELECTORS[:1]:
+        for over in ("prefixed", "standalone"):
+            same(blended(model, over=over, select=select, ratio=1.0, first=99), torch.stack(full))
+        assert torch.equal(blended(model, over="standalone", select=select, ratio=0.0, first=0), torch.stack(block))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek3"])
+@pytest.mark.parametrize(
+    ("family", "rows"), [("gemma3", 1), ("llama", 2), ("gemma3", 2), ("deepseek3", 2), ("gemma3", 5)]
+)
 def test_any_set_in_calls_of_any_size(family, rows, make_model, forced, monkeypatch):
     monkeypatch.setattr(batch, "ROWS", rows)
     model = make_model(family)
@@ -151,8 +153,7 @@ def require_best(chosen, scores, k):
     assert min(scores[place] for place in chosen) > max(scores[place] for place in others) * (1 - 1e-4)
 
 
-@pytest.mark.parametrize("over", ["prefixed", "standalone"])
-@pytest.mark.parametrize("layers", ["middle", [0, 2]], ids=str)
+@pytest.mark.parametrize(("over", "layers"), [("prefixed", "middle"), ("standalone", [0, 2])], ids=str)
 def test_question_chooses_what_infoflows_formula_does(unlike_family, over, layers, make_model, selected):
     """sqrt of the sum over question tokens of (mean over heads of the attention)², the mean over layers."""
     model = make_model(unlike_family)
@@ -291,13 +292,13 @@ def test_beside_other_engines_in_small_steps(make_model):
         engines = [make_engine(name, {name: tuning}) for name, tuning in asked]
         requests = [request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX) for engine in engines]
         alone = [
-            [token.token_id for token in Runtime(model).decode(engine, one, Generation(max_new_tokens=5))]
+            [token.token_id for token in Runtime(model).decode(engine, one, Generation(max_new_tokens=3))]
             for engine, one in zip(engines, requests, strict=True)
         ]
         for batch_tokens in (2, 7, 40):
             runtime = Runtime(model, batch_tokens=batch_tokens)
             jobs = [
-                runtime.submit(engine, one, Generation(max_new_tokens=5))
+                runtime.submit(engine, one, Generation(max_new_tokens=3))
                 for engine, one in zip(engines, requests, strict=True)
             ]
             found = [[token.token_id for token in runtime.tokens(job)] for job in jobs]

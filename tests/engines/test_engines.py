@@ -21,7 +21,7 @@ ASKED = {
     "chunks": [[50, 51, 52, 53, 54], [60, 61], [70 + i for i in range(13)], [90, 91, 92, 93]],
     "scores": [0.31, 0.44, 0.82, 0.57],
     "suffix": [100, 101, 102],
-    "steps": 4,
+    "steps": 3,
 }
 VARIED = ["gemma2-unwindowed", "gemma3", "llama-yarn", "mistral-sliding", "smollm3"]
 """Soft caps where rows are laid side by side, two kinds of rotary positions, scaled ones, a window, layers without."""
@@ -70,8 +70,10 @@ def test_ape_equals_equation_5(unlike_family, make_model):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("family", VARIED)
-@pytest.mark.parametrize("pair", [(1.0, 0.1), (0.6, 1.0), (0.2, 0.3)])
+@pytest.mark.parametrize(
+    ("family", "pair"),
+    [*((family, (0.2, 0.3)) for family in VARIED), ("llama-yarn", (1.0, 0.1)), ("llama-yarn", (0.6, 1.0))],
+)
 @pytest.mark.parametrize("mode", ["power", "log"])
 def test_ape_in_the_whole_search_range(family, pair, mode, make_model):
     ape(make_model(family), *pair, mode)
@@ -100,8 +102,10 @@ def test_block_without_positions_is_the_ablation(family, make_model):
     compare(make_model(family), "block", tuning={"preset": "no-positions"}, literal={"reencode": False})
 
 
-@pytest.mark.parametrize("rule", ["max", "moe", "poe"])
-@pytest.mark.parametrize("beta", ["per_expert", "shared", "released", 0.3])
+@pytest.mark.parametrize(
+    ("rule", "beta"),
+    [*(("max", beta) for beta in ("per_expert", "shared", "released", 0.3)), ("moe", "released"), ("poe", 0.3)],
+)
 @pytest.mark.parametrize("group", [0, 1, 3])
 def test_pceds_rules_and_groups(rule, beta, group, make_model):
     """Groups of one expert, and of three and one: what a group leaves behind for the next is part of the scores."""
@@ -115,13 +119,15 @@ def test_pced_without_contrast_and_prior(family, make_model):
     compare(make_model(family), "pced", tuning=nothing, literal=nothing)
 
 
-def test_bfloat16_is_as_near_to_float32_as_transformers_own(unlike_family, make_model):
+@pytest.mark.parametrize("family", ["deepseek3", "gemma2", "gemma3", "llama"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_own(family, make_model):
     """A bound per model, not a constant: transformers' own bf16 forward of such a prompt strays from fp32 too.
 
     Both sides have the same bf16 weights; the fp32 side widens them. Tokens are forced, so that every step is
     compared: the first over chunks in place, the others over the context laid out. Measured: 0.6 to 1.5 times.
+    The families that are not here are compared in bf16 in tests/model/test_language_model.py.
     """
-    model, exact = make_model(unlike_family, "bfloat16"), make_model(unlike_family, "rounded")
+    model, exact = make_model(family, "bfloat16"), make_model(family, "rounded")
     answer = [90, 91, 92]
     tokens = [*PREFIX, *(i for chunk in CHUNKS for i in chunk), *SUFFIX, *answer]
     causal = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
@@ -195,7 +201,7 @@ def _chunks(*lengths):
     "lengths",
     [
         pytest.param([1 + i % 4 for i in range(200)], id="200 chunks"),
-        pytest.param([1500, 5], id="1500 tokens", marks=pytest.mark.slow),
+        pytest.param([1100, 5], id="1100 tokens", marks=pytest.mark.slow),
     ],
 )
 def test_many_chunks_and_a_long_one(name, lengths, make_model):

@@ -54,9 +54,8 @@ def literal(model, instruction, summary_tokens, chunks=CHUNKS) -> tuple[list[lis
 @pytest.mark.parametrize(
     ("family", "order"),
     [
-        ("smollm3", (0, 1, 2)),
-        ("llama-yarn", (0, 1, 2)),
-        *((family, order) for family in ("gemma3", "mistral-sliding") for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1))),
+        *((family, (0, 1, 2)) for family in ("smollm3", "llama-yarn", "mistral-sliding")),
+        *(("gemma3", order) for order in ((0, 1, 2), (1, 0, 2), (2, 0, 1))),
     ],
 )
 def test_mapreduce_equals_its_two_stages(family, order, make_model):
