@@ -78,10 +78,9 @@ def generated(model, decoding):
     return whole[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("decoding", SAMPLED, ids=lambda d: f"seed{d.seed}")
-def test_full_draws_what_generate_draws(family, decoding, make_model):
-    model = make_model(family)
+def test_full_draws_what_generate_draws(decoding, make_model):
+    model = make_model("llama")
     assert answer(model, "full", decoding) == generated(model, decoding)
 
 
@@ -130,7 +129,6 @@ def test_scores_of_every_engine_go_through_transformers_chain(name, make_model):
         stream.advance(ids[-1])
 
 
-@pytest.mark.parametrize("name", ["full", "ape", "block", "pced"])
 @pytest.mark.parametrize(
     "decoding",
     [
@@ -142,16 +140,9 @@ def test_scores_of_every_engine_go_through_transformers_chain(name, make_model):
     ],
     ids=["cold", "top-k", "top-p", "min-p", "zero"],
 )
-def test_sampling_that_leaves_one_token_is_greedy(name, decoding, make_model):
-    model = make_model("smollm3")
-    assert answer(model, name, decoding) == answer(model, name)
-
-
-def test_draws_follow_the_shares():
-    choice, sampler = Sample(torch.tensor([0.0, 1.0, 2.0, -50.0])), Sampler(Decoding(temperature=2.0, seed=3))
-    drawn = torch.stack([sampler.choose(choice, [])[0] for _ in range(4000)]).bincount(minlength=4) / 4000
-    torch.testing.assert_close(drawn, torch.tensor([0.0, 0.5, 1.0, -25.0]).softmax(0), atol=0.025, rtol=0)
-    assert drawn[3] == 0
+def test_sampling_that_leaves_one_token_is_greedy(decoding, make_model):
+    model = make_model("llama")
+    assert answer(model, "pced", decoding) == answer(model, "pced")
 
 
 def test_processors_of_the_callers_own_may_write_in_place(make_model):

@@ -105,6 +105,8 @@ def test_a_model_that_cannot_be_captured_runs_as_before(make_model, stand_in, mo
 # ---- recorded on the processor
 
 
+SMALL = SHAPE | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 RECORDED = [False, False, False, False, True, False, True, False, False, True]  # of 11, 14, 9, 2, 2, 3, 2, 16, 3, 3
 
 
@@ -114,17 +116,13 @@ def test_a_recorded_pass_computes_what_its_kernels_do(unlike_family, make_model,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_recording_has_the_kernels_of_linear_layers(dtype, soon, monkeypatch):
-    shape = SHAPE | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = random_llama(dtype, "cpu", shape)
+    model = random_llama(dtype, "cpu", SMALL)
     assert compared(model, monkeypatch, EXACT, recorded=True) == RECORDED
 
 
 def test_recordings_are_made_anew_for_another_number_of_threads(soon, monkeypatch):
     kernels = pytest.importorskip("ragkv.util.kernels", exc_type=ImportError)
-    shape = SHAPE | {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model, pieces = random_llama("float32", "cpu", shape), PiecewiseGraphs(None)
+    model, pieces = random_llama("float32", "cpu", SMALL), PiecewiseGraphs(None)
     before, seen, launch = torch.get_num_threads(), [], kernels._launch
     monkeypatch.setattr(kernels, "_launch", lambda *given: seen.append(given[3]) or launch(*given))
     monkeypatch.setattr("ragkv.model.linear._THREAD", 1)  # each product is worth all threads

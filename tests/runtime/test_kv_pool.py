@@ -159,7 +159,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kernel", [True, False])
-@pytest.mark.parametrize("name", ["ape", "block", "pced"])
+@pytest.mark.parametrize("name", ["block", "pced"])
 @pytest.mark.parametrize("family", ["llama3-scaling", "mistral-sliding"])
 def test_a_step_reads_the_context_in_place(name, family, kernel, make_model, monkeypatch, request):
     """The same pointers at every step, and no operation of a step makes anything as large as a layer's context.

@@ -250,8 +250,7 @@ def test_the_prompt_ends_within_a_thought_or_after_one(thinker):
     assert (off.count("<think>"), off.count("</think>"), on.count("<think>")) == (1, 1, 1)
 
 
-@pytest.mark.parametrize("most", ["on", 1, 7])
-@pytest.mark.parametrize("engine", ["full", "pced", "ippd"])
+@pytest.mark.parametrize(("engine", "most"), [("full", "on"), ("pced", 1), ("ippd", 7)])
 def test_a_thought_ends_and_the_answer_after_it_is_held_to_its_schema(thinker, engine, most):
     how = Decoding(thinking=most, regex="[ab]{3}", temperature=3.0, seed=1)
     generation = Generation(max_new_tokens=60, decoding=how)
