@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from asking import request
 from controlled import tokens_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,30 +16,20 @@ from script import NOTHING, Script
 
 from ragkv.config import build_config
 from ragkv.decoding import Decoding
-from ragkv.engines import ContextChunk, Request, Sample, make_engine
+from ragkv.engines import Sample, make_engine
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 from ragkv.runtime.decoding import Detokenizer, Sampler, StopGate, processors
 from ragkv.runtime.step import AHEAD
-from ragkv.types import Encoding
 
-PREFIX, CHUNKS, SUFFIX = (0, 40, 41, 42), ((50, 51, 52), (60, 61, 62, 63, 64), (70, 71)), (80, 81, 82)
+PREFIX, CHUNKS, SUFFIX = [0, 40, 41, 42], [[50, 51, 52], [60, 61, 62, 63, 64], [70, 71]], [80, 81, 82]
 PROMPT = [*PREFIX, *itertools.chain(*CHUNKS), *SUFFIX]
 
 
 def asked(model, name):
     """The engine, and a question over three chunks."""
     engine = make_engine(name, {})
-    prefix = model.encode([PREFIX])[0]
-    kvs = model.encode(CHUNKS, prefix=prefix if engine.encoding is Encoding.PREFIXED else None)
-    return engine, Request(
-        prefix_ids=PREFIX,
-        prefix=prefix,
-        chunks=tuple(
-            ContextChunk(token_ids=c, score=s, kv=kv) for c, s, kv in zip(CHUNKS, (0.3, 0.6, 0.8), kvs, strict=True)
-        ),
-        suffix_ids=SUFFIX,
-    )
+    return engine, request(model, engine, CHUNKS, [0.3, 0.6, 0.8], SUFFIX, PREFIX)
 
 
 def decode(model, engine, request, steps=12, decoding=None, **more):
@@ -396,11 +387,11 @@ def test_an_answer_ends_with_the_models_positions(name, make_model, monkeypatch)
     model = make_model("llama")
     endless = Decoding(repetition_penalty=1.3)
     monkeypatch.setattr(model, "eos_ids", frozenset())
-    engine, request = asked(model, name)
+    engine, wanted = asked(model, name)
     runtime = runtime_of(model)
-    first = Stream(runtime, engine, request).position
+    first = Stream(runtime, engine, wanted).position
     monkeypatch.setattr(model, "max_positions", first + 3)
-    job = runtime.submit(engine, request, Generation(max_new_tokens=50, decoding=endless))
+    job = runtime.submit(engine, wanted, Generation(max_new_tokens=50, decoding=endless))
     tokens = list(runtime.tokens(job))
     assert len(tokens) == 4  # the last one is given out, and never read
     assert tokens[-1].finish_reason == "length"
@@ -434,10 +425,10 @@ def test_an_answer_that_was_cancelled_before_it_began_reads_nothing(make_model, 
 
 def test_cancelling_ends_before_the_next_token(make_model, monkeypatch):
     model = make_model("llama")
-    runtime, (engine, request) = runtime_of(model), asked(model, "full")
+    runtime = runtime_of(model)
     whole, honest, steps = answer(model, "full"), model.step, []
     monkeypatch.setattr(model, "step", lambda *args, **more: steps.append(args) or honest(*args, **more))
-    job = runtime.submit(engine, request, Generation(max_new_tokens=12))
+    job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=12))
     tokens = runtime.tokens(job)
     assert [next(tokens).token_id, next(tokens).token_id] == whole[:2]
     runtime.cancel(job)
