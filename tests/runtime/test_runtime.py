@@ -461,9 +461,10 @@ def test_closing_ends_what_is_asked_and_what_will_be(make_model):
     assert runtime.idle
 
 
-def test_nobody_takes_kv_before_those_who_wait_for_it(make_model):
+def test_nobody_takes_kv_before_those_who_wait_for_it(make_model, monkeypatch):
     """`try_lease` has what fits, and nothing while another waits, even for more than there is; `lease` waits behind."""
     runtime, waiting, wanted = Runtime(make_model("llama"), budget=4), threading.Event(), []
+    monkeypatch.setattr(runtime, "_sleep", lambda: runtime._changed.wait(0.01))
     full = runtime.lease({"a": 3})
     small = runtime.try_lease({"b": 1})
     assert small is not None
@@ -474,7 +475,7 @@ def test_nobody_takes_kv_before_those_who_wait_for_it(make_model):
     def lease():
         wanted.append(runtime.lease({"d": 4}, cancelled=lambda: bool(waiting.set())))
 
-    thread = threading.Thread(target=lease)
+    thread = threading.Thread(target=lease, daemon=True)  # a failure does not wait for it
     thread.start()
     waiting.wait(600)
     assert runtime.pool.fits({"b": 1})
