@@ -65,21 +65,24 @@ def contents(rag):
 @pytest.mark.parametrize("kv", ["all", "on-demand"])
 def test_workers_store_what_a_local_ingest_stores(make, files, workers, kv):
     with make("ray", kv=kv) as ray, make("local", kv=kv, tiers=[]) as local:
-        report, expected = ray.ingest(files, make=workers(ray)), local.ingest(files)
+        cluster = workers(ray)
+        report, expected = ray.ingest(files, make=cluster), local.ingest(files)
         assert contents(ray) == contents(local)
         assert sorted(report.added) == sorted(expected.added)
         assert [(skip.path, skip.reason) for skip in report.skipped] == [(s.path, s.reason) for s in expected.skipped]
         assert report.kv_encoded == 2
         assert ray.query("Who founded Bolt Ltd?", engine="block").kv.misses == 0  # in the index, or in the tier
-        again = ray.ingest(files, make=workers(ray))
+        again = ray.ingest(files, make=cluster)
         assert (len(again.unchanged), again.added, again.kv_encoded) == (2, [], 0)
 
 
 def test_a_lost_cluster_loses_nothing_that_was_made(make, files, workers):
     with make("ray") as ray:
+        cluster = workers(ray, lost=True)
         with pytest.raises(ConnectionError):
-            ray.ingest(files[:2], make=workers(ray, lost=True))
-        report = ray.ingest(files[:2], make=workers(ray))
+            ray.ingest(files[:2], make=cluster)
+        cluster.lost = False
+        report = ray.ingest(files[:2], make=cluster)
         assert len(report.added) + len(report.unchanged) == 2
         assert report.kv_encoded == 1  # the other document's KV is in the tier
         assert ray.verify().ok

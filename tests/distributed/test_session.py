@@ -100,7 +100,7 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
         found = [facts(backend._finder.find(QUESTION, each)) for each in settings]
         answers = []
         for engine in engines:
-            answers.append(answered(session, engine=engine, max_new_tokens=4))
+            answers.append(answered(session, engine=engine, max_new_tokens=2))
         with pytest.raises(UsageError, match="No document"):
             backend._finder.find(QUESTION, search_settings(whole.config, 3, {"where": ("source=nobody.txt",)}))
         with pytest.raises(RetrievalError):
@@ -114,7 +114,7 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
         for theirs, mine in zip(rank[0], wanted, strict=True):
             same_but_for_noise(theirs, mine)
         for engine, answer in zip(engines, rank[1], strict=True):
-            mine = whole.query(QUESTION, engine=engine, max_new_tokens=4)
+            mine = whole.query(QUESTION, engine=engine, max_new_tokens=2)
             assert answer.text == mine.text
             assert [source.chunk_id for source in answer.sources] == [source.chunk_id for source in mine.sources]
             assert [source.tokens_won for source in answer.sources] == [source.tokens_won for source in mine.sources]

@@ -61,9 +61,9 @@ def led(runtime, engine, request):
     return *asking.greedy(Stream(runtime, engine, request), STEPS, scores), torch.stack(scores)
 
 
-def compare_answers(model, size, owners, names=tuple(ENGINES)):
-    for name in names:
-        engine = make_engine(name, {name: ENGINES[name]})
+def compare_answers(model, size, owners):
+    for name, tuning in ENGINES.items():
+        engine = make_engine(name, {name: tuning})
         whole = asking.request(model, engine, chunks=CHUNKS, scores=SCORES)
         wanted = led(Runtime(model), engine, whole)
 
@@ -79,7 +79,7 @@ def compare_answers(model, size, owners, names=tuple(ENGINES)):
             assert (scores - wanted[2]).abs().max() < 1e-5 * max(1.0, float(wanted[2].abs().max()))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_answers_over_ranks_are_those_of_one_process(make_model, family):
     compare_answers(make_model(family), 3, [2, 0, 2, 0, 2])  # rank 1 holds nothing
 
@@ -145,7 +145,7 @@ def compare_blocks(long_document, size, known=lambda rank: ()):
     return [passed for _, passed, _ in found]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_blocks_on_ranks_are_those_of_one_process(make_model, family):
     long_document = book_of(make_model(family))
     each = long_document.model.kv_shape.token_bytes * long_document.layout.lengths.passing
@@ -300,7 +300,7 @@ def test_what_is_not_stored_is_encoded_once_and_kept(whole, places, tmp_path, en
         assert records == {r.key for chunk in bare.store.chunks() for r in bare.store.kv_of(chunk.chunk_id)}
 
 
-def test_a_longer_book_encodes_its_new_blocks_alone(places, tmp_path, encoded):
+def test_a_longer_book_encodes_its_new_blocks_alone_and_what_is_damaged(places, tmp_path, encoded, monkeypatch):
     source = tmp_path / "book.txt"
     source.write_text(long_text(20))
     with made(places, tmp_path / "index", kv="on-demand") as rag:
@@ -308,11 +308,22 @@ def test_a_longer_book_encodes_its_new_blocks_alone(places, tmp_path, encoded):
         ask([rag.index] * 2)
         rag.settle()
         encoded.clear()
-        source.write_text(long_text(23))
+        source.write_text(long_text(22))
         rag.ingest(source)
         answers = [answer for answer, _ in ask([rag.index] * 2)]
-        assert sorted(encoded) == [20, 21, 22]
-        assert (answers[0].kv.hits, answers[0].kv.misses) == (20, 3)
+        assert sorted(encoded) == [20, 21]
+        assert (answers[0].kv.hits, answers[0].kv.misses) == (20, 2)
+        rag.settle()
+        encoded.clear()
+        source.write_text(long_text(23))
+        rag.ingest(source)
+        damaged = len(rag.index.prefix_ids) + 3 * LENGTHS["block"]  # its choice of what it passes on
+        read = sharding.stored_block
+        monkeypatch.setattr(
+            sharding, "stored_block", lambda kv, *rest: None if kv.encoded_at == damaged else read(kv, *rest)
+        )
+        answers = [answer for answer, _ in ask([rag.index] * 2)]
+        assert sorted(encoded) == [3, 22]
         rag.settle()
     with made(places, tmp_path / "fresh") as fresh:
         fresh.ingest(source)
@@ -323,28 +334,6 @@ def test_a_longer_book_encodes_its_new_blocks_alone(places, tmp_path, encoded):
                 kept, anew = ({r.key: r.encoding for r in each.store.kv_of(chunk.chunk_id)} for each in (rag, fresh))
                 assert kept == anew
                 assert set(kept.values()) <= {Encoding.LONG}
-
-
-def test_a_damaged_choice_of_what_is_passed_on_is_made_again(places, tmp_path, encoded, monkeypatch):
-    source = tmp_path / "book.txt"
-    source.write_text(long_text(6))
-    with made(places, tmp_path / "index", kv="on-demand") as rag:
-        rag.ingest(source)
-        ask([rag.index] * 2)
-        rag.settle()
-        encoded.clear()
-        source.write_text(long_text(8))
-        rag.ingest(source)
-        damaged = len(rag.index.prefix_ids) + 3 * LENGTHS["block"]
-        read = sharding.stored_block
-        monkeypatch.setattr(
-            sharding, "stored_block", lambda kv, *rest: None if kv.encoded_at == damaged else read(kv, *rest)
-        )
-        answers = [answer for answer, _ in ask([rag.index] * 2)]
-        assert sorted(encoded) == [3, 6, 7]
-    with made(places, tmp_path / "fresh") as fresh:
-        fresh.ingest(source)
-        assert {answer.text for answer in answers} == {fresh.query(QUESTION, **ASKED).text}
 
 
 def test_documents_of_shards_lie_whole_on_their_rank(whole, places, tmp_path, encoded):
