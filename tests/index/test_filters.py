@@ -189,15 +189,14 @@ def test_a_process_reads_no_documents_but_those_that_changed(store, monkeypatch)
         inventory.among(["source=d4.md"])
 
 
-@pytest.mark.parametrize("length", [0, 1, 200])
-def test_files_that_are_damaged_or_stale_are_made_again(store, length):
+def test_files_that_are_damaged_or_stale_are_made_again(store):
     for number in range(12):
         write(store, Document(document_id=f"d{number}", source=f"d{number}.md", content_hash="0"))
     inventory_of(store).among(["source=d1.md"])
     for file in sorted((store.directory.parent / "derived" / "fields").glob("data-*/*")):
         whole = file.read_bytes()
         half = len(whole) // 2
-        for damage in (whole[:length], whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]):
+        for damage in (whole[:1], whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]):
             current = next((store.directory.parent / "derived" / "fields").glob("data-*"))
             (current / file.name).write_bytes(damage)
             for where in (["source=d1.md"], ["source=d?.md"]):

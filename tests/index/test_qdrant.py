@@ -234,10 +234,10 @@ def test_a_server_that_fails_is_named_in_a_sentence(make, documents, tmp_path, s
                 ):
                     rag.retrieve("Ann Lee", retrieval="dense")
                 assert "cannot be used" in state(rag)
-            ran = CliRunner().invoke(
-                app, ["query", "Ann Lee", "--index", str(tmp_path / "index"), "--retrieval", "dense"]
-            )
-            assert (ran.exit_code, "Traceback" in ran.output) == (1, False)
+            if status is None:
+                command = ["query", "Ann Lee", "--index", str(tmp_path / "index"), "--retrieval", "dense"]
+                ran = CliRunner().invoke(app, command)
+                assert (ran.exit_code, "Traceback" in ran.output) == (1, False)
         finally:
             Answers.go.set()
             server.shutdown()
