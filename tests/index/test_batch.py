@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -159,15 +158,6 @@ def test_only_a_window_is_held_and_taken(rag, monkeypatch):
     assert len(taken) < 150  # a few tokens, sixteen questions at each
     assert (runtime.pool.leased, runtime._jobs) == (0, {})
     assert list(results) == []
-
-
-def test_threads_and_an_iterator_share_the_runtime(rag):
-    alone = {question: rag.query(question, engine="ape", max_new_tokens=4).text for question in QUESTIONS}
-    with ThreadPoolExecutor(3) as pool:
-        many = [pool.submit(rag.query_many, QUESTIONS[at::2], engine="ape", max_new_tokens=4) for at in (0, 1)]
-        one = pool.submit(rag.query, QUESTIONS[5], engine="ape", max_new_tokens=4)
-        found = [*(answer for each in many for answer in each.result()), one.result()]
-    assert all(answer.text == alone[answer.question] for answer in found)
 
 
 def test_tasks(rag):
