@@ -86,10 +86,12 @@ def test_a_group_that_gains_nothing_is_the_one_that_was_given(model, kvs):
 
 @pytest.mark.usefixtures("without_kernel")
 def test_rows_that_see_the_same_chunks_at_the_same_distances_share_what_is_joined(model, kvs):
-    rows = [TokenSequence.over(side_by_side(kvs, start=start), position=90) for start in (3, 3, 20)]
-    found = settled(KVPool(0), model, rows)
+    """Also with one that comes later."""
+    pool, starts = KVPool(0), (3, 3, 20, 3)
+    *rows, later = (TokenSequence.over(side_by_side(kvs, start=start), position=90) for start in starts)
+    found = settled(pool, model, rows) + settled(pool, model, [later], [*rows, later])
     assert len({id(kv) for kvs in found for kv in kvs}) == 1
-    assert [row.segments[0].start for row in rows] == [3, 3, 20]
+    assert tuple(row.segments[0].start for row in (*rows, later)) == starts
 
 
 @pytest.mark.usefixtures("without_kernel")
@@ -97,14 +99,6 @@ def test_rows_that_see_the_same_chunks_at_other_distances_share_nothing(model, k
     near, far = ((PlacedChunk(kv=kvs[0], start=3), PlacedChunk(kv=kvs[1], start=start)) for start in (7, 40))
     [[one], [other]] = settled(KVPool(0), model, [TokenSequence.over(seen, position=90) for seen in (near, far)])
     assert one is not other
-
-
-@pytest.mark.usefixtures("without_kernel")
-def test_a_row_that_comes_later_joins_nothing_anew(model, kvs):
-    pool, first, later = KVPool(0), *(TokenSequence.over(side_by_side(kvs), position=90) for _ in range(2))
-    [[one]] = settled(pool, model, [first])
-    [[two]] = settled(pool, model, [later], [first, later])
-    assert one is two
 
 
 @pytest.mark.usefixtures("without_kernel")

@@ -124,15 +124,6 @@ def test_a_lone_request_may_be_larger_than_the_limits():
     assert scheduler.admit() == []
 
 
-def test_what_can_never_run_is_refused_with_the_number_that_it_needs():
-    scheduler = made(strict=True)
-    with pytest.raises(UsageError, match=r"needs 9 rows .* --max-rows is 4; raise it to 9"):
-        scheduler.submit(ticket(rows=9))
-    assert scheduler.waiting == 0
-    scheduler.submit(ticket(rows=4))
-    assert len(scheduler.admit()) == 1
-
-
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     batch_tokens=st.integers(1, 40),
