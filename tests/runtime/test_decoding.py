@@ -225,6 +225,8 @@ def test_a_seed_is_drawn_where_none_was_given_and_repeats_the_answer(make_model)
     assert one.seed != two.seed
     assert answer(model, "block", one) == answer(model, "block", one)
     assert answer(model, "block", one) != answer(model, "block", two)
+    unsettled = Decoding(temperature=3.0)
+    assert answer(model, "block", unsettled) != answer(model, "block", unsettled)
     assert Decoding().settled() == Decoding(temperature=0.0)
 
 
