@@ -102,9 +102,10 @@ def portable():
     return bytes(document.output())
 
 
-def test_files_of_every_kind_become_documents(own, send, ended, call):
+def test_files_of_every_kind_become_documents_as_an_ingest_keeps_them(own, send, ended, call):
+    page = b"<html><head><title>Kesk</title></head><body><h1>Mills</h1><p>" + TEXT * 40 + b"</p></body></html>"
     files = [
-        ("a.txt", TEXT), ("notes/b.md", b"# Kesk\n\n" + TEXT), ("c.html", b"<html><p>" + TEXT + b"</p></html>"),
+        ("a.txt", TEXT), ("notes/b.md", b"# Kesk\n\n" + TEXT), ("c.html", page),
         ("d.pdf", portable()), ("e.docx", office()), ("f.csv", b"name,makes\nKesk Mills,flour\n"),
         ("g.jsonl", b'{"text": "Kesk Mills makes flour."}\n'), ("h", b'{"text": "Kesk Mills makes flour."}'),
     ]  # fmt: skip
@@ -121,18 +122,13 @@ def test_files_of_every_kind_become_documents(own, send, ended, call):
     assert not left(own)
     answer = call("POST", "/api/indexes/own/query", json={"question": "What does Kesk make?", "max_new_tokens": 4})
     assert "Kesk" in answer.json()["sources"][0]["text"]
-
-
-def test_the_text_is_kept_as_an_ingest_keeps_it(own, send, ended):
-    page = b"<html><head><title>Kesk</title></head><body><h1>Mills</h1><p>" + TEXT * 40 + b"</p></body></html>"
-    ended(send(("kesk.html", page)))
-    document = own.store.document("stdin:kesk.html")
-    text, chunks = own.store.text("stdin:kesk.html"), list(own.store.chunks("stdin:kesk.html"))
-    own.delete("stdin:kesk.html")
-    own.ingest(from_bytes(page, name="kesk.html"))
-    again = own.store.document("stdin:kesk.html")
+    document = own.store.document("stdin:c.html")
+    text, chunks = own.store.text("stdin:c.html"), list(own.store.chunks("stdin:c.html"))
+    own.delete("stdin:c.html")
+    own.ingest(from_bytes(page, name="c.html"))
+    again = own.store.document("stdin:c.html")
     assert (again.document, again.recipe) == (document.document, document.recipe)
-    assert (own.store.text("stdin:kesk.html"), list(own.store.chunks("stdin:kesk.html"))) == (text, chunks)
+    assert (own.store.text("stdin:c.html"), list(own.store.chunks("stdin:c.html"))) == (text, chunks)
 
 
 def test_the_same_name_replaces_and_the_same_bytes_do_nothing(send, ended):
