@@ -241,15 +241,18 @@ def test_a_page_of_others_sends_no_files(send, ended, headers, status):
         ended(response)
 
 
-def test_jobs_run_one_after_another(own, send, ended, held, call):
-    first, second = send(("a.txt", TEXT)), send(("b.txt", TEXT))
+def test_jobs_run_one_after_another_and_one_that_waits_is_cancelled_at_once(own, send, ended, held, call):
+    first, second, third = (send((f"{name}.txt", TEXT)) for name in "abc")
     assert held.begun.wait(600)
-    states = [call("GET", first.headers["location"]).json()["job"]["state"] for first in (first, second)]
-    assert states == ["running", "queued"]
-    assert [job["files"] for job in call("GET", JOBS).json()["jobs"]] == [["b.txt"], ["a.txt"]]
+    states = [call("GET", each.headers["location"]).json()["job"]["state"] for each in (first, second, third)]
+    assert states == ["running", "queued", "queued"]
+    assert [job["files"] for job in call("GET", JOBS).json()["jobs"]] == [["c.txt"], ["b.txt"], ["a.txt"]]
+    assert call("DELETE", third.headers["location"]).json()["job"]["state"] == "cancelled"
     held.go.set()
     assert ended(second)["state"] == ended(first)["state"] == "done"
-    assert {"a.txt", "b.txt"} <= names(own)
+    assert names(own) & {"a.txt", "b.txt", "c.txt"} == {"a.txt", "b.txt"}
+    assert call("DELETE", first.headers["location"]).json()["job"]["state"] == "done"
+    assert call("DELETE", f"{JOBS}/0123456789abcdef").status_code == 404
 
 
 def test_the_queue_is_bounded(send, held, ended, monkeypatch):
@@ -289,18 +292,6 @@ def test_only_the_last_jobs_are_remembered(own, desk, send, ended, call, monkeyp
     assert call("GET", first.headers["location"]).status_code == 404
     assert len(call("GET", JOBS).json()["jobs"]) == 3
     assert len(json.loads((own.folder / "jobs" / "journal.json").read_text())["jobs"]) == 3
-
-
-def test_a_job_that_waits_is_cancelled_at_once(own, send, held, call, ended):
-    first, second = send(("a.txt", TEXT)), send(("b.txt", TEXT))
-    assert held.begun.wait(600)
-    result = call("DELETE", second.headers["location"]).json()["job"]
-    assert result["state"] == "cancelled"
-    held.go.set()
-    assert ended(first)["state"] == "done"
-    assert call("DELETE", first.headers["location"]).json()["job"]["state"] == "done"
-    assert "b.txt" not in names(own)
-    assert call("DELETE", f"{JOBS}/0123456789abcdef").status_code == 404
 
 
 def test_a_cancelled_job_tells_what_is_in_the_index(own, send, ended, call, monkeypatch):
