@@ -45,6 +45,7 @@ def limited(folder, **seconds):
     """A server without keys with room for one answer, which waits for a client as long as a test does but for these."""
     limits = ServerLimits(body_bytes=4096, upload_bytes=4096, idle=200, **{**PATIENT, **seconds})
     with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, requests=1, limits=limits) as server:
+        server.jobs = folder / "jobs"
         yield server
 
 
@@ -56,14 +57,14 @@ def patient(folder):
 
 @pytest.fixture(scope="module")
 def hurried_heads(folder):
-    with limited(folder, head_seconds=0.5) as server:
+    with limited(folder, head_seconds=0.2) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def hurried_bodies(folder, tmp_path_factory):
     own = shutil.copytree(folder, tmp_path_factory.mktemp("own") / "two")  # the jobs of an index are one server's
-    with limited(own, body_seconds=0.5, upload_seconds=0.5, unread_seconds=0.5) as server:
+    with limited(own, body_seconds=0.2, upload_seconds=0.2, unread_seconds=0.2) as server:
         yield server
 
 
@@ -237,14 +238,14 @@ MORE = "content-length: 4000\r\n"
 
 
 @pytest.mark.parametrize(("request_of", "data"), [(post, b" "), (form, part("a.txt"))], ids=["body", "form"])
-def test_a_body_of_chunks_without_end_is_refused(patient, folder, request_of, data):
+def test_a_body_of_chunks_without_end_is_refused(patient, request_of, data):
     with patient.connect() as connection:
         with suppress(ConnectionError):
             connection.sendall(request_of(b"", "transfer-encoding: chunked\r\n", length=False))
             while not select.select([connection], [], [], 0)[0]:
                 connection.sendall(b"400\r\n" + data.ljust(1024) + b"\r\n")
         assert statuses(received(connection)) in ([413], [400], [])  # a reset may overtake the answer
-    assert {path.name for path in (folder / "jobs").glob("*")} <= {"lock", "journal.json"}
+    assert {path.name for path in patient.jobs.glob("*")} <= {"lock", "journal.json"}
 
 
 # slowness
@@ -276,10 +277,14 @@ def test_a_later_request_of_a_connection_has_no_more_time(hurried_heads):
                 break
 
 
-def test_a_body_that_does_not_end_is_told_so(hurried_bodies):
+def test_a_body_that_does_not_end_or_come_is_told_so(hurried_bodies):
     for part_of_one in (post(b"", MORE, length=False), form(part("a.txt"), MORE, length=False)):
         with hurried_bodies.connect() as connection:
             assert statuses(dripped(connection, part_of_one, b" drop")) == [408]
+        with hurried_bodies.connect() as connection:
+            connection.sendall(part_of_one)
+            assert statuses(received(connection)) == [408]
+    assert {path.name for path in hurried_bodies.jobs.glob("*")} <= {"lock", "journal.json"}
 
 
 def test_an_answer_that_is_not_read_is_given_up(hurried_bodies):

@@ -1,11 +1,9 @@
 """What a request passes before anything answers it."""
 
-import asyncio
-import logging
 import stat
 
 import pytest
-from guarded import guarded, post_scope
+from guarded import guarded
 
 from ragkv.errors import ConfigError, UsageError
 from ragkv.server.settings import Keys, ServerSettings, add_key, named_places
@@ -135,30 +133,6 @@ def test_a_large_body_is_refused(call, pieces, status):
             headers=kind,
         )
         assert response.status_code == status, response.text
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/v1/chat/completions", "application/json"),
-        ("/api/indexes/two/documents", "multipart/form-data; boundary=X"),
-    ],
-)
-def test_a_body_that_does_not_come_is_refused(app, rag, path, kind):
-    found = []
-
-    async def tracker():
-        async def receive():
-            await asyncio.Event().wait()
-
-        async def send(message):
-            found.append(message)
-
-        await guarded(app, body_seconds=0.0)(post_scope(path, kind), receive, send)
-
-    asyncio.run(tracker())
-    assert found[0]["status"] == 408
-    assert {path.name for path in (rag.folder / "jobs").glob("*")} <= {"lock", "journal.json"}
 
 
 def test_headers_of_every_answer(call):
