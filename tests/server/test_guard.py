@@ -142,14 +142,6 @@ def test_headers_of_every_answer(call):
     assert len(headers["x-request-id"]) == 32
 
 
-def test_the_log_holds_no_text(chat, caplog):
-    with caplog.at_level(logging.INFO):
-        chat("Who founded Halden Works, secretly?")
-    assert '"path": "/v1/chat/completions"' in caplog.text
-    assert "secretly" not in caplog.text
-    assert "Mira" not in caplog.text
-
-
 def test_indexes_have_names(tmp_path):
     (tmp_path / "my index").mkdir()
     assert named_places([str(tmp_path / "my index")]) == {"my-index": str(tmp_path / "my index")}
