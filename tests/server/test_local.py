@@ -128,7 +128,8 @@ def test_what_a_link_leads_to_is_not_asked(served):
     assert not reached(served)
 
 
-def test_a_second_server_leaves_the_first_ones_socket_alone(served):
+def test_a_second_server_leaves_the_first_ones_socket_alone(served, monkeypatch):
+    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=lambda _: None))  # how long it tries, nobody need wait
     with pytest.raises(BlockingIOError):
         LocalSocket.make(served)
     assert not is_free(served)
