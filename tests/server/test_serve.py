@@ -63,7 +63,8 @@ def test_openai_is_told_errors(client, url):
     assert [model.id for model in client.models.list()] == ["ragkv/two", "ragkv/again"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_ends_it_with_0(folder, number):
     server = CliChild("serve", "--port", 0, "--device", "cpu", "--index", folder)
     server.line()

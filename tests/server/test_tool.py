@@ -155,6 +155,6 @@ def test_over_http(folder, rag):
         url = server.line().split()[-1]
         (payload,), _ = asked(url, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
     finally:
-        code, _, message = server.end(signal.SIGTERM)
+        code, _, message = server.end(signal.SIGHUP)  # as when its terminal is closed
     assert payload.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
     assert (code, "Traceback" in message) == (0, False), message
