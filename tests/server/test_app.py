@@ -318,8 +318,9 @@ def test_a_package_that_is_missing_is_named_with_its_command(chat, monkeypatch, 
 
 
 def test_an_error_under_way_is_told_in_the_stream(chat, torn):
-    error = events(chat(stream=True, max_tokens=30))[-1]["error"]
-    del error["request_id"]
+    response = chat(stream=True, max_tokens=30)
+    error = events(response)[-1]["error"]
+    assert error.pop("request_id") == response.headers["x-request-id"]
     assert error == {"message": "It broke.", "type": "retrieval_error", "param": None, "code": "nothing_retrieved"}
 
 
