@@ -324,20 +324,14 @@ def test_an_error_under_way_is_told_in_the_stream(chat, torn):
     assert error == {"message": "It broke.", "type": "retrieval_error", "param": None, "code": "nothing_retrieved"}
 
 
-def test_a_request_leaves_once(limiter):
-    first, _ = limiter.enter("two"), limiter.enter("two")
-    first.leave()
-    first.leave()
-    assert limiter.inside == 1
-    assert b'ragkv:num_requests_waiting{model_name="two"} 1.0' in limiter.text()
-
-
-def test_a_request_that_runs_leaves_once_what_waits(limiter):
-    request, _ = limiter.enter("two"), limiter.enter("two")
-    request.runs()
-    request.runs()
-    for name in ("waiting", "running"):
-        assert f'ragkv:num_requests_{name}{{model_name="two"}} 1.0'.encode() in limiter.text()
+def test_a_request_leaves_once_what_waits_and_what_runs(limiter):
+    request, other = limiter.enter("two"), limiter.enter("two")
+    for step, inside, waiting, running in ((request.runs, 2, 1, 1), (request.leave, 1, 1, 0), (other.leave, 0, 0, 0)):
+        step()
+        step()
+        assert limiter.inside == inside
+        for name, count in (("waiting", waiting), ("running", running)):
+            assert f'ragkv:num_requests_{name}{{model_name="two"}} {count}.0'.encode() in limiter.text()
 
 
 def test_what_an_answer_needed_and_what_was_stored_of_it_are_counted(limiter):
