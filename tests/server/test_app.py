@@ -12,7 +12,7 @@ from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from guarded import Lengths, guarded, post_scope
+from guarded import Lengths, guarded, posted
 
 from ragkv import RagKV
 from ragkv.index.answer import AnswerStream
@@ -363,26 +363,20 @@ def test_a_client_that_goes_away_frees_its_rows(app, rag, limiter, stream, after
         "model": "two", "stream": stream, "max_tokens": 2000, "messages": [{"role": "user", "content": QUESTION}],
     }  # fmt: skip
 
-    async def tracker():
+    async def ask():
         gone = asyncio.Event()
-        pieces = []
-        asked = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+        scope, receive, send, pieces = posted("/v1/chat/completions", body, gone)
 
-        async def receive():
-            for message in asked:
-                return message
-            if after:
-                await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            pieces.append(message)
+        async def sent(message):
+            await send(message)
             if len(pieces) > after:
                 gone.set()
 
-        await guarded(app)(post_scope("/v1/chat/completions"), receive, send)
+        if not after:
+            gone.set()
+        await guarded(app)(scope, receive, sent)
 
-    asyncio.run(tracker())
+    asyncio.run(ask())
     assert limiter.inside == 0
     for thread in threading.enumerate():
         if thread.name == "ragkv-answer":  # it ends at its next token

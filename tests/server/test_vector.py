@@ -1,14 +1,13 @@
 """Embeddings and rerankings: in batches, in a thread of their own, until their client or the server leaves."""
 
 import asyncio
-import json
 import threading
 from concurrent.futures import Executor
 
 import httpx
 import numpy as np
 import pytest
-from guarded import guarded, post_scope
+from guarded import guarded, posted
 
 from ragkv.retrievers import Embedding
 from ragkv.server.openai import BATCH_TEXTS, MOST_TEXTS
@@ -83,23 +82,6 @@ def running(limiter):
     return b'ragkv:num_requests_running{model_name="vectors"} 1.0' in limiter.text()
 
 
-def asked(path, body, gone=None):
-    """Call an app by its own interface; `gone` is waited for before the client goes away."""
-    sent = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
-    answer = []
-
-    async def receive():
-        for message in sent:
-            return message
-        await (asyncio.Event() if gone is None else gone).wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        answer.append(message)
-
-    return post_scope(path), receive, send, answer
-
-
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank"])
 @pytest.mark.parametrize("leaves", ["client", "server"])
 def test_whoever_leaves_ends_what_is_left(app, limiter, held, path, leaves):
@@ -108,7 +90,7 @@ def test_whoever_leaves_ends_what_is_left(app, limiter, held, path, leaves):
 
     async def run():
         gone = asyncio.Event()
-        *call, answer = asked(path, body, gone)
+        *call, answer = posted(path, body, gone)
         task = asyncio.ensure_future(guarded(app, responded=limiter.responded)(*call))
         await asyncio.to_thread(held.begun.wait, WAIT)
         while not running(limiter):

@@ -25,6 +25,24 @@ def post_scope(path, kind="application/json"):
     }  # fmt: skip
 
 
+def posted(path, body, gone):
+    """An ASGI call of `path` with this body, as JSON: its scope, receive and send, and the list of what is sent. The
+    client goes away when `gone` is set.
+    """
+    requests, sent = iter([{"type": "http.request", "body": json.dumps(body).encode()}]), []
+
+    async def receive():
+        for message in requests:
+            return message
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    return post_scope(path), receive, send, sent
+
+
 def events(response):
     """Pairs of name and data of a stream; comments are left out."""
     blocks = [block.split("\n") for block in response.text.split("\n\n") if block and not block.startswith(":")]
