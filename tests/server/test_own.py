@@ -108,16 +108,11 @@ def test_the_sources_come_before_the_first_token(ask, rag, monkeypatch):
     assert sent[0] == ("sources", False)
 
 
-def test_earlier_turns_reach_the_search_and_the_prompt(rag, ask):
-    history = [{"question": "What does Bolt Ltd make?", "answer": "Valves."}]
-    payload = ask("And who founded it?", history=history, trace=True).json()
-    assert payload["question"] == "And who founded it?"
-    assert "Bolt" in payload["sources"][0]["text"]
-    assert payload["decoding"]["max_new_tokens"] == 6
-
-
 def test_earlier_turns_are_used_as_the_request_says(rag, ask):
     history = [{"question": "What does Bolt Ltd make?", "answer": "Valves."}]
+    payload = ask("And who founded it?", history=history).json()
+    assert payload["question"] == "And who founded it?"
+    assert "Bolt" in payload["sources"][0]["text"]
     alone = ask("And who founded it?").json()
     payload = ask("And who founded it?", history=history, history_mode="none").json()
     assert untimed(payload) == untimed(alone)
