@@ -294,17 +294,16 @@ def test_a_page_has_bounds(call, query):
 
 
 @pytest.fixture(scope="module")
-def long_name(tmp_path_factory, folder):
+def long_name(tmp_path_factory, model_folder):
     """An index with a document of several chunks, and one whose id ends like a route."""
     place = tmp_path_factory.mktemp("long")
     (place / "doc").mkdir()
     (place / "doc" / "chunks").write_text("Kesk Mills makes flour.")
     (place / "mills.txt").write_text("\n\n".join(f"Mill {n} grinds {'oats and rye ' * 12}daily." for n in range(9)))
-    with RagKV.open(folder, device="cpu") as rag:
-        made = tmp_path_factory.mktemp("indexes") / "long"
-        with RagKV.create(made, model=rag.config.model, device="cpu", chunk_tokens=128) as fresh:
-            fresh.ingest(place / "mills.txt", place / "doc" / "chunks")
-            yield fresh
+    made = tmp_path_factory.mktemp("indexes") / "long"
+    with RagKV.create(made, model=str(model_folder), device="cpu", chunk_tokens=128) as fresh:
+        fresh.ingest(place / "mills.txt", place / "doc" / "chunks")
+        yield fresh
 
 
 def test_a_documents_chunks_are_told_in_order(long_name, app_of, call_on):
