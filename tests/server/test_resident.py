@@ -16,7 +16,6 @@ from outcome import typed
 
 from ragkv import RagKV
 from ragkv.cli.main import main
-from ragkv.cli.options import VARIABLES
 from ragkv.cli.query import ChatBackend, ChatSettings
 from ragkv.config import load_config, save_config
 from ragkv.errors import AnswerInterruptedError
@@ -26,13 +25,6 @@ from ragkv.server.local import FOLDER, LocalClient, LocalSocket, ServerReply, Un
 QUESTION = "Who founded Halden Works?"
 LIMIT = ["--max-new-tokens", "5"]
 _TIMES = re.compile(r"first token \d+ ms \(load \d+\), total \d+ ms")
-
-
-@pytest.fixture(autouse=True)
-def nobodys_settings(tmp_path, monkeypatch):
-    for name in (*VARIABLES.values(), "RAGKV_NO_SERVER"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
 
 
 @pytest.fixture(scope="module")
