@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import threading
 from contextlib import ExitStack, closing
 from functools import partial
@@ -32,15 +33,26 @@ def patient_commands():
         yield
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, model_folder):
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory):
     documents = tmp_path_factory.mktemp("documents")
     (documents / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
     (documents / "a [b](c).txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    return documents
+
+
+@pytest.fixture(scope="session")
+def pristine(tmp_path_factory, model_folder, documents):
     folder = tmp_path_factory.mktemp("indexes") / "two"
     with RagKV.create(folder, model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
         rag.ingest(documents)
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, pristine):
+    """A copy of the index, for the tests of a module."""
+    return shutil.copytree(pristine, tmp_path_factory.mktemp("indexes") / "two")
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,8 @@ ASKED = {"model": "ragkv/two", "messages": [{"role": "user", "content": QUESTION
 
 
 @pytest.fixture(scope="module")
-def mini(tmp_path_factory):
+def mini(tmp_path_factory, documents):
     """An index of the bundled model, which has an embedder."""
-    documents = tmp_path_factory.mktemp("documents")
-    (documents / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
-    (documents / "a [b](c).txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
     with RagKV.create(tmp_path_factory.mktemp("indexes") / "two", device="cpu") as rag:
         rag.ingest(documents)
         yield rag
