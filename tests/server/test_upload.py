@@ -31,20 +31,12 @@ JOBS = "/api/indexes/own/jobs"
 TEXT = b"Kesk Mills makes flour."
 
 
-@pytest.fixture(scope="module")
-def opened(folder, tmp_path_factory):
-    path = tmp_path_factory.mktemp("indexes") / "own"
-    shutil.copytree(folder, path, ignore=shutil.ignore_patterns("jobs"))
-    with RagKV.open(path, device="cpu") as opened:
-        yield opened
-
-
 @pytest.fixture
-def own(opened):
+def own(rag):
     """An index of two documents, to which others may be added; they are gone after the test."""
-    yield opened
-    opened.delete_many([d.document for d in opened.document_stats() if d.document.startswith("stdin:")])
-    remove_tree(opened.folder / "jobs")
+    yield rag
+    rag.delete_many([d.document for d in rag.document_stats() if d.document.startswith("stdin:")])
+    remove_tree(rag.folder / "jobs")
 
 
 @pytest.fixture
