@@ -1,15 +1,14 @@
 """The mini model on a corpus that a test can read, the command beside it, and what the dispatcher was told."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from outcome import typed
 
 from ragkv import RagKV
 from ragkv.cli.main import main
@@ -42,16 +41,8 @@ def own(tmp_path) -> Iterator[RagKV]:
 @pytest.fixture
 def command(rag, capsys, monkeypatch) -> Callable[..., dict[str, Any]]:
     """What `ragkv query --json` says of a question to the same index."""
-
-    def run(question: str, *arguments: str) -> dict[str, Any]:
-        monkeypatch.setattr(sys, "argv", ["ragkv", "query", question, "--index", str(rag.folder), "--json", *arguments])
-        capsys.readouterr()
-        with suppress(SystemExit):  # what is printed tells how it went
-            main()
-        found: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return found
-
-    return run
+    ragkv = typed(main, capsys, monkeypatch)
+    return lambda *words: json.loads(ragkv("query", *words, "--index", rag.folder, "--json").out)
 
 
 class _Ear(BaseEventHandler):
