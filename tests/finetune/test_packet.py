@@ -145,6 +145,10 @@ def test_generated_questions_are_a_mixture_of_tasks_and_sizes() -> None:
 
 def test_what_cannot_be_trained_is_said_in_one_sentence(config: PacketConfig, tmp_path: Path) -> None:
     assert config.data is not None
+    with pytest.raises(ConfigError, match="keep the sink"):
+        train_packet(replace(config, over="prefixed", sink="bos"))
+    with pytest.raises(ConfigError, match="needs a header or a trailer"):
+        replace(config, header=0, trailer=0)
     with pytest.raises(UsageError, match="name a file in a folder"):
         train_packet(replace(config, output=tmp_path))
     with pytest.raises(UsageError, match="name a file in a folder"):
@@ -164,7 +168,3 @@ def test_what_cannot_be_trained_is_said_in_one_sentence(config: PacketConfig, tm
 def test_a_wrong_setting_is_named(config: PacketConfig, changes: Any) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         replace(config, **changes)
-    with pytest.raises(ConfigError, match="keep the sink"):
-        train_packet(replace(config, over="prefixed", sink="bos"))
-    with pytest.raises(ConfigError, match="needs a header or a trailer"):
-        replace(config, header=0, trailer=0)
