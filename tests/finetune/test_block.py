@@ -76,7 +76,7 @@ def test_a_tuned_model_is_an_ordinary_one_that_says_how_it_is_read(config, small
     assert (config.output / "adapter" / "adapter_model.safetensors").exists()
 
 
-@pytest.mark.parametrize("lora_rank", [4, None])
+@pytest.mark.parametrize("lora_rank", [4, pytest.param(None, marks=pytest.mark.nightly)])
 def test_an_interrupted_run_ends_at_the_same_weights(config, lora_rank):
     config = replace(config, lora_rank=lora_rank, learning_rate=1e-3, gradient_checkpointing=True)
     finetune_block(config)
@@ -112,7 +112,7 @@ def test_the_layouts_teach_different_things_and_epochs_count_examples(config):
     for name, changes in {
         "full": {"full_share": 1.0},
         "block": {"full_share": 0.0},
-        "kept": {"reencode": False},
+        "kept": {"reencode": False, "lora_rank": None},
     }.items():
         one = replace(config, output=config.output / name, steps=None, epochs=1, **changes)
         assert finetune_block(one)["steps_done"] == 2  # 6 examples, 4 rows a step
