@@ -35,6 +35,16 @@ def many(tmp_path) -> Path:
     return folder
 
 
+@pytest.fixture
+def book(tmp_path) -> Path:
+    """One text of many parts."""
+    generator = random.Random(5)
+    lines = [" ".join(generator.choices(WORDS, k=generator.randrange(3, 30))) for _ in range(2000)]
+    path = tmp_path / "book.md"
+    path.write_text("\n\n".join(f"# Part {i}\n\n{line}" for i, line in enumerate(lines)))
+    return path
+
+
 def test_small_inputs_are_counted(tmp_path):
     (tmp_path / "a.txt").write_text("Bolt Ltd makes valves.")
     (tmp_path / "b.md").write_text("# Bolt\n\nBolt Ltd makes valves.")
@@ -70,13 +80,10 @@ def test_the_same_seed_draws_the_same(many):
     assert first != other
 
 
-def test_of_a_long_text_parts_are_cut(tmp_path, monkeypatch):
+def test_of_a_long_text_parts_are_cut(book, monkeypatch):
     monkeypatch.setattr(plan, "WINDOW", 4000)
-    generator = random.Random(5)
-    lines = [" ".join(generator.choices(WORDS, k=generator.randrange(3, 30))) for _ in range(2000)]
-    (tmp_path / "book.md").write_text("\n\n".join(f"# Part {i}\n\n{line}" for i, line in enumerate(lines)))
-    true = count([tmp_path], 1 << 30)
-    found = count([tmp_path], 40_000)
+    true = count([book], 1 << 30)
+    found = count([book], 40_000)
     assert sum(len(text) for text, _ in found.chunks_read) < true.source_bytes
     assert found.chunks.value == pytest.approx(true.chunks.value, rel=0.1)
     assert 0 < found.chunks.spread < 0.2 * true.chunks.value
@@ -96,10 +103,7 @@ def test_when_time_is_over_some_files_speak_for_the_others(many, monkeypatch):
     assert hits >= 8
 
 
-def test_of_one_large_file_as_much_is_cut_as_there_is_time_for(tmp_path):
-    generator = random.Random(5)
-    lines = [" ".join(generator.choices(WORDS, k=generator.randrange(3, 30))) for _ in range(4000)]
-    (tmp_path / "book.md").write_text("\n\n".join(f"# Part {i}\n\n{line}" for i, line in enumerate(lines)))
+def test_of_one_large_file_as_much_is_cut_as_there_is_time_for(book):
     spent = 0.0
 
     def chunk_ids(text: str) -> tuple[int, ...]:
@@ -108,8 +112,8 @@ def test_of_one_large_file_as_much_is_cut_as_there_is_time_for(tmp_path):
         return tuple(text.encode())
 
     clock = {"chunk_ids": chunk_ids, "now": lambda: spent}
-    true = count([tmp_path], 1 << 30, seconds=1e12, **clock)
-    found = count([tmp_path], 1 << 30, seconds=spent / 2, **clock)
+    true = count([book], 1 << 30, seconds=1e12, **clock)
+    found = count([book], 1 << 30, seconds=spent / 2, **clock)
     assert true.whole
     assert (found.whole, found.cut_short, found.read_sources) == (False, True, 1)
     assert 5000 < sum(len(text) for text, _ in found.chunks_read) < true.source_bytes
