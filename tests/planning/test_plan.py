@@ -27,7 +27,7 @@ def documents(tmp_path) -> Path:
 @pytest.fixture
 def quick(monkeypatch):
     """A trial of one slice, as large on any machine, by a clock of its own: this is about counts."""
-    for name, value in {"BATCH_TOKENS": 1500, "ROUNDS": 1}.items():
+    for name, value in {"BATCH_TOKENS": 700, "ROUNDS": 1}.items():
         monkeypatch.setattr(f"ragkv.planning.calibration.{name}", value)
     monkeypatch.setattr("ragkv.planning.plan.perf_counter", steady())
 
