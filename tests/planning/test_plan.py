@@ -25,6 +25,11 @@ def documents(tmp_path) -> Path:
 
 
 @pytest.fixture
+def settings(model_folder):
+    return {"model": str(model_folder), "device": "cpu", "engines": ("block",), "top_k": 1}
+
+
+@pytest.fixture
 def quick(monkeypatch):
     """A trial of one slice, as large on any machine, by a clock of its own: this is about counts."""
     for name, value in {"BATCH_TOKENS": 700, "ROUNDS": 1}.items():
@@ -67,16 +72,8 @@ def test_both_encodings_and_vectors(quick, documents, model_folder, tmp_path, mo
     assert {found.chunks for found in plan.engines} == {2}
 
 
-def test_nothing_is_written(quick, documents, tmp_path, model_folder):
-    before = sorted(tmp_path.rglob("*"))
-    plan_ingest(documents, folder=tmp_path, model=str(model_folder), device="cpu", engines=("block",), top_k=1)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_time_is_repeated_and_its_spread_is_told(documents, model_folder):
-    plan = plan_ingest(
-        documents, model=str(model_folder), device="cpu", engines=("block",), top_k=1, now=steady(), seconds=1e6
-    )
+def test_time_is_repeated_and_its_spread_is_told(documents, settings):
+    plan = plan_ingest(documents, now=steady(), seconds=1e6, **settings)
     assert len(plan.encode.seconds) == 5
     assert {len(found.first_token.seconds) for found in plan.engines} == {5}
     assert plan.fastest.total <= plan.seconds.total <= plan.slowest.total
@@ -88,9 +85,8 @@ def test_time_is_repeated_and_its_spread_is_told(documents, model_folder):
     assert result["seconds_fastest"].keys() == result["seconds"].keys()
 
 
-def test_a_machine_that_is_not_steady_is_said(documents, model_folder):
+def test_a_machine_that_is_not_steady_is_said(documents, settings):
     uneven = steady(0.01, 0.02, 0.05, 0.07, 0.11, 0.13, 0.17)
-    settings = {"model": str(model_folder), "device": "cpu", "engines": ("block",), "top_k": 1}
     plan = plan_ingest(documents, now=uneven, seconds=1e6, **settings)
     assert not plan.trust.trusted
     assert all("of their median apart: the machine was not steady" in reason for reason in plan.trust.reasons)
@@ -113,10 +109,11 @@ def test_when_time_is_over_all_is_measured_once_and_the_rest_is_said(tmp_path, m
     assert plan.to_json()["left_out"] == list(plan.left_out)
 
 
-def test_the_first_steps_have_no_total_and_come_before_the_model(quick, documents, model_folder):
+def test_the_first_steps_have_no_total_and_nothing_is_written(quick, documents, tmp_path, settings):
     steps: list[tuple[int, int, str]] = []
-    settings = {"model": str(model_folder), "device": "cpu", "engines": ("block",), "top_k": 1}
-    plan_ingest(documents, on_step=lambda *step: steps.append(step), **settings)
+    before = sorted(tmp_path.rglob("*"))
+    plan_ingest(documents, folder=tmp_path, on_step=lambda *step: steps.append(step), **settings)
+    assert sorted(tmp_path.rglob("*")) == before
     assert steps[:4] == [
         (0, 0, "loading the model"),
         (0, 0, "reading"),
@@ -142,30 +139,24 @@ def test_another_runtime_overtakes_with_the_right_token(rates, token):
     assert found.overtaken_after(*rates) == token
 
 
-@pytest.mark.parametrize("rates", [(0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf"))])
-def test_a_runtime_without_rates_is_refused(documents, rates):
-    with pytest.raises(UsageError, match="--beside takes two rates above 0"):
-        plan_ingest(documents, beside=rates)
-
-
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])
-def test_no_time_at_all_is_refused(documents, seconds):
-    with pytest.raises(UsageError, match="--seconds must be more than 0"):
-        plan_ingest(documents, seconds=seconds)
+NONE, ENDLESS = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "what"),
+    ("changes", "error", "what"),
     [
+        *(({"beside": each}, UsageError, "--beside takes two rates above 0") for each in ((0.0, 1.0), (1.0, -1.0))),
+        *(({"beside": each}, UsageError, "--beside takes two rates above 0") for each in ((NONE, 1.0), (1.0, ENDLESS))),
+        *(({"seconds": each}, UsageError, "--seconds must be more than 0") for each in (0, -1, NONE, ENDLESS)),
         ({"engines": ("full",)}, UsageError, "full stores no KV, so there is nothing to plan; add one of ape"),
         ({"codec": "zip"}, ConfigError, "unknown codec 'zip'"),
         ({"chunk_tokens": 1}, ConfigError, "chunk_tokens must lie between"),
         ({"folder": Path("/nowhere")}, UsageError, "A temporary folder cannot be made in /nowhere"),
     ],
 )
-def test_bad_input_says_what_to_do(documents, model_folder, settings, error, what):
+def test_bad_input_says_what_to_do(documents, settings, changes, error, what):
     with pytest.raises(error, match=what):
-        plan_ingest(documents, **({"model": str(model_folder), "device": "cpu"} | settings))
+        plan_ingest(documents, **settings | changes)
 
 
 def repeats(*seconds: float) -> Repeats:
