@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import socket
 from itertools import product
 
 import pytest
@@ -63,12 +62,3 @@ def test_a_signal_ends_it_with_0(folder, number):
     server.line()
     code, _, message = server.end(number)
     assert (code, "Traceback" in message) == (0, False), message
-
-
-def test_a_port_that_is_taken_is_told_before_a_model_loads(folder):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, shown, message = CliChild("serve", "--index", folder, "--port", port).end()
-    assert (code, shown) == (2, "")
-    assert message.startswith(f"ragkv: 127.0.0.1 port {port} cannot be listened on: ")
-    assert message.count("\n") == 1
