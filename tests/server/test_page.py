@@ -131,14 +131,19 @@ def blameless(forgiven):
 
 @pytest.fixture(scope="module")
 def profile_of(browser, server):
-    """A browser profile of its own with an empty page: `profile_of(key, color_scheme=…)`."""
+    """A browser profile of its own with an empty page: `profile_of(key, color_scheme=…)`. With a query in its address,
+    the page finds nothing that it kept before."""
     with ExitStack() as profiles:
 
         def made(key, **settings):
             tracker = Watched(browser, server.root, **{"viewport": WIDE, **settings})
             profiles.callback(tracker.context.close)
             if key is not None:
-                tracker.context.add_init_script(f"sessionStorage.setItem('ragkv-key', {key!r})")
+                tracker.context.add_init_script(
+                    "if (location.search) {"
+                    " localStorage.clear(); sessionStorage.clear(); history.replaceState(null, '', '/'); }"
+                    f" sessionStorage.setItem('ragkv-key', {key!r})"
+                )
             return tracker
 
         yield made
@@ -169,9 +174,7 @@ def page(tracker, server, blameless):
     """The page, loaded anew."""
     tracker.faults.clear()
     blameless.append(tracker)
-    tracker.page.goto(f"{server.root}/healthz")  # of the same origin, and quickly there
-    tracker.page.evaluate("() => { localStorage.clear(); sessionStorage.removeItem('ragkv-conversations-1'); }")
-    tracker.page.goto(f"{server.root}/")
+    tracker.page.goto(f"{server.root}/?anew")
     return ready(tracker.page)
 
 
@@ -181,9 +184,18 @@ def shown(locator):
     return expect(locator)
 
 
+def until(page, condition, *given):
+    """Wait in the page, frame by frame, until a function of JavaScript holds: `expect` is later by up to 0.5 s."""
+    waited = f"""([most, ...given]) => new Promise((done) => {{
+        setTimeout(done, most);
+        const look = () => ({condition})(...given) ? done(true) : requestAnimationFrame(look);
+        look();
+    }})"""
+    assert page.evaluate(waited, [PATIENCE, *given]), condition
+
+
 def ready(page):
-    shown(page.locator("#facts")).to_contain_text("chunks")
-    shown(page.locator("#listing tr").first).to_be_attached()
+    until(page, "() => document.querySelector('#listing tr') && document.activeElement.id === 'question'")
     return page
 
 
@@ -196,8 +208,16 @@ def ask(page, question, *, engine=None, top_k=None, answers=1):
     page.get_by_label("Question").fill(question)
     page.keyboard.press("Enter")
     result = page.locator(".result").first
-    shown(result.locator(".asked")).to_have_text(question)
-    shown(result.locator(".total")).to_have_count(answers)
+    until(
+        page,
+        """(question, answers) => {
+            const result = document.querySelector(".result");
+            const asked = result?.querySelector(".asked").textContent;
+            return asked === question && result.querySelectorAll(".total").length === answers;
+        }""",
+        question,
+        answers,
+    )
     return result
 
 
