@@ -484,14 +484,7 @@ def test_conversations_are_there_after_a_reload(page, rag):
 
 
 def test_kept_conversations_that_cannot_be_read_do_no_harm(page):
-    for kept in (
-        "{",
-        "null",
-        '{"a": 1}',
-        '[{"index": "corpus"}]',
-        '[{"id": "1", "index": "gone", "turns": []}]',
-        "[3]",
-    ):
+    for kept in ("{", "null", '[3, {"index": "corpus"}, {"id": "1", "index": "gone", "turns": []}]'):
         page.evaluate("kept => sessionStorage.setItem('ragkv-conversations-1', kept)", kept)
         ready_again(page)
         shown(page.get_by_label("Question")).to_be_focused()
