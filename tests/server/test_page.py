@@ -551,9 +551,8 @@ echo "a" && [31m <b>
 """
 
 
-def test_an_answer_is_shown_as_markdown_and_copied_as_it_is(visit_of, key, says):
-    tracker = visit_of(key[1], permissions=["clipboard-read", "clipboard-write"])
-    page = ready(tracker.page)
+def test_an_answer_is_shown_as_markdown_and_copied_as_it_is(page, says):
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     says(MARKDOWN.strip())
     result = ask(page, QUESTION)
     text = result.locator(".text")
