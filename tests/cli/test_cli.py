@@ -113,10 +113,14 @@ def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch
 
 
 def test_the_installed_command_answers(index):
-    """Once in a process of its own: entry point, streams and exit code."""
+    """Once in a process of its own: entry point, streams and exit code, and that no vector search is loaded for words.
+    Modules are counted, never times."""
     command = [Path(sys.executable).parent / "ragkv", "query", "Who founded Halden Works?", "--index", index, "--json"]
-    done = subprocess.run([*command, "--max-new-tokens", "2"], capture_output=True, text=True, check=True)
+    words, counted = ("--max-new-tokens", "2", "--retrieval", "bm25"), {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=True, env=counted)
     assert json.loads(done.stdout)["sources"]
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert loaded & {"torch", "faiss", "FlagEmbedding", "pandas"} == {"torch"}
     failed = subprocess.run([*command, "--top-k", "0"], capture_output=True, text=True, check=False)
     assert failed.returncode == 2
     assert failed.stderr.strip() == "ragkv: --top-k must be at least 1, not 0."
@@ -152,7 +156,7 @@ def test_a_full_disk_is_one_sentence(tmp_path, words, unbuffered):
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["models", "--quiet"], ["models", "--json"]], ids=["help", "table", "json"]
+    "words", [["--help"], ["config", "show", "--quiet"], ["config", "show", "--json"]], ids=["help", "table", "json"]
 )
 def test_a_reader_that_leaves_is_no_failure(words):
     there, here = os.pipe()

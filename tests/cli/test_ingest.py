@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -295,11 +294,8 @@ def test_ctrl_c_at_the_search_indexes_says_that_nothing_is_missing(
     assert len(json.loads(ragkv(*arguments, "--json").out)["unchanged"]) == 2
 
 
-@pytest.mark.slow
 def test_a_real_pipe(tmp_path):
-    ragkv = f'"{sys.executable}" -c "from ragkv.cli.main import main; main()"'
-    command = f'ingest - --name t --index "{tmp_path / "new"}" --dry-run --json'
-    shell = f'printf "a,b,c\\nHalden,Varn,x\\nBolt,Oskel,y\\n" | {ragkv} {command} | cat'
-    run = subprocess.run(shell, shell=True, capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout)["added"] == ["stdin:t"]
-    assert run.stderr == ""
+    child = CliChild("ingest", "-", "--name", "t", "--index", tmp_path / "new", "--dry-run", "--json")
+    child.say("a,b,c\nHalden,Varn,x\nBolt,Oskel,y")
+    code, out, err = child.end()
+    assert (code, json.loads(out)["added"], err) == (0, ["stdin:t"], "")

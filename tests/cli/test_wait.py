@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +12,13 @@ from clichild import CliChild
 from ragkv import RagKV
 from ragkv.store import Store
 
+HOLDER = """
+import sys
+from ragkv.store import Store
+with Store.open(sys.argv[1]) as store, store.writing("ragkv ingest docs/"):
+    print("holding", flush=True)
+    sys.stdin.read()
+"""
 TIME = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d"  # with the day when it was before midnight
 
 
@@ -36,24 +41,11 @@ def test_no_wait_names_the_holder(ragkv, index, tmp_path):
 
 @pytest.mark.slow
 def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
-    holder = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys\nfrom ragkv.store import Store\n"
-            "with Store.open(sys.argv[1]) as store, store.writing('ragkv ingest docs/'):\n"
-            "    print('holding', flush=True)\n    sys.stdin.read()",
-            index,
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with holder, ExitStack() as stack:
-        stack.callback(holder.kill)  # or a failure here would wait for ever
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "holding\n"
-        waiting = rf"waiting for PID {holder.pid} \(ragkv ingest docs/, since {TIME}\) …\n"
+    holder = CliChild(index, program=HOLDER)
+    with ExitStack() as stack:
+        stack.callback(holder.process.kill)  # or a failure here would wait for ever
+        assert holder.line() == "holding\n"
+        waiting = rf"waiting for PID {holder.process.pid} \(ragkv ingest docs/, since {TIME}\) …\n"
         children = [CliChild("ingest", tmp_path / "halden.md", "--index", index) for _ in range(2)]
         for child in children:
             stack.callback(child.process.kill)
@@ -61,7 +53,7 @@ def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
         code, _, message = children[0].end(signal.SIGINT)
         assert code == 130
         assert message.splitlines()[-1].startswith("ragkv: interrupted")
-        holder.kill()
+        holder.end(signal.SIGKILL)
         code, shown, message = children[1].end()
         assert code == 0, message
         assert "1 added" in shown
