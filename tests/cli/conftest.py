@@ -11,6 +11,7 @@ from ragkv import RagKV
 from ragkv.cli.main import main
 from ragkv.cli.options import VARIABLES
 from ragkv.index.index import Index
+from ragkv.ingest.sandbox import SourceReader, read_source
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,12 @@ def questions(tmp_path) -> Path:
     lines = [{"question": "Who founded Halden Works?", "answers": ["Mira"]}, {"question": "What does Bolt Ltd make?"}]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
+
+
+@pytest.fixture
+def read_here(monkeypatch) -> None:
+    """Files are read in this process: another one, for each ingest that needs it, takes a third of a second."""
+    monkeypatch.setattr(SourceReader, "read", lambda reader, source: read_source(source, reader._limits))
 
 
 @pytest.fixture

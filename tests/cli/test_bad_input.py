@@ -355,6 +355,7 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
 def test_bad_input_is_one_sentence_and_changes_nothing(ragkv: Any, place, tmp_path, monkeypatch, line, code, says):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("read_here")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(bytes(range(256)))))
     arguments = [word.format(**place, new=tmp_path / "new") for word in shlex.split(line)]
     before = state(place["folder"])

@@ -112,6 +112,7 @@ def test_a_prune_leaves_what_came_by_stdin(ragkv, pipe, index, documents):
 def test_bytes_from_python(index):
     with RagKV.open(index) as rag:
         report = rag.ingest(from_bytes(b"name,city\nHalden,Varn\nBolt,Oskel\n", name="places.csv"))
+@pytest.mark.usefixtures("read_here")
         assert (report.added, report.chunks) == (["stdin:places.csv"], 2)
         assert {scored.chunk.heading for scored in rag.retrieve("city Varn Oskel", top_k=9)} >= {"row 2", "row 3"}
 

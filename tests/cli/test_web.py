@@ -92,6 +92,7 @@ def reasons(sources: list[SourceFile]) -> list[str]:
     return [skip.reason for skip in sources[0].remote.skipped]
 
 
+@pytest.mark.usefixtures("read_here")
 def test_a_sitemap_stays_right(site, command, tmp_path, model_folder):
     site |= {"/a.html": HALDEN, "/b.html": BOLT, "/broken.pdf": (200, {"Content-Type": "application/pdf"}, "no")}
     site.sitemap("/a.html", "/b.html", "/broken.pdf", "/missing.html")
@@ -120,6 +121,7 @@ def test_a_sitemap_stays_right(site, command, tmp_path, model_folder):
         assert (found.chunk.document_id, found.chunk.heading) == (f"{site.address}/c.html", "Bolt Ltd")
 
 
+@pytest.mark.usefixtures("read_here")
 def test_a_page_that_has_not_changed_is_not_sent_again(site, command, tmp_path, model_folder):
     site |= {"/a.html": (200, {"ETag": '"1"'}, HALDEN), "/b.html": (200, {"Last-Modified": "yesterday"}, BOLT)}
     site |= {"/c.html": (200, {"ETag": "x" * 999}, PAGE.format("Corvo", "Corvo Mills was founded by Ann Lee."))}
