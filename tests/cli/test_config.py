@@ -171,6 +171,8 @@ def test_where_the_user_file_is(monkeypatch):
 
 
 def test_what_it_may_say(tmp_path):
+    watch = written(tmp_path, '[[watch]]\nindex = "notes-index"\nfolder = "notes"\nprune = true\n').watch
+    assert [(each.index, each.folder, each.prune) for each in watch] == [("notes-index", "notes", True)]
     assert UserFile.read(tmp_path / "none.toml").settings == {}
     read = written(
         tmp_path, 'device = "cpu"\nmodel = "Qwen/Qwen3-4B"\nengines = ["ape"]\n[prompt]\nsystem = "Be brief."\n'
@@ -189,6 +191,10 @@ def test_what_it_may_say(tmp_path):
         ("modle = 'x'", "unknown key 'modle'; remove it, or use one of"),
         ("[prompt]\nsytem = 'x'", "unknown key 'sytem'"),
         ("model = [", "not valid TOML"),
+        ("watch = 'a'", "watched folders are tables"),
+        ("watch = [1]", "watched folders are tables"),
+        ("[[watch]]\nfile = 1", "[[watch]]: unknown key 'file'"),
+        ("[[watch]]\nprune = 1", "[[watch]]"),
         ("model = 3", "model = 3 has the wrong type"),
         ("device = 0", "device = 0 must be a string"),
         ("index = ''", "index = '' must be a string that is not empty"),

@@ -18,8 +18,7 @@ from live import live
 from nightly import NIGHTLY
 
 from ragkv import RagKV
-from ragkv.cli.options import UserFile
-from ragkv.errors import ConfigError, StoreFullError
+from ragkv.errors import StoreFullError
 from ragkv.ingest import SourceFile, watch
 from ragkv.server.jobs import JobManager
 from ragkv.server.metrics import ConcurrencyLimiter
@@ -289,19 +288,6 @@ def test_the_server_follows_folders_of_the_user_file(folder, rag, caplog):
         assert {job.facts.state for job in manager.jobs("own")} == {"done"}
     finally:
         manager.close()
-
-
-def test_wrong_usage_is_refused(ragkv, folder, index, tmp_path):
-    for more in (["--dry-run"], [folder / "0.txt"]):
-        shown = ragkv("ingest", folder, *more, "--watch", "--index", index)
-        assert shown.code == 2
-        assert "--watch follows folders" in shown.err
-    (file := tmp_path / "config.toml").write_text(f'[[watch]]\nindex = "{index}"\nfolder = "{folder}"\nprune = true\n')
-    assert [(each.folder, each.prune) for each in UserFile.read(file).watch] == [(str(folder), True)]
-    for text in ('watch = "a"', "watch = [1]", "[[watch]]\nfile = 1", "[[watch]]\nprune = 1"):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match="watch"):
-            UserFile.read(file)
 
 
 def test_a_full_disk_does_not_end_it(folder, index, monkeypatch, ragkv):
