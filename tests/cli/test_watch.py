@@ -45,10 +45,33 @@ def until(holds) -> None:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch) -> None:
     """A walk begins, and a group of changes is complete, after a 20th of the time that users wait."""
-    whole = watchfiles.watch
-    soon = {"step": watch.SETTLE_MILLISECONDS // 20, "rust_timeout": 50}
+    whole, soon = watchfiles.watch, {"rust_timeout": 50}
     monkeypatch.setattr(watchfiles, "watch", lambda *folders, **settings: whole(*folders, **settings | soon))
+    monkeypatch.setattr(watch, "SETTLE_MILLISECONDS", watch.SETTLE_MILLISECONDS // 20)
     monkeypatch.setattr(watch, "WALK_TICKS", 20 * watch.WALK_TICKS)
+
+
+HURRIED = """
+from ragkv.cli.main import main
+from ragkv.ingest import watch
+
+watch.SETTLE_MILLISECONDS //= 20
+main()
+"""
+"""The command in a process of its own, in as much of a hurry."""
+
+
+class Soon(threading.Event):
+    """Waits for a 20th of the time, too."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return super().wait(timeout and timeout / 20)
+
+
+def save(path: Path, text: str) -> None:
+    """As an editor does, so that nobody reads a part of it."""
+    (path.parent / ".saved").write_text(text)
+    (path.parent / ".saved").replace(path)
 
 
 @pytest.fixture
@@ -123,7 +146,7 @@ def test_what_is_as_before_after_an_ingest_that_saw_something_else_is_ingested_a
 @pytest.fixture
 def followed(rag):
     """`followed(folder, prune=True)` follows in a thread; returns the list of reports."""
-    stop, threads, reports = threading.Event(), [], []
+    stop, threads, reports = Soon(), [], []
 
     def begin(*folders, prune=True, notify=reports.append):
         watcher = rag.watcher(folders, prune=prune, notify=notify)
@@ -154,9 +177,8 @@ def changed(folder: Path, draw: random.Random) -> None:
     elif kind == "edit":
         with draw.choice(files).open("a") as file:
             file.write(f" {text}")
-    elif kind == "replace":  # as an editor saves
-        (folder / ".saved").write_text(text)
-        (folder / ".saved").replace(draw.choice(files))
+    elif kind == "replace":
+        save(draw.choice(files), text)
     elif kind == "delete":
         draw.choice(files).unlink()
     elif kind == "move":
@@ -176,7 +198,7 @@ def changed(folder: Path, draw: random.Random) -> None:
 def test_after_many_changes_the_index_equals_a_new_one(folder, rag, followed, tmp_path, monkeypatch, notified):
     if not notified:
         monkeypatch.setitem(sys.modules, "watchfiles", None)
-        monkeypatch.setattr(watch, "POLL_SECONDS", 0.1)
+        monkeypatch.setattr(watch, "POLL_SECONDS", 2)
     reports = followed(folder)
     draw = random.Random(7)
     for number in range(CHANGES):
@@ -247,9 +269,9 @@ def test_what_could_not_be_stored_is_tried_again(folder, rag, monkeypatch):
 def test_the_command_follows_until_it_is_ended(folder, tmp_path, model_folder):
     index = tmp_path / "index"
     chosen = ("--model", model_folder, "--device", "cpu", "--engines", "ape")
-    child = CliChild("ingest", folder, "--index", index, "--watch", "--prune", "--json", *chosen)
+    child = CliChild("ingest", folder, "--index", index, "--watch", "--prune", "--json", *chosen, program=HURRIED)
     assert len(json.loads(child.line())["added"]) == 8
-    (folder / "new.txt").write_text("New.")
+    save(folder / "new.txt", "New.")
     assert json.loads(child.line())["added"] == [str(folder / "new.txt")]
     (folder / "new.txt").rename(folder / "newer.txt")
     assert json.loads(child.line())["added"] == [str(folder / "newer.txt")]
@@ -262,10 +284,11 @@ def test_the_command_follows_until_it_is_ended(folder, tmp_path, model_folder):
 def test_the_server_does_the_work_while_it_is_up(folder, rag):
     rag.ingest(folder)
     with live({"own": rag}, resident=True) as server:
-        child = CliChild("ingest", folder, "--index", rag.folder, "--watch", "--prune", "--json", "--device", "cpu")
-        (folder / "new.txt").write_text("New.")
+        chosen = ("--index", rag.folder, "--device", "cpu")
+        child = CliChild("ingest", folder, "--watch", "--prune", "--json", *chosen, program=HURRIED)
+        save(folder / "new.txt", "New.")
         assert json.loads(child.line())["added"] == [str(folder / "new.txt")]
-        (folder / "0.txt").write_bytes(b"\0\1")
+        save(folder / "0.txt", "\0\1")
         assert json.loads(child.line())["skipped"] == [{"path": str(folder / "0.txt"), "reason": "binary file"}]
         jobs = httpx.get(f"{server.root}/api/indexes/own/jobs").json()["jobs"]
         assert [(job["state"], job["files"]) for job in jobs] == [("done", ["0.txt"]), ("done", ["new.txt"])]
