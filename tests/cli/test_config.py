@@ -1,7 +1,6 @@
 """`ragkv config`, that what it says is what the other commands do, the user file, and where each value comes from."""
 
 import json
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from ragkv import RagKV
-from ragkv.cli.options import FLAGS, VARIABLES, UserFile, in_force, user_file
+from ragkv.cli.options import FLAGS, VARIABLES, UserFile, user_file
 from ragkv.config import IndexConfig, StepsConfig, load_config
 from ragkv.errors import ConfigError
 
@@ -57,6 +56,7 @@ def test_what_it_says_of_a_new_index_is_what_ingest_makes(ragkv, own_file, monke
     assert found["codec"] == ("zstd", "file")
     assert found["prompt.system"] == ("Be brief.", "file")
     assert found["prompt.separator"][1] == found["dtype"][1] == "default"
+    assert found["device"] == (None, "default")
     (tmp_path / "a.txt").write_text("Halden Works was founded by Mira Oskel.")
     made = ragkv("ingest", tmp_path / "a.txt", "--model", model_folder, "--engines", "ape", "--quiet")
     assert made.code == 0, made.err
@@ -74,8 +74,9 @@ def test_an_index_says_what_it_was_built_with(ragkv, own_file, monkeypatch, empt
     assert found["index"] == (str(empty), "file")
     assert found["device"] == ("cpu", "file")
     assert found["codec"] == ("zstd", "index")
-    assert found["model"][1] == "index"
+    assert found["model"][1] == found["prompt.system"][1] == "index"
     assert found["top_k"] == (3, "environment")
+    assert result(ragkv, "--top-k", 4)["top_k"] == (4, "flag")
     shown = ragkv("config", "show")
     assert "RAGKV_MODEL=other/model contradicts the index" in shown.err
     assert max(map(len, shown.out.splitlines())) <= 80
@@ -146,19 +147,10 @@ def test_a_mistake_in_the_user_file_stops_who_reads_it_and_nobody_else(ragkv, ow
     assert ragkv("stats", "--help").code == 0
 
 
-NONE = UserFile(path=Path("/none"), table={}, settings={})
-
-
 def written(tmp_path: Path, text: str) -> UserFile:
     path = tmp_path / "config.toml"
     path.write_text(text)
     return UserFile.read(path)
-
-
-def origins(**more: Any) -> dict[str, tuple[Any, str]]:
-    given: dict[str, Any] = {"flags": {}, "variables": {}, "user": NONE, "config": IndexConfig(), "index": None}
-    given |= {"used": {"index": "ragkv-index", "device": None}} | more
-    return {one.name: (one.value, one.origin) for one in in_force(**given)}
 
 
 def test_where_the_user_file_is(monkeypatch):
@@ -171,8 +163,6 @@ def test_where_the_user_file_is(monkeypatch):
 
 
 def test_what_it_may_say(tmp_path):
-    watch = written(tmp_path, '[[watch]]\nindex = "notes-index"\nfolder = "notes"\nprune = true\n').watch
-    assert [(each.index, each.folder, each.prune) for each in watch] == [("notes-index", "notes", True)]
     assert UserFile.read(tmp_path / "none.toml").settings == {}
     read = written(
         tmp_path, 'device = "cpu"\nmodel = "Qwen/Qwen3-4B"\nengines = ["ape"]\n[prompt]\nsystem = "Be brief."\n'
@@ -181,6 +171,8 @@ def test_what_it_may_say(tmp_path):
     assert read.used("index") is None
     assert read.settings.keys() == {"model", "engines", "prompt"}
     assert (read.settings["engines"], read.settings["prompt"].system) == (("ape",), "Be brief.")
+    watch = written(tmp_path, '[[watch]]\nindex = "notes-index"\nfolder = "notes"\nprune = true\n').watch
+    assert [(each.index, each.folder, each.prune) for each in watch] == [("notes-index", "notes", True)]
     # an embedder may come from the flag, so a mode that needs one is no mistake yet
     assert written(tmp_path, 'retrieval = "dense"').settings == {"retrieval": "dense"}
 
@@ -191,10 +183,6 @@ def test_what_it_may_say(tmp_path):
         ("modle = 'x'", "unknown key 'modle'; remove it, or use one of"),
         ("[prompt]\nsytem = 'x'", "unknown key 'sytem'"),
         ("model = [", "not valid TOML"),
-        ("watch = 'a'", "watched folders are tables"),
-        ("watch = [1]", "watched folders are tables"),
-        ("[[watch]]\nfile = 1", "[[watch]]: unknown key 'file'"),
-        ("[[watch]]\nprune = 1", "[[watch]]"),
         ("model = 3", "model = 3 has the wrong type"),
         ("device = 0", "device = 0 must be a string"),
         ("index = ''", "index = '' must be a string that is not empty"),
@@ -203,33 +191,16 @@ def test_what_it_may_say(tmp_path):
         ("prompt = 'x'", "prompt must be a table"),
         ("[prompt]\nquestion = 'no place'", "exactly once"),
         ("top_k = true", "wrong type"),
+        ("watch = 'a'", "watched folders are tables"),
+        ("watch = [1]", "watched folders are tables"),
+        ("[[watch]]\nfile = 1", "[[watch]]: unknown key 'file'"),
+        ("[[watch]]\nprune = 1", "[[watch]]"),
     ],
 )
 def test_a_mistake_in_it_is_one_sentence_that_names_the_file(tmp_path, text, says):
     with pytest.raises(ConfigError, match=r"config\.toml") as error:
         written(tmp_path, text)
     assert says in str(error.value)
-
-
-def test_each_source_gives_way_to_the_one_before(tmp_path):
-    user = written(tmp_path, 'device = "cuda"\ntop_k = 3\n')
-    table = 'top_k = 5\n[prompt]\nsystem = "Short."\n'
-    config = IndexConfig.from_toml(table)
-    index = (tmp_path / "ragkv.toml", tomllib.loads(table))
-    new = IndexConfig(**user.settings)
-
-    assert origins()["top_k"] == (8, "default")
-    assert origins(user=user, config=new)["top_k"] == (3, "file")
-    assert origins(user=user, config=config, index=index)["top_k"] == (5, "index")
-    chosen = {"user": user, "config": config, "index": index, "variables": {"top_k": 6}}
-    assert origins(**chosen)["top_k"] == (6, "environment")
-    assert origins(**chosen, flags={"top_k": 7})["top_k"] == (7, "flag")
-
-    found = origins(user=user, config=config, index=index)
-    assert found["prompt.system"] == ("Short.", "index")
-    assert found["prompt.separator"] == ("\n\n", "default")
-    assert found["device"] == ("cuda", "file")
-    assert found["index"] == ("ragkv-index", "default")
 
 
 def test_every_variable_is_a_setting_with_an_option():
