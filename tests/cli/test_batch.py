@@ -66,38 +66,39 @@ def test_it_goes_on_where_it_was(ask, tmp_path):
     assert output.read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("row", "what"),
-    [
-        ("no json", "not valid JSON"),
-        ("[1]", "a line is an object in braces"),
-        ({"text": "no question"}, '"question" that is not empty'),
-        (ROWS[0], "the id 'a' is that of"),
-        ({"id": [1], "question": "x"}, '"id" is a text or a whole number'),
-        ({"question": "Who?", "engine": "turbo"}, "Unknown engine 'turbo'"),
-        ({"question": "Who?", "engine": 7}, '"engine" must be a text'),
-        ({"question": "Who?", "top_k": "8"}, '"top_k" is a whole number from 1 up'),
-        ({"question": "Who?", "max_new_tokens": 0}, '"max_new_tokens" is a whole number from 1 up'),
-        ({"question": "Who?", "where": {"source": "x"}}, '"where" is a text that is not blank, or a list'),
-        ({"question": "Who?", "where": "source=none*"}, "No document matches"),
-        ({"question": "Who?", "context": ["Bolt", " "]}, '"context" is a text that is not blank, or a list'),
-        (b'{"question": "\xff"}', "not valid UTF-8"),
-        ("[" * 5000, "not valid JSON"),
-    ],
-)
-def test_a_bad_line_is_named_and_stops_nothing(ask, tmp_path, row, what):
-    done = ask([ROWS[0], row, ROWS[1]])
+BAD = [
+    ("no json", "not valid JSON"),
+    ("[1]", "a line is an object in braces"),
+    ({"text": "no question"}, '"question" that is not empty'),
+    (ROWS[0], "the id 'a' is that of"),
+    ({"id": [1], "question": "x"}, '"id" is a text or a whole number'),
+    ({"question": "Who?", "engine": "turbo"}, "Unknown engine 'turbo'"),
+    ({"question": "Who?", "engine": 7}, '"engine" must be a text'),
+    ({"question": "Who?", "top_k": "8"}, '"top_k" is a whole number from 1 up'),
+    ({"question": "Who?", "max_new_tokens": 0}, '"max_new_tokens" is a whole number from 1 up'),
+    ({"question": "Who?", "where": {"source": "x"}}, '"where" is a text that is not blank, or a list'),
+    ({"question": "Who?", "where": "source=none*"}, "No document matches"),
+    ({"question": "Who?", "context": ["Bolt", " "]}, '"context" is a text that is not blank, or a list'),
+    (b'{"question": "\xff"}', "not valid UTF-8"),
+    ("[" * 5000, "not valid JSON"),
+]
+
+
+def test_bad_lines_are_named_and_stop_nothing(ask, tmp_path):
+    rows = [ROWS[0], *(row for row, _ in BAD), ROWS[1]]
+    done = ask(rows)
     assert done.code == 1
-    assert "many.jsonl, line 2: " in done.err
-    assert what in done.err
+    assert f"{len(BAD)} failed" in done.out
     assert "2 answers in" in done.out
-    assert "1 failed" in done.out
     assert [row["id"] for row in lines(tmp_path / "answers.jsonl")] == ["a", 2]
-    summary = json.loads(ask([ROWS[0], row, ROWS[1]], "--json").out)
-    assert (summary["questions"], summary["kept"], summary["answered"]) == (3, 2, 0)
-    [failed] = summary["failed"]
-    assert failed["line"] == 2
-    assert what in failed["error"]
+    summary = json.loads(ask(rows, "--json").out)
+    assert (summary["questions"], summary["kept"], summary["answered"]) == (len(rows), 2, 0)
+    messages = [line for line in done.err.splitlines() if "many.jsonl, line " in line]
+    for number, (message, failed, (_, what)) in enumerate(zip(messages, summary["failed"], BAD, strict=True), 2):
+        assert f"many.jsonl, line {number}: " in message
+        assert what in message
+        assert failed["line"] == number
+        assert what in failed["error"]
 
 
 @pytest.mark.parametrize(("rows", "what"), [(["no json"], "line 1: not valid JSON"), ([], "holds no question")])
