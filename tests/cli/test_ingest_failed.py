@@ -4,7 +4,6 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import words
@@ -13,7 +12,6 @@ from ragkv import RagKV
 from ragkv.config import PromptConfig, load_config
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
 from ragkv.index.create import CreationRollback
-from ragkv.ingest.ingester import Ingester
 from ragkv.model import self_check
 from ragkv.model.language_model import LanguageModel
 from ragkv.store import Store
@@ -41,16 +39,43 @@ def ingest(ragkv, documents, model_folder):
     return run
 
 
-@pytest.mark.parametrize(("how", "code"), [("mode", 2), ("first chunk", 1), ("Ctrl-C", 130)])
-def test_a_failed_first_ingest_leaves_nothing(ingest, tmp_path, monkeypatch, how, code):
+LIMITS = "[ingest]\nmax_characters = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [
+        ("mode", 2, "sparse"),
+        ("first chunk", 1, "failed on a text"),
+        ("limits of the user file", 1, "ingest.max_characters"),
+        ("Ctrl-C", 130, "interrupted"),
+        ("Ctrl-C while models load", 130, "interrupted"),
+    ],
+)
+def test_a_failed_first_ingest_leaves_nothing(ingest, tmp_path, monkeypatch, how, code, says):
     words.install(monkeypatch, Broken)
     more = {"mode": ("--embedder", "words", "--retrieval", "sparse"), "first chunk": ("--embedder", "words")}
+    (tmp_path / "xdg" / "ragkv").mkdir(parents=True)
+    (tmp_path / "xdg" / "ragkv" / "config.toml").write_text(LIMITS if how.startswith("limits") else "")
     if how == "Ctrl-C":
         monkeypatch.setattr(LanguageModel, "encode", interrupt)
+    elif how.startswith("Ctrl-C"):
+        monkeypatch.setattr(self_check, "load_model", interrupt)
     result = ingest(tmp_path / "deep" / "er" / "index", *more.get(how, ()))
     assert result.code == code
+    assert says in result.err
     assert "Traceback" not in result.err
     assert not (tmp_path / "deep").exists()
+
+
+def test_an_unforeseen_error_leaves_nothing(ingest, tmp_path, monkeypatch):
+    def load(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(self_check, "load_model", load)
+    with pytest.raises(MemoryError):
+        ingest(tmp_path / "index")
+    assert not (tmp_path / "index").exists()
 
 
 def test_the_same_command_makes_the_index_afterwards(ingest, tmp_path, monkeypatch):
@@ -115,81 +140,27 @@ def test_an_index_that_somebody_else_writes_to_or_had_before_stays(tmp_path, mod
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
 
 
-@pytest.fixture
-def place(tmp_path: Path, model_folder: Path, documents: Path) -> dict[str, Path]:
-    """A model that does not load, and what an index is made of."""
-    broken = tmp_path / "broken"
-    shutil.copytree(model_folder, broken)
-    (broken / "model.safetensors").write_bytes(b"\x07" * 100)
-    return {"documents": documents, "model": model_folder, "broken": broken, "new": tmp_path / "new"}
-
-
-@pytest.mark.parametrize("how", [KeyboardInterrupt, MemoryError])
-def test_an_interrupt_while_models_load_leaves_nothing(ragkv, place, monkeypatch, how):
-    def load(*_: Any, **__: Any) -> None:
-        raise how
-
-    command = ("ingest", place["documents"], "--model", place["model"], "--index", place["new"])
-    with monkeypatch.context() as patch:
-        patch.setattr(self_check, "load_model", load)
-        if how is KeyboardInterrupt:
-            assert ragkv(*command).code == 130
-        else:
-            with pytest.raises(how):
-                ragkv(*command)
-    assert not place["new"].exists()
-    assert ragkv(*command).code == 0
-
-
-def test_an_ingest_that_was_stopped_before_its_first_document_binds_nobody(ragkv, place, monkeypatch):
-    command = ("ingest", place["documents"], "--model", place["model"], "--index", place["new"])
-    with monkeypatch.context() as patch:
-        patch.setattr(Ingester, "_add", interrupt)
-        assert ragkv(*command).code == 130
-    assert not place["new"].exists()
-    again = ragkv(*command, "--chunk-tokens", 64, "--codec", "zstd", "--dry-run")
-    assert (again.code, "2 to add" in again.out) == (0, True)
-    again = ragkv(*command, "--chunk-tokens", 64, "--codec", "zstd")
-    assert again.code == 0, again.err
-    assert (load_config(place["new"]).chunk_tokens, load_config(place["new"]).codec) == (64, "zstd")
-    assert ragkv("verify", "--index", place["new"]).code == 0
-    refused = ragkv(*command, "--chunk-tokens", 128)
-    assert (refused.code, "was made with chunk_tokens = 64, not 128" in refused.err) == (1, True)
-    assert ragkv("query", "Who founded Halden Works?", "--index", place["new"], "--max-new-tokens", 1).code == 0
-
-
-def test_an_emptied_index_takes_another_model(ragkv, place, tmp_path):
-    command = ("ingest", place["documents"], "--index", place["new"])
-    assert ragkv(*command, "--model", place["model"]).code == 0
-    assert ragkv("query", "Who founded Halden Works?", "--index", place["new"], "--max-new-tokens", 1).code == 0
-    assert ragkv("delete", "*", "--yes", "--index", place["new"]).code == 0
-    failed = ragkv(*command, "--model", place["broken"])
-    assert (failed.code, "cannot be loaded" in failed.sentence) == (1, True)
-    assert load_config(place["new"]).model == str(place["model"])  # as it was
-    shutil.copytree(place["model"], tmp_path / "other")
-    assert ragkv(*command, "--model", tmp_path / "other", "--engines", "block").code == 0
-    answered = ragkv("query", "Who founded Halden Works?", "--index", place["new"], "--max-new-tokens", 1)
+def test_an_emptied_index_takes_another_model(ragkv, index, documents, model_folder, folder, tmp_path):
+    (broken := tmp_path / "broken").mkdir()
+    shutil.copy(model_folder / "config.json", broken)
+    command, asked = ("ingest", documents, "--index", index), ("query", "Who founded Halden Works?", "--index", index)
+    assert ragkv(*asked, "--max-new-tokens", 1).code == 0
+    assert ragkv("delete", "*", "--yes", "--index", index).code == 0
+    assert ragkv(*command, "--model", broken).code == 1
+    assert load_config(index).model == str(model_folder)  # as it was
+    assert ragkv(*command, "--model", folder, "--engines", "block").code == 0
+    answered = ragkv(*asked, "--max-new-tokens", 1)
     assert answered.code == 0, answered.err
-    assert ragkv("verify", "--index", place["new"]).code == 0
+    assert ragkv("verify", "--index", index).code == 0
 
 
-def test_what_no_flag_can_say_survives(ragkv, place):
+def test_what_no_flag_can_say_survives(ragkv, documents, model_folder, tmp_path):
     prompt = PromptConfig(system="Be brief.")
-    RagKV.create(place["new"], model=str(place["model"]), prompt=prompt, memory_budget=0).close()
-    assert (
-        ragkv("ingest", place["documents"], "--index", place["new"], "--model", "mini", "--embedder", "none").code == 0
-    )
-    found = load_config(place["new"])
-    assert (found.model, found.prompt, found.memory_budget) == ("mini", prompt, 0)
-
-
-def test_documents_beyond_the_limits_of_the_user_file_leave_nothing(ragkv, place, tmp_path):
-    (tmp_path / "xdg" / "ragkv").mkdir(parents=True)
-    (tmp_path / "xdg" / "ragkv" / "config.toml").write_text("[ingest]\nmax_characters = 1\n")
-    found = ragkv("ingest", place["documents"], "--index", place["new"], "--model", place["model"])
-    assert found.code == 1
-    assert "ingest.max_characters" in found.err
-    assert not place["new"].exists()
+    RagKV.create(tmp_path / "new", model=str(model_folder), prompt=prompt, memory_budget=0).close()
+    changed = ("--model", "mini", "--embedder", "none", "--chunk-tokens", 64)
+    assert ragkv("ingest", documents, "--index", tmp_path / "new", *changed).code == 0
+    found = load_config(tmp_path / "new")
+    assert (found.model, found.chunk_tokens, found.prompt, found.memory_budget) == ("mini", 64, prompt, 0)
 
 
 def test_from_python(tmp_path, model_folder, documents):
