@@ -3,7 +3,7 @@
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,6 @@ from nightly import NIGHTLY
 from outcome import Result
 
 from ragkv import RagKV
-from ragkv.model import self_check
-from ragkv.model.language_model import LanguageModel
 from ragkv.store import record
 
 Run = Callable[..., Result]
@@ -31,22 +29,6 @@ def attack(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Atta
         rag.ingest(root / "halden.md", root / "bolt.txt")
         rag.compact(root / "index")
     return Attack(root / "index")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_model() -> Iterator[None]:
-    """Loading and proving it for every command is not what is tested here."""
-    loaded: dict[object, LanguageModel] = {}
-    load = self_check.load_model
-
-    def cached(name: str, **options: object) -> LanguageModel:
-        if name not in loaded:
-            loaded[name] = load(name, **options)  # type: ignore[arg-type]
-        return loaded[name]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_check, "load_model", cached)
-        yield
 
 
 @pytest.fixture
