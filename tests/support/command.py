@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import transformers.models.auto.modeling_auto
@@ -28,7 +28,7 @@ from outcome import Result
 import ragkv.engines.ape
 import ragkv.engines.full
 import ragkv.model.language_model  # noqa: F401
-from ragkv.cli.main import CommandGroup, app, main
+from ragkv.cli.main import app, main
 
 torch.set_num_threads(1)
 dict(typer.main.get_command(app).commands)  # imports all commands
@@ -53,41 +53,21 @@ def run_command(arguments: list[str], prepare: Callable[[], object]) -> NoReturn
         os._exit(code)
 
 
-class Command:
-    """A command that runs."""
+def fork_command(*arguments: object) -> Result:
+    """What it came to; `code` is negative when a signal ended it."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("out", "err")]
 
-    def __init__(self, *arguments: object) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        self._out, self._err = (Path(self._folder.name) / name for name in ("out", "err"))
-        begun, beginning = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            os.close(begun)
-            run_command([*map(str, arguments)], lambda: self._prepare(beginning))
-        os.close(beginning)
-        os.read(begun, 1)  # a signal from now on is the command's own matter, however long it took to begin
-        os.close(begun)
+        def prepare() -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+            for number, path in enumerate(paths, 1):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), number)
 
-    def _prepare(self, beginning: int) -> None:
-        def invoke(group: CommandGroup, context: Any, inner: Any = CommandGroup.invoke) -> Any:
-            os.write(beginning, b".")
-            os.close(beginning)
-            return inner(group, context)
-
-        CommandGroup.invoke = invoke  # type: ignore[method-assign]
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-        for number, path in ((1, self._out), (2, self._err)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), number)
-
-    def kill(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self) -> Result:
-        """What it came to; `code` is negative when a signal ended it."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        done = Result(code, *(path.read_text() if path.exists() else "" for path in (self._out, self._err)))
-        self._folder.cleanup()
-        return done
+        pid = os.fork()
+        if not pid:
+            run_command([*map(str, arguments)], prepare)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return Result(code, *(path.read_text() if path.exists() else "" for path in paths))
 
 
 if __name__ == "__main__":
@@ -99,4 +79,4 @@ if __name__ == "__main__":
     else:
         obey_permissions()
     preload(index)
-    print(json.dumps([asdict(Command(*arguments).wait()) for arguments in json.loads(commands)]))
+    print(json.dumps([asdict(fork_command(*arguments)) for arguments in json.loads(commands)]))

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from command import Command
+from command import fork_command
 from loaded import preload
 from namespace import enter
 
@@ -29,7 +29,7 @@ def ragkv(*arguments: object, most: int = resource.RLIM_INFINITY) -> dict[str, A
     """Run a command in a fork of this process, with files of at most so many bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
     try:
-        return asdict(Command(*arguments).wait())
+        return asdict(fork_command(*arguments))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command import Command
+from command import fork_command
 from crashtest import Child
 from loaded import preload
 from outcome import Result
@@ -116,7 +116,7 @@ def same(index: Path, calm: Path) -> None:
 
 
 def ask(index: Path) -> Result:
-    return Command("query", QUESTION, "--index", index, "--engine", "ape", "--max-new-tokens", "1", "--json").wait()
+    return fork_command("query", QUESTION, "--index", index, "--engine", "ape", "--max-new-tokens", "1", "--json")
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def main() -> None:
         corpus(documents, options.documents)
         ingest = ("ingest", documents, "--quiet", "--index")
         arm(0, signal.SIGKILL)
-        first = Command(*ingest, calm).wait()
+        first = fork_command(*ingest, calm)
         assert first.code == 0, first.err
         events = int.from_bytes(SEEN[:], "little")
         left = [signal.SIGINT] + [signal.SIGKILL] * options.kills
@@ -141,7 +141,7 @@ def main() -> None:
         while left:
             late = options.kills >= 10 and left[-1] is signal.SIGKILL and draw.random() < 0.5
             arm(draw.randrange(events // 4, events // 2), left[-1], draw.uniform(0, 0.2) if late else 0)
-            done = Command(*ingest, index).wait()
+            done = fork_command(*ingest, index)
             if done.code == 0:  # it had less to do than that: begin anew
                 same(index, calm)
                 shutil.rmtree(index)
@@ -168,7 +168,7 @@ def main() -> None:
                 assert json.loads(answer.out)["sources"]
                 count["answered"] += 1
         arm(0, signal.SIGKILL)
-        last = Command(*ingest, index).wait()
+        last = fork_command(*ingest, index)
         assert last.code == 0, last.err
         same(index, calm)
         count["comparisons"] += 1
