@@ -71,9 +71,14 @@ def identifiers(file: Path) -> Iterator[tuple[int, str]]:
 
 def test_no_name_has_a_withdrawn_word():
     assert len(FILES) > 150
+    suspected = [  # the others need not be read token by token
+        file
+        for file in FILES
+        if any(words(name) & WITHDRAWN for name in set(re.findall(r"\w+", file.read_text("utf-8"))))
+    ]
     found = [
         f"{file.relative_to(ROOT)}:{line}: {name}"
-        for file in FILES
+        for file in suspected
         for line, name in identifiers(file)
         if name not in ALLOWED and words(name) & WITHDRAWN
     ]
