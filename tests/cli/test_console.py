@@ -54,12 +54,6 @@ def test_shown_twice_is_shown_once_and_json_reads_back(text: str):
         assert json_text(value, ascii_only=True).isascii()
 
 
-@given(st.text(), st.integers(0, 20))
-def test_a_sequence_in_two_pieces_is_none(text: str, at: int):
-    text = ESCAPES + text
-    assert visible(text[:at]) + visible(text[at:]) == visible(text)
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_whoever_writes_to_the_streams_is_guarded(monkeypatch, terminal):
     out, err = (Terminal() if terminal else io.StringIO() for _ in range(2))
