@@ -9,6 +9,7 @@ from longbook import CHUNK, LENGTHS, book, tiny_model
 from ragkv.config import load_config
 
 GIVEN = ",".join(map(str, LENGTHS.values()))
+BLOCKS = 40
 APB = ("--long-documents", "apb", "--engines", "apb", "--chunk-tokens", CHUNK)
 
 
@@ -20,11 +21,11 @@ def model(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "book.txt"
-    path.write_text(book(200))
+    path.write_text(book(BLOCKS))
     return path
 
 
-def test_appending_to_a_book_of_200_blocks_encodes_one(ragkv, tmp_path, model, source):
+def test_appending_to_a_book_encodes_one_block(ragkv, tmp_path, model, source):
     def ingested(index: Path) -> dict:
         command = ("ingest", source, "--index", index, "--model", model, *APB, "--block-tokens", GIVEN, "--json")
         result = ragkv(*command)
@@ -36,15 +37,15 @@ def test_appending_to_a_book_of_200_blocks_encodes_one(ragkv, tmp_path, model, s
         return json.loads(asked.out)
 
     index, fresh = tmp_path / "index", tmp_path / "fresh"
-    assert ingested(index)["kv_encoded"] == 201  # the anchor too
+    assert ingested(index)["kv_encoded"] == BLOCKS + 1  # the anchor too
     with source.open("a") as stream:
-        stream.write(book(201).removeprefix(book(200)))
+        stream.write(book(BLOCKS + 1).removeprefix(book(BLOCKS)))
     report = ingested(index)
-    assert (report["updated"], report["kv_encoded"], report["kv_reused"]) == ([str(source)], 1, 201)
+    assert (report["updated"], report["kv_encoded"], report["kv_reused"]) == ([str(source)], 1, BLOCKS + 1)
     assert report["one_block"] == []
     grown = answered(index)
-    assert (grown["kv"]["hits"], grown["kv"]["misses"]) == (201, 0)
-    assert ingested(fresh)["kv_encoded"] == 202
+    assert (grown["kv"]["hits"], grown["kv"]["misses"]) == (BLOCKS + 1, 0)
+    assert ingested(fresh)["kv_encoded"] == BLOCKS + 2
     assert answered(fresh)["answer"] == grown["answer"] != ""
 
 
@@ -71,7 +72,7 @@ def test_given_lengths_cut_what_is_short(ragkv, tmp_path, model, source):
     command = ("ingest", source, "--index", tmp_path / "index", "--model", model, *APB, "--json")
     result = ragkv(*command, "--block-tokens", "64")
     assert result.code == 0
-    assert json.loads(result.out)["kv_encoded"] == 26  # 1,600 tokens, and the anchor
+    assert json.loads(result.out)["kv_encoded"] == 6  # 320 tokens, and the anchor
     assert load_config(tmp_path / "index").tuning["apb"] == {"block": 64}
     assert ragkv(*command, "--block-tokens", "64").code == 0
     other = ragkv(*command, "--block-tokens", "64,16,8")
