@@ -144,14 +144,6 @@ def test_one_changed_file_encodes_its_chunks_alone(rag, documents):
     assert rag.retrieve("valves") == []
 
 
-def test_equal_chunks_share_one_record(rag, documents):
-    shutil.copy(documents / "bolt.txt", documents / "copy.txt")
-    report = rag.ingest(documents)
-    assert report.kv_encoded == 0
-    assert report.kv_reused == 1
-    assert rag.stats().kv_records == 2
-
-
 def test_an_ingest_that_is_ended_at_its_search_indexes_has_lost_nothing(tmp_path, documents, model_folder):
     result = []
 

@@ -14,7 +14,7 @@ from clichild import CliChild
 
 from ragkv import RagKV
 from ragkv.errors import KVMismatchError
-from ragkv.ingest import ReadyChunk, ReadyDocument, from_bytes
+from ragkv.ingest import ReadyChunk, ReadyDocument
 from ragkv.model import self_check
 from ragkv.types import Answer, Document
 
@@ -109,17 +109,10 @@ def test_a_prune_leaves_what_came_by_stdin(ragkv, pipe, index, documents):
     assert pruned == [str(documents / "bolt.txt")]
 
 
-def test_bytes_from_python(index):
-    with RagKV.open(index) as rag:
-        report = rag.ingest(from_bytes(b"name,city\nHalden,Varn\nBolt,Oskel\n", name="places.csv"))
-@pytest.mark.usefixtures("read_here")
-        assert (report.added, report.chunks) == (["stdin:places.csv"], 2)
-        assert {scored.chunk.heading for scored in rag.retrieve("city Varn Oskel", top_k=9)} >= {"row 2", "row 3"}
-
-
 # ---- --dry-run
 
 
+@pytest.mark.usefixtures("read_here")
 def test_dry_run_makes_no_index(ragkv, documents, tmp_path):
     (documents / "gone.pdf").write_bytes(b"%PDF-1.4\nno")
     new = tmp_path / "new"
