@@ -66,9 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[
     (folder / "nothing").mkdir()
     (folder / "strange").mkdir()
     (folder / "strange" / "empty.txt").write_bytes(b"")
-    (folder / "strange" / "binary.txt").write_bytes(bytes(range(256)) * 8)
     (folder / "strange" / "broken.pdf").write_bytes(b"%PDF-1.4\nthis is not one")
-    (folder / "strange" / "sheet.xls").write_bytes(b"PK\x03\x04\x00\x00\x00\x00" + bytes(range(256)))
     (folder / "strange" / "long.txt").write_text("Halden " * 2000)
     (folder / "lines.jsonl").write_text('{"question": "Who?"}\n{"question": ')
     (folder / "questions.jsonl").write_text('{"question": "Who founded Halden Works?", "answers": ["Mira"]}\n')
@@ -139,9 +137,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("ingest {documents}/bolt.txt --watch --index {index}", 2, "--watch follows folders"),
     ("plan s3://bucket/notes", 2, "s3://bucket/notes is an address, and only files and folders are read here"),
     ("ingest {folder}/strange/empty.txt --index {index}", 1, "empty file"),
-    ("ingest {folder}/strange/binary.txt --index {index}", 1, "binary file"),
     ("ingest {folder}/strange/broken.pdf --index {index}", 1, "PDF cannot be read"),
-    ("ingest {folder}/strange/sheet.xls --index {index}", 1, "unsupported type"),
     ("ingest {folder}/nothing --index {index}", 1, "no supported files found"),
     ("ingest {documents} --index {index} --model mini", 1, "was made with model ="),
     ("ingest {documents} --index {index} --chunk-tokens 64", 1, "was made with chunk_tokens = 128, not 64"),
@@ -217,11 +213,6 @@ TABLE: list[tuple[str, int, str]] = [
     (ASK + " --where source", 2, "--where takes FIELD=PATTERN"),
     (ASK + " --where source=zzz*", 2, "No document matches --where"),
     (ASK + " --temperature -1", 2, "decoding: temperature must be 0 (greedy) or from 0.0001 to 100, not -1.0"),
-    (ASK + " --top-p 2", 2, "decoding: top_p must be above 0 and at most 1, not 2.0"),
-    (ASK + " --top-k-tokens 0", 2, "decoding: top_k_tokens must be a whole number from 1, not 0"),
-    (ASK + " --repetition-penalty 0", 2, "decoding: repetition_penalty must be from 0.01 to 100 (1: none), not 0.0"),
-    (ASK + " --seed -5", 2, "decoding: seed must be a whole number from 0"),
-    (ASK + " --stop ''", 2, "decoding: stop must hold strings that are not empty"),
     (ASK + " --stream --json", 2, "cannot be used together"),
     (ASK + " --device abacus", 1, "Device 'abacus' is not available"),
     ("query ' ' --index {index}", 2, "The question is empty"),
@@ -245,10 +236,8 @@ TABLE: list[tuple[str, int, str]] = [
     ("config show --index {index} --codec int4", 1, "was made with codec = half, not int4"),
     # what is changed, made ahead and served
     (SET + "kv_budget=much", 2, "must be a number of bytes"),
-    (SET + "kv_budget=1.5", 2, "must be a number of bytes"),
     (SET + "kv=sometimes", 2, "must be one of all, on-demand"),
     (SET + "model=other", 2, "with a NAME of kv, kv_budget"),
-    (SET + "chunk_tokens=5", 2, "is not NAME=VALUE with a NAME of kv, "),
     (SET + "default_engine=nobody", 2, "nobody"),
     (SET + "top_k=-1", 2, "top_k must be at least 1"),
     (SET + "top_k=" + "9" * 5000, 2, "top_k = '999"),
@@ -292,7 +281,6 @@ TABLE: list[tuple[str, int, str]] = [
     (PLAN + " --seconds nan", 2, "--seconds"),
     (PLAN + " --seconds inf", 2, "--seconds must be more than 0, not inf"),
     (PLAN + " --engines full", 2, "stores no KV, so there is nothing to plan"),
-    (TUNE + " --prefixes 0,x", 2, "is not a list of numbers"),
     (TUNE + " --prefixes=-1", 2, "is not a list of numbers from 0 to 1000"),
     ("tune {folder}/plain.jsonl --index {index}", 2, "has no gold answers"),
     (TUNE + " --holdout", 2, "--holdout needs at least two questions"),
