@@ -76,8 +76,9 @@ def command(ragkv) -> Callable[[str], Result]:
     return lambda words: ragkv(*words.split())
 
 
-def pages(site: Site, *paths: str, **rules: Any) -> list[SourceFile]:
-    return from_web(*(site.address + path for path in paths), allow_private=True, **rules)
+@pytest.fixture
+def pages(site, read_here) -> Callable[..., list[SourceFile]]:
+    return lambda *paths, **rules: from_web(*(site.address + path for path in paths), allow_private=True, **rules)
 
 
 def outcome(source: SourceFile) -> str:
@@ -173,7 +174,7 @@ def test_private_networks_are_refused(site, command, tmp_path, monkeypatch):
     assert web._is_public("2606:2800:21f:cb07::1")
 
 
-def test_pages_stay_below_what_was_named(site):
+def test_pages_stay_below_what_was_named(site, pages):
     outside = "http://example.org/x.html"
     site |= dict.fromkeys(["/docs/a.html", "/docs/b/c.html", "/blog/d.html"], HALDEN)
     site |= {f"/docs/{i}": (302, {"Location": to}, "") for i, to in enumerate([outside, "/blog/d.html", "a.html", "3"])}
@@ -181,7 +182,7 @@ def test_pages_stay_below_what_was_named(site):
     site.sitemap(
         "a.html", "b/c.html", "/blog/d.html", "/docs/%2e%2e/blog/d.html", outside, *redirects, at="/docs/s.xml"
     )
-    found = pages(site, "/docs/s.xml")
+    found = pages("/docs/s.xml")
     kinds = [outcome(each) for each in found]
     assert kinds == [
         "text/html",
@@ -194,46 +195,46 @@ def test_pages_stay_below_what_was_named(site):
     assert [reason for reason in reasons(found) if "example.org" in reason] == [
         "1 of its pages lie below http://example.org/: add --within http://example.org/"
     ]
-    assert len(pages(site, "/docs/s.xml", within=[f"{site.address}/"])) == 7  # `..` is not another page
-    assert outcome(pages(site, "/docs/1")[0]) == "text/html"  # a page that the user names may redirect on its host
-    [*some] = pages(site, "/docs/s.xml", max_pages=2)
+    assert len(pages("/docs/s.xml", within=[f"{site.address}/"])) == 7  # `..` is not another page
+    assert outcome(pages("/docs/1")[0]) == "text/html"  # a page that the user names may redirect on its host
+    [*some] = pages("/docs/s.xml", max_pages=2)
     assert len(some) == 2
     assert "4 more pages are listed: raise --max-pages" in reasons(some)
     assert not some[0].remote.is_gone(f"{site.address}/docs/b/c.html")
 
 
-def test_sitemaps_of_sitemaps_packed_or_damaged(site):
+def test_sitemaps_of_sitemaps_packed_or_damaged(site, pages):
     site |= {"/a.html": HALDEN, "/b.html": BOLT}
     site.sitemap("/a.html", at="/1.xml")
     site.sitemap("/b.html", at="/2.xml")
     site["/2.xml.gz"] = gzip.compress(site["/2.xml"].encode())
     site.sitemap("/1.xml", "/2.xml.gz", "/index.xml", kind="sitemapindex", at="/index.xml")
-    found = pages(site, "/index.xml")
+    found = pages("/index.xml")
     assert [each.name for each in found] == [f"{site.address}/a.html", f"{site.address}/b.html"]
     assert found[0].remote.is_gone(f"{site.address}/c.html")
     site["/1.xml"] = site["/1.xml"][:-20]
-    found = pages(site, "/index.xml")
+    found = pages("/index.xml")
     assert [each.name for each in found] == [f"{site.address}/b.html"]
     assert not found[0].remote.is_gone(f"{site.address}/a.html")  # it may stand in the damaged one
     bomb = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><urlset><loc>http://x/&b;</loc></urlset>'
     site["/bomb.xml"] = bomb
     with pytest.raises(IngestError, match="Nothing to ingest"):
-        pages(site, "/bomb.xml")
+        pages("/bomb.xml")
 
 
-def test_robots_are_honoured(site):
+def test_robots_are_honoured(site, pages):
     site |= {"/a.html": HALDEN, "/private/b.html": BOLT}
     site["/robots.txt"] = "User-agent: other\nDisallow: /\n\nUser-agent: ragkv\nDisallow: /private/\n"
     site.sitemap("/a.html", "/a/%2E./private/./b.html")
-    kinds = [outcome(each) for each in pages(site, "/sitemap.xml")]
+    kinds = [outcome(each) for each in pages("/sitemap.xml")]
     assert kinds == ["text/html", "the site's robots.txt does not allow it"]
     assert site.asked.count("/robots.txt") == 1
     site["/robots.txt"] = (503, {}, "")
     with pytest.raises(IngestError, match=r"robots\.txt cannot be read"):
-        pages(site, "/a.html")
+        pages("/a.html")
 
 
-def test_types_and_encodings(site):
+def test_types_and_encodings(site, pages):
     cyrillic = "<html><body><main><h1>Привет</h1><p>Это простой русский текст.</p></main></body></html>"
     cases = {
         "/a": ("text/html; charset=koi8-r", cyrillic.encode("koi8-r"), "text/html"),
@@ -247,14 +248,14 @@ def test_types_and_encodings(site):
     }
     site |= {path: (200, {"Content-Type": kind}, body) for path, (kind, body, _) in cases.items()}
     site.sitemap(*cases)
-    found = pages(site, "/sitemap.xml")
+    found = pages("/sitemap.xml")
     assert [outcome(each) for each in found] == [expected for *_, expected in cases.values()]
     data = found[0].fetched().data
     assert data is not None
     assert "простой" in data.decode()
 
 
-def test_hostile_servers(site, monkeypatch):
+def test_hostile_servers(site, pages, monkeypatch):
     held = threading.Event()
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(100)) + packer.flush()
@@ -266,7 +267,7 @@ def test_hostile_servers(site, monkeypatch):
         "/after": HALDEN,
     }
     site.sitemap(*site)
-    found = {each.name.rpartition("/")[2]: each for each in pages(site, "/sitemap.xml")}
+    found = {each.name.rpartition("/")[2]: each for each in pages("/sitemap.xml")}
     assert outcome(found["bomb"]) == f"larger than {64 << 20:,} bytes"
     assert outcome(found["broken"]) == "the host does not answer: it breaks the protocol (DecodeError)"
     monkeypatch.setattr(web, "_PAGE_SECONDS", 0.1)
