@@ -23,33 +23,6 @@ QUESTION = "Who founded Halden Works?"
 BEGAN = time.time()
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    """Documents and their index, made once for all tests."""
-    folder = tmp_path_factory.mktemp("made")
-    documents = folder / "documents"
-    documents.mkdir()
-    (documents / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
-    (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    settings = {"chunk_tokens": 128, "tuning": {"block": {"over": "standalone"}}}  # so that there are two encodings
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", **settings) as rag:
-        rag.ingest(documents)
-        rag.store.copy(folder / "copy")  # not as long as the map, so quick to copy again
-    return folder
-
-
-@pytest.fixture
-def documents(made: Path) -> Path:
-    return made / "documents"
-
-
-@pytest.fixture
-def index(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made / "copy", tmp_path / "index")
-    shutil.copy(made / "index" / "ragkv.toml", tmp_path / "index")
-    return tmp_path / "index"
-
-
 def edit(index: Path, change: Callable[[Transaction], object]) -> None:
     """Change rows behind the store's back."""
     with Store.open(index) as store:
@@ -74,6 +47,7 @@ def ask(ragkv: Any, index: Path, *more: str) -> dict[str, Any]:
 
 
 def test_verify_of_a_whole_index(ragkv, index, no_model):
+    shutil.rmtree(index / "derived")
     plain = ragkv("verify", "--index", index)
     assert plain.code == 0
     assert plain.out == f"{index}: no damage ({plain.out.partition('(')[2]}"
@@ -88,7 +62,7 @@ def test_verify_of_a_whole_index(ragkv, index, no_model):
     assert ragkv("verify", "--index", index, "--quiet").out == ""
 
 
-@pytest.mark.parametrize("table", ["chunks", "kv", "segments", "texts"])
+@pytest.mark.parametrize("table", ["chunks", "segments"])
 def test_damage_is_told_repaired_and_answered_from(ragkv, index, table):
     before = ask(ragkv, index, "--engine", "pced")
     edit(index, lambda txn: flip(txn, table))
@@ -262,9 +236,6 @@ def test_delete_by_name_path_id_and_pattern(ragkv, index, documents, no_model):
     bolt = str(documents.resolve() / "bolt.txt")
     for name in ("bolt.txt", bolt, "b*.txt", "*/documents/bolt.txt"):
         assert ragkv("delete", name, "--index", index, "--dry-run").out == f"would delete {bolt}\n"
-    asked = ragkv("delete", "bolt.txt", "--index", index)
-    assert asked.code == 2
-    assert asked.sentence == "ragkv: Deleting 1 document needs --yes when stdin is not a terminal."
     done = ragkv("delete", "bolt.txt", "--index", index, "--yes", "--json")
     assert json.loads(done.out) == {"deleted": [bolt], "dry_run": False}
     with RagKV.open(index) as rag:
