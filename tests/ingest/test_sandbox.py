@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from bomb import BOMBS
+from reading import outcome
 
 from ragkv.ingest import sandbox
 from ragkv.ingest.parser import ParseLimits
-from ragkv.ingest.sandbox import SourceReader, SourceText, UnreadableSource, read_source
+from ragkv.ingest.sandbox import SourceReader, SourceText, read_source
 from ragkv.ingest.source import find_sources
 
 VALVES = "<p>Halden Works makes valves.</p>"
@@ -53,10 +54,7 @@ def patient() -> Iterator[SourceReader]:
 
 def read(reader: SourceReader, path: Path) -> SourceText | str:
     [source], _ = find_sources([path])
-    try:
-        return reader.read(source)
-    except UnreadableSource as error:
-        return error.reason
+    return outcome(source, reader.read)
 
 
 @pytest.mark.parametrize("name", BOMBS)

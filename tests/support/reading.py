@@ -1,11 +1,12 @@
 """Read bytes as `ragkv ingest` reads a file, or say why it does not."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ragkv.ingest.sandbox import SourceText, UnreadableSource, read_source
-from ragkv.ingest.source import find_sources
+from ragkv.ingest.source import SourceFile, find_sources
 
 
 def read(folder: Path, name: str, data: bytes | str) -> SourceText:
@@ -19,6 +20,14 @@ def reason(folder: Path, name: str, data: bytes | str) -> str:
         read(folder, name, data)
     assert str(caught.value) == f"Cannot read {name}: {caught.value.reason}."
     return caught.value.reason
+
+
+def outcome(source: SourceFile, read: Callable[[SourceFile], SourceText] = read_source) -> SourceText | str:
+    """What is read, or the reason."""
+    try:
+        return read(source)
+    except UnreadableSource as error:
+        return error.reason
 
 
 def rows(source: SourceText) -> list[tuple[str | None, str]]:
