@@ -147,7 +147,6 @@ BOMB = '<!DOCTYPE d [<!ENTITY a "aaaaaaaaaa">' + "".join(
     ("suffix", "data", "reason"),
     [
         ("xlsx", xlsx('<row><c r="XFD1"><v>1</v></c></row>' * 200), "more than 3,000,000 cells"),
-        ("xlsx", xlsx("<row/>" * 3_000_001), "more than 3,000,000 elements"),
         ("odt", odt("<p>" * 5000 + "</p>" * 5000), "cannot be read"),
         ("odt", archive(**{"content.xml": f"{BOMB}]><d><body><p>Kesk &i;</p></body></d>"}), "damaged"),
         ("pptx", bytes.fromhex("d0cf11e0a1b11ae1"), "protected with a password"),
@@ -158,9 +157,13 @@ def test_hostile_files_are_refused(suffix, data, reason):
         parse(media_type_of(suffix), data)
 
 
-def test_what_unpacks_to_too_much_is_refused_while_it_is_unpacked(monkeypatch):
-    monkeypatch.setattr(office, "_LARGEST", 1 << 20)
-    with pytest.raises(Unreadable, match="ODT cannot be read: unpacked, it is larger than 1 MiB"):
+@pytest.mark.parametrize(
+    ("limit", "most", "says"),
+    [("_LARGEST", 1 << 20, "unpacked, it is larger than 1 MiB"), ("_NODES", 1000, "it has more than 1,000 elements")],
+)
+def test_what_unpacks_to_too_much_is_refused_while_it_is_unpacked(monkeypatch, limit, most, says):
+    monkeypatch.setattr(office, limit, most)
+    with pytest.raises(Unreadable, match=f"ODT cannot be read: {says}"):
         parse(media_type_of("odt"), odt("<p>Kesk</p>" * 200_000))
 
 
@@ -233,10 +236,6 @@ def test_title_style_is_the_title(tmp_path):
     source = read(tmp_path, "a.docx", saved(document))
     assert (source.title, source.text) == ("The Guide", "# The Guide\n\n# Part")
     assert [heading for heading, _ in rows(source)] == [None, "Part"]
-    data = report()
-    words = " ".join(read(tmp_path, "a.docx", data).text.split())
-    for paragraph in docx.Document(io.BytesIO(data)).paragraphs:
-        assert " ".join(paragraph.text.split()) in words
 
 
 def test_what_is_wrapped_is_read_and_what_was_deleted_is_not():
@@ -290,14 +289,11 @@ def test_reasons_of_docx(tmp_path):
     assert reason(tmp_path, "f.docx", archive(**{"readme.txt": "x"})) == "DOCX cannot be read: damaged (KeyError)"
 
 
-def test_entities_and_large_parts_are_refused(tmp_path, monkeypatch):
+def test_entities_are_not_read(tmp_path):
     (tmp_path / "secret").write_text("secret")
     hostile = f'<!DOCTYPE x [<!ENTITY e SYSTEM "{(tmp_path / "secret").as_uri()}">]><w:document {W}><w:body>'
     data = archive(**{"word/document.xml": hostile + p("open &e;") + "</w:body></w:document>"})
     assert read_docx(data).text == "open"
-    monkeypatch.setattr("ragkv.ingest.office._LARGEST", 1000)
-    with pytest.raises(Unreadable, match="is larger than"):
-        read_docx(WHOLE)
 
 
 WHOLE = report()
