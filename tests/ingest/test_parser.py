@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import bomb
 import pypdfium2
 import pytest
 from fpdf import FPDF
@@ -524,17 +525,13 @@ def squeezed(*lines: str) -> bytes:
     """A page whose font claims a space of a full em, while its words stand a quarter apart, without one."""
     shown = b" ".join(b"[(%s)] TJ T*" % b") -280 (".join(map(str.encode, line.split())) for line in lines)
     content = b"BT /F 11 Tf 14 TL 50 700 Td " + shown + b" ET"
-    objects = [
+    return bomb.pdf(
         b"<</Type/Catalog/Pages 2 0 R>>",
         b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
         b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 600 800]/Contents 4 0 R/Resources<</Font<</F 5 0 R>>>>>>",
-        b"<</Length %d>>stream\n%s\nendstream" % (len(content), content),
+        bomb.stream(content),
         b"<</Type/Font/Subtype/TrueType/BaseFont/Helvetica/FirstChar 32/LastChar 126/Widths[1000%s]>>" % (b" 556" * 94),
-    ]
-    data = b"%PDF-1.4\n" + b"".join(b"%d 0 obj%s endobj\n" % each for each in enumerate(objects, start=1))
-    places = b"".join(b"%010d 00000 n \n" % data.index(b"%d 0 obj" % (number + 1)) for number in range(5))
-    table = b"xref\n0 6\n0000000000 65535 f \n" + places + b"trailer\n<</Size 6/Root 1 0 R>>\n"
-    return data + table + b"startxref\n%d\n%%%%EOF\n" % len(data)
+    )
 
 
 def test_spaces_that_pypdf_loses_are_pdfiums(tmp_path, monkeypatch):
@@ -654,8 +651,8 @@ def scans_only() -> bytes:
 def test_bombs_and_damaged_images(tmp_path, monkeypatch, side):
     monkeypatch.setattr(pdf_module, "_languages", lambda: frozenset({"eng"}))
     head = b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\x00\x00\x00\x00"
-    bomb = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\x0d" + head + zlib.crc32(head).to_bytes(4, "big")
-    assert reason(tmp_path, "a.png", bomb + b"\x00\x00\x00\x00IDAT") == "it has more than 80,000,000 pixels"
+    huge = b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\x0d" + head + zlib.crc32(head).to_bytes(4, "big")
+    assert reason(tmp_path, "a.png", huge + b"\x00\x00\x00\x00IDAT") == "it has more than 80,000,000 pixels"
     assert reason(tmp_path, "b.tiff", b"II*\x00garbage").startswith("picture cannot be read: damaged structure")
     assert reason(tmp_path, "c.jpg", scanned()[:200]).startswith("picture cannot be read: damaged structure")
 
