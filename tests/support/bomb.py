@@ -89,25 +89,9 @@ def _merged(cells: int) -> bytes:
     return docx(row.format("", "<w:p/>"), head=head, repeat=cells, tail="</w:tbl>")
 
 
-def _styles(count: int) -> bytes:
-    styles = "".join(
-        f'<w:style w:styleId="s{n}"><w:name w:val="n{n}"/><w:basedOn w:val="s{n + 1}"/></w:style>' for n in range(count)
-    )
-    relation = "http://x/styles"
-    return docx(
-        paragraph("words"),
-        parts={
-            "word/styles.xml": f"<w:styles {W}>{styles}</w:styles>",
-            "word/_rels/document.xml.rels": f'<R><Relationship Id="1" Type="{relation}" Target="styles.xml"/></R>',
-        },
-    )
-
-
 BOMBS: Mapping[str, Callable[[], bytes]] = {
-    "paragraphs.docx": lambda: docx("<w:p/>", repeat=3_200_000),
-    "cells.docx": lambda: docx("<w:tc/>", head="<w:tbl><w:tr>", repeat=3_200_000, tail="</w:tr></w:tbl>"),
     "attributes.docx": lambda: docx('<w:p a="" b="" c="" d="" e="" f="" g="" h=""/>', repeat=400_000),
-    "one-text.docx": lambda: docx("A" * 1000, head="<w:p><w:r><w:t>", repeat=100_000, tail="</w:t></w:r></w:p>"),
+    "one-text.docx": lambda: docx("A" * 1000, head="<w:p><w:r><w:t>", repeat=20_000, tail="</w:t></w:r></w:p>"),
     "deep.docx": lambda: docx("<w:sdt>", repeat=100_000, tail=paragraph("deep")),
     "tables.docx": lambda: docx(
         "<w:tbl><w:tr><w:tc>", repeat=80, tail=paragraph("deep") + "</w:tc></w:tr></w:tbl>" * 80
@@ -132,7 +116,7 @@ BOMBS: Mapping[str, Callable[[], bytes]] = {
         parts={"x": ""},
         head=f"</w:body></w:document><!DOCTYPE x [{_billion('a')}]><x y='&a9;'>&a9;</x><w:document {W}><w:body>",
     ),
-    "content.pdf": lambda: pdf(*page(b"q Q " * 15_000_000)),
+    "content.pdf": lambda: pdf(*page(b"q Q " * 4_000_000)),
     "text.pdf": lambda: pdf(*page(b"BT /F 9 Tf " + b"(boom) Tj T* " * 2_000_000 + b"ET")),
     "forms.pdf": _nested_forms,
     "loop.pdf": lambda: pdf(b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [2 0 R] /Count 1 >>"),
@@ -160,7 +144,7 @@ BOMBS: Mapping[str, Callable[[], bytes]] = {
     "spaces.md": lambda: b"# " + b" " * 1_000_000 + b"x\n",
     "title.md": lambda: b"---\ntitle: " + b" " * 1_000_000 + b"x\n---\nwords\n",
     "line.txt": lambda: b"A" * 10_000_000,
-    "zeros.txt": lambda: bytes(80 << 20),
+    "zeros.txt": lambda: bytes(65 << 20),
     "latin.txt": lambda: b"caf\xe9 words " * 80_000,
 }
 """By name, whose suffix says what each is said to be."""
