@@ -2,12 +2,11 @@
 
 import itertools
 import random
-from collections import Counter
 from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ragkv.errors import ConfigError
@@ -18,7 +17,6 @@ from ragkv.evaluation.metrics import (
     difference_interval,
     draw_sample,
     hit_at,
-    loft_normal,
     mean_interval,
     ndcg_at,
     recall_at,
@@ -26,7 +24,6 @@ from ragkv.evaluation.metrics import (
     rouge_l,
     score,
     share_interval,
-    word_normal,
 )
 
 WORDS = st.sampled_from(["Tarn", "tarn", "Halden", "works", "a", "An", "the", "é", "Café", "x-ray", "1907", "7", "."])
@@ -63,7 +60,7 @@ def test_no_metric_judges_without_a_gold_answer(name):
         ("exact_match", "The Halden Works!", ("halden works",), 1.0),
         ("exact_match", "Halden Works in Tarn", ("Halden Works",), 0.0),
         ("f1", "Mira Oskel founded it", ("Mira Oskel",), 2 * (2 / 4) * 1 / (2 / 4 + 1)),
-        ("f1", "no no no", ("no",), 2 * (1 / 3) * 1 / (1 / 3 + 1)),
+        ("f1", "no no no", ("no no",), 2 * (2 / 3) * 1 / (2 / 3 + 1)),
         ("f1", "", ("",), 0.0),  # nothing shared, even where both are empty
         ("subspan_em", "It says so in [2].", ("2",), 1.0),  # a citation is no list of answers
         ("subspan_em", "TITLE: Zug\n**Final Answer: ['Bern', 'Zug']**", ("Bern",), 1.0),
@@ -145,23 +142,14 @@ def test_retrieval_says_what_its_gold_answer_looks_like():
         score("retrieval", "7", example("7"))
 
 
-@settings(deadline=None)  # no test asserts on time
-@given(name=st.sampled_from(sorted(set(METRICS) - {"retrieval"})), prediction=TEXTS | st.text(), golds=GOLDS)
-def test_every_metric_is_between_0_and_1(name, prediction, golds):
-    judged = example(*golds, classes=tuple(golds))
-    assert 0.0 <= score(name, prediction, judged) <= 1.0
-
-
-@settings(deadline=None)
 @given(prediction=TEXTS | st.text(), golds=st.lists(TEXTS | st.text(), min_size=1, max_size=4), data=st.data())
-def test_the_order_of_gold_answers_does_not_matter(prediction, golds, data):
+def test_every_metric_is_between_0_and_1_whatever_the_order_of_gold_answers(prediction, golds, data):
     shuffled = data.draw(st.permutations(golds))
     for name in sorted(set(METRICS) - {"retrieval"}):
         judged = [example(*order, classes=("Tarn", "7", "tarn")) for order in (golds, shuffled)]
-        assert score(name, prediction, judged[0]) == score(name, prediction, judged[1])
+        assert 0.0 <= score(name, prediction, judged[0]) == score(name, prediction, judged[1]) <= 1.0
 
 
-@settings(deadline=None)
 @given(prediction=TEXTS, golds=GOLDS, article=st.sampled_from(["a ", "the ", "An "]))
 def test_loft_sees_no_case_article_or_punctuation(prediction, golds, article):
     for name in ("subspan_em", "exact_match", "f1"):
@@ -170,27 +158,6 @@ def test_loft_sees_no_case_article_or_punctuation(prediction, golds, article):
         assert score(name, prediction, example(*(f" {article}{gold.upper()}?" for gold in golds))) == plain
 
 
-@settings(deadline=None)
-@given(left=TEXTS, right=TEXTS)
-def test_f1_is_symmetric_and_1_for_equal_bags_of_words_alone(left, right):
-    for name, normal in (("f1", loft_normal), ("qa_f1", word_normal)):
-        value = score(name, left, example(right))
-        assert value == pytest.approx(score(name, right, example(left)))
-        bags = Counter(normal(left).split()), Counter(normal(right).split())
-        assert (value == 1.0) == (bags[0] == bags[1] and bool(bags[0]))
-        assert (value == 0.0) == (not bags[0] & bags[1])
-
-
-@settings(deadline=None)
-@given(prediction=TEXTS, golds=GOLDS)
-def test_weaker_matches_are_implied_by_stronger_ones(prediction, golds):
-    judged = example(*golds)
-    assert score("exact_match", prediction, judged) <= score("subspan_em", prediction, judged)
-    assert score("string_match_all", prediction, judged) <= score("string_match_part", prediction, judged)
-    assert score("string_match_part", prediction, judged) == float(score("string_match_all", prediction, judged) > 0)
-
-
-@settings(deadline=None)
 @given(
     values=st.lists(st.text("abc", min_size=1, max_size=3), max_size=5),
     golds=st.lists(st.text("bcd", min_size=1, max_size=3), min_size=1, max_size=4),
@@ -236,7 +203,6 @@ def test_figures_of_the_package(found, gold, expected):
     assert rouge_l(found, gold) == expected
 
 
-@settings(deadline=None)
 @given(found=ENGLISH, gold=ENGLISH)
 def test_range_and_blindness_to_white_space(found, gold):
     value = rouge_l(found, gold)
@@ -246,7 +212,6 @@ def test_range_and_blindness_to_white_space(found, gold):
     assert (value == 0.0) == (not set(found.replace(".", "").split()) & set(gold.replace(".", "").split()))
 
 
-@settings(deadline=None)
 @given(words=st.permutations("abcdefgh"), others=st.permutations("efghijkl"), n=st.integers(1, 8), m=st.integers(1, 8))
 def test_sentences_of_different_words_have_the_plain_f_of_their_common_subsequence(words, others, n, m):
     x, y = tuple(words[:n]), tuple(others[:m])
@@ -373,19 +338,6 @@ def test_what_is_not_defined_is_refused(measure):
         measure(["a", "a"], {"a": 1}, 2)
 
 
-@settings(deadline=None)
-@given(rankings, grades, cuts)
-def test_all_lie_between_0_and_1_and_grow_with_k(ranked, relevance, k):
-    for measure in (recall_at, hit_at, reciprocal_rank, ndcg_at):
-        assert 0 <= measure(ranked, relevance, k) <= 1 + 1e-12
-    for measure in (recall_at, hit_at, reciprocal_rank):
-        assert measure(ranked, relevance, k) <= measure(ranked, relevance, k + 1)
-    assert reciprocal_rank(ranked, relevance, k) <= hit_at(ranked, relevance, k)
-    assert recall_at(ranked, relevance, k) <= hit_at(ranked, relevance, k)
-    assert (recall_at(ranked, relevance, k) > 0) == (ndcg_at(ranked, relevance, k) > 0)
-
-
-@settings(deadline=None)
 @given(rankings, grades, cuts)
 def test_only_the_first_k_and_the_relevant_count(ranked, relevance, k):
     positive = {name: grade for name, grade in relevance.items() if grade > 0}
@@ -393,7 +345,6 @@ def test_only_the_first_k_and_the_relevant_count(ranked, relevance, k):
         assert measure(ranked, relevance, k) == measure(ranked[:k], positive, k)
 
 
-@settings(deadline=None)
 @given(st.permutations(IDS), grades, st.integers(1, 12))
 def test_ndcg_is_scikit_learn_s_where_everything_is_ranked(ranked, relevance, k):
     metrics = pytest.importorskip("sklearn.metrics")
