@@ -1,5 +1,6 @@
 """`ragkv bench llama-cpp`: with a stand-in for llama.cpp, and with llama.cpp itself where it is installed."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -17,13 +18,18 @@ from ragkv.errors import MissingExtraError, RagkvError
 from ragkv.model.self_check import load_model
 
 
+@functools.cache
+def weights_of(file: Path):
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+
+
 class StandIn:
     """Reads the GGUF file with transformers; a state file holds the tokens that were read."""
 
     def __init__(self, file: Path, cells: int, *, flash: bool, kv: str = "f16") -> None:
         assert flash or kv == "f16"
         self.cells = cells
-        self.model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+        self.model = weights_of(file)
         self.clear()
 
     def clear(self) -> None:
@@ -33,7 +39,7 @@ class StandIn:
         self.ids += ids
         assert len(self.ids) <= self.cells
         with torch.inference_mode():
-            return self.model(input_ids=torch.tensor([self.ids])).logits[0, -1].numpy()
+            return self.model(input_ids=torch.tensor([self.ids]), logits_to_keep=1).logits[0, -1].numpy()
 
     def save(self, file: Path) -> None:
         file.write_text(json.dumps(self.ids))
