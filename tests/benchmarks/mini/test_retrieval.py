@@ -71,16 +71,21 @@ def test_prose_is_asked_by_a_piece_of_its_own_text():
     assert 0 < sum(standing) < 12  # in some the sentence stands, in most it was taken out
 
 
-@pytest.fixture
-def short_texts(monkeypatch):
+@pytest.fixture(scope="module")
+def short_texts():
     """Little prose: reading the whole of it takes longer than the training."""
-    monkeypatch.setattr(retrieval, "english_texts", lambda _: english_texts(100_000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retrieval, "english_texts", lambda _: english_texts(100_000))
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tokenizer, short_texts, tmp_path_factory):
+    return train_embedder(CONFIG, tokenizer, tmp_path_factory.mktemp("whole"))
 
 
 @pytest.mark.usefixtures("short_texts")
-def test_a_killed_training_goes_on_to_the_same_weights(tokenizer, tmp_path):
-    whole = train_embedder(CONFIG, tokenizer, tmp_path / "whole")
-
+def test_a_killed_training_goes_on_to_the_same_weights(tokenizer, whole, tmp_path):
     def kill(result):
         if result["step"] == 3:
             raise KeyboardInterrupt
@@ -97,14 +102,12 @@ def test_a_killed_training_goes_on_to_the_same_weights(tokenizer, tmp_path):
         train_embedder(replace(CONFIG, steps=5), tokenizer, tmp_path / "parts")
 
 
-@pytest.mark.usefixtures("short_texts")
-def test_what_is_loaded_is_what_was_trained(tokenizer, tmp_path):
-    model = train_embedder(CONFIG, tokenizer, tmp_path)
-    export_embedder(model, tokenizer, tmp_path / "model", notes={})
+def test_what_is_loaded_is_what_was_trained(tokenizer, whole, tmp_path):
+    export_embedder(whole, tokenizer, tmp_path / "model", notes={})
     texts = ["Halden Works was founded in 1907.", "a much longer text about a mill, a town and its river " * 3]
     loaded = load_embedder(str(tmp_path / "model"), device="cpu").embed_documents(texts)
     with torch.inference_mode():
-        wanted = model(*pad(tokenizer, texts, "cpu"))
+        wanted = whole(*pad(tokenizer, texts, "cpu"))
     np.testing.assert_allclose(loaded.dense, wanted.dense.numpy(), atol=5e-3)  # fp16 weights
     for row, rows in enumerate(loaded.colbert):
         np.testing.assert_allclose(rows, wanted.colbert[row, : len(rows)].numpy(), atol=5e-3)
@@ -132,8 +135,9 @@ def test_the_reranker_learns_from_the_embedder_and_is_loaded_as_it_was_trained(t
 
 
 @pytest.mark.slow
-def test_the_shipped_models_beat_bm25_where_words_differ():
-    """A smaller world than the four of docs/mini.md."""
+def test_the_shipped_models_beat_bm25_where_words_differ(monkeypatch):
+    """A smaller world than the four of docs/mini.md, and fewer candidates for the reranker."""
+    monkeypatch.setattr(retrieval, "RERANKED", 10)
     rows = measure_retrieval(embedder_path(), reranker_path(), seeds=[0], size=12, asks=40)
     few = {row.system: row for row in rows if row.slice == "few"}
     assert few["dense"].n > 20
