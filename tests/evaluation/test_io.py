@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation.io import Question, Spec, contains_answer, made_questions, parse_specs, read_questions
+from ragkv.evaluation.io import Question, Spec, made_questions, parse_specs, read_questions
 
 
 @pytest.mark.parametrize(
@@ -83,10 +83,8 @@ def test_a_bad_file_is_one_sentence_with_the_line(tmp_path, text, says):
     assert says in str(error.value)
 
 
-def test_a_gold_answer_counts_whatever_its_case_and_white_space():
-    assert contains_answer("It was  MIRA\n Oskel.", ["mira oskel"])
-    assert contains_answer("in 1907", ["1906", "1907"])
-    assert not contains_answer("Mira and Oskel", ["Mira Oskel"])
+def test_an_answer_is_right_if_it_contains_a_gold_one_where_there_are_any():
+    assert Question(text="Who?", answers=("Bolt", "ann LEE")).right("It was  Ann\nLee.") is True
     assert Question(text="Who?").right("Mira") is None
     assert Question(text="Who?", answers=("Ann",)).right("Mira") is False
 
