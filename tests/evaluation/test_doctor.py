@@ -122,9 +122,8 @@ def test_the_engines_of_the_index_and_those_that_could_replace_them(rag):
     assert quality.proposal.startswith("Proposed: ")
 
 
-@pytest.mark.parametrize("gold", [None, 0.75])
-@pytest.mark.parametrize("name", ["quality.svg", "quality.png"])
-def test_quality_is_drawn_over_the_time_to_the_first_token(tmp_path, gold, name):
+@pytest.mark.parametrize(("name", "gold"), [("quality.svg", None), ("quality.png", 0.75)])
+def test_quality_is_drawn_over_the_time_to_the_first_token(tmp_path, name, gold):
     rows = [asdict(row_of("ape", "good", 0.02)), asdict(row_of("block(over=standalone)", "poor", 0.03))]
     facts = {"full_accuracy": gold, "full_first_token": 0.4, "model": "m", "questions": 9, "top_k": 4}
     plot_quality(facts | {"engines": rows}, tmp_path / name)

@@ -31,7 +31,7 @@ TRACE = TokenTracePicture(
     question="Where was Mira Oskel born?",
     experts=["Mira Oskel", "Veldran"],
     gold={0},
-    tokens=[("Mira", 0), (" was", 1), ("\n", None)] * 30,
+    tokens=[("Mira", 0), (" was", 1), ("\n", None)] * 16,  # two lines
 )
 
 
@@ -44,18 +44,21 @@ TRACE = TokenTracePicture(
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_labels_the_same_bytes_each_time_and_the_command_below(drawn, labels, tmp_path):
+def test_labels_and_the_command_below(drawn, labels, tmp_path):
     command = "python -m ragkv.benchmarks.papers block-4 --limit 3"
     files = save(drawn, tmp_path / "one.two", command=command, notes=["3 questions"])
     assert [path.name for path in files] == ["one.two.svg", "one.two.png"]
-    again = save(drawn, tmp_path / "again", command=command, notes=["3 questions"])
-    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again]
     assert files[1].read_bytes().startswith(b"\x89PNG")
     written = files[0].read_text(encoding="utf-8")
     ElementTree.fromstring(written)
     assert "<dc:date>" not in written
     assert {drawn.title, "3 questions", f"made by: {command}", *labels} <= said_in(written)
-    assert len(list(tmp_path.iterdir())) == 4  # nothing half-written is left
+    assert len(list(tmp_path.iterdir())) == 2  # nothing half-written is left
+
+
+def test_the_same_bytes_each_time(tmp_path):
+    files, again = (save(CURVES, tmp_path / name, command="c") for name in ("one", "again"))
+    assert [path.read_bytes() for path in files] == [path.read_bytes() for path in again]
 
 
 def said_in(svg: str) -> set[str]:
