@@ -9,6 +9,7 @@ import pytest
 from ragkv.errors import UsageError
 from ragkv.evaluation.io import Spec
 from ragkv.evaluation.metrics import score
+from ragkv.evaluation.tasks import catalog
 from ragkv.evaluation.tasks.catalog import TASKS, described, make_task, passages
 from ragkv.worlds.world import QuestionKind, World
 
@@ -56,13 +57,14 @@ def test_worlds_ask_every_kind_of_every_context():
         assert (example.kind, example.needed) == ("unanswerable", ())
 
 
-def test_worlds_take_the_kinds_and_the_split_that_are_asked_for():
+def test_worlds_take_the_kinds_and_the_split_that_are_asked_for(monkeypatch):
     task = made("worlds", kinds="two hops", split="train")
     assert {example.kind for example in task.examples} == {"two hops"}
     assert task.name.startswith("worlds(kinds=")
     heads = {chunk.split("\n")[0] for example in task.examples for chunk in example.chunks}
     heldout = {f"# {document.title}" for document in World.generate(0, split="heldout", size=24).documents}
     assert heads.isdisjoint(heldout)
+    monkeypatch.setattr(catalog, "_WORLD_PATIENCE", 3)
     with pytest.raises(UsageError, match="two hops"):
         made("worlds", kinds="two hops", chunks=1)
 
