@@ -1,6 +1,5 @@
 """Engine apb on an index and on files: whole documents in blocks, stored, appended to, damaged."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +8,32 @@ import torch
 from longbook import BLOCK, CHUNK, LENGTHS, book, tiny_model
 
 from ragkv import RagKV
+from ragkv.config import IndexConfig
 from ragkv.errors import ConfigError
 from ragkv.index.contexts import Contexts
 from ragkv.ingest import encoding as blocks_of
 from ragkv.ingest.encoding import Blocks, plan_blocks
 from ragkv.model.apb.document import compressor_for
+from ragkv.model.self_check import load_model
 from ragkv.types import Encoding
 
-WORDS = ("amber", "brook", "cedar", "delta", "ember", "frost", "grove", "heath", "inlet", "jetty", "quay", "reef")
-SHORT = {"apb": {"block": 48, "anchor": 12, "passing": 6}}
+BLOCKS = 60
+QUESTION = f"What stands after {book(1)}?"
+UNEVEN = {"apb": {**LENGTHS, "block": 12}}
+"""Blocks that begin and end within chunks."""
+SHORT, FEW = book(6), 4
+"""A text, and its number of such blocks."""
 
 
-def words(words: int, seed: int = 1) -> str:
-    drawn = random.Random(seed)
-    return " ".join(drawn.choice(WORDS) for _ in range(words)) + "."
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model"), model_folder))
 
 
-def made(folder: Path, **settings: Any) -> RagKV:
-    return RagKV.create(folder, engines=("apb",), chunk_tokens=32, tuning=SHORT, **settings)
+def made(folder: Path, model: str, **settings: Any) -> RagKV:
+    """With exact KV: a new block that reads rounded ones differs in its last bits from one made with them."""
+    settings = {"engines": ("apb",), "chunk_tokens": CHUNK, "codec": "raw", "tuning": UNEVEN, **settings}
+    return RagKV.create(folder, model=model, **settings)
 
 
 @pytest.fixture
@@ -42,50 +49,47 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ran
 
 
-def test_a_book_is_stored_in_blocks_and_answers(tmp_path, counted):
+def test_a_book_is_stored_in_blocks_and_answers(tmp_path, model, counted):
     source = tmp_path / "book.txt"
-    source.write_text(words(120))
-    with made(tmp_path / "index") as rag:
+    source.write_text(SHORT)
+    with made(tmp_path / "index", model) as rag:
         rag.ingest(source)
-        count = len(counted)
-        assert counted == list(range(count))
-        assert count > 3
-        answer = rag.query("Where is the reef?", engine="apb", max_new_tokens=6)
-        assert (answer.kv.hits, answer.kv.misses) == (count, 0)
-        assert len(counted) == count
+        assert counted == list(range(FEW))
+        answer = rag.query(QUESTION, engine="apb", max_new_tokens=6)
+        assert (answer.kv.hits, answer.kv.misses) == (FEW, 0)
+        assert len(counted) == FEW
         assert not rag.store.verify().findings
         assert not rag.store.verify(quick=True).findings
     with RagKV.open(tmp_path / "index") as rag:
-        again = rag.query("Where is the reef?", engine="apb", max_new_tokens=6)
+        again = rag.query(QUESTION, engine="apb", max_new_tokens=6)
     assert again.text == answer.text
-    assert (again.kv.hits, again.kv.misses) == (count, 0)
+    assert (again.kv.hits, again.kv.misses) == (FEW, 0)
     # nothing stored: the first question makes it all, and the next finds it
-    with RagKV.create(tmp_path / "bare", engines=("block",), chunk_tokens=32, tuning=SHORT) as rag:
+    with made(tmp_path / "bare", model, engines=("block",)) as rag:
         rag.ingest(source)
-        first = rag.query("Where is the reef?", engine="apb", max_new_tokens=6)
-        assert (first.text, first.kv.misses) == (answer.text, count)
+        first = rag.query(QUESTION, engine="apb", max_new_tokens=6)
+        assert (first.text, first.kv.misses) == (answer.text, FEW)
         rag.settle()
-        second = rag.query("Where is the reef?", engine="apb", max_new_tokens=6)
-        assert (second.text, second.kv.hits) == (answer.text, count)
+        second = rag.query(QUESTION, engine="apb", max_new_tokens=6)
+        assert (second.text, second.kv.hits) == (answer.text, FEW)
 
 
-def test_a_damaged_choice_is_made_again(tmp_path, counted, monkeypatch):
+def test_a_damaged_choice_is_made_again(tmp_path, model, counted, monkeypatch):
     source = tmp_path / "book.txt"
-    source.write_text(words(120))
-    with made(tmp_path / "index") as rag:
+    source.write_text(SHORT)
+    with made(tmp_path / "index", model) as rag:
         rag.ingest(source)
-        count = len(counted)
         counted.clear()
         monkeypatch.setattr(blocks_of, "stored_block", lambda *_: None)
-        source.write_text(words(120) + " " + words(60, 2))
+        source.write_text(book(9))
         rag.ingest(source)
-        assert counted[: count - 1] == list(range(count - 1))
+        assert counted == list(range(FEW + 2))
 
 
-def test_short_documents_and_chunks_alone_are_one_block(tmp_path):
-    (tmp_path / "note.txt").write_text("The reef lies north of the quay.")
-    (tmp_path / "other.txt").write_text(words(60))
-    with made(tmp_path / "index") as rag:
+def test_short_documents_and_chunks_alone_are_one_block(tmp_path, model):
+    (tmp_path / "note.txt").write_text("The reef lies north.")
+    (tmp_path / "other.txt").write_text(SHORT)
+    with made(tmp_path / "index", model) as rag:
         rag.ingest(tmp_path / "note.txt", tmp_path / "other.txt")
         answer = rag.query("Where does the reef lie?", engine="apb", max_new_tokens=4)
         assert answer.kv.misses == 0
@@ -94,33 +98,27 @@ def test_short_documents_and_chunks_alone_are_one_block(tmp_path):
         assert record.encoding == Encoding.PREFIXED
 
 
-def test_the_attention_of_a_question_is_refused_where_there_is_none(tmp_path):
-    (tmp_path / "book.txt").write_text(words(80))
-    tuning = {"apb": {**SHORT["apb"], "compressor": "attention"}}
+def test_the_attention_of_a_question_is_refused_where_there_is_none(tmp_path, model):
+    (tmp_path / "book.txt").write_text(SHORT)
     with (
-        RagKV.create(tmp_path / "index", engines=("apb",), chunk_tokens=32, tuning=tuning) as rag,
+        made(tmp_path / "index", model, tuning={"apb": {**LENGTHS, "compressor": "attention"}}) as rag,
         pytest.raises(ConfigError, match="needs the question"),
     ):
         rag.ingest(tmp_path / "book.txt")
 
 
-def test_questions_about_a_file_encode_it_for_themselves(tmp_path, counted, caplog):
-    from ragkv.config import IndexConfig
-    from ragkv.model.self_check import load_model
-
-    model = load_model("mini")
-    config = IndexConfig(tuning=SHORT)
-    with Contexts(model, [("book", words(120)), ("note", "The reef lies north.")], config) as contexts:
-        stream = contexts.stream("Where is the reef?", engine="apb", max_new_tokens=4)
+def test_questions_about_a_file_encode_it_for_themselves(model, counted, caplog):
+    loaded = load_model(model)
+    with Contexts(loaded, [("book", SHORT), ("note", "A reef.")], IndexConfig(tuning=UNEVEN)) as files:
+        stream = files.stream("Where is the reef?", engine="apb", max_new_tokens=4)
         for _ in stream:
             pass
-        assert stream.answer.kv.misses == len(counted) + 1
-        assert counted == list(range(len(counted)))
-        assert len(counted) > 3
+        assert stream.answer.kv.misses == FEW + 1
+        assert counted == list(range(FEW))
     assert "one block" not in caplog.text
     # below the length where APB wins, and nothing said: plain attention, as `full` reads it
-    with Contexts(model, [("book", words(120))], IndexConfig()) as contexts:
-        streams = [contexts.stream("Where is the reef?", engine=name, max_new_tokens=6) for name in ("apb", "full")]
+    with Contexts(loaded, [("book", SHORT)], IndexConfig()) as files:
+        streams = [files.stream("Where is the reef?", engine=name, max_new_tokens=6) for name in ("apb", "full")]
         for each in streams:
             for _ in each:
                 pass
@@ -129,20 +127,6 @@ def test_questions_about_a_file_encode_it_for_themselves(tmp_path, counted, capl
 
 
 # ---- append
-
-BLOCKS = 60
-QUESTION = f"What stands after {book(1)}?"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> str:
-    return str(tiny_model(tmp_path_factory.mktemp("model"), model_folder))
-
-
-def made_long(folder: Path, model: str) -> RagKV:
-    """With exact KV: a new block that reads rounded ones differs in its last bits from one made with them."""
-    tuning = {"apb": LENGTHS}
-    return RagKV.create(folder, model=model, engines=("apb",), chunk_tokens=CHUNK, codec="raw", tuning=tuning)
 
 
 def planned(rag: RagKV) -> Blocks:
@@ -163,7 +147,7 @@ def answered(rag: RagKV) -> str:
 def test_a_book_that_grows_by_a_block_encodes_one(tmp_path, model):
     source = tmp_path / "book.txt"
     source.write_text(book(BLOCKS)[:-3])
-    with made_long(tmp_path / "index", model) as rag:
+    with made(tmp_path / "index", model, tuning={"apb": LENGTHS}) as rag:
         short = rag.ingest(source)
         assert planned(rag).layout.blocks == BLOCKS
         assert (short.kv_encoded, short.kv_reused) == (BLOCKS + 1, 0)  # the anchor too
@@ -183,7 +167,7 @@ def test_a_book_that_grows_by_a_block_encodes_one(tmp_path, model):
         assert not rag.store.verify().findings
         grown = [rag.store.get_kv(identity) for identity in new.all]
         text = answered(rag)
-    with made_long(tmp_path / "fresh", model) as rag:
+    with made(tmp_path / "fresh", model, tuning={"apb": LENGTHS}) as rag:
         assert rag.ingest(source).kv_encoded == BLOCKS + 2
         assert planned(rag).all == new.all
         for identity, kept in zip(new.all, grown, strict=True):
