@@ -14,6 +14,11 @@ from ragkv.evaluation.answers import TaskSource, run_candidates
 KEPT = ("full", "block over standalone", "block", "question, 0.30", "random, 0.30", "block, context")
 
 
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch):
+    monkeypatch.setattr(blend, "FORCED", 4)
+
+
 def few(table):
     return replace(
         table,
