@@ -5,26 +5,32 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from ragkv.cli.console import count, draw, echo, note, plain, print_facts, print_grid, print_json, size, stages, steps
 from ragkv.cli.options import (
+    DEFAULT_INDEX,
+    VARIABLES,
     ContextTokens,
     Device,
     Dtype,
     Json,
     Quiet,
+    UserFile,
     WorkFolder,
     encoding_of,
     given_values,
     split_names,
+    user_file,
 )
 from ragkv.cli.question_files import questions_of_log
-from ragkv.config import DTYPES, byte_count, one_of
+from ragkv.config import CONFIG_FILE, DTYPES, byte_count, load_config, one_of
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,7 +95,11 @@ def plan(
         float | None, typer.Option(help="With --index: assume that questions follow Zipf's law.", min=0)
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model folder or hub id; `mini` is the bundled one.", show_default="mini")
+        str | None,
+        typer.Option(
+            help="Model folder, .gguf file or hub id; `mini` is the bundled one.",
+            show_default="that of an ingest: RAGKV_MODEL, the index's, the user file's, else smollm2 or mini",
+        ),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="auto, float32, bfloat16, float16 or int8.", show_default="auto")
@@ -197,8 +207,11 @@ def plan(
 
     require_existing(paths)
     sample_bytes = byte_count("--sample", sample)
-    if model is None and not (quiet or as_json):
-        note("Planning for the bundled mini model; for real work add --model PATH-OR-HUB-ID.")
+    if model is None:
+        kept, where = _of_an_ingest(paths)
+        settings = kept | settings
+        if not (quiet or as_json):
+            note(f"Planning for {kept['model']}, {where}; for another model add --model PATH-OR-HUB-ID.")
     with stages("plan", silent=quiet or as_json) as show:
         show(0, 0, "starting")
         from ragkv.planning.plan import plan_ingest
@@ -225,6 +238,28 @@ def plan(
     _notify(found)
     if cluster is not None:
         _show_cluster(cluster)
+
+
+def _of_an_ingest(paths: Sequence[Path]) -> tuple[dict[str, Any], str]:
+    """What an ingest of the paths without --model would make chunks and KV with, and where its model comes from."""
+    from ragkv.index.ingestion import default_model
+
+    user = UserFile.read(user_file())
+    index = Path(os.environ.get(VARIABLES["index"]) or user.used("index") or DEFAULT_INDEX).expanduser()
+    named = os.environ.get(VARIABLES["model"])
+    if (index / CONFIG_FILE).exists() and not named:
+        config = load_config(index)
+        return {name: getattr(config, name) for name in _PLANNED}, f"the model of {index}"
+    found = {name: user.settings[name] for name in _PLANNED if name in user.settings}
+    if named:
+        return found | {"model": named}, f"as {VARIABLES['model']} says"
+    if "model" in found:
+        return found, f"as {user.path} says"
+    return found | {"model": default_model(paths)}, "which `ragkv ingest` takes where none is named"
+
+
+_PLANNED = ("model", "dtype", "engines", "chunk_tokens", "codec", "encoding", "embedder", "top_k")
+"""The settings of an index or a user file that a plan is about."""
 
 
 def _show_cluster(found: ClusterPlan) -> None:

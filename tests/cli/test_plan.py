@@ -8,6 +8,7 @@ from steady import steady
 
 from ragkv.cli.plan import plan as plan_command
 from ragkv.config import byte_count
+from ragkv.errors import UsageError
 from ragkv.planning import calibration
 from ragkv.planning.plan import SAMPLE_BYTES, SECONDS
 
@@ -24,6 +25,29 @@ def test_the_default_sample_is_the_plans():
     default = inspect.signature(plan_command).parameters["sample"].default
     assert byte_count("--sample", default) == SAMPLE_BYTES
     assert inspect.signature(plan_command).parameters["seconds"].default == SECONDS
+
+
+def test_without_a_model_it_is_that_of_an_ingest(ragkv, documents, index, model_folder, tmp_path, monkeypatch):
+    asked = []
+
+    def plan_ingest(*paths, **settings):
+        asked.append(settings)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("ragkv.planning.plan.plan_ingest", plan_ingest)
+    monkeypatch.chdir(tmp_path)
+    assert "Planning for mini, which `ragkv ingest` takes" in ragkv("plan", documents).err
+    user_file = tmp_path / "xdg" / "ragkv" / "config.toml"
+    user_file.parent.mkdir(parents=True)
+    user_file.write_text(f'model = "{model_folder}"\ncodec = "zstd"\n')
+    assert f"Planning for {model_folder}, as {user_file} says; for another" in ragkv("plan", documents).err
+    index.rename("ragkv-index")
+    assert f"Planning for {model_folder}, the model of ragkv-index;" in ragkv("plan", documents, "--codec", "int8").err
+    monkeypatch.setenv("RAGKV_MODEL", "mini")
+    assert "Planning for mini, as RAGKV_MODEL says" in ragkv("plan", documents).err
+    assert "Planning" not in ragkv("plan", documents, "--model", "smollm2").err
+    assert [each.get("codec") for each in asked] == [None, "zstd", "int8", "zstd", None]
+    assert asked[2]["chunk_tokens"] == 128
 
 
 def test_text_and_json_say_the_same(plan):
