@@ -164,8 +164,15 @@ def change(
                 f"{name} stands before the documents, whose KV depends on it: change it in {index / CONFIG_FILE} "
                 "and ingest again, or give --system to a question."
             )
+        if sign and name in VARIABLES and name not in (*CHANGEABLE, *USED):
+            raise UsageError(
+                f"{name} is what the index was built with, which config set does not change: ingest into another "
+                f"--index with {FLAGS[name]} {value or 'VALUE'}."
+            )
         if not sign or name not in CHANGEABLE:
-            raise UsageError(f"{setting!r} is not NAME=VALUE with a NAME of {', '.join(CHANGEABLE)}.")
+            raise UsageError(
+                f"{setting!r} is not NAME=VALUE, as in top_k=4; NAME is one of {', '.join(CHANGEABLE)}."
+            )
         if name in given:
             raise UsageError(f"{name} is given twice; give it one value.")
         whole = re.fullmatch(r"[+-]?\d{1,40}", value, re.ASCII)
