@@ -392,7 +392,7 @@ def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
             value = [build_config(typing.cast("type[Any]", inner), each, where) for each in value]
         built[key] = tuple(value) if isinstance(value, list) else value
         if not _fits(built[key], hints[key]):
-            raise ConfigError(f"{source}: {key} = {shortened(value)} has the wrong type.", param=key)
+            raise _wrong_type(f"{source}: {key}", value, hints[key], param=key)
     try:
         return cls(**built)
     except TypeError as error:  # a setting without a default is missing
@@ -408,7 +408,7 @@ def _check_types(config: Any, prefix: str = "") -> None:
         elif fits := _fits(value, hint):
             plain(prefix + name, [tier.url for tier in value] if name == "tiers" else value)
         if not fits:
-            raise ConfigError(f"{prefix}{name} = {shortened(value)} has the wrong type.")
+            raise _wrong_type(prefix + name, value, hint)
     require_choices(config, prefix)
 
 
@@ -427,6 +427,26 @@ def _fits(value: Any, hint: Any) -> bool:
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, hint)
+
+
+def _wrong_type(name: str, value: Any, hint: Any, *, param: str | None = None) -> ConfigError:
+    message = f"{name} = {shortened(value)} has the wrong type; it must be {_kind(hint)}."
+    return ConfigError(message, param=param)
+
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def _kind(hint: Any) -> str:
+    """What a value of the type is called in a message."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return f"one of {', '.join(inner)}"
+    if origin is tuple:
+        return "a list of tables" if is_dataclass(inner[0]) else "a list of strings"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_kind(each) for each in inner if each is not type(None))
+    return _KINDS.get(hint, "a table")
 
 
 def byte_count(name: str, value: int | str) -> int:
