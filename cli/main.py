@@ -11,8 +11,9 @@ import functools
 import gc
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Annotated, Any, cast
@@ -131,7 +132,7 @@ def run(app: typer.Typer, name: str) -> None:
         except RagkvError as error:
             if debug:
                 raise
-            fail(str(error))
+            fail(_as_typed(str(error), arguments))
             sys.exit(error.exit_code)
         except (BrokenPipeError, SystemExit) as end:
             if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
@@ -147,6 +148,17 @@ def run(app: typer.Typer, name: str) -> None:
             sys.exit(1)
         finally:
             gc.set_threshold(*collecting)
+
+
+def _as_typed(message: str, arguments: Sequence[str]) -> str:
+    """An error of decoding with the names of the options that were given: "--top-p must be", not "decoding: top_p"."""
+    head = re.match("decoding: (.+?)(?= must | cannot )", message)
+    flags = {word.partition("=")[0] for word in arguments}
+    named = [name for name in re.findall(r"\w+", head[1]) if f"--{name.replace('_', '-')}" in flags] if head else []
+    if not head or not named:
+        return message
+    what = re.sub(rf"\b({'|'.join(named)})\b", lambda name: f"--{name[0].replace('_', '-')}", head[1])
+    return what + message[head.end() :]
 
 
 def _open_streams() -> None:
