@@ -450,11 +450,11 @@ def _kind(hint: Any) -> str:
 
 
 def byte_count(name: str, value: int | str) -> int:
-    """The bytes of 4096, "4096", "512MiB" or "1.5 GiB"; `ConfigError` for any other form."""
-    found = re.fullmatch(r"(\d+(?:\.\d+(?= *[KMGT]))?) *(|[KMGT]i?B)", str(value).strip(), re.ASCII)
+    """The bytes of 4096, "4096", "512MiB", "1.5 GiB" or "2kB", in small or capital letters; else `ConfigError`."""
+    found = re.fullmatch(r"(\d+(?:\.\d+(?= *[KMGT]))?) *(|[KMGT]I?B)", str(value).strip().upper(), re.ASCII)
     if isinstance(value, bool) or found is None:
         raise ConfigError(f'{name} must be a number of bytes, as in 0, 536870912 or "512MiB", not {value!r}.')
-    step = 1024 if "i" in found[2] else 1000
+    step = 1024 if "I" in found[2] else 1000
     times = step ** " KMGT".index(found[2][:1] or " ")
     whole = found[1].isdecimal() and len(found[1]) < 20  # a float would round numbers of more than 53 bits
     count = int(found[1]) * times if whole else float(found[1]) * times

@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 
 def test_memory_budgets(monkeypatch):
-    sizes = [byte_count("x", v) for v in (0, 4096, "4096", "512MiB", "1.5 GiB", "2GB", "1KiB", "1TiB")]
-    assert sizes == [0, 4096, 4096, 512 << 20, 3 << 29, 2 * 10**9, 1024, 1 << 40]
+    sizes = [byte_count("x", v) for v in (0, 4096, "4096", "512MiB", "1.5 GiB", "2GB", "1KiB", "1TiB", "1kB", "1 mib")]
+    assert sizes == [0, 4096, 4096, 512 << 20, 3 << 29, 2 * 10**9, 1024, 1 << 40, 1000, 1 << 20]
     for bad in ("", "many", "-1", "1 XB", "1e9", "GiB", True, -4, "0x10", "1.5", "1.5B", "2.GB"):
         with pytest.raises(ConfigError, match="x must be a number of bytes"):
             byte_count("x", bad)
