@@ -170,9 +170,7 @@ def change(
                 f"--index with {FLAGS[name]} {value or 'VALUE'}."
             )
         if not sign or name not in CHANGEABLE:
-            raise UsageError(
-                f"{setting!r} is not NAME=VALUE, as in top_k=4; NAME is one of {', '.join(CHANGEABLE)}."
-            )
+            raise UsageError(f"{setting!r} is not NAME=VALUE, as in top_k=4; NAME is one of {', '.join(CHANGEABLE)}.")
         if name in given:
             raise UsageError(f"{name} is given twice; give it one value.")
         whole = re.fullmatch(r"[+-]?\d{1,40}", value, re.ASCII)

@@ -118,11 +118,21 @@ def echo_delta(part: str) -> None:
 
 
 def draw(drawn: RenderableType, *, width: int | None = None) -> None:
-    """Print a table on stdout. Where the terminal is too narrow for it, its lines go on below: nothing is cut off."""
-    screen = _Screen(width=width)
+    """Print a table on stdout. Where the terminal is too narrow for it, its lines go on below: nothing is cut off.
+
+    A pipe has no width: there nothing is folded, and no line is filled up with spaces.
+    """
+    terminal = sys.stdout.isatty()
+    screen = _Screen(width=width if terminal else _WIDEST)
     if isinstance(drawn, Table):
         screen.width = max(screen.width, _least_width(drawn))
-    screen.print(drawn)
+    if terminal:
+        screen.print(drawn)
+        return
+    with screen.capture() as captured:
+        screen.print(drawn)
+    screen.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
+    screen.file.flush()  # as `_out`
 
 
 _NARROW = 16
@@ -211,7 +221,7 @@ def _out(words: str) -> None:
     sys.stdout.flush()  # so that the order with stderr is kept also when stdout is a pipe
 
 
-_WIDEST = 1000
+_WIDEST = 1 << 20
 
 
 def plain(*head: str) -> Table:

@@ -126,6 +126,12 @@ def test_a_narrow_terminal_hides_no_name_and_cuts_no_figure(monkeypatch):
     lines = [line.split() for line in sys.stdout.getvalue().splitlines()]
     assert lines[1] == ["a-name-of-thirty", "1,000,001", "20,211", "661.5", "KiB"]
     assert lines[2] == ["-characters.md"]
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    console.draw(table)
+    assert sys.stdout.getvalue().splitlines() == [
+        "document                        chunks     tokens  KV",
+        "a-name-of-thirty-characters.md  1,000,001  20,211  661.5 KiB",
+    ]
 
 
 def test_notes_and_errors_are_lines(monkeypatch):
