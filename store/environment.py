@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -456,13 +457,15 @@ class WriterLock:
         """Hold the lock within the `with` block; `command` names the job to others.
 
         Waits for `timeout` seconds, without end when it is None, and not at all when it is 0; then `StoreBusyError`
-        names the holder. `on_wait` is called once for each holder that is waited for; unset, the log gets a warning.
+        names the holder. `on_wait` is called once for each holder that is waited for; unset, the log gets a warning, or
+        a line of level INFO where the wait has a limit.
         """
         me = (os.getpid(), threading.get_ident())
         if self._owner == me:
             yield
             return
-        lease = self._acquire(command, timeout, on_wait or self._log)
+        level = logging.WARNING if timeout is None else logging.INFO
+        lease = self._acquire(command, timeout, on_wait or partial(self._log, level))
         self._owner = me
         try:
             yield
@@ -516,8 +519,8 @@ class WriterLock:
             time.sleep(pause)
             pause = min(2 * pause, _POLL)
 
-    def _log(self, holder: Holder) -> None:
-        logger.warning("waiting for %s, which writes to %s", holder, self._path.parent)
+    def _log(self, level: int, holder: Holder) -> None:
+        logger.log(level, "waiting for %s, which writes to %s", holder, self._path.parent)
 
     def _refused(self, error: OSError) -> StoreError:
         if isinstance(error, NotPlainError):

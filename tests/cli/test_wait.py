@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from clichild import CliChild
 
 from ragkv import RagKV
 from ragkv.store import Store
+from ragkv.store.environment import WriterLock
 
 HOLDER = """
 import sys
@@ -57,6 +59,31 @@ def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
         code, shown, message = children[1].end()
         assert code == 0, message
         assert "1 added" in shown
+
+
+def test_a_first_ingest_waits_without_a_line_of_the_log(ragkv, documents, tmp_path, model_folder, monkeypatch):
+    held, waited, log = threading.Event(), threading.Event(), WriterLock._log
+
+    def logged(*given):
+        log(*given)
+        waited.set()
+
+    monkeypatch.setattr(WriterLock, "_log", logged)
+
+    def hold():
+        with Store.create(tmp_path / "index") as store, store.writing("another"):
+            held.set()
+            waited.wait(600)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    held.wait(600)
+    try:
+        found = ragkv("ingest", documents, "--index", tmp_path / "index", "--model", model_folder, "--quiet")
+    finally:
+        waited.set()
+        other.join()
+    assert (found.code, found.out, found.err) == (0, "", "")
 
 
 @pytest.mark.slow
