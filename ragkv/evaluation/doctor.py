@@ -56,7 +56,9 @@ class Environment:
             except PackageNotFoundError:  # some builds of torch carry no metadata
                 versions[package] = "unknown"
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        devices = [f"cpu: {platform.machine()}, {cores} cores, {torch.get_num_threads()} threads"]
+        threads = torch.get_num_threads()
+        counts = f"{cores} core{'s' * (cores != 1)}, {threads} thread{'s' * (threads != 1)}"
+        devices = [f"cpu: {platform.machine()}, {counts}"]
         if torch.cuda.is_available():
             found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
             devices = [f"cuda:{i}: {p.name}, {p.total_memory / 2**30:.0f} GiB" for i, p in enumerate(found)] + devices

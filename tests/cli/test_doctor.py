@@ -1,6 +1,7 @@
 """`ragkv doctor` as a user types it, what `ragkv stats` says afterwards, and `ragkv tune`."""
 
 import json
+import re
 
 import pytest
 
@@ -22,6 +23,7 @@ def test_a_report_for_people(ragkv, index):
         assert part in ran.out
     for part in ("1 question (made from the index's own chunks)", "ape", "block", "pced", "half"):
         assert part in ran.out
+    assert re.search(r"cores?, 1 thread\b", ran.out)
     assert "not enough to tell" in ran.out
     assert "ask more (--limit N" in ran.out
     assert "95 % intervals" in ran.err
