@@ -112,6 +112,7 @@ def doctor(
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
+    from ragkv.engines import engine_class
     from ragkv.evaluation.doctor import Doctor, Environment, JudgedModel, models_present, remedies
     from ragkv.evaluation.io import (
         Spec,
@@ -124,7 +125,7 @@ def doctor(
     )
     from ragkv.evaluation.metrics import draw_sample
     from ragkv.pipeline import RagKV
-    from ragkv.store import codec_names
+    from ragkv.store import codec_from_config, codec_names
 
     asked_for = any(given is not None for given in (model, questions, engines, codecs, plot)) or quick
     if health and asked_for:
@@ -133,6 +134,11 @@ def doctor(
     if plot is not None:
         check_plot(plot)
     coded = None if codecs is None else [] if codecs.strip() == "none" else given_names("--codecs", codecs)
+    for spec in judged or ():
+        engine_class(spec.name)
+    for codec in coded or ():
+        codec_from_config({"id": codec})
+    read = None if questions is None else read_questions(questions)
     environment = Environment.look()
     if not (index / CONFIG_FILE).exists() and index == DEFAULT_INDEX and not asked_for:
         found = _Found(environment, models_present(None), [f"There is no index here: ragkv ingest PATH makes {index}."])
@@ -160,7 +166,6 @@ def doctor(
             judged = judged or [Spec(name) for name in rag.config.engines]
         if coded is None:
             coded = [rag.config.codec] if quick else codec_names()
-        read = None if questions is None else read_questions(questions)
         if not stats.chunks:
             raise RetrievalError(f"The index at {index} holds no chunk; run ragkv ingest PATH --index {index} first.")
         examination = Doctor(
