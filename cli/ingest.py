@@ -492,6 +492,9 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
             what = count(last.indexed, "document")
             note(f"ragkv: interrupted; all {what} are in the index, and the next question makes what it searches by.")
             raise typer.Exit(130) from None
+        if not last.indexed:
+            note("ragkv: interrupted before the first document was complete; run the same command to go on.")
+            raise typer.Exit(130) from None
         are = "is" if last.sources == 1 else "are"
         note(
             f"ragkv: interrupted; {last.indexed:,} of {count(last.sources, 'document')} {are} in the index; "

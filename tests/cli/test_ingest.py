@@ -267,6 +267,17 @@ def test_ctrl_c_says_what_is_done_and_the_next_run_goes_on(ragkv, tmp_path, mode
     assert (len(report["unchanged"]), len(report["added"])) == (3, 5)
 
 
+def test_ctrl_c_before_anything_is_stored_leaves_nothing(ragkv, tmp_path, documents, model_folder, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ragkv.ingest.ingester.Ingester._encode_missing", interrupted)
+    result = ragkv("ingest", documents, "--index", tmp_path / "new", "--model", model_folder, "--quiet")
+    assert result.code == 130
+    assert result.err == "ragkv: interrupted before the first document was complete; run the same command to go on.\n"
+    assert not (tmp_path / "new").exists()
+
+
 def test_ctrl_c_at_the_search_indexes_says_that_nothing_is_missing(
     ragkv, tmp_path, documents, model_folder, monkeypatch
 ):
