@@ -29,6 +29,8 @@ from ragkv.errors import RagkvError, UsageError
 _WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings a click of its own or takes the installed one, and does not export the class."""
 
+_NO_MEMORY = re.compile("(can't|cannot) allocate memory|out of memory", re.IGNORECASE)
+"""As torch, CUDA and the system write it."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 _MOVED = {
     ("ragkv eval", "table"): "python -m ragkv.benchmarks.papers fills the papers' tables now, in a checkout of ragkv's "
@@ -139,9 +141,12 @@ def run(app: typer.Typer, name: str) -> None:
                 raise
             _give_up_stdout()  # the reader has left (`| head`), which typer and rich make exit code 1
             sys.exit(0)
-        except OSError as error:
+        except (MemoryError, OSError, RuntimeError) as error:
+            if not debug and (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+                fail("The memory does not suffice: end other programs, or take a smaller top-k, batch or model.")
+                sys.exit(1)
             # an error on a file has its name; without one it was stdout
-            if debug or error.errno not in _FULL or error.filename is not None:
+            if debug or not isinstance(error, OSError) or error.errno not in _FULL or error.filename is not None:
                 raise
             _give_up_stdout()
             fail(f"The result cannot be written: {error.strerror}.")

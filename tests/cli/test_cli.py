@@ -1,5 +1,6 @@
 """The command as a user types it: output on stdout, one sentence on stderr, exit codes 0, 1 and 2."""
 
+import errno
 import json
 import os
 import subprocess
@@ -110,6 +111,20 @@ def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch
     monkeypatch.setattr(RagKV, "stats", interrupt)
     result = ragkv("stats", "--index", index)
     assert (result.code, result.err) == (130, "ragkv: interrupted.\n")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError(errno.ENOMEM, os.strerror(12))],
+)
+def test_too_little_memory_is_a_sentence(ragkv, index, monkeypatch, error):
+    def short(*_, **__):
+        raise error
+
+    monkeypatch.setattr("ragkv.index.kv_loader.KVLoader.chunks", short)
+    result = ragkv("query", "Who founded Halden Works?", "--index", index, "--engine", "ape")
+    assert (result.code, result.out) == (1, "")
+    assert result.err.startswith("ragkv: The memory does not suffice: ")
 
 
 def test_the_installed_command_answers(index):
