@@ -80,6 +80,12 @@ def test_earlier_turns_and_instructions_reach_the_prompt(chat):
     assert alone < after < result
 
 
+def test_what_clients_send_for_themselves_changes_nothing(chat):
+    sent = dict.fromkeys(("user", "service_tier", "prompt_cache_key", "reasoning_effort", "verbosity"), "low")
+    answers = [chat(**more).json()["choices"] for more in ({}, sent | {"metadata": {"a": "b"}, "n": 1, "store": False})]
+    assert answers[0] == answers[1]
+
+
 def formatted(schema):
     return {"type": "json_schema", "json_schema": {"name": "it", "strict": True, "schema": schema}}
 
