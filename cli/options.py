@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 import typer
 
 from ragkv.cli.console import note_wait
-from ragkv.config import CONFIG_FILE, MODELS, MODES, EncodingConfig, IndexConfig, StepsConfig, build_config
+from ragkv.config import CONFIG_FILE, MODELS, MODES, EncodingConfig, IndexConfig, StepsConfig, build_config, config_in
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageError
 from ragkv.finetune.config import Setting
 from ragkv.model.checkpoint import lasting
@@ -222,10 +222,8 @@ class UserFile:
             if key in USED and not (isinstance(value, str) and value.strip()):
                 raise ConfigError(f"{path}: {key} = {shortened(value)} must be a string that is not empty.")
         settings = {key: value for key, value in found.items() if key not in USED}
-        try:  # some settings need an embedder to be valid; which one it will be is not known yet, so name any
-            checked = build_config(IndexConfig, {"embedder": "mini"} | settings, str(path))
-        except ConfigError as error:
-            raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+        # some settings need an embedder to be valid; which one it will be is not known yet, so name any
+        checked = config_in(path, {"embedder": "mini"} | settings)
         folders = [build_config(WatchedFolder, each, f"{path} [[watch]]") for each in watch]
         return cls(path=path, table=found, settings={key: getattr(checked, key) for key in settings}, watch=folders)
 

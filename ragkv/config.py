@@ -486,7 +486,15 @@ def load_config(folder: Path) -> IndexConfig:
         raise ConfigError(f"There is no index at {folder}; make one with: ragkv ingest PATH --index {folder}") from None
     except OSError as error:  # a link, a pipe
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
-    config: IndexConfig = build_config(IndexConfig, found, str(path))
+    return config_in(path, found)
+
+
+def config_in(path: Path, values: Mapping[str, Any]) -> IndexConfig:
+    """The configuration in a file; ConfigError names the file."""
+    try:
+        config: IndexConfig = build_config(IndexConfig, values, str(path))
+    except ConfigError as error:
+        raise ConfigError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     return config
 
 

@@ -210,6 +210,14 @@ def test_a_mistake_in_it_is_one_sentence_that_names_the_file(tmp_path, text, say
     assert says in str(error.value)
 
 
+def test_a_mistake_in_an_index_names_its_file(ragkv, empty):
+    with (empty / "ragkv.toml").open("a") as toml:
+        toml.write("[decoding]\ntop_p = 2\n")
+    found = ragkv("query", "Who?", "--index", empty)
+    says = f"ragkv: {empty / 'ragkv.toml'}: decoding: top_p must be above 0 and at most 1, not 2."
+    assert (found.code, found.sentence) == (2, says)
+
+
 def test_every_variable_is_a_setting_with_an_option():
     names = {*IndexConfig.__slots__, "index", "device"}
     assert VARIABLES.keys() <= FLAGS.keys() <= names
