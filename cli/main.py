@@ -42,8 +42,11 @@ _MOVED = {
         "checkout of ragkv's repository (docs/mini.md)."
         for name in ("embedder", "reranker")
     },
+    ("ragkv", "rm"): "ragkv delete takes documents out of an index; see ragkv delete --help.",
+    ("ragkv", "search"): "ragkv query shows the chunks that it finds below its answer; see ragkv query --help.",
+    ("ragkv", "watch"): "ragkv ingest FOLDER --watch follows folders; see ragkv ingest --help.",
 }
-"""Commands of earlier versions, by their group and name: what replaces them."""
+"""Commands of earlier versions and of other tools, by their group and name: what to type."""
 
 
 @contextmanager

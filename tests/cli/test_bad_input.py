@@ -90,6 +90,8 @@ TABLE: list[tuple[str, int, str]] = [
     ("models {model} --dtype warp", 2, "--dtype must be one of auto, float32"),
     ("eval answers worlds --dtype warp", 2, "--dtype must be one of auto, float32"),
     ("bench ttft --quick --tokens 512", 2, "--quick chooses --tokens by itself"),
+    ("rm notes.md", 2, "ragkv: ragkv delete takes documents out of an index"),
+    ("watch notes", 2, "ragkv: ragkv ingest FOLDER --watch"),
     ("--colour", 2, "No such option: --colour"),
     ("bench ttft --tokens a,b", 2, "is not a list of numbers"),
     ("compact --index {index}", 2, "Missing option '--output'"),
