@@ -145,14 +145,17 @@ def run(app: typer.Typer, name: str) -> None:
             _give_up_stdout()  # the reader has left (`| head`), which typer and rich make exit code 1
             sys.exit(0)
         except (MemoryError, OSError, RuntimeError) as error:
-            if not debug and (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
-                fail("The memory does not suffice: end other programs, or take a smaller top-k, batch or model.")
-                sys.exit(1)
-            # an error on a file has its name; without one it was stdout
-            if debug or not isinstance(error, OSError) or error.errno not in _FULL or error.filename is not None:
+            denied = isinstance(error, PermissionError) and error.filename is not None
+            refused = error if isinstance(error, OSError) and (denied or error.errno in _FULL) else None
+            if debug or not (refused or isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
                 raise
-            _give_up_stdout()
-            fail(f"The result cannot be written: {error.strerror}.")
+            if refused is None:
+                fail("The memory does not suffice: end other programs, or take a smaller top-k, batch or model.")
+            elif refused.filename is not None:  # else it was stdout
+                fail(f"{refused.filename} cannot be used: {refused.strerror}.")
+            else:
+                _give_up_stdout()
+                fail(f"The result cannot be written: {refused.strerror}.")
             sys.exit(1)
         finally:
             gc.set_threshold(*collecting)

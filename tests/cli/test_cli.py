@@ -114,17 +114,23 @@ def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "error",
-    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError(errno.ENOMEM, os.strerror(12))],
+    ("error", "says"),
+    [
+        (MemoryError(), "The memory does not suffice: "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "The memory does not suffice: "),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "The memory does not suffice: "),
+        (OSError(errno.EACCES, "Permission denied", "/a/file"), "/a/file cannot be used: Permission denied."),
+    ],
+    ids=str,
 )
-def test_too_little_memory_is_a_sentence(ragkv, index, monkeypatch, error):
-    def short(*_, **__):
+def test_what_the_system_refuses_is_a_sentence(ragkv, index, monkeypatch, error, says):
+    def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr("ragkv.index.kv_loader.KVLoader.chunks", short)
+    monkeypatch.setattr("ragkv.index.kv_loader.KVLoader.chunks", refuse)
     result = ragkv("query", "Who founded Halden Works?", "--index", index, "--engine", "ape")
     assert (result.code, result.out) == (1, "")
-    assert result.err.startswith("ragkv: The memory does not suffice: ")
+    assert result.err.startswith(f"ragkv: {says}")
 
 
 def test_the_installed_command_answers(index):
