@@ -14,10 +14,10 @@ token and layer for DeepSeek-V3, instead of 40,960 expanded ones. Attention read
 value. The matrix that would expand the keys is multiplied into the queries, and the one for the values into the result.
 A chunk is placed by rotating the rope part of the queries; the rest of a score has no position.
 
-On one layer of MiniCPM3 and of DeepSeek-V2-Lite (one processor thread, 2,048 tokens of chunks), this takes 0.02 to 0.6
-of the time of expanding keys and values first for 1 to 64 queries, and as much from about 200 queries on. A sequence's
-own new tokens are read as latents too: expanded, their attention would take half the time, which is less than 2 % of
-the layer's in half types.
+On one layer of MiniCPM3 and of DeepSeek-V2-Lite (one CPU thread, 2,048 tokens of chunks), this takes 0.02 to 0.6 of
+the time of expanding keys and values first for 1 to 64 queries, and the same time from about 200 queries on. A
+sequence's own new tokens are read as latents too: expanding them would halve their attention's time, which is less than
+2 % of the layer's in half types.
 
 `adapt` routes the attention of families with code of their own (Falcon, GPT-J, CodeGen, GPT-NeoX Japanese) through the
 attention function that the model is set to; with "eager" or "sdpa" they compute as before. `rotaries_of` finds a
@@ -46,7 +46,7 @@ from ragkv.attention.partial import LayerCall
 from ragkv.attention.rope import Rotary
 from ragkv.errors import UnsupportedModelError
 
-# arguments that do not change what is visible: shapes, and how transformers would build the mask
+# arguments that do not change what is visible: shapes, and how transformers builds the mask
 _BUILDING = frozenset(
     {
         "batch_size",
@@ -130,7 +130,7 @@ def require_rule(seen: Visible) -> None:
     zero = torch.zeros_like(query)
     try:
         found = seen.rule(zero, zero, query, key)
-    except IndexError as error:  # it looks something up per token of this very input
+    except IndexError as error:  # it indexes something by the tokens of this very input
         raise UnsupportedModelError("its attention mask depends on more than positions") from error
     expected = key <= query
     if seen.window is not None:
@@ -154,7 +154,7 @@ _REASONS = {
     "position_bias": "its attention adds a bias for every pair of positions",
     "dropout": "its attention drops weights at random",
 }
-# positions are the request's own, and what is returned beside the output changes none of it
+# positions are the request's own; the optional extra outputs do not change the result
 _NO_MATTER = frozenset(
     {
         "position_ids",
@@ -205,7 +205,7 @@ _running: ContextVar[_Pass | None] = ContextVar("ragkv_running", default=None)
 
 @contextmanager
 def attention_backend(by: AttentionBackend, *, seen: list[LayerMask] | None = None) -> Iterator[None]:
-    """Forward passes in this thread attend by `by`. Every layer appends to `seen` what the self-check examines."""
+    """Forward passes in this thread attend by `by`; every layer appends to `seen` what the self-check reads."""
     token = _running.set(_Pass(by, seen))
     try:
         yield
@@ -277,8 +277,8 @@ class LatentProjection:
         return cls(weight.view(-1, width, rank), nope)
 
     def keys(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys `(1, 1, n, rank + rope)` and values (columns of the keys, so of width 0) from what the cache is
-        given.
+        """Keys `(1, 1, n, rank + rope)` and values from what the layer caches; values are columns of the keys, so their
+        width is 0.
         """
         key = torch.cat([latent, rope], -1)
         return key, key[..., :0]
@@ -292,7 +292,7 @@ class LatentProjection:
         latent, expand = out[..., : self.weight.shape[-1]], self.weight[:, self.nope :]
         if latent.dtype == torch.float32:
             return latent @ expand.transpose(-1, -2)
-        # half types: a processor multiplies by a transposed matrix four times slower
+        # in half types a CPU multiplies by a transposed matrix four times slower
         return (expand @ latent.transpose(-1, -2)).transpose(-1, -2)
 
 
@@ -303,7 +303,7 @@ def latents_of(model: nn.Module) -> dict[int, LatentProjection]:
 
 
 def _plain(project: Any) -> bool:
-    """Whether it is an ordinary matrix and nothing else."""
+    """Whether it is a plain linear layer without hooks or packing."""
     return type(project) is nn.Linear and getattr(project, "bias", None) is None and type(project.weight.data) is Tensor
 
 
@@ -311,7 +311,7 @@ def _matrix(project: nn.Module, rank: int, module: nn.Module) -> Tensor:
     """`(out, rank)`: the matrix of the linear map `project`, from its output for unit vectors."""
     like = next(p for p in module.parameters() if p.is_floating_point() and p.itemsize > 1)
     with torch.no_grad():
-        units = torch.eye(rank + 1, rank, dtype=like.dtype, device=like.device)  # the last is no vector at all
+        units = torch.eye(rank + 1, rank, dtype=like.dtype, device=like.device)  # the last row is the zero vector
         *made, nothing = project(units[None])[0]
     if nothing.any():
         raise UnsupportedModelError("its latent attention expands keys by more than a matrix")
@@ -327,7 +327,7 @@ def latent_bytes(config: Any, itemsize: int) -> tuple[int, int]:
 
 
 class LatentAttention:
-    """Attends by `step` over latents, in the layers that have them; `cache` receives what these layers keep."""
+    """Attention over latents by `step`, in the layers that have them; `cache` receives what these layers keep."""
 
     def __init__(self, step: AttentionBackend, latents: Mapping[int, LatentProjection], cache: Any) -> None:
         self._step = step
@@ -418,7 +418,7 @@ def _forward(
 
 
 def tabled(attention: Any, apply: Callable[..., Tensor], layers: int) -> Rotary | None:
-    """The rotation of GPT-J and CodeGen, which keep sine and cosine of every position in a table of each layer.
+    """The rotation of GPT-J and CodeGen, which keep a table of sine and cosine per position in each layer.
 
     None for an attention without such a table `embed_positions` `(positions, rotary_dim)`.
     """
@@ -432,7 +432,7 @@ def tabled(attention: Any, apply: Callable[..., Tensor], layers: int) -> Rotary 
 
     def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width = 2 * cos.shape[-1]
-        moved = apply(states[..., :width].transpose(1, 2), sin, cos).transpose(1, 2)  # it wants (batch, n, heads, d)
+        moved = apply(states[..., :width].transpose(1, 2), sin, cos).transpose(1, 2)  # takes (batch, n, heads, d)
         return torch.cat([moved, states[..., width:]], -1)
 
     return Rotary(apply=turn, angles=angles, kinds=("default",) * layers)
@@ -471,12 +471,12 @@ def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_ma
 
 
 def _has_masks(module: nn.Module) -> bool:
-    """Whether the module holds a mask table over pairs of positions, which could hide unknown ones (GPT-Neo)."""
+    """Whether the module holds a mask table over pairs of positions, which could hide arbitrary ones (GPT-Neo)."""
     return any(b.ndim >= 2 and b.shape[-1] == b.shape[-2] for b in module.buffers(recurse=False))
 
 
 def _scale(module: Any) -> float:
-    """The factor of the method's scores; the self-check would notice a wrong one."""
+    """The factor of the attention scores; the self-check would notice a wrong one."""
     divisor: Any = getattr(module, "scale_attn", getattr(module, "norm_factor", 1.0))
     return 1 / float(divisor)
 
@@ -500,7 +500,7 @@ def rotation_of(apply: Callable[..., Any]) -> tuple[Turn, ...]:
 
 
 def _sliced(turn: Turn) -> Turn:
-    """`turn` of the first dimensions alone, as many as have angles (Phi, Persimmon, StableLM)."""
+    """`turn` applied only to the leading dimensions that have angles (Phi, Persimmon, StableLM)."""
 
     def first(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width = cos.shape[-1]
@@ -520,7 +520,7 @@ def adapt(model: Any) -> None:
     if not (adapt_inner(model) | adapt_falcon(model)):
         return
     for module in model.modules():
-        if hasattr(module, "set_attn_implementation"):  # which looks for the interface in the family's source code
+        if hasattr(module, "set_attn_implementation"):  # it searches the family's source for the interface
             module._can_set_attn_implementation = _yes
 
 
@@ -531,9 +531,7 @@ def read_whole(model: Any, name: str) -> None:
     again. So an answer would depend on what was read before.
     """
     for module in model.modules():
-        if (
-            getattr(module, "attention_type", None) == "block_sparse"
-        ):  # the setting of the whole decoder, which comes first
+        if getattr(module, "attention_type", None) == "block_sparse":  # the decoder's own setting, which comes first
             module.set_attention_type("original_full")
             logger.warning("Model %r attends to all tokens (original_full), not sparsely (block_sparse).", name)
             return
@@ -544,12 +542,12 @@ def _yes() -> bool:
 
 
 def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
-    """The candidates for the model's RoPE, the usual one first; empty if none can be found.
+    """The candidates for the model's RoPE, the usual one first; empty if there is none.
 
     The self-check chooses the one that the keys obey, and finds the layers that have no RoPE.
     """
     decoder = model.get_decoder()
-    if next(_attentions(decoder), None) is None:  # ModernBERT calls its last linear layer so
+    if next(_attentions(decoder), None) is None:  # ModernBERT has another module under that name
         decoder = model
     embedding = _embedding(decoder)
     attention = next(_attentions(decoder), None)
@@ -577,7 +575,7 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
         cos, sin = scaled(positions.to(width.device), kind)
         one = scaled(torch.zeros((1, 1), dtype=torch.long, device=width.device), kind)[
             0
-        ]  # remove what a family folds in
+        ]  # remove scaling that a family folds in
         return (cos / one).to(positions.device), (sin / one).to(positions.device)
 
     kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers
@@ -594,13 +592,13 @@ def without_rotary(layers: int) -> Rotary:
 
 
 def _attentions(decoder: nn.Module) -> Iterator[nn.Module]:
-    """The attention modules, which know their layer's number."""
+    """The attention modules, which carry their layer's index."""
     for module in decoder.modules():
         if hasattr(module, "layer_idx") and "Attention" in type(module).__name__:
             yield module
 
 
 def _embedding(decoder: nn.Module) -> Any:
-    """The module that makes cos and sin of positions: one for the model, or the first of one per layer."""
+    """The module that computes cos and sin from positions: the model's own, or that of the first layer."""
     named = (module for name, module in decoder.named_modules() if name.rpartition(".")[2] == "rotary_emb")
     return getattr(decoder, "rotary_emb", None) or next(named, None)

@@ -1,4 +1,4 @@
-"""A checkpoint before it is loaded: its files, its fingerprint, the device that it runs on, and its quantisation.
+"""A checkpoint before it is loaded: its files, fingerprint, device and quantisation.
 
 `Checkpoint.fingerprint` identifies the model whose KV is stored. Quantised checkpoints need care: transformers decides
 while loading whether it keeps packed weights or unpacks them, depending on the machine, and the two give different KV.
@@ -43,11 +43,11 @@ _NATIVE = {"fp8": (8, 9), "mxfp4": (7, 5)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised:
-    """How a packed checkpoint is run on a device."""
+    """How a quantised checkpoint runs on a device."""
 
     method: str
     unpacked: bool
-    """The weights are unpacked on load, so that it needs the memory of an ordinary model."""
+    """The weights are unpacked on load, so the model needs as much memory as an ordinary one."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], device: torch.device) -> Quantised | None:
@@ -60,12 +60,12 @@ class Quantised:
 
     @property
     def regime(self) -> str:
-        """The part of it that changes numbers, beside weights and configuration, which the digest covers."""
+        """The part of it that changes numbers; weights and configuration are covered by the digest."""
         return f"{self.method}{'-unpacked' if self.unpacked else ''}"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `quantization_config` must say so that transformers loads the weights in this way."""
+        """The entries of `quantization_config` that make transformers load the weights this way."""
         return {"dequantize": self.unpacked} if self.method in _NATIVE else {}
 
     def require(self, name: str) -> None:
@@ -107,7 +107,7 @@ _PATIENCE = 10
 """Seconds to wait for the hub to say whether it has a model; its own client tries for minutes."""
 HEADS = "retaining_heads.safetensors"
 """The trained retaining heads beside their model (`ragkv.model.apb.compressors`)."""
-# they do not change KV, or have an identity of their own
+# files that do not change KV, or have an identity of their own
 _IRRELEVANT = {"generation_config.json", "ragkv.json", "trainer_state.json", HEADS}
 
 
@@ -139,8 +139,9 @@ class Checkpoint:
 
     @property
     def block_over(self) -> str:
-        """The chunk KV that the engine `block` reads best: that which a block-tuned checkpoint was tuned over, else
-        `prefixed`. ConfigError for an unknown one in `ragkv.json`.
+        """The chunk KV that suits the engine `block`: what a block-tuned checkpoint was tuned over, else `prefixed`.
+
+        ConfigError for an unknown one in `ragkv.json`.
         """
         if not self.recommended.get("block_tuned"):
             return "prefixed"
@@ -154,7 +155,7 @@ class Checkpoint:
 
         `dtype` and `device` are the options as given, `revision` a hub model's commit. "auto" stays "auto" where it
         means the checkpoint's own dtype. A local folder is read completely (about 1.7 GB/s): a changed byte in any file
-        makes another model, except in files that are known not to matter.
+        gives another model, except in files that are known not to matter.
         """
 
         result, version = self.described(revision), _ADAPTER_VERSION
@@ -168,11 +169,11 @@ class Checkpoint:
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def picked(self, dtype: str, device: torch.device, revision: str | None = None) -> str:
-        """The dtype that an option means on a device.
+        """The dtype that an option selects on a device.
 
         "auto" is the checkpoint's own, returned as "auto", but float32 if that is a half type for which the processor
-        has no units. A GGUF file, whose weights are unpacked, has no dtype: float32 on a processor, else bfloat16. That
-        of "smollm2" holds a model which was published in bfloat16.
+        has no units. A GGUF file is unpacked and has no dtype of its own: float32 on a CPU, else bfloat16. The file of
+        "smollm2" holds a model that was published in bfloat16.
         """
         import torch
 
@@ -184,21 +185,21 @@ class Checkpoint:
             )
             return "bfloat16" if half else "float32"
         result = self.described(revision)
-        text = result.get("text_config")  # the language model's, of a model that also takes images or audio
+        text = result.get("text_config")  # the language model's part of a multimodal configuration
         parts = (result, text if isinstance(text, Mapping) else {})
         own = next((d for each in parts for key in ("dtype", "torch_dtype") if (d := each.get(key))), None)
         known = getattr(torch, own, None) if isinstance(own, str) else None
         return dtype if not isinstance(known, torch.dtype) or computes_in(device, known) else "float32"
 
     def quantised(self, device: torch.device, revision: str | None = None) -> Quantised | None:
-        """How packed weights are run on a device; None for ordinary ones."""
+        """How packed weights run on a device; None for ordinary weights."""
 
         if self.file is not None:
             return Quantised(method="gguf", unpacked=True)
         return Quantised.of(self.described(revision), device)
 
     def weight_bytes(self) -> int:
-        """Bytes of the weights on the disk; 0 for a hub model that is not downloaded yet."""
+        """Size of the weight files in bytes; 0 for a hub model that is not downloaded yet."""
         if self.file is not None:
             return Path(self.location, self.file).stat().st_size
         return sum(f.stat().st_size for f in self._weights()) if self.local else 0
@@ -223,7 +224,7 @@ class Checkpoint:
         return found if isinstance(found, dict) else {}
 
     def digest(self, revision: str | None) -> str:
-        """A hash of the checkpoint's weights and descriptions, and of its adapter, however it is loaded."""
+        """A hash of the checkpoint's weights, configuration and adapter, independent of how it is loaded."""
         if self.adapter is not None:
             folder = Path(self.adapter)
             own = digest_files(folder, [folder / "adapter_config.json", folder / ADAPTER])
@@ -272,7 +273,7 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
                 raise ModelLoadError(f"Folder {folder} holds no model: {' or '.join(marks)} is missing.")
             return Checkpoint(name=name, location=str(folder), local=True, recommended=_recommended(folder))
         a_file = folder.exists()
-    except OSError as error:  # no permission on the way, or a name that is too long
+    except OSError as error:  # no permission for a parent folder, or a name that is too long
         raise ModelLoadError(f"The model folder {name!r} cannot be looked at: {error.strerror or error}.") from error
     if a_file and marks == _MARKS[:1] and folder.suffix.lower() == ".gguf" and folder.is_file():
         return Checkpoint(name=name, location=str(folder.parent), local=True, file=folder.name)
@@ -284,7 +285,7 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
 
 
 def _smollm2(name: str) -> Checkpoint:
-    """The file in the installed package, whose code is not run: it needs packages that ragkv does not."""
+    """The file in the installed package, whose code is not run because it needs packages that ragkv does not."""
     adapter = None if name == SMOLLM2_PLAIN else smollm2_adapter_path()
     more: dict[str, Any] = {}
     if adapter is not None:
@@ -297,9 +298,7 @@ def _smollm2(name: str) -> Checkpoint:
 
 
 def lasting(name: str) -> str:
-    """The absolute path of a folder or file of this machine, which means the same from everywhere; other names as
-    given.
-    """
+    """The absolute path of a local folder or file, so that it means the same from everywhere; other names unchanged."""
     if not name.strip() or name in (MINI, SMOLLM2, SMOLLM2_PLAIN, NONE):
         return name
     try:
@@ -322,7 +321,7 @@ def require_on_hub(name: str) -> None:
         return
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=_PATIENCE)
-    except EntryNotFoundError:  # it exists, in another layout
+    except EntryNotFoundError:  # the repository exists, in another layout
         return
     except OfflineModeIsEnabled:
         hub = "HF_HUB_OFFLINE forbids to ask the hub for it"
@@ -330,7 +329,7 @@ def require_on_hub(name: str) -> None:
         hub = "the hub gives it only to those who accepted its terms and are logged in"
     except RepositoryNotFoundError:
         hub = "the hub has no such model, or none that you may read"
-    except Exception as error:  # the client's errors have no common base, and other ones in each of its versions
+    except Exception as error:  # the client's errors have no common base, and change from version to version
         message = str(error).strip().splitlines()
         hub = f"the hub was not reachable ({message[0].rstrip('.') if message else type(error).__name__})"
     if name == _SMOLLM2_HUB:
@@ -380,7 +379,7 @@ _FILLED = 0.7
 
 
 def pick_device(device: str | None) -> torch.device:
-    """The requested device, or CUDA if there is one, else the CPU; the first of several ("cuda:0,cuda:1")."""
+    """The requested device, by default CUDA if there is one, else the CPU; the first of a list ("cuda:0,cuda:1")."""
     import torch
 
     if device is None or device == _AUTO:
@@ -389,10 +388,10 @@ def pick_device(device: str | None) -> torch.device:
 
 
 def pick_devices(device: str | None, nbytes: Callable[[], int]) -> tuple[torch.device, ...]:
-    """The devices for a model of `nbytes()` bytes: one, or those that its layers are split over.
+    """The devices for a model of `nbytes()` bytes: one, or several to split its layers over.
 
-    "auto" is one GPU if the model fits on it, else all. A list names them. Raises ModelLoadError for a device that does
-    not exist, and for the CPU in a list, because nothing is moved to a GPU for each token.
+    "auto" is one GPU if the model fits on it, else all. A list names them. ModelLoadError for a device that does not
+    exist, and for the CPU in a list: ragkv does not move weights to a GPU for each token.
     """
     import torch
 
@@ -424,7 +423,7 @@ _CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of memory of a device; for a CPU, of the machine or of the container if that has less."""
+    """Memory of a device in bytes; for a CPU, that of the machine, or of the container if it has less."""
     if device.type == "cuda":
         import torch
 
@@ -445,15 +444,15 @@ def computes_in(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def processor_units() -> frozenset[str]:
-    """What the processor has of the units that multiply in half types, by their names in cpuinfo."""
+    """The processor's units for matrix products in half types, by their names in cpuinfo."""
     able = _capabilities()
     return frozenset(name for units in _UNITS.values() for name in units if able.get(name))
 
 
 def int8_levels() -> int:
-    """The largest int8 that states are rounded to beside int8 weights (`ragkv.model.linear.Int8Linear`).
+    """The largest int8 that activations are rounded to beside int8 weights (`ragkv.model.linear.Int8Linear`).
 
-    Without VNNI they stay float32: 0.
+    0 without VNNI: they stay float32.
     """
     return 127 if _capabilities().get("avx512_vnni") else 0
 
@@ -462,7 +461,7 @@ _UNITS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "avx10_2", "fp16_arith"),
 }
-"""cpuinfo's names of the units that multiply in a dtype, on x86 and ARM."""
+"""The names in cpuinfo of the units that multiply in a dtype, on x86 and ARM."""
 
 
 @cache
@@ -484,7 +483,7 @@ def _device(name: str) -> torch.device:
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        if reason.startswith("Expected one of"):  # all twenty of torch's kinds
+        if reason.startswith("Expected one of"):  # it lists all twenty device types of torch
             reason = "give cpu, cuda, cuda:1, … or auto"
         raise ModelLoadError(f"Device {name!r} is not available: {reason}") from error
     return found

@@ -1,9 +1,9 @@
 """A causal language model as ragkv runs it.
 
 Any supported checkpoint of transformers is loaded unchanged; only its attention function is ragkv's
-(`ragkv.model.attention_hook`), and on a processor its linear layers are read sooner (`ragkv.model.linear`). What a
-request needs is bound around its forward pass, so threads and engines share a model. `shallow_copy` gives a second
-model over the same weights, whose attention or windows can be changed without an effect on the first.
+(`ragkv.model.attention_hook`), and on a CPU its linear layers use faster kernels (`ragkv.model.linear`). The state of a
+request is bound around its forward pass, so threads and engines share a model. `shallow_copy` gives a second model over
+the same weights whose attention or windows can be changed without affecting the first.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from ragkv.util import batches
 from ragkv.util.plugins import kernel_module
 
 _SPANS = ("window", "attention_chunk", "index_topk")  # parts of attribute names that limit how many tokens are seen
-_LAYER_COUNTS = frozenset({"max_window_layers"})  # says which layers have a window, not how long it is
+_LAYER_COUNTS = frozenset({"max_window_layers"})  # the number of layers with a window, not its length
 
-_TIME_STEPS = (1.0, math.inf), (0.0, 1e-3)  # trained ones lie between 0.001 and 0.1
+_TIME_STEPS = (1.0, math.inf), (0.0, 1e-3)  # trained time steps are between 0.001 and 0.1
 
 
 def shallow_copy(model: nn.Module) -> Any:
     """A copy of `model` that shares all its parameters and buffers; switch its attention with
     `set_attn_implementation`.
 
-    Modules and configurations are copied: a few milliseconds and little memory, at any size of model.
+    Modules and configurations are copied: a few milliseconds and little memory, for a model of any size.
     """
     tensors = {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, tensors)
@@ -73,7 +73,7 @@ def set_windows(model: nn.Module, sizes: Mapping[int, int]) -> None:
 
 
 def in_float32(model: nn.Module) -> Any:
-    """A float32 copy of `model`: each layer's weights are converted while it runs, which needs little memory."""
+    """A float32 copy of `model` that converts each layer's weights while it runs, so it needs little extra memory."""
     other = shallow_copy(model)
     inside: set[int] = set()
     for module in list(other.modules()):
@@ -98,7 +98,7 @@ def _widen(module: nn.Module) -> None:
 
 
 def _widen_layer(kept: list[Any], layer: nn.Module, _given: Any) -> None:
-    if not kept:  # a layer that calls itself is in float32 already
+    if not kept:  # a layer that calls itself is converted already
         kept += [(held, dict(held)) for each in layer.modules() for held in (each._parameters, each._buffers)]
         for each in layer.modules():
             _widen(each)
@@ -111,10 +111,10 @@ def _restore_layer(kept: list[Any], _layer: nn.Module, _given: Any, _out: Any) -
 
 
 def bound_time_steps(model: nn.Module) -> bool:
-    """Narrow the bounds of recurrent layers' time steps, if they have any, so that every token meets them.
+    """Narrow the bounds of recurrent layers' time steps, if they have any, so that every token reaches them.
 
-    Some families (Nemotron-H, Zamba 2) apply them in a pass over several tokens but not to a single one, and in a
-    trained model few tokens meet them. Returns whether there are any.
+    Some families (Nemotron-H, Zamba 2) apply the bounds in a pass over several tokens but not to a single token, and in
+    a trained model few tokens reach them. Returns whether there are bounds.
     """
     found = False
     for module in model.modules():
@@ -126,7 +126,7 @@ def bound_time_steps(model: nn.Module) -> bool:
 
 
 def spans(model: nn.Module) -> list[int]:
-    """Every number of tokens that limits what a token of `model` sees, by its attribute names in the families."""
+    """All numbers of tokens that limit what a token of `model` sees, found by attribute name."""
     return sorted({value for _, _, value in _spans(model)})
 
 
@@ -138,7 +138,7 @@ def _spans(model: nn.Module) -> Iterator[tuple[object, str, int]]:
 
 
 def _holders(model: nn.Module) -> Iterator[object]:
-    """The modules, and every configuration that they or other configurations refer to, each once."""
+    """The modules, and every configuration that is reachable from them, each once."""
     found: set[int] = set()
     waiting: list[Any] = list(model.modules())
     while waiting:
@@ -158,9 +158,9 @@ Run = Callable[["LanguageModel", Step, Tensor, Tensor, Tensor], Tensor]
 
 
 ENCODE_TOKENS = 2048
-"""Tokens of a step that encodes chunks; more are slower on a processor, because activations then leave its caches."""
+"""Tokens of a step that encodes chunks; with more, activations no longer fit a CPU's caches."""
 FEW = 256
-"""Tokens of a pass whose products are all that takes long; with more, the rest is worth torch's threads."""
+"""Up to this many tokens only the matrix products of a pass take long; above, the rest is worth torch's threads."""
 
 
 class LanguageModel:
@@ -172,7 +172,7 @@ class LanguageModel:
     joins: ClassVar[bool] = True
     """Whether the chunks that a sequence sees may be joined (`ragkv.attention.sequence`)."""
     kernels_alone: bool = False
-    """Whether ragkv's kernels do all of a pass that takes long (`ragkv.model.linear.optimize_layers`)."""
+    """Whether ragkv's own kernels do all the heavy work of a pass (`ragkv.model.linear.optimize_layers`)."""
 
     def __init__(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
         self._hold(model, tokenizer, checkpoint)
@@ -181,13 +181,14 @@ class LanguageModel:
         self._model.set_attn_implementation(NAME)
         self._latents = latents_of(model)
         self.shared: Mapping[int, int] = {}
-        """Layers that read another's keys and values (Gemma 3n): that one's number; the proof on load finds them."""
+        """Layers that reuse another layer's keys and values (Gemma 3n) -> that layer; found by the self-check on load.
+        """
         self.rotaries = rotaries_of(model, self.config)
         self.rotary = self.rotaries[0] if self.rotaries else without_rotary(self.layers)
-        """How its chunks are moved; the proof on load settles it."""
+        """How chunks are moved; chosen by the self-check on load."""
 
     def _hold(self, model: Any, tokenizer: Any, checkpoint: Checkpoint) -> None:
-        """Set what every kind of model has, however it is run."""
+        """Set the attributes that all kinds of model share."""
         self.checkpoint = checkpoint
         self.tokens = Tokens(tokenizer)
         self.config = model.config.get_text_config(decoder=True)
@@ -200,9 +201,9 @@ class LanguageModel:
         """Whether its linear layers have int8 weights (`ragkv.model.linear`)."""
         self.layers: int = self.config.num_hidden_layers
         self.missing_capabilities: Mapping[Capability, str] = {}
-        """What the engines may need that this model does not bear, and why: the proof on load finds it out."""
+        """Capabilities of engines that this model lacks, with the reason; found by the self-check on load."""
         self.moves_within: int | None = None
-        """Chunks may be moved in prompts of at most so many positions; None: of any number."""
+        """Chunks may be moved only in prompts of up to this many positions; None: no limit."""
         generation = getattr(model, "generation_config", None)
         self.eos_ids = _eos_ids(getattr(generation, "eos_token_id", None), tokenizer.eos_token_id)
         self.max_positions, self._reach = reach(self.config)
@@ -235,12 +236,12 @@ class LanguageModel:
 
     @property
     def module(self) -> Any:
-        """transformers' own model, for fine-tuning; this object answers with the trained weights."""
+        """transformers' own model, for fine-tuning; after training, this object uses the trained weights."""
         return self._model
 
     @property
     def precision(self) -> str:
-        """What it computes in: the name of its dtype, or "int8" for int8 weights."""
+        """The precision that it computes in: the name of its dtype, or "int8" for int8 weights."""
         return "int8" if self.int8 else str(self.dtype).removeprefix("torch.")
 
     @cached_property
@@ -275,11 +276,12 @@ class LanguageModel:
     ) -> Tensor:
         """One forward pass: append `ids[i]` to `rows[i]`; the sequences may differ in length, position and context.
 
-        Returns fp32 logits `(rows, vocab)` of each sequence's last token (of a `StackedSequence`, of the tokens that it
-        marks as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with
-        the last keys and values. Sequences that are wanted `until` a layer are a pass of their own. Nothing is appended
-        when it raises. `seen` is for the self-check. With `ranks`, all ranks take this step, over the chunks that each
-        holds. `vectors` stand at the negative ids (`ragkv.model.packet`). `run` computes an ordinary pass's logits.
+        Returns fp32 logits: `(rows, vocab)` of each sequence's last token (of a `StackedSequence`, of the tokens marked
+        as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with the
+        last keys and values. Sequences that only run `until` a layer form a pass of their own. Nothing is appended if
+        it raises. `seen` is for the self-check. With `ranks`, all ranks take this step, each over the chunks that it
+        holds. Negative ids stand for the input `vectors` (`ragkv.model.packet`). `run` computes an ordinary pass's
+        logits.
         """
         logits, steps = torch.empty((0, 0)), []
         one_pass = partial(self._pass, every=every, seen=seen, ranks=ranks, vectors=vectors, run=run)
@@ -307,7 +309,7 @@ class LanguageModel:
         vectors: Tensor | None,
         run: Run | None,
     ) -> tuple[Tensor, Step]:
-        """`step` of sequences that are all wanted `until` the same layer, and the `Step` to commit."""
+        """`step` of sequences that all run `until` the same layer, and the `Step` to commit."""
         wanted = until is None and (every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True)))
         last = None if wanted else self.last_own if until is None else until
         counts = [len(each) for each in ids]
@@ -325,10 +327,11 @@ class LanguageModel:
     def repeatable(
         self, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], run: Run
     ) -> tuple[Tensor, Tensor, Callable[[], Tensor] | None]:
-        """`step` of one token for each sequence: its logits, which `run` computes, and how the next ones are computed.
+        """`step` with one token per sequence: its logits, computed by `run`, and a function for the following steps.
 
-        For those, write their ids into the returned `(rows,)` int64, and call: it gives their logits, by the same
-        kernels on the same memory, without a look at the host, and counts nothing in `rows`. None if it cannot be.
+        To use that function, write the next ids into the returned `(rows,)` int64 and call it: it returns their logits
+        from the same kernels on the same memory, without synchronising with the host, and does not advance `rows`. It
+        is None if the step cannot be repeated.
         """
         step = Step(rows, [1] * len(rows), self.rotary, self.device, shared=self.shared, fixed=True)
         tokens, positions, keep = self._uploaded([i for each in ids for i in each], step.positions, step.kept)
@@ -355,7 +358,7 @@ class LanguageModel:
         keep: Tensor,
         seen: list[LayerMask] | None = None,
     ) -> Tensor:
-        """The fp32 logits of the tokens `keep` of a pass that attends `by` a step; nothing is counted."""
+        """The fp32 logits of the tokens `keep` of a pass that attends `by` a step; the step is not committed."""
         logits = torch.empty((0, 0))
         cache = _PackedCache()
         by = LatentAttention(by, self._latents, cache) if self._latents else by
@@ -371,7 +374,7 @@ class LanguageModel:
                 .logits[0]
                 .float()
             )
-        return logits[keep] if len(logits) > len(keep) else logits  # Whisper returns those of every token
+        return logits[keep] if len(logits) > len(keep) else logits  # Whisper returns the logits of every token
 
     @property
     def last_own(self) -> int:
@@ -380,9 +383,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def through(self, ids: Sequence[int], position: int, by: AttentionBackend) -> None:
-        """Run one sequence from `position` on for its keys and values alone: `by` receives them, and may end the
-        pass.
-        """
+        """Run a sequence from `position` on for its keys and values only: `by` receives them, and may end the pass."""
         tokens, positions = self._uploaded(ids, range(position, position + len(ids)))
         self.logits(by, {"input_ids": tokens[None]}, positions, positions[:0])
 
@@ -391,8 +392,8 @@ class LanguageModel:
     ) -> list[ChunkKV]:
         """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings.
 
-        With a `packet`, each stands between its vectors, whose KV is part of the result. Chunks of any length share a
-        step of at most `ENCODE_TOKENS` tokens (or one chunk). Raises what `require_packet` raises.
+        With a `packet`, each chunk is surrounded by the packet's vectors, whose KV is part of the result. Chunks of any
+        length share a step of at most `ENCODE_TOKENS` tokens (or one chunk). Raises what `require_packet` raises.
         """
         if packet is None:
             return list(self.encode_each(chunks, prefix=prefix))
@@ -419,7 +420,7 @@ class LanguageModel:
                 yield row.cache.chunk_kv(encoded_at=start)
 
     def require_vectors(self) -> None:
-        """UnsupportedModelError unless the model reads input vectors as it reads the tokens that they are of."""
+        """UnsupportedModelError unless a token's input vector gives the same result as the token."""
         reason = self.missing_capabilities.get(Capability.MERGE) or self.companion(_no_vectors)
         if reason is not None:
             raise UnsupportedModelError(
@@ -439,7 +440,7 @@ class LanguageModel:
         """A plain cache of transformers that holds `kv`, as the model's own code would have filled it."""
         cache = DynamicCache()
         for layer, (key, value) in enumerate(zip(kv.keys, kv.values, strict=True) if kv is not None else ()):
-            if not key.shape[0]:  # it reads another layer's
+            if not key.shape[0]:  # the layer reads another layer's keys
                 continue
             if not value.shape[-1]:  # a latent and its rope key, which transformers keeps apart
                 key, value = torch.tensor_split(key, [self.config.kv_lora_rank], dim=-1)
@@ -463,7 +464,7 @@ class LanguageModel:
                 position_ids=positions,
                 past_key_values=_PackedCache(),
                 use_cache=False,
-                logits_to_keep=torch.arange(ids.shape[1]).to(ids.device),  # Gemma 4 slices its masks for a number
+                logits_to_keep=torch.arange(ids.shape[1]).to(ids.device),  # given a number, Gemma 4 slices its masks
             ).logits.float()
         return found
 
@@ -483,19 +484,19 @@ class LanguageModel:
 
 
 def weights_digest(model: LanguageModel) -> str:
-    """`Checkpoint.digest`, for which all weights are read: take it as a `companion`."""
+    """`Checkpoint.digest`; it reads all weights, so keep it as a `companion`."""
     return model.checkpoint.digest(model.revision)
 
 
 def _no_vectors(model: LanguageModel) -> str | None:
-    """Why the model cannot be given vectors; None if it can. Layers may read the token itself (Gemma 3n)."""
+    """Why the model cannot take input vectors; None if it can. Layers may read the token id itself (Gemma 3n)."""
     ids = (3, 5, 4, 6, 5)
     try:
         none = model.module.get_input_embeddings().weight.new_empty(0)
         [by_ids], [by_vectors] = model.encode([ids]), model._encoded([ids], None, none)
         between = embed(model.module.get_input_embeddings(), torch.tensor([ids], device=model.device), none)
         for _ in model._encoded([(-1, *ids)], None, between.mean(1)):
-            pass  # some families look up which token a vector is of
+            pass  # some families look up the token that a vector belongs to
     except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return f"it takes token ids alone ({error})"
     pairs = zip((*by_ids.keys, *by_ids.values), (*by_vectors.keys, *by_vectors.values), strict=True)
@@ -506,14 +507,14 @@ def _no_vectors(model: LanguageModel) -> str | None:
 class _PackedCache(DynamicCache):  # type: ignore[misc]
     """An empty cache: sequences keep their own KV.
 
-    Without a cache, transformers would take positions that restart for a packed training sample, wait for the device to
-    find out, and mask accordingly.
+    Without a cache, transformers would treat restarting positions as a packed training sample: it would synchronise
+    with the device to check, and mask accordingly.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.given: tuple[int, Tensor, Tensor] | None = None
-        """What the model has last given it: the layer, and what it keeps of its new tokens."""
+        """The last update: the layer, and the keys and values of its new tokens."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -1,16 +1,16 @@
-"""Products of linear layers, and RMSNorm, on a processor: kernels that numba compiles for this processor.
+"""GEMM kernels for linear layers, and RMSNorm, on a CPU, compiled by numba for this processor.
 
-A decode step multiplies every weight by a few rows, so it takes as long as reading the weights. torch's libraries
-rearrange them first, want a copy in a format of their own, or read them at half the memory's speed. `product` reads a
-matrix `(out_features, in_features)` where it lies and as it is stored. For one row that is from the first weight to the
-last, which a processor foresees better than a program; else it fetches what comes next into the cache while it
-computes. It is a matrix product in blocks (Goto and van de Geijn, "Anatomy of High-Performance Matrix
-Multiplication", 2008) with the sums of a few outputs and rows in registers. Both matrices are contiguous along the sum,
-so neither is packed, and hundreds of rows take no longer than in torch's libraries.
+A decode step multiplies every weight by a few rows, so its time is that of reading the weights. torch's libraries
+repack them first, need a copy in a format of their own, or read them at half the memory bandwidth. `product` reads a
+row-major matrix `(out_features, in_features)` in place, in its stored dtype. For a single row it reads the weights in
+memory order, which suits the hardware prefetcher best; for more rows it prefetches in software. It is a blocked GEMM
+(Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008) whose accumulators, a few outputs by
+a few rows, stay in registers. Both matrices are contiguous along the sum, so neither is packed, and hundreds of rows
+take no longer than in torch's libraries.
 
-A row's result never depends on the other rows: each sum is made in the same order.
+A row's result never depends on the other rows: every sum is made in the same order.
 
-RMSNorm is eight operations of torch in transformers, each over memory of its own; here it is one.
+RMSNorm is eight torch operations in transformers, each with its own intermediate tensor; here it is one kernel.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -50,32 +50,33 @@ from ragkv.util.kernels import (
 OUT, ROWS, WEIGHTS, BIAS, IN_FEATURES, OUT_FEATURES, COUNT, SCALES, ZEROS, STEPS = range(
     kernels.ARGUMENTS, kernels.ARGUMENTS + 10
 )
-"""A kernel's arguments: addresses of `(rows, out_features)`, `(rows, in_features)`, the weights and the bias (0: none);
-the sizes; and for int8 weights the addresses of each output's scale, and beside uint8 rows of what -128 is in its sum,
-and of each row's scale.
+"""The arguments of `product`: addresses of the output `(rows, out_features)`, the input `(rows, in_features)`, the
+weights and the bias (0: none); the sizes; for int8 weights the address of the output scales; and for uint8 rows also
+the addresses of each output's correction for the offset of 128 and of the row scales.
 """
 REST = 1 / 254
-"""A row is two uint8 numbers for each of its own: the second is in such units of the first, and both have 128 added."""
+"""An input row is stored as two uint8 rows, both offset by 128; the second is in units of REST times the first's."""
 _LINE = 64
 _TILE_BYTES, _BLOCK_BYTES = 1 << 17, 1 << 18
-"""Bytes that a tile reads, of which the sums are made at a time; and of the rows that read a part of the weights before
-the next rows do.
+"""Bytes of weights and rows that a tile reads before it moves on along the sum; and bytes of input rows that share a
+part of the weights before the next rows do.
 """
 _MOST_ROWS = 96
 _GROUP = 256
-"""Tiles of weights whose sums are made part by part, if there are more than `_FEW` rows."""
+"""With more than `_FEW` rows, this many tiles of weights are summed part by part."""
 _FEW = 12
 _AHEAD = 8
-"""How many outputs ahead weights are fetched."""
+"""Prefetch distance of the weights, in outputs."""
 _FUSED = ("contract",)  # not "reassoc": the order of a sum is the same in all tiles
 
 if "avx2" not in kernels.features():
-    raise ImportError("on other processors than x86 torch's own kernels are the sooner ones, as far as is known")
+    raise ImportError("on other processors than x86 torch's own kernels are faster, as far as is known")
 
 
 class _Tile:
-    """The shape of a tile for weights and rows of these kinds: the sums of `outs` outputs and of up to `rows` rows are
-    in registers. Rows are float32; or bfloat16, beside bfloat16 weights; or uint8, two for each row, beside int8 ones.
+    """A register tile for these dtypes of weights and rows: accumulators for `outs` outputs by up to `rows` rows.
+
+    Rows are float32; bfloat16 beside bfloat16 weights; or uint8, two for each row, beside int8 weights.
     """
 
     def __init__(self, weight: str, row: str) -> None:
@@ -87,17 +88,17 @@ class _Tile:
         if row == "uint8":
             self.outs, self.rows, self.parts, self.sums = 4, 3, 2, ir.VectorType(INT, 16)
         self.step = _LINE // SIZES[weight]
-        """Weights of an output that are read at a time."""
+        """Weights of one output that are loaded at a time."""
         each = self.outs * SIZES[weight] + self.rows * self.parts * SIZES[row]
         self.most = _TILE_BYTES // each // _LINE * _LINE
-        """How many products are summed at a time."""
+        """Length of the part of a sum that is computed at a time."""
 
 
 class _Code:
-    """The code that computes the products of `count` rows with a tile's weights, and writes them or adds them to the
+    """Generates code that multiplies `count` rows by a tile's weights, and writes the result or accumulates it in the
     totals `(count, parts, outs)`.
 
-    `output` and `row` are the first ones; `data` is the address of the kernel's arguments.
+    `output` and `row` are the tile's first ones; `data` is the address of the kernel's arguments.
     """
 
     def __init__(self, b: Any, tile: _Tile, data: Any, output: Any, row: Any, count: int) -> None:
@@ -106,7 +107,7 @@ class _Code:
         self._whole = tile.row == "uint8"
 
     def write(self, totals: Any, first: Any, last: Any, few: Any) -> None:
-        """Of the products `first` to `last` of each sum."""
+        """Process the products `first` to `last` of each sum."""
         b, tile = self._b, self._tile
         weights = [
             self._offset(WEIGHTS, b.add(self._output, LONG(i)), IN_FEATURES, tile.weight) for i in range(tile.outs)
@@ -117,26 +118,26 @@ class _Code:
         ]
         if self._count > 1:
             sums = self._products(weights, rows, first, last, few)
-        else:  # one row waits for the weights, which come soonest in the order in which they lie
+        else:  # a single row is bound by memory: read the weights in memory order
             apart = [self._products([each], rows, first, last, None) for each in weights]
             sums = [[vector for (vector,) in each] for each in zip(*apart, strict=True)]
         self._add([kernels.summed(b, vectors) for vectors in sums], totals, first, last)
 
     def _offset(self, start: int, index: Any, length: int | None, kind: str) -> Any:
-        """The address of one of the rows of a matrix, of so many numbers of a kind."""
+        """Offset in bytes of a row in a matrix whose rows have `length` numbers of this kind."""
         b, size = self._b, LONG(SIZES[kind])
         wide = size if length is None else b.mul(self._given[length], size)
         return b.add(self._given[start], b.mul(index, wide))
 
     def _products(self, weights: list[Any], rows: list[Any], first: Any, last: Any, few: Any) -> list[list[Any]]:
-        """The sums of the products of each row with each output's weights, as vectors."""
+        """The accumulators of each row with each output's weights, as vectors."""
         b, tile = self._b, self._tile
         size, wide = LONG(SIZES[tile.weight]), b.mul(self._given[IN_FEATURES], LONG(SIZES[tile.weight]))
         before, body, after = b.block, b.append_basic_block(), b.append_basic_block()
         ahead, apart, faster = b.mul(wide, LONG(_AHEAD)), wide, LONG(1)
-        if few is not None:  # in the order in which they lie, too, if that is the order in which they are needed
+        if few is not None:  # prefetch in memory order too, if that is the order of use
             apart, faster = b.select(few, LONG(_LINE), wide), b.select(few, LONG(len(weights)), faster)
-        elif not self._whole:  # what lies in order the processor fetches by itself, up to a third sooner
+        elif not self._whole:  # else access is sequential, which the hardware prefetcher serves up to a third faster
             alone = b.and_(b.icmp_signed("==", first, LONG(0)), b.icmp_signed("==", last, self._given[IN_FEATURES]))
             ahead = b.select(alone, LONG(0), ahead)
         fetched = b.add(weights[0], ahead)
@@ -157,7 +158,7 @@ class _Code:
         return more
 
     def _added(self, sums: list[list[Any]], weights: list[Any], rows: list[Any]) -> list[list[Any]]:
-        """The sums with a step's products, of the weights and rows that lie there."""
+        """The accumulators after one more step, with the weights and rows at these addresses."""
         b, tile = self._b, self._tile
         if tile.row != "float32":
             kind = ir.VectorType(BFloat(), tile.step) if tile.row == "bfloat16" else tile.sums
@@ -182,7 +183,7 @@ class _Code:
         return self._b.add(one, other) if self._whole else self._b.fadd(one, other, flags=_FUSED)
 
     def _add(self, sums: list[Any], totals: Any, first: Any, last: Any) -> None:
-        """Add the sums to the totals, if these are not the first, and write the results, if these are the last."""
+        """Accumulate in the totals, unless this is the first part, and write the results if it is the last."""
         b, places = self._b, [at(self._b, totals, 4 * self._tile.outs * index) for index in range(len(sums))]
         before, later, both = b.block, b.append_basic_block(), b.append_basic_block()
         b.cbranch(b.icmp_signed("==", first, LONG(0)), both, later)
@@ -221,11 +222,11 @@ class _Code:
             kernels.store(b, result, b.add(place, b.mul(self._output, LONG(SIZES[tile.out]))))
 
     def _vector(self, start: int, kind: Any) -> Any:
-        """The four-byte numbers of the tile's outputs."""
+        """Load a vector of four-byte numbers for the tile's outputs."""
         return load(self._b, self._offset(start, self._output, None, "float32"), kind, 4)
 
     def _bias(self) -> Any:
-        """That of the tile's outputs, in float32."""
+        """The bias of the tile's outputs, in float32."""
         b, tile = self._b, self._tile
         nothing, before = ir.Constant(floats(tile.outs), [0.0] * tile.outs), b.block
         with b.if_then(b.icmp_signed("!=", self._given[BIAS], LONG(0))):
@@ -275,7 +276,7 @@ def _write(
 
 @functools.cache
 def tile_outputs(weight: str, row: str) -> int:
-    """How many outputs are a unit of the kernel's work."""
+    """Outputs per work unit of the kernel."""
     return _Tile(weight, row).outs
 
 
@@ -327,7 +328,7 @@ STATES, STATE_STEPS, BOTH, WIDTH = range(kernels.ARGUMENTS, kernels.ARGUMENTS + 
 
 @kernels.once
 def quantise() -> Any:
-    """The kernel that makes two uint8 rows of each row of float32."""
+    """The kernel that splits each float32 row into two uint8 rows."""
 
     def kernel(data):
         states, steps = reals(argument(data, STATES)), reals(argument(data, STATE_STEPS))
@@ -354,14 +355,14 @@ of `PIECE`; and the bits of epsilon in float32.
 """
 PIECE = 16
 FORMS = ("rounded", "whole", "one more")
-"""What multiplies the normalised states: weights after they were rounded to the states' kind (Llama), or before (OLMo
-2); or one plus the weights, before (Gemma).
+"""How the normalised states are multiplied: by the weights after rounding to the states' dtype (Llama), by the weights
+before rounding (OLMo 2), or by one plus the weights before rounding (Gemma).
 """
 
 
 @intrinsic(prefer_literal=True)
 def _normalise(context: Any, states: Any, weight: Any, out: Any, width: Any, epsilon: Any, kind: Any, form: Any) -> Any:
-    """Fill a row with x / sqrt(mean(x²) + epsilon) · weight."""
+    """Write x / sqrt(mean(x²) + epsilon) · weight for a row."""
     name, how = kind.literal_value, form.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
@@ -392,7 +393,7 @@ def _normalise(context: Any, states: Any, weight: Any, out: Any, width: Any, eps
 
 @kernels.once
 def rms_norm(kind: str, form: str) -> Any:
-    """The kernel (`ragkv.util.kernels.run`) for "bfloat16" or "float32" states and weights; a unit is a row."""
+    """The kernel (`ragkv.util.kernels.run`) for "bfloat16" or "float32" states and weights; its work unit is a row."""
     size = SIZES[kind]
 
     def kernel(data):

@@ -1,7 +1,7 @@
-"""Linear layers and norms for a processor, which ragkv's own kernels compute (`ragkv.model.layer_kernels`).
+"""Linear layers and norms on a CPU, computed by ragkv's own kernels (`ragkv.model.layer_kernels`).
 
-A decode step multiplies all weights by one row, so it takes as long as reading them: they are kept in as few bytes as
-lose nothing of a checkpoint, or in int8 if the user asks for that.
+A decode step multiplies all weights by one row, so its time is that of reading them. They are therefore kept in the
+fewest bytes that represent the checkpoint exactly, or in int8 if the user asks for that.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 14
-"""A matrix with fewer weights, such as a router of experts, stays as it is."""
+"""A matrix with fewer weights, such as the router of experts, is not changed."""
 _PIECE = 32
-"""The kernel adds so many products of a row at a time; int8 weights are filled up to twice that."""
+"""The kernel adds this many products of a row at a time; int8 weights are padded to twice that."""
 _THREAD = 1 << 18
-"""So many products are worth a thread: 25 µs of work."""
+"""Multiply-adds that are worth a thread: 25 µs of work."""
 _NUMBERS = 1 << 20
-"""So many numbers of a norm's states are worth a thread."""
-_ROWS = 256  # so many are tried at a time, in a cache
+"""Elements of a norm's states that are worth a thread."""
+_ROWS = 256  # weights are converted and compared this many rows at a time, which fit a cache
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _OTHERWISE = 0.02
-"""The share of numbers that another order of a sum rounds otherwise in bfloat16; another form does so with a tenth."""
+"""The accepted share of numbers that differ after rounding to bfloat16, from another order of summation; another form
+of the norm changes a tenth."""
 
 
 def _kernels() -> ModuleType | None:
@@ -51,15 +52,15 @@ def _kernels() -> ModuleType | None:
 
 @functools.cache
 def _compiled(weight: torch.dtype, rows: torch.dtype) -> tuple[ModuleType, Any, int]:
-    """The kernels, that for weights and rows of these dtypes, and how many outputs are a unit of its work."""
+    """The kernels' module, its `product` for weights and rows of these dtypes, and the outputs per work unit."""
     kernels, names = _kernels(), [str(dtype).removeprefix("torch.") for dtype in (weight, rows)]
     assert kernels is not None
     return kernels, kernels.product(*names), kernels.tile_outputs(*names)
 
 
 def _multiply(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, count: int, *more: Tensor) -> None:
-    """Fill `out` with W·x + b for each of `count` rows x, all of them contiguous; `more` are as in
-    `ragkv.model.layer_kernels`, from SCALES on.
+    """Fill `out` with W·x + b for each of `count` rows x; all tensors are contiguous. `more` are the arguments of
+    `ragkv.model.layer_kernels` from SCALES on.
     """
     kernels, kernel, outs = _compiled(weight.dtype, rows.dtype)
     out_features, in_features = weight.shape
@@ -72,7 +73,7 @@ def _multiply(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, co
 
 @functools.cache
 def most_rows(dtype: torch.dtype) -> float:
-    """Up to this many rows, weights in a dtype are soonest multiplied by the kernel."""
+    """The kernel is faster than torch for weights of this dtype up to this many rows."""
     units = processor_units()
     if dtype != torch.bfloat16 or units.isdisjoint({"avx512_bf16", "amx_bf16"}):
         return float("inf")
@@ -80,14 +81,14 @@ def most_rows(dtype: torch.dtype) -> float:
 
 
 class KernelLinear(nn.Linear):
-    """A linear layer whose weights the kernel reads where they lie, in bfloat16 or float32.
+    """A linear layer whose weights the kernel reads in place, in bfloat16 or float32.
 
-    Of 100M weights on one thread of an EPYC without matrix units, in bfloat16, one row takes 9 ms, as long as reading
-    them, and 50 rows 48 (oneDNN: 20 and 59); in float32 one row takes 16 and 50 take 87 (MKL: 26 and 128).
+    With 100M weights on one thread of an EPYC without matrix units, one row in bfloat16 takes 9 ms, as long as reading
+    the weights, and 50 rows 48 (oneDNN: 20 and 59); in float32 one row takes 16 and 50 take 87 (MKL: 26 and 128).
     """
 
     def _weight(self) -> Tensor:
-        """The weights as they are kept."""
+        """The weights in their stored dtype."""
         weight = self._parameters["weight"]
         assert weight is not None
         return weight
@@ -113,12 +114,12 @@ def _has_dot(kind: str) -> bool:
 
 
 class HalfLinear(KernelLinear):
-    """A linear layer of a model that computes in float32, whose weights are in the 16 bits that its checkpoint has:
-    half the memory, and a row takes half the time.
+    """A linear layer of a float32 model that keeps its weights in the checkpoint's 16 bits: half the memory, and half
+    the time for a row.
     """
 
     read = False
-    """Whether something has asked for the weights by themselves: then it is better off as an ordinary layer."""
+    """Whether something has read the weights directly: then an ordinary layer is better."""
 
     def __getattr__(self, name: str) -> Any:
         if name != "weight":
@@ -136,7 +137,7 @@ class HalfLinear(KernelLinear):
 
 
 class KernelNorm(nn.Module):
-    """What an RMSNorm's class has in front: one kernel instead of eight operations (`ragkv.model.layer_kernels`)."""
+    """Mixed into an RMSNorm's class in front: one kernel instead of eight operations (`ragkv.model.layer_kernels`)."""
 
     form: str
     epsilon: float
@@ -162,7 +163,7 @@ def _normalised(states: Tensor, weight: Tensor, epsilon: float, form: str) -> Te
 
 
 def _optimize_norms(model: LanguageModel) -> None:
-    """Let a kernel compute the RMSNorms of a checked model on a processor, in place, where it computes the same."""
+    """Replace the RMSNorms of a checked model on a CPU, in place, by the kernel where it computes the same."""
     module = _kernels()
     if model.device.type != "cpu" or module is None:
         return
@@ -190,9 +191,9 @@ def _with_kernel(norm: type) -> type:
 
 @torch.inference_mode()
 def _form(norm: nn.Module, weight: Tensor, epsilon: float, forms: Sequence[str]) -> str | None:
-    """In which form the kernel computes what the norm does, but for the order of a sum; None if in none of them."""
+    """The form of the kernel that equals the norm up to the order of summation; None if none does."""
     states = 3 * torch.randn((8, len(weight)), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    states[1:3] *= 1e-3  # so that epsilon counts
+    states[1:3] *= 1e-3  # so that epsilon matters
     probe, some = copy.copy(norm), torch.linspace(-2, 2, len(weight)).to(weight.dtype)
     probe._parameters = norm._parameters | {"weight": nn.Parameter(some, requires_grad=False)}
     try:
@@ -204,15 +205,14 @@ def _form(norm: nn.Module, weight: Tensor, epsilon: float, forms: Sequence[str])
                 if wrong.float().mean() < _OTHERWISE:
                     return form
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        logger.debug("a norm stays as it is: %s", error)
+        logger.debug("a norm is not replaced: %s", error)
     return None
 
 
 def optimize_layers(model: LanguageModel) -> None:
-    """Make the linear layers of a checked model what reads its weights soonest on its processor, in place, and let a
-    kernel compute its norms.
+    """Replace the linear layers and norms of a checked model, in place, by the kernels that are fastest on its CPU.
 
-    The numbers stay those of the same weights.
+    They compute with the same weights.
     """
     _optimize_norms(model)
     if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16) or _kernels() is None:
@@ -227,7 +227,7 @@ def optimize_layers(model: LanguageModel) -> None:
         if type(layer) is nn.Linear:
             layer.__class__ = KernelLinear
     _gather([layer.weight for layer in layers if not isinstance(layer, HalfLinear)])
-    if halved:  # the others keep their weights, and need no pass to see who reads them
+    if halved:  # only they need a pass that finds out whether something reads their weights directly
         _try_once(model)
     for layer in halved:
         if layer.read:
@@ -240,10 +240,9 @@ _ALLOWED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def _memory(sizes: Sequence[int]) -> Sequence[Tensor]:
-    """Memory of these sizes in bytes, one piece after the other.
+    """Adjacent buffers of these sizes in bytes, in huge pages if possible.
 
-    Weights are read from first to last for each token: one thread of an EPYC (Zen 4) reads huge pages half as fast
-    again.
+    Every token reads the weights from first to last: one thread of an EPYC (Zen 4) reads huge pages half as fast again.
     """
     if not sum(sizes):
         return ()
@@ -261,10 +260,10 @@ def _huge_pages() -> bool:
 
 @torch.no_grad()
 def _gather(weights: Sequence[nn.Parameter]) -> None:
-    """Move weights, each of which stays the parameter that it is, into huge pages, if there are any.
+    """Copy weights into huge pages, if the system has them; each stays the same parameter.
 
-    Weights that a checkpoint's file is mapped for then lie in memory of the process as well, so the move is only made
-    where they take at most a quarter of the machine's memory.
+    Weights that were mapped from a checkpoint's file then take memory of the process as well, so they are copied only
+    if they take at most a quarter of the machine's memory.
     """
     size = sum(weight.nbytes for weight in weights)
     if not HUGE_PAGE <= size <= device_memory(torch.device("cpu")) // 4 or not _huge_pages():
@@ -272,14 +271,14 @@ def _gather(weights: Sequence[nn.Parameter]) -> None:
     try:
         memory = _memory([weight.nbytes for weight in weights])
     except MemoryError as error:
-        logger.debug("weights stay where they are: %s", error)
+        logger.debug("weights are not moved to huge pages: %s", error)
         return
     for weight, piece in zip(weights, memory, strict=True):
         weight.data = piece.view(weight.dtype).view(weight.shape).copy_(weight)
 
 
 def _by_kernels(model: LanguageModel) -> bool:
-    """Whether kernels read all that is large of a model, and its attention."""
+    """Whether ragkv's kernels compute all large layers of a model and its attention."""
     kinds = KernelLinear, Int8Linear, nn.Embedding
     others = (module for module in model.module.modules() if not isinstance(module, kinds))
     large = any(own.numel() >= LEAST_WEIGHTS for module in others for own in module.parameters(recurse=False))
@@ -293,7 +292,7 @@ def _fits(layer: Any) -> bool:
 
 @torch.no_grad()
 def _halve(layer: Any, memory: Tensor) -> None:
-    """Make it a `HalfLinear`, with its weights in this memory, if it loses nothing by that."""
+    """Turn the layer into a `HalfLinear` with its weights in this memory, if no weight loses precision."""
     for dtype in (torch.bfloat16, torch.float16):
         half = memory.view(dtype).view(layer.weight.shape)
         pairs = zip(torch.split(half, _ROWS), torch.split(layer.weight, _ROWS), strict=True)
@@ -306,9 +305,10 @@ def _halve(layer: Any, memory: Tensor) -> None:
 class Int8Linear(nn.Module):
     """A linear layer in float32 whose weights are int8, with a scale for each output.
 
-    Processors multiply int8 by uint8 (VNNI), so the states become the sum of two: their rounding, and that of the rest,
-    which together have 14 bits (one has 7, and SmolLM2 is then right about a tenth fewer tokens). Without VNNI the
-    states stay float32. Each token has a scale of its own, so a result does not depend on what else is in the pass.
+    Processors multiply int8 by uint8 (VNNI), so an activation is the sum of two uint8: its rounding, and the rounding
+    of the remainder. Together they have 14 bits (with one, of 7 bits, SmolLM2 gets about a tenth fewer tokens right).
+    Without VNNI activations stay float32. Each token has its own scale, so a result does not depend on the rest of the
+    batch.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -326,7 +326,7 @@ class Int8Linear(nn.Module):
             self.zeros = nn.Parameter(128 * rounded.sum(1, dtype=torch.int32), requires_grad=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = input.float()  # another dtype than the layer's own comes from torch.autocast
+        rows = input.float()  # under torch.autocast the dtype may differ from the layer's
         rows = nn.functional.pad(rows, (0, self._more)) if self._more else rows
         rows = rows.contiguous().view(-1, self.weight.shape[1])
         out = torch.empty((*input.shape[:-1], self.out_features), dtype=torch.float32)
@@ -343,10 +343,10 @@ class Int8Linear(nn.Module):
 
 
 def int8_weights(model: LanguageModel) -> None:
-    """Round the linear layers' weights of a checked model to int8, in place: `Int8Linear`, for sooner decode steps.
+    """Round the linear layers' weights of a checked model to int8, in place (`Int8Linear`), for faster decode steps.
 
-    `UnsupportedModelError` if it runs on a device, on a processor without a kernel for them, or reads its weights by
-    itself; `ragkv doctor` says what the rounding changes.
+    UnsupportedModelError if it is not on a CPU, if the CPU has no kernel for them, or if the model reads its weights
+    directly. `ragkv doctor` measures what the rounding changes.
     """
     name = model.checkpoint.name
     if model.device.type != "cpu" or _kernels() is None:
@@ -372,8 +372,8 @@ def int8_weights(model: LanguageModel) -> None:
 
 
 def ordinary_layers(model: nn.Module) -> nn.Module:
-    """`model` after its linear layers and norms were made transformers' own again, in place, over the same weights;
-    those of a `HalfLinear` in float32.
+    """Turn the linear layers and norms of `model` back into transformers' own, in place, over the same weights; those
+    of a `HalfLinear` become float32.
     """
     for parent in list(model.modules()):
         for key, layer in list(parent.named_children()):
@@ -389,7 +389,7 @@ def ordinary_layers(model: nn.Module) -> nn.Module:
 
 
 def _large_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Each linear layer with `LEAST_WEIGHTS`, with the module that has it and its name there."""
+    """Each linear layer of at least `LEAST_WEIGHTS` weights, with its parent module and its name there."""
     for parent in list(module.modules()):
         for key, layer in list(parent.named_children()):
             if _large(layer):
@@ -397,11 +397,11 @@ def _large_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 
 def _large(layer: Any) -> bool:
-    plain = type(layer) is nn.Linear and type(layer.weight.data) is Tensor  # not torchao's packed ones
+    plain = type(layer) is nn.Linear and type(layer.weight.data) is Tensor  # not torchao's packed weights
     return plain and layer.weight.numel() >= LEAST_WEIGHTS
 
 
 def _try_once(model: LanguageModel) -> None:
-    """A pass of two tokens, and a step of one."""
+    """Run a pass of two tokens, then a step of one."""
     model.encode([(0, 0)])
     model.step([TokenSequence.over((), position=0)], [(0,)])

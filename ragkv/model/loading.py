@@ -9,8 +9,8 @@ A GGUF file is unpacked once: transformers takes ten seconds for what it then re
 user's cache, `$XDG_CACHE_HOME/ragkv/unpacked`, under the file's digest, the dtype and transformers' version.
 
 A model that is larger than one device is split by layers, in order, by the memory of each device. Everything before and
-after the layers is on the first device, where the token ids are; an untied output matrix, often the largest of all, is
-on the last.
+after the layers is on the first device, with the token ids; an untied output matrix, often the largest of all, is on
+the last.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ def _positions(config: Any) -> str | None:
 
 
 def reach(config: Any) -> tuple[int | None, str]:
-    """How many positions a prompt of this model may have (None: no known limit), and the reason for the limit, or "".
+    """The longest prompt of this model in positions (None: no known limit), and the reason for the limit, or "".
 
     RoPE of the kinds "dynamic" and "longrope" changes beyond the length that the model was first trained for. Stored
-    keys are those below it, so longer prompts are refused.
+    keys are rotated as below that length, so longer prompts are refused.
     """
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "max_seq_len"))
     most: int | None = min((found for found in named if isinstance(found, int)), default=None)
@@ -143,7 +143,7 @@ def reach(config: Any) -> tuple[int | None, str]:
 
 
 def module_map(model: Any, devices: Sequence[torch.device], shares: Sequence[float]) -> dict[str, torch.device]:
-    """Name of a module -> its device, every parameter within one of them; `model` may be without weights.
+    """Module name -> device, so that every parameter is in exactly one of them; `model` may be without weights.
 
     `shares[i]` is the share of the layers that `devices[i]` takes.
     """
@@ -156,7 +156,7 @@ def module_map(model: Any, devices: Sequence[torch.device], shares: Sequence[flo
     for name, _ in everything:
         if not name.startswith(f"{stack}."):
             module = name.rpartition(".")[0]
-            if stack.startswith(f"{module}."):  # it contains the layers too, so only this one tensor is meant
+            if stack.startswith(f"{module}."):  # it contains the layers too, so name this one tensor
                 found[name] = devices[0]
                 continue
             last = not tied and model.get_submodule(module) is head
@@ -181,7 +181,7 @@ def _runs(layers: int, devices: Sequence[torch.device], shares: Sequence[float])
 _ATTENTION = "eager"  # all families support it; ragkv's own is set afterwards
 _NOT_PLAIN = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "modules_to_save")
 _LORA_A, _LORA_B = ".lora_A.weight", ".lora_B.weight"
-_SLACK = 1.5  # parameters that a configuration may describe for each one in the files
+_SLACK = 1.5  # parameters that a configuration may describe per parameter in the files
 
 
 def open_checkpoint(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ...]) -> tuple[Any, Any]:
@@ -250,7 +250,7 @@ def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ..
                 _require_layers(checkpoint, len(shapes), gguf)
             config = AutoConfig.from_pretrained(place, **options)
             refuse_whole(name, config.get_text_config(decoder=True))
-            # in an unpacked copy, how text is split stands in tokenizer.json; the class of the family would replace it
+            # an unpacked copy keeps its text splitting in tokenizer.json; the family's class would replace it
             reader = PreTrainedTokenizerFast if Path(place, _MANIFEST).exists() else AutoTokenizer
             tokenizer = reader.from_pretrained(place, **options)
             if gguf is not None:
@@ -278,10 +278,10 @@ def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ..
 
 
 def _placed(name: str, config: Any, packed: Quantised | None, devices: tuple[torch.device, ...]) -> dict[str, Any]:
-    """Where transformers shall put the weights while it reads them, and how it shall run packed ones.
+    """Where transformers loads the weights, and how it runs packed ones.
 
-    Packed weights cannot be moved by `model.to`, so they are read to their device. Ordinary weights for a single device
-    are read to the host, which needs no further package, and moved.
+    Packed weights cannot be moved by `model.to`, so they are read directly to their device. Ordinary weights for a
+    single device are read to the host, which needs no further package, and then moved.
     """
     options: dict[str, Any] = {}
     if packed is not None:
@@ -340,7 +340,7 @@ _one_load = RLock()
 
 
 def _after_fork() -> None:
-    """Start with a free lock: the thread that may have held it does not exist in the child."""
+    """Replace the lock: the thread that may have held it does not exist in the child."""
     global _one_load
     _one_load = RLock()
 
@@ -353,10 +353,10 @@ def quiet_loading(*, reports: bool = True, bars: bool = False) -> Iterator[None]
     """One load at a time, without progress bars; without `reports`, without the table of unmatched weights too.
 
     While it loads, transformers replaces torch's default dtype, torch's initialisers and its own method that ties
-    weights. Two loads at once would put back what the other one had replaced, and leave the process so for good: models
-    in the wrong dtype, and models that "lack" their tied weights.
+    weights. Two loads at once would restore each other's replacements and leave the process so for good: models in the
+    wrong dtype, and models that "lack" their tied weights.
 
-    Also for embedders and rerankers, which use transformers through FlagEmbedding. `bars` shows a download's.
+    Embedders and rerankers, which use transformers through FlagEmbedding, need it too. `bars` shows download progress.
     """
     with _one_load:
         bar, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
@@ -385,7 +385,7 @@ def _reason(error: Exception) -> str:
 
 
 def _require_weights(name: str, found: dict[str, Any]) -> None:
-    """Refuse a model with a weight that is not in its files or has another shape there: it would be random."""
+    """Refuse a model if a weight is missing from its files or has another shape there: it would be random."""
     absent = sorted(map(str, found.get("missing_keys") or ()))
     if absent:
         raise ModelLoadError(f"Model {name!r} lacks weights ({_some(absent)}); fetch it again.")
@@ -399,7 +399,7 @@ def _require_weights(name: str, found: dict[str, Any]) -> None:
 
 
 def _require_layers(checkpoint: Checkpoint, tensors: int, gguf: Any) -> None:
-    """Refuse more layers than there are tensors, before the configuration lists the kind of each of them."""
+    """Refuse more layers than tensors, before the configuration lists the type of every layer."""
     payload = checkpoint.described()
     if gguf is not None:
         found = ((name, f.contents()) for name, f in gguf.fields.items() if name.endswith(".block_count"))
@@ -449,8 +449,8 @@ def _gguf(path: Path) -> Iterator[Any]:
     """gguf's reader of a file.
 
     transformers makes a reader for each of configuration, tokenizer and weights, and cannot be given one. Each parses
-    the whole vocabulary, seconds for 50,000 tokens, so whoever makes one of this file meanwhile gets this one.
-    Meanwhile transformers' bar over the tensors, which `disable_progress_bar` leaves on, is drawn on a terminal only.
+    the whole vocabulary, seconds for 50,000 tokens, so within this context all of them share one. transformers' bar
+    over the tensors, which `disable_progress_bar` does not disable, is then only drawn on a terminal.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as unpacking
@@ -470,7 +470,7 @@ def _gguf(path: Path) -> Iterator[Any]:
 
 _DIGITS = frozenset({"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"})
 """The values of `tokenizer.ggml.pre` that mean: split off every digit, then as GPT-2. transformers 5.23 does not know
-them, so that it makes other tokens of numbers after two spaces or an empty line than the published tokenizers do."""
+them, and tokenises numbers after two spaces or an empty line differently from the published tokenizers."""
 
 
 def _split_digits(tokenizer: Any, gguf: Any) -> None:
@@ -482,7 +482,7 @@ def _split_digits(tokenizer: Any, gguf: Any) -> None:
 
 
 _MANIFEST = "ragkv-unpacked.json"
-_LAYOUT = 1  # raised when ragkv's own code changes what a copy holds
+_LAYOUT = 1  # raised when ragkv's own code changes the content of a copy
 
 
 class _UnpackedCopy:
@@ -498,7 +498,8 @@ class _UnpackedCopy:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: str) -> _UnpackedCopy | None:
-        """Where the copy of a checkpoint lies, or would lie; None, with a warning, for a user without a home."""
+        """The location of a checkpoint's copy, whether it exists or not; None, with a warning, for a user without a
+        home."""
         try:
             base = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "unpacked"
         except RuntimeError as error:
@@ -508,7 +509,7 @@ class _UnpackedCopy:
         return cls(base / f"{checkpoint.digest(None)[:32]}-{dtype}-{made_by}", checkpoint.name)
 
     def is_whole(self) -> bool:
-        """Whether it is there with every byte; what is damaged is removed."""
+        """Whether it exists and is intact; a damaged copy is removed."""
         try:
             if parse_json(read_plain(self.folder / _MANIFEST)) == _checksums(self.folder):
                 return True
@@ -520,12 +521,12 @@ class _UnpackedCopy:
         except (OSError, ValueError) as error:
             reason = str(error)
         logger.warning("the unpacked copy %s is damaged (%s), so the file is unpacked again", self.folder, reason)
-        with suppress(OSError):  # then `write` fails, with its warning
+        with suppress(OSError):  # `write` will fail too, with a warning
             remove_tree(self.folder)
         return False
 
     def write(self, model: Any, tokenizer: Any) -> None:
-        """Keep a model as `from_pretrained` returns it; if that is impossible, a warning says why nothing is left."""
+        """Keep a model as `from_pretrained` returns it; if that fails, log a warning with the reason."""
         fresh = self.folder.with_name(f"{self.folder.name}.{secrets.token_hex(4)}.new")
         try:
             make_folder(fresh.parent)
@@ -541,7 +542,7 @@ class _UnpackedCopy:
                 fresh.rename(self.folder)
                 sync_path(fresh.parent)
         except (OSError, SafetensorError) as error:
-            if not self.folder.is_dir():  # otherwise another process has written it meanwhile
+            if not self.folder.is_dir():  # otherwise another process has written it in the meantime
                 _warn(self._name, str(error))
         finally:
             with suppress(OSError):
@@ -558,7 +559,7 @@ def _warn(name: str, reason: str) -> None:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """The xxh3 checksum of every file, but for the one that lists them."""
+    """The xxh3 checksum of every file except the list of checksums."""
     found = {}
     for path in sorted(folder.iterdir()):
         if path.name != _MANIFEST:
@@ -591,7 +592,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _stored_shapes(checkpoint: Checkpoint, gguf: Any) -> list[tuple[int, ...]] | None:
-    """The shapes of all stored tensors; None if there are none, which transformers reports itself."""
+    """The shapes of all stored tensors; None if there are none, which transformers itself reports."""
     if not checkpoint.local:
         return None
     folder = Path(checkpoint.location)
@@ -611,7 +612,7 @@ def _stored_shapes(checkpoint: Checkpoint, gguf: Any) -> list[tuple[int, ...]] |
 
 
 def _safetensors(folder: Path) -> list[Path]:
-    """The files that transformers would read: one, or those of an index."""
+    """The files that transformers would read: one, or those that an index lists."""
     if (whole := folder / "model.safetensors").exists():
         return [whole]
     index = folder / "model.safetensors.index.json"

@@ -2,7 +2,7 @@
 
 A chunk that is encoded alone begins without a sink and ends without a link to what follows. A packet gives it both: a
 few input vectors before it (the header) and after it (the trailer), which `ragkv finetune packet` trains. All rows of
-[header, chunk, trailer] are stored, take positions like any tokens, and are read by the question.
+[header, chunk, trailer] are stored, take positions like tokens, and are read by the question.
 
 A vector stands in a sequence of token ids as a negative number, so that the code that places blocks and builds training
 rows need not know of packets. The file is safetensors; the digest of its bytes is part of the key of every KV that was
@@ -38,8 +38,8 @@ class Packet:
     """Trained vectors: `header` `(h, hidden)` and `trailer` `(t, hidden)`, in float32 on the CPU.
 
     `model` is `Checkpoint.digest` of the model that they were trained for. `sink`, the block before the first chunk,
-    and `over`, what a chunk sees (`standalone`: nothing, `prefixed`: the prompt's prefix), are those of the training.
-    `digest` are 32 bytes that identify all of this, and `name` is the file, for messages.
+    and `over`, what a chunk sees (`standalone`: nothing, `prefixed`: the prompt's prefix), are the training's settings.
+    `digest` is 32 bytes that identify all of this, and `name` is the file, for messages.
     """
 
     header: Tensor
@@ -52,7 +52,7 @@ class Packet:
 
     @property
     def tokens(self) -> int:
-        """The rows that it adds to every chunk."""
+        """The number of tokens that it adds to every chunk."""
         return len(self.header) + len(self.trailer)
 
     @property
@@ -61,7 +61,7 @@ class Packet:
         return self.over == "prefixed"
 
     def words(self, prefix_ids: Sequence[int]) -> tuple[int, ...]:
-        """What comes before a chunk in its KV's key (`ragkv.store.KVIdentity`): a digest of the packet and of the
+        """The part of a KV's key that precedes the chunk (`ragkv.store.KVIdentity`): a digest of the packet and of the
         prefix that the chunk sees, its position, and the sizes of header and trailer.
         """
         seen = np.array(prefix_ids if self.prefixed else (), "<u4")
@@ -78,7 +78,7 @@ class Packet:
         return wrap(ids, len(self.header), len(self.trailer))
 
     def save(self, path: Path) -> None:
-        """Write its file. The same vectors for the same model are the same bytes."""
+        """Write its file; the same vectors for the same model give the same bytes."""
         replace_plain(path, _packed(self.header, self.trailer, self.model, self.sink, self.over))
 
 
@@ -98,7 +98,7 @@ def make_packet(
 
 
 def wrap(ids: Sequence[int], header: int, trailer: int) -> tuple[int, ...]:
-    """`ids` between the numbers of vectors: number -1-i stands for vector i of header and trailer together."""
+    """`ids` between the numbers of the packet's vectors: -1-i stands for vector i of header and trailer together."""
     return (*range(-1, -1 - header, -1), *ids, *range(-1 - header, -1 - header - trailer, -1))
 
 
@@ -115,7 +115,7 @@ def embed(table: nn.Module, ids: Tensor, vectors: Tensor) -> Tensor:
 
 
 def load_packet(path: str) -> Packet:
-    """The packet in an untrusted file; ConfigError, with the reason, for a file that is none."""
+    """The packet in an untrusted file; ConfigError, with the reason, if it is not one."""
     try:
         found = Path(path).expanduser().stat()
     except (OSError, ValueError) as error:
@@ -129,7 +129,7 @@ def load_packet(path: str) -> Packet:
 
 @lru_cache(maxsize=8)
 def _loaded(path: str, *_stat: int) -> Packet:
-    """The packet; the file's state is part of the cache's key, because an engine is made for every question."""
+    """The packet; the file's stat is part of the cache's key, because every question makes an engine."""
     try:
         content = read_plain(Path(path).expanduser(), limit=_MOST_BYTES)
         tensors = load(content)

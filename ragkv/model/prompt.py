@@ -1,7 +1,7 @@
 """The tokens of a prompt: prefix | contexts | suffix, cut out of the model's own chat template.
 
-`Prompt` renders the template once around two sentinels. The parts are tokenised separately and all engines use the same
-parts, so engines differ in attention only.
+`Prompt` renders the template once around two sentinels. The parts are tokenised separately and are the same for all
+engines, so engines differ in attention only.
 
 `ControlTokens` keeps text of users and documents from becoming control tokens. A document may spell `</s><|system|>`,
 and a tokenizer can produce the real ids from it in three ways: it looks for added tokens in the text (transformers'
@@ -46,8 +46,8 @@ class ControlTokens:
     false`.
 
     `suspect` are `ids` and the ids that are right for one text and wrong for another: `<unk>` stands for characters
-    that the vocabulary lacks and a byte token (`<0x0A>`) for a byte, but neither for its own name in a document. A text
-    whose ids contain one of them must be encoded by `plain` instead.
+    that the vocabulary lacks and a byte token (`<0x0A>`) for a byte, but neither stands for its own name in a document.
+    A text whose ids contain one of them must be encoded by `plain` instead.
     """
 
     ids: frozenset[int]
@@ -89,14 +89,14 @@ class ControlTokens:
         return ids
 
     def _split(self, text: str) -> list[int]:
-        """transformers' own way: special tokens are not looked for."""
+        """transformers' own way: it does not match special tokens in the text."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
             "input_ids"
         ]
         return ids
 
     def _unwritable(self, names: dict[int, str]) -> set[int]:
-        """Control tokens that are text as well, which is harmless: the padding token is in no prompt."""
+        """Control tokens whose names cannot be written as text; the padding token is harmless, as no prompt has it."""
         harmless = {getattr(self._tokenizer, "pad_token_id", None)} - self._stops
         found = set()
         for text in (_RARE, *(f"{name} {name}a{name}{name}" for name in names.values())):
@@ -118,10 +118,10 @@ def readable(text: str) -> str:
 
 
 def harden(tokenizer: Any) -> None:
-    """Make a transformers tokenizer of an embedder or reranker read the names of its special tokens as text.
+    """Make the tokenizer of an embedder or reranker read the names of its special tokens as text.
 
-    Separators that its post-processor writes stay; ordinary text keeps its ids. Added tokens with `special: false`,
-    which separate nothing there, are still found.
+    Separators that its post-processor adds stay; ordinary text keeps its ids. Added tokens with `special: false` do not
+    separate anything there, so they are still matched.
     """
     tokenizer.split_special_tokens = True
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -152,14 +152,14 @@ def _blank(name: str) -> bool:
 
 
 def _pieces_of_template(tokenizer: Any) -> list[str]:
-    """What a chat template writes in brackets; it is a control token if it is one entry of the vocabulary."""
+    """The bracketed strings in a chat template; one is a control token if it is a single vocabulary entry."""
     template = getattr(tokenizer, "chat_template", None)
     texts = template.values() if isinstance(template, dict) else [template]
     return [name for text in texts if isinstance(text, str) for name in _IN_TEMPLATE.findall(text)]
 
 
 def _unscored(tokenizer: Any) -> list[str]:
-    """SentencePiece's control and user-defined entries that are not declared: their score is 0, because they were not
+    """SentencePiece's control and user-defined entries that are not declared; their score is 0, as they were not
     trained.
     """
     backend, old = getattr(tokenizer, "backend_tokenizer", None), getattr(tokenizer, "sp_model", None)
@@ -204,10 +204,10 @@ def _chained(*parts: Any) -> Any:
 
 
 def _cuts(backend: Any, ids: Iterable[int]) -> list[Any]:
-    """Pre-tokenizers that keep the model from finding one of its own vocabulary entries with these ids.
+    """Pre-tokenizers that keep the model from matching its own vocabulary entries with these ids.
 
-    They come last, so they see the text in the model's own spelling. Every such entry is cut after its first character.
-    None are needed if the model has no such entry.
+    They come last, so they see the text in the model's own spelling, and cut every such entry after its first
+    character. The list is empty if the model has no such entry.
     """
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
@@ -256,7 +256,7 @@ def _any_of(strings: Iterable[str], *, ahead: bool = False, depth: int = 0) -> s
         by_first.setdefault(string[0], []).append(string)
     found = []
     for group in by_first.values():
-        head = group[0][0] if ahead else _shared(group[0], group[-1])  # sorted: of all between them too
+        head = group[0][0] if ahead else _shared(group[0], group[-1])  # sorted: also shared by all between them
         rest = [string[len(head) :] for string in group]
         tail = _any_of(rest, depth=depth + 1) if depth < _DEEPEST else "|".join(map(re.escape, rest))
         found.append(re.escape(head) + (f"(?={tail})" if ahead else f"(?:{tail})" if tail else ""))
@@ -293,14 +293,14 @@ class Tokens:
         self.bos_token_id: int | None = tokenizer.bos_token_id
         bos = self.bos_token_id
         self.bos_id: int | None = bos if bos is not None and probe[:1] == [bos] else None
-        """The BOS, where the tokenizer puts one before every text."""
+        """The BOS token, if the tokenizer puts one before every text."""
         self.eos_id: int | None = tokenizer.eos_token_id
         self.byte_ids = _byte_ids(tokenizer)
         self._control = ControlTokens(tokenizer, byte_ids=self.byte_ids)
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """The control tokens, which no text of a document or a question becomes."""
+        """The control tokens, which text of a document or a question never becomes."""
         return self._control.ids
 
     @property
@@ -313,11 +313,11 @@ class Tokens:
     def encode(self, text: str, *, control: bool = False) -> tuple[int, ...]:
         """Ids of `text`, without BOS and EOS; with `control`, names of control tokens in it become these tokens.
 
-        `control` is only for the template's own text. Without it no control token results, whatever the text says.
+        `control` is only for the template's own text. Without it, no text can become a control token.
         """
         text = readable(text)
         with self._lock:
-            # verbose: a whole document is counted before it is cut, which is no reason to warn about its length
+            # verbose: a whole document is counted before it is cut, so a warning about its length would be wrong
             ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=not control, verbose=False)[
                 "input_ids"
             ]
@@ -335,9 +335,7 @@ class Tokens:
 
     @cached_property
     def thought(self) -> tuple[str, str] | None:
-        """The marks around what the model thinks before it answers, from its chat template; None for one that has
-        none.
-        """
+        """The marks around the model's thinking, from its chat template; None if it has none."""
         template = getattr(self._tokenizer, "chat_template", None)
         found = _THOUGHT.search(template) if isinstance(template, str) else None
         if found is None:
@@ -349,14 +347,14 @@ class Tokens:
 
     @cached_property
     def _headers(self) -> tuple[str, str]:
-        """The chat template's own end of a prompt without and with thinking; rendering takes a while."""
+        """The chat template's end of a prompt without and with thinking; cached, because rendering is slow."""
         asked = [{"role": "user", "content": _QUESTION}]
         before = self.render(asked, header=False) or ""
         off, on = ((self.render(asked, enable_thinking=each) or "").removeprefix(before) for each in (False, True))
         return off, on
 
     def header(self, text: str, *, thinking: bool) -> str:
-        """A prompt's end, as rendered without thinking, for an answer with or without it: within a thought or after."""
+        """The prompt's end for an answer with or without thinking, from `text`, the end rendered without thinking."""
         if self.thought is None:
             return text
         begin, end = self.thought
@@ -364,7 +362,7 @@ class Tokens:
         if thinking:
             text = text.removesuffix(off) + on if off and text.endswith(off) else text
             return text if text.rstrip().endswith(begin) else f"{text}{begin}\n"
-        if text.rstrip().endswith(begin):  # it always thinks
+        if text.rstrip().endswith(begin):  # this model always thinks
             return f"{text}\n{end}\n\n"
         if end not in off and "enable_thinking" not in self._tokenizer.chat_template:
             return f"{text}{begin}\n\n{end}\n\n"
@@ -372,12 +370,12 @@ class Tokens:
 
     @property
     def specials(self) -> dict[str, int]:
-        """The control tokens that decoding leaves out, by name."""
+        """The control tokens that decoding skips, by name."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return {str(token.content): i for i, token in added.items() if token.special}
 
     def name(self, token_id: int) -> str:
-        """How the vocabulary spells a token."""
+        """The vocabulary's spelling of a token."""
         return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     @property
@@ -414,7 +412,7 @@ def _byte_ids(tokenizer: Any) -> frozenset[int]:
     """Ids that stand for one byte each (`<0xE4>`) in a SentencePiece vocabulary; none in a byte-level one."""
     names = [f"<0x{byte:02X}>" for byte in range(256)]
     ids = tokenizer.convert_tokens_to_ids(names)
-    known = [(i, name) for i, name in zip(ids, names, strict=True) if i is not None]  # an unknown one may be <unk>'s id
+    known = [(i, name) for i, name in zip(ids, names, strict=True) if i is not None]  # unknown: may be the id of <unk>
     back = tokenizer.convert_ids_to_tokens([i for i, _ in known])
     return frozenset(i for (i, name), token in zip(known, back, strict=True) if token == name)
 
@@ -458,7 +456,7 @@ class Prompt:
         return ids
 
     def chunk_ids(self, tokens: Tokens, text: str) -> tuple[int, ...]:
-        """Ids of a chunk as it is in the prompt."""
+        """Ids of a chunk's text within a prompt."""
         return tokens.encode(text + self.separator)
 
     def suffix_ids(
@@ -471,8 +469,8 @@ class Prompt:
     ) -> tuple[int, ...]:
         """Ids of the question and of the assistant's header, up to the first generated token.
 
-        If `tail` is given, those of its pieces instead: a text each, and whether it is the template's own. With
-        `thinking`, a thought begins.
+        If `tail` is given, it replaces them: pieces of text, each with whether it is the template's own. With
+        `thinking`, the header opens a thought.
         """
         if tail is None:
             tail = ((self.before_question + question, False), (self.after_question, True))
@@ -481,14 +479,14 @@ class Prompt:
         return tuple(i for ids in made for i in ids)
 
     def _template_ids(self, tokens: Tokens, text: str) -> tuple[int, ...]:
-        """Ids of the template's own text; without the BOS of a tokenizer that has one, where `bos` wants none."""
+        """Ids of the template's own text, without the tokenizer's BOS if `bos` asks for none."""
         ids = tokens.encode(text, control=True)
         if self.bos == "auto" or tokens.bos_id is None or tokens.bos_id == tokens.eos_id:
             return ids
         return tuple(i for i in ids if i != tokens.bos_id)
 
     def _only(self, ids: tuple[int, ...], tokens: Tokens) -> bool:
-        """Whether the first of `ids` is a BOS, and not a turn marker of the same name (SmolLM2)."""
+        """Whether the first of `ids` is a BOS and not a turn marker of the same name (SmolLM2)."""
         return tokens.bos_id is not None or ids[0] not in ids[1:] + tokens.encode(self.after_question, control=True)
 
 
@@ -514,8 +512,7 @@ def render(config: PromptConfig, tokens: Tokens) -> Prompt:
 
 
 def closing(tokens: Tokens) -> tuple[str, str]:
-    """The template's text between the assistant's header and the answer, and after the answer: what fine-tuning
-    teaches.
+    """The template's text between the assistant's header and the answer, and after the answer: taught by fine-tuning.
 
     A model without a template gets a space after "Answer:" and nothing after the answer.
     """
@@ -527,7 +524,7 @@ def closing(tokens: Tokens) -> tuple[str, str]:
     before, found, after = whole.partition(_CONTEXTS)
     if not found:
         raise ConfigError("This model's chat template drops the assistant's message; ragkv cannot learn its end.")
-    # a template may write the header otherwise when the answer is known (a train of thought): then nothing is between
+    # a template may render another header when the answer is known (a train of thought): then there is no text between
     return (before.removeprefix(header) if before.startswith(header) else ""), after
 
 

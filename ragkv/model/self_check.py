@@ -7,15 +7,15 @@ mode, and Block-Attention with the chunks in reverse order. They share one step,
 sequences at once, with different offsets and weights. The reference is one dense attention over all tokens of a
 sequence, with explicit positions and masks; nothing in it is rotated back, merged or read from a cache.
 
-Two things would go unnoticed at that length. Windows are thousands of tokens long, so the passes run on a shallow copy
-of the model (`shallow_copy`) whose windows are shrunk to a few tokens, in transformers' own pass too. A random
-miniature would be cheaper for a large model, but would need valid sizes for every family and would test other weights.
+Two faults would go unnoticed at that length. Windows are thousands of tokens long, so the passes run on a shallow copy
+of the model (`shallow_copy`) whose windows are shrunk to a few tokens, in transformers' own pass too. (A random
+miniature would be cheaper for a large model, but would need valid sizes for every family and would test other weights.)
 What a mask does far from the diagonal is tested by calling transformers' own mask function at such distances.
 
-`check_stateful` is the self-check of a model that resumes stored caches (`StatefulModel`): the reference is
-transformers' forward over whole sequences without a cache, compared with what went through the stored form while other
-sequences were read in between. Which ways of resuming are exact differs between families (`ResumeOptions`) and is found
-by trying. `load_model` loads a model, checks it, and chooses between the two kinds.
+`check_stateful` is the self-check of a model that resumes stored caches (`StatefulModel`). Its reference is
+transformers' forward over whole sequences without a cache; it is compared with the same sequences resumed from their
+stored form while other sequences were read in between. Families differ in which ways of resuming are exact
+(`ResumeOptions`), so each is tried. `load_model` loads a model, checks it, and chooses between the two kinds.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CheckCase:
         return max(start + CHUNKS[chunk] for chunk, start in self.starts.items())
 
     def sequence(self, prefix: ChunkKV, chunks: Sequence[ChunkKV]) -> TokenSequence:
-        """The case as an engine makes it: it sees the prefix, and a group of chunks."""
+        """The case as an engine builds it: a sequence over the prefix and a group of chunks."""
         group = ChunkGroup(
             segments=tuple(PlacedChunk(kv=chunks[chunk], start=start) for chunk, start in self.starts.items()),
             temperature=self.temperature,
@@ -97,6 +97,7 @@ CASES = (
         what="chunks in another order", starts={1: PREFIX, 0: PREFIX + CHUNKS[1]}, alone=True, need=Capability.MOVE
     ),
 )
+"""In the order of the step."""
 """In the order of the step."""
 
 
@@ -145,9 +146,9 @@ class DenseReference:
         self._weights = [torch.tensor(each, device=device)[:, None, None, None] for each in numbers]
 
     def attend(self, call: LayerCall) -> Tensor:
-        """One softmax per query over all keys of its sequence, in fp32 (APE Eq. 5 where it has a weighted group)."""
+        """One softmax per query over all keys of its sequence, in fp32; with a weighted group, APE Eq. 5."""
         query = call.query
-        # a layer of a model that is split may lie elsewhere
+        # a split model's layers are on several devices
         seen, weighed, sharpness, power, factor, positions = (
             t.to(query.device) for t in (*self._masks, *self._weights, self.positions)
         )
@@ -170,7 +171,7 @@ class DenseReference:
 
 _SHIFT = 11
 _NOT_LIKE_THIS = (TypeError, RuntimeError, ValueError, LookupError, AttributeError)
-"""What a rotary function raises when it is called with the wrong arguments."""
+"""What a rotary function raises if it is called with the wrong arguments."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _STEP = 3  # the last tokens of the causal pass are a separate step, over the sequence's cached KV
 _LENGTHS, _COARSE, _FURTHEST = 1e-5, 4e-3, 1 << 15
@@ -186,16 +187,16 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def check_model(model: LanguageModel) -> None:
-    """Refuse a model whose keys or logits are not what its own implementation gives.
+    """Refuse a model whose keys or logits differ from its own implementation's.
 
-    (1) Every layer attends once, under a mask that is causal or a causal window; `model.windows` is what was found. (2)
+    (1) Every layer attends once, under a mask that is causal or a causal window; `model.windows` records which. (2)
     Keys of the same tokens at shifted positions are R(shift)·keys, layer by layer; a layer whose keys do not change has
     no RoPE, and its queries are never rotated. (3) A causal pass, its end in a separate step, equals transformers'. (4)
-    The test cases equal a dense reference. A failure that concerns only moved or merged chunks is recorded in
-    `model.missing_capabilities`, and the engines that need them are refused; any other failure refuses the model.
+    The test cases equal a dense reference. If only moved or merged chunks fail, that is recorded in
+    `model.missing_capabilities` and the engines that need them are refused; any other failure refuses the model.
 
-    Raises UnsupportedModelError with the model's name and family, whatever goes wrong in it; ModelLoadError when the
-    memory does not suffice.
+    Raises UnsupportedModelError with the model's name and family for any error inside the model; ModelLoadError if it
+    does not fit into memory.
     """
     try:
         _prove(model)
@@ -207,7 +208,7 @@ def check_model(model: LanguageModel) -> None:
         raise ModelLoadError(f"{_name(model)} does not fit into memory; load it on a larger device.") from error
     except Exception as error:
         reason = first_sentence(error)
-        masks = "'Visible'" in reason  # the type of ragkv's masks
+        masks = "'Visible'" in reason  # the class of ragkv's masks
         what = "it computes with its attention masks" if masks else f"ragkv cannot run its attention ({reason})"
         raise UnsupportedModelError(f"{_name(model)} is not supported: {what}.") from error
 
@@ -233,7 +234,7 @@ def _prove(model: LanguageModel) -> None:
 
 
 def _by_layer(model: LanguageModel, seen: list[LayerMask]) -> list[Visible]:
-    """What each layer sees, in order; ragkv cannot keep the KV of a layer that attends never or several times."""
+    """What each layer sees, in order; a layer must attend exactly once, or ragkv cannot keep its KV."""
     times = Counter(one.layer for one in seen)
     for layer in range(max([model.layers, *(at + 1 for at in times)])):
         if not times[layer]:
@@ -295,12 +296,12 @@ def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> No
 
 
 def _check_lengths(model: LanguageModel, ids: list[int]) -> None:
-    """Find models that scale queries by their position (Ministral 3, Beam): a chunk of theirs differs elsewhere.
+    """Find models that scale queries by position (Ministral 3, Beam), whose chunks cannot simply be moved.
 
     A rotation keeps the length of queries and keys. The same tokens are read near the start, before and after each
     length that the model was first trained for, and at its last positions. Every position gets the attention result of
-    the first one, so that every layer's input is the same everywhere, however coarse the angles far away are. A model
-    whose lengths differ somewhere lacks MOVE, or may move chunks only as far as they stay the same.
+    the first one, so that every layer's input is the same everywhere, even where angles are coarse. A model whose
+    lengths differ somewhere lacks MOVE, or may move chunks only as far as they stay the same.
     """
     if Capability.MOVE in model.missing_capabilities:
         return
@@ -308,7 +309,7 @@ def _check_lengths(model: LanguageModel, ids: list[int]) -> None:
     trained = _original_lengths(model, below=most)
     n = len(ids)
     before, past = [(at - n, at) for at in trained], [(at, at + 1) for at in trained]
-    places = [(0, 0), (_SHIFT, 0), (most - n, most), *before, *past]  # and the shortest prompt for which each matters
+    places = [(0, 0), (_SHIFT, 0), (most - n, most), *before, *past]  # with the shortest prompt that each concerns
     starts = torch.tensor([max(0, start) for start, _ in places])
     positions = (starts[:, None] + torch.arange(n)).to(model.device)  # (places, n)
     alike = _Alike()
@@ -337,9 +338,9 @@ class _Alike:
         return call.value[:1].repeat_interleave(groups, 1).expand(len(call.query), -1, -1, -1)
 
     def scaled(self, place: int, dtype: torch.dtype) -> int | None:
-        """The first layer in which queries or keys at a position have other lengths than those at the first position.
+        """The first layer in which queries or keys at a position have other lengths than at the first position.
 
-        Of any token, and its median head; in the half types, where angles are rounded too, of the median token.
+        A token counts by its median head; in the half types, where angles are rounded too, the median token counts.
         """
         for layer, lengths in self._lengths:
             change = (lengths[place] - lengths[0]) / lengths[0].clamp_min(1e-20)
@@ -351,9 +352,7 @@ class _Alike:
 
 
 def _original_lengths(model: LanguageModel, *, below: int) -> list[int]:
-    """Lengths that a model was trained for before it was extended, descending; up to there it may behave
-    differently.
-    """
+    """The lengths that a model was trained for before it was extended, descending; its behaviour may change there."""
     parameters = getattr(model.config, "rope_parameters", None) or {}
     tables = (parameters, *(table for table in parameters.values() if isinstance(table, dict)))
     found = {table.get("original_max_position_embeddings") for table in tables}
@@ -373,7 +372,7 @@ def _moves(model: LanguageModel, rotary: Rotary, layer: int, still: ChunkKV, mov
 
 
 def _moving(model: LanguageModel, layer: int, keys: Tensor) -> Tensor:
-    """Which elements of a head may have positions, `(head_dim,)`: the others must not hide errors in these."""
+    """Which elements of a head may depend on positions, `(head_dim,)`: the rest must not hide errors in these."""
     for rotary in model.rotaries:
         with suppress(*_NOT_LIKE_THIS):
             return rotary.moving(layer, keys.shape[-1], keys.device)
@@ -395,7 +394,7 @@ def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> N
 
 
 def _check_rows(model: LanguageModel, ids: list[int]) -> dict[Capability, str]:
-    """The capabilities that the model lacks by the test cases; UnsupportedModelError if an ordinary one is wrong."""
+    """The capabilities that the model lacks by the test cases; UnsupportedModelError if a mandatory case is wrong."""
     sizes = [PREFIX, *CHUNKS, QUESTION]
     prefix, *chunks, question = (part.tolist() for part in torch.split(torch.tensor(ids), sizes))
     asked = [case for case in CASES if case.need not in model.missing_capabilities]
@@ -420,8 +419,8 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> dict[Capability, str]:
 
 
 def _in_three_steps(model: LanguageModel, rows: list[TokenSequence], question: list[int]) -> Tensor:
-    """Logits `(rows, n, vocab)` of the question: most of it at once, then single tokens of sequences of different
-    lengths.
+    """Logits `(rows, n, vocab)` of the question: most of it at once, then single tokens, the sequences differing in
+    length.
     """
     arena = KVArena()
     for row in rows:
@@ -445,17 +444,17 @@ def _require(off: float, limit: float, what: str) -> None:
 
 
 def _distance(model: LanguageModel, found: Tensor, expected: Tensor) -> float:
-    """‖a − b‖ / ‖b‖ of logits `(tokens, vocab)`; in the half types, for a model with experts, the median token's.
+    """‖a − b‖ / ‖b‖ of logits `(tokens, vocab)`; in the half types, for a model with experts, that of the median token.
 
-    There a router's near tie sends single tokens to other experts in any two correct computations, and these tokens
-    then differ a lot; a wrong layout or mask is wrong in most tokens.
+    A router's near tie then sends single tokens to other experts in any two correct computations, and these tokens
+    differ a lot; a wrong layout or mask is wrong in most tokens.
     """
     each = model.dtype not in (torch.float32, torch.float64) and _routed(model.config)
     return float(_apart(found, expected, -1 if each else None).median())
 
 
 def _apart(found: Tensor, expected: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """‖a − b‖ / ‖b‖, of all numbers or of those along `dim`."""
+    """‖a − b‖ / ‖b‖ over all numbers, or along `dim`."""
     found, expected = found.float(), expected.float()
     off: Tensor = (found - expected).norm(dim=dim)
     size: Tensor = expected.norm(dim=dim)
@@ -484,7 +483,7 @@ logger = logging.getLogger(__name__)
 
 _PREFIX, _CHUNKS, _QUESTION = 5, (9, 16, 9, 64), 16
 _LONG = 270
-"""Tokens of one more chunk: recurrent layers read a pass in blocks of at most 256 tokens."""
+"""Tokens of an additional chunk: recurrent layers read a pass in blocks of at most 256 tokens."""
 _SINGLE = 12
 """Tokens of the question that are read one at a time."""
 _ROUNDINGS = 0.6
@@ -497,8 +496,8 @@ _ALONE = ResumeOptions(several=False, ragged=False, ragged_several=False, togeth
 def check_stateful(model: StatefulModel) -> None:
     """Find the options with which `model` resumes exactly, and set them; UnsupportedModelError if there are none.
 
-    In the half types rounding hides much, so the options are those of the same weights in float32. If these cannot be
-    run so (packed weights), an option may be as far off as two whole forwards that round differently.
+    In the half types rounding hides much, so the options are found with the same weights in float32. If these cannot
+    run in float32 (packed weights), an option may be as far off as two whole forwards that round differently.
     """
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
     shrunk = model.with_windows(sizes)
@@ -520,7 +519,7 @@ def check_stateful(model: StatefulModel) -> None:
 
 def _ways(check: _SelfCheck, limit: float) -> ResumeOptions:
     """The first options whose distance is at most `limit`."""
-    # blocks of keys are counted with the padding, thousands of tokens on
+    # blocks of keys are counted with the padding, thousands of tokens later
     whole = replace(_ALL, ragged=False, ragged_several=False) if chooses_by_index(check.config) else _ALL
     if check.off(whole) <= limit:
         return whole
@@ -534,7 +533,7 @@ def _ways(check: _SelfCheck, limit: float) -> ResumeOptions:
 
 
 class _SelfCheck:
-    """The sequences [prefix, question], [prefix, chunk, question] with their logits from whole forwards."""
+    """The sequences [prefix, question] and [prefix, chunk, question], with their logits from whole forwards."""
 
     def __init__(self, model: StatefulModel) -> None:
         self._model = model
@@ -553,7 +552,7 @@ class _SelfCheck:
             raise UnsupportedModelError("a token's logits depend on the tokens after it")
 
     def rounding(self) -> float:
-        """How far rounding alone moves the logits of whole forwards: every layer's result by up to its last bit."""
+        """How far rounding alone moves whole-forward logits, if every layer's result changes in its last bit."""
         self._module, before = shallow_copy(self._module), self._module
         generator = torch.Generator().manual_seed(0)
 
@@ -572,8 +571,7 @@ class _SelfCheck:
         return max(_state_distance(each, whole) for each, whole in ends)
 
     def off(self, ways: ResumeOptions) -> float:
-        """The largest distance between logits read with these options and those of whole forwards; infinite if that
-        fails.
+        """The largest distance between logits read with these options and those of whole forwards; infinite on failure.
 
         The longest chunk is left out if every token of it takes a pass.
         """
@@ -592,9 +590,7 @@ class _SelfCheck:
         return max(_state_distance(each, whole[-len(each) :]) for each, whole in zip(found, expected, strict=True))
 
     def _ask(self, model: StatefulModel, rows: Sequence[TokenSequence]) -> list[Tensor]:
-        """Logits of each question: its first part at once, the rest in single tokens, the sequences in another
-        order.
-        """
+        """Logits of each question: its first part at once, the rest token by token, with the sequences reordered."""
         half = len(self._question) - _SINGLE
         found = [[each] for each in self._read(model, rows, self._question[:half])]
         for at in range(half, len(self._question)):
@@ -625,7 +621,7 @@ _REFUSAL = " is not supported: "
 def load_model(name: str, *, dtype: str = "auto", device: str | None = None, train: bool = False) -> LanguageModel:
     """Load a model by its name (`ragkv.model.checkpoint.resolve`); refuses what ragkv cannot run exactly.
 
-    `dtype` "auto" is the checkpoint's own; "int8" is float32 with int8 weights, which they become after the check.
+    `dtype` "auto" is the checkpoint's own; "int8" is float32 whose weights are rounded to int8 after the check.
     `train` leaves all weights where transformers keeps them (`ragkv.model.linear.optimize_layers`).
     Raises ModelLoadError or UnsupportedModelError.
     """
@@ -684,5 +680,5 @@ def load_checked(model: Any, tokenizer: Any, checkpoint: Checkpoint) -> Language
 
 
 def _reason(error: UnsupportedModelError) -> str:
-    """The reason, as the middle of a sentence."""
+    """The reason, to be used within a sentence."""
     return str(error).partition(_REFUSAL)[2].rstrip(".") or str(error).rstrip(".")

@@ -1,15 +1,15 @@
 """`StatefulModel`: any causal model of transformers that can be resumed from its own cache.
 
-What recurrent layers hold after a chunk cannot be merged with what they hold after another one, and some attention
-cannot be split either. But an expert of PCED is a single sequence: it only needs the cache that transformers itself had
-after [prefix, chunk]. So that cache is stored, and transformers' own forward continues from it: `full`, `pced` and
-every other engine that reads one sequence are exact on such a model, and no other engine runs on it.
+The state of recurrent layers after one chunk cannot be merged with that after another, and some attention cannot be
+split either. But an expert of PCED is a single sequence: it only needs the cache that transformers itself had after
+[prefix, chunk]. So that cache is stored, and transformers' own forward continues from it: `full`, `pced` and every
+other engine that reads one sequence are exact on such a model; no other engine runs on it.
 
-A family's cache may be a `DynamicCache` of attention and recurrent layers, a class of its own, or a plain list: a tree
-of tensors and numbers in any case. `CacheLayout` learns by trying, once on load, how each tensor depends on tokens and
-on batch rows. `CachePacking` maps the tensors to a `ChunkKV`: those that grow with the tokens become a layer's KV, of
-the chunk's own tokens alone, the others its states. `BatchedCache` holds several sequences side by side for one forward
-pass; sequences that step together stay together, and shorter ones begin with masked padding.
+A family's cache may be a `DynamicCache` of attention and recurrent layers, a class of its own, or a plain list: in any
+case a tree of tensors and numbers. `CacheLayout` finds out once, on load, how each tensor depends on tokens and on
+batch rows. `CachePacking` maps the tensors to a `ChunkKV`: those that grow with the tokens become a layer's KV, of
+the chunk's own tokens alone, the others its states. `BatchedCache` holds several sequences in one batch for a forward
+pass; sequences that step together stay together, and shorter ones are padded on the left and masked.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CacheLayout:
 
     @classmethod
     def of(cls, first: tuple[int, Any], longer: Sequence[tuple[int, Any]], wider: Any) -> CacheLayout:
-        """Learn the layout from caches of one sequence after (n, cache) tokens, and one of two sequences after as many
+        """Find the layout from caches of one sequence after (n, cache) tokens, and one of two sequences after as many
         as `first`.
 
         Raises UnsupportedModelError if they are inconsistent.
@@ -189,7 +189,7 @@ def _name(path: Path) -> str:
 
 @dataclass(slots=True)
 class _Layer:
-    """The numbers of the leaves that are a layer's keys and values."""
+    """Indices of the leaves that are a layer's keys and values."""
 
     owner: str = ""
     kv: list[int] = field(default_factory=list)
@@ -220,7 +220,7 @@ class CachePacking:
         self._states.sort()
 
     def _seat(self, leaf: CacheTensor, at: int, number: int, tensor: Tensor, sample: Sequence[Tensor]) -> None:
-        """As the keys of its layer, or as values beside keys with as many heads; else in an extra layer at the end."""
+        """Assign a leaf to its layer: as keys, or as values with as many heads; else to an extra layer at the end."""
         owner = leaf.name.rpartition(".")[0]
         layer = self._layers[at] if at < len(self._layers) else _Layer(owner="?")
         if not layer.kv and not layer.owner:
@@ -231,7 +231,7 @@ class CachePacking:
             self._layers.append(_Layer(owner=owner, kv=[number]))
 
     def pack(self, tensors: Sequence[Tensor], tokens: int, encoded_at: int) -> ChunkKV:
-        """A chunk's KV from one sequence's tensors; those that grow hold the chunk's own tokens."""
+        """A chunk's KV from one sequence's tensors; growing tensors hold the chunk's own tokens."""
         keys, values = [], []
         devices = {layer: self._devices[number] for layer, _, number in self._states}
         for at, layer in enumerate(self._layers):
@@ -300,7 +300,7 @@ class BatchedCache:
         return found
 
     def resumable(self) -> list[Tensor]:
-        """The tensors for a forward pass; what it may write into is copied, so that a failed pass changes nothing."""
+        """The tensors for a forward pass; those that it may write into are copied, so a failed pass changes nothing."""
         return [t.clone() if leaf.tokens is None else t for leaf, t in zip(self.tree.leaves, self.tensors, strict=True)]
 
     def visible(self, more: int) -> Tensor | None:
@@ -342,7 +342,7 @@ def batch_caches(places: Sequence[tuple[BatchedCache, int]]) -> BatchedCache:
 
 
 def _padded(leaf: CacheTensor, tensor: Tensor, tokens: int) -> Tensor:
-    """With zeros before its tokens; a NaN would get through any mask."""
+    """Pad with zeros on the left; a NaN would get through any mask."""
     if leaf.tokens is None or tensor.shape[leaf.tokens] == tokens:
         return tensor
     shape = list(tensor.shape)
@@ -351,7 +351,7 @@ def _padded(leaf: CacheTensor, tensor: Tensor, tokens: int) -> Tensor:
 
 
 _CACHES = ("past_key_values", "cache_params", "state")
-"""What families call their cache, in a call and in its result."""
+"""The names of the cache in a family's forward call and in its result."""
 _TRIED = (5, 1, 6, 9)
 """The layout is learned from caches after these numbers of tokens; one token gives the shape of all KV."""
 _SLOW_ROWS = 16
@@ -378,9 +378,7 @@ class ResumeOptions:
 
 
 class StatefulModel(LanguageModel):
-    """A loaded model that continues each sequence from one cache. `because`: why its chunks cannot be merged or
-    moved.
-    """
+    """A loaded model that continues each sequence from one cache; `because`: why its chunks cannot be merged or moved."""
 
     joins = False
 
@@ -393,7 +391,7 @@ class StatefulModel(LanguageModel):
         self._learn()
 
     def _learn(self) -> None:
-        """Find out how the model takes its cache, and the layout of the cache."""
+        """Find out how the model takes its cache, and the cache's layout."""
         known = inspect.signature(self._model.forward).parameters
         name = next((name for name in _CACHES if name in known), None)
         if name is None:
@@ -427,7 +425,7 @@ class StatefulModel(LanguageModel):
         """As `LanguageModel.step`; sequences are batched where that is exact (`ways`).
 
         A sequence reads one chunk at most, so there is nothing to merge with other `ranks`. It takes no `vectors`, and
-        no pass is one that `run` could compute.
+        `run` never applies.
         """
         if vectors is not None:
             raise UnsupportedModelError("a model whose cache is resumed takes token ids alone")
@@ -468,7 +466,7 @@ class StatefulModel(LanguageModel):
 
     @contextmanager
     def plain(self, implementation: str = "sdpa") -> Iterator[Any]:
-        """transformers' own model, whose attention it uses."""
+        """transformers' own model and attention, which is what this model runs."""
         with torch.inference_mode():
             yield self._model
 
@@ -510,7 +508,7 @@ class StatefulModel(LanguageModel):
         return BatchedCache(self.tree, self.packing, tensors, (sequence.position,)), 0
 
     def _groups(self, counts: Sequence[int], held: Sequence[_Place | None]) -> Iterator[list[int]]:
-        """The numbers of the sequences that are batched: with as many tokens, after about as many, in this order."""
+        """Indices of the sequences that share a batch: as many new tokens, similar lengths, order preserved."""
         lengths = [0 if place is None else place[0].lengths[place[1]] for place in held]
 
         def key(at: int) -> tuple[int, int]:
@@ -532,7 +530,7 @@ class StatefulModel(LanguageModel):
     def _read(
         self, before: Sequence[_Place], ids: Sequence[Sequence[int]], *, every: bool
     ) -> tuple[list[Tensor], BatchedCache]:
-        """Read equally many new tokens `ids` of sequences that all have a cache or none: their logits and caches."""
+        """Read equally many new tokens `ids` for sequences that all have a cache or none: their logits and caches."""
         held = batch_caches(before) if before else None
         tokens = torch.tensor([list(each) for each in ids])
         found = []
@@ -584,7 +582,7 @@ class StatefulModel(LanguageModel):
     def _fresh(self) -> Any:
         """An empty cache; None if the family makes its own class.
 
-        It has no windows: it keeps tokens that the masks hide, so that it grows by the tokens that were read.
+        It has no windows: it keeps tokens that the masks hide, so that its length is the number of tokens read.
         """
         if self._of_its_own:
             return None

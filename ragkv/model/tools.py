@@ -1,8 +1,8 @@
 """Tool calls in a model's own form: how its chat template shows tools, calls and results, and a grammar of the calls.
 
-The prompt's beginning is that of the stored KV and cannot change, so tools are shown where the question is, in the
-template's words. The form of a call is read off the template, which renders a call with known names. A template that
-knows no tools, or writes arguments in another form than JSON, gets the form of Hermes (`<tool_call>`).
+The beginning of the prompt belongs to the stored KV and cannot change, so tools are shown next to the question, in the
+template's words. The form of a call is read off the template by rendering a call with known names. If a template has no
+tools, or does not write arguments as JSON, the form of Hermes is used (`<tool_call>`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ToolFormat:
             lines.append("start: calls")
         elif schema is not None:
             lines += ["start: calls | answer", f"answer: {_json_rule(schema)}"]
-        elif first in self.specials:  # no text can hold it
+        elif first in self.specials:  # no text can contain it
             lines += ["start: TEXT? calls | TEXT", "TEXT: /(?s:.+)/"]
         else:
             found = _MARKER.match(first)
@@ -103,7 +103,7 @@ def _format_of(model: LanguageModel) -> ToolFormat:
 
 
 def _read_format(tokens: Tokens, ends: set[str]) -> dict[str, Any] | None:
-    """The form in which the chat template writes calls; None if it writes none, or no JSON. It may raise."""
+    """The form in which the chat template writes calls; None if it writes none, or not as JSON. It may raise."""
     from jinja2.exceptions import TemplateError
 
     user = {"role": "user", "content": _QUESTION}
@@ -127,7 +127,7 @@ def _read_format(tokens: Tokens, ends: set[str]) -> dict[str, Any] | None:
         both = {**called, "tool_calls": [_call(_NAME, _ID, "0"), _call(_NAME, _ID, "0")]}
         second = _after_question(tokens.render([user, both], header=False)).partition(arguments[0])[2]
         again = second.partition(_NAME)[0] if _NAME in second else None
-    except TemplateError:  # it takes one call at a time
+    except TemplateError:  # the template takes one call at a time
         again = None
     end = rest[arguments.end() :]
     cut = min((at for name in ends if (at := end.find(name)) >= 0), default=len(end.rstrip()))
@@ -165,7 +165,7 @@ def tool_tail(
 ) -> Tail:
     """The prompt after the documents: the tools, the question, and the messages after it, OpenAI's calls and results.
 
-    UsageError for tools or messages that this cannot be done with.
+    UsageError if the model cannot be shown these tools or messages.
     """
     from jinja2.exceptions import TemplateError
 
@@ -197,9 +197,7 @@ def tool_tail(
 
 
 def _shown_tools(tokens: Tokens, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> str:
-    """What the template writes about these tools, if that is one text that fits into the user's turn; else a text like
-    it.
-    """
+    """The template's text for these tools, if it is one text that fits into the user's turn; else a similar text."""
     from jinja2.exceptions import TemplateError
 
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTION}]
@@ -220,7 +218,7 @@ def _shown_tools(tokens: Tokens, form: ToolFormat, tools: Sequence[Mapping[str, 
 
 
 def _split(text: str, given: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """The template's text and what was given, which stands for its place."""
+    """Split the template's text at the placeholders of `given`, and put those texts there."""
     at = 0
     for found in _GIVEN.finditer(text):
         yield text[at : found.start()], True
@@ -232,7 +230,7 @@ def _split(text: str, given: Sequence[str]) -> Iterator[tuple[str, bool]]:
 
 
 def _native(later: Sequence[Mapping[str, Any]], given: list[str]) -> list[dict[str, Any]]:
-    """The messages for the template, with places for texts, which go to `given`."""
+    """The messages for the template, with placeholders for texts, which are appended to `given`."""
 
     def place(text: str) -> str:
         given.append(text)
@@ -256,7 +254,7 @@ def _native(later: Sequence[Mapping[str, Any]], given: list[str]) -> list[dict[s
 
 
 def _plain(later: Sequence[Mapping[str, Any]], form: ToolFormat, given: list[str]) -> list[dict[str, Any]]:
-    """The messages for a template that knows no tools: results are the user's."""
+    """The messages for a template without tools: results become messages of the user."""
     turns: list[tuple[str, str]] = []
     for message in later:
         role, text = "assistant", message.get("content") or ""
@@ -275,7 +273,7 @@ def _plain(later: Sequence[Mapping[str, Any]], form: ToolFormat, given: list[str
 
 
 class ToolCallParser:
-    """Separates the text of an answer, as it comes, from the calls in it, which a `ToolFormat.grammar` has held to."""
+    """Separates an answer's text from the calls in it while it is generated under a `ToolFormat.grammar`."""
 
     def __init__(self, form: ToolFormat) -> None:
         self._begin = form.begin.strip()
@@ -286,10 +284,10 @@ class ToolCallParser:
         self._depth = 0
         self._string = self._escaped = False
         self.calls: list[tuple[str, str]] = []
-        """Name and arguments of each call so far, the last one as far as it has come."""
+        """Name and arguments of each call so far; the last one may be incomplete."""
 
     def push(self, text: str) -> Iterator[str | tuple[int, str | None, str]]:
-        """What the text adds: text of the answer, or (call, name where the call begins, more of its arguments)."""
+        """Yield what `text` adds: text of the answer, or (call, its name at its beginning, more of its arguments)."""
         self._held += text
         while self._held:
             if self._state == "text":
@@ -322,11 +320,11 @@ class ToolCallParser:
                 self._held, self._state = self._held[again.end() :], "name"
 
     def flush(self) -> str:
-        """The text that was held back because it might have become a call."""
+        """The text that was held back because a call might have begun."""
         return self._held if self._state == "text" else ""
 
     def _scan(self, text: str) -> int:
-        """How much of `text` belongs to the JSON object that has begun."""
+        """How much of `text` belongs to the JSON object that is open."""
         for size, char in enumerate(text, start=1):
             if self._string:
                 self._string = self._escaped or char != '"'

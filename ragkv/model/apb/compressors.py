@@ -1,4 +1,4 @@
-"""Compressors: which keys and values of a block are worth passing on, by a score per token, layer and kv head (§3.4).
+"""Compressors choose which keys and values of a block are passed on: a score per token, layer and kv head (§3.4).
 
 `KeyNorm`, `Random` and `AttentionScore` need no training. `Heads` uses trained retaining heads (Locret; APB §3.4), a
 small scorer for each layer beside a frozen model: s = fc2(SiLU(fc1([Q; K; V]))), one number per kv head, of the flat
@@ -6,9 +6,9 @@ projections without positions; APB takes the highest of five neighbouring scores
 attention, rotated back to position 0, so models that normalise them (Qwen3, Gemma 3) give the normalised ones.
 
 The checkpoint of the heads is one safetensors file: `layers.<l>.fc1` `(inner, (q_heads + 2·kv_heads)·head_dim)` and
-`layers.<l>.fc2` `(kv_heads, inner)` for each layer that has keys of its own, in one float type, with the metadata
+`layers.<l>.fc2` `(kv_heads, inner)` for each layer that has keys of its own, in one float type. Its metadata are
 `format` = "ragkv-retaining-heads-1", `model`, the digest of the checkpoint that they were trained for, and `pool`, an
-odd number. A file without `model` is accepted by its shapes alone; one without `pool` has the paper's.
+odd number. A file without `model` is checked by its shapes alone; one without `pool` has the paper's.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Compressor(Protocol):
     """Scores tokens; those with the highest scores are passed on. It is deterministic, in every process."""
 
     def identity(self) -> str:
-        """What its choice depends on besides the block: a part of the store key of blocks."""
+        """Everything besides the block that its choice depends on: part of the store key of blocks."""
 
     def scores(self, local: BlockTokens) -> Tensor:
         """`(kv_heads, n)` in fp32."""
@@ -76,7 +76,7 @@ class KeyNorm:
     """Keys of small norm attract attention (Devoto et al. 2024), so they are passed on. No training, no question.
 
     It is of little use to models that normalise all keys of a head (Qwen3, Gemma 3). Processors round differently, so
-    norms within a millionth of their neighbour count as equal, and the tokens' order decides, on every machine.
+    norms within a millionth of their neighbour count as equal and are ordered by token, on every machine.
     """
 
     def identity(self) -> str:
@@ -111,8 +111,8 @@ class Random:
 class AttentionScore:
     """The highest attention logit of a token over the question's tokens and the heads of its group.
 
-    Retaining heads are trained to predict it (Locret), from queries of a question that has seen the prompt's prefix
-    alone. `queries[layer]` is `(q_heads, l_q, head_dim)`, rotated to the question's position.
+    Retaining heads are trained to predict it (Locret), from queries of a question that has seen only the prompt's
+    prefix. `queries[layer]` is `(q_heads, l_q, head_dim)`, rotated to the question's position.
     """
 
     queries: Mapping[int, Tensor]
@@ -145,7 +145,7 @@ _DTYPES = frozenset({"F32", "BF16", "F16"})
 
 
 class RetainingHeads(nn.Module):
-    """The heads of all layers, to be trained: `widths[l]` is (flat width of Q, K and V, kv heads) of layer l."""
+    """The trainable heads of all layers: `widths[l]` is (flat width of Q, K and V, kv heads) of layer l."""
 
     def __init__(self, widths: Mapping[int, tuple[int, int]], inner: int = INNER) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class RetainingHeads(nn.Module):
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Scores `(kv_heads, n)` of `query` `(q_heads, n, head_dim)`, `key`, `value` `(kv_heads, n, head_dim)`.
 
-        Query and key without their positions; nothing is pooled.
+        Query and key are without positions; no pooling.
         """
         head = self.layers[str(layer)]
         flat = torch.cat([states.transpose(0, 1).flatten(1) for states in (query, key, value)], -1)
@@ -211,7 +211,7 @@ def widths_of(model: LanguageModel) -> dict[int, tuple[int, int]]:
 def load_heads(path: Path, model: LanguageModel) -> Heads:
     """The heads in an untrusted file; ModelLoadError, with the reason, if they do not fit this model.
 
-    Names, shapes and types are compared with the model's before a number is read.
+    Names, shapes and types are compared with the model's before any data is read.
     """
     try:
         if not require_plain(path):

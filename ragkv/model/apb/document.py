@@ -60,10 +60,10 @@ class PassingExchange(Protocol):
     """How the KV that a block passes on reaches the later ones."""
 
     def swap(self, block: int, layer: int, mine: PassedKV) -> Sequence[PassedKV]:
-        """Give what `block` passes on in `layer`; returns what all blocks before it pass on, first to last (AllGather,
+        """Publish what `block` passes on in `layer`; returns what all earlier blocks pass on, first to last (AllGather,
         §3.5).
 
-        Called once for each block and layer that has keys of its own, the layers of a block in order.
+        Called once for each block and each layer that has keys of its own; a block's layers come in order.
         """
 
 
@@ -77,7 +77,7 @@ def gathered(key: Tensor, value: Tensor, which: Tensor, position: int) -> Passed
 
 
 class AnchorAttention:
-    """A causal sequence of tokens from `position` on that also sees `before`: KV placed where it was encoded."""
+    """Causal attention of a token sequence at `position` that also sees `before`: KV placed where it was encoded."""
 
     def __init__(self, model: LanguageModel, before: Sequence[ChunkKV], position: int) -> None:
         self._before = before
@@ -87,7 +87,7 @@ class AnchorAttention:
         self.cache = KVCache(reserve=0)
 
     def attend(self, call: LayerCall) -> Tensor:
-        """As `ragkv.attention.batch.Step.attend`, of `(1, heads, n, head_dim)`."""
+        """As `ragkv.attention.batch.Step.attend`, on tensors `(1, heads, n, head_dim)`."""
         held = self._shared.get(call.layer, call.layer)
         if held == call.layer:
             self.cache.append(call.layer, call.key, call.value)
@@ -127,9 +127,7 @@ class AnchorAttention:
 
 
 class BlockForward(AnchorAttention):
-    """The attention of one block; it passes on what `compressor` chooses of its `candidates`, at most `most` tokens per
-    kv head.
-    """
+    """The attention of one block; `compressor` chooses at most `most` of its `candidates` per kv head to pass on."""
 
     def __init__(
         self,
@@ -152,7 +150,7 @@ class BlockForward(AnchorAttention):
         self._rotary = model.rotary
         self._passed: dict[int, Sequence[PassedKV]] = {}
         self.chosen: dict[int, Tensor] = {}
-        """By layer, the block's tokens that are passed on, `(kv_heads, p)`."""
+        """Layer -> the block's tokens that are passed on, `(kv_heads, p)`."""
 
     def layer_known(self, call: LayerCall) -> None:
         which = torch.empty((call.key.shape[1], 0), dtype=torch.long, device=call.key.device)
@@ -206,7 +204,7 @@ def _with_context(
     if not bool(near.any()):
         return own
     keys, values, positions = keys[:, :, near], values[:, :, near], positions[:, near]
-    reach = min(n, int(positions.max()) + window - position)  # later tokens see none of these keys
+    reach = min(n, int(positions.max()) + window - position)  # tokens from here on see none of these keys
     if reach < 1:
         return own
     behind = torch.arange(position, position + reach, device=keys.device)[:, None] - positions[:, None, :]
@@ -239,12 +237,12 @@ def _merged(seen: PartialAttention, own: PartialAttention) -> PartialAttention:
 
 K = 1024
 PLAIN_BELOW = 32 * K
-"""Documents of fewer tokens are read with plain attention, which is exact: there APB gains less (APB, Limitations)."""
+"""Documents with fewer tokens use plain attention, which is exact: APB gains less on them (APB, Limitations)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLengths:
-    """l_b, l_a and l_p in tokens: of a block, of the document's head in every anchor, and of what a block passes on.
+    """l_b, l_a and l_p: the tokens of a block, of an anchor (the document's head), and of what a block passes on.
 
     ConfigError for an anchor or a passing length that is longer than a block.
     """
@@ -309,7 +307,7 @@ class BlockLayout:
 
     @property
     def end(self) -> int:
-        """Position after the document, at which a question stands."""
+        """Position after the document, where a question begins."""
         return self.start + self.tokens
 
     @property
@@ -323,7 +321,7 @@ class BlockLayout:
         return self.question + self.anchor_head
 
     def span(self, block: int) -> range:
-        """The document's tokens that it holds, from 0."""
+        """The document's tokens in a block, counted from 0."""
         first = block * self.lengths.block
         return range(first, min(first + self.lengths.block, self.tokens))
 
@@ -332,21 +330,21 @@ class BlockLayout:
         return self.start + block * self.lengths.block
 
     def candidates(self, block: int) -> range:
-        """Which of its tokens, from 0, a block may pass on: not those that all others see in the anchor."""
+        """The block's tokens, from 0, that it may pass on: not those that all others already see in the anchor."""
         return range(self.anchor_head if block == 0 else 0, len(self.span(block)))
 
     def passed(self, block: int) -> int:
-        """How many tokens it passes on, in every layer and for every kv head."""
+        """The number of tokens that a block passes on, per layer and kv head."""
         return min(self.lengths.passing, len(self.candidates(block)))
 
     def passing(self, block: int) -> int:
-        """How many tokens all blocks before it pass on to it."""
+        """The number of tokens that a block receives from all earlier blocks."""
         return sum(self.passed(before) for before in range(block))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EncodedBlock:
-    """An encoded block: its KV, and by layer which of its tokens it passes on, `(kv_heads, p)`.
+    """An encoded block: its KV, and layer -> the tokens that it passes on, `(kv_heads, p)`.
 
     A layer that reads another's keys passes nothing on.
     """
@@ -363,8 +361,8 @@ class EncodedBlock:
 class LongDocument:
     """A document's tokens, its layout, and the model and compressor that encode it.
 
-    `prefix` is the KV of the `layout.start` tokens before the document; `question_ids` are at the anchor's head.
-    `anchor_kv` is the anchor if it exists already.
+    `prefix` is the KV of the `layout.start` tokens before the document; the anchor begins with `question_ids`.
+    `anchor_kv` is the anchor's KV if it is known already.
     """
 
     model: LanguageModel
@@ -388,7 +386,7 @@ class LongDocument:
         """The anchor's KV, which sees the prefix and itself: an ordinary chunk after the prefix, the same for all
         blocks.
 
-        None if no block sees any of it. Every process that runs blocks makes it, in the same way.
+        None if no block sees it. Every process that runs blocks computes it, in the same way.
         """
         head = (*self.question_ids, *self.ids[: self.layout.anchor_head])
         if self.anchor_kv is not None or self.layout.blocks < 2 or not head:
@@ -431,7 +429,7 @@ class _Listening(AnchorAttention):
 def query_aware_compressor(
     model: LanguageModel, question_ids: tuple[int, ...], prefix: ChunkKV | None, *, position: int
 ) -> AttentionScore:
-    """The compressor that scores by this question at `position`; it takes one short pass over prefix and question."""
+    """The compressor that scores by this question at `position`; costs one short pass over prefix and question."""
     start = 0 if prefix is None else prefix.tokens
     heard = _Listening(model, [] if prefix is None else [prefix], start)
     model.through(question_ids, start, heard)
@@ -481,7 +479,7 @@ class BlockExecutor(Protocol):
     ) -> Iterator[EncodedBlock]:
         """All blocks of the document in order; `known` ones are not encoded again.
 
-        A block that another process holds is returned with `ChunkKV.elsewhere`.
+        A block that another process holds is returned as `ChunkKV.elsewhere`.
         """
 
 
@@ -582,22 +580,22 @@ class DecoderShape:
 
     @property
     def width(self) -> int:
-        """Of all query heads together: d of the formulas for attention."""
+        """d in the attention formulas: the width of all query heads together."""
         return self.q_heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """For the keys and values of one token in one layer."""
+        """FLOPs of one token's key and value projections in one layer."""
         return 4 * self.hidden * self.kv_heads * self.head_dim
 
     @property
     def token(self) -> int:
-        """c: for one token in one layer, attention left out; 4d²(1+1/g) + 6dI where q_heads·head_dim is d."""
+        """c: FLOPs of one token in one layer without attention; 4d²(1+1/g) + 6dI if q_heads·head_dim is d."""
         return 4 * self.hidden * self.width + self.keys + 6 * self.hidden * self.inner
 
 
 def _layers(shape: DecoderShape, tokens: int, pairs: float) -> float:
-    """A pass for keys and values alone, with `pairs` of a query and a key it sees: the last layer makes only these."""
+    """FLOPs of a pass that needs only KV, over `pairs` query-key pairs: the last layer computes nothing else."""
     return (shape.layers - 1) * (tokens * shape.token + 4 * shape.width * pairs) + tokens * shape.keys
 
 
@@ -609,11 +607,11 @@ def full_flops(shape: DecoderShape, tokens: int) -> float:
 def apb_flops(
     shape: DecoderShape, layout: BlockLayout, *, anchors: int = 1, only: Iterable[int] | None = None
 ) -> float:
-    """All blocks together, or `only` these: L[(n + a·l_a)·c + 2d(Σ l_b² + a·l_a²) + 4d·Σ_h l_b·(l_a + passing)].
+    """FLOPs of all blocks, or `only` these: L[(n + a·l_a)·c + 2d(Σ l_b² + a·l_a²) + 4d·Σ_h l_b·(l_a + passing)].
 
-    `anchors` a: how often the anchor is computed. One process does it once; machines that share nothing but what is
-    passed on do it H-1 times, which is the paper's formula, with (H-1)(l_a + l_b)². The last layer makes keys and
-    values and nothing else, and what the compressor costs is left out.
+    `anchors` (a) is how often the anchor is computed: once in one process, H-1 times on machines that share only what
+    is passed on (the paper's formula, with (H-1)(l_a + l_b)²). The last layer computes only keys and values. The
+    compressor's cost is not counted.
     """
     anchor = layout.anchor if layout.blocks > 1 else 0
     lengths = {block: len(layout.span(block)) for block in (range(layout.blocks) if only is None else only)}
