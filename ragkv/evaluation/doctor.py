@@ -156,7 +156,7 @@ def _look(role: Role, name: str) -> ModelState:
     patterns = _WEIGHTS if found.file is None else (found.file,)
     weights = {path for pattern in patterns for path in folder.glob(pattern)}
     if not weights and role != "embedder":  # a sentence-transformers folder may keep them a level deeper
-        return ModelState(role=role, name=name, state="missing", what=f"No weights in {folder}; fetch it again.")
+        return ModelState(role=role, name=name, state="missing", what=f"No weights in {folder}; download it again.")
     what = "bundled" if name == MINI else str(folder)
     return ModelState(role=role, name=name, state="here", what=what, bytes=sum(path.stat().st_size for path in weights))
 

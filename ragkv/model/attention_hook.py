@@ -90,7 +90,7 @@ def visible(
     padding, and for an unknown argument.
     """
     if use_vmap:
-        raise UnsupportedModelError("it changes its attention mask by functions of its own")
+        raise UnsupportedModelError("it changes its attention mask with functions of its own")
     if attention_mask is not None:
         raise UnsupportedModelError("it makes a padding mask of its own")
     unknown = sorted(name for name in building.keys() - _BUILDING if not _neutral(building[name]))
@@ -102,7 +102,7 @@ def visible(
 def window_of(mask: object, named: int | None) -> int | None:
     """The layer's window as its mask states it; the attention call's own (`named`) must not contradict it."""
     if not isinstance(mask, Visible):
-        raise UnsupportedModelError("its layers are not given the masks that transformers makes")
+        raise UnsupportedModelError("its layers do not get the masks that transformers makes")
     if named is not None and named != mask.window:
         payload = "none" if mask.window is None else f"{mask.window} tokens"
         raise UnsupportedModelError(f"a layer names a window of {named} tokens, but its mask has {payload}")

@@ -232,7 +232,7 @@ class Checkpoint:
         if not self.local:
             if revision is None:
                 raise ModelLoadError(
-                    f"Model {self.name!r} came from the hub without a revision to know it by; "
+                    f"Model {self.name!r} came from the hub without a revision that identifies it; "
                     "download it to a folder and give that path."
                 )
             return f"hub:{self.location}@{revision}"
@@ -274,7 +274,7 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
             return Checkpoint(name=name, location=str(folder), local=True, recommended=_recommended(folder))
         a_file = folder.exists()
     except OSError as error:  # no permission for a parent folder, or a name that is too long
-        raise ModelLoadError(f"The model folder {name!r} cannot be looked at: {error.strerror or error}.") from error
+        raise ModelLoadError(f"The model folder {name!r} cannot be accessed: {error.strerror or error}.") from error
     if a_file and marks == _MARKS[:1] and folder.suffix.lower() == ".gguf" and folder.is_file():
         return Checkpoint(name=name, location=str(folder.parent), local=True, file=folder.name)
     if a_file:
@@ -324,7 +324,7 @@ def require_on_hub(name: str) -> None:
     except EntryNotFoundError:  # the repository exists, in another layout
         return
     except OfflineModeIsEnabled:
-        hub = "HF_HUB_OFFLINE forbids to ask the hub for it"
+        hub = "HF_HUB_OFFLINE forbids asking the hub for it"
     except GatedRepoError:
         hub = "the hub gives it only to those who accepted its terms and are logged in"
     except RepositoryNotFoundError:

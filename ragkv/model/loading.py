@@ -388,11 +388,11 @@ def _require_weights(name: str, found: dict[str, Any]) -> None:
     """Refuse a model if a weight is missing from its files or has another shape there: it would be random."""
     absent = sorted(map(str, found.get("missing_keys") or ()))
     if absent:
-        raise ModelLoadError(f"Model {name!r} lacks weights ({_some(absent)}); fetch it again.")
+        raise ModelLoadError(f"Model {name!r} lacks weights ({_some(absent)}); download it again.")
     wrong = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in found.get("mismatched_keys") or ())
     if wrong:
         raise ModelLoadError(
-            f"Model {name!r} has weights of another shape than its config.json says ({_some(wrong)}); fetch it again."
+            f"Model {name!r} has weights of another shape than in config.json ({_some(wrong)}); download it again."
         )
     if errors := found.get("error_msgs") or found.get("conversion_errors"):
         raise ModelLoadError(f"Model {name!r} has weights that cannot be read ({_some(list(map(str, errors)))}).")
@@ -408,7 +408,7 @@ def _require_layers(checkpoint: Checkpoint, tensors: int, gguf: Any) -> None:
     for key, value in counts.items():
         if value > tensors:
             raise ModelLoadError(
-                f"Model {checkpoint.name!r} says {key} = {value}, but its files hold {tensors} tensors; fetch it again."
+                f"Model {checkpoint.name!r} has {key} = {value}, but its files hold {tensors} tensors; download it again."
             )
 
 
@@ -432,7 +432,7 @@ def _require_sizes(name: str, shapes: list[tuple[int, ...]], config: Any) -> Non
         if type(value) is int and value > most:
             raise ModelLoadError(
                 f"Model {name!r} has {key} = {value} in its config.json, but its files hold {len(shapes)} tensors "
-                f"of at most {most} rows; fetch it again."
+                f"of at most {most} rows; download it again."
             )
     if getattr(config, "quantization_config", None) is not None:
         return
@@ -440,7 +440,7 @@ def _require_sizes(name: str, shapes: list[tuple[int, ...]], config: Any) -> Non
     if described > _SLACK * held:
         raise ModelLoadError(
             f"Model {name!r} has {held} parameters in its files, but its config.json describes {described}; "
-            "fetch it again."
+            "download it again."
         )
 
 

@@ -136,7 +136,7 @@ def _loaded(path: str, *_stat: int) -> Packet:
         facts = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__") or {}
     except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(
-            f"The packet at {path} is damaged or no packet ({error}); train it again by ragkv finetune packet."
+            f"The packet at {path} is damaged or not a packet ({error}); train it again by ragkv finetune packet."
         ) from error
     whole = facts.get("format") == FORMAT and tensors.keys() == {"header", "trailer"} and facts.keys() >= set(_FACTS)
     parts = [tensors[name] for name in ("header", "trailer")] if whole else []
@@ -145,7 +145,7 @@ def _loaded(path: str, *_stat: int) -> Packet:
         for part in parts
     )
     if not fits:
-        raise ConfigError(f"{path} is no packet of ragkv ({FORMAT}); name the file that ragkv finetune packet wrote.")
+        raise ConfigError(f"{path} is not a packet of ragkv ({FORMAT}); name a file written by ragkv finetune packet.")
     model, sink, over = (facts[name] for name in _FACTS)
     return Packet(parts[0], parts[1], model, sink, over, _known_by(content), path)
 

@@ -388,7 +388,7 @@ def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> N
     first = model.step([row], [ids[:cut]], every=True, seen=seen)
     last = model.step([row], [ids[cut:]], every=True)
     if _windows(_by_layer(model, seen)) != windows:
-        raise UnsupportedModelError("its sliding windows stand where ragkv cannot find them to check them")
+        raise UnsupportedModelError("its sliding windows are not where ragkv can find and check them")
     off = _distance(model, torch.cat([first, last]), whole)
     _require(off, tolerance(model.dtype), "a causal pass differs from transformers' own result")
 
@@ -662,7 +662,7 @@ def load_checked(model: Any, tokenizer: Any, checkpoint: Checkpoint) -> Language
     except UnsupportedModelError as error:
         because = _reason(error)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        because = f"its attention is not where ragkv looks for it ({first_sentence(error)})"
+        because = f"its attention is not where ragkv expects it ({first_sentence(error)})"
     try:
         resumed = StatefulModel(model, tokenizer, checkpoint, because=because)
         check_stateful(resumed)

@@ -378,7 +378,7 @@ class ResumeOptions:
 
 
 class StatefulModel(LanguageModel):
-    """A loaded model that continues each sequence from one cache; `because`: why its chunks cannot be merged or moved."""
+    """A loaded model that continues each sequence from its cache; `because`: why chunks cannot be merged or moved."""
 
     joins = False
 

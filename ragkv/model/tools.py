@@ -173,7 +173,7 @@ def tool_tail(
     shown = [{"type": "function", "function": dict(tool)} for tool in tools]
     text = json.dumps([*shown, [[call["function"]["name"] for call in m.get("tool_calls") or ()] for m in later]])
     if not tokens.control_ids.isdisjoint(tokens.encode(text, control=True)):
-        raise UsageError("A tool's description names a control token of the model; write it otherwise.", param="tools")
+        raise UsageError("A tool's description names a control token of the model; rephrase it.", param="tools")
     before: Tail = ((f"{_shown_tools(tokens, form, shown)}\n\n", True),) if tools else ()
     asked: Tail = (*before, (prompt.before_question + question, False))
     if not later:

@@ -114,5 +114,5 @@ def test_a_packet_is_trained_and_read(ragkv, tmp_path, model_folder, documents):
     assert "packet" in ragkv("stats", "--index", index, "--json").out
     output.write_bytes(b"no packet")
     refused = ragkv(*query)
-    assert (refused.code, "is damaged or no packet" in refused.sentence) == (2, True)
+    assert (refused.code, "is damaged or not a packet" in refused.sentence) == (2, True)
     assert ragkv("verify", "--index", index).code == 0

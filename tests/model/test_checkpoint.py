@@ -76,7 +76,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("model.ggml", "is a file; give the model's folder"),
         ("models/qwen/config.json", "is a file; give the model's folder"),
         ("models", "holds no model: config.json is missing"),
-        ("a" * 5000, "cannot be looked at"),
+        ("a" * 5000, "cannot be accessed"),
     ],
 )
 def test_a_path_that_leads_nowhere_is_no_matter_of_the_network(name: str, says: str):
@@ -149,7 +149,7 @@ def test_a_hub_that_is_not_there_is_told_with_the_folder(hub: list[str], monkeyp
         with pytest.raises(ModelLoadError, match="no model folder 'some/typo' here, and the hub was not reachable"):
             require_on_hub("some/typo")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match="and HF_HUB_OFFLINE forbids to ask the hub for it"):
+    with pytest.raises(ModelLoadError, match="and HF_HUB_OFFLINE forbids asking the hub for it"):
         require_on_hub("some/typo")
     assert hub == []
 

@@ -138,13 +138,13 @@ def test_a_model_that_reads_the_token_itself_is_refused_by_name(make_model):
     ("content", "message"),
     [
         (None, "cannot be read"),
-        (b"", "is damaged or no packet"),
-        (b"\x10\0\0\0\0\0\0\0{}", "is damaged or no packet"),
-        ({"header": torch.zeros(1, 4)}, "is no packet of ragkv"),
-        ({"header": torch.zeros(1, 4), "trailer": torch.zeros(1, 3)}, "is no packet of ragkv"),
-        ({"header": torch.zeros(1, 4), "trailer": torch.full((1, 4), torch.nan)}, "is no packet of ragkv"),
-        ({"header": torch.zeros(1, 4).half(), "trailer": torch.zeros(1, 4).half()}, "is no packet of ragkv"),
-        ({"header": torch.zeros(4), "trailer": torch.zeros(4)}, "is no packet of ragkv"),
+        (b"", "is damaged or not a packet"),
+        (b"\x10\0\0\0\0\0\0\0{}", "is damaged or not a packet"),
+        ({"header": torch.zeros(1, 4)}, "is not a packet of ragkv"),
+        ({"header": torch.zeros(1, 4), "trailer": torch.zeros(1, 3)}, "is not a packet of ragkv"),
+        ({"header": torch.zeros(1, 4), "trailer": torch.full((1, 4), torch.nan)}, "is not a packet of ragkv"),
+        ({"header": torch.zeros(1, 4).half(), "trailer": torch.zeros(1, 4).half()}, "is not a packet of ragkv"),
+        ({"header": torch.zeros(4), "trailer": torch.zeros(4)}, "is not a packet of ragkv"),
     ],
 )
 def test_what_is_no_packet_is_said_in_one_sentence(tmp_path, content, message):

@@ -394,7 +394,7 @@ def test_a_window_that_the_mask_does_not_have(make_model, monkeypatch, refused):
         window_of(seen, 9)
     with pytest.raises(UnsupportedModelError, match="its mask has none"):
         window_of(replace(seen, window=None), 8)
-    with pytest.raises(UnsupportedModelError, match="not given the masks"):
+    with pytest.raises(UnsupportedModelError, match="do not get the masks"):
         window_of(None, 8)
     monkeypatch.setattr(make_model("gemma2").module.config, "sliding_window", 9)
     refused("gemma2", "names a window of 8 tokens")

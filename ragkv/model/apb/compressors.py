@@ -243,7 +243,7 @@ def load_heads(path: Path, model: LanguageModel) -> Heads:
 def _checked(path: Path, file: Any, widths: Mapping[int, tuple[int, int]]) -> tuple[int, list[str]]:
     """The inner width of the heads in a file, and the names of their matrices; ModelLoadError if they do not fit."""
     if (file.metadata() or {}).get("format") != FORMAT:
-        raise ModelLoadError(f"{path} is no file of retaining heads ({FORMAT}).")
+        raise ModelLoadError(f"{path} is not a file of retaining heads ({FORMAT}).")
     names = [f"{layer}.{part}" for layer in widths for part in ("fc1", "fc2")]
     if sorted(file.keys()) != sorted(f"layers.{name}" for name in names):
         raise ModelLoadError(f"The retaining heads at {path} are for other layers than the model's.")
