@@ -1,1 +1,1 @@
-"""Attention over cached KV: partial results and their merge, positions, who sees what. It knows no model."""
+"""Attention over cached KV: partial results and their merge, positions, visibility. It depends on no model."""

@@ -5,13 +5,13 @@ chunks that this sequence reads. `BatchPlan` inverts the loop: for each chunk KV
 that one kernel call reads the chunk for all of them. The plan is made on the host once per pass, and layers with
 different sliding windows have different lists of reads.
 
-Own tokens are batched too. `PrefillBatch` pads sequences of similar length that read their first tokens, because a
-kernel call per sequence would cost more than its work; the attention is causal, so the padding needs no mask.
-`DecodeBatch` reads sequences that take one token each and share an arena block.
+A sequence's own tokens are batched too. `PrefillBatch` pads sequences of similar length that read their first tokens,
+because a kernel call per sequence would cost more than its work; the attention is causal, so the padding needs no mask.
+`DecodeBatch` serves sequences that take one token each and share an arena block.
 
-Where several ranks hold the chunks, every rank runs the new tokens through the whole model, reads the chunks that it
-holds, and `merged_across` merges the partial results: only an output and a logsumexp per token, head and layer travel,
-however long the context is (APB §3, decoding).
+If several ranks hold the chunks, every rank runs the new tokens through the whole model and reads the chunks that it
+holds; `merged_across` merges the partial results. Only an output and a logsumexp per token, head and layer are
+exchanged, whatever the length of the context (APB §3, decoding).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class ChunkRead:
     """One read of a chunk KV for all tokens that see it.
 
     `offset` is how far the prompts moved the chunk: one number, or for each token an index into the pass's table of
-    rotations. No token sees keys before `first`. `mask` `(n, m)` is True where a token sees one of the other keys; None
-    when all are seen. `group` 0 is ordinary attention; the other groups are merged and weighted first.
+    rotations. No token sees keys before `first`. `mask` `(n, m)` is True where a token sees one of the remaining keys;
+    None if all are seen. `group` 0 is ordinary attention; the other groups are merged and weighted first.
     """
 
     kv: ChunkKV
@@ -66,7 +66,7 @@ class ChunkRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """How a weighted group enters the softmax of the tokens that see it: a·lse + b, `(n,)` each."""
+    """The weight of a group in the softmax of the tokens that see it: it enters as a·lse + b, `(n,)` each."""
 
     group: int
     tokens: Tokens
@@ -75,7 +75,7 @@ class Weight:
 
 
 class BatchPlan:
-    """Which chunks the new tokens of a step read, and in which calls, but for those that are read `in_place`."""
+    """Which chunks the new tokens of a step read, and in which calls; without those that are read `in_place`."""
 
     def __init__(
         self, spans: Sequence[SequenceSlice], device: torch.device, *, in_place: InPlace | None = None
@@ -92,12 +92,11 @@ class BatchPlan:
 
     @property
     def offsets(self) -> list[int]:
-        """All offsets of all placed chunks, without duplicates, ascending: the order of the pass's table of
-        rotations."""
+        """The distinct offsets of all placed chunks, ascending: the order of the pass's table of rotations."""
         return list(self._table_row)
 
     def row(self, offset: int) -> int:
-        """The offset's place in this order."""
+        """The index of an offset in this order."""
         return self._table_row[offset]
 
     def reads(self, window: int | None) -> tuple[ChunkRead, ...]:
@@ -110,11 +109,11 @@ class BatchPlan:
 
     @property
     def windowed(self) -> bool:
-        """Whether a layer with a sliding window has read chunks."""
+        """Whether a layer with a sliding window reads chunks."""
         return any(found for window, found in self._reads.items() if window is not None)
 
     def spread(self, window: int | None) -> tuple[tuple[int, Tokens], ...]:
-        """The groups that read chunks held by single ranks, and the tokens that see them. The same on all ranks."""
+        """The groups whose chunks are held by single ranks, with the tokens that see them; the same on all ranks."""
         if window not in self._spread:
             found: dict[int, dict[int, SequenceSlice]] = {}
             for (_, _, group, _), uses in self._seen.items():
@@ -194,9 +193,7 @@ def _numbered(sequence: TokenSequence) -> Iterator[tuple[int, ChunkGroup]]:
 def _seen(
     spans: Sequence[SequenceSlice], in_place: InPlace
 ) -> dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]]:
-    """(chunk KV, temperature, group, occurrence) -> who sees it. A sequence that reads one KV twice has two
-    occurrences.
-    """
+    """(chunk KV, temperature, group, occurrence) -> its readers. A KV that a sequence reads twice occurs twice."""
     found: dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]] = {}
     for span in spans:
         times: Counter[tuple[int, float, int]] = Counter()
@@ -236,9 +233,9 @@ def merged_across(
     spread: Sequence[tuple[int, Tokens]],
     like: PartialAttention,
 ) -> list[PartialAttention]:
-    """The partial attention of all ranks, merged in the order of the ranks: fp32, one for each of `spread`'s groups.
+    """The partial attention of all ranks, merged in rank order in fp32: one for each of `spread`'s groups.
 
-    `partials` are what this rank has read, by group, of the tokens of `like`, `(1, q_heads, n, head_dim)`. One
+    `partials` is this rank's partial attention, by group, of the tokens of `like`, `(1, q_heads, n, head_dim)`. One
     collective of `(q_heads, tokens, head_dim + 1)` serves all groups. A rank that has read nothing for a token sends
     the logsumexp −inf.
     """
@@ -261,7 +258,7 @@ def merged_across(
 MOST_TOKENS = 512
 """A longer sequence justifies a call of its own."""
 PADDING = 1.25
-"""A batch may have at most this many places, padding included, per token."""
+"""The largest padded size of a batch, relative to its tokens."""
 
 
 class PrefillBatch:
@@ -271,7 +268,7 @@ class PrefillBatch:
         self._spans = spans
         self._longest = max(span.n for span in spans)
         self.tokens: Tokens
-        """Where their tokens stand in the step, sequence by sequence."""
+        """Indices of the tokens in the step, sequence by sequence."""
         self._gather: Tensor | None = None
         ends = [span.at + span.n for span in spans]
         if all(p.n == self._longest for p in spans) and ends[:-1] == [p.at for p in spans[1:]]:
@@ -285,7 +282,7 @@ class PrefillBatch:
         self._gather, self._real, self.tokens = torch.split(result, [len(gather), len(real), len(real)])
 
     def attend(self, call: LayerCall) -> PartialAttention:
-        """Append the new tokens and attend over them; the result is that of `tokens`."""
+        """Append the new tokens and attend over them; the result covers `tokens`."""
         for span in self._spans:
             _append(span, call)
         query, key, value = (self._padded(states) for states in (call.query, call.key, call.value))
@@ -306,7 +303,7 @@ class PrefillBatch:
 def prefill_batches(
     spans: Iterable[SequenceSlice], window: int | None, device: torch.device
 ) -> tuple[list[PrefillBatch], list[SequenceSlice]]:
-    """The slices that are read together, longest first, and the other ones."""
+    """The slices to read together, longest first, and the remaining ones."""
     found: list[SequenceSlice] = []
     others: list[SequenceSlice] = []
     for span in spans:
@@ -331,7 +328,7 @@ def prefill_batches(
 class DecodeBatch:
     """Sequences that take a single token each and keep their KV in one arena block.
 
-    `fixed`: it is attended to again for later tokens, after `advance`; then `packed` says whether it can be.
+    `fixed`: it is used again for later tokens, after `advance`; then `packed` says whether that is possible.
     """
 
     def __init__(
@@ -352,7 +349,7 @@ class DecodeBatch:
         self._height = max(slots) + 1
         self._whole = len(slots) == self._height
         self.tokens: Tokens = slice(at[0], at[-1] + 1) if at == list(range(at[0], at[0] + len(at))) else tokens
-        """Where they stand in the step, in the order of the slots."""
+        """Indices of the tokens in the step, in the order of the slots."""
         lengths = [0] * self._height
         for span, slot in zip(spans, slots, strict=True):
             lengths[slot] = span.sequence.cache.length + 1
@@ -362,7 +359,7 @@ class DecodeBatch:
         self._device = device
 
     def attend(self, call: LayerCall) -> PartialAttention:
-        """Write the new tokens and attend over each sequence's own; as `PrefillBatch.attend`."""
+        """Write the new tokens and attend over each sequence's own KV; as `PrefillBatch.attend`."""
         block = self._block
         block.make(call.layer, call.key, call.value)
         new_keys, new_values, queries = (
@@ -373,7 +370,7 @@ class DecodeBatch:
         keys, values = (t[call.layer][: self._height, :, :longest] for t in (block.keys, block.values))
         if varlen.takes(queries, keys, values, softcap=call.softcap):
             return self._packed(call, queries, block.capacity if self._fixed else longest)
-        if not self._whole:  # slots between them that take no token are computed too, and dropped
+        if not self._whole:  # slots in between without a token are computed too, and dropped
             spread = queries.new_zeros((self._height, *queries.shape[1:]))
             spread[self._slots] = queries
             queries = spread
@@ -384,9 +381,9 @@ class DecodeBatch:
         return PartialAttention(out.transpose(0, 1)[None], lse.transpose(0, 1)[None])
 
     def _packed(self, call: LayerCall, queries: Tensor, longest: int) -> PartialAttention:
-        """The same in one launch without a mask: a sequence for each slot, which is as long as what it holds."""
+        """The same in one launch without a mask: one packed sequence per slot, of the length of its KV."""
         if self._ends is None:
-            takes = [int(length > 0) for length in self._lengths]  # a slot between them takes no token
+            takes = [int(length > 0) for length in self._lengths]  # a slot in between takes no token
             starts = [self._block.capacity] * self._height
             taken, starts_at = (varlen.bounds(lengths, self._device) for lengths in (takes, starts))
             self._ends = taken, starts_at, varlen.bounds(self._lengths, self._device).diff()
@@ -408,7 +405,7 @@ class DecodeBatch:
         return PartialAttention(out.transpose(0, 1)[None], lse[None])
 
     def advance(self) -> None:
-        """The tokens that were attended to count, and each sequence takes another one."""
+        """Count the last tokens; each sequence takes another one."""
         assert self._ends is not None
         self._places.add_(1)
         self._ends[2].add_(self._ends[0].diff())
@@ -432,7 +429,7 @@ class DecodeBatch:
 def decode_batches(
     spans: Sequence[SequenceSlice], device: torch.device, *, fixed: bool = False
 ) -> tuple[list[DecodeBatch], list[SequenceSlice]]:
-    """The slices that are read together, and the other ones; all of them by `fixed` batches, if these are asked for."""
+    """The slices to read together, and the remaining ones; with `fixed`, all of them in `fixed` batches."""
     found: dict[int, list[tuple[SequenceSlice, ArenaBlock, int]]] = {}
     for span in spans:
         cache = span.sequence.cache
@@ -443,25 +440,25 @@ def decode_batches(
     together: set[int] = set()
     for uses in found.values():
         slots = [slot for _, _, slot in uses]
-        if fixed or (len(uses) > 1 and 2 * len(uses) > max(slots)):  # else most of what is read would be unused
+        if fixed or (len(uses) > 1 and 2 * len(uses) > max(slots)):  # else most of what is read is unused
             batches.append(DecodeBatch(uses[0][1], [span for span, _, _ in uses], slots, device, fixed=fixed))
             together.update(span.at for span, _, _ in uses)
     return batches, [span for span in spans if span.at not in together]
 
 
 class KVComplete(Exception):  # noqa: N818 - no error
-    """Raised to end a pass early: all that it is for has been computed."""
+    """Raised to end a pass early, when everything that it is for has been computed."""
 
 
 class Step:
     """The new tokens of some sequences, each sequence at most once, and the attention of a forward pass over them.
 
-    `counts[i]` tokens belong to `sequences[i]`. The sequences' own KV grows by them, but the tokens only count after
-    `commit`. After `advance` a `fixed` step, of sequences that take one token each, is that of their next tokens, if it
-    `repeats`. With `last`, the number of the last layer that has keys of its own, the pass computes keys and values
-    alone: that layer raises `KVComplete` as soon as it has them. So does that layer for sequences that are all wanted
-    `until` one. `shared` maps each layer that reads another layer's keys to that layer. With `ranks`, all ranks take
-    the same step, and each reads the chunks that it holds.
+    `counts[i]` tokens belong to `sequences[i]`. Their keys and values are appended to the sequences' own KV, but the
+    tokens only count after `commit`. A `fixed` step, of sequences that take one token each, represents their next
+    tokens after `advance`, if it `repeats`. With `last`, the index of the last layer that has keys of its own, the pass
+    computes only keys and values: that layer raises `KVComplete` as soon as it has them. For sequences that all run
+    `until` a layer, that layer raises it. `shared` maps each layer that reads another layer's keys to that layer. With
+    `ranks`, all ranks take the same step, and each reads the chunks that it holds.
     """
 
     def __init__(
@@ -494,7 +491,7 @@ class Step:
 
     @property
     def positions(self) -> list[int]:
-        """Every new token's position."""
+        """The position of every new token."""
         return [i for p in self.spans for i in p.sequence.places(p.n)]
 
     @property
@@ -511,11 +508,11 @@ class Step:
 
     @property
     def repeats(self) -> bool:
-        """Whether the same kernels compute the next tokens; known once all layers were attended to."""
+        """Whether the same kernels can compute the next tokens; known after all layers' attention."""
         return len(self._plans) == 1 and all(plan.repeats for plan in self._plans.values())
 
     def advance(self) -> None:
-        """The new tokens are now the ones after those that were `commit`ted; on the device, and nowhere else."""
+        """Replace the new tokens by those that follow the ones that were `commit`ted; happens only on the device."""
         for plan in self._plans.values():
             plan.advance()
 
@@ -526,7 +523,7 @@ class Step:
         `(1, q_heads, N, head_dim)` in the query's dtype.
         """
         layer, query = call.layer, call.query
-        if layer in self._shared:  # a layer that shares it writes the same numbers again
+        if layer in self._shared:  # the layer that it shares with has written them already
             call = replace(call, layer=self._shared[layer])
         if layer == self._last:
             for span in self.spans:
@@ -546,7 +543,7 @@ class Step:
         groups: dict[int, list[tuple[Tokens, PartialAttention]]] = {0: [(whole, own)]}
         for number, tokens, partial in apart:
             groups.setdefault(number, []).append((tokens, partial))
-        mine: dict[int, list[tuple[Tokens, PartialAttention]]] = {}  # chunks that single ranks hold
+        mine: dict[int, list[tuple[Tokens, PartialAttention]]] = {}  # of chunks that single ranks hold
         for pack in packs:
             groups.setdefault(pack.group, []).extend(pack.attend(call, rotation))
         for read in reads:
@@ -557,7 +554,7 @@ class Step:
             for (number, tokens), partial in zip(spread, merged_across(self._ranks, mine, spread, own), strict=True):
                 groups.setdefault(number, []).append((tokens, partial))
         for weight in plan.weights:
-            if weight.group in groups:  # else all its chunks are outside the window
+            if weight.group in groups:  # otherwise the window excludes all its chunks
                 group = merge_partials_of(groups.pop(weight.group), plan.tokens)
                 entering = group.lse[..., weight.tokens] * weight.factor + weight.addend
                 groups[0].append((weight.tokens, PartialAttention(group.out[:, :, weight.tokens], entering)))
@@ -569,7 +566,7 @@ class Step:
                 span.sequence.observe(layer, call, span.tokens)
 
     def _plan_for(self, call: LayerCall) -> _DevicePlan:
-        """The plan of the layers that are computed like this one; it is made when the first of them needs it."""
+        """The plan for all layers that are computed like this one; made for the first of them."""
         device, in_place = call.query.device, None
         tensors = call.query, call.key, call.value
         if self._ranks is None and not self._fixed and not varlen.takes(*tensors):
@@ -609,16 +606,16 @@ class _DevicePlan:
 
     @property
     def repeats(self) -> bool:
-        """As the `Step`'s: windows move over chunks, and masks are made for one length."""
+        """As `Step.repeats`: not with windows that move over chunks, or masks made for one length."""
         return not self._alone and all(batch.packed for batch in self._decode) and not self.plan.windowed
 
     def advance(self) -> None:
-        """As the `Step`'s."""
+        """As `Step.advance`."""
         for batch in self._decode:
             batch.advance()
 
     def packs(self, call: LayerCall) -> tuple[list[PagedReads], Sequence[ChunkRead]]:
-        """The layer's reads that are one launch each, and the others. Those of a packed launch lie in one block."""
+        """The layer's reads that are one launch each, and the remaining ones. A packed launch reads one block."""
         if not varlen.takes(call.query, call.key, call.value, softcap=call.softcap):
             return [], self.plan.reads(call.window)
         if call.window not in self._packs:
@@ -646,8 +643,8 @@ class _DevicePlan:
         return PagedReads(paged, reads[0].temperature, reads[0].group, self._device)
 
     def own(self, call: LayerCall) -> tuple[PartialAttention, list[tuple[int, Tokens, PartialAttention]]]:
-        """Attention of every new token over the tokens of its own sequence; where all its KV is read in place, over the
-        chunks of ordinary attention too. Its weighted groups are then the second result, as (number, tokens, partial).
+        """Attention of every new token over its own sequence's tokens; if all its KV is read in place, also over the
+        chunks of ordinary attention. Its weighted groups are then the second result, as (number, tokens, partial).
         """
         if call.window not in self._prefill:
             self._prefill[call.window] = prefill_batches(self._alone, call.window, self._device)
@@ -670,7 +667,7 @@ class _DevicePlan:
         return _merge_by_token(partials, call.query), apart
 
     def _visible(self, span: SequenceSlice, window: int | None) -> Tensor:
-        """Which tokens a stacked sequence's new tokens see; made once for all layers with this window."""
+        """Which tokens a stacked sequence's new tokens see; computed once for all layers with this window."""
         assert isinstance(span.sequence, StackedSequence)
         key = (span.at, window)
         if key not in self._masks:
@@ -722,11 +719,11 @@ def _stacked_partial(span: SequenceSlice, call: LayerCall, visible: Tensor) -> P
 
 
 ROWS = 256
-"""Recomputed tokens whose keys are read in one call, without a mask up to where the first of them stands."""
+"""Recomputed tokens whose keys are read in one call, without a mask for the keys that all of them see."""
 
 
 def _recomputed_partial(sequence: RecomputedSequence, span: SequenceSlice, call: LayerCall) -> PartialAttention:
-    """Attention of recomputed tokens over the context, each up to its own place."""
+    """Attention of recomputed tokens over the context, each up to its own position."""
     keys, values = _append(span, call)
     at, places = sequence.places(span.n), sequence.index(span.n, keys.device)
     all_keys, found = torch.arange(keys.shape[2], device=keys.device), []
@@ -736,7 +733,7 @@ def _recomputed_partial(sequence: RecomputedSequence, span: SequenceSlice, call:
         common, end = (
             at[start] + 1,
             at[some.stop - 1] + 1,
-        )  # all of them see the keys before `common`, none from `end` on
+        )  # all of them see the keys before `common`, and none from `end` on
         first = common if call.window is None else max(0, common - call.window)
         behind = places[some, None] - all_keys[first:end]
         seen = behind >= 0 if call.window is None else (behind >= 0) & (behind < call.window)
@@ -748,7 +745,7 @@ def _recomputed_partial(sequence: RecomputedSequence, span: SequenceSlice, call:
 
 
 def _merge_by_token(partials: Sequence[tuple[Tokens, PartialAttention]], query: Tensor) -> PartialAttention:
-    """Partial attentions of disjoint tokens as one of all tokens."""
+    """Merge partial attentions of disjoint tokens into one of all tokens."""
     if len(partials) == 1 and isinstance(partials[0][0], slice):
         return partials[0][1]
     batch, q_heads, tokens, _ = query.shape
@@ -760,7 +757,7 @@ def _merge_by_token(partials: Sequence[tuple[Tokens, PartialAttention]], query: 
 
 
 def beside_sink(sink: Tensor | None, partial: PartialAttention) -> Tensor:
-    """The output after a sink has had its share of the softmax: a partial attention of lse `sink` whose output is 0."""
+    """The output after a sink has taken its share of the softmax: a partial attention of lse `sink` and output 0."""
     if sink is None:
         return partial.out
     share = torch.sigmoid(partial.lse - sink.float()[:, None])  # (batch, q_heads, n)

@@ -1,13 +1,13 @@
 """Attention of single queries on a processor: a kernel that numba compiles for this processor.
 
-A decode step has one query per sequence. torch's flash kernel multiplies blocks of matrices, and reads the keys of a
-single query at a fifth of the memory's speed. This one is what GPUs have as "paged decode attention" (flash decoding):
-it reads keys and values where they lie, in bfloat16, float16 or float32, widens them in registers, and one call serves
-all sequences of a layer, however many pieces their keys lie in. All arithmetic is in float32.
+A decode step has one query per sequence. torch's flash kernel is built for blocks of queries, and reads the keys of a
+single query at a fifth of the memory bandwidth. This kernel is the CPU's "paged decode attention" (flash decoding): it
+reads keys and values in place, in bfloat16, float16 or float32, widens them in registers, and one call serves all
+sequences of a layer, however many separate buffers hold their keys. All arithmetic is in float32.
 
-What a call is given is `ragkv.attention.in_place`'s table. Each query head is computed in blocks of keys with a running
-maximum and sum, as FlashAttention does. A kernel is compiled for each kind of numbers, width of heads and number of
-query heads that share a key, in a second (`ragkv.util.kernels`).
+The input of a call is the table of `ragkv.attention.in_place`. Each query head is computed in blocks of keys with a
+running maximum and sum, as in FlashAttention. A kernel is compiled for each dtype, head width and number of query heads
+per key head, which takes a second (`ragkv.util.kernels`).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -44,17 +44,17 @@ from ragkv.util.kernels import (
 )
 
 BLOCK = 64
-"""Keys whose scores are in memory at a time."""
+"""Keys per block: their scores are in memory together."""
 TILE = 8
-"""Most query heads that read a key at a time."""
+"""The most query heads that read a key together."""
 COLUMNS = 10
-"""Numbers of a row of the table."""
+"""Numbers in a row of the table."""
 _UNROLL = 4
-"""Keys whose values are added at a time; and whose scores are, half as many for more query heads than that: their sums
-are in registers.
+"""Keys whose values are added together. Scores are computed for as many keys at a time, or half as many for more query
+heads than that; their accumulators are in registers.
 """
 _AHEAD = 4096
-"""How many bytes ahead keys and values are fetched."""
+"""Prefetch distance of keys and values, in bytes."""
 QUERIES, OUT, LSE, COS, SIN, PARTNERS, TABLE, STARTS, TOKENS, SHARPNESS = range(
     kernels.ARGUMENTS, kernels.ARGUMENTS + 10
 )
@@ -63,7 +63,7 @@ HEADS, GROUP, HEAD_STEP, TOKEN_STEP, SCALE, CAP = range(SHARPNESS + 1, SHARPNESS
 
 
 def _starts(b: Any, first: Any, stride: Any, count: int, size: int) -> list[Any]:
-    """Where `count` keys or values of `size` bytes begin; later ones are fetched."""
+    """Addresses of `count` keys or values of `size` bytes; prefetches later ones."""
     starts = [first]
     for _ in range(count - 1):
         starts.append(b.add(starts[-1], stride))
@@ -74,7 +74,7 @@ def _starts(b: Any, first: Any, stride: Any, count: int, size: int) -> list[Any]
 
 
 def _by_kind(b: Any, code: Any, kinds: str, generate: Callable[[str], None]) -> None:
-    """Generate the instructions for each of the kinds, of which `code` chooses one."""
+    """Generate code for each of `kinds`, and a branch on `code` that selects one at run time."""
     names = kinds.split(",")
     if len(set(names)) == 1:
         generate(names[0])
@@ -94,8 +94,8 @@ def _by_kind(b: Any, code: Any, kinds: str, generate: Callable[[str], None]) -> 
 def _scores(
     context: Any, out: Any, query: Any, key: Any, stride: Any, code: Any, kinds: Any, width: Any, rows: Any, keys: Any
 ) -> Any:
-    """Write q·k of 1, 2 or 4 keys, `stride` bytes apart, for each of `rows` queries, `(rows, width)`, to as many
-    columns of `(rows, BLOCK)`.
+    """Write q·k of 1, 2 or 4 keys, `stride` bytes apart, for each of `rows` queries `(rows, width)`, to as many columns
+    of a `(rows, BLOCK)` matrix.
     """
     d, n, count = width.literal_value, rows.literal_value, keys.literal_value
 
@@ -128,7 +128,7 @@ def _scores(
 
 @intrinsic(prefer_literal=True)
 def _number(context: Any, start: Any, index: Any, kind: Any) -> Any:
-    """The number at a place of those of a kind that begin at an address."""
+    """Load element `index` of an array of this kind at an address."""
     name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
@@ -152,7 +152,7 @@ def _add(
     rows: Any,
     keys: Any,
 ) -> Any:
-    """Add `keys` values, `stride` bytes apart, with a column each of weights `(rows, BLOCK)` to `(rows, width)`."""
+    """Accumulate `keys` values, `stride` bytes apart, into `(rows, width)`, weighted by columns of `(rows, BLOCK)`."""
     d, n, count = width.literal_value, rows.literal_value, keys.literal_value
 
     def generated(b: Any, name: str, out: Any, weights: Any, value: Any, stride: Any) -> None:
@@ -177,7 +177,7 @@ def _add(
 
 @numba.njit(fastmath=set(FAST))
 def exponential(x):
-    """e^x for x <= 0 to about 2 units of float32, without a branch; below -87 that of -87 (1e-38)."""
+    """e^x for x <= 0 to about 2 ulp of float32, without a branch; clamped at -87 (1e-38)."""
     y = max(x, np.float32(-87.0)) * np.float32(1.44269504)
     whole = math.floor(y)
     part = np.float32(y - whole)
@@ -211,7 +211,7 @@ def largest(scores, row, count):
 
 @numba.njit(fastmath=set(FAST))
 def weigh(scores, row, count, best):
-    """Make the scores e^(score - best); returns their sum."""
+    """Replace the scores by e^(score - best); returns their sum."""
     total = np.float32(0)
     for i in range(count):
         scores[row, i] = exponential(scores[row, i] - best)
@@ -221,13 +221,13 @@ def weigh(scores, row, count, best):
 
 @kernels.once
 def compiled(kinds: str, width: int, value_width: int, rows: int) -> Any:
-    """The kernel for keys of `width` and values of `value_width` numbers, of which `rows` query heads read each.
+    """The kernel for keys of `width` and values of `value_width` numbers, each read by `rows` query heads.
 
-    A unit of its work is a part (STARTS), a key head, and up to `rows` of its query heads. Its arguments are addresses:
-    of queries of the first of the `kinds`, whose heads and tokens are HEAD_STEP and TOKEN_STEP numbers apart; of OUT
-    `(parts, q_heads, value_width)` and LSE `(parts, q_heads)`, in float32; of the rotations and the table; and the
-    numbers of key heads and of query heads for each, and the bits of scale and cap in float32. A row of the table says
-    which of the `kinds` ("float32,float16,int8") its keys and values are of.
+    A work unit is a part (STARTS), a key head, and up to `rows` of its query heads. The arguments are addresses:
+    queries of the first of the `kinds`, whose heads and tokens are HEAD_STEP and TOKEN_STEP numbers apart; OUT
+    `(parts, q_heads, value_width)` and LSE `(parts, q_heads)` in float32; the rotations and the table. Then come the
+    numbers of key heads and of query heads per key head, and the bits of scale and cap in float32. A row of the table
+    says which of the `kinds` ("float32,float16,int8") its keys and values have.
     """
     kind, int8, some = kinds.split(",")[0], "int8" in kinds, _UNROLL if rows <= _UNROLL else _UNROLL // 2
     part = np.float32(1 / MOST)

@@ -1,9 +1,9 @@
 """Attention of many queries on a processor with AVX-512: a kernel that numba compiles for this processor.
 
-torch's kernel reaches a third of what such a processor multiplies in bfloat16, so a question that reads its chunks'
-keys spent most of its time there. This is FlashAttention (Dao et al., 2022): the scores of a block of keys are made, a
-running maximum and sum of each query are kept, and the values are added with their weights. The keys of a block are
-laid out once for all queries that read them, so that one instruction multiplies a query's numbers with 16 keys.
+torch's kernel reaches a third of such a processor's peak in bfloat16, so most of a question's time went into attention
+over its chunks. This is FlashAttention (Dao et al., 2022): it computes the scores of a block of keys, keeps a running
+maximum and sum for each query, and adds the weighted values. The keys of a block are transposed once for all queries
+that read them, so that one instruction multiplies an element of a query by 16 keys.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -45,11 +45,11 @@ HEADS, GROUP, HEAD_STEP, TOKEN_STEP, OUT_HEAD, OUT_TOKEN = range(PARTNERS + 1, P
 QUERY, INTO, COUNT, START, END, CAUSAL, SCALE, COLUMNS = range(8)
 """The kernel's arguments, and the columns of its parts (`attention`)."""
 BLOCK = 64
-"""Keys of a block."""
+"""Keys per block."""
 QUERIES_AT_A_TIME = 192
 _BAND = 24
 _ROWS, _WIDE = 6, 4
-"""Queries, and vectors of 16 numbers of each, whose sums are in registers."""
+"""The register tile: queries, and vectors of 16 accumulators for each."""
 _LINE = 64
 
 if "avx512f" not in kernels.features():
@@ -57,7 +57,7 @@ if "avx512f" not in kernels.features():
 
 
 def _sum(b: Any, kind: str, total: Any, one: Any, vector: Any) -> Any:
-    """The total with the products of a query's number, or two of them in 32 bits, and those of a vector."""
+    """The accumulator after multiplying an element of a query, or two of them in 32 bits, by a vector."""
     if kind == "float32":
         return b.fadd(total, b.fmul(one, vector, flags=FAST), flags=FAST)
     wide = ir.VectorType(kernels.BFloat(), 32)
@@ -80,8 +80,8 @@ def _multiply(
     wide: Any,
     kind: Any,
 ) -> Any:
-    """Add to `out` `(count, 16 * wide)`, or write if it is `fresh`, the products of `left` `(count, steps)` and `right`
-    `(steps, 16 * wide)`; of bfloat16 a step is two numbers. There are 1 to `_ROWS` rows, the steps are in bytes.
+    """`out` `(count, 16 * wide)` = or, unless `fresh`, += `left` `(count, steps)` · `right` `(steps, 16 * wide)`; a
+    step of bfloat16 is two numbers. There are 1 to `_ROWS` rows; strides are in bytes.
     """
     vectors, name = wide.literal_value, kind.literal_value
 
@@ -131,7 +131,7 @@ def _multiply(
 
 @intrinsic
 def _transpose(context: Any, out: Any, out_step: Any, source: Any, step: Any) -> Any:
-    """Write a matrix of 16 x 16 numbers in 32 bits with rows for columns."""
+    """Transpose a 16 x 16 matrix of 32-bit numbers."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
         out, out_step, source, step = arguments
@@ -153,7 +153,7 @@ def _transpose(context: Any, out: Any, out_step: Any, source: Any, step: Any) ->
 
 @intrinsic
 def _pair(context: Any, out: Any, one: Any, other: Any) -> Any:
-    """Write 32 pairs of the bfloat16 numbers of two rows."""
+    """Interleave two rows of 32 bfloat16 numbers."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
         out, *places = arguments
@@ -168,7 +168,7 @@ def _pair(context: Any, out: Any, one: Any, other: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _store(context: Any, out: Any, source: Any, kind: Any) -> Any:
-    """Write 16 float32 numbers as those of a kind."""
+    """Write 16 float32 numbers as this kind."""
     name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
@@ -179,7 +179,7 @@ def _store(context: Any, out: Any, source: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _line(context: Any, out: Any, source: Any, kind: Any) -> Any:
-    """Write 64 bytes: those at the source, or 16 numbers of its `kind` as float32; with 0 for the source, zeros."""
+    """Write 64 bytes: a copy of the source, or 16 numbers of its `kind` as float32; zeros if the source is 0."""
     name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
@@ -193,7 +193,7 @@ def _line(context: Any, out: Any, source: Any, kind: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _unpack(context: Any, out: Any, source: Any, scale: Any, kind: Any) -> Any:
-    """Write 64 bytes: numbers of a kind, made of int8 ones and what is behind them; all are addresses."""
+    """Write 64 bytes of numbers of a kind, dequantised from int8 with their scale; all arguments are addresses."""
     name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
@@ -209,8 +209,8 @@ def _unpack(context: Any, out: Any, source: Any, scale: Any, kind: Any) -> Any:
 
 @numba.njit
 def _copy(out, source, step, count, row, code, half):
-    """Copy `count` rows to the first ones of a block, and clear the others. The `code` is that of the table: 1 for
-    float16 to be widened, 2 for int8, to be made bfloat16 if it is the `half` of float32.
+    """Copy `count` rows to the beginning of a block, and clear the rest. `code` is the table's: 1 for float16, which is
+    widened; 2 for int8, which becomes bfloat16 with `half` and else float32.
     """
     for i in range(BLOCK):
         for word in range(0, row, _LINE):
@@ -228,7 +228,7 @@ def _copy(out, source, step, count, row, code, half):
 
 @intrinsic(prefer_literal=True)
 def _turn(context: Any, out: Any, query: Any, other: Any, cos: Any, sin: Any, kind: Any) -> Any:
-    """Write 16 numbers cos·query + sin·other as those of a kind; all are addresses of float32."""
+    """Write 16 numbers cos·query + sin·other as this kind; all arguments are addresses of float32."""
     name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
@@ -241,7 +241,7 @@ def _turn(context: Any, out: Any, query: Any, other: Any, cos: Any, sin: Any, ki
 
 @intrinsic(prefer_literal=True)
 def _number(context: Any, place: Any, kind: Any) -> Any:
-    """The number of a kind at an address."""
+    """Load a number of this kind from an address."""
     name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
@@ -251,13 +251,13 @@ def _number(context: Any, place: Any, kind: Any) -> Any:
 
 
 def _exponential(b: Any, x: Any) -> Any:
-    """e^x for x <= 0, as `ragkv.attention.decode_kernel.exponential`, of 16 numbers."""
+    """e^x of 16 numbers x <= 0, as `ragkv.attention.decode_kernel.exponential`."""
     vector, words = x.type, ir.VectorType(INT, 16)
 
     def constant(number: float) -> Any:
         return ir.Constant(vector, [number] * 16)
 
-    x = b.select(b.fcmp_ordered("<", x, constant(-87.0)), constant(-87.0), x)  # a NaN stays one
+    x = b.select(b.fcmp_ordered("<", x, constant(-87.0)), constant(-87.0), x)  # keeps NaN
     y = b.fmul(x, constant(1.44269504))
     whole = b.call(kernels.function(b, "llvm.floor.v16f32", vector, vector), [y])
     part, power = b.fsub(y, whole), constant(POLYNOMIAL[0])
@@ -281,9 +281,8 @@ def _weigh(
     width: Any,
     kind: Any,
 ) -> Any:
-    """Write the weights e^(scale * score - best) of a query's block, 0 but for those of the keys from `first` to `end`,
-    and account for a new best: in the total of the weights and in the values mixed so far, `(width,)`. All else are
-    addresses.
+    """Write the weights e^(scale * score - best) of a query's block, 0 outside the keys `first` to `end`. If `best`
+    grows, rescale the running sum and the accumulated values `(width,)`. All other arguments are addresses.
     """
     numbers, name = width.literal_value, kind.literal_value
 
@@ -338,17 +337,16 @@ def _weigh(
 def attention(kind: str, width: int) -> Any:
     """The kernel for heads of `width` numbers of a kind, "bfloat16" or "float32".
 
-    A unit of its work is a part, a key head (with the GROUP query heads that share it), and one of the TILES of its
-    tokens' queries, of which none has more than `QUERIES_AT_A_TIME`.
+    A work unit is a part, a key head (with the GROUP query heads that share it), and one of the TILES of its tokens'
+    queries, each of at most `QUERIES_AT_A_TIME`.
 
-    A part, of PARTS `(parts, COLUMNS)` in int64, is COUNT tokens that follow each other and read the same keys. QUERY
-    is where the first one's query lies, INTO its place in the output, and they read the rows of the table from START to
-    END. If they are CAUSAL, the keys of the first of these rows end with those of the tokens themselves, of which each
-    sees none of the later ones. SCALE is the bits of a float32. Heads and tokens are HEAD_STEP and TOKEN_STEP bytes
-    apart in the queries, and OUT_HEAD and OUT_TOKEN rows in the output: a row of OUT has `width` numbers of the same
-    kind, one of LSE a float32.
+    A part, a row of PARTS `(parts, COLUMNS)` in int64, is COUNT adjacent tokens that read the same keys. QUERY is the
+    address of the first one's query, INTO its row in the output, and they read the rows START to END of the table. If
+    the part is CAUSAL, the keys of its first table row end with those of the tokens themselves, and no token sees later
+    ones. SCALE is the bits of a float32. Heads and tokens are HEAD_STEP and TOKEN_STEP bytes apart in the queries, and
+    OUT_HEAD and OUT_TOKEN rows in the output: a row of OUT is `width` numbers of the same kind, a row of LSE a float32.
 
-    The table is `ragkv.attention.in_place`'s, whose rows are ROW bytes apart; with its rotations in COS, SIN and
+    The table is that of `ragkv.attention.in_place`, whose rows are ROW bytes apart; its rotations are COS, SIN and
     PARTNERS. Keys and values may be int8 with a scale and, for a kernel of float32, float16.
     """
     size, half = SIZES[kind], kind == "bfloat16"
@@ -484,7 +482,7 @@ def attention(kind: str, width: int) -> Any:
                                         kind,
                                     )
                 for r in range(rows):
-                    if total[r] == 0:  # it saw nothing
+                    if total[r] == 0:  # it has seen no key
                         best[r], total[r] = -np.inf, 1
                     for i in range(width):
                         mixed[r, i] /= total[r]

@@ -1,9 +1,9 @@
-"""Attention on a processor: new tokens read all KV where it lies, in one call per layer.
+"""Attention on a CPU: new tokens read all KV in place, in one call per layer.
 
 The kernels, `ragkv.attention.decode_kernel` for single tokens and `ragkv.attention.flash_kernel` for many, take a
-table: where the keys and values of each chunk lie, and how far the chunk was moved, by which the queries are rotated.
+table: the addresses of each chunk's keys and values, and how far the chunk was moved, by which the queries are rotated.
 So a context is neither joined nor widened before it is read, and needs no merge with the sequence's own tokens. Chunks
-that many sequences decode over are left to `ragkv.attention.batch`, which reads them once for all by matrix products.
+that many decoding sequences share are left to `ragkv.attention.batch`, which reads them once for all, as a GEMM.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ragkv.util.plugins import kernel_module
 _CPU = torch.device("cpu")
 _READERS, _KEYS = 2, 1024
 _NUMBERS = 1 << 17
-"""Keys and values, in numbers, that are worth a thread: 12 µs of work."""
+"""Elements of keys and values that are worth a thread: 12 µs of work."""
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _KINDS = {*_NAMES, torch.int8}
 _COLUMNS = 10
 _KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _TURN, _KIND, _UNSEEN = 0, 1, 2, 4, 6, 7, 8, 9
-"""Columns of the table: addresses of keys and values, tokens, bytes from head to head and from token to token of the
-keys, then of the values, the row in the table of rotations (-1: none), of which kind the numbers are (0: the model's
-own, 1: float16, 2: rows of int8 with a scale), and how many of the keys the first new token does not see: one more for
-each later one, none if it is negative.
+"""Columns of the table: addresses of keys and values; tokens; strides in bytes from head to head and from token to
+token of the keys, then of the values; the row in the table of rotations (-1: none); the kind of the numbers (0: the
+model's dtype, 1: float16, 2: rows of int8 with a scale); and how many of the first keys the first new token does not
+see (one more for each later token; none if negative).
 """
 Integers = NDArray[np.int64]
 Turns = tuple[Tensor, Tensor, Tensor]
-"""cos and signed sin of R(-offset), `(offsets, head_dim)`, and which element of a head is mixed into each."""
+"""cos and signed sin of R(-offset), `(offsets, head_dim)`, and the partner of each element of a head."""
 
 
 def _kernels() -> ModuleType | None:
@@ -49,7 +49,7 @@ def _kernels() -> ModuleType | None:
 
 
 def decode_takes(call: LayerCall) -> bool:
-    """Whether the decode kernel computes a layer's attention of single queries."""
+    """Whether the decode kernel can compute a layer's attention of single queries."""
     query, key, value = call.query, call.key, call.value
     return (
         query.device.type == "cpu"
@@ -62,7 +62,7 @@ def decode_takes(call: LayerCall) -> bool:
 
 
 def reads_in_place(group: ChunkGroup) -> bool:
-    """Whether a group needs no layout for decoding, because the kernel reads it where it lies."""
+    """Whether a group is decoded without being laid out, because the kernel reads it in place."""
     return _kernels() is not None and all(_readable(segment.kv) for segment in group.segments)
 
 
@@ -74,17 +74,17 @@ def _readable(kv: ChunkKV) -> bool:
 
 
 def shared(readers: int, tokens: int) -> bool:
-    """Whether so many sequences read a chunk of so many tokens that it should be read once for all of them.
+    """Whether a chunk of `tokens` tokens has enough `readers` to be read once for all of them.
 
-    That costs a merge in every layer, and a copy of the chunk where it was moved.
+    That costs a merge in every layer, and a copy of the chunk if it was moved.
     """
     return readers > _READERS and readers * tokens > _KEYS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Group:
-    """Chunks under one softmax: their rows of the table for each layer, `(layers, chunks, columns)`, and of each chunk
-    the position of its first token and its id(). `number` is 0 for ordinary attention.
+    """Chunks under one softmax: their rows of the table for each layer, `(layers, chunks, columns)`, and each chunk's
+    first position and id(). `number` is 0 for ordinary attention.
     """
 
     number: int
@@ -104,7 +104,7 @@ class _Group:
         return cls(number, temperature, rows, np.array(starts, np.int64), np.array(ids, np.int64))
 
     def within(self, position: int, window: int | None, others: frozenset[int]) -> Integers:
-        """The rows for tokens from `position` on, without the `others`, and without the keys before the window."""
+        """The rows for tokens from `position` on, without the chunks `others` and the keys before the window."""
         rows, starts = self.rows, self.starts
         if others and rows.size:
             some = ~np.isin(self.ids, list(others))
@@ -119,7 +119,7 @@ class _Group:
 
 
 def _cut(rows: Integers, first: Integers | int) -> None:
-    """Let the rows begin with the key `first`, the first that the first new token sees."""
+    """Cut the rows so that they begin with the key `first`, the first that the first new token sees."""
     gone = np.maximum(0, first)
     rows[..., _KEY] += gone * rows[..., _KEY_STEP]
     rows[..., _VALUE] += gone * rows[..., _VALUE_STEP]
@@ -129,8 +129,8 @@ def _cut(rows: Integers, first: Integers | int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Located:
-    """Where the `groups` of a sequence lie in memory, the `tokens` of each chunk by its id(), by how much chunks were
-    moved, and which kinds of numbers they have. `parts` is empty if the kernel cannot read them.
+    """The `groups` of a sequence as rows of the table: id() of a chunk -> its `tokens`, the distinct offsets of moved
+    chunks, and the dtypes. `parts` is empty if the kernel cannot read them.
     """
 
     groups: tuple[ChunkGroup, ...]
@@ -142,7 +142,7 @@ class _Located:
 
     @classmethod
     def of(cls, sequence: TokenSequence) -> _Located:
-        """That of this sequence; it is found once for as long as it has the same groups."""
+        """The sequence's; cached until its groups change."""
         held: _Located | None = sequence.located
         if held is None or held.groups is not sequence.groups:
             held = sequence.located = cls._found(sequence.groups)
@@ -163,7 +163,7 @@ class _Located:
         return cls(groups, tokens, tuple(parts), offsets, dtypes)
 
     def turns(self, rotary: Rotary, kind: str, width: int) -> Turns:
-        """The rotations of heads of `width` numbers by its offsets."""
+        """The rotations by its offsets, for heads of `width` numbers."""
         if (kind, width) not in self._turns:
             table = RotationTable.of(rotary, -torch.tensor(self.offsets), kind, width)
             self._turns[kind, width] = table.cos.contiguous(), table.sin.contiguous(), table.partners
@@ -172,8 +172,8 @@ class _Located:
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """What of a step is read in place: the KV of `spans`, but for the chunks with these `others` as id() where a single
-    token reads; `at` are their places.
+    """What a step reads in place: the KV of `spans`, without the chunks `others` (by id()) for single tokens; `at` are
+    the spans' places in the step.
     """
 
     spans: tuple[SequenceSlice, ...] = ()
@@ -182,8 +182,8 @@ class InPlace:
 
     @classmethod
     def of(cls, spans: Sequence[SequenceSlice], dtype: torch.dtype, *, single: bool, many: bool) -> InPlace:
-        """Sequences whose KV, for a model that computes in `dtype`, lies where the kernels read it: those with a
-        `single` token, and those with `many`.
+        """The spans whose KV the kernels can read in place, for a model that computes in `dtype`: those with a `single`
+        token, and those with `many`.
         """
         found, kinds = list[SequenceSlice](), {dtype, torch.int8}
         if dtype == torch.float32:
@@ -201,17 +201,17 @@ class InPlace:
         return cls(tuple(found), frozenset(others), frozenset(span.at for span in found))
 
     def reads(self, span: SequenceSlice, kv: ChunkKV) -> bool:
-        """Whether it has this chunk of the sequence."""
+        """Whether this chunk of the sequence is read in place."""
         return span.at in self.at and (span.n > 1 or id(kv) not in self.others)
 
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """What the kernel reads in layers with the same window.
+    """The input of the kernel in layers with the same window.
 
-    `rows` `(layers, chunks, columns)`; part i, the attention of a sequence's new tokens over one group, has those from
-    `starts[i]` to `starts[i + 1]`. `tokens[i]` is where the first of its `counts[i]` tokens stands in the step,
-    `sharpness[i]` one over the group's temperature. `groups` are (number, their part of the result's tokens, the same
+    `rows` `(layers, chunks, columns)`; part i, the attention of a sequence's new tokens over one group, has the rows
+    `starts[i]` to `starts[i + 1]`. `tokens[i]` is the index in the step of the first of its `counts[i]` tokens,
+    `sharpness[i]` the inverse of the group's temperature. `groups` are (number, slice of the result's tokens, the same
     tokens in the step).
     """
 
@@ -224,7 +224,7 @@ class _Table:
 
     @cached_property
     def keys(self) -> int:
-        """How many pairs of a new token and a key the parts have, but for those of the sequences' own."""
+        """Number of query-key pairs, without the keys of the sequences' own tokens."""
         return int(np.add.reduceat(self.rows[0, :, _TOKENS], self.starts[:-1]) @ self.counts)
 
     @cached_property
@@ -234,8 +234,8 @@ class _Table:
 
     @cached_property
     def parts(self) -> Integers:
-        """The parts as `ragkv.attention.flash_kernel` has them, of which each layer writes the first and last column:
-        those of group 0 begin with the sequences' own keys.
+        """The parts for `ragkv.attention.flash_kernel`; each layer writes the first and last column. Those of group 0
+        begin with the sequences' own keys.
         """
         ends = np.cumsum(self.counts)
         own, nothing = ends <= self.groups[0][1].stop, np.zeros_like(ends)
@@ -244,17 +244,17 @@ class _Table:
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
-        """Where these arrays lie, but for the rows."""
+        """Addresses of these arrays, except the rows."""
         return tuple(array.ctypes.data for array in (self.starts, self.tokens, self.sharpness))
 
     @cached_property
     def row_addresses(self) -> list[int]:
-        """Where the rows of each layer lie."""
+        """Addresses of each layer's rows."""
         return [rows.ctypes.data for rows in self.rows]
 
 
 class AttentionInPlace:
-    """The attention of what is read in place, for one step: of sequences that all have one new token, or many."""
+    """The attention in place of one step, over sequences that all have one new token, or all have many."""
 
     def __init__(self, spans: Sequence[SequenceSlice], others: frozenset[int], rotary: Rotary) -> None:
         self._spans, self._others, self._rotary = spans, others, rotary
@@ -263,7 +263,7 @@ class AttentionInPlace:
         self._tables: dict[int | None, _Table] = {}
         self._turned: dict[tuple[str, int], Turns] = {}
         self.tokens = tokens_of(spans, _CPU)
-        """Where the tokens stand in the step."""
+        """Indices of the tokens in the step."""
         blocks: dict[int, list[int]] = {}
         self._alone: list[int] = []
         for at, span in enumerate(spans):
@@ -277,13 +277,13 @@ class AttentionInPlace:
 
     @classmethod
     def of(cls, what: InPlace, rotary: Rotary) -> list[AttentionInPlace]:
-        """All that is read in place."""
+        """One object per kind of sequence that is read in place."""
         kinds = ([span for span in what.spans if (span.n > 1) == many] for many in (False, True))
         return [cls(spans, frozenset() if spans[0].n > 1 else what.others, rotary) for spans in kinds if spans]
 
     def attend(self, call: LayerCall) -> list[tuple[int, slice | Tensor, PartialAttention]]:
-        """The tokens' attention over each of their groups, as (its number, tokens, partial). The first is that over
-        group 0, of all tokens, and over their own KV, to which the new tokens are added.
+        """The tokens' attention over each of their groups, as (number, tokens, partial). The first result is group 0,
+        of all tokens, together with their own KV, to which the new tokens are appended.
         """
         width, heads = call.query.shape[3], call.query.shape[1]
         if call.window not in self._tables:
@@ -307,7 +307,7 @@ class AttentionInPlace:
         out = torch.empty((1, tokens, heads, call.value.shape[-1] or width), dtype=dtype).transpose(1, 2)
         lse = torch.empty((1, tokens, heads), dtype=torch.float32).transpose(1, 2)
         (_compute_many if self._many else _compute)(call, table, self._turns(kind, width), out, lse)
-        if len(table.groups) == 1:  # slices cost as much as all else here
+        if len(table.groups) == 1:  # slicing would cost as much as everything else here
             ((number, _, tokens),) = table.groups
             return [(number, tokens, PartialAttention(out, lse))]
         return [
@@ -316,7 +316,7 @@ class AttentionInPlace:
         ]
 
     def _turns(self, kind: str | None, width: int) -> Turns | None:
-        """The rotations of all sequences, one after another."""
+        """The rotations of all sequences, concatenated."""
         if kind is None:
             return None
         if (kind, width) not in self._turned:
@@ -328,7 +328,7 @@ class AttentionInPlace:
         return self._turned[kind, width]
 
     def _table(self, window: int | None) -> _Table:
-        own = np.zeros((len(self._rotary.kinds), 1, _COLUMNS), np.int64)  # its rows are written by every layer
+        own = np.zeros((len(self._rotary.kinds), 1, _COLUMNS), np.int64)  # every layer writes it
         rows, lengths, sharpness = list[Integers](), list[int](), list[float]()
         spans, groups, tokens = list[SequenceSlice](), [], 0
         for number in sorted({part.number for located in self._located for part in located.parts}):
@@ -356,13 +356,13 @@ class AttentionInPlace:
         )
 
     def _parts(self, number: int, window: int | None) -> Iterator[tuple[SequenceSlice, _Group, Integers]]:
-        """The sequences that have the group, and its rows for their tokens."""
+        """The sequences that have the group, with its rows for their tokens."""
         turns = 0
         for span, located in zip(self._spans, self._located, strict=True):
             if number < len(located.parts):
                 part = located.parts[number]
                 rows = part.within(span.sequence.position, window, self._others)
-                if turns:  # rotations of other sequences come first
+                if turns:  # skip the rotations of the sequences before
                     rows = rows.copy()
                     rows[..., _TURN] += np.where(rows[..., _TURN] < 0, 0, turns)
                 yield span, part, rows
@@ -370,7 +370,7 @@ class AttentionInPlace:
 
 
 class _Slots:
-    """Sequences whose own KV lies in one block; `which` they are."""
+    """Sequences whose own KV is in one block; `which` are their indices."""
 
     def __init__(self, which: Sequence[int], spans: Sequence[SequenceSlice]) -> None:
         caches = [span.sequence.cache for span in spans]
@@ -385,7 +385,7 @@ class _Slots:
         self._numbers = np.array(slots), np.array(lengths)
 
     def append(self, call: LayerCall) -> Integers:
-        """Write the new tokens; returns the rows of what each sequence has now."""
+        """Write the new tokens; returns the rows of each sequence's own KV."""
         block, (slots, lengths) = self._block, self._numbers
         block.make(call.layer, call.key, call.value)
         key, value = (t[0, :, self._tokens].transpose(0, 1) for t in (call.key, call.value))
@@ -400,8 +400,8 @@ class _Slots:
 
 
 def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` `(1, q_heads, parts, value_dim)` and `lse` `(1, q_heads, parts)` for single tokens, on as many threads
-    as torch has.
+    """Fill `out` `(1, q_heads, parts, value_dim)` and `lse` `(1, q_heads, parts)` for single tokens, on torch's number
+    of threads.
     """
     kernel = _kernels()
     assert kernel is not None
@@ -428,7 +428,7 @@ def _addresses(turns: Turns | None) -> Sequence[int]:
 
 
 def _compute_many(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, lse: Tensor) -> None:
-    """As `_compute`, `(1, q_heads, tokens, head_dim)` and `(1, q_heads, tokens)`, the tokens part by part."""
+    """As `_compute` for many tokens: `(1, q_heads, tokens, head_dim)` and `(1, q_heads, tokens)`, part by part."""
     query, parts = call.query, table.parts
     parts[:, 0] = query.data_ptr() + query.element_size() * query.stride(2) * table.tokens
     parts[:, -1] = (np.float32(call.scale) * table.sharpness).view(np.int32)

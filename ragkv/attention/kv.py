@@ -1,7 +1,7 @@
 """The key and value tensors of one chunk, and where a prompt places them.
 
-Keys are kept as the model's own cache holds them: rotated for the positions at which they were encoded. They are never
-rotated, concatenated or copied to be read; `ragkv.attention.partial` gets a rotated query instead (docs/design.md).
+Keys are kept as in the model's own cache: rotated for the positions at which they were encoded. They are read without
+being rotated, concatenated or copied; `ragkv.attention.partial` gets a rotated query instead (docs/design.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ragkv.attention import varlen
 from ragkv.types import MOST, SCALE_BYTES, DType, KVShape, LayerShape, StateShape
 
 Place: TypeAlias = torch.device | tuple[torch.device, ...]
-"""The device of KV, or one device for each layer of a model that is split."""
+"""The device of KV, or one device per layer of a model that is split."""
 
 DTYPES: Mapping[DType, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -37,19 +37,19 @@ _NAMES: Mapping[torch.dtype, DType] = {dtype: name for name, dtype in DTYPES.ite
 
 
 def dtype_name(dtype: torch.dtype) -> DType:
-    """The name of a dtype in stored KV; `ValueError` for a dtype that KV cannot have."""
+    """The name of a dtype in stored KV; ValueError for a dtype that KV cannot have."""
     if dtype not in _NAMES:
         raise ValueError(f"KV holds no numbers of {dtype}")
     return _NAMES[dtype]
 
 
 class PackedTensors(Sequence[Tensor]):
-    """Tensors that take fewer bits than those of `dtype`, in which each is made when it is taken.
+    """Tensors that are stored in fewer bits than those of `dtype`, and are converted when an item is read.
 
     They are float16 for float32 (the codec `half`), or rows `(heads, tokens, head_dim + SCALE_BYTES)` of int8 (the
-    codec `q8`): numbers, and behind them in bfloat16 what `MOST` stands for. A processor widens a layer of a chunk
-    within its caches sooner than it reads the wide numbers from memory, and its kernels read these where they lie
-    (`ragkv.attention.in_place`). What else a decode reads at every step is `ChunkKV.wide`.
+    codec `q8`): the numbers, followed by the value of `MOST` in bfloat16. A CPU widens a layer of a chunk within its
+    caches faster than it reads wide numbers from memory, and its kernels read these in place
+    (`ragkv.attention.in_place`). For anything else that a decode step reads every time, use `ChunkKV.wide`.
     """
 
     def __init__(self, stored: Sequence[Tensor], dtype: torch.dtype) -> None:
@@ -63,7 +63,7 @@ class PackedTensors(Sequence[Tensor]):
 
 
 def unpacked(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of a tensor as it is in memory, in `dtype`."""
+    """A tensor's numbers in `dtype`, from its form in memory."""
     if tensor.dtype != torch.int8:
         return tensor.to(dtype)
     largest = tensor[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
@@ -71,12 +71,12 @@ def unpacked(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The tensors as they are in memory, for their shapes, sizes and devices: none of them is widened."""
+    """The tensors in their form in memory, for shapes, sizes and devices; nothing is widened."""
     return tensors.stored if isinstance(tensors, PackedTensors) else tensors
 
 
 def head_width(tensor: Tensor) -> int:
-    """Numbers per head of a tensor as it is in memory."""
+    """Numbers per head of a tensor in its form in memory."""
     return tensor.shape[2] - (SCALE_BYTES if tensor.dtype == torch.int8 else 0)
 
 
@@ -95,7 +95,7 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Pages:
-    """Where a chunk KV lies: `count` pages of a block from page `first` on (`ragkv.attention.pages`)."""
+    """The location of a chunk KV: `count` pages of a block from page `first` on (`ragkv.attention.pages`)."""
 
     block: Any
     first: int
@@ -108,11 +108,11 @@ class ChunkKV:
 
     `keys[l]` and `values[l]` are `(kv_heads, tokens, head_dim)` of layer `l`. Layers may differ in shape except for
     `tokens`; a layer that keeps nothing has no heads (`LayerShape`). `encoded_at` is the position of the first token
-    while the chunk was prefilled (0 for `standalone`, P for `prefixed`). `states`, sorted by layer and name, are what
-    recurrent layers hold after the last token. `owner` is the rank that holds the tensors when several processes answer
-    together (`ragkv.attention.batch`); None: every process has them. `pages` are those that the tensors are views of,
-    if they are. `stacked` is the one tensor that they are views of, if they were read so: keys and values of all layers
-    in turn, `(2 · layers, kv_heads, tokens, head_dim)`, packed if they are.
+    during prefill (0 for `standalone`, P for `prefixed`). `states`, sorted by layer and name, are those of recurrent
+    layers after the last token. `owner` is the rank that holds the tensors if several processes answer together
+    (`ragkv.attention.batch`); None: every process has them. `pages` is set if the tensors are views of pages. `stacked`
+    is set if they are views of one tensor: keys and values of all layers in turn,
+    `(2 · layers, kv_heads, tokens, head_dim)`, packed if they are.
     """
 
     keys: Sequence[Tensor]
@@ -140,7 +140,7 @@ class ChunkKV:
 
     @classmethod
     def elsewhere(cls, *, owner: int, layers: int, tokens: int, encoded_at: int) -> ChunkKV:
-        """A placeholder for a chunk that another rank holds: its position and length, without numbers."""
+        """A placeholder for a chunk that another rank holds: position and length without tensors."""
         nothing = torch.empty((0, tokens, 0))
         return cls(keys=(nothing,) * layers, values=(nothing,) * layers, encoded_at=encoded_at, owner=owner)
 
@@ -180,19 +180,19 @@ class ChunkKV:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together, as they are in memory."""
+        """Size of all tensors in bytes, in their form in memory."""
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Keys, values and states, as they are in memory."""
+        """Keys, values and states, in their form in memory."""
         return (*stored(self.keys), *stored(self.values), *(state.value for state in self.states))
 
     def head(self, tokens: int) -> ChunkKV:
         """The first `tokens` tokens as views. KV is causal, so they do not depend on what follows.
 
-        Returns the same object each time, so that one call reads it for all sequences that see it. `ValueError` if the
-        chunk has states, which are those after the last token.
+        Returns the same object each time, so that one call reads it for all sequences that see it. ValueError if the
+        chunk has states, which belong to the last token.
         """
         if self.states and tokens != self.tokens:
             raise ValueError("states of the first tokens of a chunk are not kept")
@@ -209,8 +209,8 @@ class ChunkKV:
         return self._heads[tokens]
 
     def part(self, start: int, stop: int) -> ChunkKV:
-        """A copy of the tokens `start:stop`, without the memory of the others. `ValueError` if the chunk has states,
-        which are those after the last token.
+        """A copy of the tokens `start:stop` that does not keep the others in memory. ValueError if the chunk has
+        states, which belong to the last token.
         """
         if self.states:
             raise ValueError("a part of a chunk with states cannot be read without the rest")
@@ -222,7 +222,7 @@ class ChunkKV:
         )
 
     def to(self, place: Place, *, copy: bool = False) -> ChunkKV:
-        """The same KV at `place`; `self` when it is there already, unless a `copy` is wanted."""
+        """The same KV at `place`; `self` if it is there already, unless a `copy` is wanted."""
         devices = place if isinstance(place, tuple) else (place,) * self.layers
         if not copy and all(t.device == device for t, device in zip(stored(self.keys), devices, strict=True)):
             return self
@@ -249,7 +249,7 @@ class ChunkKV:
 def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
     """The tensor on the device; the host does not wait for a copy to a GPU.
 
-    The copy is made from pinned memory, which torch keeps until it is done, and before what is asked of the GPU later.
+    The copy is made from pinned memory, which torch keeps until it is done, and before any later work of the GPU.
     """
     if tensor.device.type != "cpu" or device.type == "cpu" or device.type not in varlen.DEVICES:
         return tensor.to(device, copy=copy)
@@ -257,9 +257,9 @@ def moved(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor
 
 
 class CopyStream:
-    """Copies to a device, made beside what it computes: no kernel that is asked for meanwhile waits for them.
+    """Copies to a device beside its computation: kernels that are launched meanwhile do not wait for them.
 
-    On a GPU they are in a stream of their own. What `send` gives is read, or let go of, after `wait`.
+    On a GPU the copies have a stream of their own. Use or free the result of `send` only after `wait`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -267,13 +267,13 @@ class CopyStream:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def staging(self, nbytes: int) -> Tensor:
-        """`(nbytes,)` bytes of any content, from which the device reads by itself; torch keeps them for later."""
+        """`(nbytes,)` uninitialised bytes that the device can read directly (pinned); torch caches the buffers."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def send(self, staged: Tensor) -> Tensor:
-        """The bytes on the device; for any thread.
+        """The bytes on the device; from any thread.
 
-        Their memory there is of the stream that computes, which may still read what it held before.
+        Their memory there belongs to the computing stream, which may still read its earlier content.
         """
         if self._stream is None:
             return moved(staged, self._device)
@@ -283,13 +283,13 @@ class CopyStream:
             return there.copy_(staged, non_blocking=True)
 
     def wait(self) -> None:
-        """What is computed from now on waits for all that was sent."""
+        """Make later computation wait for all copies sent so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 copy_stream = lru_cache(CopyStream)
-"""The one of a device."""
+"""The one stream of a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

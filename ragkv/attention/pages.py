@@ -1,10 +1,9 @@
 """Chunk KV in pages of one pool, so that one kernel call reads many chunks.
 
 `PagePool` copies a chunk's keys and values into adjacent pages of a block: a tensor per layer, `(pages, PAGE, kv_heads,
-head_dim)`. The chunk KV that it returns is views of them, so whatever reads a chunk reads it there. `PagedReads` reads
-chunks of one block for the tokens that see each, in one launch per layer (`ragkv.attention.varlen`). Pages are free
-again with the last chunk KV that lies in them; work on the device is in order, so no kernel still reads what is written
-next.
+head_dim)`. The chunk KV that it returns consists of views of them, so every reader reads the pages. `PagedReads` reads
+chunks of one block, each for the tokens that see it, in one launch per layer (`ragkv.attention.varlen`). Pages are
+freed with the last chunk KV in them; a device works in order, so no kernel still reads what is written next.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from ragkv.attention.partial import LayerCall, PartialAttention
 from ragkv.attention.rope import QueryRotation, RotationTable
 
 PAGE = 16
-"""Tokens of a page."""
+"""Tokens per page."""
 BLOCK = 8192
-"""Pages of a block, unless the budget is less or a chunk needs more: what one launch reads lies in one block."""
+"""Pages per block, unless the budget is less or a chunk needs more: one launch reads one block."""
 
 
 class PageBlock:
-    """Pages on a device, some of them taken. `keys[l]` and `values[l]` are `(pages, PAGE, kv_heads, head_dim)`."""
+    """Pages on a device. `keys[l]` and `values[l]` are `(pages, PAGE, kv_heads, head_dim)`."""
 
     def __init__(self, like: ChunkKV, devices: Sequence[torch.device], pages: int) -> None:
         def made(held: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -43,7 +42,8 @@ class PageBlock:
 
         self.shape = like.shape
         self.stacked: Tensor | None = None
-        """Keys and values of all layers in turn, `(2 · layers, pages, PAGE, kv_heads, head_dim)`, if they are alike."""
+        """Keys and values of all layers in turn, `(2 · layers, pages, PAGE, kv_heads, head_dim)`, if all have one
+        shape."""
         first = like.keys[0]
         if len(set(devices)) == 1 and all(t.shape == first.shape for t in (*like.keys, *like.values)):
             size = 2 * like.layers, pages, PAGE, first.shape[0], first.shape[2]
@@ -52,10 +52,10 @@ class PageBlock:
         else:
             self.keys, self.values = made(like.keys), made(like.values)
         self._free = [(0, pages)]  # (first, count) of each run of free pages, ascending
-        self._back: deque[tuple[int, int]] = deque()  # a finalizer appends, wherever it runs
+        self._back: deque[tuple[int, int]] = deque()  # a finalizer appends, in any thread
 
     def take(self, count: int) -> Pages | None:
-        """The first run of `count` free pages."""
+        """The first run of `count` free pages, now taken."""
         while self._back:
             bisect.insort(self._free, self._back.popleft())
         runs: list[tuple[int, int]] = []
@@ -85,7 +85,7 @@ class PagePool:
 
     @torch.inference_mode()
     def hold(self, kv: ChunkKV) -> ChunkKV:
-        """The chunk KV in pages of the pool; `kv` itself if there is no room, or if it cannot be read from pages."""
+        """Copy the chunk KV into the pool; returns `kv` itself if there is no room or it cannot be read from pages."""
         devices = self._place if isinstance(self._place, tuple) else (self._place,) * kv.layers
         key, value = (
             held[0].new_empty((1, held[0].shape[0], 0, head_width(held[0])), dtype=kv.dtype)
@@ -129,7 +129,7 @@ class PagePool:
             return None
         try:
             self._blocks.append(PageBlock(kv, devices, number))
-        except torch.OutOfMemoryError:  # less is free than the budget: chunks lie by themselves
+        except torch.OutOfMemoryError:  # less memory is free than the budget allows: leave chunks outside
             self._budget = self._bytes
             return None
         self._bytes += page * number
@@ -138,8 +138,8 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedRead:
-    """Some tokens of a chunk, `keys` of them from the token `at` of its block on, and those of the pass that see them:
-    where they are, how many, and the row of each in the pass's table of rotations.
+    """A read of some tokens of a chunk, `keys` of them from the token `at` of its block on. It names the tokens of the
+    pass that see them, their number, and each one's row in the pass's table of rotations.
     """
 
     block: PageBlock
@@ -159,7 +159,7 @@ class PagedReads:
         self._block, self._temperature = reads[0].block, temperature
         first = reads[0].tokens
         self._seen: slice | None = None
-        """The tokens that see all the chunks, whose partial attentions are merged here."""
+        """The tokens that see all the chunks; their partial attentions are merged here."""
         if isinstance(first, slice) and all(isinstance(r.tokens, slice) and r.tokens == first for r in reads):
             self._seen, rounds = first, [list(reads)]
         else:
@@ -180,12 +180,12 @@ class PagedReads:
         self._ends, self._used = (varlen.bounds(counts, device), starts_at), used[:-1]
         self._chunks = len(ordered)
         self._folded: dict[int, Tensor] = {}
-        """Where each read's queries begin, by the number of heads that are queries of one."""
+        """The beginning of each read's queries, by the number of heads that are folded into one."""
         self._factors: dict[RotationTable, tuple[Tensor, ...]] = {}
-        """The reads' factors, by the table that has them."""
+        """The rotation factors of the reads, by table."""
 
     def attend(self, call: LayerCall, rotation: QueryRotation | None) -> list[tuple[slice | Tensor, PartialAttention]]:
-        """The partial attention of each round of reads with its tokens; merged to one where the same tokens see all
+        """The partial attention of each round of reads, with its tokens; merged to one if the same tokens see all
         chunks.
         """
         keys, values = (held[call.layer].flatten(0, 1) for held in (self._block.keys, self._block.values))
@@ -215,7 +215,7 @@ class PagedReads:
         return [(self._seen, one)]
 
     def _queries(self, call: LayerCall, rotation: QueryRotation | None, kv_heads: int) -> Tensor:
-        """`(queries · group, kv_heads, head_dim)`: all keys are visible, so the heads of a group are queries of one."""
+        """`(queries · group, kv_heads, head_dim)`: all keys are visible, so a group's heads are folded into queries."""
 
         def folded(states: Tensor) -> Tensor:
             grouped = states[0].reshape(kv_heads, -1, states.shape[2], states.shape[3])
@@ -237,10 +237,10 @@ class PagedReads:
 
 
 def _rounds(reads: Sequence[PagedRead]) -> list[list[PagedRead]]:
-    """The reads in rounds that have each token once at most, so that a round is merged as one."""
+    """The reads in rounds that contain each token at most once, so that a round is merged as one."""
     rounds: list[tuple[set[int] | None, list[PagedRead]]] = []
     for read in reads:
-        if not isinstance(read.tokens, slice):  # where its tokens are is known on the device alone
+        if not isinstance(read.tokens, slice):  # the indices of its tokens are only on the device
             rounds.append((None, [read]))
             continue
         tokens = set(range(read.tokens.start, read.tokens.stop))
@@ -255,14 +255,14 @@ def _rounds(reads: Sequence[PagedRead]) -> list[list[PagedRead]]:
 
 
 def _run(reads: Sequence[PagedRead]) -> slice | None:
-    """The tokens of these reads, if each read's follow those of the one before."""
+    """The tokens of these reads as one slice, if each read continues the one before."""
     found = [read.tokens for read in reads if isinstance(read.tokens, slice)]
     apart = any(before.stop != after.start for before, after in itertools.pairwise(found))
     return None if apart or len(found) < len(reads) else slice(found[0].start, found[-1].stop)
 
 
 def _there(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One tensor on the device; what was made on the processor travels in one copy."""
+    """Concatenate on the device; tensors in host memory are uploaded in one copy."""
     if all(part.device.type == "cpu" for part in parts):
         return torch.cat(list(parts)).to(device, non_blocking=True)
     return torch.cat([part.to(device, non_blocking=True) for part in parts])

@@ -24,18 +24,18 @@ from ragkv.util.plugins import kernel_module
 
 Mask = Tensor | Literal["causal"] | None
 _SCORES = 1 << 26
-"""Scores in memory at a time in the plain matmul: 256 MiB, and a few times as much for temporaries."""
+"""Scores in memory at a time in the plain matmul: 256 MiB, plus temporaries of a few times that."""
 _ROWS = 256
-"""From this number of queries per head on the CPU kernel is busy, and folding the heads of a group gains nothing."""
+"""From this many queries per head, the CPU kernel is busy, and folding the heads of a group gains nothing."""
 _QUERIES = 6
-"""From so many queries on ragkv's own kernel is sooner than torch's."""
+"""From this many queries on, ragkv's own kernel is faster than torch's."""
 _TILE = 24
-"""Queries that are worth laying out keys for."""
+"""Queries that are worth transposing keys for."""
 _FAR = 1 << 40
 _CODES = {torch.float16: 1, torch.int8: 2}
-"""How the kernels' table names the kinds of numbers that are not the model's own."""
+"""The codes of the kernels' table for dtypes other than the model's."""
 _PRODUCTS = 1 << 19
-"""Numbers of queries, times keys, that are worth a thread: 12 µs of work."""
+"""Elements of queries, times keys, that are worth a thread: 12 µs of work."""
 # (query, key, value, mask, scale, temperature, softcap) -> (out, lse)
 Kernel = Callable[[Tensor, Tensor, Tensor, Mask, float, float, float | None], tuple[Tensor, Tensor]]
 
@@ -53,7 +53,7 @@ class PartialAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerCall:
-    """One layer's attention in a forward pass, as the model asks for it.
+    """The inputs of one layer's attention in a forward pass.
 
     `query` `(batch, q_heads, n, head_dim)`, `key`/`value` `(batch, kv_heads, n, head_dim)` of the pass's new tokens,
     already rotated. `window` is the layer's sliding window: a query at i sees keys at i-window+1..i. `sink`
@@ -96,13 +96,13 @@ def partial_attention(
     """Attention over one set of keys, with its logsumexp in fp32.
 
     `query` `(batch, q_heads, n, head_dim)`; `key`/`value` `(batch | 1, kv_heads, m, head_dim)`, read in place: query
-    heads of a group, and batch rows over shared keys, are folded into the query axis when all keys are visible. If the
-    value has no width, the keys are the values (latent attention, which uses some of the columns).
+    heads of a group, and batch rows over shared keys, are folded into the query axis if all keys are visible. If the
+    value has width 0, the keys are also the values (latent attention, which uses some of the columns).
 
     `mask` is None (all visible), "causal" (n = m, lower triangle) or a bool tensor `(n, m)` or `(batch, n, m)`, True
-    where visible. `softcap` caps scores as c·tanh(s/c) (Gemma 2); `temperature` divides what the softmax sees, after
-    the cap. `reference` asks for the plain matmul that every fast path is tested against, and that computes what the
-    fast kernels cannot.
+    where visible. `softcap` caps scores as c·tanh(s/c) (Gemma 2); `temperature` divides the softmax's input, after the
+    cap. `reference` selects the plain matmul against which every fast path is tested, and which computes what the fast
+    kernels cannot.
     """
     batch, q_heads, n, _ = query.shape
     kv_heads, m = key.shape[1], key.shape[2]
@@ -114,7 +114,7 @@ def partial_attention(
     shared = key.shape[0] != batch
     gains = q_heads != kv_heads and (n < _ROWS or query.device.type != "cpu")
     if gains and n == 1 and not reference:
-        # that kernel takes the heads of a group together itself
+        # that kernel folds the heads of a group itself
         gains = not varlen.takes(query, key, value, softcap=softcap)
     fold = mask is None and (shared or gains)
     if fold:
@@ -130,15 +130,15 @@ def partial_attention(
 
 
 def by_torch() -> AbstractContextManager[None]:
-    """Within, torch's own work on a processor has its threads, also in a pass that leaves them to kernels."""
+    """Context in which torch's own CPU operations have their threads, also in a pass that leaves them to kernels."""
     module = kernel_module("ragkv.util.kernels")
     return nullcontext() if module is None else module.by_torch()
 
 
 def merge_partials(partials: Sequence[PartialAttention]) -> PartialAttention:
-    """The partial attentions as one softmax over all their keys: weights exp(lse), in fp32 (APE Eq. 10).
+    """Merge partial attentions into one softmax over all their keys: weights exp(lse), in fp32 (APE Eq. 10).
 
-    Any number of them may have seen nothing (lse −inf). Returns fp32.
+    Any of them may have seen no key (lse −inf). Returns fp32.
     """
     if len(partials) == 2:  # the common case, in fewer passes over the outputs
         before, after = partials
@@ -186,9 +186,9 @@ def merge_partials_of(partials: Sequence[tuple[slice | Tensor, PartialAttention]
 def _side_by_side(
     partials: Sequence[tuple[slice | Tensor, PartialAttention]],
 ) -> list[tuple[slice | Tensor, PartialAttention]]:
-    """The partial attentions of tokens that follow each other as one: sixteen sequences with eight chunks each are
-    eight partial attentions of all tokens, whose merge has sixteen times fewer operations."""
-    rows: dict[int, list[list[tuple[slice, PartialAttention]]]] = {}  # by the token that would follow
+    """Join the partial attentions of adjacent tokens: those of sixteen sequences with eight chunks each become eight
+    partial attentions of all tokens, whose merge has a sixteenth of the operations."""
+    rows: dict[int, list[list[tuple[slice, PartialAttention]]]] = {}  # by the next token
     found: list[tuple[slice | Tensor, PartialAttention]] = []
     for which, partial in partials:
         if isinstance(which, slice):
@@ -239,8 +239,8 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Kernel:
 
 
 def flash_takes(query: Tensor, key: Tensor, value: Tensor, softcap: float | None = None) -> bool:
-    """Whether ragkv's own kernel (`flash`) takes tensors like these, and is the sooner one for enough queries: torch's
-    has AMX's matrix units for bfloat16.
+    """Whether ragkv's own kernel (`flash`) can compute with tensors like these, and is faster for enough queries (torch
+    uses AMX for bfloat16).
     """
     module = kernel_module("ragkv.attention.flash_kernel")
     if module is None or query.device.type != "cpu" or torch.is_grad_enabled() or softcap is not None:
@@ -265,8 +265,8 @@ def float_bits(number: float) -> int:
 
 
 def table_row(key: Tensor, value: Tensor, turn: int) -> tuple[int, ...]:
-    """A row of the table that the kernels read: keys and values `(kv_heads, tokens, head_dim)`, or `(1, …)` of that, of
-    which all tokens are seen, by queries that are turned by row `turn` of the rotations (-1: none).
+    """A row of the kernels' table for keys and values `(kv_heads, tokens, head_dim)`, or `(1, …)` of that, that are all
+    visible, to queries that are rotated by row `turn` of the rotations (-1: none).
     """
     if not value.shape[-1]:  # latent attention: the keys are the values
         value = key
@@ -284,9 +284,9 @@ def flash(
     result: tuple[Tensor, Tensor],
     products: int,
 ) -> None:
-    """Run `ragkv.attention.flash_kernel` on `query` `(…, q_heads, n, head_dim)`: its parts, the address of its table
-    and the bytes of a row, the addresses of its rotations. Fills (out, lse), which are strided alike, for so many
-    `products` of a query and a key.
+    """Run `ragkv.attention.flash_kernel` on `query` `(…, q_heads, n, head_dim)`, with its parts, the address and row
+    size of its table, and the addresses of its rotations. Fills (out, lse), which have the same strides. `products` is
+    the number of query-key pairs.
     """
     module = kernel_module("ragkv.attention.flash_kernel")
     assert module is not None
@@ -342,7 +342,7 @@ def _flash_cpu(
         query, key, value, is_causal=isinstance(mask, str), attn_mask=bias, scale=scale / temperature
     )
     if isinstance(mask, Tensor):
-        blind = ~mask.any(-1)  # the kernel leaves queries that see no key undefined
+        blind = ~mask.any(-1)  # the kernel's result is undefined for queries that see no key
         if bool(blind.any()):
             out = out.masked_fill(blind[..., None], 0.0)
             lse = lse.masked_fill(blind, -torch.inf)
@@ -358,11 +358,11 @@ def _matmul(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The reference: scores in fp32, one softmax."""
+    """The reference: scores and one softmax in fp32."""
     batch, q_heads, n, head_dim = query.shape
     kv_heads, m = key.shape[1], key.shape[2]
     most = max(1, _SCORES // (batch * q_heads * m))
-    if n > most:  # queries are independent of each other, so take some at a time
+    if n > most:  # queries are independent of each other, so compute some at a time
         if isinstance(mask, str):
             mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()
         found = [

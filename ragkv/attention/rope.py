@@ -1,9 +1,9 @@
 """Place a chunk by rotating the query instead of the keys (docs/design.md).
 
 A rotary score depends only on the difference of two positions: q at position i against a key encoded at j and placed at
-j + o scores as R(-o)·q does against the key as it is stored. So the few query rows are rotated, in fp32, and the many
-keys are read in place. The rotation is the model's own (`apply_rotary_pos_emb` and its `rotary_emb`), so that scaled,
-partial and interleaved variants need no code here.
+j + o scores as R(-o)·q does against the key as it is stored. So the few queries are rotated, in fp32, and the many keys
+are read in place. The rotation is the model's own (`apply_rotary_pos_emb` and its `rotary_emb`), so scaled, partial and
+interleaved variants need no code here.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Rotary:
     def factors(self, offsets: Tensor, kind: str, head_dim: int) -> Angles:
         """cos and sin `(offsets, head_dim)` in fp32 such that R(o)·x = cos·x + sin·(x rotated by 90°), by element.
 
-        Applying the model's function to ones shows what it does to each element: which angle belongs to which element
-        (halves or pairs), and which elements it leaves alone (cos 1, sin 0).
+        Applying the model's function to ones shows its effect on each element: which angle belongs to which element
+        (halves or pairs), and which elements it does not change (cos 1, sin 0).
         """
         cos, sin = self.angles(offsets[None], kind)  # (1, offsets, rotary_dim)
         ones = cos.new_ones((1, 1, cos.shape[1], head_dim))
@@ -54,17 +54,17 @@ class Rotary:
         return along, torch.where(still != 0, 0.0, across / sign)
 
     def moving(self, layer: int, head_dim: int, device: torch.device) -> Tensor:
-        """Which elements of a head a rotation changes, `(head_dim,)`; all of them in a layer without RoPE."""
+        """Which elements of a head a rotation changes, `(head_dim,)`; all True for a layer without RoPE."""
         kind = self.kinds[layer]
         if kind is None:
             return torch.ones(head_dim, dtype=torch.bool, device=device)
         return self.factors(torch.ones(1, dtype=torch.long, device=device), kind, head_dim)[1][0] != 0
 
     def partners(self, kind: str, head_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`(head_dim,)` each, on the processor: which element of a head a rotation mixes into each, and its sign.
+        """`(head_dim,)` each, on the CPU: the element of a head that a rotation mixes into each one, and its sign.
 
-        R(o)·x = cos·x + sin·sign·x[partner], by `factors`. An element that is left alone is its own partner. Angles are
-        made on `device`, and not read from there.
+        R(o)·x = cos·x + sin·sign·x[partner], by `factors`. An unchanged element is its own partner. Angles are computed
+        on `device`, and not read back.
         """
         size = self.angles(torch.zeros((1, 1), dtype=torch.long, device=device), kind)[0].shape
         numbered = torch.arange(1, head_dim + 1, dtype=torch.float32)[None, None, None]
@@ -73,8 +73,8 @@ class Rotary:
         return turned.abs().long() - 1, turned.sign()
 
     def halves(self, kind: str, head_dim: int) -> tuple[slice, slice] | None:
-        """The two halves of a head of which a rotation mixes the first elements, the second, and so on; None if it
-        leaves elements alone or mixes others.
+        """The two halves of a head if a rotation mixes each element of one with the same element of the other; None if
+        it mixes others or leaves some unchanged.
         """
         partners, places = self.partners(kind, head_dim, torch.device("cpu"))[0], torch.arange(head_dim)
         for one, other in (
@@ -91,8 +91,8 @@ class QueryRotations:
     """The rotated queries of one forward pass. The factors are computed once per kind of frequencies, not once per
     layer.
 
-    `offsets` are all offsets that the pass will need. A rotated query is cos·q + sin·(q's partners), so that each
-    offset costs two passes over the query.
+    `offsets` are all offsets that the pass will need. A rotated query is cos·q + sin·(q's partners), so each offset
+    costs two passes over the query.
     """
 
     def __init__(self, rotary: Rotary, offsets: Sequence[int], device: torch.device) -> None:
@@ -128,7 +128,7 @@ class RotationTable:
 
     @classmethod
     def of(cls, rotary: Rotary, offsets: Tensor, kind: str, head_dim: int) -> RotationTable:
-        """That of `offsets` `(n,)`, on their device."""
+        """The table of `offsets` `(n,)`, on their device."""
         cos, sin = rotary.factors(offsets, kind, head_dim)
         partners, sign = rotary.partners(kind, head_dim, offsets.device)
         halves = partners.equal(torch.arange(head_dim).roll(head_dim // 2))
@@ -136,7 +136,7 @@ class RotationTable:
         return cls(cos, sin * sign, partners, halves)
 
     def widened(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """`(…, head_dim)` in fp32, and what a rotation mixes into each of their elements, both contiguous."""
+        """`(…, head_dim)` in fp32, and the partner of each element, both contiguous."""
         wide = states.to(torch.float32, memory_format=torch.contiguous_format)
         if not self.halves:
             return wide, wide.index_select(-1, self.partners)
@@ -158,13 +158,13 @@ class QueryRotation:
         """R(-offset)·query of these tokens; a tensor `(n,)` of table indices rotates each token by its own offset."""
         if not isinstance(offset, int) or not isinstance(tokens, slice):
             return self._turned(self.rows[offset] if isinstance(offset, int) else offset, tokens)
-        # chunks with the same offset follow each other
+        # chunks with the same offset are adjacent
         if self._last is None or self._last[:2] != (offset, tokens):
             self._last = (offset, tokens, self._turned(self.rows[offset], tokens))
         return self._last[2]
 
     def _turned(self, row: int | Tensor, tokens: slice | Tensor) -> Tensor:
-        if self._wide is None:  # contiguous, so that its heads are folded without a copy, whatever the offset
+        if self._wide is None:  # contiguous, so that heads are folded without a copy at any offset
             self._wide = self.table.widened(self.query)
         wide, partner = self._wide
         turned = wide[:, :, tokens] * self.table.cos[row]

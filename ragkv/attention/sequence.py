@@ -1,18 +1,18 @@
 """`TokenSequence`: one stream of tokens, the chunks that it reads, its position, and the KV of its own tokens.
 
-Own KV is a `KVCache`. Short sequences that decode together take theirs from a `KVArena`: a block has room for some
+Own KV is a `KVCache`. Short sequences that decode together keep theirs in a `KVArena`: a block has slots for several
 sequences of the same capacity, so that one call per layer reads all of them, masked to their lengths. A sequence that
 outgrows its block moves to memory of its own.
 
 `StackedSequence` holds several answers in one prompt, whose tokens have explicit positions and visibility (IPPD §4.1).
 It is the paper's form; a sequence per answer is the same computation without the masked scores.
 
-`join` lays a context out once for decoding, where `ragkv.attention.in_place` does not read it as it lies. The question
-reads chunks in place, which makes the first token soon, but a decode step with one query per sequence would pay more
-for a kernel call per chunk than for its keys (65 calls per layer at 16K tokens in chunks of 256). So before the second
-token a group's chunks are copied side by side, once per answer, with moved keys rotated in fp32: Block-Attention's
-re-encoding (§2.3, Eq. 3). It costs the context's KV once more in memory. In fp32 nothing changes; in half types a moved
-key is rounded once more (0.17 % at most).
+`join` copies a context's chunks together for decoding, if `ragkv.attention.in_place` does not read them in place. The
+question reads chunks in place, which keeps the time to first token short, but a decode step with one query per sequence
+would pay more for a kernel call per chunk than for its keys (65 calls per layer at 16K tokens in chunks of 256). So
+before the second token a group's chunks are copied side by side, once per answer, with moved keys rotated in fp32:
+Block-Attention's re-encoding (§2.3, Eq. 3). The copy takes the context's KV once more in memory. In fp32 nothing
+changes; in half types a moved key is rounded once more (0.17 % at most).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from ragkv.attention.rope import Angles, Rotary, RotationTable
 class KVCache:
     """Keys and values of the tokens that a sequence computes itself: its question and what it generates.
 
-    Memory grows by doubling, so that a decode step writes one column and never copies the rest (a `DynamicCache`
-    concatenates the whole cache at every step). `reserve` is the number of tokens beyond the first ones that it makes
-    room for.
+    Memory grows by doubling, so a decode step writes one column and does not copy the rest (a `DynamicCache`
+    concatenates the whole cache at every step). `reserve` is the number of tokens beyond the first ones that it
+    allocates memory for.
     """
 
     __slots__ = ("_keys", "_values", "length", "reserve", "shared")
@@ -46,16 +46,16 @@ class KVCache:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self.length = 0
-        """Tokens held: what `commit` has counted."""
+        """Tokens held: the number that `commit` has counted."""
         self.reserve = reserve
         self.shared: Mapping[int, int] = {}
-        """Layers that hold nothing, because they read what another holds: that one."""
+        """Layers that hold nothing because they read another layer's KV -> that layer."""
 
     @classmethod
     def joined(cls, segments: Sequence[PlacedChunk], rotary: Rotary, *, reserve: int) -> KVCache:
         """A copy of adjacent chunks, every key rotated to its position in the prompt, as a sequence's own KV.
 
-        `reserve` tokens more have room. Layers that read another layer's keys hold nothing.
+        It has room for `reserve` more tokens. Layers that read another layer's keys hold nothing.
         """
         cache = cls(reserve=reserve)
         keys, values = _joined(segments, rotary, reserve)
@@ -65,7 +65,7 @@ class KVCache:
         return cache
 
     def lies_in(self) -> tuple[ArenaBlock, int] | None:
-        """The block that it lies in, and its slot there; its own memory is a block of one. None before it has any."""
+        """Its block, and its slot there; memory of its own is a block of one. None before it has any."""
         if not self._keys:
             return None
         block = ArenaBlock(1, next(iter(self._keys.values())).shape[2])
@@ -73,7 +73,7 @@ class KVCache:
         return block, 0
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write `(1, kv_heads, n, head_dim)` of `layer` after the tokens held; returns views of these and the new ones.
+        """Write `(1, kv_heads, n, head_dim)` of `layer` after the tokens held; returns views of all of them.
 
         The new tokens count after `commit`, once the forward pass is over; until then a second attempt overwrites them.
         """
@@ -85,7 +85,7 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def commit(self, tokens: int) -> None:
-        """Count `tokens` more: all layers hold them."""
+        """Count `tokens` more, which all layers now hold."""
         self.length += tokens
 
     @torch.inference_mode()
@@ -128,7 +128,7 @@ def _reserved(held: Tensor | None, new: Tensor, used: int, end: int, reserve: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkGroup:
-    """Placed chunks under one softmax, and the group's weight against the rest of the sequence.
+    """Placed chunks under one softmax, and the weight of the group against the rest of the sequence.
 
     `temperature` T divides the softmax scale; the group's logsumexp enters the merge as S·T·lse (`power`, APE §4.4 with
     the searched pair) or T·lse + log S (`log`, the variant of its later code). T = S = 1 is ordinary attention.
@@ -161,9 +161,9 @@ class ChunkGroup:
 class TokenSequence:
     """One stream of tokens: a question, an expert or the amateur of PCED, a question of an IPPD prompt.
 
-    `groups` are all KV that it reads besides its own tokens; `position` is that of its next token. Its own KV, `cache`,
-    grows by what it reads. `laid_out`: its groups are laid out for decoding (`ragkv.runtime.kv_pool`). `silent`: it is
-    read for its KV, and its logits are not used. `located` is where its groups lie in memory, once it was asked for
+    `groups` is all KV that it reads besides its own tokens; `position` is that of its next token. Its own KV, `cache`,
+    grows with every token that it reads. `laid_out`: its groups are laid out for decoding (`ragkv.runtime.kv_pool`).
+    `silent`: it is run only for its KV, not its logits. `located` caches the addresses of its groups
     (`ragkv.attention.in_place`).
     """
 
@@ -182,8 +182,7 @@ class TokenSequence:
 
     @classmethod
     def for_kv(cls, segments: Iterable[PlacedChunk], *, position: int) -> TokenSequence:
-        """A sequence that is read once, for its KV alone: it reserves no memory for more, and its logits are not
-        used."""
+        """A sequence that is run once, only for its KV: it reserves no memory for more, and its logits are not used."""
         sequence = cls.over(segments, position=position)
         sequence.cache, sequence.silent = KVCache(reserve=0), True
         return sequence
@@ -193,7 +192,7 @@ class TokenSequence:
         return range(self.position, self.position + n)
 
     def kept(self, n: int) -> list[int]:
-        """Indices among its next `n` tokens of those whose logits are wanted: the last one, if any."""
+        """Indices among its next `n` tokens of those whose logits are wanted: usually the last one."""
         return [] if self.silent else [n - 1]
 
     @property
@@ -203,18 +202,18 @@ class TokenSequence:
 
     @property
     def until(self) -> int | None:
-        """The layer after which it is not run further, because only something up to there is wanted; None: no layer."""
+        """The last layer to run, if only its keys and values are wanted; None: run all layers."""
         return None
 
     def append(self, call: LayerCall, tokens: slice) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of its new tokens, which are `tokens` of the pass; returns all of the layer's."""
+        """Write the keys and values of its new tokens, the `tokens` of the pass; returns all of the layer's."""
         key, value = call.key, call.value
         if tokens.stop - tokens.start < key.shape[2]:
             key, value = key[:, :, tokens], value[:, :, tokens]
         return self.cache.append(call.layer, key, value)
 
     def observe(self, layer: int, call: LayerCall, tokens: slice) -> None:
-        """See a layer of the pass, after `append`; `call.layer` is the layer whose keys it reads."""
+        """Hook after `append` in every layer of the pass; `call.layer` is the layer whose keys it reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +226,7 @@ class SequenceSlice:
 
     @property
     def tokens(self) -> slice:
-        """Where they stand in the step."""
+        """Their place in the step."""
         return slice(self.at, self.at + self.n)
 
     @property
@@ -237,14 +236,14 @@ class SequenceSlice:
 
 
 def tokens_of(slices: Sequence[SequenceSlice], device: torch.device) -> slice | Tensor:
-    """Where the tokens of these stand in the step: a slice where they are adjacent, else indices."""
+    """The places of these slices' tokens in the step: a slice if they are adjacent, else indices."""
     if all(before.at + before.n == after.at for before, after in itertools.pairwise(slices)):
         return slice(slices[0].at, slices[-1].at + slices[-1].n)
     return torch.cat([torch.arange(p.at, p.at + p.n) for p in slices]).to(device, non_blocking=True)
 
 
 MOST_TOKENS = 1024
-"""A sequence that needs more has its own memory: its keys justify a call of their own."""
+"""A sequence that needs more has memory of its own: its keys justify a kernel call."""
 MOST_SEQUENCES = 32
 
 
@@ -262,7 +261,7 @@ class ArenaBlock:
 
     @torch.inference_mode()
     def take(self) -> int:
-        """A free slot, zeroed: a NaN left by the last sequence would get through any mask."""
+        """A free slot, zeroed: a NaN of its last sequence would get through any mask."""
         slot = self.free.pop()
         for held in (*self.keys.values(), *self.values.values()):
             held[slot].zero_()
@@ -270,13 +269,13 @@ class ArenaBlock:
 
     def make(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Allocate a layer, of the shape and dtype of `(1, kv_heads, n, head_dim)`."""
-        if layer not in self.values:  # which are the last: without memory for them, the keys may be there
+        if layer not in self.values:  # values are allocated last: if that failed, the keys may exist already
             for held, like in ((self.keys, key), (self.values, value)):
                 # zeros: unwritten places are masked, but a NaN would get through any mask
                 _, heads, _, head_dim = like.shape
                 if like.device.type == "cpu":
                     held[layer] = like.new_zeros((self._slots, heads, self.capacity, head_dim))
-                else:  # token by token, for one kernel call over all slots (`varlen.packed`)
+                else:  # token-major, for one kernel call over all slots (`varlen.packed`)
                     held[layer] = like.new_zeros((self._slots, self.capacity, heads, head_dim)).transpose(1, 2)
 
     def write(self, layer: int, slots: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
@@ -337,7 +336,7 @@ class ArenaKVCache(KVCache):
 
 
 class KVArena:
-    """All arena blocks of a runtime; a block is freed with the last sequence in it."""
+    """All arena blocks of a runtime; a block is freed with its last sequence."""
 
     def __init__(self) -> None:
         self._arena: list[weakref.ref[ArenaBlock]] = []
@@ -372,8 +371,7 @@ class TokenMark(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StackedSequence(TokenSequence):
-    """A sequence whose tokens have explicit positions and visibility: `marks`, of all tokens, read or yet to be
-    read."""
+    """A sequence whose tokens have explicit positions and visibility: `marks`, of all tokens, past and future."""
 
     marks: list[TokenMark] = field(default_factory=list)
 
@@ -398,7 +396,7 @@ class StackedSequence(TokenSequence):
         return seen if window is None else seen & (behind < window)
 
     def compact(self, dead: Callable[[TokenMark], bool]) -> None:
-        """Drop the tokens that no later token sees, once they are the greater part of those held."""
+        """Drop the tokens that no later token sees, once they are more than half of those held."""
         held = self.cache.length
         kept = [index for index, mark in enumerate(self.marks[:held]) if not dead(mark)]
         if 2 * len(kept) < held:
@@ -411,11 +409,11 @@ class StackedSequence(TokenSequence):
 
 @dataclass(slots=True, eq=False)
 class RecomputedSequence(TokenSequence):
-    """Some tokens of a context whose KV is stored, computed again: each sees what stands before it in the context.
+    """Recomputes some tokens of a context whose KV is stored; each sees what precedes it in the context.
 
-    `context` holds the KV of positions 0 to its length - 1. The tokens at `at`, ascending, are read; what they compute
-    takes the place of what `context` held there, so that later ones see it. They may be read in several passes. Only
-    keys and values are wanted.
+    `context` holds the KV of positions 0 to its length - 1. The tokens at `at`, ascending, are run; their keys and
+    values replace those in `context`, so that later tokens see them. They may take several passes. Only keys and values
+    are wanted.
     """
 
     context: KVCache = field(kw_only=True)
@@ -423,13 +421,13 @@ class RecomputedSequence(TokenSequence):
     _index: tuple[tuple[int, int, torch.device], Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.cache, self.silent = KVCache(reserve=0), True  # the cache only counts the tokens that were read
+        self.cache, self.silent = KVCache(reserve=0), True  # the cache only counts the tokens that were run
 
     def places(self, n: int) -> Sequence[int]:
         return self.at[self.cache.length : self.cache.length + n]
 
     def index(self, n: int, device: torch.device) -> Tensor:
-        """`places(n)` on the device."""
+        """`places(n)` as a tensor on the device."""
         key = (self.cache.length, n, device)
         if self._index is None or self._index[0] != key:
             self._index = key, torch.tensor(self.places(n)).to(device, non_blocking=True)
@@ -448,10 +446,10 @@ class RecomputedSequence(TokenSequence):
 
 @dataclass(slots=True, eq=False)
 class DeviationProbe(RecomputedSequence):
-    """How much the values of a context's tokens differ in one `layer` from those stored (CacheBlend §4.2); it changes
-    nothing.
+    """Measures how much the values of a context's tokens in one `layer` differ from the stored ones (CacheBlend §4.2);
+    it changes nothing.
 
-    In layer 0 keys and values depend on a token and its position alone, so stored ones are as good as new ones.
+    In layer 0 keys and values depend only on a token and its position, so stored ones equal new ones.
     """
 
     layer: int = field(kw_only=True)
@@ -475,7 +473,7 @@ class DeviationProbe(RecomputedSequence):
 
     @property
     def scores(self) -> Tensor:
-        """The sum of squared differences over heads and dimensions, `(tokens,)`, of the tokens `at`."""
+        """The sum of squared differences over heads and dimensions, `(tokens,)`, for the tokens `at`."""
         return torch.cat([self._found[start] for start in sorted(self._found)])
 
 
@@ -485,12 +483,12 @@ _SCORES = 1 << 25
 
 @dataclass(slots=True, eq=False)
 class AttentionProbe(TokenSequence):
-    """How much the tokens of a question attend to each token of a context, in some `layers`.
+    """Measures how much a question's tokens attend to each token of a context, in some `layers`.
 
     The context is the beginning of its own KV, and `first` the first token that is scored. With a = exp(s - lse) of
-    score s, `norm` is sqrt(sum over the question of (mean over heads of a)²), with the logsumexp over all that a token
-    sees (InfoFlow §3.2); `sum` is the sum of a over heads and question, with the logsumexp over the scored tokens alone
-    (ProphetKV).
+    score s, `norm` is sqrt(sum over the question of (mean over heads of a)²), with the logsumexp over all keys that a
+    token sees (InfoFlow §3.2); `sum` is the sum of a over heads and question, with the logsumexp over the scored tokens
+    alone (ProphetKV).
     """
 
     layers: frozenset[int] = field(kw_only=True)
@@ -532,7 +530,7 @@ class AttentionProbe(TokenSequence):
         """The weights of the scored tokens, `(heads, n, scored)`, from all scores."""
         scored = scores[..., self.first : self._end]
         if self.rule == "sum":
-            return torch.softmax(scored, -1).nan_to_num(0.0)  # nan: a window has left them all behind
+            return torch.softmax(scored, -1).nan_to_num(0.0)  # nan: a window excludes all of them
         lse = scores.logsumexp(-1)
         if sink is not None:
             lse = torch.logaddexp(lse, sink.float()[:, None])
@@ -553,7 +551,7 @@ LONG = 1024
 
 
 def worth_joining(group: ChunkGroup, *, windowed: bool) -> bool:
-    """Whether a decode step would read the group's chunks faster as one.
+    """Whether a decode step reads the group's chunks faster as one.
 
     `windowed`: some layer has a sliding window, so the joined tokens must have consecutive positions (APE's chunks,
     which share positions, are left as they are).
@@ -567,8 +565,8 @@ def worth_joining(group: ChunkGroup, *, windowed: bool) -> bool:
 def join(segments: Sequence[PlacedChunk], rotary: Rotary) -> ChunkKV:
     """A copy of the chunks as one KV, in the order given, every key rotated to its position in the prompt.
 
-    Keys are rotated in fp32, on a processor a chunk at a time (which fits its cache), then rounded once to the stored
-    dtype.
+    Keys are rotated in fp32 and rounded once to the stored dtype; on a CPU one chunk at a time, so that it fits the
+    cache.
     """
     keys, values = _joined(segments, rotary)
     return ChunkKV(keys=tuple(keys), values=tuple(values), encoded_at=segments[0].start)
@@ -602,7 +600,7 @@ def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> t
 def _joined_by_layer(
     segments: Sequence[PlacedChunk], rotary: Rotary, capacity: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """`_joined` on a device, with memory for `capacity` tokens: some launches a layer, not some for each chunk."""
+    """`_joined` on a device, with memory for `capacity` tokens: a few launches per layer instead of per chunk."""
     offsets = sorted({segment.offset for segment in segments})
     lengths = torch.tensor([segment.kv.tokens for segment in segments])
     rows = torch.tensor([offsets.index(segment.offset) for segment in segments]).repeat_interleave(lengths)
@@ -635,8 +633,8 @@ def _joined_by_layer(
 class _Moves:
     """Writes keys rotated by some offsets, in fp32, rounded once, on a processor.
 
-    It needs no memory but the result's and that of one chunk in fp32: getting new memory for the model's own function
-    would take longer than its arithmetic.
+    It needs no memory but the result and one chunk in fp32: allocating memory for the model's own function would take
+    longer than the arithmetic.
     """
 
     def __init__(self, rotary: Rotary, offsets: Sequence[int]) -> None:
@@ -657,7 +655,7 @@ class _Moves:
         out[:] = self._rotary.apply(held[None].float(), cos, sin)[0]
 
     def _mixing(self, kind: str, head_dim: int) -> tuple[tuple[slice, slice] | None, Tensor, Tensor]:
-        """The halves of a head, and `(chunks, head_dim)` each: what an element, and the one it is mixed with, count."""
+        """The halves of a head, and `(chunks, head_dim)` each: the factors of an element and of its partner."""
         if (kind, head_dim) not in self._mixed:
             cos, sin = self._rotary.factors(self._offsets, kind, head_dim)
             _, sign = self._rotary.partners(kind, head_dim, torch.device("cpu"))
@@ -675,7 +673,7 @@ class _Moves:
             out.copy_(wide)
 
     def _buffer(self, which: int, like: Tensor) -> Tensor:
-        """Memory in fp32 of the shape of `like`, which the next chunk uses again."""
+        """A float32 buffer of the shape of `like`, reused for the next chunk."""
         if self._buffers[which].numel() < like.numel():
             self._buffers[which] = torch.empty(like.numel(), dtype=torch.float32)
         return self._buffers[which][: like.numel()].view(like.shape)
@@ -687,6 +685,6 @@ def _empty_like(like: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 def _written(tensors: Sequence[Tensor], layer: int, dtype: torch.dtype) -> Tensor:
-    """A layer's tensor to be written to others: float16 is widened by that, int8 rows before."""
+    """A layer's tensor as a source for copies: int8 rows are widened here, float16 by the copy itself."""
     held = stored(tensors)[layer]
     return unpacked(held, dtype) if held.dtype == torch.int8 else held

@@ -2,11 +2,11 @@
 
 The operator behind `torch.nn.attention.varlen` calls FlashAttention with sequences of any lengths in one launch. A
 sequence here is a set of queries with the keys that they see: the new tokens of one stream, or one chunk and the tokens
-that read it. It takes half types and heads of at most 256 numbers, and has no softcap; `takes` says whether a call is
-for it. It is called itself, because what torch puts before it takes less, and differs from version to version.
+that read it. It takes half types and heads of at most 256 numbers, and has no softcap; `takes` checks this. The
+operator is called directly, because torch's wrapper accepts less and differs from version to version.
 
-Without a GPU its tests (`tests/support/packedkernel.py`) give the operator a plain kernel with the shapes
-and the rules that FlashAttention's has (torch's `flash_api.cpp`).
+Tests without a GPU (`tests/support/packedkernel.py`) replace the operator by a plain kernel with the same shapes and
+rules as FlashAttention's (torch's `flash_api.cpp`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WIDEST = 256
 
 
 def takes(query: Tensor, key: Tensor, value: Tensor, *, softcap: float | None = None) -> bool:
-    """Whether the kernel computes these; all have their heads in dimension 1, or all in dimension 2."""
+    """Whether the kernel can compute these; all tensors have their heads in dimension 1, or all in dimension 2."""
     width = query.shape[-1]
     return (
         softcap is None
@@ -40,7 +40,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor, *, softcap: float | None = 
 
 
 def bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Where packed sequences of these lengths begin, and where the last one ends: int32 `(sequences + 1,)`."""
+    """Offsets of packed sequences of these lengths, with the end of the last one: int32 `(sequences + 1,)`."""
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
@@ -59,14 +59,12 @@ def packed(
     """One launch over packed sequences: output `(tokens, q_heads, head_dim)` and logsumexp `(q_heads, tokens)` in fp32.
 
     `query` `(tokens, q_heads, head_dim)`; `key` and `value` `(keys, kv_heads, head_dim)`, any strides but the last.
-    `ends` are the `bounds` of queries and keys, `most` the longest of each. With `used`, int32 `(sequences,)`, those of
-    the keys only say where each sequence begins, in any order, and `used` how many keys it has. `causal`: the queries
-    are the last of their keys; `window` is then how many keys each sees. Every query must see a key.
+    `ends` are the `bounds` of queries and keys, `most` the longest of each. With `used`, int32 `(sequences,)`, the
+    keys' bounds only say where each sequence begins, in any order, and `used` is its number of keys. `causal`: the
+    queries are the last of their keys; `window` is then how many keys each sees. Every query must see a key.
     """
     if most[0] == 1 and window is None and len(query) == len(ends[0]) - 1:
-        causal = (
-            False  # one query sees all keys: so the kernel takes the heads of a group together, and splits the keys
-        )
+        causal = False  # one query sees all keys; non-causal, the kernel folds the heads of a group and splits the keys
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -122,17 +120,17 @@ def _batched(
 
 
 _ROWS, _BLOCKS, _LEAST_KEYS = 128, 256, 256
-"""The kernel takes so many queries of a head at a time; blocks that keep a GPU busy; keys that are worth a block."""
+"""Queries of a head per block of the kernel; blocks that keep a GPU busy; keys that are worth a block."""
 
 
 def piece(keys: int, rows: int, n: int) -> int:
-    """Keys of the pieces in which `rows` heads or sequences of n queries each should read theirs."""
+    """The length in keys of the splits in which `rows` heads or sequences of n queries each should read theirs."""
     pieces = min(keys // _LEAST_KEYS, -(-_BLOCKS // (rows * -(-n // _ROWS))))
     return -(-keys // max(1, pieces))
 
 
 def _in_pieces(queries: Tensor, keys: Tensor, values: Tensor, size: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Few queries over many keys, which the kernel would read in as few blocks: the keys in pieces, merged."""
+    """Few queries over many keys: split the keys, which the kernel would otherwise read in few blocks, and merge."""
     n, m = len(queries), len(keys)
     pieces = -(-m // size)
     out, lse = packed(
@@ -151,20 +149,20 @@ def merged_pieces(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Partial attentions of the same queries, `(pieces, n, heads, head_dim)` and `(heads, pieces, n)`, as one over all
     keys: `(n, heads, head_dim)` and `(heads, n)`, in fp32. Each query sees some keys of each piece.
     """
-    logs = lse.log_softmax(1)  # one launch, where logsumexp takes a dozen
+    logs = lse.log_softmax(1)  # one launch; logsumexp takes a dozen
     shares = logs.exp().permute(1, 2, 0)
     return (out * shares[..., None]).sum(0), (lse - logs)[:, 0]
 
 
 def _even(sequences: int, length: int, device: torch.device) -> Tensor:
-    """`bounds` of equal lengths; the same tensor again if it was asked for lately, as by every layer of a pass."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # what a graph makes is the graph's
+    """`bounds` of equal lengths; cached, because every layer of a pass asks for the same."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # memory made in a graph belongs to it
         return _made_even(sequences, length, device)
     return _kept_even(sequences, length, device)
 
 
 def _made_even(sequences: int, length: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # so that it may be used where gradients are kept, too
+    with torch.inference_mode(False):  # so that it may also be used with gradients
         return torch.arange(0, sequences * length + 1, length, dtype=torch.int32, device=device)
 
 

@@ -408,7 +408,7 @@ def _require_layers(checkpoint: Checkpoint, tensors: int, gguf: Any) -> None:
     for key, value in counts.items():
         if value > tensors:
             raise ModelLoadError(
-                f"Model {checkpoint.name!r} has {key} = {value}, but its files hold {tensors} tensors; download it again."
+                f"Model {checkpoint.name!r} has {key} = {value}, but only {tensors} tensors; download it again."
             )
 
 
