@@ -1,4 +1,4 @@
-"""Batches of a sequence by the sizes of its items, and memory in huge pages."""
+"""Split a sequence into batches by the sizes of its items, and allocate memory in huge pages."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ HUGE_PAGE = 2 << 20
 
 
 def huge_memory(nbytes: int) -> mmap.mmap:
-    """Memory for `nbytes`, which are 0, in huge pages where Linux has them; `MemoryError` if there is no room.
+    """`nbytes` zeroed bytes, in huge pages where Linux has them; MemoryError if there is not enough memory.
 
-    Of ordinary pages a processor looks up one in 4 KB, and its prefetcher ends with each.
+    With ordinary pages, there is one address translation per 4 KB, and the hardware prefetcher stops at each boundary.
     """
     size = -(-nbytes // HUGE_PAGE) * HUGE_PAGE
     try:
@@ -24,7 +24,7 @@ def huge_memory(nbytes: int) -> mmap.mmap:
     except OSError as error:
         raise MemoryError(f"there is no room for {size} bytes") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
-        with suppress(OSError):  # a kernel without huge pages is slower, but works
+        with suppress(OSError):  # without huge pages it is slower, but works
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -32,7 +32,7 @@ def huge_memory(nbytes: int) -> mmap.mmap:
 def batches(
     items: Iterable[T], size_of: Callable[[T], int], most: int, *, count: int | None = None
 ) -> Iterator[list[T]]:
-    """Batches of at most `most` in sizes and `count` items, in order. A larger item is a batch of its own."""
+    """Batches, in order, of at most `count` items and `most` in sizes; a larger item is a batch of its own."""
     batch: list[T] = []
     total = 0
     for item in items:

@@ -18,7 +18,7 @@ from typing import Any
 
 # Controls (C0 except newline and tab, DEL, C1), line and paragraph separators, bidi marks, invisible characters, tags,
 # and lone surrogates, which stand for the bytes of a file name that is not UTF-8. Soft hyphens, zero-width spaces and
-# joiners are left alone, because some languages (Thai, Persian, Hindi) and emoji are spelt with them.
+# joiners are not escaped, because some languages (Thai, Persian, Hindi) and emoji are spelt with them.
 _ODD = (
     r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u180e\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
     r"\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f"
@@ -74,7 +74,7 @@ def as_markdown(text: str) -> str:
 
 
 def card(*parts: str) -> str:
-    """The outer element of what a notebook shows; `parts` are HTML."""
+    """The outer element of a notebook's output; `parts` are HTML."""
     return f'<div style="max-width:60em;line-height:1.5">{"".join(parts)}</div>'
 
 

@@ -6,13 +6,13 @@ anything is read or written, and deleting removes a link, not its target. The pa
 user and may contain links. Errors are `NotPlainError`, an `OSError`. Nothing here defends against a process of the same
 user that swaps files at the same time.
 
-The `ragkv.toml` of a foreign index may have gigabytes, be a pipe that never ends, or be nested so deeply that the
-parser runs out of stack. Each of these is a `ConfigError` of one sentence. TOML is written so that it reads back the
+The `ragkv.toml` of a foreign index may be gigabytes long, a pipe that never ends, or nested so deeply that the parser
+overflows the stack. Each of these raises a `ConfigError` of one sentence. TOML is written so that it reads back the
 same.
 
-A checksum finds accidents, but whoever makes a file can compute it too. Some files are read by a library that trusts
-them (FAISS's approximate indexes). So ragkv stores a keyed checksum beside such a file, and the library only reads a
-file whose keyed checksum is valid. The key belongs to this user: it is random and is stored outside of all indexes.
+A checksum detects accidents, but the author of a file can compute it too. Some files are read by a library that trusts
+them (FAISS's approximate indexes). So ragkv stores a keyed checksum beside such a file, and gives the library only
+files whose keyed checksum is valid. The key belongs to this user: it is random and stored outside of all indexes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NotPlainError(OSError):
 
 
 def user_folder(variable: str, otherwise: str) -> Path:
-    """The folder of the user that an XDG variable names, else `otherwise` in the home; RuntimeError without a home.
+    """The user folder that an XDG variable names, else `otherwise` in the home; RuntimeError without a home.
 
     The XDG specification says to ignore a relative path.
     """
@@ -87,7 +87,7 @@ def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
 
 
 def read_plain(path: Path, *, limit: int | None = None) -> bytes:
-    """The content of a file; `NotPlainError` when it has more than `limit` bytes, or is nearly all holes."""
+    """The content of a file; `NotPlainError` if it has more than `limit` bytes or is nearly all holes."""
     with os.fdopen(open_plain(path), "rb") as file:
         found = os.fstat(file.fileno())
         if limit is not None and found.st_size > limit:
@@ -104,7 +104,7 @@ def require_solid(path: Path, found: os.stat_result) -> os.stat_result:
 
 
 def write_plain(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Write a new file and sync it to the disk. A link with its name is removed, not written through.
+    """Write a new file and sync it to the disk. A link with its name is removed, not followed.
 
     If writing fails, for example because the disk is full, the file is removed.
     """
@@ -120,10 +120,9 @@ def write_plain(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def overwrite_plain(path: Path, content: bytes) -> None:
-    """Overwrite a small file in place, on a disk that has no room for a second one.
+    """Overwrite a small file in place, for a disk that has no room for a second one.
 
-    One call writes the content, padded with line ends to the old length, within the file's first block. So a process
-    that is killed leaves the old content or the new one. `OSError` if the content does not fit there.
+    One call writes the content, padded with newlines to the old length, within the file's first block. So a process
     """
     with os.fdopen(open_plain(path, os.O_WRONLY), "wb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -146,8 +145,7 @@ def replace_plain(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path, *, parents: bool = True) -> None:
-    """Make a folder at `path` and its parents, unless it exists. A link with its name is removed, not written
-    through."""
+    """Make a folder at `path` and its parents, unless it exists. A link with its name is removed, not followed."""
     if path.is_symlink():
         path.unlink()
     path.mkdir(parents=parents, exist_ok=True)
@@ -201,7 +199,7 @@ def has_keyed_checksum(path: Path, mark: Path) -> bool:
 
 @cache
 def _key() -> bytes:
-    """The user's key; where it cannot be stored, a key for this process alone."""
+    """The user's key; if it cannot be stored, a key for this process alone."""
     try:
         return _kept_key(key_file())
     except (OSError, RuntimeError) as error:
@@ -214,14 +212,14 @@ def _key() -> bytes:
 
 
 def _kept_key(path: Path) -> bytes:
-    """The key at `path`; it is made if there is none. The file is complete before it gets its name, and the first
-    process to name it wins."""
+    """The key at `path`, created if it is missing. The file gets its name when it is complete; the first process to
+    name it wins."""
     if not require_plain(path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
         try:
             write_plain(fresh, secrets.token_bytes(_BYTES), mode=0o600)
-            with suppress(FileExistsError):  # another process has made the key meanwhile
+            with suppress(FileExistsError):  # another process has created the key in the meantime
                 os.link(fresh, path)
         finally:
             fresh.unlink(missing_ok=True)
@@ -244,7 +242,7 @@ _DATES = (datetime.datetime, datetime.date, datetime.time)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table in a file. FileNotFoundError when there is no file, ConfigError for anything else."""
+    """The table in a file. FileNotFoundError if there is no file, ConfigError for anything else."""
     return parse_toml(read_text(path), source=str(path))
 
 
@@ -296,8 +294,8 @@ def dump_toml(table: Mapping[str, Any]) -> str:
 def edit_toml(text: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """Change in `text` each value that differs between two tables: it gets the value of `after`, or is removed.
 
-    Comments, order and form of everything else stay, also of keys that the tables do not have. The caller must parse
-    the result to check it. `ValueError` if the text cannot be edited.
+    Comments, order and formatting of everything else stay, also of keys that the tables do not have. The caller must
+    parse the result to check it. ValueError if the text cannot be edited.
     """
     import tomlkit
     from tomlkit.exceptions import TOMLKitError

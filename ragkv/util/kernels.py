@@ -1,8 +1,8 @@
-"""What ragkv's kernels for processors have in common. Numba compiles them for the processor that they run on.
+"""Shared code of ragkv's CPU kernels, which numba compiles for the processor that they run on.
 
-numba has no vectors of its own, so the innermost loops are written as LLVM's instructions (`numba.extending.intrinsic`)
-with the functions of this module. A compiled kernel takes the address of an array of int64 and is run by `run`.
-Importing this module raises ImportError for processors that the kernels are not for.
+numba has no explicit vectors, so the inner loops are written in LLVM IR (`numba.extending.intrinsic`) with the
+functions of this module. A compiled kernel takes the address of an array of int64 and is launched by `run`. Importing
+this module raises ImportError on processors that the kernels do not support.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -35,15 +35,15 @@ from ragkv.util.files import user_folder
 
 FLOAT, INT, LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 FAST = ("reassoc", "contract", "nsz")
-"""What LLVM may do to float arithmetic. Not "nnan" and "ninf": a NaN stays one."""
+"""Fast-math flags for LLVM. "nnan" and "ninf" are not among them: a NaN must stay NaN."""
 POLYNOMIAL = (1.8775767e-3, 8.9893397e-3, 5.5826318e-2, 2.4015361e-1, 6.9315308e-1, 9.9999994e-1)
-"""2^x for x from 0 to 1, the highest power first."""
+"""Polynomial for 2^x with x from 0 to 1, highest power first."""
 SIZES = {"int8": 1, "uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 _NEEDED = ("avx2", "f16c", "fma")
 
 
 def features() -> frozenset[str]:
-    """What the processor has, or the one that numba was asked to compile for, by LLVM's names; empty on ARM."""
+    """LLVM's names of the features of the processor, or of numba's target if one is set; empty on ARM."""
     if platform.machine().lower() in ("aarch64", "arm64"):
         return frozenset()
     chosen = numba.config.CPU_FEATURES
@@ -52,8 +52,8 @@ def features() -> frozenset[str]:
 
 
 def _missing() -> list[str]:
-    """Without F16C LLVM would call a function for each float16, which numba does not have for vectors: the process
-    would crash.
+    """The features that the kernels need and the processor lacks. Without F16C, LLVM would call a library function per
+    float16, which numba does not provide for vectors: the process would crash.
     """
     if platform.machine().lower() in ("aarch64", "arm64"):
         return []
@@ -81,39 +81,39 @@ class BFloat(ir.Type):  # type: ignore[misc]
 
 @functools.cache
 def has_dot(kind: str) -> bool:
-    """Whether the processor multiplies and adds "bfloat16" or "int8" numbers in one instruction."""
+    """Whether the processor has a dot-product instruction for "bfloat16" or "int8"."""
     needed = {"bfloat16": {"avx512bf16", "avx512vl"}, "int8": {"avx512vnni", "avx512bw"}}[kind]
     return needed <= features()
 
 
 @functools.cache
 def has_tiles() -> bool:
-    """Whether it has matrix units for bfloat16 (AMX)."""
+    """Whether the processor has matrix units for bfloat16 (AMX)."""
     return "amx-bf16" in features()
 
 
 def floats(width: int) -> ir.VectorType:
-    """The type of `width` float32 numbers."""
+    """A vector of `width` float32."""
     return ir.VectorType(FLOAT, width)
 
 
 def at(b: Any, address: Any, more: int) -> Any:
-    """The address `more` bytes on."""
+    """The address plus `more` bytes."""
     return b.add(address, LONG(more)) if more else address
 
 
 def load(b: Any, address: Any, kind: Any, align: int = 1) -> Any:
-    """What lies at an address, of an LLVM type."""
+    """Load a value of an LLVM type from an address."""
     return b.load(b.inttoptr(address, kind.as_pointer()), align=align)
 
 
 def store(b: Any, value: Any, address: Any, align: int = 1) -> None:
-    """Write a value to an address."""
+    """Store a value at an address."""
     b.store(value, b.inttoptr(address, value.type.as_pointer()), align=align)
 
 
 def widened(b: Any, address: Any, kind: str, width: int) -> Any:
-    """`width` numbers of `kind` from an address on, as float32."""
+    """Load `width` numbers of `kind` from an address and convert them to float32."""
     if kind == "float32":
         return load(b, address, floats(width), 4)
     words = ir.VectorType(INT, width)
@@ -126,19 +126,19 @@ def widened(b: Any, address: Any, kind: str, width: int) -> Any:
 
 
 def narrowed(b: Any, numbers: Any, kind: str) -> Any:
-    """Float32 numbers as those of a kind, "float32" or "bfloat16"."""
+    """Convert float32 numbers to "float32" or "bfloat16"."""
     return b.fptrunc(numbers, ir.VectorType(BFloat(), numbers.type.count)) if kind == "bfloat16" else numbers
 
 
 def repeated(b: Any, number: Any, width: int) -> Any:
-    """A vector that has the number `width` times."""
+    """Broadcast a number to a vector of `width`."""
     vector = ir.VectorType(number.type, width)
     undefined, zeros = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(INT, width), [0] * width)
     return b.shuffle_vector(b.insert_element(undefined, number, INT(0)), undefined, zeros)
 
 
 def summed(b: Any, vectors: list[Any]) -> Any:
-    """The sums of the numbers of each of 2, 4, … vectors, as one vector."""
+    """The horizontal sums of 2, 4, … vectors, as one vector."""
     add = b.fadd if vectors[0].type.element == FLOAT else b.add
 
     def part(one: Any, other: Any, places: range) -> Any:
@@ -155,23 +155,23 @@ def summed(b: Any, vectors: list[Any]) -> Any:
 
 
 def fetch(b: Any, place: Any) -> None:
-    """Fetch a line into the second cache."""
+    """Prefetch a cache line into L2."""
     pointer = ir.IntType(8).as_pointer()
     prefetch = function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, INT, INT, INT)
     b.call(prefetch, [b.inttoptr(place, pointer), INT(0), INT(2), INT(1)])
 
 
 def function(b: Any, name: str, result: Any, *arguments: Any) -> Any:
-    """One of LLVM's own functions."""
+    """Call one of LLVM's intrinsics."""
     return b.module.globals.get(name) or ir.Function(b.module, ir.FunctionType(result, arguments), name)
 
 
 @intrinsic
 def address(context: Any, array: Any) -> Any:
-    """Where the numbers of an array begin.
+    """The address of an array's data.
 
-    numba frees an array after the last use of its name. So a kernel asks for it within the loop that uses the memory:
-    asked for before that, the loop would write to memory that is somebody else's.
+    numba frees an array after the last use of its name. So a kernel must ask for the address within the loop that uses
+    the memory: asked for before the loop, it would point to freed memory.
     """
 
     def generate(context: Any, b: Any, signature: Any, arguments: Any) -> Any:
@@ -183,7 +183,7 @@ def address(context: Any, array: Any) -> Any:
 
 @intrinsic
 def reals(context: Any, place: Any) -> Any:
-    """The float32 numbers at an address."""
+    """View the memory at an address as float32 numbers."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         return b.inttoptr(arguments[0], FLOAT.as_pointer())
@@ -193,7 +193,7 @@ def reals(context: Any, place: Any) -> Any:
 
 @intrinsic
 def integers(context: Any, place: Any) -> Any:
-    """The int64 numbers at an address."""
+    """View the memory at an address as int64 numbers."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         return b.inttoptr(arguments[0], LONG.as_pointer())
@@ -203,7 +203,7 @@ def integers(context: Any, place: Any) -> Any:
 
 @intrinsic
 def octets(context: Any, place: Any) -> Any:
-    """The uint8 numbers at an address."""
+    """View the memory at an address as uint8 numbers."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         return b.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -213,7 +213,7 @@ def octets(context: Any, place: Any) -> Any:
 
 @intrinsic
 def float_of(context: Any, bits: Any) -> Any:
-    """The float32 that has these bits."""
+    """The float32 with these bits."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         return b.bitcast(arguments[0], FLOAT)
@@ -223,7 +223,7 @@ def float_of(context: Any, bits: Any) -> Any:
 
 @intrinsic
 def argument(context: Any, data: Any, index: Any) -> Any:
-    """The int64 at a place of the array whose address a kernel was given."""
+    """Element `index` of a kernel's argument array."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         return load(b, b.add(arguments[0], b.mul(arguments[1], LONG(8))), LONG, 8)
@@ -237,7 +237,7 @@ def _word(b: Any, place: Any, index: Any) -> Any:
 
 @intrinsic
 def loaded(context: Any, place: Any, index: Any) -> Any:
-    """The int64 at a place, as another thread has left it."""
+    """Atomic load of an int64 that other threads write (sequentially consistent)."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         return b.load_atomic(_word(b, *arguments), "seq_cst", 8)
@@ -247,7 +247,7 @@ def loaded(context: Any, place: Any, index: Any) -> Any:
 
 @intrinsic
 def put(context: Any, place: Any, index: Any, value: Any) -> Any:
-    """Write an int64 for other threads, after all that this one has written."""
+    """Atomic store of an int64: threads that see it also see all earlier writes of this thread."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         b.store_atomic(arguments[2], _word(b, *arguments[:2]), "seq_cst", 8)
@@ -257,7 +257,7 @@ def put(context: Any, place: Any, index: Any, value: Any) -> Any:
 
 @intrinsic
 def swapped(context: Any, place: Any, index: Any, old: Any, new: Any) -> Any:
-    """Replace an int64 if it is `old`; whether it was."""
+    """Compare and swap an int64; whether it was `old`."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         place, index, old, new = arguments
@@ -279,7 +279,7 @@ def called(context: Any, kernel: Any, place: Any) -> Any:
 
 @intrinsic
 def pause(context: Any) -> Any:
-    """Tell the processor that this thread looks again and again."""
+    """Tell the processor that this thread spin-waits."""
 
     def generate(_context: Any, b: Any, _signature: Any, _arguments: Any) -> Any:
         if features():
@@ -292,7 +292,7 @@ def pause(context: Any) -> Any:
 
 @intrinsic
 def claimed(context: Any, data: Any) -> Any:
-    """The first unit of work that no thread has begun; this thread has it and those of its chunk (`run`)."""
+    """Claim the next chunk of work units (`run`); returns its first unit."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         chunk = load(b, at(b, arguments[0], 8 * CHUNK), LONG, 8)
@@ -302,13 +302,13 @@ def claimed(context: Any, data: Any) -> Any:
 
 
 UNITS, CHUNK, ARGUMENTS = 1, 2, 3
-"""Where a kernel finds how many units of work there are and how many make a chunk, and its own arguments."""
-_CHUNKS = 4  # for each thread, as some are slower
+"""Indices in a kernel's array: the number of units, the units per chunk, and its own first argument."""
+_CHUNKS = 4  # per thread, because some threads are slower
 
 
 def run(kernel: Any, units: int, threads: int, *arguments: int, held: Sequence[Tensor] = ()) -> None:
-    """Run a kernel, which claims `units` of work until there are none, on so many threads. `held` is what it reads and
-    fills, if the launch may be recorded (`record`).
+    """Run a kernel on this many threads, which claim chunks of `units` work units until none are left. `held` are the
+    tensors that it reads and writes; a launch that is recorded (`record`) keeps them alive.
     """
     chunk = units if threads < 2 else -(-units // (_CHUNKS * threads))
     data = _array(ARGUMENTS + len(arguments))(0, units, chunk, *arguments)
@@ -323,27 +323,28 @@ def _launch(kernel: Any, call: Callable[[int], None], data: Any, threads: int, _
         call(place)
     else:
         _team().run(kernel.address, call, place, threads - 1)
-    if data[0] < data[UNITS]:  # a thread that finds no memory ends before its first unit, and numba only prints that
+    if data[0] < data[UNITS]:  # a thread without memory ends before its first unit, and numba only prints the error
         raise MemoryError("a kernel found no memory for its sums")
 
 
 _IDLE, _ASKED, _BUSY = range(3)
 _STATE, _AWAKE, _KERNEL, _DATA, _LINE = 0, 1, 2, 3, 8
-"""What lies on a helper's board, which is a line of the cache: what it does, whether it looks at the board at all, and
-the kernel and data that it is asked to run.
+"""Indices in a helper's board, which is one cache line: its state, whether it is polling the board, and the address
+and data of the kernel that it is asked to run.
 """
 _LOOKS = 5_000
-"""How often a helper without work looks at its board before it lets go of the processor: 0.2 to 3 ms."""
+"""How often an idle helper polls its board before it yields the processor: 0.2 to 3 ms."""
 _LATE, _CALM = 1e-4, 2000
-"""A helper is late that needs so many seconds more for what it has begun than all the rest has taken."""
+"""A helper is late if the launching thread waits for it `_LATE` seconds longer than its own share took; `_CALM` is a
+number of kernels."""
 _WINDOW, _USED, _OFTEN = 0.05, 0.8, 50
-"""Each so many seconds it is looked up whether helpers were late, or this thread had less than so much of a processor
-because the system took it away more often than so many times a second. Twice in a row, and the machine is busy.
+"""Every `_WINDOW` seconds: were helpers late, or did this thread get less than `_USED` of a processor and lose it more
+than `_OFTEN` times a second? If so twice in a row, the machine counts as busy.
 """
 
 
 def taken_away() -> int:
-    """How often the system has taken the processor from this thread; 0 where it does not count that."""
+    """How often the system has preempted this thread; 0 where it does not count that."""
     try:
         import resource
 
@@ -353,13 +354,13 @@ def taken_away() -> int:
 
 
 class _Team:
-    """Threads that help the one that launches a kernel.
+    """Worker threads that help a thread to run a kernel.
 
-    A helper looks at its board for a while before it sleeps, as OpenMP's threads do: a decode step launches a kernel
-    each 0.2 ms, and to wake a thread takes a quarter of that. One thread has the team at a time; another one that
-    launches a kernel meanwhile runs it alone. On a machine that is busy otherwise, a helper may lose its processor
-    amid its work, or take that of the thread which it should help. Then half of them are asked, until `_CALM` kernels
-    have met nothing of the kind.
+    An idle helper spin-waits before it sleeps, as OpenMP's threads do: a decode step launches a kernel every 0.2 ms,
+    and waking a thread takes a quarter of that. One thread uses the team at a time; a thread that launches a kernel
+    while the team is taken runs it alone. On a busy machine a helper may be preempted in the middle of its work, or
+    displace the thread that it should help. Then only half of the helpers are used, until `_CALM` kernels have run
+    undisturbed.
     """
 
     def __init__(self, size: int) -> None:
@@ -373,7 +374,7 @@ class _Team:
         self._help, self._ask, self._wait = (compiled(work).ctypes for work in (_help, _ask, _wait))
 
     def run(self, kernel: int, call: Callable[[int], None], place: int, helpers: int) -> None:
-        """Run a kernel, with the data at a place, and return when nobody runs it any more."""
+        """Run a kernel with the data at `place`; returns when no thread runs it any more."""
         if not self._lock.acquire(blocking=False):
             call(place)
             return
@@ -384,15 +385,15 @@ class _Team:
                 awake = self._first + _LINE * at + _AWAKE
                 if not self._memory[awake]:
                     self._memory[awake] = 1
-                    with suppress(RuntimeError):  # while the interpreter ends nobody helps any more
+                    with suppress(RuntimeError):  # at interpreter exit there are no helpers
                         self._pool.submit(self._help, self._boards + 8 * _LINE * at)
             asked, started = ctypes.addressof(data), time.perf_counter()
             try:
                 self._ask(asked)
                 call(place)
                 ended = time.perf_counter()
-            finally:  # also when it is interrupted: a helper may be amid its work
-                self._wait(asked)  # the first call here: an interrupt comes after one
+            finally:  # also after an interrupt: a helper may be in the middle of its work
+                self._wait(asked)  # the first call here, because Python delivers an interrupt after a call
             self._note(helpers, time.perf_counter() - ended > _LATE + ended - started, ended)
         finally:
             self._lock.release()
@@ -413,7 +414,7 @@ class _Team:
 
 
 def _help(board):
-    """Run what is asked for, until nothing has been for a while."""
+    """A helper: run requested kernels, and return after a while without requests."""
     left = _LOOKS
     while left > 0:
         if loaded(board, _STATE) == _ASKED and swapped(board, _STATE, _ASKED, _BUSY):
@@ -426,7 +427,7 @@ def _help(board):
 
 
 def _ask(data):
-    """Ask helpers for a kernel: the boards, how many, its address and that of its data."""
+    """Request a kernel of helpers; `data` is the boards' address, the number of helpers, the kernel and its data."""
     for at in range(loaded(data, 1)):
         board = loaded(data, 0) + 8 * _LINE * at
         put(board, _KERNEL, loaded(data, 2))
@@ -435,7 +436,7 @@ def _ask(data):
 
 
 def _wait(data):
-    """Wait for those who have begun; nobody begins afterwards."""
+    """Withdraw requests that were not started, and spin-wait for the helpers that have started."""
     for at in range(loaded(data, 1)):
         board = loaded(data, 0) + 8 * _LINE * at
         if not swapped(board, _STATE, _ASKED, _IDLE):
@@ -447,7 +448,7 @@ _RECORDS = threading.local()
 
 
 def record(seen: Callable[[Callable[[], None]], object] | None) -> None:
-    """From here on give `seen` what repeats each launch of this thread; None: no longer."""
+    """From now on pass `seen` a function for each launch of this thread that repeats it; None stops this."""
     _RECORDS.seen = seen
 
 
@@ -461,8 +462,8 @@ _THREADS = threading.local()
 
 @functools.cache
 def _set_threads() -> tuple[Callable[[int], object], Callable[[int], object]]:
-    """What sets the number of torch's threads for this thread alone: OpenMP's own function and MKL's, where torch has
-    them. torch's sets it as well for each thread that is yet to use torch, which would keep it.
+    """The functions that set the number of torch's threads for this thread alone: OpenMP's own and MKL's, if torch has
+    them. torch's own function would also affect every thread that uses torch for the first time later.
     """
     for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
         with suppress(OSError, AttributeError):
@@ -473,8 +474,8 @@ def _set_threads() -> tuple[Callable[[int], object], Callable[[int], object]]:
 
 @contextmanager
 def instead_of_torch() -> Iterator[None]:
-    """Within, torch's own operations are on one thread, and as many kernels as before on several: OpenMP's threads look
-    for work for milliseconds after each operation, and take the processors from the kernels' threads.
+    """Context in which torch's own operations use one thread, while kernels keep theirs: OpenMP's threads spin for
+    milliseconds after each operation, and would take the processors from the kernels' threads.
     """
     if (number := torch.get_num_threads()) == 1:
         yield
@@ -485,17 +486,17 @@ def instead_of_torch() -> Iterator[None]:
         of_openmp(1)
         of_mkl(1)
         yield
-    finally:  # each is the first call where it stands: an interrupt comes after one
+    finally:  # each is the first call in its block, because Python delivers an interrupt after a call
         _THREADS.number = None
         try:
             of_openmp(number)
         finally:
-            of_mkl(0)  # as many as the process has
+            of_mkl(0)  # back to the process's setting
 
 
 @contextmanager
 def by_torch() -> Iterator[None]:
-    """Within `instead_of_torch`, an operation of torch on all threads after all."""
+    """Within `instead_of_torch`, let an operation of torch use all threads after all."""
     if (number := getattr(_THREADS, "number", None)) is None:
         yield
         return
@@ -505,19 +506,19 @@ def by_torch() -> Iterator[None]:
         of_mkl(number)
         yield
     finally:
-        if getattr(_THREADS, "number", None) is not None:  # else an interrupt has ended the pass before this
+        if getattr(_THREADS, "number", None) is not None:  # else an interrupt has ended the pass already
             of_openmp(1)
             of_mkl(1)
 
 
 def threads() -> int:
-    """How many threads kernels have: as many as torch has, or had before it left them to kernels."""
+    """The number of threads for kernels: torch's, or what it was before `instead_of_torch`."""
     found: int | None = getattr(_THREADS, "number", None)
     return torch.get_num_threads() if found is None else found
 
 
 def threads_for(numbers: int, each: int) -> int:
-    """On how many of these threads to run work on so many numbers, of which `each` are worth one."""
+    """The number of threads for work on this many numbers, of which `each` are worth a thread."""
     return max(1, min(threads(), numbers // each))
 
 
@@ -525,7 +526,7 @@ _COMPILING = threading.RLock()
 
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
-    """`functools.cache`, but threads that ask at the same time wait for one result instead of making two."""
+    """`functools.cache`, but threads that call it at the same time share one result instead of making two."""
     made = functools.cache(make)
 
     @functools.wraps(make)
@@ -543,7 +544,7 @@ def _team() -> _Team:
 
 
 def _begin_again() -> None:
-    """In the child of a fork, which has none of these threads: one that holds the lock would never let go of it."""
+    """In the child of a fork: replace threads and locks, because a thread that held a lock does not exist there."""
     global _COMPILING
     _COMPILING = threading.RLock()
     _team.cache_clear()  # type: ignore[attr-defined]
@@ -553,24 +554,22 @@ os.register_at_fork(after_in_child=_begin_again)
 
 
 def compiled(function: Callable[..., None], *, fast: Sequence[str] = ()) -> Any:
-    """A kernel for `run`, compiled, and kept in the user's cache folder. `fast` is what LLVM may do to all float
-    arithmetic (`FAST`).
-    """
+    """A kernel for `run`, compiled and cached in the user's folder. `fast` are LLVM's fast-math flags (`FAST`)."""
     options: dict[str, Any] = {"fastmath": set(fast), "error_model": "numpy", "boundscheck": False}
     signature = types.void(types.int64)
     try:
         with _keeping(function):
             return numba.cfunc(signature, cache=True, **options)(function)
-    except Exception:  # no folder that it may be kept in, a full disk, a damaged file; else it is raised again
+    except Exception:  # no folder for the cache, a full disk, a damaged file; any other error is raised again
         return numba.cfunc(signature, **options)(function)
 
 
 @contextmanager
 def _keeping(function: Callable[..., None]) -> Iterator[None]:
-    """Keep what is compiled in the user's cache folder, unless NUMBA_CACHE_DIR names one. Numba's own choice, beside
-    this file, would be left behind there when the package is uninstalled, and hide an editable install.
+    """Cache compiled code in the user's cache folder, unless NUMBA_CACHE_DIR is set. Numba's own choice, beside this
+    file, would be left behind when the package is uninstalled, and hide an editable install.
 
-    Each variant of a kernel has a folder of its own. In one folder, numba's index would name the file of another
+    Each variant of a kernel has a folder of its own. In a shared folder, numba's index would name the file of another
     variant if two processes compiled both at once.
     """
     before = numba.config.CACHE_DIR
@@ -586,17 +585,17 @@ def _keeping(function: Callable[..., None]) -> Iterator[None]:
 
 @functools.cache
 def _version() -> str:
-    """What distinguishes this module from earlier ones: numba sees only whether a kernel's own file has changed."""
+    """Identifies the code of this module: numba only notices that a kernel's own file has changed."""
     return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
 
 
 def _variant(function: Callable[..., None]) -> str:
-    """What distinguishes a kernel from others of the same code: what it was made for, and the processor."""
+    """Identifies a kernel among others of the same code: its parameters, and the processor."""
     made_for = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     processor = numba.config.CPU_NAME or binding.get_host_cpu_name(), sorted(features())
     return hashlib.sha256(repr((made_for, processor)).encode()).hexdigest()[:8]
 
 
 def piece(width: int) -> int:
-    """How many of `width` numbers make a vector."""
+    """The vector width for a row of `width` numbers."""
     return math.gcd(width, 16)

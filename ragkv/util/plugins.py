@@ -60,7 +60,7 @@ class PluginRegistry:
 
         Every error while importing is an ImportError, except a `RagkvError`, which already says what to do.
         """
-        # Built-in plug-ins first, so that they need no package metadata.
+        # Built-in plug-ins first, because they need no package metadata.
         entry = self._built_in.get(name) or self.added[name]
         try:
             return entry.load()

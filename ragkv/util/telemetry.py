@@ -1,7 +1,7 @@
-"""What operators see of a running process: spans of OpenTelemetry, request ids, and log lines as JSON.
+"""What operators see of a running process: OpenTelemetry spans, request ids, and log lines as JSON.
 
-Spans go to whatever provider the process has (`export_spans` makes one from the OTEL_… variables); until somebody has
-imported opentelemetry there is none, and nothing is done. Spans and log lines have counts, names of models and engines,
+Spans go to the process's provider (`export_spans` makes one from the OTEL_… variables); if nothing has imported
+opentelemetry there is none, and nothing is recorded. Spans and log lines contain counts, names of models and engines,
 and times: never the text of a question, an answer or a document.
 """
 
@@ -25,7 +25,7 @@ from typing import IO, Any
 from ragkv.errors import install_hint
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""The id of the request that the current task or thread works for."""
+"""The id of the request that the current task or thread serves."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 _PROPAGATED = ("traceparent", "tracestate", "baggage", "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-sampled")
 _ASKED_FOR = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
@@ -34,18 +34,16 @@ logger = logging.getLogger(__name__)
 
 
 def take_request_id(given: str | None) -> str:
-    """The id that a client gave, if it has 1 to 128 letters, digits and `._:/+=@-`; else a new one. It is
-    `request_id` from now on.
-    """
+    """Set and return `request_id`: the client's, if it has 1 to 128 letters, digits and `._:/+=@-`; else a new one."""
     found = given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
     request_id.set(found)
     return found
 
 
 class Span:
-    """A span that has begun, or nothing where nobody records spans. `started` is a time of `time.perf_counter`.
+    """A span that has begun, or nothing if spans are not recorded. `started` is a time of `time.perf_counter`.
 
-    Its parent is the current span, or the one that the headers of a request name. `off`: nothing in any case. End it
+    Its parent is the current span, or the one named by a request's headers. With `off` it is never recorded. End it
     once, in any thread.
     """
 
@@ -74,18 +72,18 @@ class Span:
 
     @property
     def records(self) -> bool:
-        """Whether attributes and children would be kept."""
+        """Whether attributes and children are kept."""
         return self._span is not None and self._span.is_recording()
 
     def note(self, attributes: Mapping[str, Any], name: str = "") -> None:
-        """Set attributes, and another name."""
+        """Set attributes, and rename the span if `name` is given."""
         if self.records:
             self._span.set_attributes(attributes)
             if name:
                 self._span.update_name(name)
 
     def end(self, error: BaseException | str | None = None, *, at: float | None = None) -> None:
-        """End it, after an error with the error's class, whose message may have text of the question."""
+        """End it. After an error it records the error's class only, as the message may quote the question."""
         if self._span is None:
             return
         if error is not None:
@@ -96,12 +94,12 @@ class Span:
         self._span.end(self._epoch(time.perf_counter() if at is None else at))
 
     def _epoch(self, clock: float) -> int:
-        """Nanoseconds since 1970 of a time of `time.perf_counter`, by one offset for both ends of the span."""
+        """A time of `time.perf_counter` as nanoseconds since 1970; one offset serves both ends of the span."""
         return self._offset + int(clock * 1e9)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Spans that begin in the block, in this thread or task, are its children; it does not end with the block."""
+        """Make it the parent of spans that begin in the block, in this thread or task; the block does not end it."""
         if self._span is None:
             yield
             return
@@ -131,11 +129,11 @@ def note_span(attributes: Mapping[str, Any]) -> None:
 
 
 def export_spans() -> Callable[[], None]:
-    """Export spans from now on as the OTEL_… variables say, if they ask for it; returns what sends the last ones.
+    """Export spans from now on, if the OTEL_… variables ask for it; returns a function that flushes the last ones.
 
-    OTEL_TRACES_EXPORTER names an exporter that is installed ("otlp" if only an endpoint is given), and the SDK itself
-    reads the others: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_PROPAGATORS, … That an exporter is missing
-    is a warning, because platforms set these variables for all of their containers.
+    OTEL_TRACES_EXPORTER names an installed exporter ("otlp" if only an endpoint is given); the SDK itself reads the
+    others: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_PROPAGATORS, … A missing exporter is only a warning,
+    because platforms set these variables for all of their containers.
     """
     asked = next(filter(None, map(os.environ.get, _ASKED_FOR)), None)
     name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
@@ -188,7 +186,7 @@ class JsonLine(logging.Formatter):
 
 
 class LogStream:
-    """A text stream whose lines are log records: for what libraries and commands write to stderr."""
+    """A text stream whose lines become log records, for what libraries and commands write to stderr."""
 
     encoding, errors = "utf-8", "replace"
 
@@ -199,7 +197,7 @@ class LogStream:
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            if shown := line.rpartition("\r")[2].strip():  # of a bar that is drawn again and again, the last
+            if shown := line.rpartition("\r")[2].strip():  # of a progress bar that is redrawn, only the last state
                 level = logging.ERROR if shown.startswith("ragkv: ") else logging.INFO
                 self._log.log(level, "%s", shown)
         return len(text)
@@ -212,8 +210,8 @@ class LogStream:
 
 
 def log_as_json(stream: IO[str]) -> None:
-    """Write every log record as JSON to `stream`, with ragkv's and uvicorn's from "info" on, and turn whatever else is
-    written to stderr, warnings and tracebacks into records.
+    """Write every log record as JSON to `stream`, including ragkv's and uvicorn's from level "info" on, and turn other
+    output on stderr, warnings and tracebacks into records.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLine())
@@ -224,8 +222,8 @@ def log_as_json(stream: IO[str]) -> None:
     errors = logging.getLogger("ragkv")
     sys.stderr = LogStream(stream, errors)
     sys.excepthook = lambda kind, error, place: errors.critical(
-        "the process ends by an error", exc_info=(kind, error, place)
+        "the process ends with an error", exc_info=(kind, error, place)
     )
     threading.excepthook = lambda args: errors.error(
-        "a thread ended by an error", exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
+        "a thread ended with an error", exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
     )
