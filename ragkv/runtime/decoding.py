@@ -1,8 +1,8 @@
 """From the scores of one request to the text of its answer.
 
 `Sampler` chooses tokens with transformers' own logits processors and a random generator per request. `Detokenizer`
-turns them into text, whole characters only. `StopGate` holds text back while it may begin a stop string. `TokenMask`
-leaves the tokens that a schema, regex or grammar allows. `Decoder` combines them and decides when the answer ends.
+turns them into text, whole characters only. `StopGate` holds back text that may begin a stop string. `TokenMask`
+masks the tokens that a schema, regex or grammar forbids. `Decoder` combines them and decides when the answer ends.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Sampler:
 
     The order is that of transformers' `generate`: repetition penalty, the caller's own processors (and the mask of a
     constraint), temperature, top-k, top-p, min-p. The draw is that of `torch.multinomial` from a `torch.Generator`
-    seeded with `decoding.seed`, so that `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of
-    the same number. If nothing changes the scores, the choice is the engine's own (`Sample.best`), which knows how it
-    breaks ties. All choices stay on the device, so that one transfer fetches those of all requests.
+    seeded with `decoding.seed`, so `full` draws what `generate(do_sample=True)` draws after `torch.manual_seed` of the
+    same number. If nothing changes the scores, the choice is the engine's own (`Sample.best`), which breaks ties in its
+    own way. All choices stay on the device, so that one transfer fetches those of all requests.
     """
 
     def __init__(self, decoding: Decoding, own: Sequence[Any] = ()) -> None:
@@ -44,12 +44,12 @@ class Sampler:
 
     @torch.inference_mode()
     def choose(self, asked: Sample, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """The token after `ids`, those generated so far, 0-dim; and, for a draw, whether all scores were finite."""
+        """The token after `ids`, those generated so far, 0-dim; for a draw, also whether all scores were finite."""
         if not self._chain and not self._decoding.heat:
             return asked.best(), None
         scores = asked.scores[None]  # (1, vocab)
         if self._chain:
-            # a copy: a processor may write in place, and others still need the scores
+            # a copy: a processor may write in place, and the scores are still needed
             generated = torch.tensor([list(ids)], dtype=torch.long).to(scores.device, non_blocking=True)
             scores = self._chain(generated, scores.clone())
         if not self._decoding.heat:
@@ -61,9 +61,9 @@ class Sampler:
             self._generator = torch.Generator(device=shares.device)
             self._generator.manual_seed(self._decoding.seed or 0)
         finite = shares.isfinite().all()
-        # a draw from other scores is not used, but it must not fail, because other requests are in the batch
+        # a draw from non-finite scores is not used, but it must not fail, because other requests are in the batch
         shares = torch.where(finite, shares, torch.ones_like(shares))
-        # as torch.multinomial for one draw, without its check of the probabilities, which waits for the device
+        # as torch.multinomial for one draw, without its check of the probabilities, which synchronises with the device
         times = torch.empty_like(shares).exponential_(generator=self._generator)
         return (shares / times).argmax(-1)[0], finite
 
@@ -99,15 +99,15 @@ def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
     return chain
 
 
-_CONSTRAINTS = 16  # that are kept compiled
-_COPIES = 256  # of one: they share the states of a lexer, whose number is bounded
+_CONSTRAINTS = 16  # compiled constraints that are cached
+_COPIES = 256  # of one constraint: they share a lexer, whose number of states is bounded
 _LONGEST_NUMBER = 24  # characters of the longest 64-bit number; a small model may write zeros for ever
 _IN_NUMBER = frozenset("0123456789.eE+-")
 _PROBE = '{"a b": [1, "ä"]}\n'
 
 
 class _Vocabulary:
-    """A model's vocabulary as llguidance reads it; made at the first constraint, which takes up to a second."""
+    """A model's vocabulary for llguidance; made for the first constraint, which takes up to a second."""
 
     def __init__(self, model: ModelFacts) -> None:
         from llguidance import LLTokenizer
@@ -127,12 +127,12 @@ class _Vocabulary:
             )
         hidden = [i for i in model.tokens.control_ids if i < self.tokens.vocab_size and not model.tokens.decode([i])]
         self.banned = [i for i in hidden if not self.tokens.is_special_token(i)]
-        """Tokens that llguidance takes for text, and that show none."""
+        """Tokens that llguidance takes for text, but that decode to none."""
         self._compiled: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def matcher(self, constraint: str) -> Any:
-        """A matcher at the start of an answer. Requests with one constraint share what is compiled and learned."""
+        """A matcher at the start of an answer. Requests with the same constraint share its compiled form and states."""
         from llguidance import LLMatcher
 
         with self._lock:
@@ -146,9 +146,9 @@ class _Vocabulary:
 
 
 class TokenMask:
-    """One request's constraint: which tokens may follow those that it has taken. It is a logits processor.
+    """One request's constraint as a logits processor: it masks the tokens that may not follow those taken so far.
 
-    `json`: the answer is JSON, in which a number ends after 24 characters if it may.
+    `json`: the answer is JSON, whose numbers end after 24 characters where they may end.
     """
 
     def __init__(self, model: ModelFacts, constraint: str, ends: frozenset[int], *, json: bool = False) -> None:
@@ -162,8 +162,8 @@ class TokenMask:
         self._require()
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """`scores` `(1, vocab)`, in place, with -inf for tokens that are not allowed; end tokens are, if the answer is
-        whole.
+        """`scores` `(1, vocab)`, modified in place: -inf for tokens that are not allowed. End tokens are allowed if the
+        answer is complete.
         """
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8).copy()
         self._require()
@@ -175,7 +175,7 @@ class TokenMask:
                 bit = 1 << (each & 7)
                 allowed[each >> 3] = allowed[each >> 3] | bit if whole else allowed[each >> 3] & (0xFF ^ bit)
         width = scores.shape[-1]
-        barred = np.ones(width, np.uint8)  # unpacked here: on the host it takes a tenth of torch's time
+        barred = np.ones(width, np.uint8)  # unpacked by numpy, which takes a tenth of torch's time here
         bits = np.unpackbits(~allowed, bitorder="little")[:width]
         barred[: len(bits)] = bits
         if self._number >= _LONGEST_NUMBER:
@@ -187,7 +187,7 @@ class TokenMask:
         )
 
     def take(self, token_id: int) -> bool:
-        """Record the chosen token; whether the answer is whole and nothing may follow."""
+        """Record the chosen token; returns whether the answer is complete and nothing may follow."""
         self._matcher.consume_token(token_id)
         self._require()
         for character in self._decode([token_id]) if self._json else "":
@@ -206,12 +206,12 @@ class TokenMask:
 
 
 class Detokenizer:
-    """Decodes a window of ids at each step instead of all of them; its outputs together equal the decoding of all ids.
+    """Decodes a window of ids at each step instead of all ids; its outputs concatenated are the decoding of all ids.
 
-    The window is the ids of the last output, as left context, and those that are not shown yet. The context is for
-    decoders that depend on neighbours: SentencePiece drops the space before the first token that it is given. Output
-    waits while the window ends in U+FFFD, which may be the beginning of a character, and while it ends in byte tokens
-    (`<0xE4>`), because those decoders judge a run of them as a whole.
+    The window is the ids of the last output, as left context, and those that are not shown yet. Some decoders depend on
+    the context: SentencePiece drops the space before its first token. Output waits while the window ends in U+FFFD,
+    which may be the beginning of a character, and while it ends in byte tokens (`<0xE4>`), because those decoders judge
+    a run of them as a whole.
     """
 
     def __init__(self, tokens: Tokens, *, control: bool = False) -> None:
@@ -242,13 +242,13 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The text that is still held back when no more tokens come; an unfinished character is U+FFFD."""
+        """The text that is still held back at the end; an unfinished character is U+FFFD."""
         text, self._shown = self._text[self._shown :], len(self._text)
         return text
 
 
 class StopGate:
-    """Lets text through up to the first stop string, and holds back what may be the beginning of one.
+    """Lets text through up to the first stop string, and holds back a possible beginning of one.
 
     The first stop string is the one that is complete first (the longest of those), so the cut does not depend on how
     the text was split.
@@ -275,7 +275,7 @@ class StopGate:
         return held[:cut]
 
     def flush(self) -> str:
-        """The text held back that turned out not to be a stop string."""
+        """The text held back, which turned out not to be a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -285,8 +285,8 @@ class Generation:
     """How one request's tokens are chosen, and when they end.
 
     `processors` and `criteria` are the caller's own logits processors and stopping criteria, of transformers' types;
-    they get the generated ids `(1, n)` and the scores `(1, vocab)`. `control`: the text has the names of the control
-    tokens that a grammar has allowed.
+    they get the generated ids `(1, n)` and the scores `(1, vocab)`. `control`: the text includes the names of control
+    tokens that a grammar allows.
     """
 
     max_new_tokens: int
@@ -309,13 +309,13 @@ class Token:
     text: str
     winner: int | None = None
     thought: bool = False
-    """Whether it belongs to what the model thinks before it answers; the marks around that have no text."""
+    """Whether it belongs to the model's thinking before the answer; the marks around that have no text."""
     finish_reason: Literal["stop", "length"] | None = None
 
 
 class _Thought:
-    """What a model thinks before it answers, which the prompt has begun: up to the mark of its end, which comes by
-    itself or after `most` tokens. No end token comes before it.
+    """The model's thinking before its answer, which the prompt has opened. It ends with its closing mark, generated by
+    the model or forced after `most` tokens. No end token is allowed before.
     """
 
     def __init__(self, model: ModelFacts, generation: Generation, most: int | str, ends: frozenset[int]) -> None:
@@ -352,9 +352,9 @@ class _Thought:
 
 
 class Decoder:
-    """Sampler, text and end of one request: it decides about end tokens, length and stop strings.
+    """Sampling, text and end of one request: it decides about end tokens, length and stop strings.
 
-    transformers' `StopStringCriteria` says that a string occurred, but not which text to hold back until that is
+    transformers' `StopStringCriteria` reports that a string occurred, but not which text to hold back until that is
     certain.
     """
 
@@ -378,7 +378,7 @@ class Decoder:
         return self._generation.max_new_tokens - len(self._ids)
 
     def choose(self, asked: Sample) -> tuple[Tensor, Tensor | None]:
-        """The next token, 0-dim, and whether the scores could be drawn from (None: nothing was drawn)."""
+        """The next token, 0-dim, and whether the scores could be drawn from (None: greedy)."""
         if self._thought is not None:
             return self._thought.choose(asked, self._ids)
         return self._sampler.choose(asked, self._ids)

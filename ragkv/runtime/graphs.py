@@ -1,16 +1,16 @@
-"""Forward passes that are launched as a whole: a pass of an 8B model has 1,500 kernels, and on a GPU takes longer to
-launch than to run; on a processor, a quarter of a decode step of 100M parameters is Python and torch around the work.
+"""Forward passes that are launched as a whole. On a GPU, the 1,500 kernels of an 8B model's pass take longer to launch
+than to run; on a CPU, a quarter of a decode step with 100M parameters is overhead of Python and torch.
 
 `DecodeGraph` captures whole decode steps. A step of the same sequences as the last ones, of one token each, differs
-from those in the tokens, the positions and the lengths alone, and these are numbers on the device
-(`ragkv.attention.batch.Step`, `fixed`). So the eighth such step in a row is captured, and replays follow until a
-sequence joins or leaves or its memory is full.
+from those only in the tokens, the positions and the lengths, and these are numbers on the device
+(`ragkv.attention.batch.Step`, `fixed`). So the eighth such step in a row is captured, and replayed until a sequence
+joins or leaves or its memory is full.
 
 `PiecewiseGraphs` captures any other pass of few tokens, such as that of a question, in the pieces between the attention
-of two layers, as vLLM does: what a layer computes for a token does not depend on what the token reads. Attention alone
-is launched kernel by kernel. A graph is of a number of tokens, to which a pass is padded.
+of two layers, as vLLM does: what a layer computes for a token outside attention does not depend on its context. Only
+attention is launched kernel by kernel. A graph is made for a number of tokens, to which a pass is padded.
 
-On a GPU a piece is a CUDA graph (`Capture`); on a processor it is the list of its operations (`Recording`).
+On a GPU a piece is a CUDA graph (`Capture`); on a CPU it is the list of its operations (`Recording`).
 """
 
 from __future__ import annotations
@@ -43,40 +43,40 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALIKE, MOST_ALIKE = 8, 32
-"""So many steps of the same sequences in a row, and the last of them is captured; up to so many, while captured steps
-have too few replays to be worth their capture.
+"""A step is captured after this many consecutive steps of the same sequences; the number grows up to MOST_ALIKE while
+captured steps have too few replays to be worth their capture.
 """
 WORTH = 12
-"""Replays that are worth a capture, which takes as long as some steps in pieces."""
+"""Replays that make a capture worthwhile; it takes as long as some steps in pieces."""
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens to which a pass is padded; with more the device is busy for longer than the launches take."""
+"""Token counts to which a pass is padded; with more, the device is busy for longer than the launches take."""
 PASSES = 2
-"""So many passes of a size, and the last of them is captured, which takes as long as two."""
+"""A size is captured at its PASSES-th pass; a capture takes as long as two passes."""
 RECORDED_SIZES, RECORDED_PASSES, MOST_RECORDED = range(1, 17), 8, 32
-"""The same on a processor, where padding takes time; and so many tokens have the recorded sizes together, because each
-needs memory for all that it computes: 0.3 MB for a token in a layer of an 8B model.
+"""The same on a CPU, where padding takes time. MOST_RECORDED bounds the tokens of all recorded sizes together, because
+each keeps memory for all its intermediate results: 0.3 MB for a token in a layer of an 8B model.
 """
 
 
 class Capture:
-    """Captures what this thread launches between `begin` and `end`, which gives what launches it again.
+    """Captures what this thread launches between `begin` and `end`; `end` returns a function that launches it again.
 
-    All graphs of a runtime share their memory, which is safe because they are launched one after another: what one of
-    them leaves for later is held by who needs it, and is read before another one is launched.
+    All graphs of a runtime share their memory pool. That is safe because they are launched one after another: a result
+    that is needed later has an owner, and is read before another graph is launched.
     """
 
     shares = True
-    """Whether what is computed between two pieces takes the memory that another piece had."""
+    """Whether what runs between two pieces may reuse the memory of an earlier piece."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._graph: torch.cuda.CUDAGraph | None = None
         self._first = self.whole(lambda: torch.zeros(1, device=device))
-        """Torch's memory for graphs is gone with the last of them, and cannot be used again."""
+        """Keeps torch's memory pool for graphs alive: it is freed with its last graph and cannot be used again."""
 
     def whole(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What runs the kernels of `work` again and returns the same tensor, filled anew; `work` itself runs none."""
+        """A function that runs the kernels of `work` again and returns the refilled tensor; `work` only captures."""
         with self.aside():
             self.begin()
             result = work()
@@ -90,20 +90,20 @@ class Capture:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """On the device, and on the stream that captures: torch does not capture the usual one."""
+        """Switch to the device and to the capturing stream: torch cannot capture the default stream."""
         before = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(before)
-        with torch.cuda.stream(self._stream):  # and its device
+        with torch.cuda.stream(self._stream):  # also selects its device
             try:
                 yield
             finally:
-                if self._graph is not None:  # something failed in a piece
+                if self._graph is not None:  # a piece has failed
                     with suppress(RuntimeError):
                         self.end()
         before.wait_stream(self._stream)
 
     def begin(self) -> None:
-        """Capture from here on; nothing runs. Other threads may copy KV meanwhile."""
+        """Capture from here on; nothing runs. Other threads may copy KV at the same time."""
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
@@ -117,14 +117,14 @@ class Capture:
 
 _REFUSED = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
 _UNSEEN = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
-"""What gives Python a tensor's numbers without an operation."""
+"""Methods that give Python a tensor's numbers without an operation that could be seen."""
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}
 _UNFILLED = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like"}
 
 
 class Recording:
-    """As `Capture`, on a processor: what is computed between `begin` and `end` is recorded, and computed again into the
-    same memory. Views of that memory, and all that Python decides on the way, are found once.
+    """`Capture` for a CPU: the operations between `begin` and `end` are recorded, and replayed into the same memory.
+    Views of that memory, and everything that Python decides on the way, are evaluated once.
     """
 
     shares = False
@@ -135,7 +135,7 @@ class Recording:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Record nothing any more when it is left."""
+        """Stop recording when the context is left."""
         try:
             yield
         finally:
@@ -143,7 +143,7 @@ class Recording:
                 self.end()
 
     def begin(self) -> None:
-        """Record from here on what this thread computes. RuntimeError for what depends on computed numbers."""
+        """Record from here on what this thread computes. RuntimeError if it depends on computed numbers."""
         self._modes = [_Operations(), _NoNumbers()]
         for mode in self._modes:
             mode.__enter__()
@@ -181,7 +181,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _composite(op):  # under inference_mode an operation comes as it was called, not yet in its parts
+        if _composite(op):  # under inference_mode an operation arrives undecomposed
             with self:
                 return op.decompose(*args, **kwargs)
         if not _REFUSED.isdisjoint(op.tags) and not (op is torch.ops.aten.index.Tensor and _places(args[1])):
@@ -198,7 +198,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _places(index: Sequence[Tensor | None]) -> bool:
-    """Whether an indexing is by places; by a mask, the result's shape depends on that."""
+    """Whether an index uses positions only; with a mask, the result's shape depends on the mask's numbers."""
     return all(each is None or each.dtype not in (torch.bool, torch.uint8) for each in index)
 
 
@@ -213,8 +213,8 @@ def _memory(tensor: Tensor) -> int:
 
 
 def _again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Callable[[], object]:
-    """What computes an operation again, into the memory that it made: torch's own function, if it does; that takes half
-    as long to call as the operation.
+    """A function that repeats an operation into the memory that it allocated: torch's own function if that can write
+    there, because calling it takes half as long as calling the operation.
     """
     if op in _COPIES:
         return functools.partial(made[0].copy_, args[0])
@@ -240,7 +240,7 @@ def _again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequen
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """What leads to a layer's attention: `replay` fills the tensors of `call`, and attention is to fill `out`."""
+    """The work up to a layer's attention: `replay` fills the tensors of `call`, and attention then fills `out`."""
 
     replay: Callable[[], None]
     call: LayerCall
@@ -254,12 +254,12 @@ class _Pieces:
         self._capture = capture
         self._given: dict[tuple[str, torch.Size], Tensor] = {}
         self._outs: dict[tuple[int, ...], Tensor] = {}
-        """One for all layers of a shape, as are the queries, keys and values; zeros, because padding's is never
-        filled."""
+        """Attention outputs by shape, shared by all layers, as are queries, keys and values; zeroed, because padding is
+        never filled."""
         self.pieces: list[_Piece] = []
 
     def attend(self, call: LayerCall) -> Tensor:
-        """As `AttentionBackend.attend`, whose result is yet to be filled."""
+        """As `AttentionBackend.attend`; the result is filled at replay."""
         held = call
         if self._capture.shares:
             query, key, value = (self._held(name, getattr(call, name)) for name in ("query", "key", "value"))
@@ -273,7 +273,7 @@ class _Pieces:
         return self._outs[shape]
 
     def _held(self, name: str, states: Tensor) -> Tensor:
-        """The layer's states in memory that all layers share: that of each would be much, in many graphs."""
+        """A copy of the layer's states in memory that all layers share, to save memory in many graphs."""
         known = name, states.shape
         if known not in self._given:
             self._given[known] = torch.empty_like(states)
@@ -282,7 +282,7 @@ class _Pieces:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A captured pass: where its numbers are written, its pieces, what follows the last of them, and the logits."""
+    """A captured pass: its input tensors, its pieces, the work after the last of them, and the logits."""
 
     tokens: Tensor
     positions: Tensor
@@ -308,9 +308,9 @@ class _Captured:
 
 
 class PiecewiseGraphs:
-    """Runs forward passes of one model, and captures those of a size that comes again. Of one thread at a time.
+    """Runs forward passes of one model, and captures those whose size recurs. Used by one thread at a time.
 
-    Without `capture` they are recorded, for a processor.
+    Without `capture` they are recorded, for a CPU.
     """
 
     def __init__(self, capture: Callable[[torch.device], Capture] | None) -> None:
@@ -325,7 +325,7 @@ class PiecewiseGraphs:
     def logits(self, model: LanguageModel, step: Step, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         """`model.logits(step, tokens, positions, keep)`."""
         if self._capture is None and (threads := _threads()) != self._threads:
-            self._threads = threads  # a recording's kernels are for as many as there were
+            self._threads = threads  # a recording is for a fixed number of threads
             self._captured.clear()
             self._passes.clear()
         if not self._off and len(tokens) <= self._sizes[-1]:
@@ -338,7 +338,7 @@ class PiecewiseGraphs:
                         _compare(captured, model, step, tokens, positions, keep)
                         self._make_room(len(tokens))
                     self._captured[size] = captured
-                except Exception as error:  # a model that asks the device something, or leaves torch
+                except Exception as error:  # the model synchronises with the device, or leaves torch
                     self._off = True
                     logger.info("passes of this model run kernel by kernel: they cannot be captured: %s", error)
             if size in self._captured:
@@ -360,20 +360,20 @@ class PiecewiseGraphs:
             return _Captured(ids, positions, keep, pieces.pieces, capture.end(), logits)
 
     def _make_room(self, tokens: int) -> None:
-        """Forget the oldest recordings until one of so many tokens has room."""
+        """Drop the oldest recordings until there is room for one of `tokens` tokens."""
         while self._captured and tokens + sum(count for count, _ in self._captured) > MOST_RECORDED:
             oldest = next(iter(self._captured))
             del self._captured[oldest], self._passes[oldest]
 
 
 def _threads() -> int:
-    """How many threads a pass may have on a processor."""
+    """How many threads a pass may use on a CPU."""
     kernels = kernel_module("ragkv.util.kernels")
     return torch.get_num_threads() if kernels is None else int(kernels.threads())
 
 
 def _compare(recorded: _Captured, model: LanguageModel, step: Step, *numbers: Tensor) -> None:
-    """ValueError if a recording gives other logits than the model: it does not see all that a model may do."""
+    """ValueError if a recording gives other logits than the model: it does not capture everything that models do."""
     tokens, positions, keep = numbers
     logits = model.logits(step, {"input_ids": tokens[None]}, positions, keep)
     if not torch.equal(recorded.run(step, *numbers).nan_to_num(), logits.nan_to_num()):
@@ -381,16 +381,16 @@ def _compare(recorded: _Captured, model: LanguageModel, step: Step, *numbers: Te
 
 
 class DecodeGraph:
-    """Runs a model's steps, and captures those that repeat. Of one thread at a time."""
+    """Runs a model's steps, and captures those that repeat. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._seen: list[object] = []
-        """What the last steps ran on: their sequences, what these read, and the memory of their own KV."""
+        """What the last steps depended on: their sequences, the chunks of these, and the memory of their own KV."""
         self._at: list[tuple[int, int]] = []
-        """The length and the position of each after the last of them: what the graph has counted up to."""
+        """Length and position of each sequence after the last step; the graph has counted up to there."""
         self._alike, self._wanted, self._replays = 0, ALIKE, 0
         self._captured: tuple[Tensor, Callable[[], Tensor], Callable[[], Tensor]] | None = None
-        """Where the tokens' ids are written, what computes their logits, and what was captured, which holds all memory
+        """The token ids' input tensor, the function that computes their logits, and the capture, which keeps all memory
         that the graph's kernels read.
         """
         self._off = False
@@ -399,7 +399,7 @@ class DecodeGraph:
         self._recorded = PiecewiseGraphs(None)
 
     def forget(self) -> None:
-        """Let go of the sequences: one of them has ended. For any thread."""
+        """Drop the sequences, because one of them has ended. For any thread."""
         if self._captured is not None:
             self._wanted = ALIKE if self._replays >= WORTH else min(2 * self._wanted, MOST_ALIKE)
         self._seen, self._alike, self._replays, self._captured = [], 0, 0, None
@@ -441,7 +441,7 @@ class DecodeGraph:
         if again is not None:
             try:
                 self._captured = tokens, self._capture(model.device).whole(again), again
-            except Exception as error:  # a model that asks the device something, or leaves torch
+            except Exception as error:  # the model synchronises with the device, or leaves torch
                 self._off = True
                 logger.info("decode steps of this model run kernel by kernel: they cannot be captured: %s", error)
         return logits
@@ -451,7 +451,7 @@ class DecodeGraph:
 
 
 def _seen(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> list[object] | None:
-    """What a step of these runs on; None unless they are ordinary sequences that take a token and have room for it."""
+    """What a step depends on; None unless all are ordinary sequences that take one token and have room for it."""
     found: list[object] = []
     for row, each in zip(rows, ids, strict=True):
         if type(row) is not TokenSequence or row.silent or len(each) != 1:

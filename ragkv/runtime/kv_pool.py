@@ -1,8 +1,8 @@
 """The chunk KV that running requests hold on the device.
 
-Requests lease KV within a budget, and KV that several of them hold is counted once. The pool also owns what the runtime
-makes for them: sequences that several requests share and the first one prefills, and chunks that are joined, or made
-float32, for decoding.
+Requests lease KV within a budget; KV that several of them hold is counted once. The pool also owns KV that the runtime
+makes for them: sequences that several requests share and the first one prefills, and chunks that were joined, or
+converted to float32, for decoding.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class KVPool:
         self._holders: Counter[Hashable] = Counter()
         self._bytes = 0
         self._leases: set[Lease] = set()
-        # kept with the KV before them: keys contain its id(), which no other object may get
+        # kept with the KV before them: keys contain its id(), which must not be reused
         self._shared: OrderedDict[Hashable, tuple[ChunkKV, tuple[ChunkKV, ...]]] = OrderedDict()
         self._flights: set[Hashable] = set()
         self._joined: weakref.WeakValueDictionary[Hashable, ChunkKV] = weakref.WeakValueDictionary()
-        # kept as long as the joined KV, so that no other object gets their id()
+        # kept as long as the joined KV, so that their id() is not reused
         self._originals: weakref.WeakKeyDictionary[ChunkKV, tuple[ChunkKV, ...]] = weakref.WeakKeyDictionary()
 
     @property
@@ -62,7 +62,7 @@ class KVPool:
         return len(self._leases)
 
     def holds(self, key: Hashable) -> bool:
-        """Whether a request holds this KV now."""
+        """Whether a request holds this KV."""
         return key in self._holders
 
     def fits(self, sizes: Mapping[Hashable, int]) -> bool:
@@ -90,7 +90,7 @@ class KVPool:
                 self._bytes -= size
 
     def shared(self, key: Hashable) -> ChunkKV | None:
-        """A sequence that was prefilled for another request, if it is still here."""
+        """A sequence that was prefilled for another request, if it is still kept."""
         if key not in self._shared:
             return None
         self._shared.move_to_end(key)
@@ -104,7 +104,7 @@ class KVPool:
         return True
 
     def land(self, key: Hashable) -> None:
-        """The request that began a prefill has kept the result, or given up."""
+        """Record that the request which began a prefill has kept the result, or given up."""
         self._flights.discard(key)
 
     def landed(self, key: Hashable) -> bool:
@@ -122,12 +122,12 @@ class KVPool:
     def lay_out(
         self, sequences: Sequence[TokenSequence], active: Sequence[TokenSequence], rotary: Rotary, *, windowed: bool
     ) -> None:
-        """Lay out the contexts of `sequences`, which have read their questions, for decoding; `active` are all running
+        """Lay out for decoding the contexts of `sequences`, which have read their questions; `active` are all running
         sequences.
 
-        What `ragkv.attention.in_place` reads where it lies needs nothing. Else, with a single query, a kernel call per
-        chunk costs more than its keys do, so a group's chunks are joined, once for all sequences that see the same
-        ones. Chunks that several sequences see among different others are not copied.
+        KV that `ragkv.attention.in_place` reads needs no layout. Otherwise, with a single query, a kernel call per
+        chunk costs more than the chunk's keys, so a group's chunks are joined, once for all sequences that see the same
+        ones. Chunks that several sequences see in different combinations are not copied.
         """
         seen = Counter(id(kv) for sequence in active for segment in sequence.segments for kv in self._of(segment.kv))
         runs = Counter(_run(group.segments) for sequence in active for group in sequence.groups)
@@ -135,7 +135,7 @@ class KVPool:
             sequence.groups = tuple(self._laid_out(group, seen, runs, rotary, windowed) for group in sequence.groups)
 
     def in_common(self, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Those of `sequences`, which are about to read their questions, whose contexts should be joined before that.
+        """Those of `sequences`, which are about to read their questions, whose contexts should be joined first.
 
         If several sequences see the same chunks, one joined KV is read for all of them: they would need the copy for
         the second token anyway, and it saves a rotated query per chunk.
@@ -154,7 +154,7 @@ class KVPool:
         ]
 
     def _of(self, kv: ChunkKV) -> tuple[ChunkKV, ...]:
-        """The chunks that a joined run was made of; else the chunk itself."""
+        """The chunks that a joined KV was made of; else the chunk itself."""
         return self._originals.get(kv, (kv,))
 
     def _laid_out(
@@ -175,7 +175,7 @@ class KVPool:
         return replace(group, segments=(*others, PlacedChunk(kv=kv, start=segments[0].start)))
 
     def _wide(self, group: ChunkGroup) -> ChunkGroup:
-        """The group with wide KV that every step reads, made once for all sequences that see it."""
+        """The group with its KV widened, because every step reads it; made once for all sequences that see it."""
         if not any(segment.kv.packed for segment in group.segments):
             return group
         return replace(group, segments=tuple(map(self._widened, group.segments)))
@@ -194,7 +194,7 @@ class KVPool:
 
 
 def _joinable(group: ChunkGroup) -> tuple[tuple[PlacedChunk, ...], tuple[PlacedChunk, ...]]:
-    """The segments that may be one, and the others: what lies on this rank stays apart from what all ranks have."""
+    """The segments that may be joined, and the rest: KV of this rank stays apart from KV that all ranks have."""
     segments = tuple(segment for segment in group.segments if segment.kv.tokens)
     if all(segment.kv.owner is None for segment in segments):
         return segments, ()
@@ -203,17 +203,17 @@ def _joinable(group: ChunkGroup) -> tuple[tuple[PlacedChunk, ...], tuple[PlacedC
 
 
 def _run(segments: Sequence[PlacedChunk]) -> Hashable:
-    """What two sequences have in common that see the same chunks at the same distances."""
+    """A key that is equal for sequences that see the same chunks at the same distances."""
     return tuple((id(segment.kv), segment.start - segments[0].start) for segment in segments if segment.kv.tokens)
 
 
 def with_shared(program: Program, pool: KVPool) -> Generator[Operation, Any, None]:
-    """The program with its `Shared` requests answered, by forward passes or from the pool."""
+    """The program with its `Shared` requests served by forward passes or from the pool."""
     answer: Any = None
     try:
         while True:
             ask = program.send(answer)
-            answer = None  # logits are gone when the program is done with them
+            answer = None  # the program has used these logits: free them
             answer = (yield from _prefilled(ask, pool)) if isinstance(ask, Shared) else (yield ask)
     except StopIteration:
         return

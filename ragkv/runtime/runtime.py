@@ -2,10 +2,11 @@
 handles.
 
 There is no background thread. The threads that wait for a token drive the runtime: one of them runs the next step for
-all requests while the others sleep, and when it has its token, another takes over. So threads and tasks that ask at the
-same time are answered in one batch, a single request runs in its own thread, and nothing runs when nothing is asked.
+all requests while the others sleep, and when it has its token, another takes over. So requests that arrive at the same
+time, from threads or tasks, are answered in one batch; a single request runs in its own thread; and nothing runs when
+nothing is asked.
 
-`limits_for` says how much a runtime does at a time: what the user has set, and the rest from the model's size and the
+`limits_for` derives a runtime's limits from the user's settings and, for the rest, from the model's size and the
 available memory.
 """
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class TokenStream:
-    """The tokens of one request as they come. Closing or dropping it cancels the rest."""
+    """The tokens of one request as they are generated. Closing or dropping it cancels the rest."""
 
     def __init__(self, runtime: Runtime, job: Job) -> None:
         self._runtime = runtime
@@ -68,7 +69,7 @@ class TokenStream:
         raise StopIteration
 
     def close(self) -> None:
-        """No more tokens are wanted."""
+        """Cancel the rest of the answer."""
         self._over = True
         self._runtime.cancel(self._job)
 
@@ -79,7 +80,7 @@ class TokenStream:
 class Stream:
     """A request that the caller drives by hand: read the scores, then append any token.
 
-    `scores` are those of the next token, `(vocab,)` in fp32. It is for measuring and comparing; `Runtime.decode`
+    `scores` are those of the next token, `(vocab,)` in fp32. It serves measurements and comparisons; `Runtime.decode`
     generates answers.
     """
 
@@ -88,16 +89,16 @@ class Stream:
         self._job = runtime.submit(engine, request, None)
         try:
             self._choice()
-        except BaseException:  # whose traceback would hold it
+        except BaseException:  # its traceback would keep the request alive
             self.close()
             raise
 
     def __del__(self) -> None:
-        if hasattr(self, "_job"):  # else submit refused it
+        if hasattr(self, "_job"):  # otherwise submit refused it
             self.close()
 
     def close(self) -> None:
-        """Give back what the request holds; it cannot be continued."""
+        """Release the request's KV; it cannot be continued."""
         self._runtime.cancel(self._job)
 
     @property
@@ -106,12 +107,12 @@ class Stream:
 
     @property
     def position(self) -> int:
-        """The position of the next token, in the sequence that is furthest."""
+        """The position of the next token in the longest sequence."""
         return self._job.position
 
     def advance(self, token_id: int, *, wait: bool = True) -> None:
-        """Append a token and compute the next scores. Without `wait` they are computed when any stream's are needed:
-        streams that were advanced before share that step.
+        """Append a token and compute the next scores. Without `wait`, they are computed when the scores of any stream
+        are needed, in one step for all streams that were advanced before.
         """
         self._choice()
         self._runtime.answer(self._job, token_id)
@@ -137,20 +138,20 @@ class Stream:
 
 
 MOST_SEQUENCES = 256
-"""Sequences at a time by default: a decode step gains little from more."""
+"""Default number of concurrent sequences; a decode step gains little from more."""
 OWN_SHARE = 8
-"""1/OWN_SHARE of the memory is for own KV: questions, and what is generated."""
+"""1/OWN_SHARE of the memory is for own KV: questions and generated tokens."""
 WORK_SHARE = 16
 """1/WORK_SHARE of the memory is for the activations of one step, which depend on its tokens."""
 LEAST_TOKENS, MOST_TOKENS = 256, {"cuda": 8192}
-"""The least and most tokens of a step unless they are set. On a device that is not named the most is 4096, which makes
-matrices large enough."""
+"""The smallest and largest default number of tokens in a step. On devices that are not named here the largest is 4096,
+which makes the matrices large enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeLimits:
-    """At most `batch_tokens` tokens in a step; `max_rows` sequences, `own_tokens` tokens of own KV and `budget` bytes
-    of chunk KV at a time. With `strict`, a request that needs more sequences is refused; else it runs alone.
+    """At most `batch_tokens` tokens in a step; at a time, `max_rows` sequences, `own_tokens` tokens of own KV and
+    `budget` bytes of chunk KV. With `strict`, a request that needs more sequences is refused; else it runs alone.
     """
 
     batch_tokens: int = 4096
@@ -163,12 +164,12 @@ class RuntimeLimits:
 def limits_for(
     model: LanguageModel, *, memory: int, budget: int, batch_tokens: int | None = None, max_rows: int | None = None
 ) -> RuntimeLimits:
-    """The limits for a model on a machine (or device) with `memory` bytes, of which `budget` are for chunk KV.
+    """The limits for a model on a machine (or device) with `memory` bytes, `budget` of them for chunk KV.
 
     `batch_tokens` and `max_rows` are the user's and hold strictly.
     """
     hidden, inner = model.config.hidden_size, getattr(model.config, "intermediate_size", None)
-    # residuals, queries and partial results in fp32, the MLP's activations: on the safe side
+    # residuals, queries and partial results in fp32, and the MLP's activations: an upper bound
     working = 4 * (12 * hidden + 4 * (inner if isinstance(inner, int) else 4 * hidden))
     most = MOST_TOKENS.get(model.device.type, 4096)
     tokens = min(most, max(LEAST_TOKENS, memory // WORK_SHARE // working))
@@ -193,9 +194,9 @@ _all: weakref.WeakSet[Runtime] = weakref.WeakSet()
 class Runtime:
     """Answers requests to one model, many at a time, from any number of threads.
 
-    At most `batch_tokens` tokens are in one step and `max_rows` sequences run at a time; unset, both follow from the
-    available memory (`limits_for`). `budget` bytes of chunk KV are leased at a time. With `ranks`, the runtimes of all
-    ranks take the same steps: they are made with the same limits and get the same requests in the same order, from one
+    At most `batch_tokens` tokens are in one step and `max_rows` sequences run at a time; by default, both follow from
+    the available memory (`limits_for`). At most `budget` bytes of chunk KV are leased. With `ranks`, the runtimes of
+    all ranks take the same steps: they have the same limits and get the same requests in the same order, from one
     thread each. Rank 0 chooses the tokens.
     """
 
@@ -220,7 +221,7 @@ class Runtime:
     def _start(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._driver: int | None = None
-        """The thread that runs a step now."""
+        """The thread that is running a step."""
         self._steps = 0
         self._stalled = False
         self._jobs: dict[Ticket, Job] = {}  # submitted and not ended
@@ -245,7 +246,7 @@ class Runtime:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no request, and no KV of its pool is held."""
+        """Whether it has no requests, and no KV of its pool is held."""
         with self._locked():
             return not (self._jobs or self._stepper.running or self._scheduler.waiting or self.pool.leased)
 
@@ -260,7 +261,7 @@ class Runtime:
     ) -> Job:
         """Start a request. If `generation` is None, the caller chooses its tokens (`Stream`).
 
-        `lease`, the KV that it reads, goes back to the pool when it ends. Raises UsageError for a request that can
+        `lease`, the KV that it reads, is returned to the pool when it ends. Raises UsageError for a request that can
         never run, UnsupportedModelError for an engine that the model cannot run exactly, AnswerInterruptedError if its
         `owner` was closed.
         """
@@ -274,7 +275,7 @@ class Runtime:
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
         ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared)
         decoder = None if generation is None else Decoder(model, generation)
-        # one that is driven by hand would keep the others waiting
+        # a stream that its caller drives would make the others wait
         origin = (engine, request) if engine.stacks and decoder is not None else None
         program = None if origin else with_shared(engine.program(request, model), self.pool)
         job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease, origin=origin)
@@ -298,7 +299,7 @@ class Runtime:
                         self._sleep()
 
     def advance(self) -> bool:
-        """Run one step for all, or wait for the one that runs; False if there is nothing to do."""
+        """Run one step for all requests, or wait for the running one; False if there is nothing to do."""
         with self._locked():
             if self._driver is not None:
                 self._sleep()
@@ -306,7 +307,7 @@ class Runtime:
         return self._drive()
 
     def answer(self, job: Job, token_id: int) -> None:
-        """Give a job that pauses at a `Sample` its token; for jobs whose tokens the caller chooses. Computes none."""
+        """Give a job that waits at a `Sample` its token, if the caller chooses the tokens. Runs no step."""
         result = False
         while not result:
             with self._locked():
@@ -322,11 +323,11 @@ class Runtime:
             self._drive(notify)
 
     def tokens(self, job: Job) -> TokenStream:
-        """The answer's tokens as they come; closing the iterator early cancels the rest."""
+        """The answer's tokens as they are generated; closing the iterator early cancels the rest."""
         return TokenStream(self, job)
 
     def taken(self, job: Job) -> tuple[list[Token], bool]:
-        """The tokens that have come, without waiting, and whether no more will; raises the error that ended the job."""
+        """The tokens generated so far, without waiting, and whether they are all; raises the job's error."""
         ended = job.ended  # read first: the last token comes before the end
         if job.cancelled and job.error is None:
             return [], ended
@@ -336,7 +337,7 @@ class Runtime:
         return tokens, ended and job.error is None
 
     def decode(self, engine: Engine, request: Request, generation: Generation) -> TokenStream:
-        """One request's answer, token by token, from its question on."""
+        """One request's answer, token by token, beginning with the read of its question."""
         return self.tokens(self.submit(engine, request, generation))
 
     def cancel(self, job: Job) -> None:
@@ -349,7 +350,7 @@ class Runtime:
     def close(self, owner: object, message: str) -> None:
         """End all jobs of `owner`, now and later, with AnswerInterruptedError(message).
 
-        Returns when no step reads any of their KV. UsageError within a step, which cannot wait for its own end.
+        Returns once no step reads any of their KV. UsageError within a step, which cannot wait for its own end.
         """
         with self._locked():
             if self._driver == threading.get_ident():
@@ -371,9 +372,9 @@ class Runtime:
         owner: object = None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Lease | None:
-        """Take KV for a request, in turn, waiting for others to give theirs back as long as they can.
+        """Lease KV for a request, in turn, waiting for others to return theirs as long as they can.
 
-        None once `cancelled()` is true (`nudge` makes waiting threads check it), AnswerInterruptedError when `owner` is
+        None once `cancelled()` is true (`nudge` makes waiting threads check it); AnswerInterruptedError if `owner` is
         closed.
         """
         turn, stuck = object(), False
@@ -385,34 +386,34 @@ class Runtime:
                     first = self._leasing[0] is turn
                     if first and (stuck or self.pool.fits(sizes)):
                         return self.pool.lease(sizes)
-                    if not first or self._loading:  # they will certainly go on
+                    if not first or self._loading:  # those requests will certainly continue
                         self._sleep()
                         continue
-                stuck = not self.advance()  # its holders wait for their callers, and must not hold up other requests
+                stuck = not self.advance()  # the leases' holders wait for their callers: do not block other requests
             return None
         finally:
             self._leasing.remove(turn)
             self._post(changed=True)
 
     def try_lease(self, sizes: Mapping[Hashable, int], *, owner: object = None) -> Lease | None:
-        """`lease` if that is possible at once and no other request waits for one."""
+        """`lease`, if it is possible at once and no other request waits for one; else None."""
         with self._locked():
             self._require_open(owner)
             return self.pool.lease(sizes) if not self._leasing and self.pool.fits(sizes) else None
 
     @property
     def has_room(self) -> bool:
-        """Whether a small request that is submitted now would start at the next step."""
+        """Whether a small request that is submitted now would start with the next step."""
         with self._locked():
             return self._scheduler.has_room
 
     def release(self, lease: Lease) -> None:
-        """Give KV back. Never waits."""
+        """Return KV to the pool. Never waits."""
         self._returned.append(lease)
         self._post()
 
     def restart(self) -> None:
-        """Forget all requests: for the child of a fork, in which nothing answers them."""
+        """Forget all requests: for the child of a fork, where nothing answers them."""
         jobs = list(self._jobs.values())
         self.pool, self._scheduler = KVPool(self.pool.budget), self._scheduler.emptied()
         self._start()
@@ -425,7 +426,7 @@ class Runtime:
 
     @property
     def _loading(self) -> bool:
-        """Under the lock: whether a request has leased KV and not begun to read it."""
+        """Under the lock: whether a request has leased KV that it has not begun to read."""
         return self.pool.leases > sum(job.lease is not None for job in self._jobs.values())
 
     def _require_open(self, owner: object) -> None:
@@ -435,7 +436,7 @@ class Runtime:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock; what was cancelled or given back meanwhile is cleared on entering and soon after leaving."""
+        """Hold the lock; cancelled jobs and returned leases are cleared on entry and soon after exit."""
         try:
             with self._changed:
                 self._clear()
@@ -444,7 +445,7 @@ class Runtime:
             self._post()
 
     def _sleep(self) -> None:
-        """Under the lock: wait until something changes. Refused within a step, which no other thread would end.
+        """Under the lock: wait for a change. Refused within a step, which no other thread could end.
 
         The timeout of a second is a safety net: an interrupt may come between the end of a step and its notification.
         """
@@ -455,7 +456,7 @@ class Runtime:
     def _post(self, *, changed: bool = False) -> None:
         """Clear now, unless the lock is held: then its holder clears when it releases the lock.
 
-        A generator that is collected may call this inside a `with` of this very thread, so it must not wait.
+        It must not wait: the collection of a generator may call it while this very thread holds the lock.
         """
         while (changed or self._returned or (self._leaving and self._driver is None)) and self._changed.acquire(
             blocking=False
@@ -468,7 +469,7 @@ class Runtime:
                 self._changed.release()
 
     def _clear(self) -> None:
-        """Under the lock: end cancelled jobs unless a step is running that may read them, and take back leases."""
+        """Under the lock: end cancelled jobs, unless a running step may read them, and take back leases."""
         while self._leaving and self._driver is None:
             job = self._leaving.popleft()
             job.end(job.error)
@@ -478,7 +479,7 @@ class Runtime:
             self.pool.release(self._returned.popleft())
 
     def _drive(self, work: Callable[[], bool] | None = None) -> bool:
-        """Run one step for all (or `work`), unless another thread runs one; whether anything was done."""
+        """Run one step for all (or `work`), unless another thread runs one; returns whether anything was done."""
         mine = False
         try:
             with self._changed:
@@ -497,17 +498,16 @@ class Runtime:
             if mine:
                 self._steps += 1
                 self._stepper.marks = []
-                self._driver = None  # first of all: the step is over even if an interrupt comes now
+                self._driver = None  # first of all: an interrupt from here on must find the step over
                 with self._changed:
                     self._clear()
                     self._changed.notify_all()
                 self._post()
 
     def _break(self, cause: BaseException) -> bool:
-        """After a step was interrupted: end the jobs that were in the middle of something, and say whether there were
-        any.
+        """After an interrupted step: end the jobs that were in the middle of something; returns whether there were any.
 
-        The next step reads again what had not been read: sequences count no token before the end of a pass.
+        The next step reads again what was not read: a sequence counts no token before the end of a pass.
         """
         with self._changed:
             self._stepper.running = [job for job in self._jobs.values() if self._scheduler.runs(job.ticket)]
@@ -540,10 +540,10 @@ class Runtime:
         return self._stepper.step(admitted) or self._unblock()
 
     def _unblock(self) -> bool:
-        """Nothing can run because all admitted jobs wait for their callers. If other jobs wait for their room, they go
-        on.
+        """Called if all admitted jobs wait for their callers. If other jobs wait for their room, the admitted ones
+        continue.
 
-        A job that is driven by hand cannot go on: then the next one is admitted beside it, whatever it needs.
+        A job that its caller drives cannot continue: then the next job is admitted beside it, whatever it needs.
         """
         if not self._scheduler.waiting and not self._leasing:
             return False
@@ -563,7 +563,7 @@ def runtime_of(model: LanguageModel, limits: RuntimeLimits | None = None) -> Run
 
 
 def _forget_all() -> None:
-    """In the child of a fork: the threads that ran steps or waited do not exist here, and nothing holds their locks."""
+    """In the child of a fork: threads that ran steps or waited do not exist here, so nothing holds their locks."""
     for runtime in list(_all):
         runtime.restart()
 

@@ -1,7 +1,7 @@
 """Decides which requests are admitted, and which of their tokens the next step takes. It does not need torch.
 
-Own KV is reserved at admission, so a running request is never preempted. Requests are admitted in the order in which
-they came, but one that reads chunks which are in use may go first, a bounded number of times.
+Own KV is reserved at admission, so a running request is never preempted. Requests are admitted first come, first
+served, but one that reads chunks which are in use may overtake others, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from ragkv.errors import UsageError
 
 PATIENCE = 16
-"""How often other requests may overtake the one that has waited longest."""
+"""How often the longest-waiting request may be overtaken."""
 LOOK_AHEAD = 64
 """How many waiting requests are searched for one that shares chunks."""
 STALL_SECONDS = 0.1
-"""What prefill may add to a step in which other sequences decode, unless such a step takes longer by itself."""
+"""The time that prefill may add to a step that also decodes, unless decoding alone takes longer."""
 LEAST_PREFILL = 32
-"""Tokens that a step prefills beside decoding sequences, however slow the machine is."""
+"""Tokens that a step prefills beside decoding sequences at least, however slow the machine."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Ticket:
-    """One request as the scheduler sees it: the most that it needs, and the chunks that it reads.
+    """A request's needs for the scheduler: upper bounds of what it uses, and the chunks that it reads.
 
-    `shared`: tokens of what it and other requests prefill once, by key; it reads those as well.
+    `shared`: tokens of the KV that it and other requests prefill once, by key; it reads those as well.
     """
 
     rows: int
@@ -37,7 +37,7 @@ class Ticket:
 
 
 class Pace:
-    """How many tokens a step may prefill while other sequences decode, from the duration of the last steps.
+    """How many tokens a step may prefill while other sequences decode, from the duration of recent steps.
 
     A prefill beside decoding at most doubles the time between two tokens, or adds `STALL_SECONDS` to it.
     """
@@ -45,7 +45,7 @@ class Pace:
     def __init__(self) -> None:
         self.tokens = 2 * LEAST_PREFILL
         self._decoding = 0.0
-        """Seconds of the last step that decoded only."""
+        """Seconds of the last step that only decoded."""
 
     def took(self, seconds: float, taken: Sequence[Sequence[int]]) -> None:
         """Record that a step took `seconds`, with these tokens of each sequence of each request (`Scheduler.share`)."""
@@ -55,7 +55,7 @@ class Pace:
             self._decoding = seconds
         elif prefilled < sum(takes):
             added, allowed = max(seconds - self._decoding, 1e-6), max(self._decoding, STALL_SECONDS)
-            if prefilled >= self.tokens or added > allowed:  # a quick step of fewer tokens says nothing about more
+            if prefilled >= self.tokens or added > allowed:  # a fast step of fewer tokens proves nothing about more
                 wanted = int(prefilled * allowed / added)
                 self.tokens = max(min(wanted, 2 * self.tokens), self.tokens // 2, LEAST_PREFILL)
 
@@ -63,8 +63,8 @@ class Pace:
 class Scheduler:
     """Admits requests and divides each step's tokens among them.
 
-    A step takes at most `batch_tokens` tokens, unless more sequences than that have one token each. `max_rows`
-    sequences and `own_tokens` tokens of own KV run at a time; a request that needs more runs alone, or, with `strict`,
+    A step takes at most `batch_tokens` tokens, unless there are more sequences with one token each. At a time,
+    `max_rows` sequences and `own_tokens` tokens of own KV run; a request that needs more runs alone, or, with `strict`,
     is refused.
     """
 
@@ -84,7 +84,7 @@ class Scheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether those that run and wait leave a sequence and a token of own KV to others."""
+        """Whether running and waiting requests leave room for a sequence with one token of own KV."""
         together = (*self._running, *self._waiting)
         rows, tokens = sum(each.rows for each in together), sum(each.tokens for each in together)
         return rows < self.max_rows and tokens < self.own_tokens
@@ -102,11 +102,11 @@ class Scheduler:
         self._waiting.append(ticket)
 
     def leave(self, ticket: Ticket) -> None:
-        """The request is answered, has failed or is cancelled, whether it was admitted or not."""
+        """Remove a request that is answered, failed or cancelled, whether it was admitted or not."""
         if ticket in self._running:
             self._running.remove(ticket)
             self._in_use.subtract(ticket.reads)
-            self._in_use += Counter()  # drops chunks that no request reads any more
+            self._in_use += Counter()  # drops chunks that no request reads
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
 
@@ -129,7 +129,7 @@ class Scheduler:
         while self._waiting:
             ticket = self._waiting[0] if over else self._next()
             if not (over or self._fits(ticket)):
-                ticket = self._waiting[0]  # it waits no longer for one that shares chunks, but needs more
+                ticket = self._waiting[0]  # the one that shares chunks does not fit: try the first in line
                 if not self._fits(ticket):
                     break
             over = False
@@ -147,9 +147,9 @@ class Scheduler:
         """How many tokens of each sequence the next step takes, from the number that each sequence of each request
         wants.
 
-        Sequences that want one token all get it. The others follow in order within what is left of `batch_tokens`; one
-        that is too long is cut and continues in the next step. Beside single tokens they get at most `prefill` tokens:
-        half of them in order and the rest shortest first, so that a short question does not wait for a long one.
+        Every sequence that wants one token gets it. The others share the rest of `batch_tokens` in order; one that is
+        too long is cut and continues in the next step. Beside single tokens they get at most `prefill` tokens: half of
+        them in order and the rest shortest first, so that a short question does not wait for a long one.
         """
         taken = [[1 if want == 1 else 0 for want in wants] for wants in wanted]
         singles = sum(map(sum, taken))

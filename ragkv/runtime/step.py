@@ -1,11 +1,11 @@
-"""One step of the runtime: collect what the programs want read, run one forward pass, and send them the results.
+"""One step of the runtime: collect the programs' requests, run one forward pass, and send them the results.
 
-`Job` is one request: its program, the request that the program waits with, and the tokens that the caller has not taken
-yet. `Stepper` runs all of them.
+`Job` is one request: its program, the operation that the program waits for, and the tokens that the caller has not
+taken yet. `Stepper` runs all of them.
 
-Where ranks hold different chunks, `rank_of` says which rank runs a sequence. One that reads chunks of several ranks is
-run by all, and they merge its attention in every layer. One that reads the chunks of a single rank (an expert of PCED)
-runs there alone, and only its logits travel.
+If ranks hold different chunks, `rank_of` says which rank runs a sequence. One that reads chunks of several ranks is run
+by all, and they merge its attention in every layer. One that reads the chunks of a single rank (an expert of PCED) runs
+only there, and only its logits are exchanged.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LEAST_ROOM = 64
-"""Tokens of an answer that joined chunks have room for, at least."""
+"""The smallest room for an answer's tokens after joined chunks."""
 AHEAD = 64
-"""Tokens that may wait for the caller; then the request pauses, unless others wait for its room."""
+"""Generated tokens that may wait for the caller; with more the request pauses, unless others wait for its room."""
 
 
 class Job:
     """A running request. Only the thread that drives the runtime touches `program` and `ask`.
 
     If `decoder` is None, the caller chooses the tokens, and the job pauses at each `Sample`. A job that is to begin
-    together with others has an `origin` and no program yet; it never pauses, because that would stop the others.
+    together with others has an `origin` but no program yet; it never pauses, because that would stop the others.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Job:
         self.lease = lease
         self.ahead: float = AHEAD if origin is None else math.inf
         self.torn = False
-        """Whether it could not go on if the step that runs were broken off."""
+        """Whether it could not continue if the running step were interrupted."""
         self._model = model  # keeps the runtime alive while the job runs
         self.ask: Operation | None = None
         self.tokens: deque[Token] = deque()
@@ -77,7 +77,7 @@ class Job:
         self.cancelled = False
         self.ended = False
         self.position = 0
-        """Where the next token will stand, in the sequence that is furthest."""
+        """Position of the next token in the longest sequence."""
         self._left: list[Sequence[int]] = []
         self._logits: list[list[Tensor]] = []
 
@@ -88,7 +88,7 @@ class Job:
 
     @property
     def paused(self) -> bool:
-        """Whether none of it may run for now."""
+        """Whether it has nothing to run for now."""
         return len(self.tokens) >= self.ahead or (self.decoder is None and isinstance(self.ask, Sample))
 
     def begin(self, ask: Operation) -> None:
@@ -134,7 +134,7 @@ class Job:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def choice(self) -> tuple[Tensor, Tensor | None]:
-        """The tokens it chooses, one or one per row, on the device; and whether they could be drawn."""
+        """The chosen tokens, one or one per row, on the device; and whether they could be drawn."""
         if isinstance(self.ask, Argmax):
             return self.ask.best(), None
         assert isinstance(self.ask, Sample)
@@ -161,10 +161,9 @@ class Job:
 
 
 def rank_of(sequence: TokenSequence) -> int | None:
-    """The rank that runs the sequence: that of its chunks, 0 if no chunk belongs to a single rank; None: all ranks run
-    it.
+    """The rank that runs the sequence: that of its chunks, 0 if no chunk belongs to a single rank, None for all ranks.
 
-    A sequence that is read for its KV alone is run by all ranks, because sequences of any rank may see it afterwards.
+    A sequence that is run for its KV alone is run by all ranks, because sequences of any rank may see it afterwards.
     """
     owners = {segment.kv.owner for segment in sequence.segments if segment.kv.tokens} - {None}
     if sequence.silent or len(owners) > 1:
@@ -177,7 +176,7 @@ def step_across(
 ) -> Tensor:
     """As `model.step(sequences, ids)` where every rank holds all chunks: fp32 logits, the same bits on all ranks.
 
-    The sequences that all ranks run are a pass of their own, so that all ranks batch it in the same way.
+    Sequences that all ranks run form a pass of their own, so that all ranks batch it in the same way.
     """
     runs_on = [rank_of(sequence) for sequence in sequences]
     kept = [len(sequence.kept(len(each))) for sequence, each in zip(sequences, ids, strict=True)]
@@ -238,13 +237,13 @@ class Stepper:
         self._pace = Pace()
         self.graph = DecodeGraph()
         self.running: list[Job] = []
-        """The jobs that were let in and have not ended."""
+        """The jobs that were admitted and have not ended."""
         self.marks: list[tuple[Job, TokenSequence, int, int]] = []
-        """Where the sequences of the last pass stood before it."""
+        """The state of the last pass's sequences before it."""
 
     @property
     def model(self) -> LanguageModel:
-        """The model that it runs; ReferenceError once it has been freed."""
+        """The runtime's model; ReferenceError once it has been freed."""
         model = self._reference()
         if model is None:
             raise ReferenceError("the runtime's model is gone: hold the model for as long as it is asked")
@@ -262,7 +261,7 @@ class Stepper:
         choosing = any(_chooses(job) and not job.paused for job in self.running)
         if not (admitted or resumed or reading or choosing):
             return False
-        # all ranks take the same steps, so these must not depend on a clock
+        # all ranks take the same steps, so a step must not depend on a clock
         prefill = self._pace.tokens if self._ranks is None else None
         takes = self._scheduler.share([job.wants() for job in reading], prefill)
         start = perf_counter()
@@ -281,7 +280,7 @@ class Stepper:
         return [job for job in self.running if job.torn or job.ask is None]
 
     def _begin(self, jobs: Sequence[Job]) -> None:
-        """Programs for requests that were let in at the same time, of engines that stack them."""
+        """Make programs for requests that were admitted at the same time, if their engine stacks them."""
         groups: dict[tuple[type[Engine], Any], list[Job]] = {}
         for job in jobs:
             assert job.origin is not None
@@ -298,7 +297,7 @@ class Stepper:
                 job.program, job.origin = with_shared(program, self._pool), None
 
     def _resume(self) -> bool:
-        """Resume the programs that wait for another one, if it is done; whether there were any."""
+        """Resume the programs that wait for another one, if that is done; returns whether there were any."""
         ready = [job for job in self.running if isinstance(job.ask, WaitFor) and job.ask.ready()]
         for job in ready:
             if not job.ended:
@@ -306,7 +305,7 @@ class Stepper:
         return bool(ready)
 
     def _forward(self, work: Sequence[tuple[Job, Slices]]) -> None:
-        """One forward pass for all jobs; if it fails, one per job, so that only those fail that must."""
+        """One forward pass for all jobs; if it fails, one per job, so that only the faulty ones fail."""
         self._join_contexts(work)
         sequences = [sequence for _, slices in work for _, sequence, _ in slices]
         owners = [job for job, slices in work for _ in slices]
@@ -318,7 +317,7 @@ class Stepper:
         try:
             logits = self._pass(sequences, [ids for _, slices in work for _, _, ids in slices])
         except Exception as error:
-            if len(work) == 1 or self._ranks is not None:  # other ranks would not take the same steps again
+            if len(work) == 1 or self._ranks is not None:  # other ranks would not repeat the steps
                 for job, _ in work:
                     self._end(job, error)
             else:
@@ -365,7 +364,7 @@ class Stepper:
                 sequence.laid_out = True
 
     def _deliver(self, jobs: Sequence[Job]) -> None:
-        """Send the programs their logits, choose all tokens that they ask for, wait once, and send those."""
+        """Send the programs their logits, choose all tokens that they request, synchronise once, and send those."""
         for job in jobs:
             logits = job.read_whole()
             if logits is None:
@@ -395,7 +394,7 @@ class Stepper:
             return
         chosen_here = torch.cat(result)
         agreed = chosen_here if self._ranks is None else self._ranks.first(chosen_here)  # rank 0 chooses
-        numbers = iter(agreed.tolist())  # the only wait for the device
+        numbers = iter(agreed.tolist())  # the only synchronisation with the device
         for job, count, won, drawn in kept:
             tokens = [next(numbers) for _ in range(count)]
             winner = next(numbers) if won else None
@@ -427,7 +426,7 @@ class Stepper:
             self._end(job, None)
 
     def notify(self, job: Job, answer: Any) -> None:
-        """Send the program a result and run it up to a request that has to wait."""
+        """Send the program a result and run it up to an operation that has to wait."""
         job.torn = True
         try:
             ask = job.send(answer)
