@@ -17,12 +17,12 @@ from ragkv.types import Capability, Encoding
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APBConfig:
     """`block`, `anchor` and `passing` are l_b, l_a and l_p in tokens. "auto": the paper's lengths for the document's
-    length; if only `block` is given, a quarter and an eighth of it.
+    length; if only `block` is given, anchor and passing are a quarter and an eighth of it.
 
     `preset` "star" is Star Attention: the first block is the anchor, and nothing is passed on. `compressor` chooses
     what is passed on: trained retaining `heads`, `attention` of the question (for questions about files), `key-norm`,
     or `random`. "auto" takes the heads beside the model if there are any, else the question's attention if there is a
-    question, else the norms of keys. `question` puts the question into the anchor if there is one.
+    question, else key norms. `question` puts the question, if there is one, into the anchor.
     """
 
     preset: Literal["apb", "star"] = "apb"
@@ -57,7 +57,7 @@ class APBConfig:
 class APB(Engine):
     """Reads whole documents. The blocks of a document keep their positions; documents follow one another.
 
-    A chunk that comes alone is a document of one block, which is encoded as for `pced` and `ape`.
+    A chunk outside of a whole document is a document of one block, encoded as for `pced` and `ape`.
     """
 
     name = "apb"
@@ -76,7 +76,7 @@ class APB(Engine):
         found: list[PlacedChunk] = []
         for index in request.filled:
             kv = request.chunks[index].stored()
-            if kv.encoded_at == first:  # the position of every document
+            if kv.encoded_at == first:  # every document begins there
                 start = end
             found.append(PlacedChunk(kv=kv, start=start + kv.encoded_at - first))
             end = found[-1].end

@@ -1,4 +1,4 @@
-"""APE, adaptive parallel encoding (APE §4, Appendix C): chunks share positions, one softmax group at T and S."""
+"""APE, adaptive parallel encoding (APE §4, Appendix C): chunks share positions and one softmax group with T, S."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ragkv.types import Capability, Encoding
 class APEConfig:
     """Temperature T and scale S (APE §4.4); T = S = 1 with an empty prefix is PCW.
 
-    The default does not reweight; another pair is searched for a model and its documents (`ragkv tune`). `scale_mode`
-    says how S enters the merge: `power` is S·T·lse, as the paper searches it; `log` is T·lse + log S.
+    The default does not reweight; `ragkv tune` searches T and S for a model and its documents. `scale_mode` says how S
+    enters the merge: `power` is S·T·lse, as the paper searches it; `log` is T·lse + log S.
     """
 
     temperature: float = 1.0
@@ -32,7 +32,7 @@ class APEConfig:
 
 
 class APE(Engine):
-    """All chunks are at position P, right after the shared prefix; the question is at P + the longest chunk.
+    """All chunks begin at position P, right after the shared prefix; the question begins at P + the longest chunk.
 
     The chunks are one softmax group (Eq. 5); prefix, question and generated tokens stay ordinary attention.
     """

@@ -1,8 +1,8 @@
-"""The base class of engines, the requests that an engine may send to the runtime, and engines by name.
+"""The base class of engines, the operations that an engine may request of the runtime, and engines by name.
 
-An engine is a generator that never calls the model. It yields one of the requests below and is sent the result: logits
-for `Forward`, a token for `Sample`. So the runtime can put the sequences of all questions into one forward pass, and a
-test can drive an engine with made-up logits and no model (docs/engines.md).
+An engine is a generator that never calls the model. It yields one of the operations below and is sent the result:
+logits for `Forward`, a token for `Sample`. So the runtime can put the sequences of all questions into one forward pass,
+and a test can drive an engine with made-up logits and no model (docs/engines.md).
 
 Built-in engines are imported on first use; a package adds its own by the entry-point group `ragkv.engines`.
 
@@ -91,14 +91,14 @@ class Argmax:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Release:
-    """These sequences read no more: free their own KV now, not at the program's end. The result: None."""
+    """Free the own KV of these sequences now instead of at the program's end. The result: None."""
 
     rows: Sequence[TokenSequence]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Join:
-    """Copy adjacent chunks, every key rotated to its position, into own KV of a sequence: the engine may overwrite it.
+    """Copy adjacent chunks into a sequence's own KV, every key rotated to its position; the engine may overwrite it.
 
     The result: the `KVCache`, with room for `tokens` and for the answer. UsageError if other ranks hold chunks.
     """
@@ -109,14 +109,14 @@ class Join:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WaitFor:
-    """Resume when `ready()` is true, which another program brings about. The result: None. It may come sooner."""
+    """Resume when `ready()` is true, which another program brings about, or earlier. The result: None."""
 
     ready: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared:
-    """Prefill `parts` one after another as one causal sequence, once for all programs that ask for the same.
+    """Prefill `parts` one after another as one causal sequence, once for all programs that request the same.
 
     `before` comes first, at position 0: KV that exists already, such as the stored prefix. The result: the placed
     chunks of all parts, `before` included, each at its position in the sequence.
@@ -127,8 +127,8 @@ class Shared:
 
     @property
     def keys(self) -> tuple[Hashable, ...]:
-        """One key per part. Keys are equal where two sequences and their division into parts are equal up to that
-        part's end.
+        """One key per part. Keys are equal if two sequences, and their division into parts, are equal up to the end of
+        that part.
         """
         keys, digest = [], hashlib.blake2b(repr([id(segment.kv) for segment in self.before]).encode())
         for ids in self.parts:
@@ -155,9 +155,9 @@ def answer_from(row: TokenSequence, ids: Sequence[int]) -> Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextChunk:
-    """One retrieved chunk as an engine receives it; `kv` is None for an engine that needs no stored KV.
+    """One retrieved chunk as an engine gets it; `kv` is None for an engine that needs no stored KV.
 
-    `seen` is for who encodes it: the tokens of its document that it shall see (`ragkv.ingest.encoding`).
+    `seen` is for encoding it: the tokens of its document that it shall see (`ragkv.ingest.encoding`).
     """
 
     token_ids: tuple[int, ...]
@@ -176,8 +176,8 @@ class ContextChunk:
 class Request:
     """One question. `chunks` are in ascending relevance (Block-Attention §3.2: the best one is next to the question).
 
-    `prefix` is the KV of `prefix_ids` at positions 0..P-1; None when the engine's `encoding` is None. `question` and
-    `prompt` are for engines that first ask the model a question of their own (mapreduce).
+    `prefix` is the KV of `prefix_ids` at positions 0..P-1; None if the engine's `encoding` is None. `question` and
+    `prompt` are for engines that first send the model a prompt of their own (mapreduce).
     """
 
     prefix_ids: tuple[int, ...]
@@ -208,7 +208,7 @@ class Request:
 
 
 class ModelFacts(Protocol):
-    """What an engine may know about the model. A `LanguageModel` has all of it."""
+    """What an engine may read of the model; a `LanguageModel` has all of it."""
 
     checkpoint: Checkpoint
     tokens: Tokens
@@ -224,9 +224,9 @@ class ModelFacts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The most that a program needs at one time: sequences, and tokens of own KV in all of them together.
+    """Upper bounds of what a program needs at one time: sequences, and tokens of own KV in all of them together.
 
-    `shared`: the tokens of the sequences that it shares (`Shared.sizes`), which are counted once for all programs.
+    `shared`: the tokens of the KV that it shares (`Shared.sizes`), counted once for all programs.
     """
 
     rows: int
@@ -244,15 +244,15 @@ class Engine(ABC):
     name: ClassVar[str]
     Config: ClassVar[type[Any]]
     counts_winners: ClassVar[bool] = False
-    """Whether it names the winning chunk of every token."""
+    """Whether it reports which chunk proposed each token."""
     most_chunks: ClassVar[int | None] = None
-    """It answers from at most this many of the chunks, the best ones; None: from all of them."""
+    """The most chunks that it reads, the best ones; None: all of them."""
     whole_documents: ClassVar[bool] = False
-    """Whether it reads all of the documents that the chunks are from, in blocks (`ragkv.model.apb`)."""
+    """Whether it reads the whole documents that the chunks are from, in blocks (`ragkv.model.apb`)."""
     stacks: ClassVar[bool] = False
     """Whether requests that begin at the same time shall begin `together`."""
     context: bool = False
-    """Whether it answers from an index whose chunks saw their document (`[encoding] context`)."""
+    """Whether the index's chunks saw their document when they were encoded (`[encoding] context`)."""
 
     def __init__(self, config: Any = None) -> None:
         self.config: Any = self.Config() if config is None else config
@@ -260,31 +260,31 @@ class Engine(ABC):
     @property
     @abstractmethod
     def encoding(self) -> Encoding | None:
-        """Which chunk KV it reads; None for an engine that prefills. A class attribute where no setting decides."""
+        """The chunk KV that it reads; None for an engine that prefills. A class attribute unless a setting decides."""
 
     @property
     def needs(self) -> frozenset[Capability]:
-        """The capabilities that a model must have for it; all of them, unless an engine says otherwise."""
+        """The capabilities that it requires of a model; all of them, unless an engine overrides this."""
         return frozenset(Capability)
 
     @property
     def reads(self) -> Encoding | None:
-        """The KV of the index's chunks that it reads: `encoding`, or `context` in place of `prefixed`."""
+        """The chunk KV that it reads from this index: `encoding`, or `context` in place of `prefixed`."""
         seen = self.context and self.encoding is Encoding.PREFIXED and not self.whole_documents
         return Encoding.CONTEXT if seen else self.encoding
 
     @property
     def all_needs(self) -> frozenset[Capability]:
-        """`needs`, and to move chunks if they were encoded behind others of their document."""
+        """`needs`, plus MOVE for chunks that were encoded behind others of their document."""
         return self.needs | {Capability.MOVE} if self.reads is Encoding.CONTEXT else self.needs
 
     def warning(self, model: ModelFacts) -> str | None:
-        """One sentence that a user should read before trusting this engine on this model; None for none."""
+        """One sentence that a user should read before trusting this engine on this model; None if there is none."""
         return None
 
     def charge(self, request: Request, model: ModelFacts) -> float | None:
-        """What it computes of the context for one question, beyond the question's own read: tokens times layers, over
-        all tokens of the chunks times all layers. None for an engine whose settings do not bear on it.
+        """The share of the context that it recomputes for a question, beyond the question's own read: tokens times
+        layers, over all tokens of the chunks times all layers. None if its settings do not change that.
         """
         return None
 
@@ -298,7 +298,7 @@ class Engine(ABC):
         return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens)
 
     def together(self, requests: Sequence[Request], model: ModelFacts) -> list[Program]:
-        """A program for each of several requests that begin at the same time, for an engine that `stacks`."""
+        """One program for each of several requests that begin at the same time, for an engine that `stacks`."""
         return [self.program(request, model) for request in requests]
 
     @abstractmethod
@@ -310,7 +310,7 @@ ENGINES = PluginRegistry("ragkv.engines")
 
 
 def engine_names() -> list[str]:
-    """All names that `make_engine` accepts, sorted."""
+    """The names that `make_engine` accepts, sorted."""
     return ENGINES.names()
 
 
@@ -349,7 +349,7 @@ def unsupported_reason(engine: Engine, model: ModelFacts) -> str | None:
 def require_supported(engine: Engine, model: ModelFacts) -> None:
     """Raise UnsupportedModelError, with the reason and an engine that works, if `model` cannot run `engine` exactly.
 
-    A packet that the engine names has to be the model's (ConfigError, ModelLoadError).
+    A packet that the engine names has to fit the model (ConfigError, ModelLoadError).
     """
     reason = unsupported_reason(engine, model)
     if reason is not None:
@@ -371,7 +371,7 @@ def require_reach(engine: Engine, model: ModelFacts, positions: int) -> None:
 
 
 def _remedy(engine: Engine, model: ModelFacts) -> str:
-    """What to do instead of running `engine`; an index whose chunks saw their document moves them for any engine."""
+    """What to do instead of running `engine`; if chunks saw their document, every engine that reads them moves them."""
     if engine.reads is Encoding.CONTEXT and unsupported_reason(make_engine("full", {}), model) is None:
         return "use engine 'full', or set context = 0 under [encoding] in ragkv.toml"
     return f"use engine {supported_or(('full',) if engine.context else _PREFERRED, model)!r}"
@@ -383,6 +383,6 @@ def supported_engines(model: ModelFacts) -> list[str]:
 
 
 def supported_or(names: Iterable[str], model: ModelFacts) -> str:
-    """The first of these engines that `model` runs exactly, else any engine that it does."""
+    """The first of these engines that `model` runs exactly, else any engine that it runs exactly."""
     wanted = (*names, *_PREFERRED)
     return next(name for name in wanted if unsupported_reason(make_engine(name, {}), model) is None)

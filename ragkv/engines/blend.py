@@ -1,8 +1,8 @@
-"""Blend: block placement, with some of the chunks' tokens computed again in the light of what stands before them.
+"""Blend: block placement, with some of the chunks' tokens recomputed over their context.
 
-Which tokens is a setting: those that the question attends to (InfoFlow, ProphetKV, FusionRAG), those whose values
-deviate most from what is stored (CacheBlend), the first ones of every chunk (EPIC), or random ones, the control.
-docs/engines.md says where each differs from its paper and its authors' code.
+A setting selects the tokens: those that the question attends to (InfoFlow, ProphetKV, FusionRAG), those whose values
+deviate most from the stored ones (CacheBlend), the first ones of every chunk (EPIC), or random ones, as the control.
+docs/engines.md lists the differences from the papers and their authors' code.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "infoflow": _MIDDLE,
     "prophet": _MIDDLE | {"score": "sum", "layers": "all", "ratio": 0.20},
 }
-"""What a preset sets, unless the setting itself is given."""
+"""The values of a preset, for settings that are "auto"."""
 PROBED = 1
-"""The layer whose values tell `deviation`: the first in which they depend on other tokens (CacheBlend §4.3)."""
+"""The layer whose values give the `deviation`: the first in which they depend on other tokens (CacheBlend §4.3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlendConfig:
-    """Which tokens are computed again: `ratio` of the chunks' tokens, chosen by `select`; with "first", the first
-    `first` tokens of every chunk, whatever the ratio. `charge` takes the place of both: as many tokens as can be
-    computed again for that charge, which counts what choosing costs too (`Blend.charge`).
+    """Which tokens are recomputed: `ratio` of the chunks' tokens, chosen by `select`; with "first", the first `first`
+    tokens of every chunk, whatever the ratio. `charge` replaces both: as many tokens as can be recomputed at that
+    charge, which includes the cost of selecting them (`Blend.charge`).
 
     `over` is the stored KV that it reads. "question" scores by attention in `layers` ("middle": four from .60 of the
-    depth on; "all", "last", or their numbers, from 0), by `score`. `seed` is that of "random". A `preset` sets what is
-    left "auto".
+    depth on; "all", "last", or their numbers, from 0), by `score`. `seed` is that of "random". A `preset` replaces the
+    settings that are "auto".
     """
 
     preset: Literal["blend", "cacheblend", "epic", "infoflow", "prophet"] = "blend"
@@ -83,12 +83,12 @@ class BlendConfig:
             raise ConfigError("blend: layers must be numbers of layers, from 0, at least one.")
 
     def settled(self, name: str) -> Any:
-        """A setting, or what the preset says if it is "auto"."""
+        """A setting, or the preset's value if it is "auto"."""
         value = getattr(self, name)
         return PRESETS[self.preset][name] if value == "auto" else value
 
     def tapped(self, layers: int) -> frozenset[int]:
-        """The layers, of so many, whose attention scores the tokens. ConfigError names one that there is not."""
+        """The layers, out of `layers`, whose attention scores the tokens. ConfigError names one that does not exist."""
         wanted = self.settled("layers")
         if wanted == "all":
             return frozenset(range(layers))
@@ -106,7 +106,7 @@ class BlendConfig:
 class _Context:
     """The placed blocks of one question, and their token ids.
 
-    `first`: the position of the first candidate; all tokens from there on are candidates, up to `end`. `asked` is the
+    `first`: the position of the first candidate; all tokens from there up to `end` are candidates. `asked` is the
     number of the question's tokens.
     """
 
@@ -130,7 +130,7 @@ class _Context:
 
     @property
     def candidates(self) -> tuple[PlacedChunk, ...]:
-        """The chunks whose tokens may be computed again: all but a first one that stands where it was encoded."""
+        """The chunks whose tokens may be recomputed: all except a first one that was encoded at its place."""
         return self.chunks[1:] if self.chunks and self.chunks[0].offset == 0 else self.chunks
 
     @property
@@ -139,8 +139,8 @@ class _Context:
 
 
 class Blend(Engine):
-    """Rows S of the context are computed again at their places, each over all that stands before it: what of that is in
-    S as computed again, the rest as stored. The question then reads the result as it reads that of `block`.
+    """Rows S of the context are recomputed in place, each over everything before it: rows in S as recomputed, the rest
+    as stored. The question then reads the result as with `block`.
     """
 
     name = "blend"
@@ -176,7 +176,7 @@ class Blend(Engine):
         yield from answer_from(TokenSequence((), context.end, cache), ids)
 
     def _chosen(self, context: _Context, cache: KVCache, ids: Sequence[int]) -> Generator[Operation, Any, list[int]]:
-        """The positions of the tokens to compute again, ascending."""
+        """The positions of the tokens to recompute, ascending."""
         config: BlendConfig = self.config
         select, everything = config.settled("select"), range(context.first, context.end)
         if select == "first":
@@ -193,7 +193,7 @@ class Blend(Engine):
             rule = config.settled("score")
             probe = AttentionProbe((), context.end, cache, layers=layers, first=context.first, rule=rule)
             yield Forward((probe,), (ids,))
-            cache.length = context.end  # the question reads the context once more, after the change
+            cache.length = context.end  # drop the question, which reads the context again after the change
         else:
             layer = min(PROBED, context.layers - 1)
             probe = DeviationProbe((), context.first, context=cache, at=everything, layer=layer)
@@ -203,7 +203,7 @@ class Blend(Engine):
         return sorted(context.first + place for place in found)
 
     def _recomputed(self, context: _Context) -> int:
-        """How many tokens are computed again."""
+        """How many tokens are recomputed."""
         config: BlendConfig = self.config
         if config.settled("select") == "first":
             most = self._heads(context)
@@ -211,12 +211,12 @@ class Blend(Engine):
         return min(self._budget(context), context.end - context.first)
 
     def _heads(self, context: _Context) -> int:
-        """How many tokens at the beginning of each chunk are computed again for `select = "first"`."""
+        """How many tokens at the beginning of each chunk are recomputed for `select = "first"`."""
         config: BlendConfig = self.config
         return config.first if config.charge is None else self._budget(context) // max(1, len(context.candidates))
 
     def _budget(self, context: _Context) -> int:
-        """How many tokens the ratio or the charge allows; a charge for all candidates pays no choice."""
+        """How many tokens the ratio or the charge allows; recomputing all candidates needs no selection."""
         config: BlendConfig = self.config
         k = int((config.settled("ratio") if config.charge is None else config.charge) * context.tokens + 1e-9)
         if config.charge is None or k >= context.end - context.first:
@@ -224,7 +224,7 @@ class Blend(Engine):
         return max(0, int(config.charge * context.tokens - self._choosing(context) / context.layers + 1e-9))
 
     def _choosing(self, context: _Context) -> int:
-        """What it costs to choose: tokens times layers."""
+        """The cost of selecting: tokens times layers."""
         config: BlendConfig = self.config
         if config.settled("select") == "question":
             return context.asked * (max(config.tapped(context.layers)) + 1)
@@ -233,7 +233,7 @@ class Blend(Engine):
         return 0
 
     def _selects(self, context: _Context) -> bool:
-        """Whether there is a choice: some candidates are computed again, and some are not."""
+        """Whether it has to select: some candidates are recomputed, and some are not."""
         return 0 < self._recomputed(context) < context.end - context.first
 
     def _context(self, request: Request, model: ModelFacts) -> _Context:

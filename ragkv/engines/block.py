@@ -25,9 +25,9 @@ SINKS = ("prefix", "bos", "none")
 
 
 def sink_tokens(sink: str, prefix_tokens: int) -> int:
-    """How many of the prefix's first tokens are the block before the first chunk.
+    """How many of the prefix's first tokens form the block before the first chunk.
 
-    Fine-tuning uses this and `block_starts`, so that a tuned model reads prompts as it was trained on them.
+    Fine-tuning uses this and `block_starts`, so that a tuned model reads prompts in the form of its training.
     """
     return {"prefix": prefix_tokens, "bos": min(1, prefix_tokens), "none": 0}[sink]
 
@@ -51,8 +51,7 @@ class BlockConfig:
     attention (docs/engines.md).
 
     `packet` is a file that `ragkv finetune packet` wrote: every chunk is encoded between its trained vectors (KV
-    Packet), whose KV is read with the chunk's. The file says what `over` its chunks are encoded, and which sink is used
-    unless `sink` names one.
+    Packet), whose KV is read with the chunk's. The file determines `over`, and the sink unless `sink` names one.
     """
 
     sink: Literal["auto", "prefix", "bos", "none"] = "auto"
@@ -125,7 +124,7 @@ class BlockAttention(Engine):
         return answer_from(row, request.suffix_ids)
 
     def placed(self, model: ModelFacts, request: Request) -> tuple[PlacedChunk, ...]:
-        """The sink, if there is one, and the chunks that have tokens, each where it stands in the prompt."""
+        """The sink, if there is one, and the non-empty chunks, each at its place in the prompt."""
         return self._placed(self._blocks(model, request))
 
     def cache(self, model: LanguageModel, request: Request) -> dict[str, Any]:
@@ -138,7 +137,7 @@ class BlockAttention(Engine):
         blocks = self._blocks(model, request)
         cache = model.cache(join(self._placed(blocks), model.rotary) if blocks else None)
         ids = request.prefix_ids[: blocks[0].tokens] if self._sink(model, request) is not None else ()
-        # a packet's vectors have no ids: the cache has their KV, and any id may stand in their place
+        # a packet's vectors have no ids: the cache has their KV, so any id will do
         ids += (0,) * sum(request.chunks[i].stored().tokens - len(request.chunks[i].token_ids) for i in request.filled)
         ids += tuple(i for chunk in request.chunks for i in chunk.token_ids) + request.suffix_ids
         tokens = torch.tensor([ids], device=model.device)

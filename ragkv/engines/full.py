@@ -10,7 +10,7 @@ from ragkv.engines.base import ContextChunk, Demand, Engine, ModelFacts, Program
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullConfig:
-    """There are no settings."""
+    """No settings."""
 
 
 class FullAttention(Engine):

@@ -2,8 +2,8 @@
 
 `IPPD` prefills instruction and context once and gives every question a sequence that reads them. `Stacked` is the
 reference: the paper's single prompt [p, c_1, x_1,1, x_1,2, …, c_2, x_2,1, …] (Eq. 1), to which answers are appended
-token by token; marks and masks (`ragkv.attention.sequence`) say which token sees which. In both, each question has a
-program of its own, so sampling, end, length and errors are its own.
+token by token; marks and masks (`ragkv.attention.sequence`) determine which token sees which. In both, each question is
+a program of its own, with its own sampling, end, length and errors.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class IPPD(Engine):
     """`full` for many questions about the same chunks: instruction and context are prefilled once, as one sequence.
 
     Each question is a sequence that reads them in place. The paper writes all questions into one prompt, gives each its
-    own virtual positions and hides them from each other; a sequence that sees only the context and itself is the same
-    computation without the hidden scores.
+    own virtual positions and hides them from each other; a sequence that sees only the context and itself computes the
+    same without the hidden scores.
     """
 
     name = "ippd"
@@ -116,7 +116,7 @@ class StackedPrompt:
             self._leave(number)
 
     def _due(self) -> bool:
-        """Whether the next pass is complete: a token of every answer, or, at first, all questions."""
+        """Whether the next pass is complete: a token of every answer or, at the start, all questions."""
         return bool(self._unread) and not self._reading and not self._choosing
 
     def _read(self) -> Generator[Operation, Any, None]:
@@ -133,7 +133,7 @@ class StackedPrompt:
             }
             self._choosing = self._scores.keys() & self._begun
         finally:
-            if self._unread:  # cancelled half-way: another program starts over
+            if self._unread:  # cancelled in the middle: another program starts over
                 row.cache.length = held
             self._reading = False
 

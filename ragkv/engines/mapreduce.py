@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapReduceConfig:
-    """`instruction` takes the question's place in the map prompt; `{question}` in it is replaced by the user's
-    question.
+    """`instruction` replaces the question in the map prompt; `{question}` in it becomes the user's question.
 
     The default is the paper's, which does not mention the question (Appendix A.2). The paper states no length.
     """
@@ -49,7 +48,7 @@ class MapReduce(Engine):
     """Map: [prefix, chunk, instruction] per chunk, decoded greedily. Reduce: [prefix, summaries, question] as one
     sequence.
 
-    A chunk right after the prefix is what `prefixed` chunk KV holds, so the map prompts are read from the store, all
+    `prefixed` chunk KV is that of a chunk right after the prefix, so the map prompts are read from the store, all
     chunks in one batch, with the numbers of an ordinary prefill; only the summaries are new.
     """
 

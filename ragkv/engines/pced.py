@@ -2,7 +2,7 @@
 
 The arithmetic on logits is here too: contrast strength β and the experts' joint score (Eqs. 2 and 3, Table 7). Experts
 may run in groups. Between groups one `(vocab,)` tensor per running quantity is kept, and a group's fp32 logits are
-modified in place, so that memory holds the logits of one group at a time.
+modified in place, so memory holds the logits of one group at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEAST = 1e-12  # r_k is clipped to [1e-12, 1) before its logarithm (PCED Append
 
 
 class Evidence:
-    """The experts' joint score of every token so far, `scores` `(vocab,)`, and who proposes it, `winners` `(vocab,)`.
+    """The experts' joint score of every token so far, `scores` `(vocab,)`, and its expert, `winners` `(vocab,)`.
 
     A winner is an index into `relevance`, the experts' r in the order in which they are added. Among equals the earlier
     one wins, so add them in descending relevance.
@@ -41,7 +41,7 @@ class Evidence:
         self.scores = self.winners = self._best = torch.empty(0)
 
     def add(self, logits: Tensor, amateur: Tensor, beta: Tensor) -> None:
-        """The next experts: raw fp32 logits `(n, vocab)`, which are overwritten. `beta` is `(n, 1)` or `(n, vocab)`."""
+        """Add experts: raw fp32 logits `(n, vocab)`, which are overwritten. `beta` is `(n, 1)` or `(n, vocab)`."""
         first, self._seen = self._seen, self._seen + len(logits)
         prior = self._prior[first : self._seen]
         logits.lerp_(amateur, -beta)  # (1+β)·s_k − β·s_0
@@ -70,7 +70,7 @@ class Evidence:
 
 
 def divergence_terms(expert: Tensor, amateur: Tensor) -> Tensor:
-    """What each token adds to twice the Jensen-Shannon divergence: p·log(p/m) + q·log(q/m), `(vocab,)`, never negative.
+    """Each token's term of twice the Jensen-Shannon divergence: p·log(p/m) + q·log(q/m), `(vocab,)`, never negative.
 
     Full-vocabulary softmax in fp32, natural logarithm, m = (p+q)/2.
     """
@@ -118,7 +118,7 @@ class PCEDConfig:
 class PCED(Engine):
     """Expert k sees [prefix, chunk k], the amateur the prefix alone; all see the same question and tokens.
 
-    A chunk without tokens is no expert. Experts are ordered by descending r, so that equal scores go to the higher r,
+    A chunk without tokens is not an expert. Experts are ordered by descending r, so equal scores go to the higher r,
     then to the earlier expert.
     """
 
@@ -179,7 +179,7 @@ class _Contrast:
             return
         if len(self._beta) <= self._number:
             if self._config.beta == "shared":
-                self._waiting.append(logits)  # their mean is known only after all have read the question
+                self._waiting.append(logits)  # their mean is known once all have read the question
                 return
             self._beta.append(self._strength(logits))
         self._evidence.add(logits, self._amateur, self._beta[self._number])
