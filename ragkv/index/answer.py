@@ -1,4 +1,4 @@
-"""Answer one question: settle everything that the answer depends on, retrieve, load KV, decode, and account for it.
+"""Answer one question: resolve all settings, retrieve, load KV, decode, and account for the answer.
 
 A question is complete and validated before anything is loaded. An `AnswerBackend` provides the chunks, their KV and the
 runtime, so that the same code answers from an index, from given texts and from several ranks.
@@ -36,7 +36,7 @@ class QueryOptions(Retrieval, total=False):
     """Options of a question; unset or None means the value in `ragkv.toml`."""
 
     system: str | None
-    """Instructions for this question, which stand before it: the prompt's beginning is that of the stored KV."""
+    """Instructions for this question, placed before it: the prompt's beginning cannot change, its KV is stored."""
     engine: str | None
     top_k: int | None
     max_new_tokens: int
@@ -54,13 +54,13 @@ class QueryOptions(Retrieval, total=False):
     keep: bool
     """Store the KV of `chunks` that are not from the index, until the next `gc`."""
     tail: Sequence[tuple[str, bool]] | None
-    """The prompt after the documents (`ragkv.model.tools.tool_tail`) instead of the question; the answer then has the
-    names of the control tokens that `grammar` allows."""
+    """The prompt after the documents (`ragkv.model.tools.tool_tail`) in place of the question; the answer then includes
+    the names of the control tokens that `grammar` allows."""
     steps: int | None
-    """The most searches: for the question, then for queries that the model writes (`StepsConfig`). With `chunks`, 1
-    unless it is given."""
+    """The most searches: for the question, then for queries that the model writes (`StepsConfig`). With `chunks` the
+    default is 1."""
     rewrite: str | None
-    """What the model is asked before the search (`Conversation.rewrite_text`): its answer replaces `search_for`."""
+    """A prompt to the model before the search (`Conversation.rewrite_text`); its answer replaces `search_for`."""
 
 
 class QuestionWithOptions(QueryOptions, total=False):
@@ -89,7 +89,7 @@ class AnswerTask:
     writing: StepsConfig = field(default_factory=StepsConfig)
 
     def query_task(self, prompt: str, *, engine: Engine | None = None) -> AnswerTask:
-        """The task of writing a search query, greedily and without restrictions and thinking."""
+        """The task of writing a search query: greedy, unconstrained and without thinking."""
         return replace(
             self,
             question=prompt,
@@ -104,7 +104,7 @@ class AnswerTask:
 
     @property
     def generation(self) -> Generation:
-        """How tokens are chosen."""
+        """The settings of sampling and of the answer's end."""
         from ragkv.runtime import Generation
 
         return Generation(
@@ -179,13 +179,13 @@ def validate_question(config: IndexConfig, asked: str | QuestionWithOptions, opt
 
 
 class AnswerOwner(Protocol):
-    """What is asked: it may be closed, which ends all of its answers (`Runtime.close`)."""
+    """The owner of an answer; closing it ends all of its answers (`Runtime.close`)."""
 
     @property
     def closed(self) -> bool: ...
 
     def require_open(self) -> None:
-        """AnswerInterruptedError after it has been closed."""
+        """AnswerInterruptedError if it has been closed."""
 
     @property
     def model(self) -> LanguageModel:
@@ -302,13 +302,13 @@ class AnswerStream:
         self.prompt_tokens = 0
         """Tokens of the prompt (prefix, chunks and question); known once the answer has begun."""
         self.reasoning = ""
-        """What the model has thought so far; the iteration gives empty texts meanwhile."""
+        """The model's thinking so far; the iteration yields empty texts meanwhile."""
         self.trace: list[TracedToken] = []
         """The answer's tokens so far; append-only, by the iterating thread."""
         self.queries: list[str] = []
-        """The search queries that the model has written so far; complete when there are `sources`."""
+        """The search queries that the model has written so far; complete once there are `sources`."""
         self.when_found: Callable[[], object] = lambda: None
-        """Called by the iterating thread, when `sources` has the chunks, and before that for each of `queries`."""
+        """Called by the iterating thread for each of `queries`, and once `sources` has the chunks."""
         self._backend = backend
         self._task = task
         self._asked = task
@@ -388,11 +388,11 @@ class AnswerStream:
         return self._task.engine.warning(self._backend.owner.model)
 
     def begin(self, *, wait: bool = True) -> bool:
-        """Find the chunks, load their KV and submit the question (or the first query that the model is to write) to the
-        runtime; True when that is done.
+        """Find the chunks, load their KV and submit the question (or the model's first query) to the runtime; True once
+        that is done.
 
-        Without `wait` it returns False while there is no room for the KV beside that of other answers. It then holds
-        nothing, and a later call continues with the chunks that were found.
+        Without `wait` it returns False if there is no room for the KV beside that of other answers. It then holds no
+        lease, and a later call continues with the chunks that were found.
         """
         if self._cancelled.is_set():
             return True
@@ -405,7 +405,7 @@ class AnswerStream:
             raise
 
     def wait(self) -> None:
-        """Return when there is something to `collect`, driving the runtime if no other thread does."""
+        """Wait until there is something to `collect`, driving the runtime if no other thread does."""
         if self._runtime is not None and self._job is not None:
             self._runtime.wait(self._job)
         elif self._begun and not self._cancelled.is_set():
@@ -437,7 +437,7 @@ class AnswerStream:
 
     @property
     def _writes(self) -> bool:
-        """Whether the model writes a search query, and no answer yet."""
+        """Whether the model is writing a search query and not yet the answer."""
         return self._asked is not self._task
 
     def _run(self) -> Generator[str]:
@@ -470,7 +470,7 @@ class AnswerStream:
 
     @contextmanager
     def _interrupted_by_close(self) -> Iterator[None]:
-        """Within the answer's span, turn a StoreError caused by closing the index meanwhile into
+        """Within the answer's span, turn the StoreError of an index that was closed meanwhile into
         AnswerInterruptedError.
         """
         begun_open = not self._backend.owner.closed
@@ -483,7 +483,7 @@ class AnswerStream:
             raise
 
     def _begin(self) -> Prefetch | None:
-        """Find the chunks, or have a follow-up question written anew before that."""
+        """Find the chunks; for a follow-up question, first have the model rewrite it."""
         from ragkv.engines import make_engine
 
         backend, task = self._backend, self._task
@@ -498,14 +498,14 @@ class AnswerStream:
         return prefetch
 
     def _write(self, token: Token) -> bool:
-        """Take up a token of a search query; whether its line is complete."""
+        """Add a token to a search query; returns whether its line is complete."""
         self._store()
         self.tokens += 1
         self._written += token.text
         return token.finish_reason is not None or "\n" in self._written.lstrip()
 
     def _go_on(self) -> Prefetch | None:
-        """After the model has written a search query: search for it; what is asked next is the answer or another."""
+        """Search for the query that the model has written; the next prompt is for the answer or another query."""
         assert self._runtime is not None
         assert self._job is not None
         self._runtime.cancel(self._job)
@@ -518,15 +518,15 @@ class AnswerStream:
         return self._enough(None) if query is None else self._search(query)
 
     def _search_first(self, rewritten: str) -> Prefetch | None:
-        """Search for the question, or for what a follow-up question was rewritten to."""
+        """Search for the question, or for the rewritten follow-up question."""
         task = self._task
         usual = task.search.search_for or task.question
         self._steps = WrittenQueries(task.writing, task.question, rewritten or usual, task.steps)
         return self._search(rewritten)
 
     def _search(self, query: str) -> Prefetch | None:
-        """Search for the question, or for a query that the model has written. Chunks come in ascending relevance, so
-        that the best one is next to the question.
+        """Search for the question, or for a query of the model. Chunks come in ascending relevance, so the best one is
+        next to the question.
         """
         task, steps = self._task, self._steps
         assert steps is not None
@@ -550,7 +550,7 @@ class AnswerStream:
         return prefetch
 
     def _enough(self, prefetch: Prefetch | None) -> Prefetch | None:
-        """All chunks are found: the answer is next."""
+        """All chunks are found: the answer comes next."""
         self._asked, self._found = self._task, True
         self._mark("retrieved")
         self._mark("reranked")
@@ -578,7 +578,7 @@ class AnswerStream:
         return found, prefetch
 
     def _submit(self, prefetch: Prefetch | None, *, wait: bool) -> bool:
-        """Lease room for the KV, load it and submit what is asked now to the runtime; False without a lease."""
+        """Lease room for the KV, load it and submit the current prompt to the runtime; False without a lease."""
         backend, task, runtime = self._backend, self._asked, self._backend.runtime
         lease: Lease | None = None
         try:
@@ -605,7 +605,7 @@ class AnswerStream:
                 prefetch.drop()  # KV that was prefetched in vain
             if lease is not None:
                 runtime.release(lease)
-        if self._cancelled.is_set():  # perhaps cancelled before there was a job
+        if self._cancelled.is_set():  # it may have been cancelled before there was a job
             runtime.cancel(self._job)
         return True
 
@@ -627,12 +627,12 @@ class AnswerStream:
         return token.text
 
     def _store(self) -> None:
-        """Store what was encoded for the question, after the first token or when none will come."""
+        """Store the KV that was encoded for the question, after the first token or if there will be none."""
         if self._after:
             self._backend.store(self._after)
 
     def _end_span(self, error: BaseException | None = None) -> None:
-        """End the answer's span, with one for each stage that has no own: search, rerank, prefill and decode."""
+        """End the answer's span, and add one for each stage without its own: search, rerank, prefill and decode."""
         ended, now = self._span, time.perf_counter()
         if ended is None:
             return
@@ -702,7 +702,7 @@ def _chunk_id(scored: ScoredChunk) -> str:
 
 
 def source_of(scored: ScoredChunk, won: int | None = None) -> Source:
-    """A chunk that was found, as a source of an answer; `won` is how many tokens its expert chose."""
+    """A retrieved chunk as a source of an answer; `won` is how many tokens its expert chose."""
     return Source(
         document=scored.source,
         chunk_id=scored.chunk.chunk_id,

@@ -38,7 +38,7 @@ _LOOK = 0.5
 """Seconds after which a thread that waits for its results to be taken checks whether its index is still open."""
 
 _FOR_ALL = (AnswerInterruptedError, KVMismatchError, MissingExtraError, ModelLoadError)
-"""Errors that every other question would meet too; they are raised and end all."""
+"""Errors that every other question would meet too; they are raised and end the iteration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Answers(Iterator[Result]):
 
     def _run(self) -> Generator[Result]:
         running = self._running
-        waiting: _One | None = None  # has its chunks and waits for room for their KV
+        waiting: _One | None = None  # has its chunks, and waits for room for their KV
         more = True
         try:
             while (more or waiting or running) and not self._cancelled.is_set():
@@ -275,10 +275,10 @@ async def _from_thread(
     name: str,
     on_taken: Callable[[], object] = lambda: None,
 ) -> AsyncGenerator[T]:
-    """What `work`, in a thread, passes to its argument (None is the end); then the error of `work`, if it has one.
+    """Yields what `work`, in a thread, passes to its argument (None ends it); then raises the error of `work`, if any.
 
     If the iterating task is cancelled or leaves early, `leave` has to end the work, and the thread is joined.
-    `on_taken` is called when the task comes back for the next one.
+    `on_taken` is called when the task comes back for the next item.
     """
     import asyncio
 
@@ -300,7 +300,7 @@ async def _from_thread(
         finally:
             put(None)
 
-    # not the loop's executor: its few threads would let only as many questions into a batch
+    # not the loop's executor: its few threads would limit the questions in a batch
     thread = index.start_thread(partial(contextvars.copy_context().run, run), name=name)
     try:
         while (item := await queue.get()) is not None:

@@ -49,8 +49,8 @@ class Contexts:
         from ragkv.runtime import runtime_of
 
         self.config = replace(config, encoding=EncodingConfig(), steps=StepsConfig())
-        """Without `[encoding]`: a text is one chunk, so nothing of its document stands before it. Nothing is searched,
-        so there is one step."""
+        """Without `[encoding]`, because a text is one chunk with nothing of its document before it, and with a single
+        step, because nothing is searched."""
         self.model = model
         self.closed = False
         self.prompt = render(config.prompt, model.tokens)

@@ -1,12 +1,12 @@
-"""What is searched for: the queries of a question over several steps, and of a follow-up question in a conversation.
+"""Search queries: those of a question in several steps, and those of a follow-up question in a conversation.
 
 Chunks were prefilled before any question, so earlier turns cannot precede the documents: no stored KV would match. They
 follow the documents, in the question's part of the prompt, which is prefilled for each question anyway. A follow-up
 question ("And where is it based?") is searched together with the last questions, which name its subject; with
-`rewrite` of `[steps]`, the model first writes it anew.
+`rewrite` of `[steps]`, the model rewrites it first.
 
 A model that was never trained on conversations answers worse with earlier turns in its prompt: the bundled mini answers
-20 of 20 questions alone, and 1 to 3 of 20 after others. So the prompt only has them if the model can use them.
+20 of 20 questions alone, and 1 to 3 of 20 after others. So the prompt includes them only if the model can use them.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def first_line(text: str) -> str:
 
 
 class WrittenQueries:
-    """The queries of one question over several steps, and when they end. `searched` is what it is first searched for.
+    """The queries of one question in several steps, and when they end. `searched` is the first query.
 
-    `rankings` has what each search found, best first; a search that found nothing new is left out.
+    `rankings` has the results of each search, best first; a search without new results is left out.
     """
 
     def __init__(self, config: StepsConfig, question: str, searched: str, count: int) -> None:
@@ -63,11 +63,11 @@ class WrittenQueries:
         self._left = count - 1
         self._known: set[object] = set()
         self.prompt = _filled(config.prompt, question=question)
-        """What the model is asked after the chunks, to write a query."""
+        """The prompt after the chunks that makes the model write a query."""
         self.rankings: list[Sequence[Any]] = []
 
     def found(self, ranking: Sequence[T], key: Callable[[T], object]) -> bool:
-        """Take up what a search has found; whether there may be another."""
+        """Add the results of a search; returns whether another search may follow."""
         ids = set(map(key, ranking))
         new = not ids <= self._known
         if new:
@@ -76,11 +76,11 @@ class WrittenQueries:
         return new and self._left > 0
 
     def best(self, most: int, key: Callable[[T], object]) -> list[T]:
-        """The best `most` that were found, `interleaved`; all of a single search."""
+        """The best `most` results, `interleaved`; those of a single search in order."""
         return list(self.rankings[0]) if len(self.rankings) == 1 else interleaved(self.rankings, most, key)
 
     def next(self, text: str) -> str | None:
-        """The next query, from what the model has written; None if that is nothing, "enough", or was asked before."""
+        """The next query, from the model's text; None if that is empty, "enough", or an earlier query."""
         written = first_line(text)
         query = _filled(self._config.query, question=self._searched, written=written)
         if not written or _same(written) == _same(self._config.enough) or _same(query) in self._asked:
@@ -96,7 +96,7 @@ def _filled(template: str, **values: str) -> str:
 
 
 def _same(text: str) -> str:
-    """What equal queries have in common: their words."""
+    """The words of a query, which are the same for equal queries."""
     return " ".join("".join(c if c.isalnum() else " " for c in text.casefold()).split())
 
 
@@ -111,8 +111,9 @@ class Turn:
 class Conversation:
     """The turns so far, for one thread. `count` counts the tokens of a text.
 
-    `history` says what earlier turns are used for: "prompt" (and search), "search" only, or "none". The prompt has at
-    most `history_tokens` tokens of them. The search adds the `searched_turns` last questions to the new one.
+    `history` says where earlier turns are used: "prompt" (and search), "search" only, or "none". At most
+    `history_tokens` tokens of them are in the prompt. The search adds the last `searched_turns` questions to the new
+    one.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class Conversation:
         return "".join([*self._earlier(self._history_tokens), question])
 
     def rewrite_text(self, question: str) -> str | None:
-        """What the model is asked to write the question anew for the search; None if it is not to, or for a first
+        """The prompt that makes the model rewrite the question for the search; None if that is off, or for a first
         question.
         """
         if not self._steps.rewrite or not self._searched_turns or not self.turns:
@@ -182,7 +183,7 @@ class Conversation:
         return _filled(self._steps.rewrite_prompt, history=history, question=question)
 
     def _earlier(self, left: int) -> list[str]:
-        """As many of the last turns as fit into so many tokens."""
+        """As many of the last turns as fit into `left` tokens."""
         earlier: list[str] = []
         for turn in reversed(self.turns):
             text = f"{turn.question}{self._trail}\nAnswer: {turn.answer}\n\n{self._lead}"
@@ -212,9 +213,9 @@ def measured_history(store: Store, fingerprint: str) -> History | None:
 
 
 def proved_history(verdict: object, by: object) -> Literal["prompt", "search"] | None:
-    """What earlier turns are used for after this verdict of `ragkv doctor`; None if it proves neither.
+    """The use of earlier turns that this verdict of `ragkv doctor` proves; None if it proves neither.
 
-    Agreement can show that they do harm, and not that they do none: mini, which copies names out of earlier turns,
+    Agreement can show that they do harm, but not that they do none: mini, which copies names out of earlier turns,
     agrees with itself in 79 % of the questions that are made from chunks, and is right in 9 of 20 real ones.
     """
     if verdict == "poor":

@@ -1,6 +1,6 @@
 """Create and open indexes. Nothing is written until the models of a new index are loaded.
 
-If creating fails before anything was stored, `CreationRollback` removes what was made and leaves what existed before.
+If creation fails before anything was stored, `CreationRollback` removes what was made and leaves what existed before.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class CreationRollback:
         self._folders = [path for path in (store, folder, *folder.parents) if not path.exists()]
 
     def remove(self) -> bool:
-        """Delete what was added if nothing is stored in it and no other process writes to it; whether that was done.
+        """Delete what was added, if nothing is stored in it and no other process writes to it; whether it was deleted.
 
-        Only empty folders are deleted. Processes waiting to write to the index learn that it does not exist.
+        Only empty folders are deleted. Processes that wait to write to the index find that it does not exist.
         """
         store = self._folder / "store"
         if not store.is_dir():
@@ -91,7 +91,7 @@ def create_index(
     replace_empty: bool = False,
     load: bool = True,
 ) -> Index:
-    """Create an index at `folder`, which must be new or empty, or hold only the rest of an interrupted `create_index`.
+    """Create an index at `folder`, which must be new or empty, or a remainder of an interrupted `create_index`.
 
     With `replace_empty`, an index without documents is replaced. With `load` False, models load at their first use.
     Engines that the model cannot run exactly are left out unless `settings` name them.
@@ -175,7 +175,7 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     if checkpoint is None:
         return config
     tuning, block = config.tuning, config.tuning.get("block", {})
-    # "standalone" is the engine's default, because indexes of before have no such setting
+    # "standalone" is the engine's default, because older indexes have no such setting
     if checkpoint.block_over != "standalone" and block.get("preset") != "no-positions":
         tuning = {**tuning, "block": {"over": checkpoint.block_over, **block}}
     return replace(config, prompt=checkpoint.tuned_words(config.prompt), tuning=tuning)
@@ -237,7 +237,7 @@ def kept_settings(folder: Path) -> dict[str, Any]:
 
 
 def _is_unfinished(folder: Path) -> bool:
-    """Whether the folder is empty or holds only the rest of an interrupted `create_index`."""
+    """Whether the folder is empty or a remainder of an interrupted `create_index`."""
     store = folder / "store"
     inside = {path.name for path in store.iterdir()} if store.is_dir() else set()
     return {path.name for path in folder.iterdir()} <= {"store", NEW_CONFIG_FILE} and inside <= STORE_FILES

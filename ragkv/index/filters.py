@@ -1,10 +1,10 @@
 """Filter chunks by conditions on their documents' names, fields and metadata.
 
 The fields and chunks of all documents are in an index of their own, `derived/fields`, which follows the store in
-segments as the retrieval indexes do. A row is a document. A segment stores the values of each field in order, so a
-value or prefix is found by binary search in mapped files, and a condition costs what it matches. Only a pattern that
-begins with a wildcard is tried on all values. The result for a list of conditions is cached as the same object until it
-changes, so searches can cache what they derive from it.
+segments, as the retrieval indexes do. A row is a document. A segment stores the values of each field in order, so a
+value or prefix is found by binary search in mapped files, and a condition costs only as much as it matches. Only a
+pattern that begins with a wildcard is tried on all values. The result for a list of conditions is cached as the same
+object until it changes, so searches can cache what they derive from it.
 """
 
 from __future__ import annotations

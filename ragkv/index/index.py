@@ -2,10 +2,10 @@
 
 Search, answers and maintenance take an `Index`, so that they do not depend on each other. The store records which
 model, embedder, prompt and doctor reports belong to the index. That metadata has no checksums and an index may come
-from anyone, so metadata of another form counts as damage: `repair` drops it, and it is made again.
+from anyone, so malformed metadata counts as damage: `repair` drops it, and it is made again.
 
-`WriteBehind` stores what a question had to make after the answer, in a thread that ends when nothing is left and that
-`close` waits for, so that no first token waits for a write.
+`WriteBehind` stores newly encoded KV after the answer, so that no first token waits for a write. Its thread ends when
+nothing is left; `close` waits for it.
 """
 
 from __future__ import annotations
@@ -519,7 +519,7 @@ class WriteBehind:
 
 
 def _forget_all() -> None:
-    """Reset in a forked child, which has neither the thread nor the owner of its lock, and shares the parent's
+    """Reset in a forked child, where the thread and the owner of its lock do not exist, and which shares the parent's
     store."""
     for write_behind in list(_all):
         write_behind._start()
@@ -598,7 +598,7 @@ class Index:
         return 0 if self._collection is None else self._collection.dropped
 
     def fetch(self, identities: Sequence[KVIdentity]) -> Fetched:
-        """Those whose KV a shared tier has, within the time that it would take to encode them."""
+        """The KV among these that a shared tier delivers within the time that encoding it would take."""
         if not identities or (tiers := self.tiers) is None:
             return {}
         return tiers.fetch(identities, shape=self.shape, seconds_per_token=self.store.ledger().seconds_per_token)
@@ -749,7 +749,7 @@ class Index:
         return shape
 
     def stored_bytes(self, tokens: int) -> int:
-        """The bytes to expect at most of so many tokens' KV on the disk."""
+        """An upper estimate of the bytes on disk of the KV of `tokens` tokens."""
         return self.store.codec.most_bytes(self.shape, tokens)
 
     def has_tokens(self, ids: Sequence[int]) -> bool:
@@ -793,7 +793,7 @@ class Index:
     def packet(self) -> Packet | None:
         """The packet around the chunks that the engine `block` reads; None if `ragkv.toml` names none.
 
-        It is read once, so that KV is never stored as that of a file that was replaced meanwhile.
+        It is read once, so that KV is never stored under a file that was replaced in the meantime.
         """
         from ragkv.engines import make_engine
 

@@ -1,7 +1,7 @@
 """Run an ingest into an open index, alone or with a Ray cluster, and record the models that made everything in it.
 
-The bundled models were made for the documents of `examples/corpus`. With others a warning is given, once per index at
-an ingest and once at a question.
+The bundled models were made for the documents of `examples/corpus`. For other documents a warning is given, once per
+index at an ingest and once at a question.
 
 With `ragkv ingest PATH --ray ADDRESS` (docs/tiers.md), Ray's workers read, cut, embed and encode documents and put the
 KV into the index's shared tiers, whose names are hashes of the content, so that doing it twice changes nothing. The
@@ -233,7 +233,7 @@ def _warned(store: Store) -> list[str]:
 
 
 class DocumentMaker:
-    """What a worker runs: an ingester over an index of its own in a temporary folder, whose KV goes to the tiers."""
+    """Runs in a worker: an ingester over a temporary index of its own, whose KV goes to the tiers."""
 
     def __init__(self, settings: str, device: str | None) -> None:
         self._open = ExitStack()
@@ -248,7 +248,7 @@ class DocumentMaker:
         self._reader = self._open.enter_context(SourceReader(ParseLimits.of(config.ingest)))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[bytes]]:
-        """Make the pickled sources of a batch. What cannot be made is in the report, so that it stops no other."""
+        """Make the pickled sources of a batch. Failures go into the report and do not stop other documents."""
         made = [self._make(pickle.loads(source)) for source in batch["source"]]
         if self._index.tiers is not None:
             self._index.tiers.settle()
@@ -266,7 +266,7 @@ class DocumentMaker:
 def ray_maker(config: IndexConfig, address: str, *, device: str | None = None) -> Iterator[Make]:
     """Connect to Ray at `address` ("local" starts it on this machine, "auto" finds it) for `RagKV.ingest(make=…)`.
 
-    There is a worker for every accelerator of the cluster, or for every two processors if it has none. They see the
+    There is a worker for every accelerator of the cluster, or for every two processors if it has none. Workers find the
     files under the same paths, and the tiers under the same URLs. UsageError for an index without tiers.
     """
     if not config.tiers:

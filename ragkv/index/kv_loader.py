@@ -41,15 +41,15 @@ K = TypeVar("K", "ChunkKV", "EncodedRecord")
 _Seen: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 """A chunk's tokens, and those that it sees of its document."""
 _UNPACKED = 4
-"""Of a device's memory for KV that is packed there, one part of so many is for what questions have unpacked."""
+"""1/_UNPACKED of a device's memory for packed KV is for KV that questions have unpacked."""
 MOST_SEEN = 1024
-"""Chunks for which these are kept, about."""
+"""The approximate number of chunks for which these are cached."""
 
 logger = logging.getLogger(__name__)
 
 
 class Prefetch:
-    """KV that a thread loads from the store meanwhile; what is not taken is dropped."""
+    """KV that a thread loads from the store in the background; what is not taken is dropped."""
 
     def __init__(self, load: Callable[[], dict[KVIdentity, ChunkKV]], wanted: Sequence[KVIdentity] = ()) -> None:
         self.wanted = frozenset(wanted)
@@ -60,7 +60,7 @@ class Prefetch:
             self._thread.start()
 
     def take(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
-        """The loaded ones of these; waits for the load to end."""
+        """The loaded KV among these; waits for the load to end."""
         self._wait()
         return {identity: self._found.pop(identity) for identity in identities if identity in self._found}
 
@@ -76,7 +76,7 @@ class Prefetch:
     def _run(self) -> None:
         try:
             self._found = self._load()
-        except Exception as error:  # also a device or a machine without memory: the answer's own load will raise it
+        except Exception as error:  # also if memory runs out: the answer's own load will raise it
             logger.debug("nothing was loaded ahead: %r", error)
 
 
@@ -89,7 +89,7 @@ class KVLoader:
         self._unpacked: weakref.WeakKeyDictionary[ChunkKV, weakref.ref[ChunkKV]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._seen: tuple[int, dict[str, _Seen]] = -1, {}
-        """What chunks see of their documents, at a generation of the store."""
+        """What chunks see of their documents, by generation of the store."""
 
     def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
         """The store key for these tokens' KV."""
@@ -98,8 +98,8 @@ class KVLoader:
         )
 
     def identities(self, encoding: Encoding, chunks: Sequence[Chunk]) -> list[KVIdentity]:
-        """The store keys of these chunks' KV. A chunk that is not one of the index's has no document that it could
-        see: its key is that of `prefixed` KV.
+        """The store keys of these chunks' KV. A chunk that is not from the index has no document to see, so its key is
+        that of `prefixed` KV.
         """
         index, seen = self._index, self._seen_by(chunks) if encoding is Encoding.CONTEXT else {}
         made, packet = [], self.packet(encoding)
@@ -115,9 +115,9 @@ class KVLoader:
         return made
 
     def _seen_by(self, chunks: Sequence[Chunk]) -> Mapping[str, _Seen]:
-        """The tokens of these chunks of the index, and those that they see of their documents, by their ids.
+        """Chunk id -> the tokens of a chunk of the index, and the tokens that it sees of its document.
 
-        They are kept until the documents change, because a question asks for them several times.
+        Cached until the documents change, because a question needs them several times.
         """
         generation, window, prompt = self._store.generation, self._index.config.encoding.context, self._index.prompt
         tokens, (known_at, known) = self._index.model.tokens, self._seen
@@ -134,7 +134,7 @@ class KVLoader:
         return known
 
     def packet(self, *encodings: Encoding) -> Packet | None:
-        """The packet around the index's chunks, if one of these encodings has it."""
+        """The packet around the index's chunks, if one of these encodings uses it."""
         return self._index.packet if Encoding.PACKET in encodings else None
 
     def prefix(self, after: After | None = None) -> ChunkKV | None:
@@ -235,7 +235,7 @@ class KVLoader:
 
     @property
     def _unpacks(self) -> bool:
-        """Whether KV is packed in the memory of a device, whose kernels read it unpacked."""
+        """Whether KV in a device's memory is packed, and its kernels need it unpacked."""
         packing = self._store.codec.packing(self._index.shape)
         return self._index.model.device.type != "cpu" and packing is not None
 
@@ -254,7 +254,7 @@ class KVLoader:
         return kv if self._pages is None or kv.packed else self._pages.hold(kv)
 
     def _readable(self, kv: ChunkKV) -> ChunkKV:
-        """The KV as the kernels of its device read it: unpacked, once for all questions that have it now."""
+        """The KV in the form that the device's kernels read: unpacked, once for all questions that use it."""
         if not kv.packed or self._index.model.device.type == "cpu":
             return kv
         with self._lock:
@@ -271,9 +271,9 @@ class KVLoader:
         prefetch: Prefetch | None = None,
         store: Callable[[Fetched], None] | None = None,
     ) -> tuple[dict[KVIdentity, ChunkKV], set[KVIdentity]]:
-        """KV on the model's device from memory, else from the store, else from a shared tier, else encoded; and which
-        was in memory. `store` gets what came from a tier; without it, none is asked. Without `encode`, what none of
-        them has is left out.
+        """KV on the model's device from memory, else from the store, else from a shared tier, else encoded; and the
+        identities that were in memory. `store` receives KV from tiers; without it, tiers are not asked. Without
+        `encode`, KV that is found nowhere is left out.
         """
         by_key = {identity.key(): identity for identity in identities}
         device = self._index.model.place
@@ -368,7 +368,7 @@ class KVLoader:
         lost: Collection[KVIdentity],
         held: Collection[KVIdentity],
     ) -> KVUse:
-        """Count a question's uses of KV, of which `lost` had to be encoded and `held` was in memory."""
+        """Count a question's uses of KV; `lost` had to be encoded and `held` was in memory."""
         self._index.write_behind.note_uses(
             [
                 (

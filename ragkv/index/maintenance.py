@@ -2,8 +2,8 @@
 
 The store does this for rows and checksums. This module adds what surrounds the store: the model and settings that
 encode lost KV again, the retrieval indexes that are derived from it, and the configuration that makes a folder an
-index. KV that is prefilled ahead is recorded as expected uses and made in the order of its eviction score, so nothing
-that is made evicts what was made before it.
+index. KV that is prefilled ahead is recorded as expected uses and encoded in descending order of its eviction score, so
+that new KV never evicts KV encoded before it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class IndexRepairSource:
         try:
             return [self._kv_loader.identities(encoding, [chunk])[0] for encoding in self._index.encodings]
         except CorruptStoreError:
-            return []  # a chunk before it, which it saw, cannot be read
+            return []  # an earlier chunk, which it saw, cannot be read
 
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         """The KV of each identity, in order."""
@@ -158,7 +158,7 @@ def _weight(folder: Path) -> int:
 
 
 def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_progress: Notify | None) -> Copy:
-    """Copy a whole index to `path`, which must be new or empty, and where it appears only when complete.
+    """Copy a whole index to `path`, which must be new or empty; it appears there only when it is complete.
 
     The retrieval indexes are left out; the first question rebuilds them.
     """
@@ -184,8 +184,8 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path` for what is to be renamed to it; deleted in the end, as are parents made for it that
-    are empty. StoreError for an OSError."""
+    """A new folder beside `path`, to be renamed to it. At the end it is deleted, with any empty parents that were made
+    for it. StoreError for an OSError."""
     partial = Path(path.parent.resolve(), f".{path.name}.partial-{secrets.token_hex(4)}")
     made = [parent for parent in partial.parents if not parent.exists()]
     try:
@@ -213,7 +213,7 @@ def require_free(path: Path, index: Path) -> None:
 
 def delete_document(index: Index, document_id: str) -> bool:
     """Delete a document and what only it needed. On a full disk, the retrieval indexes may be deleted for room."""
-    _ = index.tiers  # so that the store notes what they may hold of it
+    _ = index.tiers  # so that the store notes what they may hold of this document
     try:
         deleted = index.store.delete_document(document_id)
     except StoreFullError:

@@ -1,8 +1,8 @@
 """Packs: an index, or chosen documents of one with their KV, as one file that answers elsewhere without encoding.
 
 A pack is a manifest, its signature, and two files: `ragkv.toml` without its tiers, and a compacted copy of the store.
-The manifest has their digests, and says which model and embedder made them (docs/formats.md, "Packs"). An unpacked
-index appears when all of it is there and right, or not at all.
+The manifest has their digests, and names the model and embedder that made them (docs/formats.md, "Packs"). An unpacked
+index appears complete and verified, or not at all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ragkv.util.files import parse_json
 
 MAGIC = b"RAGKVPACK1\n"
 _HEAD = struct.Struct("<II")
-"""Bytes of the manifest, and of the signature, which are 0 or 64."""
+"""Length of the manifest and of the signature in bytes; the signature has 0 or 64."""
 _FILES = (CONFIG_FILE, "store/data.mdb")
 _MOST = 1 << 20
 _BLOCK = 1 << 20
@@ -43,7 +43,7 @@ _CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """What a pack is: the checkpoint that made its KV, its contents, and the public key that signed it, in hex."""
+    """The contents of a pack, the checkpoint that made its KV, and the public key that signed it, in hex."""
 
     model: str
     fingerprint: str
@@ -54,7 +54,7 @@ class Pack:
     bytes: int
     signed_by: str | None = None
     encoded: int = 0
-    """Chunk KV that had to be encoded when it was unpacked: 0, but for documents alone."""
+    """Chunk KV that had to be encoded while unpacking: 0 except with documents alone."""
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv pack --json` and `ragkv unpack --json` print."""
@@ -89,7 +89,7 @@ def write_pack(
                 if one.document.document_id not in chosen:
                     store.delete_document(one.document.document_id)
             store.collect(in_use=lambda _: True)
-            store.copy(work / "pack", compact=True, on_progress=on_progress)  # what was deleted is not in it
+            store.copy(work / "pack", compact=True, on_progress=on_progress)  # leaves out deleted data
             stats = store.stats()
         save_config(work / "pack", replace(index.config, tiers=(), qdrant=QdrantConfig()))
         members = [work / "pack" / name for name in _FILES]
@@ -118,9 +118,9 @@ def write_pack(
 
 
 def sealed(path: Path | str, trust: Path | None = None) -> str:
-    """The digest of a pack's manifest, which has those of all else: with it, `unpack` makes this very index.
+    """The digest of a pack's manifest, which contains all other digests: with it, `unpack` makes exactly this index.
 
-    Reads no more than the manifest; raises as `unpack` does for what is no pack, or not signed by `trust`.
+    Reads only the manifest; raises like `unpack` if it is not a pack, or not signed by `trust`.
     """
     with _opened(path) as read:
         return _parsed(read, path, trust)[2]
@@ -138,12 +138,12 @@ def unpack(
 ) -> Pack:
     """Make the index of a pack, a file or an object (`s3://…`, `gs://…`, `az://…`), at the new folder `folder`.
 
-    `trust` is a PEM file with the Ed25519 public key that must have signed it. `documents_only` takes documents and
-    chunks alone, and encodes them. `model` is where the model is, or for documents another one; by default the pack's.
-    `digest` is that of the pack that it must be (`sealed`).
+    `trust` is a PEM file with the Ed25519 public key that must have signed it. `documents_only` takes only documents
+    and chunks, and encodes them. `model` is the model's location, or with `documents_only` another model; by default
+    the pack's. `digest`, from `sealed`, identifies the expected pack.
 
-    StoreError for a file that is no pack, or not as it was written; KVMismatchError for a model or embedder other than
-    those that made it; UsageError for another signature, or a folder that is not new.
+    StoreError for a file that is not a pack or was changed; KVMismatchError if the model or embedder is not the one
+    that made it; UsageError for another signature, or a folder that is not new.
     """
     require_free(folder, Path(path))
     with partial_folder(folder) as work:
@@ -257,7 +257,7 @@ def _damaged(path: Path | str, why: str) -> StoreError:
 def _parsed(
     read: Callable[[int], bytes], path: Path | str, trust: Path | None
 ) -> tuple[Pack, list[dict[str, Any]], str]:
-    """A pack's manifest, the facts of its files, and its digest; `read` is then at the first of these."""
+    """A pack's manifest, the entries of its files, and its digest; `read` then continues with the first file."""
     head = read(len(MAGIC) + _HEAD.size)
     if len(head) != len(MAGIC) + _HEAD.size or not head.startswith(MAGIC):
         raise _damaged(path, "its first bytes are not those of a pack")

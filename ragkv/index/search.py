@@ -74,7 +74,7 @@ class Retrieval(TypedDict, total=False):
     """A question's retrieval settings. A missing value or None means the one in `ragkv.toml`.
 
     `search_for` replaces the question as the search query: a follow-up question may not name its subject. `only`
-    decides whether a chunk of a document may be found. Like `where`, it applies before the best are taken.
+    decides whether a chunk of a document may be found. Like `where`, it applies before the best are selected.
     """
 
     retrieval: str | None
@@ -305,7 +305,7 @@ def _relevance(score: float, kind: ScoreKind, logit: float | None) -> float:
 
 
 OnCount = Callable[[int, int], None]
-"""Called with (done, total) chunks or documents that an index has taken up. An exception ends the work."""
+"""Called with (done, total) chunks or documents that an index has processed. An exception ends the work."""
 
 KINDS: Mapping[str, type[Segmented[Any, Any]]] = {
     "bm25": BM25,
@@ -375,7 +375,7 @@ class Derived:
         self._lock = threading.Lock()
         self._indexes: dict[str, Segmented[Any, Any]] = {}
         self._lengths: dict[str, Mapping[Path, int]] = {}
-        """The lengths of the files that an open index may have mapped, when last known to be complete."""
+        """The lengths of files that an open index may have mapped, from when they were last known to be complete."""
 
     def bm25(self, notify: OnCount | None = None) -> BM25:
         """The BM25 index of all chunks, updated to the store's generation."""
@@ -546,9 +546,9 @@ def _fields_of(document: Document, chunks: NDArray[Any]) -> tuple[str, DocumentM
 def follow_collection(index: Index, *, whole: bool = False, notify: OnCount | None = None) -> int:
     """Bring the index's collection in Qdrant to the store's generation; returns how many points were sent or deleted.
 
-    What was interrupted is resumed, because no point is sent that is there. `whole`: compare all points with the store,
-    and replace a collection of another embedder. The collection is left as it is if the index is open read-only, or
-    another process is sending.
+    An interrupted run is resumed, because points that exist are not sent again. `whole`: compare all points with the
+    store, and replace a collection of another embedder. The collection is not changed if the index is open read-only,
+    or if another process is sending.
     """
     collection, store, folder = index.collection, index.store, index.derived / "qdrant"
     if collection.made and not whole and (store.readonly or collection.version == store.version):
