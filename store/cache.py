@@ -5,7 +5,7 @@ them while they live, so no two queries hold the same KV twice.
 
 An entry cannot be stale: its key is a hash of everything that its numbers depend on (`KVIdentity`). The record in the
 *store* may be deleted with its document, or rewritten by a repair or another codec. Both drop the entry, even one that
-is being loaded (`drop`). What another process deleted is dropped at the next question (`retain`).
+is being loaded (`drop`). Records that another process deleted are dropped at the next question (`retain`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MemoryUse:
 class _PendingLoad:
     """KV that a thread is loading; other threads wait for it instead of loading it again.
 
-    It is a lock that is held meanwhile: an interrupt between two lines of an `Event` could leave that locked.
+    It is a held lock: an interrupt between two lines of an `Event` could leave the event's own lock held.
     """
 
     __slots__ = ("_ended", "_kv", "_running", "dropped", "failed")
@@ -167,7 +167,7 @@ class MemoryTier:
             )
 
     def _finish(self, own: Mapping[bytes, _PendingLoad], loaded: Mapping[bytes, ChunkKV] | None) -> None:
-        """Keep what this thread has loaded, None after an error, and let those go on who wait for it."""
+        """Keep the loaded KV, None after an error, and release the threads that wait for it."""
         made = loaded or {}
         with self._lock:
             for key, pending in own.items():
@@ -190,7 +190,7 @@ class MemoryTier:
     def _insert(self, key: bytes, kv: ChunkKV) -> None:
         self._alive[key] = kv
         size = kv.nbytes
-        if key in self._entries or size > self._budget:  # it would evict everything else, and then itself
+        if key in self._entries or size > self._budget:  # too large: it would evict everything, and then itself
             return
         self._entries[key] = kv
         self._bytes += size

@@ -7,12 +7,12 @@ a lossy codec can treat keys and values differently. Decoding needs only the pay
 replace a built-in one.
 
 `half` rounds float32 to float16, scaled by a power of two where needed. `q8` rounds the numbers of a head and token to
-int8 with one scale; attention reads both as they are stored (`Codec.packing`). `int8` and `int4` round each number to
+int8 with one scale; attention reads both in their stored form (`Codec.packing`). `int8` and `int4` round each number to
 a multiple of its slice's step, and zstd's entropy coder packs the integers. KIVI has a scale per group and a fixed
 number of bits; on mini, at the same size, one step per slice has a tenth of KIVI's KL divergence (docs/formats.md).
 Attention scores depend on the absolute error of a key channel: with one step, narrow channels take few bits and outlier
 channels many, no scales are stored, and no number is off by more than half a step.
-Two ideas of KIVI remain: a key channel's mean is subtracted where that saves bits, and keys get more bits than values.
+Two ideas of KIVI remain: a key channel's mean is subtracted if that saves bits, and keys get more bits than values.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ Bytes = NDArray[np.uint8]
 
 
 class Packing(NamedTuple):
-    """How numbers of `item` bytes lie in memory as a codec has stored them: each `numbers` of them, which follow each
-    other in a row, as `numbers + extra` of a smaller `dtype`.
+    """The form in which a codec's numbers may stay in memory: every run of `numbers` numbers, of `item` bytes each, is
+    stored as `numbers + extra` numbers of a smaller `dtype`.
     """
 
     dtype: DType
@@ -73,7 +73,7 @@ class Packing(NamedTuple):
     extra: int = 0
 
     def bytes_for(self, raw: int) -> int:
-        """The bytes that whole rows of `raw` bytes take."""
+        """The packed size of `raw` bytes that are whole rows."""
         return raw // (self.item * self.numbers) * (self.numbers + self.extra) * ITEM_SIZES[self.dtype]
 
 
@@ -114,23 +114,23 @@ class Codec(ABC):
 
     id: ClassVar[str]
     early: ClassVar[bool] = False
-    """Whether it rounds so fast that new KV is rounded before the question that made it reads it (`round_trip`), so
-    that every question reads the same numbers. Rounding what is rounded must change nothing."""
+    """Whether it rounds so fast that new KV is rounded before the question that encoded it reads it (`round_trip`), so
+    that every question reads the same numbers. Rounding must be idempotent."""
 
     def suited(self, dtype: DType) -> Codec:
         """The codec for a record of keys and values of this type, which the record names."""
         return self
 
     def most_bytes(self, shape: KVShape, tokens: int) -> int:
-        """The bytes to expect at most of a record of this many tokens, for a budget."""
+        """An upper estimate of the bytes of a record of this many tokens, for a budget."""
         return shape.nbytes(tokens)
 
     def packing(self, shape: KVShape) -> Packing | None:
-        """How a record of this shape may stay in memory as it is stored; None: it is decoded."""
+        """The form in which a record of this shape may stay in memory without decoding; None: it must be decoded."""
         return None
 
     def parts(self, buf: Buffer) -> list[Bytes] | None:
-        """Views of the payload that are, one after another, what `packing` says; None if some of it is not stored so.
+        """Views of the payload that, concatenated, have the form of `packing`; None if some of it has another form.
 
         Raises DamagedError as `decode` does.
         """
@@ -144,7 +144,7 @@ class Codec(ABC):
     def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
         """The original bytes, written to `out` if given.
 
-        `DamagedError` if `buf` is no payload, or does not fill `out`.
+        `DamagedError` if `buf` is not a payload, or does not fill `out`.
         """
 
     def lossless(self) -> Codec:
@@ -250,9 +250,9 @@ class Half(Codec):
     """float32 as float16, so half the bytes; 16-bit numbers as raw bytes. The default.
 
     A number is off by at most 2^-11 of itself, or 2^-20 of the largest number of its slice, whichever is larger. A
-    slice whose largest number lies outside [2^-5, 65504] is scaled by a power of two, and one with NaN, infinities or
-    numbers beyond what that reaches is kept as it is. Payload: for each slice `_HALF` (1 for float16, 0 as it is;
-    the exponent of the scale; 0; the decoded bytes) and its numbers.
+    slice whose largest number lies outside [2^-5, 65504] is scaled by a power of two; one with NaN, infinities or
+    numbers beyond that range is stored unchanged. Payload: for each slice `_HALF` (1 for float16, 0 for unchanged; the
+    exponent of the scale; 0; the decoded bytes) and its numbers.
     """
 
     id: ClassVar[str] = "half"
@@ -328,10 +328,10 @@ class Half(Codec):
 def _exponent(numbers: Floats) -> int | None:
     """The exponent of the scale by which float16 holds these numbers; None if there is none.
 
-    It is that of the largest number after rounding, so that rounded numbers are scaled as they were.
+    It is that of the largest number after rounding, so that rounding again uses the same scale.
     """
     largest = max(-float(numbers.min()), float(numbers.max())) if numbers.size else 0.0
-    if not largest < math.inf:  # written so that it holds for NaN
+    if not largest < math.inf:  # also true for NaN
         return None
     power = math.frexp(largest * (1 + 2**-11))[1]
     if not largest or (power >= -4 and largest <= _HALF_LARGEST):
@@ -345,13 +345,14 @@ _NOTHING = 2.0**-100
 
 @dataclass(frozen=True, slots=True)
 class Q8(Codec):
-    """The numbers of a head and token as int8, of which 127 is the largest of them; llama.cpp's Q8_0 does so with each
-    32 numbers.
+    """The numbers of a head and token as int8, where 127 stands for the largest of them; llama.cpp's Q8_0 does the same
+    for every 32 numbers.
 
     A number is off by at most 0.004 of the largest or 2^-100, and then rounded to its type. A slice with NaN,
-    infinities or numbers beyond 2^96 (float16: 32,752) is kept as it is. Payload: for each slice `_ROWS` (1 for rows, 0
-    as it is; the dtype; the numbers of a row, 0 as it is; the rows, or bytes) and its rows, each of its int8 numbers
-    and the largest in bfloat16, or its bytes. Rounding again changes nothing: the largest stays what it is.
+    infinities or numbers beyond 2^96 (float16: 32,752) is stored unchanged. Payload: for each slice `_ROWS` (1 for
+    rows, 0 for unchanged; the dtype; the numbers of a row, 0 for unchanged; the rows, or bytes) and its rows, each of
+    its int8 numbers and the largest in bfloat16, or its bytes. Rounding again changes nothing: the largest stays the
+    same.
     """
 
     id: ClassVar[str] = "q8"
@@ -376,7 +377,7 @@ class Q8(Codec):
         parts: list[Buffer] = []
         for kv_slice, piece in _pieces(buf, slices):
             numbers = torch.from_numpy(span_of(piece)).view(DTYPES[kv_slice.dtype]).view(-1, kv_slice.dim).float()
-            largest = numbers.abs().amax(1, keepdim=True).bfloat16()  # NaN if one of them is
+            largest = numbers.abs().amax(1, keepdim=True).bfloat16()  # NaN if any number is
             if not bool((largest <= _BEYOND[kv_slice.dtype]).all()) or kv_slice.dim >= 1 << 16:
                 parts += [_ROWS.pack(0, _CODES[kv_slice.dtype], 0, piece.size), piece.tobytes()]
                 continue
@@ -410,7 +411,7 @@ class Q8(Codec):
         return [stored for *_, stored, _ in runs] if all(width for _, width, *_ in runs) else None
 
     def _runs(self, payload: Bytes) -> list[tuple[DType, int, Bytes, int]]:
-        """The dtype, width of a row (0: as it is) and stored bytes of each slice, and how many bytes it has decoded."""
+        """The dtype, row width (0: unchanged) and stored bytes of each slice, and its decoded size in bytes."""
         runs: list[tuple[DType, int, Bytes, int]] = []
         start = 0
         while start < payload.size:
@@ -581,7 +582,7 @@ def _encode_slice(data: Bytes, kv_slice: KVSlice, bits: float) -> bytes:
         return kept
     numbers = _floats(data, kv_slice.dtype).reshape(shape)
     largest = max(-float(numbers.min()), float(numbers.max()))
-    if not largest <= _BEYOND[kv_slice.dtype]:  # written so that it holds for NaN
+    if not largest <= _BEYOND[kv_slice.dtype]:  # also true for NaN
         return kept
     sample = numbers[:, :: max(1, numbers.size // _SAMPLE)]
     means = _offsets(numbers, sample) if kv_slice.role == "keys" else None

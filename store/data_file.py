@@ -1,4 +1,4 @@
-"""LMDB's files as the system sees them: checks before they are mapped, reserved disk space, and memory to give back.
+"""LMDB's files at the level of the system: checks before they are mapped, reserved disk space, and releasing memory.
 
 LMDB trusts its file. If the file was cut short, the first access to a missing page kills the process with SIGBUS; on a
 network file system, a second machine corrupts it. Both are refused before the file is mapped. One flipped bit in a page
@@ -8,12 +8,12 @@ restored index, or one whose writer was killed), and in `ragkv verify`. The stam
 state folder, outside of every index, so that an index cannot bring its own (docs/formats.md, "What is checked when").
 
 LMDB writes a changed page to a new place before it frees the old one, so even deleting needs space. The reserve is in
-`data.mdb` itself, behind the last page: blocks that the file system has given to the file. A transaction that adds data
-must leave it (`Database.write` with a `need`); one that deletes may use it. No file is created or removed for it, so a
-crash leaves nothing half done.
+`data.mdb` itself, behind the last page: blocks that the file system has allocated to the file. A transaction that adds
+data must leave it (`Database.write` with a `need`); one that deletes may use it. No file is created or removed for it,
+so a crash leaves nothing half done.
 
 A page that was read stays mapped until the system needs its memory, so a process that walks a large store seems to hold
-all of it. Pages that are given back stay in the system's cache, and the next access maps them again.
+all of it. Released pages stay in the page cache, and the next access maps them again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEAD_BYTES = 16
 """Bytes of the head of a page of LMDB."""
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that say that a file cannot grow."""
+"""Error numbers that mean that a file cannot grow."""
 
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1
@@ -65,8 +65,8 @@ _NETWORK_FUSE = re.compile(r"fuse\.(sshfs|ceph|glusterfs|juicefs|rclone|s3fs|gcs
 class Header:
     """The newer of the file's two meta pages, in bytes.
 
-    `used` ends behind the last page. `map_size` is the size that a map of the file should have, which is what the page
-    says, unless the file is too short for it.
+    `used` ends behind the last page. `map_size` is the size that a map of the file should have: the page's value,
+    unless the file is too short for it.
     """
 
     map_size: int
@@ -84,9 +84,9 @@ class Meta:
 
 
 class OpenFile:
-    """A file that LMDB has mapped: whether it is still there, and still as long as it was.
+    """A file that LMDB has mapped; checks that it still exists and has not been cut.
 
-    Touching a mapped page that the file has lost is SIGBUS, so that the length is checked before each transaction.
+    Touching a mapped page that the file has lost raises SIGBUS, so the length is checked before each transaction.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,10 +94,10 @@ class OpenFile:
         self._opened = self._path.stat()
 
     def size(self, least: int | None = None) -> int:
-        """Its bytes. `StoreGoneError` when the file was moved or replaced, `StoreError` when it is shorter than
-        `least` bytes.
+        """Its bytes. `StoreGoneError` if the file was moved or replaced, `StoreError` if it is shorter than `least`
+        bytes.
 
-        `least` unset is the length at the time of opening.
+        The default of `least` is the length when it was opened.
         """
         try:
             now = self._path.stat()
@@ -124,7 +124,7 @@ class OpenFile:
             return False
 
     def is_cut(self) -> bool:
-        """Whether the file that was opened is still there, but shorter than it was."""
+        """Whether the opened file is still there, but has become shorter."""
         with suppress(OSError):
             now = self._path.stat()
             return os.path.samestat(now, self._opened) and now.st_size < self._opened.st_size
@@ -134,9 +134,9 @@ class OpenFile:
 def read_header(data: Path) -> Header | None:
     """The header of a data file; None when there is no file yet, or an empty one.
 
-    `CorruptStoreError` when LMDB cannot have left the file like this. LMDB itself may leave out free pages at the end
-    of its file. But every writer of ragkv first extends the file, sparsely, to the whole map (`Database.write`), so
-    that a file that is shorter than its pages was cut.
+    `CorruptStoreError` if LMDB cannot have left the file in this state. LMDB itself may leave out free pages at the end
+    of its file, but every writer of ragkv first extends the file, sparsely, to the whole map (`Database.write`), so a
+    file that is shorter than its pages was cut.
     """
     if not data.exists() or not data.stat().st_size:
         return None
@@ -213,10 +213,10 @@ def damaged_file(data: Path, what: str) -> CorruptStoreError:
 
 
 def refuse_links(directory: Path, names: Iterable[str]) -> None:
-    """`StoreError` when the store's folder, or a file of these names in it, is a link, a pipe or a device.
+    """`StoreError` if the store's folder, or a file of these names in it, is a link, a pipe or a device.
 
-    LMDB opens its files by name and writes to them, wherever a link leads. Without this check, a store that somebody
-    else made could have it write to any of the user's files.
+    LMDB opens its files by name and writes to them, wherever a link leads. Without this check, a foreign store could
+    make it write to any of the user's files.
     """
     if os.path.lexists(directory) and not is_folder(directory):
         raise StoreError(f"{directory} is not a folder itself: put the store there, not a link to it")
@@ -283,7 +283,7 @@ class Reserve:
     def keep(self, used: int, end: int) -> None:
         """Allocate blocks from `used` to `end`; `OSError` of `FULL` when there are none.
 
-        Does nothing where the file system cannot allocate blocks in advance.
+        Does nothing if the file system cannot allocate blocks in advance.
         """
         if end <= self._end:
             return
@@ -299,9 +299,9 @@ class Reserve:
 
 
 def allocate_lock(lock: Path) -> None:
-    """Allocate blocks for LMDB's lock table: LMDB writes it through a map, where a full disk is SIGBUS.
+    """Allocate blocks for LMDB's lock table: LMDB writes it through a map, where a full disk raises SIGBUS.
 
-    `OSError` of `FULL` when there are none. A file that may not be written is left to LMDB.
+    `OSError` of `FULL` if there are none. A file that may not be written is left to LMDB.
     """
     try:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
@@ -326,7 +326,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 def mapped_bytes() -> int:
-    """Bytes of files that are in this process's memory, libraries too; 0 where the system does not tell."""
+    """Bytes of mapped files in this process's memory, libraries included; 0 where the system does not report it."""
     with suppress(OSError, ValueError):
         for line in _STATUS.read_text(encoding="ascii").splitlines():
             if line.startswith("RssFile:"):
@@ -335,9 +335,9 @@ def mapped_bytes() -> int:
 
 
 def give_back(file: Path) -> int:
-    """Unmap the resident pages of a file that is mapped read-only; the bytes of its maps, 0 if that is not possible.
+    """Unmap the resident pages of a file that is mapped read-only; returns the bytes of its maps, 0 if impossible.
 
-    Other threads may read the map meanwhile: they only wait for the pages that they touch.
+    Other threads may read the map at the same time: they only wait for the pages that they touch.
     """
     done = 0
     with suppress(OSError, ValueError, AttributeError):
@@ -354,7 +354,7 @@ def give_back(file: Path) -> int:
 
 
 PageProgress = Callable[[int, int], None]
-"""Called with how many pages were checked, and how many the file has."""
+"""Called with the number of checked pages and of all pages."""
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +362,7 @@ _NODE = struct.Struct("=4H")  # data size or child (low, high), flags, key size
 _KEY_LIMIT = 511
 _SEVERAL = lmdb_verify.MDB_DUPSORT | lmdb_verify.MDB_DUPFIXED
 _SUB_PAGE = 0x72  # the flags of a sub-page of sorted values: P_LEAF, P_LEAF2, P_SUBP and P_DIRTY
-_NO_SUBDIR = 0x4000  # how the last writer opened the environment; says nothing about the pages
+_NO_SUBDIR = 0x4000  # an option of the last writer, which concerns no page
 _PATIENCE = 2.0  # seconds until a check is mentioned
 _STEP = 4096  # pages between two reports of progress
 _HOLLOW_PAGES, _HOLLOW = 1 << 24, 64
@@ -373,8 +373,7 @@ _NOT_A_STORE = (lmdb_verify.VerifyError, struct.error, ArithmeticError, LookupEr
 class PageReport:
     """Counts of a snapshot's pages.
 
-    `live` pages hold something, `free` ones may be written over, and `unaccounted` ones are neither: lost, but
-    harmless.
+    `live` pages hold data, `free` ones may be overwritten, and `unaccounted` ones are neither: lost, but harmless.
     """
 
     live: int
@@ -385,8 +384,8 @@ class PageReport:
 def check_pages(data: Path, on_progress: PageProgress | None = None) -> PageReport:
     """Check every page of the newest snapshot, and the list of free pages; `CorruptStoreError` for damage.
 
-    Hold a read transaction meanwhile if others may write: then they write over no page of the snapshot. It takes about
-    10 µs a row, and two bytes of memory a page.
+    Hold a read transaction meanwhile if others may write, so that they overwrite no page of the snapshot. It takes
+    about 10 µs a row, and two bytes of memory a page.
     """
     try:
         with os.fdopen(open_plain(data), "rb") as file:
@@ -396,7 +395,7 @@ def check_pages(data: Path, on_progress: PageProgress | None = None) -> PageRepo
 
 
 def free_bytes(data: Path) -> int:
-    """Bytes of the pages that the list of free pages names; 0 when it cannot be read."""
+    """Bytes of the pages in the list of free pages; 0 if it cannot be read."""
     with suppress(*_NOT_A_STORE), os.fdopen(open_plain(data), "rb") as file:
         return _StoreVerifier(file, None).free_bytes()
     return 0
@@ -418,12 +417,12 @@ def log_progress(data: Path) -> PageProgress:
 
 
 class _StoreVerifier(lmdb_verify._Verifier):  # type: ignore[misc]
-    """`lmdb.verify`, which stops at the first damage, with some rules of a store's tables that it does not know.
+    """`lmdb.verify`, which stops at the first damage, plus rules for a store's tables that it does not check.
 
-    Besides what `lmdb.verify` checks, nodes lie side by side without gaps, because LMDB moves them by their sizes; keys
-    are within what the branch page above says; all leaves are at the same depth; and values of tables with several
-    values per key have `VALUE_BYTES`. Three states that LMDB leaves are accepted: a run of pages that is longer than
-    its value, a table's count of pages that includes those of values deleted since, and a page that is lost.
+    Nodes must be adjacent without gaps, because LMDB moves them by their sizes; keys must be in the range that the
+    branch page above states; all leaves must be at the same depth; and values of tables with several values per key
+    must have `VALUE_BYTES`. Three states that LMDB leaves are accepted: a run of pages that is longer than its value, a
+    table's count of pages that includes those of values deleted since, and a lost page.
     """
 
     def __init__(self, file: BinaryIO, on_progress: PageProgress | None) -> None:
@@ -508,14 +507,14 @@ class _StoreVerifier(lmdb_verify._Verifier):  # type: ignore[misc]
         super()._walk_leaf2(ctx, pgno, buf)
 
     def _require_leaf(self, ctx: Any, pgno: int, first: bytes, *, bare: bool) -> None:
-        """A leaf is at the depth of its tree, of the tree's kind, and begins with `first` where it may."""
+        """Require a leaf at the depth and of the kind of its tree, beginning with `first` if that is known."""
         if ctx["depth"] != ctx["db"].depth or bare != (ctx["db"].flags & _SEVERAL == lmdb_verify.MDB_DUPFIXED):
             self.err(f"page {pgno} is a leaf of another tree")
         if ctx["low"] and ctx["key_cmp"](first, ctx["low"]) < 0:
             self.err(f"page {pgno} has keys that belong to another page")
 
     def _nodes(self, pgno: int, buf: bytes, *, least: int, branch: bool) -> tuple[int, ...]:
-        """Where the nodes of a page begin, in the order of their keys: they fill the page without gaps."""
+        """The offsets of a page's nodes in key order; they must fill the page without gaps."""
         end, count = self._check_btree_bounds(buf, 0, self.psize, f"page {pgno}")
         found: tuple[int, ...] = struct.unpack_from(f"={count}H", buf, HEAD_BYTES)
         for at in sorted(found):
@@ -581,11 +580,11 @@ _STAMP_BYTES = 128
 
 
 class TrustStamp:
-    """What this user's processes know of a data file, in a file of the user's state folder.
+    """A file in the user's state folder that records which state of a data file this user's processes trust.
 
     It holds the size and the times of the data file after the last check or commit, or the process that is writing.
-    Whatever else writes to the data file, copies or replaces it changes the times. While a stamped writer is at work,
-    others trust the file; when that writer was killed, or the machine stopped, the next process checks the file again.
+    Anything else that writes to, copies or replaces the data file changes the times. While a stamped writer is at work,
+    others trust the file; if that writer was killed, or the machine stopped, the next process checks the file again.
     """
 
     def __init__(self, data: Path) -> None:
@@ -596,12 +595,12 @@ class TrustStamp:
         self._warned = False
 
     def at_rest(self) -> str:
-        """The stamp of the file as it is now. Take it before the file is checked."""
+        """The stamp of the file's current state. Take it before the file is checked."""
         now = self._data.stat()
         return f"checked {now.st_size} {now.st_ctime_ns} {now.st_mtime_ns}"
 
     def holds(self) -> bool:
-        """Whether the file is as a process of this user left it, or such a process is writing to it."""
+        """Whether the file is unchanged since a process of this user left it, or such a process is writing to it."""
         found = self._read()
         if found == self.at_rest():
             return True
@@ -610,17 +609,17 @@ class TrustStamp:
         return kind == "writing" and pid.isdigit() and boot == _boot() and Path("/proc", pid).exists()
 
     def begin(self) -> None:
-        """This process is about to write to a file that it trusts. Call it under LMDB's write lock."""
+        """Record that this process is about to write to a file that it trusts. Call it under LMDB's write lock."""
         self.write(self._writing)
 
     def end(self) -> None:
-        """The transaction has ended. When another process has begun one meanwhile, that process ends it."""
+        """Record the end of the transaction, unless another process has begun one meanwhile, which will do so."""
         if self._read() == self._writing:
             with suppress(OSError):  # the data file was deleted meanwhile
                 self.write(self.at_rest())
 
     def write(self, stamp: str) -> None:
-        """Leave a stamp. When it cannot be written, the next process checks the whole file."""
+        """Write a stamp. If that fails, the next process checks the whole file."""
         try:
             path = self._path()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

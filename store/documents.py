@@ -219,7 +219,7 @@ def require_shape(txn: Transaction | None, manifest: Manifest, shape: KVShape | 
 
 
 def chunk_by_id(txn: Transaction, chunk_id: str) -> Chunk | None:
-    """The chunk with this id. A place has no checksum, so that a damaged one may lead to another chunk."""
+    """The chunk with this id. A place has no checksum, so a damaged one may lead to another chunk."""
     place = txn.get("places", digest(chunk_id))
     value = None if place is None else txn.get("chunks", bytes(place))
     chunk = None if value is None else parse_chunk(value)

@@ -1,9 +1,9 @@
 """One LMDB environment, shared by the threads and stores of a process: open, grow, survive a fork, lock and migrate it.
 
-This module applies LMDB's rules, so that no other has to know them. There is one environment per path and process. It
-must not be used after a fork. Its map must not be resized while a transaction is open. A full map is no error: it
-grows. A file that another process made longer is mapped again, and one that was cut short is not touched. LMDB's and
-the system's errors become ragkv's.
+This module applies LMDB's rules, so that no other module has to know them. There is one environment per path and
+process. It must not be used after a fork. Its map must not be resized while a transaction is open. A full map is not an
+error: it grows. A file that another process made longer is mapped again, and one that was cut is not touched. LMDB's
+and the system's errors become ragkv's.
 
 LMDB's own mutex makes every transaction wait silently for the one before it. That is fine for milliseconds, but two
 ingests of hours would do work twice or undo each other's. So a long job holds `writer.lock` (flock) from its first read
@@ -69,10 +69,10 @@ from ragkv.util.files import NotPlainError, open_plain, parse_json, require_plai
 
 
 class RWLock:
-    """A lock that transactions share, and that resizing, forking and closing take alone.
+    """A lock that transactions share, and that resizing, forking and closing take exclusively.
 
-    An interrupt (Ctrl-C) comes between any two calls of Python. So the lock itself is taken, not the condition, whose
-    own methods could be left with the lock held; and `leave` undoes an `enter` that was interrupted.
+    An interrupt (Ctrl-C) can come between any two calls of Python. So the lock itself is taken, not the condition,
+    whose methods could return with the lock still held; and `leave` undoes an interrupted `enter`.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class RWLock:
             try:
                 self._shut = True
                 self._changed.wait_for(lambda: not self._inside)
-            except BaseException:  # an interrupt: others go on
+            except BaseException:  # an interrupt: let others continue
                 self._shut = False
                 self._changed.notify_all()
                 raise
@@ -171,7 +171,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileMap:
-    """An environment that is open, and its transactions. LMDB follows none of its pages before a table is opened."""
+    """An open environment and its transactions. LMDB reads no page of a table before the table is opened."""
 
     def __init__(self, directory: Path, *, readonly: bool, create: bool, map_size: int) -> None:
         self.directory = directory
@@ -217,10 +217,10 @@ class FileMap:
             return lmdb.open(str(self.directory), **options, lock=False)
 
     def close(self) -> None:
-        """Wait for the transactions, and close the environment, unless its lock table was cut short.
+        """Wait for the transactions, and close the environment, unless its lock table was cut.
 
-        LMDB would then touch pages of the table that are gone, which is SIGBUS. So the environment stays open until
-        the process ends.
+        LMDB would then touch lost pages of the table, which raises SIGBUS. So the environment stays open until the
+        process ends.
         """
         self.rwlock.shut()
         if self._lock_file is not None and self._lock_file.is_cut():
@@ -232,7 +232,7 @@ class FileMap:
         self.rwlock.reopen()
 
     def forget(self) -> None:
-        """In the child of a fork: an environment is of no use there."""
+        """Mark it as unusable in the child of a fork."""
         self.env.close()
         self.env = None
         self._gone = "was opened before a fork: open it again in this process"
@@ -255,8 +255,8 @@ class FileMap:
     def _refuse_overtaken(self, txn: Transaction, error: Exception | None) -> None:
         """Refuse what was read without a lock if a writer may have changed it meanwhile.
 
-        A writer leaves the pages of the last two snapshots alone even when it knows of no reader, because it needs
-        them in case it is killed. So what was read is whole if there was at most one commit since.
+        Even if a writer knows of no reader, it leaves the pages of the last two snapshots unchanged, because it needs
+        them if it is killed. So a read is consistent if there was at most one commit since.
         """
         if self.unlocked and self.live().info()["last_txnid"] > txn.number() + 1:
             raise StoreError(
@@ -288,10 +288,10 @@ class FileMap:
 
     @contextmanager
     def snapshot(self, *, write: bool = False) -> Iterator[Any]:
-        """LMDB's transaction, begun only when the files are as long as they have to be.
+        """LMDB's transaction, begun only if the files have their full length.
 
-        If a file was cut while it was open, the first touch of a missing page kills the process. A file that is cut
-        during the transaction is not noticed in time.
+        If a file was cut while it was open, touching a missing page kills the process. A file that is cut during the
+        transaction is not noticed in time.
         """
         env = self.live()
         if self._lock_file is not None:
@@ -299,7 +299,7 @@ class FileMap:
         size = self.file.size(2 * self.page_size)  # beginning reads a meta page
         with env.begin(write=write, buffers=True) as txn:
             needed = (env.info()["last_pgno"] + 1) * self.page_size
-            if size < needed:  # the file was cut, unless another process has made it longer meanwhile
+            if size < needed:  # the file was cut, unless another process has extended it meanwhile
                 self.file.size(needed)
             yield txn
 
@@ -316,7 +316,7 @@ class FileMap:
     def resize(self, need: int | None) -> None:
         """Double the map, or more to make room for `need` bytes; with None, make it as long as the file.
 
-        The file is as long as the map of the process that wrote last.
+        The file is as long as the map of its last writer.
         """
         with translated(self.directory):
             self.rwlock.shut()
@@ -330,10 +330,10 @@ class FileMap:
                 self.rwlock.reopen()
 
     def map_again(self, size: int) -> None:
-        """Map `size` bytes instead, while there is no transaction. `StoreError` where there is no room for them.
+        """Map `size` bytes instead, while there is no transaction. `StoreError` if the address space has no room.
 
-        LMDB gives up its map before it makes another, and with it the environment if that fails. So the room is looked
-        for first.
+        LMDB releases its map before it makes another, and loses the environment if that fails. So the room is checked
+        first.
         """
         env = self.live()
         more = size - env.info()["map_size"]
@@ -357,7 +357,7 @@ _YEAR_9999 = 253_370_764_800  # the last year for which `time.localtime` works e
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """The process that has the lock; `since` is in seconds since 1970."""
+    """The process that holds the lock; `since` is in seconds since 1970."""
 
     pid: int
     host: str
@@ -383,7 +383,7 @@ class Holder:
         )
 
     def is_gone(self) -> bool:
-        """Whether the process has certainly ended: its name stays in the file when it is killed."""
+        """Whether the process has certainly ended: if it was killed, its name is still in the file."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -394,7 +394,7 @@ class Holder:
 
 
 class _Lease:
-    """An open lock file. `fd` is None once it is closed, which in the child of a fork it is from the start."""
+    """An open lock file. `fd` is None once it is closed; the child of a fork closes it at once."""
 
     __slots__ = ("fd",)
 
@@ -411,7 +411,7 @@ class _Lease:
                 self.fd = None
 
     def try_lock(self, path: Path) -> bool:
-        """Take the lock. False when another process has it, or when `path` names another file by now."""
+        """Take the lock. False if another process has it, or if `path` now names another file."""
         if self.fd is None:
             return False
         try:
@@ -424,7 +424,7 @@ class _Lease:
             return False
 
     def read(self) -> Holder | None:
-        """What the holder wrote about itself; None when it has not written yet, or has ended."""
+        """What the holder has written about itself; None if it has not written yet, or has ended."""
         try:
             holder = Holder(**parse_json(os.pread(self.fd or -1, 65536, 0)))
         except (ValueError, TypeError):
@@ -444,7 +444,7 @@ class _Lease:
 
 
 class WriterLock:
-    """The writer's lock of the store in `directory`. The thread that holds it may take it again; others wait."""
+    """The writer's lock of the store in `directory`. It is reentrant for its thread; others wait."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK_FILE
@@ -456,9 +456,9 @@ class WriterLock:
     ) -> Iterator[None]:
         """Hold the lock within the `with` block; `command` names the job to others.
 
-        Waits for `timeout` seconds, without end when it is None, and not at all when it is 0; then `StoreBusyError`
-        names the holder. `on_wait` is called once for each holder that is waited for; unset, the log gets a warning, or
-        a line of level INFO where the wait has a limit.
+        Waits for `timeout` seconds (None: without limit, 0: not at all); then raises `StoreBusyError`, which names the
+        holder. `on_wait` is called once for each holder that it waits for; by default a warning is logged, or a line of
+        level INFO if the wait has a limit.
         """
         me = (os.getpid(), threading.get_ident())
         if self._owner == me:
@@ -558,10 +558,10 @@ FORMAT_VERSION = 3
 
 
 def migrate(txn: Transaction) -> None:
-    """Bring a store up to `FORMAT_VERSION`, and count again what was damaged since it was counted.
+    """Bring a store up to `FORMAT_VERSION`, and recount if a counted row was damaged later.
 
-    Of the tables that older formats lack, those of format 3 are filled by counting. Another process may have done so in
-    the meantime: then this does nothing.
+    The tables that format 3 added are filled by counting. If another process has done so in the meantime, this does
+    nothing.
     """
     version = _version(txn)
     if version < FORMAT_VERSION:
@@ -579,7 +579,7 @@ def _version(txn: Transaction) -> int:
 _OLDEST = 1
 _ATTEMPTS = 5  # to check a file that other processes write to meanwhile
 LOOK_SECONDS = 60.0
-"""After how long an open store looks again whether its file is as this user's processes left it."""
+"""Seconds between two checks of an open store that only this user's processes have written to its file."""
 _LOOK_SHARE = 0.01  # the most of a process's time that checks of an open store take
 
 LMDB_FILES = ("data.mdb", "lock.mdb")
@@ -590,7 +590,7 @@ T = TypeVar("T")
 
 
 class Database:
-    """An open environment with the tables of a store. Get one from `acquire`, give it back with `release`."""
+    """An open environment with the tables of a store. Get it with `acquire`, return it with `release`."""
 
     def __init__(self, directory: Path, *, readonly: bool, create: bool, map_size: int) -> None:
         self.directory = directory
@@ -612,8 +612,8 @@ class Database:
             raise
 
     def _prepare(self, *, create: bool) -> None:
-        """Check the pages, unless this user's processes know them, and then open the tables: LMDB follows no page
-        before it opens a table."""
+        """Check the pages, unless this user's processes have done so, and then open the tables: LMDB reads no page of a
+        table before."""
         while True:
             try:
                 if not self._map.is_new and not self._stamp.holds():
@@ -640,8 +640,9 @@ class Database:
             self._map.resize(None)
 
     def _check(self, on_progress: PageProgress | None) -> PageReport:
-        """While a transaction holds a snapshot, the pages of it and of later ones are not written over, except for the
-        first two. Without a lock table no writer knows of it. So damage only counts if no process wrote meanwhile."""
+        """While a transaction holds a snapshot, its pages and those of later snapshots are not overwritten, except for
+        the two meta pages. Without a lock table no writer knows of the snapshot, so damage only counts if no process
+        wrote meanwhile."""
         for attempt in range(_ATTEMPTS):
             stamp = self._stamp.at_rest()
             with self._map.snapshot():
@@ -717,13 +718,13 @@ class Database:
         return self._map.read()
 
     def _look_again(self) -> None:
-        """Now and then, check the pages again if something else than this user's processes has written to the file.
+        """From time to time, check the pages again if something other than this user's processes wrote to the file.
 
-        LMDB would follow damaged pages, which may end the process.
+        LMDB would follow damaged pages, which may kill the process.
         """
         began = time.monotonic()
         if began >= self._look_at and self.in_place:
-            self._look_at = began + LOOK_SECONDS  # other threads go on meanwhile
+            self._look_at = began + LOOK_SECONDS  # other threads continue meanwhile
             self._damage = ""
             if not self._stamp.holds():
                 try:
@@ -768,8 +769,8 @@ class Database:
             return database
 
     def release(self) -> None:
-        """Give back one `acquire`. The last one closes the environment, when all transactions have ended; if that is
-        interrupted, it stays open until it is given back again.
+        """Return one `acquire`. The last one closes the environment, when all transactions have ended; if that is
+        interrupted, it stays open until the next `release`.
         """
         with _registry_lock:
             if self._users == 1 and self._map.env is not None:
@@ -779,7 +780,7 @@ class Database:
             self._users -= 1
 
     def write(self, apply: Callable[[Transaction], T], *, need: int = 0) -> T:
-        """Run `apply` in one transaction: all of it takes effect or, when it raises, nothing.
+        """Run `apply` in one transaction: all of it takes effect or, if it raises, nothing.
 
         `apply` may run several times, because the map may have to grow. `need` is about how many bytes it writes. With
         0 it adds next to nothing, and may use the disk space that is reserved for it (`ragkv.store.data_file`).
@@ -804,7 +805,7 @@ class Database:
                     self._map.resize(need)
                 continue
             except StoreFullError:
-                self._map.resize(None)  # the file cannot grow, so that the map must not be larger than the file
+                self._map.resize(None)  # the file cannot grow, so the map must not be larger than the file
                 raise
             finally:
                 self._stamp.end()
@@ -829,7 +830,7 @@ class Database:
                 raise lmdb.MapFullError
 
     def memory(self, device: str) -> MemoryTier:
-        """The KV of this store that the process keeps in memory on a device, until the last store closes or a fork."""
+        """The cache of this store's KV on a device in this process, until the last store closes or a fork."""
         self._map.live()
         with _registry_lock:
             return self._tiers.setdefault(device, MemoryTier())
@@ -875,7 +876,7 @@ class Database:
     def copy(self, write: Callable[[memoryview], object]) -> None:
         """Call `write` with the environment's file as of one snapshot, in blocks, while others read and write.
 
-        LMDB writes into a pipe, so that `write` can report progress, and stop the copy by raising. During the copy this
+        LMDB writes into a pipe, so `write` can report progress, and stop the copy by raising. During the copy this
         process cannot grow the map: a writer that needs it waits, and so do the transactions after it.
         """
         while True:
@@ -885,10 +886,10 @@ class Database:
                     return
                 if not isinstance(failure, lmdb.MapResizedError):
                     raise failure
-            self._map.resize(None)  # another process grew the map; LMDB says so before it writes anything
+            self._map.resize(None)  # another process grew the map; LMDB reports that before it writes anything
 
     def _pour(self, write: Callable[[memoryview], object]) -> Exception | None:
-        """Call `write` with what LMDB writes; returns the error that stopped LMDB, if any."""
+        """Call `write` with LMDB's output; returns the error that stopped LMDB, if any."""
         env, (source, sink) = self._map.live(), os.pipe()
         failures: list[Exception] = []
 

@@ -1,8 +1,8 @@
-"""Check and copy stored bytes in one call that does not need Python's lock.
+"""Check and copy stored bytes in one call that does not hold the GIL.
 
-Threads that read KV for a device would otherwise wait for each other at each segment, and an answer that runs meanwhile
-for all of them. The checksum is xxhash's own function, which its extension module exports. Where it does not, importing
-this module raises ImportError, and `decode_segments` does the same.
+Otherwise threads that read KV for a device would wait for each other at each segment, and a running answer would wait
+for all of them. The checksum is xxhash's own function, which its extension module exports. If it does not, importing
+this module raises ImportError, and `decode_segments` does the same work.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -28,7 +28,7 @@ _FIRST = ARGUMENTS + 4
 
 
 def _exported() -> int:
-    """Where the function is that has an address and a number of bytes, and gives their XXH3 of 64 bits."""
+    """The address of xxhash's XXH3_64bits(address, size)."""
     try:
         library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
         found = getattr(library, "XXH3_64bits_dispatch", None) or library.XXH3_64bits
@@ -46,7 +46,7 @@ _XXH3 = _exported()
 
 @intrinsic
 def _digest(context: Any, hashes: Any, place: Any, nbytes: Any) -> Any:
-    """What the function at `hashes` gives for some bytes."""
+    """Call the function at `hashes` on some bytes."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(LONG, (LONG, LONG))
@@ -57,7 +57,7 @@ def _digest(context: Any, hashes: Any, place: Any, nbytes: Any) -> Any:
 
 @intrinsic
 def _copied(context: Any, target: Any, source: Any, nbytes: Any) -> Any:
-    """Copy some bytes; the address behind the last of them."""
+    """Copy some bytes; returns the address behind the last of them."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
         place, flag = ir.IntType(8).as_pointer(), ir.IntType(1)
@@ -69,9 +69,9 @@ def _copied(context: Any, target: Any, source: Any, nbytes: Any) -> Any:
 
 
 def _check_and_copy(data):
-    """Its arguments: the checksum's function, where to write the number of segments that were right, how many there
-    are, and where to copy to; and of each its address, bytes, checksum and number of parts, then those parts' addresses
-    and bytes.
+    """The kernel's arguments: the checksum function; where to write the number of correct segments; the number of
+    segments; the target's address; and for each segment its address, size, checksum and number of parts, followed by
+    the parts' addresses and sizes.
     """
     claimed(data)
     hashes, segments = argument(data, ARGUMENTS), argument(data, ARGUMENTS + 2)
@@ -94,8 +94,8 @@ def _kernel() -> Any:
 
 
 def copy_checked(segments: Sequence[tuple[Bytes, int, Sequence[Bytes]]], out: Bytes) -> bool:
-    """Copy the parts of each segment `(its bytes, their XXH3, its parts)` into `out`, one after another. False when a
-    checksum is not right, or when the parts do not fill `out`.
+    """Copy the parts of each segment `(its bytes, their XXH3, its parts)` into `out`, one after another. False if a
+    checksum does not match, or if the parts do not fill `out`.
     """
     given, total = list[int](), 0
     for held, digest, parts in segments:

@@ -1,10 +1,10 @@
 """Read KV: many records at once, one record layer by layer, or as tensors over LMDB's map.
 
 A question waits for this before its first token, so it is one pass over the bytes: each segment is checked and copied
-while it is in the processor's cache, threads share large reads, and memory is reused (`ragkv.store.record`). A record
-that is not whole and correct is a miss. What a device is to have is read into memory that it can read by itself, and
-each record crosses in one copy while the next are read. Tensors over the map need no copy; they are only valid within
-their read transaction and serve to check the bytes in place and copy them directly to several devices.
+while it is in the CPU's cache, threads share large reads, and memory is reused (`ragkv.store.record`). A record that is
+incomplete or damaged is a miss. KV for a device is read into pinned memory, and each record is uploaded in one copy
+while the next ones are read. Tensors over the map need no copy; they are only valid within their read transaction, and
+serve to check the bytes in place and copy them directly to several devices.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Loading:
-    """A record that is being read, by tasks that each decode a run of segments of about `DECODE_BYTES`.
+    """A record that is being read by tasks, each of which decodes a run of segments of about `DECODE_BYTES`.
 
-    The last task makes its tensors, which cross to a device by `copies`, all of them in one copy, while others read.
+    The last task makes its tensors, which are uploaded to a device by `copies`, in one copy, while others read.
     """
 
     key: bytes
@@ -95,7 +95,7 @@ class _Loading:
         self._buffer = self._staged = None
 
     def _place(self) -> NDArray[np.uint8]:
-        """The buffer. It is made when the record's turn has come, so that little memory waits to cross."""
+        """The buffer, allocated when it is the record's turn, so that little memory waits for its upload."""
         with self._lock:
             if self._buffer is None:
                 nbytes = self._bytes_for(self.manifest.raw_bytes)
@@ -128,7 +128,7 @@ class _Loading:
         return decode_segments(self.manifest, self.codec, run, fetch, out, packing=self.packing)
 
     def _copied(self, run: range, out: NDArray[np.uint8]) -> bool:
-        """Whether the run was right and could be copied as it is stored, without Python's lock."""
+        """Whether the run was intact and could be copied in its stored form, without holding the GIL."""
         kernel = kernel_module("ragkv.store.read_kernel")
         if kernel is None or (self.packing is None and not isinstance(self.codec, Raw)):
             return False
@@ -139,7 +139,7 @@ class _Loading:
             if self.packing is not None:
                 try:
                     parts = packed_parts(self.codec, self.packing, self.payloads[index], segment.raw)
-                except UNDECODABLE:  # the checksum may be wrong: `_decoded` says what it is
+                except UNDECODABLE:  # perhaps a wrong checksum: `_decoded` finds the reason
                     return False
             if parts is None:
                 return False
@@ -154,8 +154,8 @@ def read_many(
     device: torch.device | None = None,
 ) -> dict[KVIdentity, ChunkKV]:
     """The KV of these chunks, each in its own buffer, without missing and invalid records.
-
-    What the codec can leave as it is stored is `PackedTensors`. With a `device`, the buffers are there, and what is
+    KV that the codec can leave in its stored form is `PackedTensors`. With a `device`, the buffers are there, and later
+    computation waits until they are complete.
     computed from now on reads them once they are whole.
     """
     copies = None
@@ -322,7 +322,7 @@ def forget(kv: ChunkKV) -> None:
 def _over_map(manifest: Manifest, payloads: list[NDArray[np.uint8]]) -> ChunkKV:
     """Tensors as views of one tensor that spans all segments and what is between them in the map.
 
-    Making a tensor from memory for each of them would take longer than the checksums.
+    A tensor made separately for each of them would take longer than the checksums.
     """
     import torch
 

@@ -215,10 +215,10 @@ def parse_states(table: memoryview, count: int, layers: int) -> tuple[StateShape
 
 
 TYPED_VERSION = 2
-"""Of a record whose layers keep something else than keys and values each. Others are written as they always were."""
+"""Version of records whose layers keep something other than a key and a value tensor. All others keep version 1."""
 SEGMENT_BYTES = 1 << 20
 _STORED_BYTES = 2 * SEGMENT_BYTES
-"""The most that a segment's payload may have: headers may make the payload of small slices larger than the slices."""
+"""The longest payload of a segment: with headers, the payload of small slices may be longer than the slices."""
 _MANIFEST_BYTES = 16 << 20
 
 _MAGIC = b"RKVM"
@@ -243,9 +243,9 @@ class RecordSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything about a record but the bytes of its segments.
+    """Everything about a record except the bytes of its segments.
 
-    It holds the whole identity, so that a hit can be compared with what was asked for.
+    It holds the whole identity, so that a hit can be compared with the request.
     """
 
     identity: KVIdentity
@@ -396,8 +396,8 @@ class Manifest:
 
 
 class Summary(NamedTuple):
-    """A manifest's summary without its parts: the number of segments, their bytes as stored and as tensors; the
-    bytes that describe dtype and layers; the token ids as they are packed, which die with the manifest's bytes."""
+    """A manifest's summary without its parts: the number of segments, their bytes as stored and as tensors, the bytes
+    that describe dtype and layers, and the packed token ids, a view of the manifest's bytes."""
 
     model: str
     encoding: str
@@ -427,7 +427,7 @@ class Summary(NamedTuple):
 
 
 def summarise(value: Buffer) -> Summary:
-    """The summary of a manifest, some times as fast as `Manifest.parse`, because its parts are not checked.
+    """The summary of a manifest, several times as fast as `Manifest.parse`, because its parts are not checked.
 
     `DamagedError` when the checksum or the length is wrong.
     """
@@ -458,7 +458,7 @@ def summarise(value: Buffer) -> Summary:
 
 @lru_cache(maxsize=256)
 def _names(names: bytes, model: int) -> tuple[str, str]:
-    """The model's fingerprint and the id of the codec, which few manifests do not share."""
+    """The model's fingerprint and the codec's id; cached, because most manifests share them."""
     try:
         return names[:model].decode(), str(_codec(parse_json(names[model:]))["id"])
     except ValueError as error:
@@ -490,10 +490,10 @@ def _codec(found: Any) -> dict[str, Any]:
 
 
 Fetch = Callable[[int], Buffer | None]
-"""Gives a segment's payload by its index; None when it is missing."""
+"""Returns a segment's payload by its index; None if it is missing."""
 
 UNDECODABLE = (ArithmeticError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, struct.error)
-"""What a codec, which may be another package's, raises for a payload that is none."""
+"""The exceptions of a codec, which may be another package's, for an invalid payload."""
 _SMALL = 64 << 20
 _EXPANSION = 64
 """No KV is this compressible (`int4` gives a factor of eight). A large record that claims to be is a bomb."""
@@ -502,8 +502,8 @@ _EXPANSION = 64
 def checked_payloads(manifest: Manifest, fetch: Fetch) -> list[Buffer]:
     """All payloads of a record. Call it before memory is allocated for the tensors.
 
-    `DamagedError` when a payload is not as long as the manifest says, or when all of them are too short for the tensors
-    that they claim to hold.
+    `DamagedError` if a payload has not the length in the manifest, or if all of them are too short for the tensors that
+    they claim to hold.
     """
     payloads: list[Buffer] = []
     for index, segment in enumerate(manifest.segments):
@@ -519,7 +519,7 @@ def checked_payloads(manifest: Manifest, fetch: Fetch) -> list[Buffer]:
 
 
 def check_payloads(manifest: Manifest, fetch: Fetch) -> None:
-    """Decode a record as `tensor.decode_record` does, in the memory of one segment, because it may claim any size."""
+    """Decode a record as `decode_record` does, in the memory of one segment, because it may claim any size."""
     codec = codec_from_config(manifest.codec)
     payloads = checked_payloads(manifest, fetch)
     scratch = np.empty(max((segment.raw for segment in manifest.segments), default=0), np.uint8)
@@ -528,7 +528,7 @@ def check_payloads(manifest: Manifest, fetch: Fetch) -> None:
 
 
 def checked_segment(manifest: Manifest, index: int, payload: Buffer | None) -> Buffer:
-    """The payload; `DamagedError` unless it is what was written."""
+    """The payload; `DamagedError` if it was changed."""
     segment = manifest.segments[index]
     if payload is None:
         raise DamagedError(f"segment {index} is missing")
@@ -556,10 +556,10 @@ def decode_segments(
     *,
     packing: Packing | None = None,
 ) -> bool:
-    """Decode a run of segments into `out`, which they fill; `DamagedError` when one is not what was written.
+    """Decode a run of segments into `out`, which they fill; `DamagedError` if one was changed.
 
-    Each payload is checked right before it is decoded, so that it is in the processor's cache for the copy. With a
-    `packing`, what is stored is copied; False if some of it is stored otherwise.
+    Each payload is checked right before it is decoded, so that it is in the CPU's cache for the copy. With a `packing`,
+    the stored form is copied; False if a part has another form.
     """
     start = 0
     keeping, layers = codec.lossless(), len(manifest.shapes)
@@ -593,7 +593,7 @@ while any lock is held."""
 
 
 def new_buffer(nbytes: int) -> NDArray[np.uint8]:
-    """`(nbytes,)` bytes of any content. Their memory is reused once no array or tensor refers to it."""
+    """`(nbytes,)` uninitialised bytes. Their memory is reused once no array or tensor refers to it."""
     if nbytes < _SMALLEST:
         return np.empty(nbytes, np.uint8)
     memory = _pooled(nbytes) or huge_memory(nbytes)
@@ -759,13 +759,13 @@ def decode_record(manifest: Manifest, fetch: Fetch) -> ChunkKV:
 
 
 def round_trip(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> tuple[EncodedRecord, ChunkKV]:
-    """The record of `kv`, and what reading it gives back."""
+    """The record of `kv`, and the KV that reading it gives."""
     record = encode_record(kv, identity, codec)
     return record, decode_record(Manifest.parse(record.manifest), record.segments.__getitem__)
 
 
 def typed_tensor(dtype: DType, buffer: NDArray[np.uint8] | Tensor) -> Tensor:
-    """A view of the bytes as numbers of this dtype; a copy where they do not begin at a multiple of its size."""
+    """A view of the bytes as numbers of this dtype; a copy if they are not aligned to its size."""
     import torch
 
     from ragkv.attention.kv import DTYPES
@@ -781,9 +781,9 @@ def typed_tensor(dtype: DType, buffer: NDArray[np.uint8] | Tensor) -> Tensor:
 def record_tensors(
     manifest: Manifest, buffer: NDArray[np.uint8] | Tensor, *, packing: Packing | None = None
 ) -> ChunkKV:
-    """All layers of a record as views of `buffer`, bytes that hold them one after another, and then its states.
+    """All layers of a record, and then its states, as views of `buffer`, which holds their bytes in this order.
 
-    With a `packing`, the buffer holds the keys and values as they are stored (`PackedTensors`).
+    With a `packing`, the buffer holds keys and values in their stored form (`PackedTensors`).
     """
     from ragkv.attention.kv import DTYPES, ChunkKV, PackedTensors, State
 
@@ -833,10 +833,10 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def share(tasks: Sequence[Callable[[], None]]) -> None:
-    """Run all tasks in any order. The calling thread works too, and takes every task that no other has begun.
+    """Run all tasks in any order. The calling thread works too, and takes every task that no other thread has begun.
 
-    A helper without processor time delays at most one task. Returns, or raises a task's exception, when no task is
-    running any more, also when the caller is interrupted: what tasks read may be gone afterwards.
+    A helper without processor time delays at most one task. It returns, or raises a task's exception, only when no task
+    is running any more, also after an interrupt, because the tasks' input may be freed afterwards.
     """
     rest, lock = iter(tasks), Lock()
     begun: list[Lock] = []
@@ -871,7 +871,7 @@ def share(tasks: Sequence[Callable[[], None]]) -> None:
 
 
 def _settle(rest: Iterator[Callable[[], None]], lock: Lock, begun: Sequence[Lock]) -> None:
-    """Return when no helper runs a task or will begin one. An interrupt meanwhile is raised then."""
+    """Return when no helper runs a task or will begin one; an interrupt in the meantime is raised then."""
     interrupt: BaseException | None = None
     while True:
         try:
@@ -888,7 +888,7 @@ def _settle(rest: Iterator[Callable[[], None]], lock: Lock, begun: Sequence[Lock
 
 
 def _ask(work: Callable[[], None], count: int) -> None:
-    """Have so many threads of the pool do this, or as many as the system allows."""
+    """Have this many threads of the pool run `work`, or as many as the system allows."""
     global _pool
     if count < 1:
         return
@@ -907,7 +907,7 @@ def _cores() -> int:
 
 
 def _in_child() -> None:
-    """Start again after a fork: threads do not survive it, and one of them may have held the lock."""
+    """Reset after a fork: threads do not survive it, and one of them may have held the lock."""
     global _pool, _lock
     _pool, _lock = None, Lock()
 

@@ -1,7 +1,7 @@
 """The store: documents, their chunks and the chunks' KV, which appear and disappear together.
 
-One LMDB environment under `<index>/store/` is the truth of an index. Everything else is derived from it, and compares
-`Store.generation` to find out whether it is behind. Layout: docs/formats.md.
+One LMDB environment under `<index>/store/` is an index's source of truth. Everything else is derived from it, and
+compares `Store.generation` to detect that it is behind. Layout: docs/formats.md.
 """
 
 from __future__ import annotations
@@ -81,19 +81,19 @@ T = TypeVar("T")
 KVRecords: TypeAlias = "Iterable[tuple[KVIdentity, ChunkKV | EncodedRecord]]"
 """KV by its identity; from a tier, it is encoded already."""
 
-STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE, "checked"})  # "checked" is of earlier versions
-"""All that a store's directory holds."""
+STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE, "checked"})  # earlier versions wrote "checked"
+"""All files in a store's directory."""
 STAGE_BYTES = 64 << 20
 INITIAL_MAP_BYTES = 64 << 20
-MAKING_SECONDS = 10.0  # making a store takes less: who holds the lock for longer does other work
+MAKING_SECONDS = 10.0  # creating a store takes less: a process that holds the lock for longer does other work
 
 
 class Store:
     """Documents, chunks, vectors and KV. Get one from `Store.create` or `Store.open`; it is a context manager.
 
     Any number of threads and processes may read while one writes. Within a process, all stores of one path share one
-    environment; after a fork, the child has to open its own. `codec` is for new records: each record says with which
-    codec it was written.
+    environment; after a fork, the child has to open its own. `codec` is for new records: each record names the codec
+    that it was written with.
     """
 
     def __init__(self, database: Database, *, readonly: bool | None, codec: Codec) -> None:
@@ -143,7 +143,7 @@ class Store:
 
     @classmethod
     def open(cls, path: Path | str, *, readonly: bool | None = False, codec: Codec | None = None) -> Self:
-        """The store of the index at `path`. `StoreError` when it cannot be used, `CorruptStoreError` when damaged.
+        """The store of the index at `path`. `StoreError` if it cannot be used, `CorruptStoreError` if it is damaged.
 
         `readonly` None: read-write where the system permits it, else read-only (`Store.readonly` says which). Where
         `lock.mdb` may not be written, reads are checked instead of locked: docs/operations.md.
@@ -162,7 +162,7 @@ class Store:
         return cls(database, readonly=readonly, codec=codec or Raw())
 
     def close(self) -> None:
-        """Release the environment. It is safe to call this again."""
+        """Release the environment; further calls do nothing."""
         if self._database is not None:
             self._database.release()
             self._database = None
@@ -179,7 +179,7 @@ class Store:
     ) -> Iterator[None]:
         """Hold the writer's lock, which one long job at a time can have, across threads and processes.
 
-        Hold it for work that takes more than one transaction, from the first look at the store to the last commit:
+        Hold it for work that takes more than one transaction, from the first read of the store to the last commit:
         `with store.writing("ragkv gc", timeout=0): ...`. A thread may nest it. `command` names the job to those who
         wait; for the other parameters see `WriterLock.hold`. A single transaction neither needs the lock nor waits for
         it.
@@ -202,7 +202,7 @@ class Store:
 
     @property
     def generation(self) -> int:
-        """How many transactions have changed documents, chunks or their vectors."""
+        """The number of transactions that have changed documents, chunks or their vectors."""
         with self._live().read() as txn:
             return generation(txn)
 
@@ -213,7 +213,7 @@ class Store:
             return version(txn)
 
     def changes(self, since: Version) -> Changes | None:
-        """What has changed since a version; None if the store does not know it any more, or never had it."""
+        """The changes since a version; None if the store no longer knows it, or never had it."""
         with self._live().read() as txn:
             return changes_since(txn, since)
 
@@ -234,7 +234,7 @@ class Store:
         self._write(lambda txn: txn.put("meta", b"fact/" + name.encode(), packed))
 
     def drop_meta(self, name: str) -> bool:
-        """Delete a fact; whether there was one."""
+        """Delete a fact; returns whether there was one."""
         return self._write(lambda txn: txn.delete("meta", b"fact/" + name.encode()))
 
     def keep_shape(self, model: str, shape: KVShape) -> None:
@@ -256,7 +256,7 @@ class Store:
         return survey_documents(self._live(), document_ids)
 
     def give_back_pages(self) -> int:
-        """Give back the memory of the store's pages that this process has read; they are mapped again at need."""
+        """Release the memory of the store's pages that this process has read; they are mapped again when needed."""
         return give_back(self._live().directory / "data.mdb")
 
     def sizes(self) -> tuple[int, int]:
@@ -283,7 +283,7 @@ class Store:
     ) -> None:
         """Make a document with its chunks, their vectors and their KV visible at once, replacing its earlier version.
 
-        As `write_changes` of one `change`; see there.
+        This is `write_changes` of one `change`; see there.
         """
         rest: Any = {"recipe": recipe, "records": records, "references": references, "vectors": vectors}
         self.write_changes([self.change(document, text, chunks, **rest, lenient=lenient)])
@@ -302,10 +302,10 @@ class Store:
     ) -> DocumentChange:
         """A document's new version, checked and encoded, for `write_changes`; nothing is written yet.
 
-        `recipe` says how the document was processed, for `is_current`. `references` names the KV that each chunk needs,
-        by chunk id; records that are in the store already need not be among `records`. KV that no chunk needs any more
-        is deleted then. A record that a reference lacks makes `write_changes` fail; `lenient` leaves the reference out,
-        as others may have evicted the record meanwhile. `StoreError` for parts that do not belong together.
+        `recipe` identifies how the document was processed, for `is_current`. `references` names the KV that each chunk
+        needs, by chunk id; records that are in the store already need not be among `records`. KV that no chunk needs
+        any more is then deleted. If a reference has no record, `write_changes` fails; `lenient` skips the reference,
+        because another process may have evicted the record. `StoreError` for parts that do not belong together.
         """
         return DocumentChange(
             document=document,
@@ -324,8 +324,8 @@ class Store:
     def write_changes(self, changes: Sequence[DocumentChange], *, keep: Set[bytes] = frozenset()) -> None:
         """Make documents visible in one transaction, in this order: all of them or, after an error, none.
 
-        A transaction waits for the disk, so that small documents are better written together. `keep`: keys of KV that
-        later changes need, which stays although no chunk may need it until then. `StoreError` when a reference has no
+        A transaction waits for the disk, so several small documents should be written together. `keep`: keys of KV that
+        later changes need, and that stays although no chunk may need it until then. `StoreError` if a reference has no
         record, or a chunk belongs to another document.
         """
 
@@ -391,8 +391,8 @@ class Store:
     def with_preceding(
         self, chunk_ids: Iterable[str], visit: Callable[[Document, Chunk, Iterator[Chunk]], T]
     ) -> list[T]:
-        """`visit` of each of these chunks that is in the store: its document, the chunk, and the chunks before it in
-        the document, the nearest first, which are read as they are taken; all from one snapshot."""
+        """`visit` of each of these chunks that is in the store: its document, the chunk, and the preceding chunks of
+        the document, nearest first, which are read lazily; all from one snapshot."""
 
         def before(chunk: Chunk) -> Iterator[Chunk]:
             for ordinal in range(chunk.ordinal - 1, -1, -1):
@@ -472,7 +472,7 @@ class Store:
     # KV
 
     def get_kv(self, identity: KVIdentity) -> ChunkKV | None:
-        """The chunk's KV in new tensors; None when it is not there or, with a warning in the log, cannot be trusted."""
+        """The chunk's KV in new tensors; None if it is missing or, with a warning in the log, damaged."""
         return self.get_many([identity]).get(identity)
 
     def get_many(
@@ -480,10 +480,10 @@ class Store:
     ) -> dict[KVIdentity, ChunkKV]:
         """The KV of several chunks, from one snapshot, on the CPU or on `device`; misses are left out (see `get_kv`).
 
-        Of a model whose layers are on several devices, `device` names one for each layer.
+        For a model whose layers are on several devices, `device` names one for each layer.
 
-        A caller who has the model gives the `shape` of its KV: a record of another shape is then a miss. What the store
-        itself says about shapes may be wrong, if somebody else made it.
+        Callers with a model pass the `shape` of its KV: a record of another shape is then a miss. The store's own
+        record of shapes may be wrong if the store is foreign.
         """
         wanted = list(dict.fromkeys(identities))
         try:
@@ -533,8 +533,8 @@ class Store:
     ) -> MemoryTier:
         """The KV that this process keeps in memory on a device (or several), shared by all stores of one path.
 
-        `budget`, when given, sets its budget in bytes, which is 0 at first. KV that was deleted from the store is
-        dropped; `unstored` names what is yet to be stored.
+        `budget`, if given, sets its budget in bytes, which is 0 at first. KV that was deleted from the store is
+        dropped; `unstored` are the keys of KV that is not stored yet.
         """
         tier = self._live().memory(str(device))
         if budget is not None:
@@ -556,9 +556,9 @@ class Store:
             return records_of(txn, chunk_id)
 
     def put_kv(self, identity: KVIdentity, kv: ChunkKV, *, chunk_id: str) -> bool:
-        """Store KV that a question had to compute, replacing a bad record.
+        """Store KV that a question had to encode, replacing a bad record.
 
-        False when the chunk was deleted, or when the budget holds nothing that is worth less.
+        False if the chunk was deleted, or if the budget holds only KV that is worth more.
         """
         return bool(self.put_many([(identity, kv, chunk_id)]))
 
@@ -590,19 +590,19 @@ class Store:
             txn.put_record(record)
             txn.refer(INDEX_OWNER, record.key)
             if new and self._exact:
-                txn.changed.discard(record.key)  # what memory holds of it is what is stored
+                txn.changed.discard(record.key)  # the cached KV equals the stored one
 
         self._write(apply, need=record.stored_bytes)
 
     @property
     def _exact(self) -> bool:
-        """Whether memory holds the numbers that are stored of what was made."""
+        """Whether memory holds new KV with exactly the numbers that are stored."""
         return self.codec.early or self.codec.lossless() == self.codec
 
     def rounded(self, made: Mapping[KVIdentity, ChunkKV]) -> dict[KVIdentity, ChunkKV]:
-        """New KV with the numbers that reading it from the store will give, where the codec rounds early.
+        """New KV with the numbers that reading it from the store will give, if the codec rounds early.
 
-        With other lossy codecs it is read unrounded by the question that made it.
+        With other lossy codecs, the question that encoded it reads it unrounded.
         """
         return {
             of: round_trip(kv, of, self.codec)[1] if self.codec.suited(kv.shape.dtype).early else kv
@@ -610,7 +610,7 @@ class Store:
         }
 
     def has_many(self, identities: Iterable[KVIdentity]) -> set[KVIdentity]:
-        """Those of which the store has a record, as `has_kv`; from one snapshot."""
+        """The identities of which the store has a record, as `has_kv`; from one snapshot."""
         with self._live().read() as txn:
             return {identity for identity in identities if holds(txn, identity.key(), identity)}
 
@@ -629,7 +629,7 @@ class Store:
             return read_budget(txn)
 
     def set_budget(self, budget: int | None) -> int:
-        """Set the budget, and drop what is above it, the least worth first; returns how many records went."""
+        """Set the budget, and drop the excess, lowest score first; returns the number of dropped records."""
         if budget != self.budget:
             packed = json.dumps(budget).encode()
             self._write(lambda txn: txn.put("meta", BUDGET, packed))
@@ -665,30 +665,30 @@ class Store:
                     yield Manifest.parse(value).identity
 
     def spare(self, reading: Callable[[bytes], bool]) -> None:
-        """Evict no record of which this says that it is being read, by its KV key."""
+        """Evict no record for whose KV key `reading` is true: it is being read."""
         self._evictor.pinned = reading
 
     def record_uses(self, uses: Mapping[bytes, Use], *, seconds_per_token: float | None = None) -> None:
-        """Record what questions have used, by KV key, and at which rate KV was encoded last."""
+        """Record the uses of questions, by KV key, and the latest measured time per encoded token."""
         self._write(lambda txn: record_uses(txn, uses, seconds_per_token=seconds_per_token))
 
     def ledger(self) -> UseTotals:
-        """What all questions have found, and what became of KV."""
+        """Totals over all questions: hits, misses, and admitted and evicted KV."""
         with self._live().read() as txn:
             return read_totals(txn)
 
     def uses_of(self, keys: Iterable[bytes]) -> dict[bytes, UseRow]:
-        """The uses of these records, by KV key; what no question has used is left out."""
+        """The uses of these records, by KV key; records that no question has used are left out."""
         with self._live().read() as txn:
             return {key: row for key in keys if (row := read_use(txn, key)) is not None}
 
     def chunks_of(self, owners: Iterable[bytes]) -> dict[bytes, Chunk]:
-        """The chunks by the digests of their ids, as rows of uses name them; those that are gone are left out."""
+        """The chunks by the digests of their ids, as in use rows; deleted ones are left out."""
         with self._live().read() as txn:
             return {owner: chunk for owner in owners if (chunk := chunk_named(txn, owner)) is not None}
 
     def uses(self) -> Iterator[tuple[bytes, UseRow]]:
-        """The uses of every record, by KV key, also of those that have left; damaged rows are left out."""
+        """The uses of every record, by KV key, including evicted ones; damaged rows are left out."""
         for batch in self._live().batches("uses"):
             for key, value in batch:
                 with suppress(DamagedError):
@@ -720,7 +720,7 @@ class Store:
     # Upkeep (docs/operations.md)
 
     def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
-        """Check every row, checksum and reference, while others read and write; `quick` leaves out what takes long
+        """Check every row, checksum and reference, while others read and write; `quick` leaves out the slow checks
         (`Verification.unchecked`)."""
         return verify(self._live(), quick=quick, on_progress=on_progress)
 
@@ -732,7 +732,7 @@ class Store:
         dry_run: bool = False,
         on_progress: Notify | None = None,
     ) -> Repair:
-        """Repair what `verify` finds; with `encode=False`, bad KV is dropped, and computed when it is asked for."""
+        """Repair what `verify` finds; with `encode=False`, bad KV is dropped, and encoded again when it is needed."""
         if not dry_run:
             self._refuse_readonly()
         return repair(self._live(), repair_source, self.codec, encode=encode, dry_run=dry_run, on_progress=on_progress)

@@ -2,8 +2,8 @@
 
 `Transaction` keeps records and references consistent. Each row of a document, text, chunk, vector or KV use has a
 checksum. Retrieval indexes are derived from the vectors, so vectors are written and deleted in their document's
-transaction; their keys begin with the kind, so a scan reads one kind only. A row of `uses` outlives its KV record: an
-evicted chunk that is asked for again is known to be wanted (`ragkv.store.maintenance.eviction`).
+transaction; their keys begin with the kind, so a scan reads one kind only. A row of `uses` outlives its KV record: if
+an evicted chunk is requested again, it is known to be wanted (`ragkv.store.maintenance.eviction`).
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ PLACE_BYTES = 36
 """Length of the keys in `chunks`, which are also the values in `places`: a document's digest and an ordinal."""
 
 TIERS = b"fact/tiers"
-"""The key in `meta` that says that the index has shared tiers."""
+"""The key in `meta` that records that the index has shared tiers."""
 TOMBSTONE = b"tombstone/"
-"""Before a KV key in `meta`: no chunk needs it any more, and it is yet to be deleted from the tiers."""
+"""The prefix, in `meta`, of keys of KV that no chunk needs any more and that is still to be deleted from the tiers."""
 
 _KEY_LIMIT = 511
 
@@ -69,7 +69,7 @@ def digest(identifier: str) -> bytes:
 def document_key(document_id: str) -> bytes:
     """A document's key in `documents`: the id itself, so that documents are sorted by it.
 
-    LMDB limits keys to 511 bytes, so that a longer id is cut, and its hash is appended.
+    LMDB limits keys to 511 bytes, so a longer id is cut, and its hash is appended.
     """
     if not document_id:
         raise StoreError("a document needs an id that is not empty")
@@ -95,17 +95,17 @@ class Transaction:
         self.changed: set[bytes] = set()
         """Keys of the KV records that this transaction wrote or dropped."""
         self.before_documents: dict[bytes, bytes | None] = {}
-        """Rows of `documents` that this transaction has changed, as they were before it."""
+        """Rows of `documents` before their first change in this transaction."""
         self.before_records: dict[bytes, tuple[bytes | None, bool]] = {}
-        """Rows of `kv` that this transaction has changed, or whose references or segments it has: as they were before
-        it, and whether a chunk needed them."""
+        """Rows of `kv` before this transaction first changed them, their references or segments, and whether a chunk
+        needed them."""
 
     def close(self) -> None:
         """Release LMDB's transaction: py-lmdb keeps its reader slot for as long as anything refers to it."""
         self._txn = None
 
     def number(self) -> int:
-        """The number of the commit whose state this is."""
+        """The number of the commit that this transaction sees."""
         return int(self._txn.id())
 
     @property
@@ -126,7 +126,7 @@ class Transaction:
         self._txn.put(key, value, db=self._tables[table])
 
     def delete(self, table: str, key: bytes, value: bytes = b"") -> bool:
-        """Delete a value, or with an empty `value` all values of the key; whether there was one."""
+        """Delete a value, or with an empty `value` all values of the key; returns whether there was one."""
         self._note(table, key)
         return bool(self._txn.delete(key, value, db=self._tables[table]))
 
@@ -202,7 +202,7 @@ class Transaction:
         return int(self._txn.stat(self._tables[table])["entries"])
 
     def used_bytes(self, *tables: str) -> int:
-        """Bytes of the pages that hold something, of these tables or of all."""
+        """Bytes of the pages in use by these tables, or by all."""
         pages, size = 0, 0
         for table in (self._tables[name] for name in tables or self._tables if name in self._tables):
             stat = self._txn.stat(table)
@@ -262,7 +262,7 @@ class Transaction:
                 self.bury(key)
 
     def bury(self, key: bytes) -> None:
-        """Note that the tiers, if there are any, need not hold a record any more."""
+        """Note that the tiers, if there are any, need not keep this record any more."""
         if self.get("meta", TIERS) is not None:
             self.put("meta", TOMBSTONE + key, b"")
 
@@ -363,7 +363,7 @@ _CHUNK_FIELDS = tuple(field.name for field in fields(Chunk) if field.name != "to
 def pack_chunk(chunk: Chunk) -> bytes:
     """The uint32 length of the JSON, the JSON of all fields but the token ids, the token ids as uint32."""
     row = {name: getattr(chunk, name) for name in _CHUNK_FIELDS}
-    if chunk.box is None:  # as in the rows of before, which versions of before read
+    if chunk.box is None:  # the row format that earlier versions read
         del row["box"]
     head = json.dumps(row).encode()
     return add_checksum(_LENGTH.pack(len(head)), head, pack_ids(chunk.token_ids))

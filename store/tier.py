@@ -2,12 +2,12 @@
 
 The order is memory, LMDB, the tiers of `[[tiers]]` in `ragkv.toml`, encode (docs/tiers.md). A value is one sealed
 object: the record's manifest, which holds the token ids and everything else that the numbers depend on, its segments,
-and a digest over all of it and over its own name. So it cannot be another chunk's, model's or tenant's, and whatever is
-doubtful is a miss: the chunk is encoded, and its KV goes to LMDB by the path of KV on demand.
+and a digest over all of it and over its own name. So it cannot be another chunk's, model's or tenant's, and anything
+doubtful is a miss: the chunk is encoded, and its KV is stored in LMDB as usual for KV on demand.
 
-No answer waits for a tier longer than the encoding of the missing chunks would take. A tier that fails three times is
-not asked for a second, then for two, four and at last sixty, and is used again after one success (`Breaker`). Values
-are written after the answer and never overwritten.
+No answer waits for a tier longer than encoding the missing chunks would take. A tier that fails three times is not used
+for a second, then for two, four and at last sixty, and is used again after one success (`Breaker`). Values are written
+after the answer and never overwritten.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ PART_BYTES = 8 << 20
 THREADS = 8
 """Requests to one tier at a time: single GETs on several connections are faster than one MGET."""
 TRANSFER_SECONDS = 10.0
-"""The most for one transfer that no answer waits for: a write, and what is left of a read after its deadline."""
+"""The longest transfer that no answer waits for: a write, and the rest of a read after its deadline."""
 WAITING_BYTES = 256 << 20
-"""The most KV that may wait to be written; more is not written, so that a slow tier does not fill the memory."""
+"""The most KV that may wait to be written; the excess is not written, so that a slow tier does not fill the memory."""
 FAILURES = 3
 LONGEST_PAUSE = 60.0
 MOST_DENIED = 4096
@@ -75,7 +75,7 @@ class Tier(Protocol):
         """Delete these names, whether they exist or not."""
 
     def interrupt(self) -> None:
-        """End the requests that are under way, so that their threads are free."""
+        """End the requests in flight, so that their threads are free."""
 
 
 class RedisTier:
@@ -114,7 +114,7 @@ class RedisTier:
         return b"".join(parts)
 
     def put(self, name: str, value: bytes) -> bool:
-        if self._client.exists(name):  # spares the transfer; SET NX decides
+        if self._client.exists(name):  # avoids the transfer; SET NX decides
             return False
         for start in reversed(range(0, len(value), PART_BYTES)):
             part = memoryview(value)[start : start + PART_BYTES]
@@ -207,7 +207,7 @@ class ObjectTier:
                 self._obstore.delete(self._store, name)
 
     def interrupt(self) -> None:
-        """Its requests end by themselves, after `TRANSFER_SECONDS`."""
+        """Nothing to do: its requests end by themselves, after `TRANSFER_SECONDS`."""
 
 
 def shown(url: str) -> str:
@@ -217,7 +217,7 @@ def shown(url: str) -> str:
 
 
 class Breaker:
-    """Whether to ask something that fails: not for 1, 2, 4 … 60 s after `FAILURES` failures, then once to try."""
+    """A circuit breaker: after `FAILURES` failures it blocks for 1, 2, 4 … 60 s, each time followed by one trial."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -229,11 +229,11 @@ class Breaker:
 
     @property
     def open(self) -> bool:
-        """Whether it does not let requests through, but to try."""
+        """Whether it blocks requests, except a trial."""
         return self._failures >= FAILURES
 
     def allow(self) -> bool:
-        """Whether to ask now; who asks must report `note`."""
+        """Whether to send a request now; the caller must report its outcome by `note`."""
         with self._lock:
             if not self.open:
                 return True
@@ -261,8 +261,8 @@ class Breaker:
 class TierUse:
     """A tier's counters since this process opened the index, in chunks.
 
-    `failures` are requests that raised, `late` ones that took longer than encoding would, `damaged` values that were
-    not what was asked for, `skipped` what was not read or written because the tier had failed before or was too slow.
+    `failures` are requests that raised, `late` ones that took longer than encoding would, `damaged` values that did not
+    match the request, `skipped` values that were not read or written because the tier had failed before or was slow.
     """
 
     hits: int = 0
@@ -283,10 +283,10 @@ class _Connected:
         self.config, self.url = config, shown(config.url)
         self.use, self.breaker = TierUse(), Breaker(clock)
         self.writes = Breaker(clock)
-        """Apart, because a tier that is full can still be read."""
+        """A separate breaker, because a full tier can still be read."""
         self.secret = _secret(config)
         space = config.namespace
-        if self.secret is not None:  # so that its name says nothing
+        if self.secret is not None:  # so that names reveal nothing
             space = hmac.new(self.secret, f"namespace {space}".encode(), hashlib.sha256).hexdigest()[:32]
         self._codec = codec
         facts = json.dumps(codec.config(), sort_keys=True)
@@ -409,10 +409,10 @@ class SharedTiers:
     def fetch(
         self, identities: Iterable[KVIdentity], *, shape: KVShape | None = None, seconds_per_token: float = 0.0
     ) -> Fetched:
-        """Those that a tier has, each as its record and as tensors on the CPU.
+        """The KV that a tier has, each as its record and as tensors on the CPU.
 
-        Waits for a tier at most its `timeout`, and at most as long as encoding the missing chunks would take, where
-        that was measured (`seconds_per_token`, 0 if not). What a tier has is written to those before it, later.
+        Waits for a tier at most its `timeout`, and at most as long as encoding the missing chunks would take, if that
+        was measured (`seconds_per_token`, else 0). KV found in a tier is later written to those before it.
         """
         found: dict[KVIdentity, tuple[EncodedRecord, ChunkKV]] = {}
         missing = list(dict.fromkeys(identities))
@@ -474,7 +474,7 @@ class SharedTiers:
         return found
 
     def offer(self, made: Sequence[tuple[KVIdentity, ChunkKV]], *, patient: bool = False) -> None:
-        """Write new KV to all tiers, later, in a thread; drop it when too much waits, or with `patient` wait for room.
+        """Write new KV to all tiers, later, in a thread; drop it if too much waits, or with `patient` wait for room.
 
         `patient` waits for a tier that is up, and not longer than `TRANSFER_SECONDS`.
         """
@@ -484,7 +484,7 @@ class SharedTiers:
         self._later(made, self._tiers)
 
     def _later(self, made: Sequence[tuple[KVIdentity, ChunkKV | EncodedRecord]], tiers: Sequence[_Connected]) -> None:
-        """Write to these tiers in the thread for that, unless too much waits already."""
+        """Write to these tiers in the writing thread, unless too much waits already."""
         size = sum(kv.stored_bytes if isinstance(kv, EncodedRecord) else kv.nbytes for _, kv in made)
         with self._room:
             if self._closed or self._waiting > WAITING_BYTES:
@@ -531,9 +531,9 @@ class SharedTiers:
             self._room.notify_all()
 
     def delete(self, keys: Sequence[bytes]) -> bool:
-        """Delete the values of these KV keys from all tiers; whether all of them could be reached.
+        """Delete the values of these KV keys from all tiers; returns whether all tiers were reached.
 
-        What waits to be written goes first, so that no value comes back after its deletion.
+        Pending writes are completed first, so that no value comes back after its deletion.
         """
         reached = self.settle()
         for each in self._tiers if reached else ():
@@ -566,7 +566,7 @@ class SharedTiers:
         return reports
 
     def probe(self) -> list[dict[str, Any]]:
-        """For each tier: whether it answers, in which time, and whether it refuses to overwrite a value."""
+        """For each tier: whether it answers, its latency, and whether it refuses to overwrite a value."""
         reports = []
         for each in self._tiers:
             started, name = time.perf_counter(), each.name(os.urandom(32))
@@ -581,7 +581,7 @@ class SharedTiers:
         return reports
 
     def uses(self) -> list[dict[str, Any]]:
-        """The counters of each tier, with its URL and whether it is not asked for now (`open`)."""
+        """The counters of each tier, with its URL and whether it is blocked now (`open`)."""
         return [{"url": each.url, "open": each.breaker.open, **asdict(each.use)} for each in self._tiers]
 
     def settle(self, seconds: float = TRANSFER_SECONDS) -> bool:
@@ -590,7 +590,7 @@ class SharedTiers:
             return self._room.wait_for(lambda: self._waiting <= 0, timeout=seconds)
 
     def close(self) -> None:
-        """Write what waits, for at most `TRANSFER_SECONDS`, and end the threads."""
+        """Complete pending writes, for at most `TRANSFER_SECONDS`, and end the threads."""
         self.settle()
         self._closed = True
         for each in self._tiers:

@@ -5,8 +5,8 @@ compares only rows of one snapshot, so a concurrent writer never causes a false 
 table, each batch in its own snapshot (`Database.walk`). Whether a row's document exists cannot be decided within a
 batch: suspects are collected and checked again in one snapshot before they become problems.
 
-`--quick` checks pages, all checksums except those of KV payloads, and that rows which belong together exist. What looks
-wrong is checked again by the full verification in the same snapshot, so that both report it in the same words.
+`--quick` checks pages, all checksums except those of KV payloads, and that rows which belong together exist. Suspicious
+rows are checked again by the full verification in the same snapshot, so that both report them in the same words.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def check_vector(txn: Transaction, kind: bytes, place: bytes) -> Iterator[Proble
 
 
 def check_record(txn: Transaction, key: bytes, *, payload: bool) -> Iterator[Problem]:
-    """`kv`; with `payload` also `segments`: every checksum, and that the codec gives back the tensors' bytes."""
+    """`kv`; with `payload` also `segments`: every checksum, and that the codec restores the tensors' bytes."""
     try:
         manifest = Manifest.parse(txn.get("kv", key) or b"")
         if manifest.identity.key() != key:
@@ -313,7 +313,7 @@ def chunk_named(txn: Transaction, owner: bytes) -> Chunk | None:
 
 
 def chunk_ordinals(txn: Transaction, document: bytes) -> set[int]:
-    """The ordinals for which a document, given by the digest of its id, has rows."""
+    """The ordinals of a document's rows; the document is given by the digest of its id."""
     return {int.from_bytes(key[32:], "big") for key, _ in txn.scan("chunks", document) if len(key) == PLACE_BYTES}
 
 
@@ -453,7 +453,7 @@ class QuickCheck:
         return (*whole, *check_unreferenced(txn, key, referenced=referenced))
 
     def _fits(self, key: bytes, summary: Summary) -> bool:
-        """Whether a record lies under its key, and is as its layout, which was found right before, makes it."""
+        """Whether a record has its own key, and its size agrees with its layout, which was found right before."""
         sizes = self._layouts.get((summary.model, summary.layout))
         position, tokens = summary.extent
         if sizes is None or summary.key != key or summary.encoded_at != position:
@@ -708,7 +708,7 @@ class _Walk:
                     self._problems += visit(txn, key, value)
                     self._rows["bytes"] += len(value)
                     rows, after = rows + 1, key
-            if mapped_bytes() - self._mapped > _MAPPED:  # they stay in the system's cache
+            if mapped_bytes() - self._mapped > _MAPPED:  # released pages stay in the page cache
                 give_back(self._database.directory / "data.mdb")
             self._rows[table] += rows
             self._progress.add(rows)
@@ -742,7 +742,7 @@ class _Walk:
         return self._seen("documents", check_document(txn, key), size)
 
     def _owned(self, table: str, txn: Transaction, key: bytes) -> int:
-        """A row of a document; all that is in it was checked with the document."""
+        """A row of a document, whose parts were checked with the document."""
         self._suspect(table, key)
         return self._seen(table, (), 0)
 
