@@ -1,9 +1,9 @@
-"""What a model needs, and how long it takes for a few chunks here, to estimate the cost of all chunks on this machine.
+"""What a model needs, and times for a few chunks, from which the cost of all chunks on this machine is estimated.
 
 `model_requirements` loads a model and finds the engines that run on it, bytes of KV per codec, memory and slow paths.
-`ChunkCalibration` times encoding, storing, loading and answering. The same code runs as in an ingest and in a question.
-Everything is timed five times, or as often as there is time, but at least once. The median counts, and the range of the
-repeats shows how far it may be off.
+`ChunkCalibration` times encoding, storing, loading and answering, with the same code as an ingest and a question.
+Everything is timed five times, or as often as there is time, but at least once. The median counts; the range of the
+repeats shows its error.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class CodecCalibration:
 class EngineCalibration:
     """Seconds to the first token with KV from the store (page cache), and with transformers' own sdpa prefill.
 
-    `second_token` includes what is done once before it; `token` is one after that. `prompt_tokens` counts all.
+    `second_token` includes the work that is done once before it; `token` is the time of any later one.
     """
 
     engine: str
@@ -162,15 +162,15 @@ class EngineCalibration:
         return self.prefill.value * 1000
 
     def overtaken_after(self, prefill: float, decode: float) -> int | None:
-        """The token of an answer with which another runtime is ahead that computes so many tokens per second."""
+        """The number of the answer's token from which another runtime, with these tokens per second, is ahead."""
         first, second, token = (found.value for found in (self.first_token, self.second_token, self.token))
         return overtaken_after((first, second, token), (self.prompt_tokens / prefill, 1 / decode, 1 / decode))
 
 
 def overtaken_after(ours: tuple[float, float, float], others: tuple[float, float, float]) -> int | None:
-    """The number of the token that another runtime has sooner than this one; None if it never has.
+    """The number of the token that another runtime delivers earlier than this one; None if it never does.
 
-    Both have the seconds that the first token, the second one, and each one after it take.
+    Both are given as the seconds of the first token, of the second one, and of each later one.
     """
     ahead = others[0] - ours[0]
     if ahead < 0:
@@ -185,7 +185,7 @@ def overtaken_after(ours: tuple[float, float, float], others: tuple[float, float
 class ChunkCalibration:
     """A trial with a few chunks and an index that is empty; its stores are folders in `folder`.
 
-    `encode` has the seconds per token of one encoding. A step that has begun by the `deadline` is finished.
+    `encode` is the seconds per token of one encoding. A step that has begun by the `deadline` is finished.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ChunkCalibration:
         deadline: float,
         seen: int = 0,
     ) -> None:
-        """Encode distinct chunks as an ingest does, after a warm-up: what a question reads, if there is time for it.
+        """Encode distinct chunks as an ingest does, after a warm-up; also what a question reads, if there is time.
 
         In `context` encoding every chunk sees the same `seen` tokens, because only their number costs time.
         """
@@ -212,14 +212,14 @@ class ChunkCalibration:
         self.chunks = distinct[:1]
         self._encode()  # warms up
         self.encode = Repeats(seconds=(self._encode(),))
-        if self.left:  # otherwise one chunk has to be enough
+        if self.left:  # otherwise one chunk has to suffice
             question = sum(len(ids) for _, ids in distinct[: rag.config.top_k])
             self.chunks = self._fitting(distinct, max(BATCH_TOKENS, question), len(rag.index.recipe.encodings))
             self.encode = self._repeated(self._encode)
 
     @property
     def left(self) -> float:
-        """The seconds that are left."""
+        """The seconds that remain."""
         return max(0.0, self._deadline - self._now())
 
     @property
@@ -227,14 +227,14 @@ class ChunkCalibration:
         return sum(len(ids) for _, ids in self.chunks)
 
     def _repeated(self, work: Callable[[], float]) -> Repeats:
-        """The results of `work`, as often as there is time for it."""
+        """The results of `work`, repeated as often as there is time."""
         found = [work()]
         while len(found) < ROUNDS and self.left:
             found.append(work())
         return Repeats(seconds=tuple(found))
 
     def _fitting(self, chunks: Sequence[TrialChunk], tokens: int, times: int) -> list[TrialChunk]:
-        """As many chunks as have at most `tokens`, and take at most a quarter of the time when encoded so often."""
+        """As many chunks as have at most `tokens`, and take at most a quarter of the time if encoded `times` times."""
         most = min(tokens, self.left / 4 / ROUNDS / times / max(self.encode.value, 1e-9))
         sums = accumulate(len(ids) for _, ids in chunks)
         return [*chunks[:1], *(chunk for chunk, total in list(zip(chunks, sums, strict=True))[1:] if total <= most)]
@@ -268,7 +268,7 @@ class ChunkCalibration:
         texts = [text for text, _ in self.chunks][:64]
         embedder.embed_documents(texts[:1])
         loaded = self._now()
-        embedder.embed_documents(texts[:1])  # warm, to find out how long one text takes
+        embedder.embed_documents(texts[:1])  # a warm run shows how long one text takes
         one = self._now() - loaded
         texts = texts[: max(1, int(self.left / 4 / ROUNDS / max(one, 1e-9)))]
         tokens = sum(len(ids) for _, ids in self.chunks[: len(texts)])
@@ -373,7 +373,7 @@ class ChunkCalibration:
                     answers[name].append(self._answer(store, name, chunks, suffix))
 
         def repeats(found: Sequence[float]) -> Repeats:
-            # if there was time for the warm-up round only, it has to be enough
+            # if there was time for the warm-up round only, it has to suffice
             return Repeats(seconds=tuple(found[1:] or found))
 
         return [
@@ -393,7 +393,7 @@ class ChunkCalibration:
     def _answer(
         self, store: Store, name: str, chunks: Sequence[TrialChunk], suffix: tuple[int, ...]
     ) -> tuple[float, float, float]:
-        """The seconds to load KV, read the question, and choose a token; those of the second token; of a later one."""
+        """Seconds until the first token (load KV, read the question, sample); of the second token; of a later one."""
         rag = self._rag
         engine = make_engine(name, rag.config.tuning, context=rag.config.encoding.context)
         encoding = engine.reads
@@ -403,7 +403,7 @@ class ChunkCalibration:
         wanted = [] if encoding is None else [self._identity(encoding, ids) for _, ids in chunks]
         if wanted:
             found = store.get_many(wanted, device=rag.model.place)
-            # an engine whose encoding is not stored has to encode what it misses
+            # an engine whose encoding is not stored encodes its misses
             if missing := [identity for identity in dict.fromkeys(wanted) if identity not in found]:
                 found |= self._made(missing)
         request = Request(
@@ -418,7 +418,7 @@ class ChunkCalibration:
             prompt=rag.prompt,
         )
         stream = Stream(rag.index.runtime, engine, request)
-        token = stream.best()  # is on the host, so the device is done
+        token = stream.best()  # on the host, so the device has finished
         ends = [self._now()]
         for _ in range(1 + STEPS):
             stream.advance(token)
@@ -449,16 +449,16 @@ def _drop_cache(folder: Path) -> bool:
 
 
 _TOKENS = 256
-"""Of the chunk that is encoded: as many as a chunk has by default."""
+"""Tokens of the chunk that is encoded: the default size of a chunk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequirements:
-    """One loaded model. `engines`: None for one that is exact, else why it is refused.
+    """The requirements of a loaded model. `engines`: None for an exact one, else why it is refused.
 
-    `kv_bytes` by codec: what one token more adds to a chunk. `state_bytes` per chunk, of recurrent layers.
-    `expanded_bytes` per token: of latent attention, what full keys and values would take. `slow`: sentences on what
-    will be slow, and why.
+    `kv_bytes` by codec: bytes per additional token of a chunk. `state_bytes` per chunk, for recurrent layers.
+    `expanded_bytes` per token: the size of full keys and values, for latent attention. `slow`: sentences on what will
+    be slow, and why.
     """
 
     name: str
@@ -486,7 +486,7 @@ class ModelRequirements:
 
 
 def model_requirements(name: str, *, dtype: str = "auto", device: str | None = None) -> ModelRequirements:
-    """Load a model and look at it. Raises ModelLoadError or UnsupportedModelError for one that cannot be run."""
+    """Load a model and measure it. Raises ModelLoadError or UnsupportedModelError if it cannot be run."""
     from ragkv.model.self_check import load_model
 
     model = load_model(name, dtype=dtype, device=device)
@@ -508,7 +508,7 @@ def model_requirements(name: str, *, dtype: str = "auto", device: str | None = N
         engines=engines,
         kv_bytes={
             codec: max(0, _stored(kv, codec) - _stored(half, codec))
-            / (kv.tokens - half.tokens)  # without what has no length
+            / (kv.tokens - half.tokens)  # without the part of constant size
             for codec in sorted(codec_names(), key=lambda each: each != "raw")
         },
         state_bytes=kv.shape.state_bytes,
@@ -524,7 +524,7 @@ def _stored(kv: ChunkKV, codec: str) -> int:
 
 
 def _expanded(model: LanguageModel) -> int | None:
-    """Bytes per token of the keys and values that latent attention makes of what it caches; None of other models."""
+    """Bytes per token of the keys and values that latent attention expands from its cache; None for other models."""
     if not getattr(model.config, "kv_lora_rank", None):
         return None
     from ragkv.model.attention_hook import latent_bytes

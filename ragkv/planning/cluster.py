@@ -1,9 +1,9 @@
-"""What an index of many machines would take: `ragkv plan PATH --chunks 1e7 --nodes 100`.
+"""The needs of an index on many machines: `ragkv plan PATH --chunks 1e7 --nodes 100`.
 
-Rates and bytes are those that the plan of a sample measured; what a tier reads per second and costs is assumed, and
-printed (docs/tiers.md, "Planning"). `simulate` runs questions over the nodes by discrete events: each goes to the node
-that rendezvous hashing gives its best chunk, or if that is busy to a less busy one of two others, reads its chunks from
-the node's memory, its disk or the shared tier, and generates. Some nodes are lost half-way.
+Rates and bytes are those measured by the plan of a sample; a tier's read rate and cost are assumed, and printed
+(docs/tiers.md, "Planning"). `simulate` runs questions over the nodes as a discrete-event simulation: each goes to the
+node that rendezvous hashing assigns to its best chunk, or if that is busy to a less busy one of two others, reads its
+chunks from the node's memory, its disk or the shared tier, and generates. Some nodes are lost half-way.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ragkv.planning.plan import Plan
 
 MOST_NODES = 10_000
 BUSY = 0.7
-"""The simulated load, as a share of what nodes that hold nothing could answer."""
+"""The simulated load, as a share of the capacity of nodes that hold no KV."""
 _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierAssumption:
-    """What is assumed of a kind of storage: bytes per second for one node, seconds to the first byte, and US dollars
-    for a GB (1e9 bytes) in a month."""
+    """Assumptions about a kind of storage: bytes per second for one node, seconds to the first byte, and US dollars for
+    a GB (1e9 bytes) in a month."""
 
     name: str
     bandwidth: float
@@ -49,9 +49,9 @@ NODE_PRICE = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPlan:
-    """One kind of storage for all KV: what it costs in a month, the seconds in which a node loads a question's chunks
-    from it, and how often a chunk has to be read in a month to cost less than encoding it each time (None: loading
-    takes longer than encoding)."""
+    """One kind of storage for all KV: its cost per month, the seconds in which a node loads a question's chunks from
+    it, and the reads per chunk and month from which it costs less than encoding each time (None: loading takes longer
+    than encoding)."""
 
     name: str
     dollars: float
@@ -61,9 +61,9 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """The simulated questions: how many arrive a second, seconds until an answer (median and 99 of 100), where chunks
-    were found, the busiest node's share of all work over an even share, and the questions that began again elsewhere
-    because their node was lost."""
+    """The simulated questions: arrivals per second, seconds until an answer (median and 99th percentile), where chunks
+    were found, the busiest node's load relative to the mean, and the questions that were restarted elsewhere because
+    their node was lost."""
 
     questions: int
     per_second: float
@@ -91,7 +91,7 @@ class ClusterPlan:
     ingest_dollars: float
     top_k: int
     encode_seconds: float
-    """To encode the `top_k` chunks of one question."""
+    """Seconds to encode the `top_k` chunks of one question."""
     tiers: tuple[TierPlan, ...]
     simulated: Simulated
     assumed: tuple[TierAssumption, ...] = TIERS
@@ -189,12 +189,12 @@ def simulate(
     busy: float = BUSY,
     seed: int = 0,
 ) -> Simulated:
-    """Questions that arrive at random, at `busy` of what the nodes could answer if they held nothing.
+    """Questions that arrive at random, at `busy` of the rate that the nodes could answer without stored KV.
 
-    `load_seconds` are those of a chunk from memory, disk and the shared tier (or to encode it, if that is sooner),
+    `load_seconds` are those of a chunk from memory, disk and the shared tier (or to encode it, if that is faster),
     `room` the chunks that a node holds in memory and on its disk; both begin empty and drop the least recently used.
-    The first chunk of a question is drawn by Zipf's law and the others are its neighbours, as passages of one document
-    are. `lost` nodes end half-way; what they had begun starts again elsewhere.
+    The first chunk of a question is drawn by Zipf's law and the others are its neighbours, like passages of one
+    document. `lost` nodes fail half-way; their running questions start again elsewhere.
     """
     generator = np.random.default_rng(seed)
     # the inverse of Zipf's distribution function, continuous: exact enough for shares of hits
@@ -214,7 +214,7 @@ def simulate(
     found, repeated, waits = [0, 0, 0], 0, np.zeros(questions)
 
     def serve(number: int, at: float) -> float:
-        """When question `number`, which comes to the nodes at this time, is answered."""
+        """The time at which question `number`, which arrives at `at`, is answered."""
         nonlocal repeated
         up = np.flatnonzero(~losing) if at >= gone_at else np.arange(nodes)
         node = up[rendezvous(best[number : number + 1].astype(np.uint64), every[up])[0].argmax()]

@@ -45,11 +45,11 @@ from ragkv.planning.calibration import (
 from ragkv.store import codec_names
 from ragkv.store.maintenance.eviction import simulate
 
-WINDOW = 1 << 18  # characters that a draw cuts, because a book need not be cut whole
+WINDOW = 1 << 18  # characters that a draw cuts, because a book need not be cut completely
 LEAST_WINDOW = 1 << 12
 LEAST_DRAWS, MOST_DRAWS = 30, 400
 PROBE = 1 << 16
-"""If there are more bytes than this, a part is read first to find out how much there is time for."""
+"""With more bytes than this, a part is read first to find out how much there is time for."""
 
 Ids = tuple[int, ...]
 
