@@ -75,8 +75,8 @@ class Candidate:
     None means float32 for the mini model on a CPU, and the checkpoint's own otherwise. `name` is a label for tables, if
     engine and options are not enough. The codec of an engine without stored KV is always raw.
 
-    Where logits are compared, `turns` earlier questions with their answers are in the prompt, and `change` is made to
-    all KV before its codec.
+    Where logits are compared, `turns` earlier questions with their answers are in the prompt, and `change` is applied
+    to all KV before its codec.
     """
 
     engine: str
@@ -92,9 +92,9 @@ class Candidate:
     turns: int = 0
     change: KVChange | None = None
     context: int = 0
-    """`[encoding] context`: how much of its document a chunk of an index has seen."""
+    """`[encoding] context`: how many tokens of its document a chunk of an index sees."""
     steps: int = 1
-    """How often it searches at most: for the question, then for queries that it writes as `writing` says."""
+    """The most searches: for the question, then for queries that it writes as `writing` says."""
     writing: StepsConfig = field(default_factory=StepsConfig)
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ def all_candidates(
 Ranked = list[tuple[int, float]]
 """Pairs of (index of the chunk, relevance r in [0, 1)) in ascending relevance; the last chunk is read last."""
 
-_EQUAL = 1.0 - 1e-8  # r of chunks without a score: the greatest r, with a logarithm of almost 0
+_EQUAL = 1.0 - 1e-8  # r of chunks without a score: the largest r, with a logarithm of almost 0
 
 
 class Scorer:
@@ -841,7 +841,7 @@ class LogitTrace:
 class Comparison:
     """A run along a reference's tokens: for each, KL(reference ‖ run) in nats and whether the first choice agrees.
 
-    `same`: its own answer is the reference's, to the letter. `through` is what its KV went through.
+    `same`: its own answer equals the reference's exactly. `through` is the round trip of its KV.
     """
 
     kl: tuple[float, ...]
@@ -1017,7 +1017,7 @@ class _CandidateRun:
     def ask(
         self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool
     ) -> Callable[[], ExampleResult]:
-        """Begin the answer unless it is kept; call what is returned to wait for it. Several begun share passes."""
+        """Begin the answer unless it is saved; call the result to wait for it. Several begun answers share passes."""
         ledger = self._ledger(task)
         key = "" if ledger is None else self._key(example, max_new_tokens)
         known = None if ledger is None else ledger.get(key)
@@ -1045,7 +1045,7 @@ class _CandidateRun:
     def _begin(
         self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool
     ) -> Callable[[], dict[str, Any]]:
-        """Submit the question; the answer as plain data. `answer` is None if the prompt is too long for the model."""
+        """Submit the question; returns the answer as plain data. `answer` is None if the prompt is too long."""
         placed = self._searched(example)
         read = [position for position, _ in placed][-(self._engine.most_chunks or len(placed)) :]
         generation = Generation(max_new_tokens=max_new_tokens, decoding=self._decoding)
@@ -1082,7 +1082,7 @@ class _CandidateRun:
         return wait
 
     def _searched(self, example: Example) -> Placed:
-        """The chunks that are found over the candidate's steps, as by `AnswerStream`."""
+        """The chunks found in the candidate's steps, as by `AnswerStream`."""
         candidate, question = self.candidate, example.question
         written = WrittenQueries(candidate.writing, question, question, candidate.steps)
         query: str | None = question
@@ -1097,7 +1097,7 @@ class _CandidateRun:
             try:
                 with closing(runtime_of(self._loaded.model).decode(self._engine, request, generation)) as tokens:
                     query = written.next("".join(token.text for token in tokens))
-            except PromptTooLongError:  # the answer's own prompt will say so
+            except PromptTooLongError:  # the answer's own prompt will raise it
                 break
         return placed
 
@@ -1115,9 +1115,9 @@ class _CandidateRun:
         *,
         only_kv: bool,
     ) -> tuple[LogitTrace, dict[str, Any]]:
-        """Its own answer after the earlier `turns`, and the `ExampleResult`'s fields of a comparison.
+        """Its own answer after the earlier `turns`, and the fields of a comparison for an `ExampleResult`.
 
-        `only_kv`: it differs from the reference in its KV only, so with the same KV it gives the same answer.
+        `only_kv`: it differs from the reference only in its KV, so with the same KV it gives the same answer.
         """
         model = self._loaded.model
         request, through = self._request(example, turns, coded=only_kv)
@@ -1144,7 +1144,7 @@ class _CandidateRun:
     def _request(
         self, example: Example, turns: Sequence[Turn] = (), *, coded: bool = False, placed: Placed | None = None
     ) -> tuple[Request, RoundTrip | None]:
-        """The request, and what its KV went through; raw KV stays as it is unless it has to be `coded`."""
+        """The request, and the round trip of its KV; raw KV is unchanged unless it has to be `coded`."""
         candidate, tokens = self.candidate, self._loaded.model.tokens
         conversation = Conversation(candidate.prompt, lambda text: len(tokens.encode(text)))
         conversation.turns += turns

@@ -162,7 +162,7 @@ def _look(role: Role, name: str) -> ModelState:
 
 
 def _cached(name: str) -> Path | None:
-    """Its folder in the hub's cache, without asking the hub."""
+    """The model's folder in the hub's local cache; does not ask the hub."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -329,8 +329,8 @@ class AgreementCounts:
 def proposed(rows: Sequence[EngineRow], full_first_token: float) -> str:
     """The one setting that the report proposes, in a sentence.
 
-    Of the engines with the best verdict, if that is good or fair, it is the one whose first token comes soonest; of
-    those within a tenth of that, the one that reads the fewest bytes. None that is slower than `full` is proposed.
+    Of the engines with the best verdict, if that is good or fair, it is the one with the shortest time to first token;
+    of those within a tenth of that, the one that reads the fewest bytes. An engine slower than `full` is not proposed.
     """
     for verdict in ("good", "fair"):
         able = [row for row in rows if row.verdict == verdict and row.first_token < full_first_token]
@@ -408,7 +408,7 @@ class CodecRow:
 class ConversationRow:
     """Questions after `EARLIER` others in the prompt, compared with the same questions alone, by one engine.
 
-    `history` is what earlier turns are used for then; None if the questions cannot tell. `alone` and `accuracy` are the
+    `history` is the setting that follows from them; None if the questions cannot tell. `alone` and `accuracy` are the
     shares of right answers without and with the earlier turns, None without gold answers. The rest is as in EngineRow.
     """
 
@@ -449,7 +449,7 @@ class Quality:
     engines: tuple[EngineRow, ...]
     codecs: tuple[CodecRow, ...]
     conversation: ConversationRow | None
-    """None where there were no more than `EARLIER` questions."""
+    """None if there were no more than `EARLIER` questions."""
 
     def to_json(self) -> dict[str, Any]:
         """The report in the form that `ragkv doctor --json` prints and the index keeps."""
@@ -548,7 +548,7 @@ class Doctor:
             for one, made, counts in engines
         )
         codecs = []
-        if self._float32 is not None:  # what int8 weights change: `full` in float32 beside `full` as it runs here
+        if self._float32 is not None:  # measures int8 weights: `full` in float32 beside `full` as it runs here
             counts = self._counts(results, self._float32)
             codecs.append(_codec_row("full", "int8 weights", counts, exact=False, size=0.25, advice=_WEIGHTS_ADVICE))
         for one in self._coded:
@@ -604,12 +604,12 @@ WINDOW = 256
 
 
 def _alternatives(config: IndexConfig, subject: LoadedModel) -> list[Spec]:
-    """What could replace the index's engines, as far as the model runs it: `block` over the other chunk KV, `blend`,
-    and `block` over chunks that have seen their document.
+    """Settings that could replace the index's engines, if the model runs them: `block` over the other chunk KV,
+    `blend`, and `block` over chunks that have seen their document.
     """
     block = make_engine("block", config.tuning).config
     found = [Spec(name) for name in ("block", "blend") if name not in config.engines]
-    if block.preset != "no-positions" and block.packet is None:  # a packet says itself what its chunks see
+    if block.preset != "no-positions" and block.packet is None:  # a packet determines what its chunks see
         found.append(Spec("block", {"over": "standalone" if block.over == "prefixed" else "prefixed"}))
         if not config.encoding.context:
             over = {} if block.over == "prefixed" else {"over": "prefixed"}

@@ -55,7 +55,7 @@ SIZES: tuple[dict[str, int], ...] = (
     {"hidden": 96, "heads": 6, "kv_heads": 3, "head_dim": 32, "inner": 64, "experts": 6},
 )
 
-# what a field is called in one family or another -> the size that it gets
+# a field, by any of its names in the families -> its size here
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model", "hidden_dim"),
     "heads": (
@@ -104,7 +104,7 @@ _FIXED: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
     "rotary_dim": 8,
-    "index_topk": 48,  # fewer than a prompt has tokens: so the index does choose
+    "index_topk": 48,  # fewer than a prompt's tokens, so that the index has to choose
     "use_sliding_window": True,
     "is_decoder": True,
     "max_window_layers": 4,
@@ -117,7 +117,7 @@ _FIXED: dict[str, Any] = {
     "attention_multiplier": 0.2,  # its default makes scores so sharp that fp32 itself is coarse
 }
 
-# latent attention has widths of its own, and as many key heads as query heads once it is expanded
+# latent attention has widths of its own, and as many key heads as query heads after expansion
 _LATENT = {"kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
 
 # fields that only make sense together in one family
@@ -134,7 +134,7 @@ _DELTA = {
     "linear_head_dim": 16,
     "linear_num_heads": 4,
 }
-_EQUAL_HEADS = frozenset({"bailing_hybrid", "kimi_linear"})  # as many heads of keys as of queries
+_EQUAL_HEADS = frozenset({"bailing_hybrid", "kimi_linear"})  # as many key heads as query heads
 _NARROW = {"global_head_dim": 32}  # its default makes scores too sharp for fp32 as well
 _NOTE = {
     "swa_num_attention_heads": 4,
@@ -219,7 +219,7 @@ def small_config(model_type: str, *, size: int = 0, window: int = 24, layers: in
     config_class = transformers.CONFIG_MAPPING[model_type]
     default = config_class()
     text = default.get_text_config(decoder=True)
-    # an encoder-decoder's other names mean its encoder
+    # an encoder-decoder's generic names are those of its encoder
     known = vars(default) if default.is_encoder_decoder else text.to_dict() | dict.fromkeys(text.attribute_map)
     wanted: dict[str, Any] = dict(_FIXED)
     for kind, names in _NAMES.items():
@@ -232,7 +232,7 @@ def small_config(model_type: str, *, size: int = 0, window: int = 24, layers: in
         wanted |= _LATENT | dict.fromkeys(_NAMES["kv_heads"], wanted["num_attention_heads"])
         wanted["head_dim"] = wanted["qk_rope_head_dim"]
     fields = {name: value for name, value in wanted.items() if name in known}
-    if default.is_encoder_decoder:  # the encoder is as deep as the decoder only where the family's own is
+    if default.is_encoder_decoder:  # the encoder is only as deep as the decoder if that is the family's default
         for name in {"encoder_layers", "num_encoder_layers"} & known.keys():
             fields[name] = layers if known[name] == known[name.replace("encoder", "decoder")] else layers // 2
     if model_type in _EQUAL_HEADS:
@@ -242,7 +242,7 @@ def small_config(model_type: str, *, size: int = 0, window: int = 24, layers: in
     fields |= _OWN.get(model_type, {}) | changes
     parts = {key: part for key, part in vars(default).items() if hasattr(part, "get_text_config")}
     key = next((key for key, part in parts.items() if part is text), None)
-    if key is None:  # no part of it is the text model; an encoder-decoder makes such a part up when it is asked
+    if key is None:  # no part of it is the text model; an encoder-decoder makes such a part up on request
         return config_class(**fields)
     config = config_class()
     for name, part in parts.items():
@@ -251,7 +251,7 @@ def small_config(model_type: str, *, size: int = 0, window: int = 24, layers: in
 
 
 def _seeing(part: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the part of a configuration that sees or hears, which text never reaches: as small as it may be."""
+    """Fields of the vision or audio part of a configuration, which text never reaches: as small as possible."""
     known = part.to_dict()
     kept = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
     return {name: value for name, value in wanted.items() if name in known and name not in kept}
@@ -265,12 +265,12 @@ def small_model(model_type: str, *, seed: int = 0, **options: Any) -> Any:
 
 
 def any_tokenizer() -> Any:
-    """The bundled model's tokenizer: who asks a random model by token ids needs one, and any does."""
+    """The bundled model's tokenizer: random models are asked by token ids, so any tokenizer will do."""
     return transformers.AutoTokenizer.from_pretrained(lm_path(), local_files_only=True, trust_remote_code=False)
 
 
 def randomise(model: Any, seed: int) -> Any:
-    """Draw every weight at random, so that no norm is one, no bias zero and no layer without effect."""
+    """Draw every weight at random, so that no norm is one, no bias is zero and no layer is without effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -283,7 +283,7 @@ def randomise(model: Any, seed: int) -> Any:
 
 
 def parameters(model_type: str, **options: Any) -> int:
-    """How many parameters `small_model` would have, without making them."""
+    """The number of parameters of `small_model`, without allocating them."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(small_config(model_type, **options))
     return sum(weight.numel() for weight in model.parameters())
@@ -291,7 +291,7 @@ def parameters(model_type: str, **options: Any) -> int:
 
 _NAME = "ragkv-whole"
 _EAGER = 1e-4
-"""Largest difference from eager attention, over the largest logit, at which the attention here is believed."""
+"""Largest accepted difference between the attention here and eager attention, relative to the largest logit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +319,7 @@ class DenseModel:
         self._strengths: list[float] = []
 
     def scores(self, engine: str, more: Sequence[int]) -> Tensor:
-        """What `engine` gives the token after the suffix and `more`."""
+        """The scores of `engine` for the token after the suffix and `more`."""
         reference: Callable[[list[int]], Tensor] = getattr(self, f"_{engine}")
         return reference([*self.prompt.suffix, *more])
 
@@ -383,7 +383,7 @@ class DenseModel:
         return found
 
     def _prepare(self) -> None:
-        """Read each layer's window from transformers' own mask, and hold the attention here against eager's."""
+        """Read each layer's window from transformers' own mask, and compare the attention here with eager's."""
         tokens = [*self.prompt.prefix, *(t for chunk in self.prompt.chunks for t in chunk), *self.prompt.suffix]
         masks: dict[int, Tensor] = {}
         self._own = copy.deepcopy(self._plain)
@@ -400,8 +400,8 @@ class DenseModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """`visible` and `weigh` `(n, n)`: what each query sees, and which of it is APE's weighted group; `behind` `(n, n)`:
-    how far."""
+    """`visible` and `weigh` `(n, n)`: which keys each query sees, and which of them are APE's weighted group; `behind`
+    `(n, n)`: the distances."""
 
     visible: Tensor
     behind: Tensor
@@ -411,13 +411,13 @@ class _Plan:
     scale: float
 
 
-# read by the registered function, as not every family's layers hand call arguments through to it
+# read by the registered function, because not every family's layers forward call arguments to it
 _binding: ContextVar[_Plan | dict[int, Tensor] | None] = ContextVar("ragkv_whole", default=None)
 
 
 @contextmanager
 def _bound(what: _Plan | dict[int, Tensor]) -> Iterator[None]:
-    """Forward passes attend by this plan, or record their layers' masks."""
+    """Run forward passes with this plan, or record their layers' masks."""
     token = _binding.set(what)
     try:
         yield
@@ -430,7 +430,7 @@ def _causal(tokens: int) -> Tensor:
 
 
 def _window(mask: Tensor) -> int | None:
-    """The window that a dense causal mask `(1, 1, n, n)` has: the most that any token sees, None if that is all."""
+    """The window of a dense causal mask `(1, 1, n, n)`: the most keys that any token sees; None if that is all."""
     most = int(mask[0, 0].sum(-1).max())
     return None if most == mask.shape[-1] else most
 
@@ -491,18 +491,18 @@ COLUMNS = ("family", *ENGINES, "error", "models", "RoPE", "layers", "why refused
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """The rope types that any family may have; a few families have one of their own."""
 EXACT = 5e-5
-"""The largest difference of scores, over the largest score, that fp32 rounding explains."""
+"""The largest difference of scores that fp32 rounding explains, relative to the largest score."""
 _PREFIX, _CHUNKS, _SUFFIX = 6, (17, 29, 11), 7  # together longer than a window of 24, and one chunk alone
 _SCORES = [0.3, 0.8, 0.55]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyVerdict:
-    """What came out for one family.
+    """The result for one family.
 
-    `errors`: of each engine that runs it, the largest difference from the reference over the largest score; `block`
-    stands for `blend` too. `reasons`: of each that refuses it, the sentence. `models` small models were tried, with
-    these kinds of `layers` and `ropes`.
+    `errors`: for each engine that runs it, the largest difference from the reference relative to the largest score;
+    `block` stands for `blend` too. `reasons`: the sentence of each engine that refuses it. `models` small models were
+    tried, with these kinds of `layers` and `ropes`.
     """
 
     family: str
@@ -514,22 +514,22 @@ class FamilyVerdict:
 
     @classmethod
     def refused(cls, family: str, reason: str) -> FamilyVerdict:
-        """Every engine refuses it for the same reason."""
+        """The verdict that every engine refuses it for the same reason."""
         return cls(family=family, reasons=dict.fromkeys(ENGINES, reason))
 
     @property
     def error(self) -> float | None:
-        """The worst of its engines; None where none runs it."""
+        """The largest error of its engines; None if no engine runs it."""
         return max(self.errors.values(), default=None)
 
     @property
     def reason(self) -> str:
-        """Why engines refuse it: each sentence once, "" where none does."""
+        """Why engines refuse it: each sentence once, "" if none does."""
         return " ".join(dict.fromkeys(self.reasons.values()))
 
     @property
     def why(self) -> str:
-        """The reasons alone, each once: without the names of model and engine, and without advice."""
+        """The reasons alone, each once, without the names of model and engine, and without advice."""
         cores = (_core(sentence) for sentence in re.split(r"(?<=\.) (?=Engine ')", self.reason))
         return "; ".join(dict.fromkeys(core for core in cores if core))
 
@@ -542,7 +542,7 @@ class FamilyVerdict:
         return self.family, *results, error, str(self.models), ", ".join(ropes), ", ".join(self.layers), self.why
 
     def joined(self, other: FamilyVerdict) -> FamilyVerdict:
-        """What both say together of a family: an engine that one refuses is refused, and errors are the worse."""
+        """Both verdicts of a family combined: refused if either refuses, and the larger error."""
         reasons = {**other.reasons, **self.reasons}
         return FamilyVerdict(
             family=self.family,
@@ -554,14 +554,14 @@ class FamilyVerdict:
         )
 
     def engine(self, name: str) -> str:
-        """`exact`, `refused`, or `wrong`: accepted although the numbers differ, which is a fault of ragkv."""
+        """`exact`, `refused`, or `wrong`: accepted although the numbers differ, which is a bug of ragkv."""
         if name in self.reasons:
             return "refused"
         return "exact" if self.errors.get(name, math.inf) <= EXACT else "wrong"
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> FamilyVerdict:
-        """The verdict in a row of `to_json`; every engine that ran gets the worst of their errors."""
+        """The verdict in a row of `to_json`; every engine that ran gets the largest of their errors."""
         refused = [name for name, result in row["engines"].items() if result == "refused"]
         return cls(
             family=row["family"],
@@ -598,7 +598,7 @@ def _core(sentence: str) -> str:
 def examine(family: str, model: Any, tokenizer: Any, *, seed: int = 0, steps: int = 8) -> FamilyVerdict:
     """Load transformers' `model` as ragkv does; then, if it is accepted, compare `steps` greedy tokens of each engine.
 
-    The verdict contains refusals; no other exception is caught.
+    Refusals are part of the verdict; no other exception is caught.
     """
     generator = torch.Generator().manual_seed(100 + seed)
     high = min(model.config.get_text_config(decoder=True).vocab_size, 300)
@@ -623,7 +623,7 @@ def examine(family: str, model: Any, tokenizer: Any, *, seed: int = 0, steps: in
 
 
 def _refusal(engine: Engine, language: LanguageModel) -> str:
-    """The sentence with which `engine` refuses the model, "" if it does not."""
+    """The sentence with which `engine` refuses the model, "" if it runs it."""
     try:
         require_supported(engine, language)
     except UnsupportedModelError as error:
@@ -632,8 +632,8 @@ def _refusal(engine: Engine, language: LanguageModel) -> str:
 
 
 def _worst(language: LanguageModel, dense: DenseModel, engine: Engine, steps: int, *, like: str = "") -> float:
-    """The largest difference of an engine's scores from the reference's (that of engine `like`), over the largest
-    score.
+    """The largest difference of an engine's scores from the reference's (that of engine `like`), relative to the
+    largest score.
     """
     stream = Stream(runtime_of(language), engine, _request(language, dense.prompt, engine))
     out: list[int] = []
@@ -648,7 +648,7 @@ def _worst(language: LanguageModel, dense: DenseModel, engine: Engine, steps: in
 
 
 def _request(language: LanguageModel, prompt: TestPrompt, engine: Engine) -> Request:
-    """The prompt as the engine is given it, its chunks encoded as it wants them."""
+    """The prompt as the engine's request, its chunks in the engine's encoding."""
     prefix = None
     kvs: list[Any] = [None] * len(prompt.chunks)
     if engine.encoding is not None:
@@ -664,26 +664,26 @@ def _request(language: LanguageModel, prompt: TestPrompt, engine: Engine) -> Req
 
 
 RECORD = Path(__file__).parent / "families.json"
-"""What the whole survey found for the version of transformers that ragkv was released with."""
+"""The result of the whole survey with the version of transformers that ragkv was released with."""
 _MOST_PARAMETERS = 120_000_000
 _MODELS = 3  # of a family, at least
 _ROPE_KEPT = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
-_TRAINED = 80  # the length of training of the rope types that need one; no prompt is longer
+_TRAINED = 80  # the training length of the rope types that need one; no prompt is longer
 _LAYERS = ("layer_types", "layers_block_type", "attention_layers", "attn_layers", "block_types")
 PATIENCE = 900.0
-"""Seconds after which a family that has not come to an end is given up; it takes a few on an idle core."""
+"""Seconds after which a family that has not finished is given up; it takes a few on an idle core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The rows of a survey, and the version of transformers that they are true for."""
+    """The rows of a survey, and the version of transformers that it was made with."""
 
     transformers: str
     verdicts: tuple[FamilyVerdict, ...]
 
     @classmethod
     def recorded(cls) -> Survey:
-        """The survey that came with this version of ragkv."""
+        """The survey that is shipped with this version of ragkv."""
         return cls.from_json(json.loads(RECORD.read_text(encoding="utf-8")))
 
     @classmethod
@@ -691,16 +691,16 @@ class Survey:
         return cls(found["transformers"], tuple(FamilyVerdict.from_json(row) for row in found["families"]))
 
     def to_json(self) -> dict[str, Any]:
-        """As `ragkv models --json` prints it, and as the record keeps it."""
+        """The object that `ragkv models --json` prints and the record contains."""
         return {"transformers": self.transformers, "families": [verdict.to_json() for verdict in self.verdicts]}
 
     def exact(self, engine: str) -> int:
-        """How many families an engine answers exactly for."""
+        """For how many families an engine is exact."""
         return sum(verdict.engine(engine) == "exact" for verdict in self.verdicts)
 
 
 def choose(names: str) -> list[str]:
-    """The families of a list with commas, or "all" of them; ConfigError for one that transformers does not know."""
+    """The families in a comma-separated list, or "all"; ConfigError for one that transformers does not know."""
     known = families()
     if names == "all":
         return known
@@ -713,13 +713,13 @@ def choose(names: str) -> list[str]:
 
 
 def survey(names: Sequence[str]) -> Iterator[FamilyVerdict]:
-    """Judge small random models of these families, in the order given; two at a time where there are two processors."""
+    """Judge small random models of these families, in this order, two at a time if there are two processors."""
     idle: list[_Worker] = []
 
     def ask(name: str) -> FamilyVerdict:
         worker = idle.pop() if idle else _Worker()
         result = worker.ask((name, 0), PATIENCE)
-        if isinstance(result, str):  # the process is gone
+        if isinstance(result, str):  # the process has ended
             worker.end()
             return FamilyVerdict.refused(name, result)
         idle.append(worker)
@@ -734,7 +734,7 @@ def survey(names: Sequence[str]) -> Iterator[FamilyVerdict]:
 
 
 def judge(family: str, seed: int = 0) -> FamilyVerdict:
-    """The verdict on one family, in this process. Whatever goes wrong in it is a refusal with its reason.
+    """The verdict on one family, in this process. Any error in it is a refusal with its reason.
 
     It tries models with different weights, sizes and prompts, and every rope type with which transformers runs the
     family. It stops at a model that every engine refuses.
@@ -744,7 +744,7 @@ def judge(family: str, seed: int = 0) -> FamilyVerdict:
         if size > _MOST_PARAMETERS:
             raise ValueError(f"{size:,} parameters")
         model = small_model(family, seed=seed, size=seed)
-    except Exception as error:  # of a configuration whose fields depend on each other in a way of their own
+    except Exception as error:  # a configuration whose fields depend on each other in its own way
         return FamilyVerdict.refused(family, f"Not tried: no small model of it can be made ({_message(error)}).")
     try:
         return _judged(family, model, seed)
@@ -772,7 +772,7 @@ def _trial(family: str, model: Any, seed: int, *, steps: int) -> FamilyVerdict:
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
-    """The kinds of layers that a configuration names, in their order; empty where all are alike."""
+    """The kinds of layers that a configuration names, in order; empty if all are alike."""
     named = next((kinds for name in _LAYERS if (kinds := getattr(config, name, None))), ())
     return tuple(dict.fromkeys([*named, *(getattr(config, "mlp_layer_types", None) or ())]))
 
@@ -793,7 +793,7 @@ def _with_rope(family: str, kind: str, seed: int) -> Any:
     tables = config.rope_parameters
     if "rope_type" in tables:
         made = _rope_table(kind, tables, angles["inv_freq"])
-    else:  # by kind of layers; some have no positions, or a rope type of their own
+    else:  # one entry per kind of layer; some have no positions, or a rope type of their own
         made = {
             name: _rope_table(kind, table, angles.get(f"{name}_inv_freq", angles.get("inv_freq", 0)))
             if table and table["rope_type"] in ROPE_TYPES
@@ -808,7 +808,7 @@ def _with_rope(family: str, kind: str, seed: int) -> Any:
     try:
         model = small_model(family, seed=seed, size=seed, **fields)
         model(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)
-    except Exception:  # its configuration allows other rope types, or its code computes others
+    except Exception:  # its configuration forbids this rope type, or its code computes another
         plain(input_ids=torch.tensor([[3, 4, 5]]), use_cache=False)  # if this fails too, it is not the rope type
         return None
     return model
@@ -829,7 +829,7 @@ def _rope_table(kind: str, table: Mapping[str, Any], angles: int) -> dict[str, A
 
 
 class _Worker:
-    """A process that judges one family after the other."""
+    """A process that judges one family after another."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -839,7 +839,7 @@ class _Worker:
         other.close()
 
     def ask(self, question: tuple[str, int], patience: float) -> FamilyVerdict | str:
-        """The verdict, or why there is none."""
+        """The verdict, or the reason why there is none."""
         try:
             self._pipe.send(question)
             if not self._pipe.poll(patience):
@@ -870,5 +870,5 @@ def _work(pipe: Connection) -> None:
 
 
 def _message(error: Exception) -> str:
-    """What went wrong, to be quoted; a configuration's validation says it in the error that caused its own."""
+    """The error's message, to be quoted; a configuration's validation puts it into the cause."""
     return first_sentence(error.__cause__ or error)[:160]

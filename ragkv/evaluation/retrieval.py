@@ -67,7 +67,7 @@ BATCH = 256
 
 _SUFFIX: dict[ScoreKind, str] = {"dense": ".dense.npy", "sparse": ".sparse.npz", "colbert": ".colbert.npy"}
 _ENDS = ".ends.npy"
-"""(n + 1,) the ends of each passage's ColBERT rows. Written before the rows, which need it."""
+"""(n + 1,) the end of each passage's ColBERT rows. Written before the rows, which need it."""
 
 _DAMAGE = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile)
 

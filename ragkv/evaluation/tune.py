@@ -215,7 +215,7 @@ class Tuner:
             [Task.of([question])],
             [candidate],
             source=self._source,
-            stop_when_right=True,  # what follows cannot change the result
+            stop_when_right=True,  # later tokens cannot change the result
             max_new_tokens=self._max_new_tokens,
             decoding=self._decoding,
         )
@@ -268,8 +268,8 @@ def search_stage(
     tie, the one that changes least wins.
 
     A portion is a number of questions and a function that gives each setting's right answers to them. A setting is
-    given up, unless it is `keep`, when it could not catch up even if it answered all remaining questions right. The
-    search finds the same setting, without generating the long answers of hopeless ones.
+    given up, unless it is `keep`, if it could not catch up even by answering all remaining questions right. The search
+    finds the same setting, without generating the long answers of hopeless ones.
     """
     known = [trials[setting] for setting in settings if setting in trials]
     right: dict[APESetting, float] = {setting: 0 for setting in settings if setting not in trials}

@@ -381,7 +381,7 @@ class Plan:
     trial_chunks: int
     trial_tokens: int
     encode_seconds: float
-    """Per token of one encoding."""
+    """Seconds per token of one encoding."""
     recompute_seconds: float
     seconds: Duration
     fastest: Duration
@@ -476,7 +476,7 @@ def plan_ingest(
     More than `sample_bytes` of documents are sampled. The trial's store is made in a temporary folder under `folder`,
     so that this disk is measured, and removed afterwards. The plan takes about `seconds` plus the time to load the
     model; a step that has begun is finished. `beside` has the tokens per second at which another runtime prefills and
-    decodes; then each engine has the token of an answer from which on that runtime would have been sooner.
+    decodes; each engine then gets the number of the token from which that runtime would be ahead.
     `on_step(done, total, what)` gets a total of 0 if it is not known. Raises UsageError for a missing path, files
     without text, engines that store no KV, or invalid `seconds` or `beside`; and ConfigError and ModelLoadError like
     `RagKV.create`.
@@ -642,9 +642,9 @@ READS = 200_000
 class BudgetPlan:
     """A budget, as a share of all KV in one encoding and in bytes.
 
-    `hits` is the share of chunks whose KV is there when a question reads them, from an empty start; `later` that of the
-    second half, when most of what is wanted has been made once. `saved_seconds` are those of a thousand questions of
-    the second half; None while no rate of encoding is known.
+    `hits` is the share of chunks whose KV is stored when a question reads them, from an empty start; `later` that of
+    the second half, when most of the wanted KV has been encoded once. `saved_seconds` are those of a thousand questions
+    of the second half; None if no encoding rate is known.
     """
 
     share: float

@@ -525,11 +525,11 @@ def variables(
     words: int = 60,
     kind: Literal["value", "reference"] = "reference",
 ) -> Task:
-    """What a variable stands for, in a list of nothing but variables; `kind` "reference": for what another one did.
+    """What a variable stands for, in a list of nothing but variables.
 
-    "value" asks for a line that gives its value itself, as RULER's niah_multikey_3 does. "reference" is its variable
-    tracking: the line names an earlier variable, which gets another value later, and is asked for what it stood for.
-    Lists of both kinds are drawn alike.
+    `kind` "value" asks for a line that contains the value itself, as in RULER's niah_multikey_3. "reference" is RULER's
+    variable tracking: the line names an earlier variable, which gets another value later; the question asks for what it
+    stood for at that line. Lists of both kinds are drawn alike.
     """
     require_sizes(limit, chunks, words)
     require("words", words, 4)  # each chunk has a line
@@ -551,7 +551,7 @@ def variables(
     return match_all("variables", examples, chunks, 2, seed)
 
 
-_QUESTIONS = 4  # per context, whose KV is then made once for all of them
+_QUESTIONS = 4  # per context, whose KV is then encoded once for all of them
 _RUN = 3  # consecutive passages of a text, which are the hardest distractors
 
 _TEXT_PATIENCE = 500  # consecutive contexts without a question
