@@ -168,9 +168,9 @@ class SearchRequest(BaseModel):
 
 
 class QueryRequest(QuestionOptions):
-    """A question. `history`: the turns before it, used as `history_mode` says, with at most `history_tokens` of them in
-    the prompt; `trace`: report the expert that won each token; `citations`: report the sources of each sentence;
-    `warnings`: report what to know about the engine and the model.
+    """A question. `history`: the turns before it, used according to `history_mode`, with at most `history_tokens` of
+    them in the prompt; `trace`: report the expert that won each token; `citations`: report the sources of each
+    sentence; `warnings`: report warnings about the engine and the model.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -188,7 +188,7 @@ class QueryRequest(QuestionOptions):
 
 
 def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRouter:
-    """The routes that ask and read these indexes."""
+    """The routes that answer questions about these indexes and read them."""
     routes = APIRouter(prefix="/api", tags=["ragkv's own"])
 
     async def prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
@@ -275,7 +275,7 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
 
 
 def _prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
-    """The answer, which has not begun, and the warnings that were asked for; takes long for a long history."""
+    """The answer, not started, and the requested warnings; slow for a long history."""
     turns = [(turn.question, turn.answer) for turn in body.history]
     words = in_conversation(
         rag,
@@ -325,7 +325,7 @@ def _no_document() -> ApiError:
 _LONGEST_NAME = 255
 _DRIVE = re.compile(r"[A-Za-z]:")
 _CUT_BY_PARSER = re.compile(rb'filename="?((?:.:|\\)\\[^"]*)', re.DOTALL)
-"""A file name of which python-multipart keeps only the last part, because old browsers sent whole paths."""
+"""A file name of which python-multipart would keep only the last part, because old browsers sent whole paths."""
 
 
 async def receive_files(request: Request, folder: Path, *, most_bytes: int) -> dict[str, Path]:
@@ -531,7 +531,7 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
 
     @routes.post("/indexes/{name}/changes", status_code=202, include_in_schema=False)
     async def follow(name: str, changes: ChangesBody, request: Request) -> Json:
-        """Ingest files of this machine as they lie: for commands of the server's user alone, at the index's socket."""
+        """Ingest files of this machine in place: only for commands of the server's user, at the index's socket."""
         if LocalRequest.of(request) is None:
             raise ApiError(404, "Not Found", code="not_found")
         queue = await asyncio.to_thread(manager.queue, name)
@@ -591,14 +591,14 @@ async def _events(job: IngestJob) -> AsyncGenerator[bytes]:
 
 _MOST_SOURCES = 3
 _SUPPORTED = 0.5
-"""A sentence is cited if its sources hold this share of its words' weight."""
+"""A sentence is cited if its sources contain this share of its words' weight."""
 _ADDED = 0.2
-"""A source is cited if it holds this share that those before it do not."""
+"""A source is cited if it contains at least this share that earlier sources do not."""
 _ORDINARY = 0.25
 """The factor for words with at most three letters and for the question's own words."""
 _LONGEST = 20_000  # characters of an answer; a longer one is not cited
 _MOST_SENTENCES = 500
-_MOST_READ = 32, 200_000  # sources, and their characters; those beyond are not looked at
+_MOST_READ = 32, 200_000  # sources, and their characters; later ones are ignored
 
 _FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})")
 _MARKER = re.compile(r"\s*(?:(?:[-*+>]|\d{1,9}[.)]|\|)\s+)*")

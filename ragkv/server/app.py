@@ -51,7 +51,7 @@ def make_app(
 
     Close `manager` before the indexes.
     """
-    # FastAPI's own spans would have whole paths and queries, which name documents; `Guard` makes those of requests
+    # FastAPI's own spans would have whole paths and queries, which name documents; `Guard` makes the requests' spans
     settings: dict[str, Any] = {"docs_url": None, "redoc_url": None, "telemetry": {"tracing": False, "logs": False}}
     app = FastAPI(title="ragkv", version=ragkv.__version__, responses=FAILURES, **settings)
     app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]
@@ -137,7 +137,7 @@ async def _http(request: Request, error: Exception) -> Json:
         return await _failed(request, error.__cause__)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     detail = str(error.detail)
-    if error.status_code == 404:  # ragkv's own routes say themselves what is not there
+    if error.status_code == 404:  # ragkv's own routes have their own messages
         detail = f"There is no {request.method} {request.url.path[:100]}; GET /openapi.json lists all routes."
     failure = ApiError(error.status_code, detail, kind=kind)
     return Json(failure.body, error.status_code, headers=error.headers)
@@ -152,7 +152,7 @@ logger = logging.getLogger(__name__)
 
 
 class LastSecond:
-    """Ends the process `seconds` after `begin`, whatever is still running, if the server has the main thread.
+    """Ends the process `seconds` after `begin`, whatever is still running, if the server owns the main thread.
 
     As after a kill, acknowledged work is committed, and unfinished work is reported when the index is opened again.
     """
@@ -164,21 +164,21 @@ class LastSecond:
         self._alarm = seconds + 1
 
     def begin(self) -> None:
-        """Begin to count."""
+        """Start the countdown."""
         if self._mine:
             self._timer.start()
             self.arm()
 
     def arm(self) -> None:
-        """Set an alarm, whose default action ends the process also if a thread holds the interpreter or the event loop.
+        """Set an alarm, whose default action ends the process even if a thread holds the GIL or the event loop.
 
-        A signal's handler may call this, unlike `begin`, which starts a thread.
+        A signal handler may call this, unlike `begin`, which starts a thread.
         """
         if not signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.setitimer(signal.ITIMER_REAL, self._alarm)
 
     def cancel(self) -> None:
-        """The server has ended in time: stop counting."""
+        """Stop the countdown: the server has ended in time."""
         self._timer.cancel()
         if self._mine:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -246,7 +246,7 @@ class GracefulServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():  # signals reach the main thread alone
+        if threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
             yield
             return
         # closing the terminal (SIGHUP) stops the server like SIGTERM, unless it runs under nohup
@@ -265,8 +265,8 @@ class Idle:
     """The connections without a running request, oldest first: at most `most`, and at most half of them from one
     address.
 
-    One more closes the oldest, of its own address or of the address with most connections. So idle connections cannot
-    shut out other clients: a client that sends its request at once is never the oldest.
+        One more closes the oldest, of its own address or of the address with most connections. So idle connections
+        cannot shut out other clients: a client that sends its request at once is never the oldest.
     """
 
     def __init__(self, most: int) -> None:
@@ -298,7 +298,7 @@ class Idle:
 class TimeoutProtocol(H11Protocol):
     """An HTTP connection that is closed when the client takes too long to send its headers or to read the answer.
 
-    `local_apps` are the apps of Unix sockets by their addresses; processes of the server's user alone may ask them.
+    `local_apps` are the apps of Unix sockets by address; only processes of the server's user may use them.
     """
 
     def __init__(self, limits: ServerLimits, idle: Idle, local_apps: Mapping[str, ASGIApp], **given: Any) -> None:
@@ -385,8 +385,8 @@ def run_server(
     Answers that are unfinished `stop_seconds` later end at their next token with an error event; connections of clients
     that do not read it are cut. Then the indexes are closed. In the main thread, the process ends `2 * GRACE` seconds
     after `stop_seconds`, whatever is still running. `port` is the socket if the address was reserved before; else
-    UsageError if the address is not available. `watched` are folders that jobs keep the indexes like: the name of an
-    index, a folder, and whether documents are deleted whose files are gone.
+    UsageError if the address is not available. `watched` are folders that jobs mirror into indexes: the name of an
+    index, a folder, and whether documents whose files are gone are deleted.
     """
     last = LastSecond(settings.stop_seconds + 2 * GRACE)
     limiter = ConcurrencyLimiter(settings.requests)
@@ -458,7 +458,7 @@ def _run(
     local: LocalApps = lambda stop: [],
     responded: Responded = lambda method, handler, status: None,
 ) -> None:
-    """Serve `app` at its address, and `local` apps at their sockets, until a signal comes."""
+    """Serve `app` at its address, and `local` apps at their sockets, until a signal arrives."""
 
     def stopping() -> None:
         last.begin()
@@ -479,7 +479,7 @@ def _run(
     by_address: dict[str, ASGIApp] = {}
     config = uvicorn.Config(
         outer,
-        # called as a class would be
+        # uvicorn calls it like a class
         http=cast("Any", partial(TimeoutProtocol, settings.limits, Idle(idle), by_address)),
         ws="none",
         log_config=None,

@@ -45,12 +45,12 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The body of the response, with the id of the request that the current task works for."""
+        """The body of the response, with the id of the current task's request."""
         return {"error": {**self._error, "request_id": request_id.get() or None}}
 
 
 def too_many(message: str, *, seconds: int) -> ApiError:
-    """The error of a server that has enough to do; the client may try again after `seconds`."""
+    """The error of a busy server; the client may try again after `seconds`."""
     headers = {"retry-after": str(seconds)}
     return ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
@@ -69,7 +69,7 @@ _REMEDY = re.compile(r";[^;]*(?:\bragkv [a-z]+|--[a-z])[^;]*$")
 
 def readable_error(error: RagkvError, names: Mapping[str, str] = MappingProxyType({})) -> str:
     """The error's message for a client: with its protocol's names of parameters, and without the server's paths.
-    `names` maps Python names of parameters to the protocol's, where they differ.
+    `names` maps Python names of parameters to the protocol's, if they differ.
     """
 
     def parameter(found: re.Match[str]) -> str:
@@ -103,7 +103,7 @@ def to_api_error(error: Exception, names: Mapping[str, str] = MappingProxyType({
             return ApiError(422, message, kind="retrieval_error", param=param, code="nothing_retrieved")
         case AnswerInterruptedError() | StoreBusyError() | StoreGoneError():
             return ApiError(503, message, kind="server_error", code="unavailable", headers={"retry-after": "1"})
-        case MissingExtraError():  # OpenAI's clients repeat what failed with 5xx, unless a header says not to
+        case MissingExtraError():  # OpenAI's clients retry on 5xx, unless a header forbids it
             headers = {"x-should-retry": "false"}
             return ApiError(501, message, kind="server_error", param=param, code="missing_extra", headers=headers)
         case StoreAccessError():

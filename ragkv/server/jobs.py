@@ -99,8 +99,8 @@ class Stopped(Exception):  # noqa: N818 - asked for
 
 
 class IngestJob:
-    """A job and the files that it has still to ingest. `before` has the hashes of those documents that were in the
-    index when the job started, by document id.
+    """A job and the files that it still has to ingest. `before` maps document ids to the hashes of those documents that
+    were in the index when the job started.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ logger = logging.getLogger(__name__)
 
 
 class JobStore:
-    """The jobs of the index in `folder`. ApiError 409 when another server has it; StoreError when it cannot be used."""
+    """The jobs of the index in `folder`. ApiError 409 if another server has it; StoreError if it cannot be used."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "jobs"
@@ -205,7 +205,7 @@ class JobStore:
         os.close(self._lock)
 
     def read(self) -> list[IngestJob]:
-        """The jobs as they were last saved; none, with a line in the log, when the journal cannot be read."""
+        """The jobs as last saved; none, with a warning, if the journal cannot be read."""
         path = self._folder / "journal.json"
         try:
             found = parse_json(read_plain(path, limit=_MOST_BYTES))
@@ -477,7 +477,7 @@ class JobQueue:
             raise Stopped
 
     def _left_by(self, job: IngestJob) -> IngestReport | None:
-        """What the job has committed; None when that cannot be found out."""
+        """What the job has committed; None if that cannot be determined."""
         try:
             return committed(self._rag.store, job.sources, job.before)
         except (RagkvError, OSError) as error:
@@ -505,7 +505,7 @@ class JobQueue:
     def _keep(self, job: IngestJob) -> None:
         try:
             self._save()
-        except RagkvError as error:  # continue: only after a crash would an older state of the jobs be shown
+        except RagkvError as error:  # continue: only after a crash would the older state be shown
             logger.warning("the state of the ingest jobs is not kept: %s", error)
         self._notify(job)
 
@@ -543,7 +543,7 @@ class JobManager:
         return rag
 
     def queue(self, name: str) -> JobQueue:
-        """The index's queue; ApiError 403 when the index is read-only, 409 when another server has its jobs."""
+        """The index's queue; ApiError 403 if the index is read-only, 409 if another server has its jobs."""
         rag = self.writable(name)
         folder = rag.folder.resolve()  # two names may be one index
         with self._lock:

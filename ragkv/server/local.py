@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 def identity() -> str:
-    """What server and client must have in common to answer alike: ragkv's version, and where it is installed."""
+    """Identifies ragkv's version and installation, which server and client must share to answer alike."""
     return f"{ragkv.__version__} in {Path(ragkv.__file__).parent}"
 
 
 def question_warnings(rag: RagKV | None, stream: AnswerStream) -> list[str]:
-    """What to know before an answer: the engine's warning, and with an index once what mini does not know.
+    """Warnings before an answer: the engine's, and with an index, once, what mini does not know.
 
-    Loads the model; KVMismatchError if it is another one than the index was made by.
+    Loads the model; KVMismatchError if it is not the one that the index was made with.
     """
     from ragkv.index.ingestion import question_note
 
@@ -62,7 +62,7 @@ def question_warnings(rag: RagKV | None, stream: AnswerStream) -> list[str]:
 FOLDER = "resident"
 _SOCKET, _LOCK = "socket", "lock"
 _LONGEST = 100
-"""Bytes of a socket's path that every system takes; Linux reaches longer ones through /proc."""
+"""The longest socket path in bytes that every system accepts; Linux reaches longer ones through /proc."""
 _PEER = struct.Struct("3i")
 _ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _HELD = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -80,8 +80,8 @@ class LocalSocket:
     def make(cls, index: Path) -> LocalSocket:
         """Listen in the folder of this index, replacing the socket of a killed server.
 
-        `BlockingIOError` when another server listens there; `OSError` when the folder cannot be written, belongs to
-        another user, or is on a file system without sockets.
+        `BlockingIOError` if another server listens there; `OSError` if the folder cannot be written, belongs to another
+        user, or is on a file system without sockets.
         """
         with suppress(FileExistsError):
             (index / FOLDER).mkdir(0o700)
@@ -202,7 +202,7 @@ def _listen(index: Path, folder: int) -> socket.socket:
 
 
 def _hold(lock: int, *, tries: int = 40) -> None:
-    """Take the lock, which clients have for a moment at most; `BlockingIOError` when a server has it."""
+    """Take the lock, which clients hold only briefly; `BlockingIOError` if a server has it."""
     for left in range(tries - 1, -1, -1):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,7 +225,7 @@ def _remove_stale(folder: int) -> None:
 
 
 ANSWER_SECONDS = 15.0
-"""A server that has not begun to respond by then is stopped or overloaded, and the command works without it."""
+"""A server that has not begun to respond by then is stopped or overloaded, and the command does its own work."""
 SILENT_SECONDS = 120.0
 """The longest pause in a response; a server sends a comment every 5 seconds."""
 _PAGE = 1000
@@ -234,7 +234,7 @@ Events: TypeAlias = Generator[tuple[str, Any]]
 
 
 class UnservedError(Exception):
-    """There is no server that can run the command."""
+    """No server can run the command."""
 
 
 def query_body(question: str, options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
@@ -263,7 +263,7 @@ class LocalClient:
         return ServerReply(events, notify, lambda: self.cancel(identifier))
 
     def check(self, body: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """Check a question's settings: the engine that would answer it, and what to know before its answer."""
+        """Check a question's settings: the engine that would answer it, and the warnings before its answer."""
         found = self._json("POST", "/api/indexes/_/query/check", body)
         return found["engine"], found["warnings"]
 
@@ -294,7 +294,7 @@ class LocalClient:
                 return {"documents": found, "after": after, "total": page["total"]}
 
     def follow(self, changes: FolderChanges) -> IngestReport:
-        """Have a job of the server ingest what a `FolderWatcher` has found; IngestError if it did not end well."""
+        """Have a job of the server ingest the findings of a `FolderWatcher`; IngestError if it fails."""
         from ragkv.ingest import IngestReport
 
         sources = [{"path": s.document_id, "name": s.name, "media_type": s.media_type} for s in changes.sources]
@@ -314,7 +314,7 @@ class LocalClient:
             self._json("DELETE", f"/local/answers/{identifier}")
 
     def stop(self) -> dict[str, Any]:
-        """Stop the server; returns its process, its indexes, and how many seconds it may take."""
+        """Stop the server; returns its process, its indexes, and the seconds that it may take."""
         return dict(self._json("DELETE", "/local/server"))
 
     def _json(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: float = 0) -> Any:
@@ -421,7 +421,7 @@ class ServerReply:
 
     @property
     def answer(self) -> Answer:
-        """The finished answer, or the one so far of an answer that was cancelled."""
+        """The finished answer, or the partial one of a cancelled answer."""
         while self._answer is None:
             for _ in self:
                 continue

@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
 QUEUE = 16
-"""Requests that may wait for another to end."""
+"""The number of requests that may wait for a place."""
 PATIENCE_SECONDS = 1.0
-"""How long these wait."""
+"""How long a request waits for a place."""
 _ASK_THREADS = 8
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class ConcurrencyLimiter:
-    """Admits at most `most` requests at a time. A few more wait up to `patience` seconds for a free place; others get a
-    429.
+    """Admits at most `most` requests at a time. A few more wait up to `patience` seconds for a place; the rest get 429.
 
     The metrics have vLLM's names, with `ragkv` instead of `vllm`, so that its dashboards need one word changed.
     """
@@ -40,7 +39,7 @@ class ConcurrencyLimiter:
         self._queue: deque[asyncio.Future[None]] = deque()
         self.inside = 0
         """The number of admitted requests."""
-        # separate from the loop's default executor, where uploads and listings would delay every question
+        # not the loop's default executor, where uploads and listings would delay every question
         self.asks = ThreadPoolExecutor(_ASK_THREADS, "ragkv-asks")
         """Threads for the work of a question before it starts running in its own thread."""
         self.vectors = ThreadPoolExecutor(1, "ragkv-vectors")
@@ -149,7 +148,7 @@ class ConcurrencyLimiter:
 
 
 class IndexMetrics:
-    """A collector of what served indexes count themselves: uses of shared tiers, and dropped proposals of Qdrant."""
+    """A collector of the indexes' own counters: uses of shared tiers, and dropped proposals of Qdrant."""
 
     def __init__(self, served: Iterable[tuple[str, RagKV]]) -> None:
         self._served = served
@@ -213,7 +212,7 @@ class RequestTracker:
             self._limiter._done.labels(self._name, "abort").inc()
 
     def leave(self) -> None:
-        """Give up the request's place. Later calls do nothing."""
+        """Give up the request's place. Further calls do nothing."""
         if not self._left:
             self._left = True
             self._limiter._free()

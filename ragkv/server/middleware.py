@@ -1,8 +1,8 @@
 """Checks that come before every route: host, API key, and size and time limits of the body; and the page at `/`.
 
-It also writes the log line of each request, which never contains a question, an answer or a document. `LocalApp` is in
-front of the app at the socket of an index, where the command line asks. The page needs no key: its files are read once,
-and have a content policy under which browsers run and load nothing else.
+It also writes the log line of each request, which never contains a question, an answer or a document. `LocalApp` wraps
+the app at the socket of an index, which the command line uses. The page needs no key: its files are read once, and have
+a content security policy under which browsers run and load nothing else.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _HEADERS = (
 
 logger = logging.getLogger(__name__)
 requests = logging.getLogger(f"{__name__}.requests")
-"""The lines of requests alone."""
+"""The logger of the request lines."""
 Responded: TypeAlias = Callable[[str, str | None, int], None]
 """Called for each response with its method, the path of its route, and its status."""
 
@@ -112,7 +112,7 @@ class Guard:
         self._inside += 1
         try:
             self._refuse(scope, headers, log)
-            if scope["method"] == "HEAD":  # answered as GET; the HTTP connection drops the body
+            if scope["method"] == "HEAD":  # handled as GET; the HTTP connection drops the body
                 scope = {**scope, "method": "GET"}
             with log.span.current():
                 await self._app(scope, self._body(scope, headers, receive), log.watching(send))
@@ -189,7 +189,7 @@ def guard_app(
     most: int,
     responded: Responded = lambda method, handler, status: None,
 ) -> ASGIApp:
-    """`app` behind a `Guard`, for the network: without keys, browsers may name this machine alone as the host."""
+    """`app` behind a `Guard`, for the network: without keys, browsers must name this machine as the host."""
     hosts = None if keys is not None else {"127.0.0.1", "[::1]", "localhost"}
     guard = Guard(app, keys=keys, hosts=hosts, limits=limits, origins=origins, most=most, responded=responded)
     if not origins:
@@ -281,7 +281,7 @@ def _host(header: str) -> str:
 
 
 class LocalRequest:
-    """A request of the command line at an index's socket. `answer` is what it is answered with, if it is a question."""
+    """A request of the command line at an index's socket. `answer` is the response, if it is a question."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -289,7 +289,7 @@ class LocalRequest:
 
     @classmethod
     def of(cls, request: HTTPConnection) -> Self | None:
-        """The local request that this one is, if it is one."""
+        """`request` as a local request; None if it is not one."""
         return request.scope.get("ragkv.local")
 
 
@@ -308,9 +308,9 @@ _THIS = "/api/indexes/_/"
 class LocalApp:
     """The server's app at the socket of the index `name`, for processes of the server's user.
 
-    There, the index is called `_` too. The header `Ragkv-Expects` has the version and settings with which the command
-    itself would answer. If they differ from the server's, the response is 409 before anything is done. Two routes exist
-    only here: `DELETE /local/answers/ID` ends the answer to the request that had this `id` in the header, and
+    There, the index is also called `_`. The header `Ragkv-Expects` has the version and settings with which the command
+    itself would answer. If the server's differ, the response is 409 before anything is done. Two routes exist only
+    here: `DELETE /local/answers/ID` ends the answer to the request that had this `id` in the header, and
     `DELETE /local/server` stops the server and returns the facts `about` it.
     """
 
@@ -370,7 +370,7 @@ class LocalApp:
 
 
 def _require_same(rag: RagKV, expected: str) -> dict[str, Any]:
-    """What the command expects; ApiError 409 unless it would answer from the same index in the same way."""
+    """The command's expectations; ApiError 409 unless the server would answer from the same index in the same way."""
     with suppress(RagkvError, ValueError, KeyError, TypeError):  # a bad index: the command itself reports it
         fields: dict[str, Any] = json.loads(expected)
         if (
@@ -400,7 +400,7 @@ class StaticFile(NamedTuple):
 
 
 def page_routes() -> APIRouter:
-    """The page and its files. They hold no document and need no key; the page asks the API, which does."""
+    """The page and its files. They contain no document and need no key; the page calls the API, which does."""
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
@@ -422,7 +422,7 @@ def open_paths() -> frozenset[str]:
 
 @functools.cache
 def _files() -> dict[str, StaticFile]:
-    """Read once, so that no request names a file on the disk."""
+    """The files, read once, so that no request names a file on the disk."""
     found = {}
     for path in (resources.files("ragkv.server") / "page").iterdir():
         kind = path.name.rpartition(".")[2]
@@ -439,7 +439,7 @@ def _sent(request: Request, name: str) -> Response:
     headers = {
         "content-security-policy": _POLICY,
         "cross-origin-opener-policy": "same-origin",
-        "cache-control": "no-cache",  # kept, but asked for again: an upgrade shows at once
+        "cache-control": "no-cache",  # cached, but revalidated: an upgrade shows at once
         "etag": file.tag,
     }
     if request.headers.get("if-none-match") == file.tag:

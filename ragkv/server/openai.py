@@ -60,7 +60,7 @@ MOST_MESSAGES = 512
 MOST_PARTS = 4096
 MOST_TOOLS = 128
 STRUCTURED_TOKENS = 1024
-"""The most tokens of JSON, calls and the like where a request does not say."""
+"""The default token limit for JSON, calls and the like."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -93,7 +93,7 @@ class ToolCall(BaseModel):
 
 
 class ToolFunction(BaseModel):
-    """A function that the model may call; `strict` or not, its arguments are as `parameters` (a JSON schema) say."""
+    """A function that the model may call; its arguments always follow `parameters` (a JSON schema), `strict` or not."""
 
     model_config = ConfigDict(extra="ignore")
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -155,7 +155,7 @@ class ChatRequest(QuestionOptions):
     """vLLM's parameter: sample from this many most likely tokens; 0 and -1 mean all."""
     top_k_chunks: int | None = None
     """ragkv's own parameter: the number of chunks to answer from."""
-    # accepted and ignored: they are for the client's own records, or promise nothing about the answer
+    # accepted and ignored: they are for the client's own records, or do not affect the answer
     user: str | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -184,7 +184,7 @@ class ChatRequest(QuestionOptions):
         }
 
     def most_tokens(self) -> int | None:
-        """Many clients send -1, which means the default. That of JSON and calls is longer, as half of it is useless."""
+        """Many clients send -1, which means the default. It is larger for JSON and calls, as half of one is useless."""
         given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         constrained = self.tools or self.regex or self.grammar or self.answer_schema() is not None
         return STRUCTURED_TOKENS if constrained and given in (None, -1) else None if given == -1 else given
@@ -212,7 +212,7 @@ class ChatRequest(QuestionOptions):
         raise ApiError(400, message, param="response_format")
 
     def callable_tools(self) -> list[dict[str, Any]]:
-        """The tools that may be called; ApiError for one that no call could be held to."""
+        """The tools that may be called; ApiError for one that no call could be constrained to."""
         named: Any = None
         if isinstance(self.tool_choice, dict):
             function = self.tool_choice.get("function")
@@ -304,7 +304,7 @@ def calls_after(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def conversation_text(messages: Sequence[Message], rag: RagKV, *, rewrite: bool | None = None) -> ConversationText:
-    """The question is the last user message; earlier turns are used as `ragkv chat` uses them.
+    """The question is the last user message; earlier turns are used as in `ragkv chat`.
 
     The texts of system and developer messages come before the question, calls and results after it come elsewhere
     (`ChatRequest.tool_options`).
@@ -334,8 +334,8 @@ def conversation_text(messages: Sequence[Message], rag: RagKV, *, rewrite: bool 
 def _conversation_task(text: str) -> tuple[str, str] | None:
     """The conversation and the task, if a chat window asks for the conversation's title, tags or next questions.
 
-    Open WebUI sends them as a message that begins with "### Task:" and holds the conversation between
-    marks. The documents have nothing to do with it.
+    Open WebUI sends them as a message that begins with "### Task:" and holds the conversation between marks. The
+    documents have nothing to do with it.
     """
     before, begin, rest = text.partition("<chat_history>")
     conversation, end, after = rest.rpartition("</chat_history>")
@@ -496,10 +496,10 @@ def _plain(text: str) -> str:
 
 class ChatStream(AsyncAnswerStream):
     """An answer for a chat window. If nothing was retrieved, the answer is a sentence about that, because windows show
-    an error as a broken server. Errors use the names of the request.
+    an error as a broken server. Errors use the request's parameter names.
 
-    An answer about the conversation has no sources. If nothing was retrieved, `undocumented` starts one without
-    documents, where there are tools to call.
+    An answer about the conversation has no sources. If nothing was retrieved but there are tools to call,
+    `undocumented` starts an answer without documents.
     """
 
     def __init__(
@@ -536,7 +536,7 @@ class ChatStream(AsyncAnswerStream):
                     yield delta
                 return
             if any(self._stream.answer.decoding[name] for name in ("schema", "regex", "grammar")):
-                raise to_api_error(error, self._asked.names) from error  # a sentence would not be what was asked for
+                raise to_api_error(error, self._asked.names) from error  # a sentence would not fit the schema
             self._instead = replace(
                 self._stream.answer, text=readable_error(error, self._asked.names), finish_reason="stop", sources=()
             )
@@ -716,7 +716,7 @@ async def embedded(asked: EmbeddingRequest, chosen: ModelChoice, aside: Aside) -
         return [pack_json(_encoded(vector, asked.encoding_format)) for vector in vectors], _tokens(chosen, batch)
 
     found, tokens = await _in_batches(texts, work, aside)
-    # JSON of many vectors takes seconds, in which no other thread runs: each was written with its batch
+    # encoding many vectors as JSON takes seconds and blocks other threads, so each was encoded with its batch
     rows = (b'{"object":"embedding","index":%d,"embedding":%s}' % each for each in enumerate(found))
     return b'{"object":"list","data":[%s],%s' % (
         b",".join(rows),
@@ -754,7 +754,7 @@ async def _in_batches(
     """The results of `work` for each text, in order, and the sum of its counts."""
     found: list[Any] = [None] * len(texts)
     total = 0
-    # texts of like length together, as a model pads them
+    # texts of similar length together, because a model pads them
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     for batch in batches(order, lambda i: len(texts[i]), BATCH_CHARS, count=BATCH_TEXTS):
         values, count = await aside(lambda batch=batch: work([texts[i] for i in batch]))  # type: ignore[misc]
@@ -812,7 +812,7 @@ def _usage(tokens: int) -> dict[str, Any]:
 
 
 def _prepared(body: ChatRequest, chosen: ModelChoice) -> tuple[bool, AnswerStream, Callable[[], AnswerStream] | None]:
-    """Whether the answer has sources; the answer, which has not begun; and, if tools may be called, how to start one
+    """Whether the answer has sources; the answer, not started; and, if tools may be called, a function that starts one
     without documents.
     """
     words = conversation_text(body.messages, chosen.rag, rewrite=body.rewrite)
@@ -853,7 +853,7 @@ def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, foote
         """Answer the last message from the index's documents."""
         body.require_supported()
         chosen = served.chosen(body.model)
-        preparing = partial(_prepared, body, chosen)  # a long history, a schema, tools take long
+        preparing = partial(_prepared, body, chosen)  # slow for a long history, a schema, or tools
         cited, stream, tools = await asyncio.get_running_loop().run_in_executor(limiter.asks, preparing)
         calls = None if tools is None else ToolCallParser(tool_format(chosen.rag.model))
         url_of, below = chunk_urls(request, chosen.name), cited and (footer or body.footer)
@@ -882,7 +882,7 @@ def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, foote
         return {"id": identifier, "object": "model", "created": created[name], "owned_by": OWNER}
 
     async def _aside(request: Request, work: Callable[[Aside], Awaitable[bytes]]) -> Response:
-        """The JSON that `work` makes in the thread for embeddings; cancelled when the client disconnects or the server
+        """The JSON that `work` makes in the thread for embeddings; cancelled if the client disconnects or the server
         stops.
         """
         tracker = await limiter.admit("vectors")

@@ -1,9 +1,9 @@
 """`ragkv serve --ray`: the server on the machines of a Ray cluster, over sealed snapshots of indexes (docs/tiers.md).
 
-Two deployments of Ray Serve. The front checks requests as any server of ragkv does, and searches; there may be many, as
-they load no generation model. An answer replica has the model and the app of `ragkv serve`. Rendezvous hashing over the
-chunks that the front found decides which replica gets a question, so that it has their KV in memory; if that one is
-busy, any other gets it, and if it is lost, only its own share moves.
+Two deployments of Ray Serve. The front checks requests as any server of ragkv does, and searches; there may be many,
+because they load no generation model. An answer replica has the model and the app of `ragkv serve`. Rendezvous hashing
+over the chunks that the front found decides which replica gets a question, so that their KV is in its memory; if that
+one is busy, any other gets it. If a replica is lost, only its own share moves.
 
 A snapshot is a pack, in a file or an object that all nodes reach. Every replica opens the pack whose digest was taken
 when the command began, so all answer alike; on a node it is unpacked once, and deleted when its last user has ended.
@@ -53,12 +53,12 @@ from ragkv.util.plugins import join_ray
 from ragkv.util.telemetry import export_spans, request_id
 
 TRIES = 5
-"""How often a request is given to a replica, if each is lost."""
+"""How many replicas are tried for a request, if each is lost."""
 READY_SECONDS = 5.0
 """How long `/readyz` waits for a replica."""
 _SNAPSHOT = "is a snapshot, which is read-only: change the index that it was packed from, and serve a new pack"
 _NAMES = re.compile(rb'"id":"chatcmpl-[^"]*"|"created":\d+')
-"""What differs between two streams of the same answer."""
+"""The parts in which two streams of the same answer differ."""
 _SCOPE = ("method", "path", "raw_path", "query_string", "headers", "scheme", "http_version", "root_path")
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """What is served, and by how many; also the `args` of a Serve config (examples/deploy/kubernetes.yaml).
+    """The indexes to serve, and the number of processes; also the `args` of a Serve config
+    (examples/deploy/kubernetes.yaml).
 
     `packs`: files or URLs by the names of the indexes. `replicas` and `fronts`: a number, or "1-8" by load. `gpus` and
     `cpus` of a replica; by default a GPU if the cluster has any. `tiers`: a `ragkv.toml` with their `[[tiers]]`.
@@ -89,7 +90,7 @@ class RayOptions:
     batch_tokens: int | None = None
     max_rows: int | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
-    """Those of the packs (`pinned`)."""
+    """The digests of the packs (`pinned`)."""
     shared: tuple[TierConfig, ...] = ()
     """The tiers (`pinned`)."""
 
@@ -105,8 +106,8 @@ class RayOptions:
 def snapshot(pack: str, digest: str, tiers: tuple[TierConfig, ...] = ()) -> Iterator[Path]:
     """The folder of the unpacked pack, which all processes of this user and node share; the last one deletes it.
 
-    A lock on its `ragkv.toml` says that it is in use. What was left by killed processes is deleted when the next one
-    comes. UsageError for a pack with another digest.
+    A lock on its `ragkv.toml` marks it as in use. Remains of killed processes are deleted by the next process.
+    UsageError for a pack with another digest.
     """
     base = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "packs"
     make_folder(base)
@@ -167,8 +168,8 @@ def _opened(options: RayOptions, held: ExitStack) -> dict[str, RagKV]:
 
 
 def preferred(chunks: Sequence[tuple[str, int]], replicas: Sequence[str]) -> str:
-    """The replica that most tokens of these chunks (id, tokens) belong to, by rendezvous hashing (Thaler and
-    Ravishankar, 1998): a chunk is its whose hash with the chunk's id is greatest, so a lost replica moves only its own.
+    """The replica with the most tokens of these chunks (id, tokens), by rendezvous hashing (Thaler and Ravishankar,
+    1998): a chunk belongs to the replica with the largest hash, so a lost replica moves only its own chunks.
     """
     tokens: Counter[str] = Counter()
     for chunk, count in chunks:
@@ -232,7 +233,7 @@ class AnswerReplica:
 
 
 class Front:
-    """Checks and searches, and gives requests to the replicas behind the handle `answers`."""
+    """Checks requests, searches, and forwards requests to the replicas behind the handle `answers`."""
 
     def __init__(self, options: RayOptions, keys: Keys | None, answers: Any) -> None:
         self._held = ExitStack()
@@ -279,7 +280,7 @@ class Front:
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         form = request.headers.get("content-type", "").startswith("multipart/")
-        body = b"" if form else await request.body()  # the upload is refused whatever it is
+        body = b"" if form else await request.body()  # an upload is refused in any case
         chunks = await asyncio.to_thread(self._chunks, scope["path"], body) if scope["method"] == "POST" else []
         asked = {name: scope[name] for name in _SCOPE if name in scope}
         known = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
@@ -293,8 +294,8 @@ class Front:
     async def _retry(self, chunks: Sequence[tuple[str, int]], scope: Scope, body: bytes, send: Send) -> None:
         """Ask one replica after another, until an answer is complete.
 
-        What is not streamed is complete before anything is sent. A stream that was lost is continued by one that begins
-        with the same bytes, as a greedy answer does; otherwise it ends with an error event.
+        A response that is not streamed is complete before anything is sent. A lost stream is continued by one that
+        begins with the same bytes, as a greedy answer does; otherwise it ends with an error event.
         """
         from ray.exceptions import RayError, RayTaskError
         from ray.serve.exceptions import BackPressureError, RayServeException
@@ -339,7 +340,7 @@ class Front:
                 message = "All replicas answer as many requests as they may: try again in a second."
                 raise too_many(message, seconds=1) from error
             except (RayError, RayServeException) as error:
-                if isinstance(error, RayTaskError) and not sent:  # it failed, and is not lost
+                if isinstance(error, RayTaskError) and not sent:  # the request failed; the replica is not lost
                     raise
                 logger.warning("a replica was lost (%s)", error)
                 if not (left or sent):
@@ -387,7 +388,7 @@ def _chunk_router() -> type:
     from ray.serve.request_router import RequestRouter
 
     class ChunkRouter(RequestRouter):  # type: ignore[misc]
-        """Gives a request to the replica that its chunks belong to, or while that one is busy to any other."""
+        """Gives a request to the replica that its chunks belong to, or to any other while that one is busy."""
 
         async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
             chunks = pending_request.args[0] if pending_request is not None and pending_request.args else []
@@ -401,7 +402,7 @@ def _chunk_router() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    """`ChunkRouter`, which Ray Serve imports by its name; all else here is there without Ray."""
+    """`ChunkRouter`, which Ray Serve imports by name; everything else here works without Ray."""
     if name == "ChunkRouter":
         return _chunk_router()
     raise AttributeError(name)
@@ -440,8 +441,8 @@ def application(args: Mapping[str, Any]) -> Any:
 def run_on_ray(address: str, options: RayOptions, *, port: int, on_ready: Callable[[str], None]) -> None:
     """Serve on the Ray cluster at `address` ("local" starts it on this machine) until SIGINT, SIGTERM or SIGHUP.
 
-    `on_ready` receives the address once questions are answered. MissingExtraError without Ray; UsageError for what is
-    no pack, no cluster or no free port; RagkvError with the reason if the replicas do not start.
+    `on_ready` receives the address once questions are answered. MissingExtraError without Ray; UsageError if a pack,
+    the cluster or a free port is missing; RagkvError with the reason if the replicas do not start.
     """
     with extra("--ray needs Ray", "ray", "serve"):
         import ray
@@ -473,7 +474,7 @@ def run_on_ray(address: str, options: RayOptions, *, port: int, on_ready: Callab
 
 
 def _reason(status: Any, error: Exception) -> str:
-    """Why replicas did not start: the error in what Ray Serve reports of the deployments."""
+    """Why replicas did not start: the error in Ray Serve's status of the deployments."""
     found = [] if OWNER not in status.applications else status.applications[OWNER].deployments.values()
     lines = [
         line for one in found for line in one.message.splitlines() if re.match(r"(\w+\.)*\w+(Error|Exception): ", line)

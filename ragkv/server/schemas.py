@@ -45,7 +45,7 @@ PageBox = Annotated[
 
 
 class ShownChunk(BaseModel):
-    """A chunk and where it stands: `start` and `end` are characters of the document's text."""
+    """A chunk and its position: `start` and `end` are characters of the document's text."""
 
     chunk_id: str
     document_id: str
@@ -248,8 +248,8 @@ class FirstError(FailFast):
 
 T = TypeVar("T")
 FailFastList = Annotated[list[T], FirstError()]
-"""A list that is refused at its first wrong item. A body may hold a million items, and collecting an error for each
-takes seconds, in which the server answers nobody."""
+"""A list that is refused at its first invalid item. A body may contain a million items, and collecting an error for
+each takes seconds, in which the server answers no one."""
 
 
 class QuestionOptions(BaseModel):
@@ -283,8 +283,8 @@ class QuestionOptions(BaseModel):
     def query_options(
         self, words: ConversationText, *, engine: str | None, top_k: int | None, most: int | None, **sampling: Any
     ) -> QueryOptions:
-        """The options of `RagKV.stream`, which checks them. What the protocols name differently is given: the engine,
-        how many chunks to answer from, the most tokens of the answer, and `top_k_tokens` and `schema`.
+        """The options of `RagKV.stream`, which checks them. Arguments are those that the protocols name differently:
+        the engine, the number of chunks, the token limit of the answer, `top_k_tokens` and `schema`.
         """
         decoding: dict[str, Any] = {name: getattr(self, name) for name in _DECODING} | sampling
         decoding["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop

@@ -45,7 +45,7 @@ class Keys:
         return cls(found)
 
     def owner(self, key: str) -> str | None:
-        """The name of the key's owner. The time does not depend on whether there is one."""
+        """The name of the key's owner, in constant time whether there is one or not."""
         given, owner = _hash(key), None
         for name, known in self._hashes.items():
             if hmac.compare_digest(given, known):
@@ -56,7 +56,7 @@ class Keys:
 def add_key(path: Path, name: str) -> str:
     """Make a key for `name`, add its hash to the file, which only its owner may read, and return the key.
 
-    UsageError for a bad name and for one that has a key; ConfigError for a file that `Keys.read` would refuse.
+    UsageError for a bad name or one that has a key; ConfigError for a file that `Keys.read` would refuse.
     """
     if not _KEY_NAME.fullmatch(name):
         raise UsageError(f"A key's name has letters, digits, '.', '_' and '-', 64 at most, unlike {name!r}.")
@@ -120,8 +120,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
     """The most bytes of a body, and how many seconds a client may take: to send a request's headers, then its body, and
-    to take in what it was sent when the buffers are full. An upload of files has limits of its own. `idle` connections
-    are kept on which no request is under way, half of them of one address."""
+    to read the response when the buffers are full. File uploads have limits of their own. At most `idle` connections
+    are kept without a running request, half of them from one address."""
 
     body_bytes: int = 4 << 20
     head_seconds: float = 15.0
@@ -134,7 +134,7 @@ class ServerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How a server listens. `requests` are answered at a time; a stop waits for them at most `stop_seconds`."""
+    """How a server listens. At most `requests` are answered at a time; a stop waits up to `stop_seconds` for them."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -187,7 +187,7 @@ def reserve(host: str, port: int) -> socket.socket:
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)
-    except (OSError, OverflowError, UnicodeError) as error:  # a host that is no name at all is a UnicodeError
+    except (OSError, OverflowError, UnicodeError) as error:  # an invalid host name is a UnicodeError
         if made is not None:
             made.close()
         reason = getattr(error, "strerror", None) or error
@@ -197,7 +197,7 @@ def reserve(host: str, port: int) -> socket.socket:
 
 _HEAPS = 2
 _MAPPED_FROM = 1 << 20
-"""Bytes from which on memory is the system's own mapping, which goes back when it is freed."""
+"""Allocations from this size on are the system's own mappings, which are returned when they are freed."""
 # mallopt's numbers, from glibc's malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
@@ -205,10 +205,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 def limit_heaps() -> None:
     """Give all threads of the process few heaps, and large tensors their own mappings; call it early.
 
-    Each answer has a thread. By default glibc gives threads heaps that keep what was freed in them, and takes ever
-    larger tensors from these heaps once one of that size was freed (mallopt(3), M_ARENA_MAX and M_MMAP_THRESHOLD), so a
-    server's memory would grow for hours. Does nothing where the system's library cannot (macOS, musl), or where the
-    user has set `MALLOC_…` variables.
+    Each answer has a thread. By default glibc gives threads heaps that keep freed memory, and takes ever larger tensors
+    from these heaps once one of that size was freed (mallopt(3), M_ARENA_MAX and M_MMAP_THRESHOLD), so a server's
+    memory would grow for hours. Does nothing where the C library cannot (macOS, musl), or if the user has set
+    `MALLOC_…` variables.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):

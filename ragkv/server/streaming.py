@@ -68,7 +68,7 @@ class TrimmedText:
 
 
 class ThoughtDeltas:
-    """What is new in an answer's thought, which grows in another thread, without white space at both ends."""
+    """The new part of an answer's thinking, which grows in another thread, without white space at both ends."""
 
     def __init__(self) -> None:
         self._trimmed = TrimmedText()
@@ -107,7 +107,7 @@ class AnswerResponse:
         return payload
 
     def end_early(self) -> None:
-        """End the answer at its next token; it is then complete, with "cancelled" as the reason of its end."""
+        """End the answer at its next token; it is then complete, with the finish reason "cancelled"."""
         self._ended_early = True
         self._stream.cancel()
 
@@ -200,7 +200,7 @@ class _Streamed(StreamingResponse):
 
 
 async def with_comments(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """The events, with a comment whenever none comes for `COMMENT_SECONDS`, so that nobody closes the connection."""
+    """The events, with a comment after `COMMENT_SECONDS` without one, so that the connection is not closed as idle."""
     coming = asyncio.ensure_future(anext(events, None))
     try:
         while True:
@@ -248,7 +248,7 @@ async def _gone(request: Request) -> None:
 
 class ConversationText(NamedTuple):
     """A question's text for the search and for the prompt. `conversation` is set if the question is about the
-    conversation itself and not about the documents. `rewrite` is what the model is asked to write it anew.
+    conversation itself and not about the documents. `rewrite` is the prompt that makes the model rewrite it.
     """
 
     search: str
