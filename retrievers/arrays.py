@@ -43,7 +43,7 @@ def term_hashes(words: Iterable[str]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Postings:
-    """Word `w` is in the rows `rows[starts[w] : starts[w + 1]]`, with the `numbers` at the same places."""
+    """Word `w` is in the rows `rows[starts[w] : starts[w + 1]]`, with the corresponding `numbers`."""
 
     words: NDArray[Any]  # (words,) S16, ascending
     starts: NDArray[np.int64]  # (words + 1,)
@@ -359,7 +359,7 @@ class IdSet:
     """A set of chunks, by the keys of their ids: those that a search may find, or an update removes.
 
     `keys` are ascending and unique. Questions that share a set share its cached masks. `terms` are the conditions that
-    gave the set, for an index that filters by them itself: of each list, a document has one (`retrievers/qdrant.py`).
+    gave the set, for an index that filters by them itself: a document has one of each list (`retrievers/qdrant.py`).
     """
 
     terms: Callable[[], list[list[str]]] | None = None

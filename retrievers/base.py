@@ -80,7 +80,7 @@ class VectorSearch(Protocol[V]):
     """What a question needs of an index over vectors of one kind. Thread-safe."""
 
     def search(self, query: V, k: int, *, among: Collection[str] | IdSet | None = None) -> list[Hit]:
-        """At most `k` hits, best first, ties by chunk id; fewer when fewer match.
+        """At most `k` hits, best first, ties by chunk id; fewer if fewer match.
 
         `among` restricts the search to the chunks of this set.
         """

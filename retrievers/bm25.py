@@ -43,7 +43,7 @@ _KEPT = 1 << 22  # weights cached for words of earlier questions (32 MiB with th
 
 
 _K1 = 1.5
-"""How soon term frequency saturates."""
+"""Term frequency saturation: smaller values saturate earlier."""
 _B = 0.75
 """How strongly chunk length counts."""
 

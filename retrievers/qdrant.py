@@ -3,12 +3,12 @@
 A collection is derived from one index's store, as the other retrieval indexes are, and is trusted as little. Qdrant
 only proposes chunks: a proposal that the store does not hold, or that the question may not see, is dropped and counted,
 and the scores are computed from the store's own vectors, in the same way as by `DenseIndex` and `SparseIndex`. So
-nothing that is in Qdrant can add a chunk to an answer or change a score; what is missing there is not found.
+nothing in Qdrant can add a chunk to an answer or change a score; what is missing there is not found.
 
-A point is a chunk. Its id is the chunk id's key, so a set of chunks is a filter of ids. Its payload has the chunk id,
-a hash of every field and value of its document (`term`), by which `--where` filters, and a stamp of all that was sent,
-so that nothing is sent twice. The collection's metadata has a fingerprint of the index, its embedder and its kinds of
-vectors, and the version of the store that it follows, which is written after the points.
+A point is a chunk. Its id is the chunk id's key, so a set of chunks is a filter of ids. Its payload has the chunk id, a
+hash of every field and value of its document (`term`), by which `--where` filters, and a stamp of everything that was
+sent, so that nothing is sent twice. The collection's metadata has a fingerprint of the index, its embedder and its
+kinds of vectors, and the version of the store that it follows, which is written after the points.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ BATCH = 128
 MOST_TERMS = 20_000
 """Values or ids in one filter; a set with more is searched in several requests, whose best hits are merged."""
 MOST_PROPOSALS = 1 << 14
-"""How far a search looks for chunks that tie with the last one."""
+"""How many proposals a search may request to find all chunks that tie with the last one."""
 PAGE = 4096
 _META = "ragkv"
 _SCHEMA = 1
 
 logger = logging.getLogger(__name__)
 _memory: dict[str, Any] = {}
-"""The clients of `memory://` URLs, which share what they hold within this process."""
+"""The clients of `memory://` URLs, which share their collections within this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A chunk as it is sent: the `term`s of its document, and its vectors by kind."""
+    """A chunk to send: the `term`s of its document, and its vectors by kind."""
 
     chunk_id: str
     terms: Sequence[str]
@@ -70,7 +70,7 @@ class Point:
 
 
 def term(field: str, value: str) -> str:
-    """A hash of a field of a document with its value, so that any text of either is exact in a filter."""
+    """A hash of a document's field and value, so that any text of either is matched exactly by a filter."""
     text = f"{len(field)}:{field}{value}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
@@ -81,7 +81,7 @@ def point_id(key: bytes) -> str:
 
 
 class QdrantCollection:
-    """The points of one index in Qdrant. Thread-safe. RetrievalError, in a sentence, for whatever goes wrong there.
+    """The points of one index in Qdrant. Thread-safe. Any failure there is a RetrievalError of one sentence.
 
     `index` identifies the index: a collection of another one is refused, as is one of another embedder.
     """
@@ -91,9 +91,9 @@ class QdrantCollection:
             from qdrant_client import QdrantClient, models
         self.name = config.collection or f"ragkv-{index[:16]}"
         self.made = False
-        """Whether `open` has found the collection, or `make` has made it."""
+        """Whether the collection exists: `open` has found it, or `make` has made it."""
         self.version: tuple[int, str] | None = None
-        """The version of the store that the points have; None if that is not known, or never was one."""
+        """The store's version that the points have; None if that is unknown, or there are none."""
         self.sending = threading.Lock()
         self.dropped = 0
         """Proposals that the index does not hold, or that the question may not see."""
@@ -122,10 +122,10 @@ class QdrantCollection:
             raise RetrievalError(f"The {self._where} cannot be used ({reason}); see [qdrant] in ragkv.toml.") from error
 
     def open(self, embedder: str, kinds: Collection[str], *, replace: bool = False) -> None:
-        """Look whether the collection is there, and at which version.
+        """Find out whether the collection exists, and which version it has.
 
-        RetrievalError unless it is of this index, embedder and kinds of vectors. With `replace`, one of this index but
-        of another embedder or kinds is deleted.
+        RetrievalError unless it belongs to this index, embedder and kinds of vectors. With `replace`, a collection of
+        this index with another embedder or kinds is deleted.
         """
         self.made, self.version = False, None
         if not self._call("collection_exists"):
@@ -165,12 +165,12 @@ class QdrantCollection:
             sparse_vectors_config={"sparse": make.SparseVectorParams()} if "sparse" in kinds else None,
             metadata=self.note(embedder, kinds, None),
         )
-        if not self._local:  # which has no indexes and warns
+        if not self._local:  # local mode has no payload indexes, and warns
             self._call("create_payload_index", field_name="terms", field_schema=make.PayloadSchemaType.KEYWORD)
         self.made = True
 
     def send(self, points: Iterable[Point], *, dry: bool = False) -> int:
-        """Send the points that are not there as they are; returns their number. `dry`: only count them."""
+        """Send the points that are missing or differ; returns their number. `dry`: only count them."""
         rest, sent = iter(points), 0
         while batch := {point_id(id_key(each.chunk_id)): each for each in islice(rest, BATCH)}:
             there = self._call("retrieve", ids=list(batch), with_payload=["stamp"])
@@ -209,7 +209,7 @@ class QdrantCollection:
         return int(self._call("count", exact=True).count)
 
     def strangers(self, holds: Callable[[list[bytes]], Collection[bytes]]) -> list[bytes]:
-        """The keys of all points but those that `holds` returns of a page of keys."""
+        """The keys of all points except those that `holds` returns for a page of keys."""
         found: list[bytes] = []
         after = None
         while True:
@@ -221,17 +221,17 @@ class QdrantCollection:
                 return found
 
     def propose(self, kind: ScoreKind, query: Any, count: int, among: models.Filter | None) -> list[tuple[str, float]]:
-        """The ids of the `count` chunks that Qdrant thinks best, with its scores, best first."""
+        """The ids of the `count` chunks that Qdrant ranks best, with its scores, best first."""
         found = self._call(
             "query_points", query=query, using=kind, limit=count, query_filter=among, with_payload=["chunk"]
         )
         return [(str((each.payload or {}).get("chunk")), each.score) for each in found.points]
 
     def filters(self, among: IdSet | None) -> Iterator[models.Filter | None]:
-        """What the search is restricted to by `among`, as filters that cover it together; None: by nothing.
+        """The restrictions of `among` as filters that cover it together; None: no restriction.
 
-        The conditions of `--where` are terms: of each field, one must be among the document's. Patterns were resolved
-        to the values that they match, so the filter is exactly ours.
+        The conditions of `--where` are terms: for each field, the document must have one of them. Patterns were
+        resolved to the values that they match, so the filter is exact.
         """
         make = self._models
         if among is None:
@@ -277,7 +277,7 @@ class QdrantIndex:
     def _best(
         self, query: Any, asked: Any, k: int, chosen: models.Filter | None, among: IdSet | None
     ) -> dict[str, float]:
-        """The best chunks of a filter with their scores: at least `k` and all that tie with the last, if there are."""
+        """The best chunks of a filter with their scores: at least `k`, and all that tie with the last one."""
         want = k + EXTRA
         while True:
             proposed = self.collection.propose(self.score_kind, asked, want, chosen)
@@ -286,7 +286,7 @@ class QdrantIndex:
             seen = [name for name in names if name in stored and (among is None or name in among)]
             scores = {name: _score(query, stored[name]) for name in seen}
             best = sorted(scores.values(), reverse=True)[:k]
-            # Below the last proposal there is nothing better, but for the rounding of Qdrant's scores.
+            # Nothing better comes below the last proposal, except for the rounding of Qdrant's scores.
             complete = len(best) == k and proposed[-1][1] < best[-1] - TIE * max(1.0, abs(best[-1]))
             if len(proposed) < want or complete or want >= MOST_PROPOSALS:
                 break
@@ -298,7 +298,7 @@ class QdrantIndex:
 
 
 def _score(query: Any, vector: Any) -> float:
-    """The score as `DenseIndex` and `SparseIndex` compute it, with their operations in their order."""
+    """The score as computed by `DenseIndex` and `SparseIndex`, with the same operations in the same order."""
     import numpy as np
 
     if not isinstance(query, Mapping):

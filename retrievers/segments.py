@@ -54,7 +54,7 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 
 Stamp: TypeAlias = tuple[int, int, int, int]
-"""Device, inode, size and ctime of a file: while they are unchanged, so is its content, short of an attack."""
+"""Device, inode, size and ctime of a file: while they are unchanged, so is its content, unless it was forged."""
 
 T = TypeVar("T")
 
