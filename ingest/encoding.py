@@ -1,10 +1,10 @@
-"""How an ingest encodes chunks: what they see of their document, and long documents in blocks.
+"""How an ingest encodes chunks: with what precedes them in their document, and long documents in blocks.
 
-The `context` encoding: text breaks at the edges of chunks. A pronoun, "the company" or a table under a heading mean
-something that stands before. With `[encoding] context = N` a chunk is encoded after the prompt's prefix, a line with
-its document's title and its headings, and up to N tokens that stand before it in its document; only its own KV is kept.
-This is the offline stage of FusionRAG (arXiv 2601.12904) with the chunk's own document in place of similar chunks, so
-that no KV contains another document's text. Neither the stored bytes nor the work of a question change.
+The `context` encoding: text is cut at the edges of chunks, but a pronoun, "the company" or a table under a heading
+refer to what came before. With `[encoding] context = N` a chunk is encoded after the prompt's prefix, a line with its
+document's title and headings, and up to N tokens that precede it in its document; only its own KV is kept. This is the
+offline stage of FusionRAG (arXiv 2601.12904) with the chunk's own document in place of similar chunks, so no KV
+contains another document's text. Neither the stored bytes nor the work of a question change.
 
 A long document as blocks (APB): the document's tokens are those of all its chunks, in order. They are cut at multiples
 of the block length, whatever the chunks are, so appended text only changes the last block and adds new ones. A document
@@ -216,10 +216,10 @@ def seen_before(
 ) -> tuple[int, ...]:
     """The tokens of its document that a chunk sees: the line, then the last `window` tokens before it.
 
-    `before` are the chunks before it in its document, the nearest first; as many are taken as the window needs. They
-    are the tokens of a prompt with these chunks one after another, so a chunk that is read behind them is exact. Of a
-    chunk that overlaps what stands after it, only the text before that counts. Where the window begins at the start of
-    the document, the line leaves out what stands in the text that the chunk sees.
+    `before` are the preceding chunks of its document, nearest first; it takes as many as the window needs. The tokens
+    are those of a prompt with these chunks one after another, so a chunk that is read behind them is exact. If chunks
+    overlap, only the text before the overlap counts. If the window begins at the start of the document, the line omits
+    headings that the chunk sees in the text.
     """
     parts: list[tuple[int, ...]] = []
     texts, size, start, first = [chunk.text], 0, chunk.start, chunk.ordinal
@@ -251,7 +251,7 @@ def chunk_identity(
     """The key of a chunk's KV. `prefix_ids` are the prompt's, `seen` those of the chunk's document in `context`, and
     `packet` is the one around it in `packet`.
 
-    A chunk of which nothing stands before it is a `prefixed` one.
+    A chunk that nothing precedes has the key of a `prefixed` one.
     """
     if encoding is Encoding.CONTEXT and not seen:
         encoding = Encoding.PREFIXED
@@ -274,7 +274,7 @@ class Encoder(Protocol):
 def encode_in_context(
     model: Encoder, identities: Sequence[KVIdentity], prefix: ChunkKV | None
 ) -> Iterator[tuple[KVIdentity, ChunkKV]]:
-    """Chunks after what they see. One that sees exactly what the one before it saw, and that one, shares its pass."""
+    """Encode chunks after what they see. A chunk that sees exactly its predecessor and all before it shares its pass."""
     start = 0 if prefix is None else prefix.tokens
     runs: list[list[KVIdentity]] = []
     for identity in identities:
@@ -291,6 +291,6 @@ def encode_in_context(
 
 
 def encoded_tokens(identity: KVIdentity) -> int:
-    """The tokens that a pass reads for a chunk besides the prompt's prefix, at most."""
+    """An upper bound of the tokens in a chunk's pass, without the prompt's prefix."""
     seen = len(identity.prefix_ids) if identity.encoding is Encoding.CONTEXT else 0
     return seen + identity.tokens

@@ -188,7 +188,7 @@ MOST_SHOWN = 100
 class IngestProgress:
     """The state for a progress bar, passed to the callback after every step. Bytes are those of the sources.
 
-    After the documents the search indexes are updated: `building` names the current one, which has taken up `built` of
+    After the documents the search indexes are updated: `building` names the current one, which has processed `built` of
     `to_build` chunks or documents.
 
     After an interrupt, `indexed` is the number of `sources` in the index, without unreadable ones.
@@ -483,7 +483,7 @@ class Ingester:
         offer: Callable[[Sequence[tuple[KVIdentity, ChunkKV]]], object] = lambda _: None,
     ) -> None:
         """`afford` gets the token counts of chunks without KV and returns how many of the first may be encoded now; the
-        others are encoded by the first question that reads them. `blocks`: store long documents in blocks too. `fetch`
+        rest are encoded by the first question that reads them. `blocks`: also store long documents in blocks. `fetch`
         gets missing KV from the shared tiers, and `offer` writes new KV to them."""
         self._afford = afford
         self._fetch, self._offer = fetch, offer
@@ -500,7 +500,7 @@ class Ingester:
         self._memory = memory
         self._mapped = 0
         self._vectors: dict[str, ChunkVectors] = {}
-        """Those that another process has made."""
+        """Vectors that another process has made, by chunk id."""
         self._prefix_ids: tuple[int, ...] = ()
         self._prefix: ChunkKV | None = None
 
@@ -523,7 +523,7 @@ class Ingester:
             else:
                 seen: set[str] = set()
                 for made in make(self._changed(sources, run)):
-                    if made.source.document_id in seen:  # a worker that was lost had made it already
+                    if made.source.document_id in seen:  # made before by a worker that was lost
                         continue
                     seen.add(made.source.document_id)
                     report.absorb(made.report)
@@ -547,7 +547,7 @@ class Ingester:
     def make(self, source: SourceFile, reader: SourceReader) -> MadeDocument:
         """Read, cut and embed a source and put its KV into the shared tiers, for another process that commits it.
 
-        Nothing is written to the store but KV that does not fit into memory; `SharedTiers.settle` waits for the tiers.
+        Only KV that does not fit into memory is written to the store; `SharedTiers.settle` waits for the tiers.
         """
         run = _Run(IngestProgress(sources=1, total_bytes=source.size))
         self._heartbeat = WorkHeartbeat(lambda: None)
@@ -567,7 +567,7 @@ class Ingester:
         )
 
     def _changed(self, sources: Sequence[SourceFile], run: _Run) -> list[SourceFile]:
-        """The sources that are not in the store as they are."""
+        """The sources that are new to the store or have changed."""
         found = []
         for source in sources:
             with skip_unreadable(source, run.report):
@@ -762,7 +762,7 @@ class Ingester:
         return needed
 
     def _give_back(self) -> None:
-        """Release pages of the store when those that this process has touched exceed half of its memory limit."""
+        """Release pages of the store if those that this process has touched exceed half of its memory limit."""
         mapped = mapped_bytes()
         self._mapped = self._mapped or mapped  # the models' weights may be mapped too
         if mapped - self._mapped > self._memory // 2:
@@ -922,7 +922,7 @@ def encode_identities(
         group = [identity for identity in identities if identity.encoding is encoding]
         before = prefix() if group[0].position else None
         if encoding is Encoding.CONTEXT:
-            for batch in batches_of(group):  # the KV of what the chunks see is dropped after each
+            for batch in batches_of(group):  # the KV that the chunks see is dropped after each batch
                 made.update(encode_in_context(model, batch, before))
             continue
         around = packet if encoding is Encoding.PACKET else None

@@ -4,7 +4,6 @@ A table with rules becomes rows, as a sheet does (`ragkv.ingest.text`): pdfplumb
 lines, pypdf's text at their place is left out, and the rows stand where it began. If the two libraries see different
 characters there, the page stays running text, so nothing is lost or read twice. How much is searched for tables is
 bounded in bytes of the pages' contents, not in time, so that a file gives the same rows on every machine.
-
 Pages without text, and images, are read by the program tesseract, if it is installed. It is a process of its own that
 inherits the limits of the process that reads the file (`ragkv.ingest.sandbox`).
 """
@@ -45,9 +44,9 @@ _PDF_LEAKS = (
     *(RuntimeError, TypeError, ValueError, struct.error, zlib.error),
 )
 _LOCKED = "PDF is protected with a password; save it without one"
-_DRAWN = re.compile(rb"(?<=[\d\s])(?:re|l)\s")  # the operators of a content stream that draw a box and a line
+_DRAWN = re.compile(rb"(?<=[\d\s])(?:re|l)\s")  # operators of a content stream: draw a box, draw a line
 _RULES = 3  # the fewest of these that make a table
-_BYTES_PER_SECOND = 50_000  # of contents that are looked through for tables, for each second that reading may take
+_BYTES_PER_SECOND = 50_000  # of contents that are searched for tables, per second that reading may take
 _LARGEST = 1 << 20  # bytes of a page's content; more is a drawing
 _EDGES = 2000  # of a page
 _CELLS = 2000
@@ -139,8 +138,8 @@ def _pages(
 
 
 class _Scans:
-    """What pdfium does: it draws pages for OCR, and it finds the spaces that pypdf loses, as in a font without a glyph
-    for them, whose width pypdf guesses. `unread` are the pages without text that were not read, for `reason`.
+    """pdfium, which renders pages for OCR and restores spaces that pypdf loses (in a font without a glyph for them,
+    pypdf guesses their width). `unread` are the pages without text that were not read, for `reason`.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -222,7 +221,7 @@ def _numbers(pages: Sequence[int]) -> str:
 
 @cache
 def _languages() -> frozenset[str]:
-    """What the installed tesseract can read; empty without one."""
+    """The languages of the installed tesseract; empty without one."""
     try:
         found = subprocess.run(["tesseract", "--list-langs"], stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
@@ -231,7 +230,7 @@ def _languages() -> frozenset[str]:
 
 
 def ocr_missing() -> str:
-    """What is to be done before pictures can be read; empty if nothing."""
+    """What to install before pictures can be read; empty if nothing is missing."""
     wanted = limits().ocr
     if wanted == "none":
         return 'ingest.ocr is "none"'
@@ -247,10 +246,10 @@ def ocr_missing() -> str:
 def recognise(image: Any, dpi: int) -> tuple[str, dict[str, Any]]:
     """The text of a grey picture (PIL) by tesseract, with its `Section.lines`; empty if it is not sure to see text."""
     wanted = limits().ocr
-    if wanted == "auto":  # all that are installed, unless it is everything that there is
+    if wanted == "auto":  # all that are installed, unless those are all that exist
         found = sorted(name for name in _languages() if name != "osd" and "/" not in name)
         wanted = "+".join(found if len(found) <= _MOST_LANGUAGES or "eng" not in found else ["eng"])
-    turned = "1" if "osd" in _languages() else "3"  # page segmentation, with pages that lie on their side
+    turned = "1" if "osd" in _languages() else "3"  # page segmentation that also detects rotated pages
     picture = b"P5 %d %d 255 " % image.size + image.tobytes()
     done = subprocess.run(
         ["tesseract", "stdin", "stdout", "-l", wanted, "--dpi", str(max(70, dpi)), "--psm", turned, "tsv"],
@@ -329,7 +328,7 @@ class _Table:
 
 
 class _TableFinder:
-    """Finds the tables of a document's pages, with the first row of one that goes on over the page."""
+    """Finds the tables of a document's pages; keeps the first row of a table that may continue on the next page."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -338,7 +337,7 @@ class _TableFinder:
         self._above: _Table | None = None
 
     def may_have_tables(self, page: PageObject) -> bool:
-        """Whether a page draws enough lines or boxes, and the document's bound is not used up."""
+        """Whether a page draws enough lines or boxes, and the document's budget is not used up."""
         above, self._above = self._above, None
         content = page.get_contents()
         drawn = b"" if content is None else content.get_data()
@@ -359,7 +358,7 @@ class _TableFinder:
     def parts(self, number: int, pieces: Sequence[tuple[str, float, float]]) -> list[tuple[str, dict[str, Any]]]:
         """The texts between the tables of page `number` (from 1) and their rows, in the order of `pieces`.
 
-        Those are the page's texts and where they begin, in the PDF's own coordinates. Empty if there is no table.
+        `pieces` are the page's texts with their origins in the PDF's coordinates. Empty if there is no table.
         """
         above, self._above = self._above, None
         try:
@@ -369,7 +368,7 @@ class _TableFinder:
             page.close()
         except MemoryError:
             raise
-        except Exception:  # of either library, for a page that pypdf has read
+        except Exception:  # of pdfplumber or pdfminer, for a page that pypdf can read
             logger.debug("tables of page %d", number, exc_info=True)
             return []
         within = [next((i for i, t in enumerate(tables) if _inside(t.box, *at)), None) for at in places]
@@ -409,7 +408,7 @@ def _inside(box: Sequence[float], x: float, y: float) -> bool:
 
 
 def _place(page: Any, x: float, y: float) -> tuple[float, float]:
-    """A point of the PDF as (x, top) of pdfplumber, by the turn of the page that pdfminer makes."""
+    """A point of the PDF as (x, top) of pdfplumber, with the page rotation of pdfminer."""
     x0, y0, x1, y1 = page.page_obj.mediabox
     x, y = {
         90: (y - y0, x1 - x),
@@ -443,7 +442,7 @@ def _tables(page: Any) -> list[_Table]:
 
 
 def _open_sides(edges: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """The lines that a table lacks whose rules all have the same ends: its sides, or all lines between its columns."""
+    """The missing lines of a table whose rules all have the same ends: its sides, or all lines between its columns."""
     groups: dict[tuple[int, int], list[Any]] = {}
     for edge in sorted((e for e in edges if e["orientation"] == "h"), key=lambda e: e["top"]):
         groups.setdefault((round(edge["x0"] / 2), round(edge["x1"] / 2)), []).append(edge)
@@ -452,7 +451,7 @@ def _open_sides(edges: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str
         x0, x1 = rules[0]["x0"], rules[0]["x1"]
         crossing = [v for v in uprights if x0 - 3 < v["x0"] < x1 + 3 and v["bottom"] > rules[0]["top"] - 3]
         crossing = [v for v in crossing if v["top"] < rules[-1]["top"] + 3]
-        if len(rules) > 1 and crossing:  # what is open above or below ends with its upright lines
+        if len(rules) > 1 and crossing:  # an open top or bottom ends with the vertical lines
             ends = min(v["top"] for v in crossing), max(v["bottom"] for v in crossing)
             added = [_line(x0, x1, y, y) for y in ends if not any(abs(rule["top"] - y) < 5 for rule in rules)]
             yield from added
@@ -477,10 +476,10 @@ def _line(x0: float, x1: float, top: float, bottom: float) -> dict[str, Any]:
 
 
 def _aligned(rules: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """The lines of a table that has rules below its head and at its ends, or below each row, and nothing upright.
+    """The lines of a table that has rules below its head and at its ends, or below each row, and no vertical lines.
 
-    Its columns are where no word of any line stands. Prose fills its lines, so it has no such places; two columns of
-    prose have one, and are told by their many words.
+    Its columns are separated by gaps where no line has a word. Prose fills its lines and has no such gaps; two columns
+    of prose have one, and are recognised by their many words.
     """
     if len(rules) < 3:
         return
@@ -489,7 +488,7 @@ def _aligned(rules: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, A
     body = [w for w in words if w["x1"] > x0 and w["x0"] < x1 and top < _middle(w) < bottom]
     if not body:
         return
-    # Of the head only its last line: a name above it may span several columns.
+    # Only the last line of the head: a name above it may span several columns.
     last = max((_middle(w) for w in body if _middle(w) < rules[1]["top"]), default=top)
     cuts, end = [], x0
     for word in sorted((w for w in body if _middle(w) > last - 3), key=lambda w: w["x0"]):
@@ -500,7 +499,7 @@ def _aligned(rules: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, A
         return
     columns = set(range(len(cuts) + 1))
     ends = [rule["top"] for rule in rules]
-    # A rule below each row, or between rows: the first, or the last, may have none on its other side.
+    # With a rule below each row, or between rows, the first or last row may have none on its other side.
     for at, beyond in ((len(ends), bottom + height), (0, top - height)):
         outside = [w for w in words if min(beyond, top) < _middle(w) < top or bottom < _middle(w) < max(beyond, bottom)]
         crosses = any(w["x0"] < cut < w["x1"] for w in outside for cut in cuts)
@@ -526,13 +525,13 @@ def _aligned(rules: Sequence[Any], words: Sequence[Any]) -> Iterator[dict[str, A
 
 
 def _straight(edge: Any) -> dict[str, Any]:
-    """An edge without the slope that the arithmetic of a turned page leaves."""
+    """An edge without the slant that the arithmetic of a rotated page leaves."""
     x0, x1, top, bottom = edge["x0"], edge["x1"], edge["top"], edge["bottom"]
     return _line(x0, x0, top, bottom) if edge["width"] < edge["height"] else _line(x0, x1, top, top)
 
 
 def _sticks_out(word: Any, x0: float, x1: float) -> bool:
-    """Whether a word stands on one of these sides, or right beside it, as those of a line that goes on do."""
+    """Whether a word crosses one of these sides or touches it from outside, as in a line of text that continues."""
     return bool((word["x0"] < x0 - 3 and word["x1"] > x0 - 10) or (word["x0"] < x1 + 10 and word["x1"] > x1 + 3))
 
 
@@ -557,7 +556,7 @@ def _lines_between(
 
 
 def _table(cells: Sequence[tuple[float, float, float, float]], words: Sequence[Any]) -> _Table | None:
-    """The table of these cells; None for frames and drawings. A cell over several rows stands in each of them."""
+    """The table of these cells; None for frames and drawings. A cell that spans several rows is repeated in each."""
     box = (min(c[0] for c in cells), min(c[1] for c in cells), max(c[2] for c in cells), max(c[3] for c in cells))
     texts: list[list[Any]] = [[] for _ in cells]
     for word in words:
@@ -584,7 +583,7 @@ def _table(cells: Sequence[tuple[float, float, float, float]], words: Sequence[A
 
 
 def _cell_text(words: Sequence[Any]) -> str:
-    """The words of a cell on one line. A word that was cut at a line's end is whole again; one like "x-ray-" keeps its
+    """The words of a cell on one line. A word that was hyphenated at a line's end is joined; "x-ray-" keeps its
     hyphens."""
     text, last = "", 0.0
     for word in words:

@@ -29,7 +29,7 @@ _ADDRESS = re.compile(r"(https?|ftps?|s3|gs|file):/{1,2}(.*)", re.IGNORECASE | r
 
 
 class Remote(Protocol):
-    """What fetches sources that are not on this machine (`ragkv.ingest.web`)."""
+    """Fetches sources that are not on this machine (`ragkv.ingest.web`)."""
 
     skipped: list[Skipped]
 
@@ -39,14 +39,14 @@ class Remote(Protocol):
         ...
 
     def is_gone(self, document_id: str) -> bool:
-        """Whether a document of this place no longer exists there."""
+        """Whether a document from this place no longer exists there."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceFile:
     """A file to read, or bytes in memory (`data`) or in another file (`held`), for which `path` is only a name. With a
-    `remote`, its bytes come by `fetched`, with the `validators` by which the remote knows this version again.
+    `remote`, `fetched` gets its bytes; the `validators` identify this version to the remote.
 
     `document_id` is the absolute POSIX path. `name` is for citations: the path below the given folder, or the file's
     name, with more leading folders if two sources would share it. `size` is in bytes.
@@ -64,7 +64,7 @@ class SourceFile:
 
     @property
     def shown(self) -> Path | str:
-        """How the source is called in lists: its path, or its URL."""
+        """The source's name in lists: its path, or its URL."""
         return self.document_id if "://" in self.document_id else self.path
 
     def fetched(self, known: Mapping[str, str] | None = None) -> SourceFile | None:

@@ -208,8 +208,8 @@ def read_html(data: bytes, *, whole: bool = False) -> Parsed:
 
 
 def _mark_article(tree: Any, *, whole: bool) -> None:
-    """Make the body of a page without containers one article. Else only its paragraphs are found, without headings
-    and lists, and a part with links for its footnotes passes for navigation.
+    """Turn the body of a page without containers into one article. Otherwise only its paragraphs are found, without
+    headings and lists, and a part with footnote links is taken for navigation.
     """
     from lxml.etree import strip_attributes, strip_tags
     from lxml.html.defs import block_tags
@@ -221,7 +221,7 @@ def _mark_article(tree: Any, *, whole: bool) -> None:
         link.tag = "bdi"  # an inline tag without a meaning here, to drop them all at once
     strip_tags(body, "bdi")
     if whole:
-        strip_attributes(body, "id", "class", "role")  # by which navigation is known
+        strip_attributes(body, "id", "class", "role")  # the extractor recognises navigation by them
         for cell in body.xpath(_LAYOUT):
             cell.tag = "div"
     for part in list(body.iter("div")):  # of lines in a division, the first may be lost

@@ -1,8 +1,9 @@
-"""Keep an index like its folders: find what has changed in them, and wait for the next change.
+"""Keep an index in sync with its folders: find their changes, and wait for the next one.
 
-A walk over the folders finds the changes, by comparing each file's size, times and inode with those of the last walk.
-Notifications (watchfiles) only say when to walk. So one that is lost, or a file system that sends none, delays a change
-by `WALK_TICKS` seconds at most, and loses none. Without notifications the folders are walked every `POLL_SECONDS`.
+A walk over the folders finds the changes by comparing each file's size, times and inode with those of the last walk.
+Notifications (watchfiles) only trigger a walk. So a lost notification, or a file system without notifications, delays a
+change by at most `WALK_TICKS` seconds but loses none. Without notifications the folders are walked every
+`POLL_SECONDS`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from ragkv.ingest.source import Skipped, SourceFile, find_sources
 from ragkv.store import Store
 from ragkv.util import batches
 
-WALK_TICKS = 60  # seconds without a notification after which the folders are walked all the same
+WALK_TICKS = 60  # seconds without a notification after which the folders are walked anyway
 POLL_SECONDS = 5.0
 SETTLE_MILLISECONDS = 300  # without a change, before a group of changes is complete
 LONGEST_MILLISECONDS = 5000  # of a group of changes
 MOST_TOGETHER = 500
 """Files, or documents to delete, in one call of `apply`."""
 _RACY = 2_000_000_000
-"""Nanoseconds: a file that changed so shortly before a walk may change again and keep its times."""
+"""Nanoseconds: a file that changed this recently before a walk may change again and keep its times."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,10 +40,11 @@ class FolderChanges:
 
 @dataclass(slots=True, kw_only=True)
 class _Walk:
-    """What a walk found: (times, whether they are settled, digest) by document id; if not, the next walk reads it.
+    """The result of a walk: document id -> (times, whether they are settled, digest). An unsettled file is read again
+    by the next walk.
 
-    `changed` says when the folders around each changed file were renamed. A folder may be moved away and back while its
-    files are ingested: they were missing, or others, and look as before.
+    `changed` is when the folders around each changed file were renamed. A folder may be moved away and back while its
+    files are ingested: they were missing, or others, and look unchanged.
     """
 
     files: dict[str, tuple[tuple[int, ...], bool, str]] = field(default_factory=dict)
@@ -51,8 +53,8 @@ class _Walk:
 
 
 class FolderWatcher:
-    """Follows folders for one index. `prune` deletes the documents whose files are gone, except those of a folder that
-    is gone or empty as a whole: it may be a disk that is not mounted.
+    """Follows folders for one index. `prune` deletes the documents whose files are gone, except if their whole folder
+    is gone or empty: it may be a disk that is not mounted.
 
     `is_current` says whether the index holds a file with this digest. Files beyond `largest` bytes are not hashed.
     `notify` gets sentences about folders that are gone and notifications that fail.
@@ -80,7 +82,7 @@ class FolderWatcher:
         self._polling = False
 
     def follow(self, apply: Callable[[FolderChanges], bool], stop: threading.Event) -> None:
-        """Call `apply` with what has changed, at once and after each group of changes, until `stop` is set.
+        """Call `apply` with the changes, at once and after each group of changes, until `stop` is set.
 
         If `apply` returns False, the index does not hold these changes; the next walk finds them again.
         """
@@ -119,7 +121,7 @@ class FolderWatcher:
                 digest = str(error)
             settled = max(at.st_mtime_ns, at.st_ctime_ns) < began - _RACY
             found.files[source.document_id] = (times, settled, digest)
-            # A file that was written since, and is as it was, may have been ingested as it was between.
+            # A file that was rewritten and now looks unchanged may have been ingested in between.
             same = known is not None and (known[0], known[2]) == (times, digest) and not moved
             if not same and not self._is_current(source, digest):
                 changed.append(source)
@@ -154,7 +156,7 @@ class FolderWatcher:
         (self._notified.add if holds else self._notified.discard)(sentence)
 
     def _ticks(self, stop: threading.Event) -> Iterator[None]:
-        """Yields when it is time to walk: at first when the folders are watched, so that no change falls between."""
+        """Yields when it is time to walk; first once the folders are watched, so that no change is missed."""
         while not stop.is_set():
             try:
                 yield from self._notifications(stop)

@@ -1,9 +1,9 @@
 """Pages of the web as sources: single pages, the pages that a sitemap lists, or those of a list of URLs.
 
 A page is fetched when the ingest reaches it, and its URL is its document id and its name. robots.txt is honoured
-(RFC 9309). Pages and redirects stay on the host and below the folder of what the user named. An address is resolved
-once, checked, and the connection is made to the checked IP address, so neither a redirect nor the DNS leads into a
-private network. Everything that comes from a server is bounded in bytes and time, and parsed in the isolated reader.
+(RFC 9309). Pages and redirects stay on the host and in the folder of the URL that the user named. A host name is
+resolved once, checked, and the connection is made to the checked IP address, so neither a redirect nor the DNS leads
+into a private network. Everything that a server sends is bounded in bytes and time, and parsed in the isolated reader.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ _NOMINAL = 1 << 14  # bytes of a page in the progress, before it is fetched
 _REDIRECTS = 5
 _CONNECT_SECONDS, _READ_SECONDS, _PAGE_SECONDS = 10.0, 30.0, 120.0
 _LONGEST_DELAY = 30.0  # seconds of a robots.txt's Crawl-delay
-_FAILURES = 3  # in a row, after which a host is not asked again
+_FAILURES = 3  # consecutive failures after which a host is not asked again
 _LONGEST_URL = 2048
 _VALIDATORS = {"etag": "If-None-Match", "last-modified": "If-Modified-Since"}
-"""What names the version of a page, as a document's metadata, and the header that asks for a page with another."""
+"""The response headers that identify a page's version, kept as document metadata, and their conditional request
+headers."""
 
 
 def from_web(*addresses: str, urls: Iterable[str] = (), **rules: Any) -> list[SourceFile]:
     """The sources of pages and sitemaps, and of a list of pages (`urls`), for `RagKV.ingest`.
 
     `rules` are the fields of `Web`: `within`, `allow_private`, `max_pages`. Sitemaps are fetched now, pages when the
-    ingest reaches them. Raises IngestError if nothing of it may be read.
+    ingest reaches them. Raises IngestError if none of it may be read.
     """
     return Web(**rules).sources(addresses, urls)
 
 
 def is_address(text: str) -> bool:
-    """Whether an argument is an address of the web, and no path."""
+    """Whether an argument is a web address and not a path."""
     return re.match(r"https?:/", text, re.IGNORECASE) is not None
 
 
@@ -76,7 +77,7 @@ def read_sitemap(data: bytes) -> Parsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fetched:
-    """`address` is that of the last redirect, `kind` a media type of ragkv's; `validators` are for the next request."""
+    """`address` is that after redirects, `kind` one of ragkv's media types; `validators` are for the next request."""
 
     address: str
     kind: str
@@ -86,7 +87,7 @@ class _Fetched:
 
 @dataclass(slots=True)
 class _Site:
-    """A host and port: its connections, its robots.txt, and how often in a row it did not answer."""
+    """A host and port: its connections, its robots.txt, and its consecutive failures."""
 
     pool: Any
     robots: RobotFileParser | None = None
@@ -104,8 +105,8 @@ class _HTTPStatusError(Unreadable):
 class Web:
     """The pages of one ingest, with the rules for fetching them; the `remote` of their sources.
 
-    `within` are addresses below which further pages may lie. `allow_private` allows addresses that the internet does
-    not route, as of a wiki of one's own. `skipped` are listed pages that may not be read.
+    `within` are further addresses below which pages may lie. `allow_private` allows addresses that the internet does
+    not route, such as those of an internal wiki. `skipped` are listed pages that may not be read.
     """
 
     within: Sequence[str] = ()
@@ -116,9 +117,9 @@ class Web:
     skipped: list[Skipped] = field(default_factory=list)
     _scopes: list[str] = field(default_factory=list)
     _listed: dict[str, str] = field(default_factory=dict)
-    """The sitemap of each page; empty for one that the user named."""
+    """The sitemap that lists each page; empty for a page that the user named."""
     _whole: set[str] = field(default_factory=set)
-    """The scopes of the sitemaps that were read whole."""
+    """The scopes of the sitemaps that were read completely."""
     _gone: set[str] = field(default_factory=set)
     _sites: dict[tuple[str, str, int], _Site] = field(default_factory=dict)
     _last: tuple[str, _Fetched] | None = None
@@ -134,7 +135,7 @@ class Web:
     def sources(self, addresses: Iterable[str], listed: Iterable[str] = ()) -> list[SourceFile]:
         """The sources of `addresses`, which may be sitemaps, and of `listed`, which are pages.
 
-        Raises UsageError for what is no address, IngestError if nothing of it may be read.
+        Raises UsageError for an invalid address, IngestError if none of it may be read.
         """
         for address in addresses:
             try:
@@ -159,8 +160,8 @@ class Web:
         ]
 
     def get(self, source: SourceFile, known: Mapping[str, str] | None) -> SourceFile | None:
-        """The source with its bytes and type; None if the server says that it is still the one with the validators
-        `known` (304). Raises UnreadableSource. The last page is kept, for the next call.
+        """The source with its bytes and type; None if the server answers that the version with the validators `known`
+        is current (304). Raises UnreadableSource. The last page is kept, for the next call.
         """
         address = source.document_id
         try:
@@ -186,8 +187,8 @@ class Web:
         )
 
     def is_gone(self, document_id: str) -> bool:
-        """Whether this document's page vanished: the server says so, or a sitemap that was read whole lists it no
-        longer."""
+        """Whether this document's page is gone: the server says so, or a completely read sitemap no longer lists
+        it."""
         return document_id in self._gone or (
             document_id not in self._listed
             and is_address(document_id)
@@ -195,7 +196,7 @@ class Web:
         )
 
     def _scopes_of(self, address: str) -> Sequence[str]:
-        """Where a page's redirects may lead: for one that the user named, anywhere on its host."""
+        """The scopes of a page's redirects: for a page that the user named, its whole host."""
         return self._scopes if self._listed.get(address) else [*self._scopes, _host_scope(address)]
 
     def _add(self, address: str) -> None:
@@ -303,11 +304,11 @@ class Web:
         except _HTTPStatusError as error:
             if error.status >= 500:
                 raise Unreadable(f"the site's robots.txt cannot be read ({error})") from None
-        rules.parse([])  # the answer is that there are no rules
+        rules.parse([])  # a missing robots.txt means no rules
         return rules
 
     def _site(self, address: str) -> _Site:
-        """The connections to an address's host; raises Unreadable for a host that may not be asked."""
+        """The connections to an address's host; raises Unreadable if the host may not be contacted."""
         from urllib3 import HTTPConnectionPool, HTTPSConnectionPool, Timeout
 
         parts = urlsplit(address)
@@ -332,7 +333,7 @@ class Web:
         addresses = [str(each[4][0]) for each in found]
         if not self.allow_private and not all(map(_is_public, addresses)):
             raise Unreadable(f"{host} is in a private network: add --allow-private if it is yours")
-        # IPv4 first: many networks have names for IPv6 and no way to it
+        # IPv4 first: many networks resolve IPv6 names without routing IPv6
         return min(addresses, key=lambda each: ":" in each)
 
     def _ask(
@@ -344,7 +345,7 @@ class Web:
         cut: bool = False,
         known: Mapping[str, str] | None = None,
     ) -> _Fetched | str:
-        """One request, in a thread, because a server can send headers slowly without end: what came, or where to."""
+        """One request, in a thread, because a server can send headers slowly for ever: the page, or a redirect."""
         if site.failures >= _FAILURES:
             raise Unreadable("the host did not answer before")
         answer: list[_Fetched | str | BaseException] = []
@@ -373,8 +374,8 @@ class Web:
 def _request(address: str, pool: Any, most: int, *, cut: bool, known: Mapping[str, str] | None) -> _Fetched | str:
     """GET an address: the page with its type, or the address that it redirects to.
 
-    Raises Unreadable for a status, a type or a size that cannot be read, and the errors of urllib3. With `cut`, what
-    is longer than `most` bytes is cut off.
+    Raises Unreadable for a status, a type or a size that is not supported, and the errors of urllib3. With `cut`, a
+    body of more than `most` bytes is cut off.
     """
     parts = urlsplit(address)
     target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
@@ -402,7 +403,7 @@ def _request(address: str, pool: Any, most: int, *, cut: bool, known: Mapping[st
             if time.monotonic() > ends:
                 raise TimeoutError("timed out")
     finally:
-        response.close()  # of a whole page, the connection went back to the pool before
+        response.close()  # if the body was read completely, the connection is back in the pool already
     charset = re.search(r"(?i)charset\s*=\s*[\"']?([\w.:-]+)", parameters)
     given = {name: response.headers.get(name, "") for name in _VALIDATORS}
     given = {name: value for name, value in given.items() if value.isprintable() and 0 < len(value.encode()) <= 256}
@@ -410,8 +411,8 @@ def _request(address: str, pool: Any, most: int, *, cut: bool, known: Mapping[st
 
 
 def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int) -> _Fetched:
-    """What came, with the type by its header, else by the address's suffix, else by its bytes."""
-    if data[:2] == b"\x1f\x8b":  # a packed sitemap, which is a file and no encoding of the answer
+    """The response with its type by header, else by the address's suffix, else by its bytes."""
+    if data[:2] == b"\x1f\x8b":  # a gzipped sitemap: here gzip is the file's format, not the transfer encoding
         unpacking = zlib.decompressobj(47)
         try:
             data = unpacking.decompress(data, most + 1)
@@ -424,16 +425,16 @@ def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int)
     suffix = posixpath.splitext(urlsplit(address).path)[1]
     known = media_type_of("text/html" if kind == "application/xhtml+xml" else kind) if "/" in kind else None
     if known in (None, TEXT):
-        # Servers send Markdown as text, and what they do not know as bytes.
+        # Servers send Markdown as text, and unknown types as bytes.
         known = (media_type_of(suffix) if suffix else None) or known or sniff(data)
     if charset and known is not None and known.startswith("text/") and charset.lower() not in ("utf-8", "utf8"):
-        with suppress(LookupError, ValueError):  # the reader guesses better than a wrong header says
+        with suppress(LookupError, ValueError):  # for a wrong charset, the reader's guess is better
             data = data.decode(charset).encode("utf-8")
     return _Fetched(address=address, kind=known or TEXT, data=data)
 
 
 def _normal(address: str) -> str:
-    """One spelling of an address; raises Unreadable for one that is not of the web, or holds a password."""
+    """The canonical spelling of an address; raises Unreadable if it is not http(s), or contains a password."""
     try:
         parts = urlsplit(address.strip())
         host, port = parts.hostname or "", parts.port
@@ -450,7 +451,7 @@ def _normal(address: str) -> str:
         place += f":{port}"
     kept = "/%:@!$&'()*+,;=~-._"
     path = re.sub("(?i)%2e", ".", quote(parts.path, kept)).lstrip("/")
-    path = urlsplit(urljoin("http://host/", f"/{path}")).path  # without `..`, which robots.txt does not know
+    path = urlsplit(urljoin("http://host/", f"/{path}")).path  # resolves `..`, which robots.txt does not know
     found = urlunsplit((scheme, place, path, quote(parts.query, kept + "?"), ""))
     if len(found) > _LONGEST_URL or not found.isprintable():
         raise Unreadable(f"its address is longer than {_LONGEST_URL:,} characters")
@@ -467,16 +468,16 @@ def _host_scope(address: str) -> str:
 
 
 def _is_below(address: str, scope: str) -> bool:
-    """Whether an address has the host of `scope`, by either scheme, and lies in its folder."""
+    """Whether an address has the host of `scope`, with either scheme, and is in its folder."""
     found, base = urlsplit(address), urlsplit(scope)
     if found.hostname != base.hostname or found.port != base.port:
         return False
-    path = posixpath.normpath(unquote(found.path)) + "/"  # a server may take %2e%2e for the folder above
+    path = posixpath.normpath(unquote(found.path)) + "/"  # a server may read %2e%2e as the parent folder
     return path.startswith(unquote(base.path))
 
 
 def _is_public(address: str) -> bool:
-    """Whether the internet routes an IP address, or the IPv4 address that an IPv6 address stands for."""
+    """Whether an IP address, or the IPv4 address embedded in an IPv6 address, is routed on the internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
