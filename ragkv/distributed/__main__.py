@@ -4,7 +4,7 @@ import os
 from importlib import import_module
 
 if __name__ == "__main__":
-    # before torch is loaded: its C++ side would print a stack for each lost connection, beside our sentence about it
+    # before torch is loaded: its C++ code would print a stack for each lost connection, beside ragkv's own error
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    # by name, as the entry point of `ragkv` is: commands are above this room
+    # by name, like the entry point of `ragkv`, because commands are above this package
     import_module("ragkv.cli.ranks").main()

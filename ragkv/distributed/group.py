@@ -1,9 +1,9 @@
-"""How ranks meet, learn that one is lost, and exchange tensors in bounded time.
+"""How ranks meet, detect that one is lost, and exchange tensors in bounded time.
 
-Ranks meet once. Each sends a handshake first, because all must have the same model, prompt and settings. Every
-collective ends in bounded time: torch's gloo fails when a connection is lost, and its waiting has a limit. A failure
-does not show which rank is at fault, so each rank that notices it reports to the store where they met, which ends what
-the others wait for; the rank that does not report is the lost one. The launcher has to start them again.
+Ranks meet once. Each first sends a handshake, because all must have the same model, prompt and settings. Every
+collective ends in bounded time: torch's gloo fails if a connection is lost, and its waiting has a limit. A failure does
+not show which rank is at fault, so each rank that notices one reports it to the store where they met, which makes the
+others stop waiting; the rank that does not report is the lost one. The launcher has to start them again.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def _capital(text: str) -> str:
 
 _LOOK = 0.05  # seconds
 _LAST_LOOK = 30.0
-"""After a rank has found a difference, it waits this many seconds for the others to read it too."""
+"""Seconds that a rank which has found a difference waits for the others to read it too."""
 _GRACE = 5.0
-"""Seconds in which the other ranks report, after one has noticed a failure."""
+"""Seconds that the other ranks have to report, after one has noticed a failure."""
 _EVERY = 1.0
 _MOST_NOTICE = 1024
 _STORE_GONE = (
@@ -95,21 +95,21 @@ _STORE_GONE = (
 
 
 class Peers:
-    """The ranks that have met in `store`, and what they report to each other there. `handshakes` are by rank."""
+    """The ranks that have met in `store`, and their reports to each other there. `handshakes` are by rank."""
 
     def __init__(self, store: Store, rank: int, handshakes: Sequence[Handshake]) -> None:
         self.rank = rank
         self.handshakes = tuple(handshakes)
         self._store = store
         self._others = [other for other in range(len(handshakes)) if other != rank]
-        self._silent: list[int] = []  # those that did not report after a failure
+        self._silent: list[int] = []  # ranks that did not report after a failure
 
     @classmethod
     def meet(cls, store: Store, rank: int, size: int, handshake: Handshake, *, timeout: float) -> Peers:
         """Send the handshake, and wait for those of all `size` ranks.
 
-        RanksError when some do not come within `timeout` seconds, or when one differs (`require_alike`): all get the
-        same sentence, naming the rank. A rank that has read it waits until all have: the store may end with it, and
+        RanksError if some do not arrive within `timeout` seconds, or if one differs (`require_alike`): all get the same
+        sentence, naming the rank. A rank that has read it waits until all have, because the store may end with it, and
         torchrun ends all ranks of a machine when the first one fails.
         """
         try:
@@ -149,13 +149,13 @@ class Peers:
             )
 
     def notify(self, why: str) -> None:
-        """Report why this rank gives up."""
+        """Report the reason why this rank gives up."""
         with suppress(RuntimeError):
             self._store.set(f"notice/{self.rank}", why[:_MOST_NOTICE])
             self._store.add("failures", 1)
 
     def leave(self, timeout: float) -> None:
-        """Leave. Rank 0, which may hold the store, waits for the others, `timeout` seconds at most: otherwise these
+        """Leave. Rank 0, which may hold the store, waits at most `timeout` seconds for the others, which otherwise
         would only see that the store is gone, and not why."""
         with suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "")
@@ -168,7 +168,7 @@ class Peers:
             raise self.after_failure(RuntimeError("another rank has failed"))
 
     def after_failure(self, error: Exception) -> RanksError:
-        """The error for what has failed, after the others have reported too: it names those that do not, if any."""
+        """The error for a failure, after the others have reported too; it names those that do not, if any."""
         reason = str(error).strip().split("\n")[0]
         why = f"The ranks cannot speak to each other any more ({reason}); start them again."
         try:
@@ -208,9 +208,9 @@ class Peers:
 def wait_for(
     store: Store, keys: Sequence[str], timeout: float, check: Callable[[], object] = lambda: None
 ) -> list[int]:
-    """Wait until the store has all keys, `timeout` seconds at most; returns the places of those that it lacks.
+    """Wait at most `timeout` seconds until the store has all keys; returns the indices of the missing ones.
 
-    It asks again and again: TCPStore's own waiting would print a warning each time, and cannot call `check`.
+    It polls: TCPStore's own waiting would print a warning each time, and cannot call `check`.
     """
     until = time.monotonic() + timeout
     while missing := [place for place, key in enumerate(keys) if not store.check([key])]:
@@ -226,10 +226,10 @@ MOST_BYTES = 1 << 28
 
 
 class RankGroup:
-    """`ragkv.attention.batch.Ranks` over a process group of torch's: gloo on the processor, NCCL on GPUs.
+    """`ragkv.attention.batch.Ranks` over a torch process group: gloo on CPUs, NCCL on GPUs.
 
-    Tensors and plain bytes travel, never pickled objects. `sent` counts the bytes that this rank has put into
-    collectives. When a rank is lost, gives up, or makes the others wait longer than `timeout` seconds, any method
+    It sends tensors and plain bytes, never pickled objects. `sent` counts the bytes that this rank has put into
+    collectives. If a rank is lost, gives up, or makes the others wait longer than `timeout` seconds, every method
     raises RanksError, which names the rank at fault if it is known.
     """
 
@@ -257,7 +257,7 @@ class RankGroup:
         sent = mine.to(self._device).reshape(-1)
         found = sent.new_empty(self.size * sent.numel())
         self.sent += sent.nbytes
-        # as all_gather_into_tensor does it, which wants torch's default group
+        # as in all_gather_into_tensor, which needs torch's default group
         self._finish(lambda: self._backend._allgather_base(found, sent))
         return found.view(self.size, *mine.shape).to(mine.device)
 
@@ -285,8 +285,8 @@ class RankGroup:
     def close(self) -> None:
         """Leave the group at once, even if a collective has not ended.
 
-        Freeing a torch group blocks until everything that was begun has ended or timed out, which takes long if a rank
-        hangs with its connections open. So another thread frees it, once its collectives have ended.
+        Freeing a torch group blocks until all its operations have ended or timed out, which takes long if a rank hangs
+        with its connections open. So another thread frees it, once its collectives have ended.
         """
         backend, begun = self._backend, self._begun
         self._backend = self._begun = None
@@ -294,12 +294,12 @@ class RankGroup:
             Thread(target=_hold, args=(backend, begun), name="ragkv-group-end", daemon=True).start()
 
     def _finish(self, start: Callable[[], Any]) -> None:
-        """Run a collective, waiting in short steps, so that what another rank reports can end it."""
+        """Run a collective, waiting in short steps, so that another rank's report can end it."""
         until = time.monotonic() + self._timeout
         try:
             work = self._begun = start()
             if self._device.type == "cuda":
-                work.wait()  # the host does not wait here: NCCL's own watchdog ends what hangs
+                work.wait()  # does not block the host: NCCL's own watchdog ends a hanging collective
                 return
             while not _done(work):
                 self._peers.check()
@@ -313,7 +313,7 @@ class RankGroup:
 def _hold(backend: Any, begun: Any) -> None:
     """Keep a process group until the last collective has ended.
 
-    This polls instead of waiting within torch, so that the interpreter can end this thread without freeing the group.
+    It polls instead of waiting within torch, so that the interpreter can end this thread without freeing the group.
     """
     while not begun.is_completed():
         time.sleep(_EVERY)
@@ -321,18 +321,18 @@ def _hold(backend: Any, begun: Any) -> None:
 
 
 def _done(work: Any) -> bool:
-    """Wait a second for a collective of gloo; RuntimeError if it has failed."""
+    """Wait a second for a gloo collective; RuntimeError if it has failed."""
     try:
         work.wait(timedelta(seconds=_EVERY))
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it ended just now, or raises why it failed
+        work.wait()  # it has just ended, or raises the reason of its failure
     return True
 
 
 def _backend(store: Store, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
-    """A process group beside torch's default one, so that a process may leave it and make the next."""
+    """A process group beside torch's default one, so that a process can leave it and make the next."""
     if device.type != "cuda":
         return dist.ProcessGroupGloo(store, rank, size, timeout)
     options = dist.ProcessGroupNCCL.Options()

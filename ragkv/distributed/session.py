@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ragkv.runtime import Runtime, RuntimeLimits
 
 _OWN = {"runtime", "ingest", "kv", "kv_budget", "memory_budget", "codec", "index_factory", "engines", "chunk_tokens"}
-"""Settings that may differ between ranks, because they change no answer."""
+"""Settings that may differ between ranks, because they do not change answers."""
 
 
 class IndexRankBackend:
@@ -74,7 +74,7 @@ class IndexRankBackend:
 
     def backend(self, group: RankGroup, runtime: Runtime) -> ShardedBackend:
         """The backend for answers, once the ranks have met; `runtime` runs in step with theirs."""
-        _ = self._index.runtime  # it counts only the leases of its own pool
+        _ = self._index.runtime  # it only counts the leases of its own pool
         self._index.store.spare(runtime.pool.holds)
         return ShardedBackend(self._index, group, runtime, shards=self._shards)
 
@@ -224,7 +224,7 @@ class Session:
             raise
 
     def leave(self, why: str | None = None) -> None:
-        """Leave the others, and report `why`, if there is a reason; rank 0 waits until they have left too."""
+        """Leave the group, and report the reason `why`, if there is one; rank 0 waits until the others have left."""
         peers, group = self._peers, self.group
         self._peers = self.group = self._backend = None
         if peers is not None:
@@ -235,12 +235,12 @@ class Session:
             group.close()
 
     def notify(self, asked: Mapping[str, Any]) -> None:
-        """Rank 0: tell the others what to do next."""
+        """Rank 0: announce the next question to the others."""
         self._store.set(f"asked/{self._asked}", json.dumps(dict(asked)))
         self._asked += 1
 
     def next(self) -> dict[str, Any]:
-        """Other ranks: wait, without a limit, for what rank 0 wants next; RanksError if rank 0 is lost."""
+        """Other ranks: wait, without a limit, for rank 0's next question; RanksError if rank 0 is lost."""
         assert self._peers is not None
         key = f"asked/{self._asked}"
         try:
@@ -259,7 +259,7 @@ class Session:
             ) from error
 
     def stream(self, question: str, options: Mapping[str, Any]) -> AnswerStream:
-        """An answer by all ranks, each of which must call this; as `RagKV.stream`."""
+        """An answer by all ranks, each of which must call this; like `RagKV.stream`."""
         assert self._backend is not None
         return AnswerStream(self._backend, validate_task(self.part.config, question, **options))
 
@@ -283,7 +283,7 @@ class RankContexts(Contexts):
 
     def _kv(self, encoding: Encoding, ids: tuple[int, ...]) -> ChunkKV:
         if encoding is Encoding.STANDALONE and ids == self._prefix_ids:
-            return super()._kv(encoding, ids)  # everybody's
+            return super()._kv(encoding, ids)  # every rank has it
         owner = rank_of(repr(ids), self._group.size)
         if owner == self._group.rank:
             return replace(super()._kv(encoding, ids), owner=owner)
@@ -294,7 +294,7 @@ class RankContexts(Contexts):
 
 
 class ContextRankBackend:
-    """The same texts on all ranks; otherwise as `IndexRankBackend`."""
+    """The same texts on all ranks; otherwise like `IndexRankBackend`."""
 
     def __init__(self, model: LanguageModel, texts: Sequence[tuple[str, str]], config: IndexConfig) -> None:
         self.model = model
@@ -320,4 +320,4 @@ class ContextRankBackend:
 
 
 RankBackend = IndexRankBackend | ContextRankBackend
-"""What one rank answers from: its part of an index, or of whole texts."""
+"""The source of one rank's answers: its part of an index, or of whole texts."""

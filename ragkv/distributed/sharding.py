@@ -1,11 +1,11 @@
 """Answer from documents that are spread over several ranks, with the results that one index of them all would give.
 
-Search: every rank searches its own documents, and all ranks learn the best of all. What depends on the whole (how rare
-a word is, the range of scores that a fusion scales) is computed from the numbers of all ranks.
+Search: every rank searches its own documents, and all ranks get the best of all. Statistics of the whole corpus (how
+rare a word is, the range of scores that a fusion scales) are computed from the numbers of all ranks.
 
-Long documents (APB §3.5): rank r encodes block t·ranks + r in round t. In every layer each rank gathers what the blocks
-of the round pass on; a block sees those before it, of this round and of all earlier ones. The tensor operations are
-those of `SequentialExecutor`, and so are the results, bit for bit.
+Long documents (APB §3.5): rank r encodes block t·ranks + r in round t. In every layer each rank gathers the KV that the
+blocks of the round pass on; a block sees that of earlier blocks, in this round and in all before. The tensor operations
+are those of `SequentialExecutor`, and so are the results, bit for bit.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _SharedWords:
 
 
 class _SharedRerankers:
-    """The reranker; each rank scores a part of the candidates."""
+    """The reranker; each rank scores some of the candidates."""
 
     def __init__(self, group: RankGroup, reranker: Reranker) -> None:
         self._group = group
@@ -159,7 +159,7 @@ def gathered(group: RankGroup, mine: Any) -> list[Any]:
 
 
 def _unpacked(packed: Any, rank: int) -> list[ScoredChunk]:
-    """The chunks with their scores of which that rank has sent the fields."""
+    """The scored chunks from the fields that rank `rank` has sent."""
     try:
         return [ScoredChunk(**{**fields, "chunk": _chunk(fields["chunk"])}) for fields in packed]
     except (TypeError, ValueError, KeyError) as error:
@@ -206,7 +206,7 @@ class RankExecutor:
         mine = {h: made for h, made in (known or {}).items() if h % ranks.size == ranks.rank}
         there = torch.zeros(blocks, dtype=torch.uint8)
         there[list(mine)] = 1
-        todo = ranks.gather(there).amax(0) == 0  # what its own rank does not have
+        todo = ranks.gather(there).amax(0) == 0  # blocks that their own rank does not have
         exchange = _Round(self, long_document)
         own = [h for h in range(ranks.rank, blocks, ranks.size) if todo[h]]
         anchor = long_document.anchor() if own else None
@@ -216,7 +216,7 @@ class RankExecutor:
             made = mine.get(h)
             if h < blocks and made is None:
                 made = long_document.encode(h, anchor, exchange)
-            elif todo[first:].any():  # otherwise no block of this round is encoded, and nothing needs to be exchanged
+            elif todo[first:].any():  # else no block of this or a later round is encoded: nothing to exchange
                 exchange.attend(made)
             for block in range(first, min(first + ranks.size, blocks)):
                 yield self._block(long_document, block, made)
@@ -259,7 +259,7 @@ class _Round:
                 self._gather(layer, None if made is None else made.kept(layer))
 
     def _gather(self, layer: int, mine: PassedKV | None) -> None:
-        """One all-gather of [K|V], `(kv_heads, l_p, key_dim + value_dim)`, and of places where a layer has a window."""
+        """One all-gather of [K|V], `(kv_heads, l_p, key_dim + value_dim)`, and of positions in layers with a window."""
         shape, most = self._model.kv_shape, self._layout.lengths.passing
         heads, key_dim, value_dim = shape.layers[layer]
         both = torch.zeros(
@@ -285,7 +285,7 @@ class _Round:
 
 
 def rank_of(name: str, size: int) -> int:
-    """The rank that holds this name's KV: a hash, the same as long as there are `size` ranks."""
+    """The rank that holds this name's KV, by a hash; it only depends on `size`, the number of ranks."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()) % size
 
 
@@ -311,7 +311,7 @@ class ShardedBackend(IndexBackend):
         self._question = ""
         self._prefixes: dict[tuple[int, ...], ChunkKV] = {}
         self.sizes = self._sizes_here
-        self.prefetch = lambda encoding, chunks: None  # the owners of chunks are known only after the search
+        self.prefetch = lambda encoding, chunks: None  # the owners of chunks are only known after the search
 
     @property
     def runtime(self) -> Runtime:
@@ -371,7 +371,7 @@ class ShardedBackend(IndexBackend):
     def _chunks(
         self, task: AnswerTask, scored: Sequence[ScoredChunk], after: After
     ) -> tuple[list[ContextChunk], KVUse]:
-        """Each chunk, with its KV if it is on this rank; and the KV that this rank has loaded."""
+        """Each chunk, with its KV if it is on this rank; and the use of the KV that this rank has loaded."""
         from ragkv.engines import ContextChunk
 
         encoding, mine = task.engine.reads, self._mine(scored)
@@ -395,7 +395,7 @@ class ShardedBackend(IndexBackend):
         here: Mapping[str, ChunkKV | None],
         start: int,
     ) -> ChunkKV | None:
-        """A chunk's KV, or a placeholder if another rank has it, where the chunk was encoded at `start`."""
+        """A chunk's KV, or if another rank has it, a placeholder with the position `start` of its encoding."""
         chunk_id, tokens = scored.chunk.chunk_id, len(scored.chunk.token_ids)
         if encoding is None or not tokens:
             return None
@@ -518,7 +518,7 @@ class ShardedBackend(IndexBackend):
         there[[mine[identity] for identity in found]] = 1
         if not self._group.gather(there).amax(0).all():
             started = time.perf_counter()
-            if layout.blocks == 1:  # on the rank that holds it
+            if layout.blocks == 1:  # it is on the rank that holds the document
                 missing = [identity for identity in mine if identity not in found]
                 made = dict(make_blocks(blocks, missing, self._index.model, compressor, prefix, lambda _: None))
             else:

@@ -265,8 +265,8 @@ class Idle:
     """The connections without a running request, oldest first: at most `most`, and at most half of them from one
     address.
 
-        One more closes the oldest, of its own address or of the address with most connections. So idle connections
-        cannot shut out other clients: a client that sends its request at once is never the oldest.
+    One more closes the oldest, of its own address or of the address with most connections. So idle connections
+    cannot shut out other clients: a client that sends its request at once is never the oldest.
     """
 
     def __init__(self, most: int) -> None:
