@@ -69,7 +69,7 @@ from ragkv.model.self_check import load_model
 from ragkv.util.files import is_folder, make_folder, parse_json, read_plain, remove_tree, replace_plain
 
 METADATA = "ragkv.json"
-"""How a tuned model was made, in its folder."""
+"""The file in a tuned model's folder that records how it was made."""
 RUNS = "checkpoints"
 _SETTINGS = "run.json"
 _CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,18}")
@@ -91,7 +91,7 @@ def replace_folder(destination: Path) -> Iterator[Path]:
 
 
 def check_output(output: Path) -> None:
-    """Refuse a folder with files of something else than an earlier run, because the tuned model would replace them."""
+    """Refuse a folder with other files than those of an earlier run, because the tuned model would replace them."""
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file; name a folder for --output.")
     if output.is_dir() and any(output.iterdir()) and not (output / RUNS / _SETTINGS).exists():
@@ -116,7 +116,7 @@ def last_checkpoint(runs: Path, settings: Mapping[str, Any], *, resume: bool) ->
                 f"{runs.parent} holds a run of other settings ({', '.join(changed)}); give those of then, "
                 "another --output, or --no-resume to begin again."
             )
-    # the state is written last, so a folder that has it is complete
+    # this file is written last, so a folder that has it is complete
     found = {path.parent for path in runs.glob("checkpoint-*/trainer_state.json")}
     whole = [path for path in found if _CHECKPOINT.fullmatch(path.name) and is_folder(path)]
     make_folder(runs)
@@ -248,7 +248,7 @@ def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> d
 
 
 def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any]:
-    """What the tuned checkpoint declares; `ragkv.model.checkpoint` reads it and the engine `block` follows it."""
+    """The settings that the tuned checkpoint declares: `ragkv.model.checkpoint` reads them, `block` obeys."""
     kept = {name: value for name, value in model.checkpoint.recommended.items() if name in ("chunk_tokens", "top_k")}
     return {
         "block_tuned": True,
@@ -400,7 +400,7 @@ class RowMask:
     """
 
     OWN = ("segments", "asks", "copies", "block", "causal")
-    """The columns that are for the mask alone."""
+    """The columns that only the mask uses."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
         self._columns: dict[str, Tensor] = {name: columns[name] for name in self.OWN if name != "causal"}
@@ -411,7 +411,7 @@ class RowMask:
     def of(self, window: int | None) -> Tensor | None:
         """The bool mask (rows, 1, tokens, tokens), True where visible, for a window; None if it is plainly causal."""
         if window is not None and window >= self._positions.shape[1]:
-            window = None  # no two tokens are so far apart
+            window = None  # no two tokens are this far apart
         if window not in self._made:
             self._made[window] = self._make(window)
         return self._made[window]
@@ -484,7 +484,7 @@ class RowTrainer(Trainer):  # type: ignore[misc]
 def stop_on_interrupt() -> Iterator[threading.Event]:
     """Let the first Ctrl-C set an event, to stop after the current step with a checkpoint; a second one interrupts.
 
-    Outside the main thread, which alone receives signals, nothing changes.
+    Outside the main thread, the only one that receives signals, nothing changes.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -11,12 +11,12 @@ from ragkv.config import PromptConfig, require_choices
 from ragkv.errors import ConfigError
 
 _SCOPE = ("output", "resume", "device", "checkpoint_every")
-"""Settings that may change when a run is resumed."""
+"""Settings that may differ when a run is resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field means. `default`: what an unset one stands for; `option`: its name where it is not the field's."""
+    """The meaning of a field. `default`: the effect of an unset one; `option`: its name if it is not the field's."""
 
     about: str
     default: str | None = None

@@ -177,8 +177,8 @@ _MULTIPLE = 8  # rows are padded to a multiple of it, which matrix units prefer
 
 
 class ExampleTokens(NamedTuple):
-    """An example in token ids. A response includes the end token; `others` has a suffix and a response for each further
-    question. Arrays save memory: a file may have 1e8 tokens.
+    """An example in token ids. A response includes the end token; `others` has a suffix and a response for each
+    additional question. Arrays save memory: a file may have 1e8 tokens.
     """
 
     prefix: tuple[int, ...]
@@ -267,7 +267,7 @@ def lay_out(
     questions and their answers follow, each placed right after the chunks.
 
     Over `prefixed` chunk KV, every chunk but the first, which follows the prefix, has a copy of the prefix right before
-    it. Only the chunk sees it, so one pass computes what the engine reads: positions count by their differences alone.
+    it. Only the chunk sees it, so one pass computes what the engine reads: only differences of positions matter.
     """
     from ragkv.engines.block import block_starts, sink_tokens
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _HELDOUT = 8
 """One in this many questions is held out to measure the result."""
 _STD = 0.02
-"""Of the vectors at the beginning; the paper's."""
+"""The standard deviation of the initial vectors; the paper's."""
 
 
 def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def _examples(config: PacketConfig) -> tuple[list[TrainingExample], list[Trainin
 
 
 class PacketTraining:
-    """The vectors `(h + t, hidden)` of a packet in training, with their optimizer and what must be kept of it.
+    """The vectors `(h + t, hidden)` of a packet in training, with the optimizer and its state.
 
     Blocks are placed as the engine `block` places them for `model`: with the sink and positions that it recommends.
     """
@@ -162,7 +162,7 @@ class PacketTraining:
         self.losses = {"loss_first": math.nan, "loss_last": math.nan}
 
     def state(self) -> dict[str, Any]:
-        """What `load_state` needs to continue to the same vectors."""
+        """The state from which `load_state` continues to the same vectors."""
         kept = {"step": self.step, "losses": self.losses, "vectors": self.vectors.detach().clone()}
         return kept | {"optimizer": self._optimizer.state_dict()}
 
@@ -178,7 +178,7 @@ class PacketTraining:
         return self._config.steps or math.ceil(lessons * self._config.epochs / rows)
 
     def answers(self, asked: Sequence[ExampleTokens]) -> list[list[int]]:
-        """What the model answers under full attention, greedily, with the end token if it comes to one."""
+        """The model's greedy answers under full attention, with the end token if one is generated."""
         found: list[list[int]] = []
         for start in range(0, len(asked), self._config.batch):
             some = asked[start : start + self._config.batch]
@@ -210,7 +210,7 @@ class PacketTraining:
             )
 
     def run(self, lessons: Sequence[ExampleTokens], save: Any, on_progress: Progress | None) -> None:
-        """Train to the last step; `save` is called after every `checkpoint_every` steps and when interrupted."""
+        """Train to the last step; `save` is called after every `checkpoint_every` steps and on an interrupt."""
         steps = self.steps(len(lessons))
         with stop_on_interrupt() as stop:
             while self.step < steps:

@@ -128,7 +128,7 @@ def _train(
     settings: dict[str, Any],
     on_progress: Progress | None,
 ) -> dict[str, float]:
-    """Train `heads` in place, from the checkpoint at `path` if there is one; the first and the last step's loss."""
+    """Train `heads` in place, from the checkpoint at `path` if there is one; returns the first and last step's loss."""
     optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, config))
     losses = {"loss_first": math.nan, "loss_last": math.nan}
@@ -165,7 +165,7 @@ def _share(step: int, config: RetainingConfig) -> float:
 
 
 def load_checkpoint(path: Path, settings: dict[str, Any], model: LanguageModel) -> dict[str, Any] | None:
-    """What `save_checkpoint` wrote, or None; UsageError for a damaged one, or one of other `settings`."""
+    """The content that `save_checkpoint` wrote, or None; UsageError if it is damaged or has other `settings`."""
     if not path.exists():
         return None
     try:
@@ -179,7 +179,7 @@ def load_checkpoint(path: Path, settings: dict[str, Any], model: LanguageModel) 
 
 
 def drawn(seed: int, step: int, count: int) -> int:
-    """The example of a step, which depends on nothing else: each epoch has an order of its own."""
+    """The example of a step, which depends only on the arguments; each epoch has its own order."""
     epoch, place = divmod(step, count)
     return random.Random(f"{seed}:{epoch}").sample(range(count), count)[place]
 
@@ -196,8 +196,8 @@ def _loss(config: RetainingConfig, model: LanguageModel, heads: RetainingHeads, 
 
 
 def save_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the checkpoint beside its place and move it in, so that a killed run leaves the last whole one."""
+    """Write the checkpoint to a temporary file and rename it, so that a killed run leaves the last complete one."""
     fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)  # so that a link of that name is not written through
+    fresh.unlink(missing_ok=True)  # so that a link of that name is not followed
     torch.save(dict(state), fresh)
     fresh.replace(path)
