@@ -5,10 +5,10 @@ for package in *.deb; do dpkg-deb -x $package unpacked; done
 python benchmarks/debian/make.py documents unpacked
 python benchmarks/debian/make.py questions unpacked
 
-The documents are HTML pages as Markdown, whose text is that of the page. The questions are written ones, and some from
-the documents' structure. The pages of other modules of Python, which are not among the documents, give the questions
-that nothing answers. Each question has four passages to be read: those that it needs, and the ones that BM25 ranks
-highest among those that do not hold the answer.
+The documents are HTML pages as Markdown, with the text of the page. Some questions are written by hand, and some are
+generated from the documents' structure. Pages of other Python modules, which are not among the documents, give the
+unanswerable questions. Each question has four passages to read: those that it needs, and those that BM25 ranks highest
+among passages without the answer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PAGES = {
         " library/tempfile library/textwrap library/time library/timeit library/uuid library/venv library/zlib",
     ),
 }
-"""Of each package: its folder, and the pages that are taken from it."""
+"""For each package, its folder and the pages that are taken from it."""
 _LEFT_OUT = (
     "nav",
     "navheader",
@@ -78,7 +78,7 @@ _SPACE = re.compile(r"\s+")
 
 
 def text_of(element: Any) -> str:
-    """All of the text of an element but for what is left out."""
+    """All text of an element, without the elements that are left out."""
     parts = [element.text or ""]
     for child in element:
         parts += ["" if left_out(child) else text_of(child), child.tail or ""]
@@ -157,7 +157,7 @@ def make_documents(unpacked: Path) -> None:
 
 
 LONG = 700
-"""Characters after which a passage ends with its block."""
+"""A passage of more characters than this ends with its current block."""
 CHUNKS = 4
 REFUSALS = (
     *("do not say", "does not say", "do not mention", "does not mention", "not mentioned", "do not provide"),
@@ -165,9 +165,9 @@ REFUSALS = (
     *("does not state", "not stated", "do not contain", "does not contain", "no information", "not enough information"),
     *("cannot be answered", "do not know", "don't know", "is not given", "is unknown"),
 )
-"""What an answer says to a question that no passage answers: any of these counts."""
+"""Phrases of an answer to a question that no passage answers: any of these counts."""
 LIMITS = {"default": 70, "version": 60, "function": 80, "constant": 45, "definition": 75, "date": 25}
-"""The most questions of a kind."""
+"""The most questions of each kind."""
 ABSENT = ("json", "zipfile", "configparser", "socketserver", "poplib", "smtplib", "tarfile", "bz2", "shlex", "cmd")
 
 
@@ -184,7 +184,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Made:
-    """A question; its passages hold `evidence`, and the last of them holds an answer."""
+    """A question; its passages contain `evidence`, and the last of them contains an answer."""
 
     kind: str
     question: str
@@ -194,12 +194,12 @@ class Made:
 
 
 def passages(document: str, text: str) -> Iterator[Passage]:
-    """The document in order, cut at headings, and between blocks when there is enough."""
+    """The document in order, cut at headings, and between blocks once it is long enough."""
     title = heading = ""
     held: list[str] = []
     listing = ""
     for block in text.rstrip("\n").split("\n\n"):
-        if listing or (block.startswith("```") and not block.endswith("```")):  # a listing with empty lines in it
+        if listing or (block.startswith("```") and not block.endswith("```")):  # a listing that contains empty lines
             listing = f"{listing}\n\n{block}" if listing else block
             if not block.endswith("```"):
                 continue
@@ -341,7 +341,7 @@ def of_python(document: str, found: list[str]) -> Iterator[Made]:
 
 
 def versions(document: str, found: list[str]) -> Iterator[Made]:
-    """Since when something is there, and when a change came."""
+    """Versions in which something was added or changed."""
     name = ""
     for block in found:
         if match := _SIGNATURE.fullmatch(block):
@@ -418,7 +418,7 @@ def of_debian(document: str, found: list[str]) -> Iterator[Made]:
 
 
 def absent(python: Path, texts: dict[str, str]) -> Iterator[Made]:
-    """Questions about modules that are not among the documents, and whose names stand nowhere in them."""
+    """Questions about modules that are not among the documents, and whose names do not occur in them."""
     everything = "\n".join(texts.values())
     for module in ABSENT:
         for made in of_python(f"python/{module}.md", page(python / "library" / f"{module}.html").split("\n\n")):
@@ -440,7 +440,7 @@ def written(texts: dict[str, str]) -> Iterator[Made]:
 
 
 class Search:
-    """The passages by document, and by BM25."""
+    """Passages by document, and a BM25 search over them."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self.passages = [passage for name, text in texts.items() for passage in passages(name, text)]
@@ -460,7 +460,7 @@ class Search:
 
 
 def row(made: Made, search: Search) -> dict[str, Any] | None:
-    """The line of a question; None if its evidence is in several passages or in none, or does not hold the answer."""
+    """A question as a JSON row; None unless exactly one passage has its evidence, and the evidence has the answer."""
     gold = []
     for evidence in made.evidence:
         held = search.holding(made.documents, evidence)

@@ -1,13 +1,13 @@
-"""Plant one small fault at a time and see whether the tests notice: a check of the tests, by hand, not in CI.
+"""Plant one small fault at a time and see whether the tests notice: a check of the tests, run by hand, not in CI.
 
     .venv/bin/python benchmarks/mutation/mutate.py [ROOM | PATH ...] [--list FILE] [--dry]
 
-`mutants.toml` lists the faults by room: a file, the exact text that is replaced, what replaces it, and the arguments
-for pytest that should fail then, which are all that is run. The working tree is never changed: a copy of it is, in a
-temporary folder.
+`mutants.toml` lists the faults by room: a file, the exact text that is replaced, its replacement, and the pytest
+arguments that should then fail; nothing else is run. Faults are planted in a copy of the working tree in a temporary
+folder, never in the tree itself.
 
 killed      a test failed, or none ended in time
-survived    no test failed: write one that says what should have held, or say in the list why nothing can tell
+survived    no test failed: write one that states what should have held, or note in the list why no test can tell
             (`equivalent = "..."`)
 equivalent  survived, and the list says why
 broken      the list is wrong: the text is not in the file exactly once (the code was rewritten), the tests do not
@@ -37,7 +37,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("mutants.toml")
 SECONDS = 300
-"""The most that the tests of one mutant may take; a fault that makes a loop endless is noticed by it."""
+"""The most seconds for the tests of one mutant; a fault that causes an endless loop is detected by it."""
 FORKS = multiprocessing.get_context("forkserver")
 """Loading torch takes longer than most of the tests, so each run is a fork of a process that has loaded it."""
 OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
@@ -60,7 +60,7 @@ class Mutant:
 
     @property
     def names(self) -> set[str]:
-        """What it is chosen by: its room, its number there, its file and the folders of that."""
+        """The names by which it can be chosen: its room, its number there, its file and that file's folders."""
         return {self.room, f"{self.room}:{self.place}", self.file, *map(str, Path(self.file).parents)}
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Mutant:
 
 
 class TreeCopy:
-    """The tracked and new files of the working tree in a folder of its own, and what imports `ragkv` from there."""
+    """A copy of the working tree's tracked and new files, and a way to import `ragkv` from it."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self._site, self.output = folder / "tree", folder / "site", folder / "output.txt"
@@ -98,7 +98,7 @@ class TreeCopy:
             child.join(SECONDS)
         finally:
             if late := child.exitcode is None:
-                os.killpg(child.pid or 0, signal.SIGKILL)  # it leads a group of its own, with all that a test started
+                os.killpg(child.pid or 0, signal.SIGKILL)  # it leads its own process group, with everything it started
                 child.join()
         return ENDLESS if late else child.exitcode or 0
 
@@ -110,7 +110,7 @@ def _pytest(tree: Path, site: Path, log: Path, arguments: tuple[str, ...]) -> No
     with log.open("wb") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    # the copy before what is installed, and no folder of the caller's: the tree's own `ragkv/` lacks the other folders
+    # the copy comes before installed packages; the caller's folders are removed: the tree's own `ragkv/` is incomplete
     sys.path = [str(site), *(path for path in sys.path if path and Path(path) not in (LIST.parent, ROOT))]
     os.environ |= {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}  # for tests that start a Python of their own
 
@@ -120,7 +120,7 @@ def _pytest(tree: Path, site: Path, log: Path, arguments: tuple[str, ...]) -> No
     import ragkv.attention
     import ragkv.store
 
-    # one failure is enough: the smallest is not looked for. The tests' own profile takes over what it does not say.
+    # one failure is enough, so examples are not shrunk; the tests' own profile replaces the other settings
     hypothesis.settings.register_profile("any", phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate))
     hypothesis.settings.load_profile("any")
 
@@ -130,7 +130,7 @@ def _pytest(tree: Path, site: Path, log: Path, arguments: tuple[str, ...]) -> No
 
 
 def mutants(listed: Path) -> Iterator[Mutant]:
-    """What the list says, in its order."""
+    """The mutants of the list, in order."""
     for room in tomllib.loads(listed.read_text(encoding="utf-8"))["room"]:
         for place, entry in enumerate(room["mutants"], 1):
             yield Mutant(
@@ -145,7 +145,7 @@ def mutants(listed: Path) -> Iterator[Mutant]:
 
 
 def lost(copy: TreeCopy, mutant: Mutant) -> str:
-    """Why the mutant cannot be planted: code or tests were moved or rewritten since. Empty when it can."""
+    """Why the mutant cannot be planted: code or tests were moved or rewritten. Empty if it can."""
     path = copy.tree / mutant.file
     for test in mutant.tests:
         if test.startswith("tests/") and not (copy.tree / test.partition("::")[0]).exists():
@@ -157,9 +157,9 @@ def lost(copy: TreeCopy, mutant: Mutant) -> str:
 
 
 def judge(copy: TreeCopy, mutant: Mutant, unharmed: dict[tuple[str, ...], int]) -> tuple[str, str]:
-    """The verdict on one mutant, and words on it: the test that failed, or what is wrong with the list.
+    """The verdict on one mutant, and a reason: the test that failed, or what is wrong with the list.
 
-    `unharmed` has what these tests end with where nothing is planted, once for all mutants that they are for.
+    `unharmed` caches the exit code of these tests without a fault, once for all mutants that use them.
     """
     if reason := lost(copy, mutant):
         return "broken", reason

@@ -1,4 +1,4 @@
-"""What `blend`'s selectors, and chunks that saw their document, restore of full attention's quality without training.
+"""How much of full attention's quality `blend`'s selectors, and chunks that saw their document, restore untrained.
 
 These tables are ragkv's own: each paper compares its own selectors, at a nominal ratio of tokens. Here every selector
 may spend the same charge (`Engine.charge`), which includes the cost of choosing, and is compared with random tokens.
@@ -50,7 +50,7 @@ from ragkv.runtime import Generation, Stream, runtime_of
 
 DOCUMENTATION = Path(__file__).parents[1] / "debian"
 FORCED, WRITTEN = 12, 24
-"""Tokens of full attention's answer along which all lines are led, and tokens of a line's own answer."""
+"""Tokens of full attention's answer that all lines are forced along, and tokens of a line's own answer."""
 FULL, NONE = "full", "block"
 
 
@@ -119,9 +119,9 @@ def _source(table: Table, options: RunOptions, model: str, stack: ExitStack) -> 
 def _ask(
     table: Table, source: ChunkSource, loaded: LoadedModel, example: Example, dtype: str | None
 ) -> dict[str, dict[str, Any]]:
-    """What each line does with one question, by its label; the first line is full attention.
+    """The results of each line for one question, by label; the first line is full attention.
 
-    Chunk KV is in memory before a clock starts. Lines are led together, so that they share the passes of a step.
+    Chunk KV is in memory before a clock starts. Lines are run together, so that they share the passes of a step.
     """
     model, runtime = loaded.model, runtime_of(loaded.model)
     found: dict[str, dict[str, Any]] = {}
@@ -166,7 +166,7 @@ def _ask(
 
 
 def _answers(line: TableRow) -> bool:
-    """Whether it also writes an answer of its own, which takes long: placement, and `question` beside `random`."""
+    """Whether it also generates an answer of its own, which is slow: placement, and `question` beside `random`."""
     return "charge" not in line.engine or line.label.startswith(_WRITERS)
 
 

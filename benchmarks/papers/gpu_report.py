@@ -1,10 +1,10 @@
 """`python -m ragkv.benchmarks.papers.gpu_report`: the papers' headline figures of speed, on one GPU, within minutes.
 
-A model in Llama 3.1 8B's shape with random weights in bfloat16 answers random tokens: what a pass costs depends on
+A model in Llama 3.1 8B's shape with random weights in bfloat16 answers random tokens: the cost of a pass depends on
 neither. Each row has ragkv's figure, that of transformers' own sdpa attention over the same tokens in the same run, and
-what the paper prints. The tests that need a GPU run first. The shortest sizes come first, and what would not fit into
-the time that is left is skipped and named. Without a GPU everything runs in miniature on the processor, which shows
-that the report works and nothing about speed.
+the paper's figure. The tests that need a GPU run first. The shortest sizes come first; a size that would not fit into
+the remaining time is skipped and named. Without a GPU everything runs in miniature on the CPU, which shows that the
+report works but nothing about speed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ TINY = LLAMA_8B | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is measured: tokens, but for `experts`, which are documents of `document` tokens, and their `end_to_end`."""
+    """The sizes to measure, in tokens; `experts` are documents of `document` tokens, and `end_to_end` their answers."""
 
     block: tuple[int, ...] = (50, 512, K, 2 * K, 4 * K, 8 * K, 16 * K, 32 * K)
     ape: tuple[int, ...] = (8 * K, 32 * K, 128 * K)
@@ -103,12 +103,12 @@ MINIATURE = Sizes(
 
 
 WARM_UP = replace(MINIATURE, ippd=())
-"""What loads the kernels before they are measured; `measure_shape` does so itself."""
+"""Loads the kernels before they are measured; `measure_shape` does that itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A row: our figure beside its baseline's, and what the paper prints for it."""
+    """A row: our figure beside its baseline's, and the paper's figure."""
 
     section: str
     size: int
@@ -124,7 +124,7 @@ class Measured:
 
 
 Task = tuple[str, int, Callable[[], list[Measured]]]
-"""(section, tokens, what measures it)."""
+"""(section, tokens, function that measures it)."""
 _BLOCK = "Block-Attention, Table 2 (Llama 3 8B): first token of a question of 50 tokens over cached passages"
 _APE = "APE, Figure 10 (Llama 3.1 8B, H100): a question of 256 tokens over a context"
 _PCED = "PCED, Figure 3 (64 documents of 2,048 tokens at most): documents as experts"
@@ -151,7 +151,7 @@ _TABLE_11 = {32 * K: (3.46, 0.67, 0.33), 64 * K: (9.51, 1.43, 0.50), 128 * K: (3
 
 
 def tasks(lm: LanguageModel, sizes: Sizes, on_step: OnStep) -> list[Task]:
-    """All that is to be measured, the smallest first."""
+    """Everything to measure, the smallest sizes first."""
     found: list[Task] = []
     found += [(_BLOCK, n, partial(_block, lm, n, sizes.rounds if n <= 8 * K else 1)) for n in sizes.block]
     found += [(_APE, n, partial(_ape, lm, n, sizes.generated)) for n in sizes.ape]
@@ -202,7 +202,7 @@ def _prompt(request: Request) -> list[int]:
 
 
 def _ours(lm: LanguageModel, name: str, request: Request, answer: int) -> tuple[float, float]:
-    """Seconds to the first token of an answer, and to its last, once passes of these sizes are captured."""
+    """Seconds to the first and to the last token of an answer, after passes of these sizes have been captured."""
     runtime, engine = runtime_of(lm), make_engine(name, {})
     for _ in range(PASSES):
         Stream(runtime, engine, request).best()
@@ -301,7 +301,7 @@ class TimePicture:
 
 
 def gpu_tests() -> str:
-    """What `pytest -m gpu` says in its last line; only files that have such tests are collected."""
+    """The last line of `pytest -m gpu`; only files with such tests are collected."""
     mark = "mark." + "gpu"
     files = [str(path) for path in (_REPOSITORY / "tests").rglob("test_*.py") if mark in path.read_text("utf-8")]
     spread = ["-n", "8", "-p", "no:benchmark"] if find_spec("xdist") else []
@@ -316,7 +316,7 @@ def measure(
 ) -> tuple[list[Measured], list[str]]:
     """The rows, and a sentence about each size that was skipped or failed.
 
-    A size is skipped if it is likely to end later than `seconds` from now: the section's last one took its time, and
+    A size is skipped if it would probably end later than `seconds` from now, judging by the section's last size;
     attention grows faster than its tokens.
     """
     end, rows, notes, last = clock() + seconds, list[Measured](), list[str](), dict[str, tuple[int, float]]()

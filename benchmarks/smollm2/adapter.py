@@ -34,9 +34,9 @@ from ragkv.model.checkpoint import ADAPTER
 HERE = Path(__file__).parent
 UNKNOWN = "The documents do not say."
 MOST = 700
-"""Tokens of the passages of a row, about: four characters each."""
+"""The approximate tokens of a row's passages, at four characters each."""
 HELDOUT = 12
-"""One passage or document in so many is held out."""
+"""One passage or document in this many is held out."""
 SHARE = Path("usr/share")
 _DEBIAN = runpy.run_path(str(HERE.parent / "debian" / "make.py"))
 _MALLARD = ("help/C/gnome-help", "help/C/system-admin-guide")
@@ -58,7 +58,7 @@ _HTML = (
 _SPACE = re.compile(r"\s+")
 _ADAPTER_SETTINGS = ("peft_type", "task_type", "r", "lora_alpha", "lora_dropout", "bias", "target_modules")
 CHUNKS = 4
-"""Chunks per question of new indexes: with 8, an earlier adapter refused far fewer questions that it should refuse."""
+"""Chunks per question of new indexes: with 8, an earlier adapter refused far fewer of the unanswerable questions."""
 
 
 class Asked(NamedTuple):
@@ -144,7 +144,7 @@ def written(passages: dict[str, str]) -> Iterator[Source]:
 
 
 def cut(rng: random.Random, title: str, text: str) -> list[str]:
-    """A document in chunks as an ingest would cut it: at headings and paragraphs, up to a length."""
+    """A document in chunks like those of an ingest: cut at headings and paragraphs, up to a length."""
     most = rng.choice((400, 600, 900, 1200))
     chunks: list[str] = []
     held = ""
@@ -154,12 +154,12 @@ def cut(rng: random.Random, title: str, text: str) -> list[str]:
             held = ""
         held += ("\n\n" if held else "") + block
     chunks.append(held)
-    named = rng.random() < 0.5  # a retriever's chunk may be all that tells of its document
+    named = rng.random() < 0.5  # a retrieved chunk may be the only one of its document
     return [chunk if not number or not named else f"{title}\n\n{chunk}" for number, chunk in enumerate(chunks)]
 
 
 def placed(rng: random.Random, title: str, text: str, questions: Sequence[Asked]) -> Source:
-    """A document in chunks, each question with the one chunk that holds its key; others are left out."""
+    """A document in chunks, each question with the one chunk that contains its key; other questions are dropped."""
     chunks = cut(rng, title, text)
     answered: list[list[Asked]] = [[] for _ in chunks]
     for one in questions:
@@ -189,7 +189,7 @@ def worlds(rng: random.Random, count: int) -> Iterator[Source]:
 def rows(rng: random.Random, sources: Sequence[Source], others: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row for each source: some of its passages among others of the same kind, with up to ten questions.
 
-    Three rows in ten have lost one of these passages, with up to three questions that it answers.
+    In three of ten rows one of these passages is missing, and up to three questions ask what it answers.
     """
     for source in sources:
         held = [(text, some) for text, some in source.passages if some]
@@ -201,7 +201,7 @@ def rows(rng: random.Random, sources: Sequence[Source], others: Sequence[str]) -
         asked = rng.sample(asked, min(len(asked), rng.randint(6, 9)))
         open_ = [*rng.sample(lost, min(len(lost), 3)), *rng.sample(source.unanswered, min(len(source.unanswered), 1))]
         keys = [one.key.lower() for one in (*asked, *open_) if one.key]
-        # other passages of the document are the hardest to tell apart from those that answer
+        # passages of the same document are the hardest distractors
         near = [text for text, _ in source.passages if text not in texts]
         near = rng.sample(near, min(len(near), rng.choice((0, 1, 3))))
         count, room = rng.choice((1, 2, 3, 4, 5, 6, 8)), rng.choice((1, 2, 3, 4, 5)) * MOST
@@ -234,7 +234,7 @@ def make_data(unpacked: Path, output: Path, rounds: int) -> None:
     passages = passages_of(unpacked)
     real, own, made = list(written(passages)), list(documents(rng)), list(worlds(rng, 300 * rounds))
     kinds = sorted({name.partition("/")[0] for name in passages})
-    # nothing of what is held out is seen in training, not even beside other passages
+    # held-out passages are never seen in training, not even as distractors
     unseen = {text for source in real[::HELDOUT] for text, _ in source.passages}
     by_kind = [[text for name, text in passages.items() if name.startswith(k) and text not in unseen] for k in kinds]
     prose = [rng.choice(texts) for texts in by_kind * 150 * rounds]

@@ -1,7 +1,7 @@
 """Invented documents with questions, for tuning a small model to read.
 
 Each document is about one thing of a domain (a kettle, a museum, a contract ...) whose facts are drawn
-by chance.  The domains stand in `worlds.txt`, in a small notation, and lists of words in `words.txt`:
+by chance.  The domains are in `worlds.txt`, in a small notation, and lists of words in `words.txt`:
 
     @ name                      a new domain
     set x = spec                a slot {x}, drawn once for each thing
@@ -233,7 +233,7 @@ def articles(text: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """Settle the articles and begin with a capital letter."""
+    """Resolve the articles and begin with a capital letter."""
     text = articles(text).replace("p.m..", "p.m.").replace("a.m..", "a.m.")
     return text[:1].upper() + text[1:]
 
@@ -246,7 +246,7 @@ def subject(statement: str) -> str:
 
 
 def usable(templates: list[str], value: str, second: str) -> list[str]:
-    """The templates that do not begin with a value in small letters, which a capital would change."""
+    """The templates that do not begin with a lower-case value, which a capital letter would change."""
     return [
         t
         for t in templates
@@ -314,7 +314,7 @@ def thing(domain: Domain, r: random.Random, style: dict[str, str]) -> Thing:
 
 
 class Writer:
-    """Writes sentences about a thing, naming it so that a reader always knows what is meant."""
+    """Writes sentences about a thing, naming it so that it is always clear what is meant."""
 
     def __init__(self, domain: Domain, r: random.Random) -> None:
         self.domain, self.r, self.named = domain, r, False

@@ -11,7 +11,7 @@ and values of every chunk; reading, chunking and storing are left out.
 Common contexts (IPPD §5, Table 1): the baselines are transformers' `generate` on full prompts in batches, padded on the
 left, sdpa; and one question at a time over a `DynamicCache` of its context, which is prefilled once and cropped after
 every question. All answer the same questions with the same number of tokens; end tokens count as any other. The paper's
-contexts are random tokens here: what a pass costs does not depend on the text.
+contexts are replaced by random tokens, because the cost of a pass does not depend on the text.
 
 Rounds of all sides are interleaved, with the same model, dtype and machine.
 """
@@ -217,7 +217,7 @@ def _padded(lm: LanguageModel, chunks: Chunks) -> int:
 
 
 def _prefill_chunks(lm: LanguageModel, batch: Chunks) -> int:
-    """Keys and values of a batch padded on the right, a copy for every chunk; their tokens, waited for."""
+    """Prefill a batch padded on the right, with a copy of each chunk's KV; returns the tokens, after synchronising."""
     longest = max(map(len, batch))
     tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in batch], device=lm.device)
     # causal attention never looks at the padding behind a chunk, so it needs no mask
@@ -256,7 +256,7 @@ class IPPDShape:
     divisor: int = 1
 
     def shorter(self) -> IPPDShape:
-        """For a quick run: half as many contexts, what was shortened halved once more, one size of batches."""
+        """For a quick run: half as many contexts, shortened parts halved again, one batch size."""
         half = 1 if self.divisor == 1 else 2
         return replace(
             self,
@@ -328,7 +328,7 @@ SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What is asked: each context with its questions."""
+    """The contexts, each with its questions."""
 
     instruction: tuple[int, ...]
     contexts: tuple[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], ...]
@@ -346,7 +346,7 @@ class Work:
 
 
 def by_ippd(work: Work, runtime: Runtime) -> list[list[int]]:
-    """ragkv: all questions at once; contexts that `runtime` has met are there already."""
+    """ragkv: all questions at once; contexts that `runtime` has seen before are reused."""
     engine = make_engine("ippd", {})
     generation = Generation(max_new_tokens=work.answer)
     jobs = [
@@ -444,7 +444,7 @@ def work_of(shape: IPPDShape, vocabulary: int, other: int = 0) -> Work:
 
 
 def measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnStep) -> list[BenchRow]:
-    """Questions a second of a model whose answers have no end tokens, beside both baselines, cold and warm."""
+    """Questions per second for a model whose answers have no end tokens, beside both baselines, cold and warm."""
     work, before = (work_of(shape, lm.config.vocab_size, other) for other in (0, 1))
     questions = len(work.prompts)
     batch = _best_batch(lm, work, shape.batches)
@@ -453,14 +453,14 @@ def measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnS
 
     def timed(name: str, run: Callable[..., Any], *arguments: Any) -> Any:
         start, used = time.perf_counter(), time.process_time()
-        done = run(*arguments)  # ends with tokens on the host, so the device is done
+        done = run(*arguments)  # returns tokens on the host, so the device has finished
         times.setdefault(name, []).append(time.perf_counter() - start)
         on_step(f"  {name}: {times[name][-1]:.2f} s, of the processor {time.process_time() - used:.2f} s")
         return done
 
     for _ in range(rounds):
         runtime = Runtime(lm)
-        by_ippd(before, runtime)  # one that has run before, on other contexts: its passes are captured
+        by_ippd(before, runtime)  # a runtime that has run before, on other contexts: its passes are captured
         timed("ippd", by_ippd, work, runtime)
         caches = timed("caches", context_caches, lm, work)
         timed("one by one", by_cache, lm, work, caches)
@@ -486,7 +486,7 @@ def measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnS
 
 
 def _best_batch(lm: LanguageModel, work: Work, batches: Sequence[int]) -> int:
-    """The batch with which `generate` answers most questions in a second; everything is warm afterwards."""
+    """The batch with which `generate` answers most questions per second; afterwards everything is warm."""
     one = _first(work, 1)
     by_ippd(one, Runtime(lm))
     by_cache(lm, one, context_caches(lm, one))

@@ -158,7 +158,7 @@ def _measured(
 def _rows(
     size: int, figures: Sequence[IndexMeasurement], least: int, baseline: Sequence[IndexMeasurement]
 ) -> list[BenchRow]:
-    """Times as two rows, of the processor and of the clock. What the baseline's size has no figure of has its own."""
+    """Times as two rows, processor and clock. A figure that the baseline's size lacks is its own baseline."""
     rows = []
     known = {one.name: one for one in baseline}
     for one in figures:
@@ -175,7 +175,7 @@ def _rows(
 
 MODES = ("bm25", "dense", "hybrid")
 BATCH = 1000 // CHUNKS
-"""Documents that are given to an ingest at a time."""
+"""Documents per call of an ingest."""
 _LOADED = (faiss, sentence_transformers, transformers)  # imported for the server that processes fork from
 
 T = TypeVar("T")
@@ -234,7 +234,7 @@ def make(folder: Path, size: int, progress: Progress) -> list[IndexMeasurement]:
 
 
 def open_index(folder: Path, size: int, name: str, progress: Progress) -> list[IndexMeasurement]:
-    """Open the index: the first time in this process, then again."""
+    """Open the index: for the first time in this process, then again."""
     index, again = index_folder(folder, size), []
     first = _opening(name, index)
     for _ in range(5):
@@ -243,7 +243,7 @@ def open_index(folder: Path, size: int, name: str, progress: Progress) -> list[I
 
 
 def build(folder: Path, size: int, mode: str, progress: Progress) -> list[IndexMeasurement]:
-    """The first question of an index whose retrieval index of this mode is not there yet."""
+    """The first question of an index whose retrieval index for this mode does not exist yet."""
     index = index_folder(folder, size)
     with _opened(index) as rag:
         _prepare(rag)
@@ -329,17 +329,17 @@ def check(folder: Path, size: int, what: str, progress: Progress) -> list[IndexM
 
 
 def index_folder(folder: Path, size: int) -> Path:
-    """Where the index of this size lies."""
+    """The folder of the index of this size."""
     return folder / f"index-{size}"
 
 
 def is_built(folder: Path, size: int, mode: str) -> bool:
-    """Whether a question of this mode finds the retrieval index that it needs; hybrid searches those of the others."""
+    """Whether the retrieval index that questions of this mode need exists; hybrid uses those of the other modes."""
     return mode == "hybrid" or (index_folder(folder, size) / "derived" / mode).exists()
 
 
 def peak_memory() -> float:
-    """The most memory that this process has had, with what it maps of files, in MB."""
+    """The process's peak memory in MB, including mapped files."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most / 1e6 if sys.platform == "darwin" else most * 1024 / 1e6
 
@@ -384,7 +384,7 @@ def _timing(name: str, work: Callable[[], object]) -> IndexMeasurement:
 
 
 def _stage_seconds(work: Callable[[], T]) -> tuple[T, float, float]:
-    """What `work` returns, the seconds of the processor, and those of the clock."""
+    """The result of `work`, and its seconds of processor time and of wall time."""
     start, clock = time.process_time(), time.perf_counter()
     made = work()
     return made, time.process_time() - start, time.perf_counter() - clock

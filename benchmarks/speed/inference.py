@@ -1,4 +1,4 @@
-"""How soon do the first token from stored KV, a token over a long context, and the KV of a long document come?
+"""How long do the first token from stored KV, a token over a long context, and the KV of a long document take?
 
 First token: the baseline is transformers' own sdpa prefill of the whole prompt, same model, dtype and machine, rounds
 interleaved. Measured: chunk KV read from LMDB (checksums and decoding included), question prefilled against it, first
@@ -10,10 +10,10 @@ interleaved. Measured: the block engine's step and the choice of the token, afte
 random: its values cost nothing.
 
 A long document (APB §4.3, Figure 4) is prefilled in one causal pass, by Star Attention, and by APB. All end with the
-keys and values of every token, by the same model, kernels and run, in one process; blocks run one after another, or on
-ranks side by side. APB has the lengths of `block_lengths`, and from 32K tokens on the paper's too; Star Attention has
-the same blocks. Beside each ratio stands that of the operations which the formula counts
-(`ragkv.model.apb.document`). Time is that of one thread of a processor, or of the device where there is one.
+keys and values of every token, with the same model, kernels and run, in one process; blocks run one after another, or
+on ranks side by side. APB has the lengths of `block_lengths`, and from 32K tokens on also the paper's; Star Attention
+has the same blocks. Each ratio is shown beside that of the FLOPs by the formula (`ragkv.model.apb.document`). Time is
+that of one CPU thread, or of the device if there is one.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ SHAPE: Mapping[str, Any] = {
 
 
 def random_llama(dtype: str = "auto", device: str | None = None, shape: Mapping[str, Any] = SHAPE) -> LanguageModel:
-    """A Llama with seeded random weights in bfloat16, as checkpoints have them, made on its device.
+    """A Llama with seeded random weights in bfloat16, as in checkpoints, made on its device.
 
-    "auto" is what such a checkpoint would be run in.
+    "auto" is the dtype that such a checkpoint would run in.
     """
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -203,7 +203,7 @@ GetKV = Callable[[Sequence[KVIdentity]], Mapping[KVIdentity, ChunkKV]]
 
 @contextmanager
 def _in_tier(url: str, store: Store, identities: Sequence[KVIdentity]) -> Iterator[GetKV]:
-    """A function that gets KV from a tier, as a replica whose memory and store are empty does; first it is written."""
+    """A function that gets KV from a tier, like a replica with empty memory and store; the KV is written first."""
     tiers = SharedTiers([TierConfig(url=url, namespace=f"bench-{secrets.token_hex(4)}", timeout=60.0)], store.codec)
     try:
         kvs = {identity: store.get_kv(identity) for identity in identities}
@@ -248,7 +248,7 @@ def stream(
     identities: dict[Encoding, list[KVIdentity]],
     question: tuple[int, ...],
 ) -> Stream:
-    """Load the KV, all of it at once as an index does; the stream of an answer that has not begun."""
+    """Load the KV, all at once as an index does; returns the stream of an answer that has not begun."""
     engine, pages = make_engine(name, {}), lm.companion(_pages)
     head, *chunks = wanted = identities[engine.encoding or Encoding.STANDALONE]
     found = get(wanted)
@@ -286,7 +286,7 @@ def prefill(lm: LanguageModel, prompt: Sequence[int]) -> int:
     with transformers_model(lm) as plain:
         tokens = torch.tensor([list(prompt)], device=lm.device)
         logits = plain(input_ids=tokens, use_cache=True, logits_to_keep=1).logits
-        return int(logits[0, -1].argmax())  # on the host, so the device is done
+        return int(logits[0, -1].argmax())  # on the host, so the device has finished
 
 
 STEPS = 8
@@ -329,7 +329,7 @@ def _measure_decode_length(lm: LanguageModel, length: int, rounds: int) -> list[
         cached_step(lm, cache, request.suffix_ids, context)
     token = stream.best()
     once = time.perf_counter()
-    stream.advance(token)  # lays the context out; `first step` is what that costs
+    stream.advance(token)  # lays the context out, whose cost is `first step`
     token = stream.best()
     once = time.perf_counter() - once
     times: dict[str, list[float]] = {name: [] for name in ("ragkv", *caches)}
@@ -368,7 +368,7 @@ def random_request(
     question: int = QUESTION_TOKENS,
     prefix: int = PREFIX_TOKENS,
 ) -> Request:
-    """A question over `length` tokens in chunks whose KV is random, and lies where an index would keep it in memory."""
+    """A question over `length` tokens in chunks of random KV, stored as in an index's memory."""
     generator = torch.Generator(lm.device).manual_seed(length + (seed << 32))
     shape = (lm.config.num_key_value_heads, lm.config.hidden_size // lm.config.num_attention_heads)
     token = 2 * lm.layers * shape[0] * shape[1] * lm.dtype.itemsize
@@ -382,7 +382,7 @@ def random_request(
             return tuple(t.to(lm.dtype) for t in made)
 
         made = ChunkKV(keys=tensors(), values=tensors())
-        if lm.dtype == torch.float32 and lm.device.type == "cpu":  # as the codec `half` has it
+        if lm.dtype == torch.float32 and lm.device.type == "cpu":  # as with the codec `half`
             return replace(
                 made,
                 keys=PackedTensors([t.half() for t in made.keys], torch.float32),
@@ -425,16 +425,17 @@ def sequential_seconds(lm: LanguageModel, prompt: Sequence[int], answer: int) ->
 WARM = 256
 """Tokens of a first document, which is not counted."""
 BLOCKS = 8
-"""Of a document too short for blocks of `MOST`."""
+"""The number of blocks of a document that is too short for blocks of `MOST`."""
 MOST = 2048
-"""Tokens of a block: what more tokens at a time pass from layer to layer leaves a processor's caches."""
+"""Tokens of a block: with more, the activations between layers no longer fit a CPU's caches."""
 
 
 def block_lengths(tokens: int) -> BlockLengths:
-    """What `apb` is measured with: blocks of an eighth, but short ones, a quarter in the anchor, a sixteenth passed on.
+    """The lengths to measure `apb` with: blocks of an eighth of the document, at most `MOST`; a quarter of a block in
+    the anchor, a sixteenth passed on.
 
-    What is passed on is a share l_p/l_b of what one pass attends to, however short the blocks are. Half of the paper's
-    eighth saves as much as blocks and anchors of half the length do (docs/results/speed/long-documents.md).
+    The KV passed on is a share l_p/l_b of what one pass attends to, however short the blocks are. Halving the paper's
+    eighth saves as much as halving the lengths of blocks and anchors (docs/results/speed/long-documents.md).
     """
     block = max(1, min(MOST, -(-tokens // BLOCKS)))
     return BlockLengths(block=block, anchor=block // 4, passing=block // 16)
@@ -485,7 +486,7 @@ def measure_apb(
 def apb_entrants(
     model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths, ranks: int
 ) -> dict[str, tuple[Callable[[], float], float]]:
-    """By name, what measures its seconds once, and its operations; of several ranks those of the one with the most."""
+    """Name -> a function that measures its seconds once, and its FLOPs; for several ranks, the largest of them."""
     shape = DecoderShape.of(model.config)
     found = {
         "full": (lambda: _processor_seconds(model, lambda: model.encode([ids])), full_flops(shape, len(ids))),
@@ -516,7 +517,7 @@ def _long_document(model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths
 
 
 def _in_blocks(model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths) -> tuple[Callable[[], float], float]:
-    """As in `_entrants`, of blocks that run one after another."""
+    """As in `apb_entrants`, with blocks that run one after another."""
     long_document = _long_document(model, ids, cut)
 
     def run() -> None:
@@ -528,7 +529,7 @@ def _in_blocks(model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths) ->
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Each rank is a thread with one torch thread, so that none spins and processor time is a fair measure."""
+    """Each rank is a thread with one torch thread, so that none spin-waits and processor time is a fair measure."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,7 +1,7 @@
 """How do the first token, a decode step and the bytes of stored KV compare with llama.cpp's, with the same weights?
 
 The random Llama of the other benchmarks is written to GGUF files (float16 and Q8_0 weights). Both sides get the same
-tokens. A conversion whose logits do not correlate with ours is refused, so a slip in it cannot pass for speed.
+tokens. If the logits do not correlate with ours, the conversion is refused, so a mistake in it cannot pass for speed.
 
 llama.cpp restores the state of prefix and chunks from a file (`llama_state_seq_load_file`) and reads the question. It
 is measured with flash attention and without, and the faster one counts, for each figure on its own. Ours is what
@@ -59,9 +59,9 @@ from ragkv.store import Q8, Half, Store
 from ragkv.types import Encoding
 
 AGREED = 0.9999
-"""The least correlation of llama.cpp's logits, with float16 weights, with ours in float32."""
+"""The least accepted correlation of llama.cpp's logits, with float16 weights, with ours in float32."""
 ANSWER = 256
-"""Tokens of an answer that the crossover is compared with."""
+"""Length of an answer, in tokens, that the crossover is compared with."""
 
 
 def measure_llama_cpp(
@@ -85,7 +85,7 @@ def measure_llama_cpp(
     rows: list[BenchRow] = []
     with one_thread(), tempfile.TemporaryDirectory(prefix="ragkv-bench-") as folder:
         files = {weights: Path(folder) / f"{weights}.gguf" for weights in ("f16", "q8_0")}
-        # int8 weights cannot be written: those that they were rounded from
+        # int8 weights cannot be written; use the weights that they were rounded from
         exact = random_llama("float32", "cpu") if lm.int8 else lm
         for weights, file in files.items():
             write_gguf(file, exact, weights)
@@ -110,7 +110,7 @@ def write_gguf(path: Path, lm: LanguageModel, weights: str) -> None:
     file.add_tokenizer_model("no_vocab")
     for name, weight in lm.module.state_dict().items():
         numbers = weight.float().numpy()
-        if count := heads.get(name.split(".")[-2]):  # llama.cpp rotates neighbours, transformers halves of a head
+        if count := heads.get(name.split(".")[-2]):  # llama.cpp rotates neighbours, transformers the halves of a head
             rows, width = numbers.shape
             numbers = numbers.reshape(count, 2, rows // count // 2, width).swapaxes(1, 2).reshape(rows, width)
         to = names.get_name(name, try_suffixes=(".weight",))
@@ -135,7 +135,7 @@ def add_sizes(file: Any, config: Any) -> None:
 
 
 def finish(file: Any) -> None:
-    """Write a GGUF file with all that was added to it, and close it."""
+    """Write a GGUF file with everything that was added to it, and close it."""
     file.write_header_to_file()
     file.write_kv_data_to_file()
     file.write_tensors_to_file()
@@ -143,7 +143,8 @@ def finish(file: Any) -> None:
 
 
 class LlamaCpp:
-    """One sequence in a context of llama.cpp with room for `cells` tokens, on one thread. It lives with its process."""
+    """One sequence in a context of llama.cpp with room for `cells` tokens, on one thread. It lives as long as the
+    process."""
 
     def __init__(self, file: Path, cells: int, *, flash: bool, kv: str = "f16") -> None:
         import llama_cpp as api
@@ -165,7 +166,7 @@ class LlamaCpp:
         self._words = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))
 
     def read(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
-        """Append these tokens; the logits after the last one."""
+        """Append these tokens; returns the logits after the last one."""
         for at in range(0, len(ids), self._batch):
             part = ids[at : at + self._batch]
             given = (self._api.llama_token * len(part))(*part)
@@ -200,7 +201,7 @@ def _silence(api: Any) -> None:
 
 
 def _agreement(lm: LanguageModel, file: Path) -> float:
-    """The lowest correlation of the logits after each of 16 tokens; RagkvError where it is too low."""
+    """The lowest correlation of the logits after each of 16 tokens; RagkvError if it is too low."""
     _, [ids], _ = random_prompt(lm, CHUNK_TOKENS)
     with transformers_model(lm) as plain:
         exact = in_float32(plain)(input_ids=torch.tensor([ids])).logits[0, -16:].numpy()
@@ -232,7 +233,7 @@ def _measure_length(
         for flash in (False, True)
         if flash or kv == "f16"  # llama.cpp reads values in 8 bits by flash attention only
     }
-    # a state depends on the types of KV and the kernel, not on the weights' type, and neither does time on its numbers
+    # a state depends on the types of KV and the kernel, not on the weights' type; its numbers do not affect time
     states = {key: folder / f"{length}-{kinds[key[0]][1]}-{key[1]}.state" for key in there}
     cold: dict[bool, float] = {}
     for key, one in there.items():
@@ -249,7 +250,7 @@ def _measure_length(
             stored[codec] = store.kv_bytes / len(before)
 
         def first(codec: str) -> None:
-            streams.pop(codec, None)  # its memory is used again, as llama.cpp's is
+            streams.pop(codec, None)  # its memory is reused, as llama.cpp's is
             streams[codec] = stream(lm, stores[codec].get_many, "block", identities, question)
             streams[codec].best()
 
@@ -258,7 +259,7 @@ def _measure_length(
             streams[codec].best()
 
         def steps(step: Callable[[], object]) -> None:
-            for _ in range(STEPS):  # in a row, as in an answer: each runtime's first one finds the caches cold
+            for _ in range(STEPS):  # in a row, as in an answer: each runtime's first step finds the caches cold
                 step()
 
         works: dict[str, Callable[[], object]] = {
@@ -310,7 +311,7 @@ def _measure_length(
 
 
 def _answer(there: LlamaCpp, restore: Callable[[], None] | None, ids: Sequence[int]) -> int:
-    """From an empty context: restore the state, if any, read the tokens, and choose the next."""
+    """From an empty context: restore the state, if any, read the tokens, and choose the next one."""
     there.clear()
     if restore is not None:
         restore()

@@ -1,11 +1,11 @@
-"""What the benchmarks share: the form of a result (each figure beside its baseline), documents, and processes.
+"""Shared code of the benchmarks: the form of a result (each figure beside its baseline), documents, and processes.
 
 Each generated document has one word that no other has, so that a question about it has one right answer; all other
 words follow Zipf and Mandelbrot's law. The models are real ones with random weights: a Llama of one layer, whose KV
 takes a kilobyte per chunk, and a table of static vectors. So the benchmarks measure ragkv's work around the models.
 
-Work in a fresh process is forked from a server that has only imported its module, so that a process costs milliseconds
-and not the seconds of importing torch.
+Work in a fresh process is forked from a server that has only imported its module, so a process costs milliseconds
+instead of the seconds of importing torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 OnStep = Callable[[str], None]
-"""Is given a line about each step of a benchmark."""
+"""Called with a line about each step of a benchmark."""
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at most a minute on two cores.")]
 Lengths = Annotated[str, typer.Option(help="Context lengths.")]
 Rounds = Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)]
@@ -92,7 +92,7 @@ class BenchRow:
     ) -> BenchRow:
         """`value` beside `other`; without a `ratio`, less is better.
 
-        Rounded to `digits` behind the point, or to three that count where those would say less.
+        Rounded to `digits` decimals, or to three significant digits if those would show less.
         """
         return cls(
             name=name,
@@ -127,7 +127,7 @@ def alternating(
 ) -> dict[str, float]:
     """The median seconds of each work, or its `processor` time; they take turns in every round.
 
-    The first round warms up, and what runs `before` each work is not timed.
+    The first round warms up; `before` runs before each work and is not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(rounds + 1):
@@ -174,7 +174,7 @@ class Report:
 
 
 def shown(number: float) -> str:
-    """One decimal, or two significant digits of what is smaller than one."""
+    """One decimal, or two significant digits below one."""
     return f"{number:,.1f}" if abs(number) >= 1 or number == 0 else f"{number:.2g}"
 
 
@@ -192,7 +192,7 @@ def machine(device: str) -> str:
 
 
 def own_memory(process: int | str = "self") -> float:
-    """A process's memory without what it maps of files, in MB; 0 where the system does not report it."""
+    """A process's memory in MB, without mapped files; 0 where the system does not report it."""
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -213,7 +213,7 @@ TOPICS = 10
 """Values of the documents' metadata `topic`."""
 VOCABULARY = 20_000
 WIDTH = 64
-"""Numbers of a chunk's vector."""
+"""Dimensions of a chunk's vector."""
 _ONSETS = ("b", "br", "d", "f", "g", "gr", "h", "k", "l", "m", "n", "p", "pr", "r", "s", "st", "t", "v", "w", "z")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ei", "ou")
 
@@ -245,7 +245,7 @@ def zipf_draws(rng: np.random.Generator, shape: tuple[int, ...], tokens: int = V
 
 @dataclass(frozen=True)
 class Corpus:
-    """`size` chunks in documents of `CHUNKS`, the last one with what is left. The same numbers give the same texts."""
+    """`size` chunks in documents of `CHUNKS`; the last document has the rest. Equal numbers give equal texts."""
 
     size: int
 
@@ -315,7 +315,7 @@ def _tokenizer() -> Any:
 
 
 def make_language_model(folder: Path, **shape: float) -> None:
-    """A Llama with random weights and a token per word of a corpus; without a shape, the smallest there can be."""
+    """A Llama with random weights and a token per word of a corpus; by default, the smallest possible one."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     from ragkv.model.loading import quiet_loading
@@ -353,13 +353,13 @@ def _embedder(folder: Path) -> None:
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-"""Libraries read these variables when they are loaded, which is before any function of ours could set a number."""
+"""Libraries read these variables when they are loaded, before our code could set a number."""
 
 
 def run_fresh(work: Callable[..., T], *arguments: Any, on_progress: Progress | None = None) -> T:
-    """What `work(*arguments, progress)` returns; it may call `progress(done, total)`. One thread computes.
+    """The result of `work(*arguments, progress)`, which may call `progress(done, total)`. One thread computes.
 
-    An error of ragkv's is raised here; any other ends in a RagkvError with its traceback.
+    An error of ragkv is raised here; any other becomes a RagkvError with its traceback.
     """
     context = get_context("forkserver")
     context.set_forkserver_preload([work.__module__])
@@ -403,13 +403,13 @@ def _work(there: Connection, work: Callable[..., Any], arguments: tuple[Any, ...
 
 
 _PATIENCE = 3600.0
-"""Seconds: ranks that share cores with other work wait long for each other, which is not counted."""
+"""Seconds: ranks that share cores with other work wait long for each other; waiting is not counted."""
 
 
 def rank_seconds(long_document: LongDocument, ranks: int) -> list[float]:
-    """Of each rank the time of its own thread, all that it computes; what it waits for the others is not in it.
+    """For each rank, the time of its own thread, which does all its computation; waiting for other ranks is excluded.
 
-    They speak gloo. Of a processor alone, with one thread of torch's for each rank.
+    They use gloo, on a CPU only, with one torch thread per rank.
     """
     store = dist.HashStore()  # type: ignore[attr-defined]
     seconds = [0.0] * ranks
@@ -418,7 +418,7 @@ def rank_seconds(long_document: LongDocument, ranks: int) -> list[float]:
     def run(rank: int) -> None:
         peers: Peers | None = None
         try:
-            torch.set_num_threads(1)  # of this thread: others would not be in its time
+            torch.set_num_threads(1)  # only this thread: the time of others would not be counted
             peers = Peers.meet(store, rank, ranks, Handshake(same={}), timeout=_PATIENCE)
             group = RankGroup(store, rank, ranks, peers, timeout=_PATIENCE, device=long_document.model.device)
             started = time.thread_time()

@@ -50,7 +50,7 @@ _JSON = "application/json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOutcome:
-    """What came of a streamed question. `first`: the seconds until the first piece of text.
+    """The outcome of a streamed question. `first`: the seconds until the first piece of text.
 
     `error` is the server's, in place of the answer or within it.
     """
@@ -63,7 +63,7 @@ class StreamOutcome:
 
 
 _V1_NAMES = {"max_new_tokens": "max_tokens", "top_k": "top_k_chunks"}
-"""What `/v1` calls the parameters of `/api`, where it differs."""
+"""The parameter names of `/v1` that differ from those of `/api`."""
 
 
 class LoadClient:
@@ -159,7 +159,7 @@ _SHARES = {"stream": 45, "query": 20, "leave": 15, "upload": 10, "delete": 10}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownAnswer:
-    """A question to an index, and the answer that it has when it is asked alone."""
+    """A question to an index, and its answer when it is asked alone."""
 
     index: str
     asked: dict[str, Any]
@@ -168,7 +168,7 @@ class KnownAnswer:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What happened. `errors` are sentences; `memory` is that of the server in MB, each second."""
+    """The outcome of a run. `errors` are sentences; `memory` is the server's memory in MB, every second."""
 
     done: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
@@ -325,7 +325,7 @@ class Server:
 
 @contextmanager
 def serve(indexes: Mapping[str, Path], device: str | None) -> Iterator[Server]:
-    """`ragkv serve` over these indexes. RagkvError when it does not come up, or does not end as it should."""
+    """`ragkv serve` over these indexes. RagkvError if it does not start, or does not end properly."""
     command = [sys.executable, "-c", "from ragkv.cli.main import main; main()", "serve", "--json", "--port", "0"]
     command += [word for name, folder in indexes.items() for word in ("--index", f"{name}={folder}")]
     command += [] if device is None else ["--device", device]
@@ -393,7 +393,7 @@ def measure_serve(
 
 
 def _indexes(folder: Path, corpus: Corpus, shape: Mapping[str, float], device: str | None) -> dict[str, Path]:
-    """An index that stays as it is, and one that changes, whose own documents have one chunk each."""
+    """An index that does not change, and one that does, whose own documents have one chunk each."""
     from ragkv.pipeline import RagKV
 
     (model := folder / "model").mkdir()
@@ -450,7 +450,7 @@ def _together(
 async def _alone(client: LoadClient, corpus: Corpus, on_step: OnStep) -> list[KnownAnswer]:
     """Questions with their answers when they are asked alone, before anything changes.
 
-    In the index that changes, a question is about one document: what others hold changes the order of chunks.
+    In the changing index, a question is about one document, because other documents change the order of chunks.
     """
     known = []
     for number in range(corpus.documents):
@@ -486,5 +486,5 @@ def _notify(on_step: OnStep, at: float, found: Outcome) -> None:
 
 
 def _count_row(name: str, bad: int, of: int) -> BenchRow:
-    """How many of all; the ratio is the share that was good."""
+    """`bad` of all; the ratio is the share of good ones."""
     return BenchRow.of(name, bad, "", "requests", of, (of - bad) / of if of else 1.0)

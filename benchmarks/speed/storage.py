@@ -177,8 +177,8 @@ def _writing(folder: Path, chunks: list[ChunkKV], rounds: int) -> list[BenchRow]
 def _churn(folder: Path, documents: int) -> list[BenchRow]:
     """Replace every fifth document in each round by one of another length, as an edit would.
 
-    LMDB reuses pages from the second transaction after the one that freed them on: whatever the number of
-    documents, a replacement needs room for two more of them.
+    LMDB reuses pages from the second transaction after the one that freed them, so whatever the number of documents, a
+    replacement needs room for two more of them.
     """
     base = _kv(0)
 
@@ -266,7 +266,7 @@ def _kv(seed: int) -> ChunkKV:
 
 
 def _flat(kv: ChunkKV) -> NDArray[np.uint8]:
-    """The KV's bytes in the order in which the store keeps them."""
+    """The KV's bytes in the store's order."""
     pairs = zip(kv.keys, kv.values, strict=True)
     return np.concatenate([t.reshape(-1).view(torch.uint8).numpy() for pair in pairs for t in pair])
 
@@ -416,7 +416,7 @@ def _compared(
 
 
 def _percent(compared: Sequence[Comparison]) -> float:
-    """The percentage of answers of which every token stays the first choice."""
+    """The percentage of answers in which every token stays the first choice."""
     return 100 * sum(all(each.agreed) for each in compared) / len(compared)
 
 
