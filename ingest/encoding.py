@@ -274,7 +274,7 @@ class Encoder(Protocol):
 def encode_in_context(
     model: Encoder, identities: Sequence[KVIdentity], prefix: ChunkKV | None
 ) -> Iterator[tuple[KVIdentity, ChunkKV]]:
-    """Encode chunks after what they see. A chunk that sees exactly its predecessor and all before it shares its pass."""
+    """Encode chunks after what they see. A chunk that sees exactly its predecessor and all before shares its pass."""
     start = 0 if prefix is None else prefix.tokens
     runs: list[list[KVIdentity]] = []
     for identity in identities:

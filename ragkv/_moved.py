@@ -65,7 +65,7 @@ _MODULES = {old.rpartition(".")[0] for old in MOVED}
 
 
 def moved_names(module: str) -> Callable[[str], Any]:
-    """A `__getattr__` for `module` that finds the names which left it, or are called otherwise now."""
+    """A `__getattr__` for `module` that finds names which were moved or renamed."""
 
     def find(name: str) -> Any:
         new = MOVED.get(f"{module}.{name}")

@@ -39,7 +39,7 @@ Fusion = Literal["relative", "rrf"]
 """How hybrid merges its two rankings: by scores scaled to the range of each, or by reciprocal ranks."""
 History = Literal["auto", "prompt", "search", "none"]
 HISTORY: tuple[History, ...] = typing.get_args(History)
-"""What a conversation's earlier turns are used for (docs/settings.md)."""
+"""How a conversation's earlier turns are used (docs/settings.md)."""
 MOST_STEPS = 8
 """The most searches for one question."""
 VECTORS = ("dense", "sparse", "colbert")
@@ -79,8 +79,8 @@ class PromptConfig:
             raise ConfigError("prompt.prefix_newlines must lie between 0 and 1000.")
 
     def facts(self) -> dict[str, Any]:
-        """All settings, to be hashed. `bos` "auto" is left out: older versions, which had no such setting, hashed the
-        same."""
+        """All settings, to be hashed. `bos` "auto" is left out, because older versions without that setting hashed the
+        rest."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("bos", "auto")}
 
 
@@ -104,12 +104,12 @@ class EncodingConfig:
 class StepsConfig:
     """Search queries that the model writes (docs/retrieval.md, "Several steps").
 
-    A question is searched for `count` times at most; 1: only by itself. Before each search but the first, the model
-    reads the chunks and `prompt`, and writes at most `max_new_tokens` tokens, of which the first line counts. The next
-    search is for `query`, with `{written}` for that line. The model needs no more if it writes `enough`.
+    A question is searched for at most `count` times; 1: only with its own text. Before each search but the first, the
+    model reads the chunks and `prompt`, and writes at most `max_new_tokens` tokens, whose first line counts. The next
+    search is for `query`, with `{written}` for that line. If the model writes `enough`, no search follows.
 
-    With `rewrite`, it first writes a follow-up question anew, for the search alone, from `rewrite_prompt` with
-    `{history}` for the turns before.
+    With `rewrite`, the model first rewrites a follow-up question, only for the search, from `rewrite_prompt` with
+    `{history}` for the earlier turns.
     """
 
     count: int = 1
@@ -144,7 +144,7 @@ class IngestConfig:
     seconds for each MiB.
 
     `ocr` are the languages in which scanned pages and images are read, as tesseract calls them ("eng+deu"); "auto": all
-    that are installed, "none": no pages are.
+    that are installed, "none": no OCR.
 
     `memory` is about how much the ingest itself uses besides its models: KV that waits for its document, and pages of
     the store.
@@ -415,7 +415,7 @@ def _check_types(config: Any, prefix: str = "") -> None:
 def _fits(value: Any, hint: Any) -> bool:
     origin = typing.get_origin(hint)
     if origin is Literal:
-        return isinstance(value, str)  # `require_choices` checks which, and names them
+        return isinstance(value, str)  # `require_choices` checks the choices, and names them
     if origin is Mapping:
         return isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
     if origin is tuple:
@@ -458,7 +458,7 @@ def byte_count(name: str, value: int | str) -> int:
     times = step ** " KMGT".index(found[2][:1] or " ")
     whole = found[1].isdecimal() and len(found[1]) < 20  # a float would round numbers of more than 53 bits
     count = int(found[1]) * times if whole else float(found[1]) * times
-    if count >= 1 << 63:  # also when it has hundreds of digits, and is infinite
+    if count >= 1 << 63:  # also infinity, from a number of hundreds of digits
         raise ConfigError(f"{name} is a number of bytes beyond 64 bits; give a smaller one.")
     return int(count)
 

@@ -24,10 +24,10 @@ class Decoding:
     tokens.
 
     One of `schema` (a JSON schema as text, see `schema_text`), `regex` and `grammar` (Lark, as llguidance reads it)
-    restricts the answer: it matches, or it was cut at its greatest length. ConfigError for one that cannot be used.
+    constrains the answer: it matches, unless it was cut at its length limit. ConfigError for one that cannot be used.
 
     `thinking`: whether a model that can think before it answers does ("on"), does not ("off"), or does for at most that
-    many tokens. They count towards the greatest length; `stop` and the restrictions are for the answer after them.
+    many tokens. These count towards the length limit; `stop` and the constraints apply to the answer after them.
     """
 
     temperature: float | None = None
@@ -65,12 +65,12 @@ class Decoding:
 
     @property
     def constraint(self) -> str | None:
-        """llguidance's grammar of the allowed answers; None if every text is."""
+        """llguidance's grammar of the allowed answers; None if every text is allowed."""
         return _constraint(self.schema, self.regex, self.grammar)
 
     @property
     def heat(self) -> float:
-        """The temperature that is in effect; 0 is greedy."""
+        """The effective temperature; 0 is greedy."""
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.top_p is None and self.top_k_tokens is None and self.min_p is None else 1.0
@@ -94,7 +94,7 @@ def schema_text(schema: Any) -> str:
 
 
 _JSON_LAYOUT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""On one line, as `json.dumps` writes: a model that may write any white space may write it for ever."""
+"""JSON on one line, as `json.dumps` writes it: a model that may write any white space may never stop."""
 
 
 @lru_cache(maxsize=128)
@@ -117,7 +117,7 @@ def _constraint(schema: str | None, regex: str | None, grammar: str | None) -> s
     except (ValueError, RecursionError) as error:
         wrong, messages = True, [str(error)]
     if wrong:
-        lines = "\n".join(messages).splitlines()  # between these are drawings of the place
+        lines = "\n".join(messages).splitlines()  # some of them only mark the position
         why = " ".join([*lines[:1], *(line[7:] for line in lines if line.startswith("error: "))]).removesuffix(".")
         raise ConfigError(f"decoding: {name} cannot be used: {why[:300]}.", param=name)
     return found

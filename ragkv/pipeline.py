@@ -268,7 +268,7 @@ class RagKV:
     def watcher(
         self, folders: Iterable[Path], *, prune: bool = False, notify: Callable[[str], object]
     ) -> FolderWatcher:
-        """Finds what changes in folders, for `follow`. `prune`: also the documents whose files are gone."""
+        """Finds changes in folders, for `follow`. `prune`: also the documents whose files are gone."""
         recipe = self.index.recipe.digest()
         return FolderWatcher(
             folders,
@@ -506,21 +506,21 @@ class RagKV:
         return warm(self.index, self.kv_loader, wanted, on_progress or (lambda done: None))
 
     def settle(self) -> None:
-        """Wait until all KV that questions have computed is stored, and their use of KV is recorded."""
+        """Wait until all KV that questions have encoded is stored, and their uses of KV are recorded."""
         self.index.write_behind.settle(whole=True)
         if self.index.tiers is not None:
             self.index.tiers.settle()
 
     def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
-        """Check every row, checksum and reference; `quick` leaves out the payloads of KV."""
+        """Check every row, checksum and reference; `quick` skips the payloads of KV."""
         return verify_index(self.index, quick=quick, on_progress=on_progress)
 
     def verify_tiers(self) -> list[dict[str, Any]]:
-        """For each shared tier: how many of the index's records are there and whole, and the names of damaged ones."""
+        """For each shared tier: how many of the index's records are intact there, and the names of damaged ones."""
         return [] if (tiers := self.index.tiers) is None else tiers.check(self.store.identities())
 
     def probe_tiers(self) -> list[dict[str, Any]]:
-        """For each shared tier: whether it answers, in which time, and whether it refuses to overwrite a value."""
+        """For each shared tier: whether it answers, its latency, and whether it refuses to overwrite a value."""
         return [] if (tiers := self.index.tiers) is None else tiers.probe()
 
     def repair(
@@ -542,7 +542,7 @@ class RagKV:
                 if self.config.qdrant.url and self.config.embedder != NONE:
                     try:
                         report.points = follow_collection(self.index, whole=True)
-                    except RetrievalError as error:  # the report of what was repaired is not lost by it
+                    except RetrievalError as error:  # must not lose the report of the repair
                         logger.warning("what is in Qdrant is left as it is: %s", error)
                 self._finder.catch_up(build=False)
             return report

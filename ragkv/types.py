@@ -37,14 +37,14 @@ ITEM_SIZES: Mapping[DType, int] = {
 }
 """Bytes per number."""
 SCALE_BYTES, MOST = 2, 127
-"""Bytes after the int8 numbers of a head and token, and the greatest of these (`ragkv.attention.kv.PackedTensors`)."""
+"""Bytes after the int8 numbers of a head and token, and the largest int8 (`ragkv.attention.kv.PackedTensors`)."""
 
 
 class Encoding(StrEnum):
     """Which tokens a chunk saw while it was prefilled (docs/glossary.md)."""
 
     STANDALONE = "standalone"
-    """None: its first token is at position 0."""
+    """No other tokens: its first token is at position 0."""
 
     PREFIXED = "prefixed"
     """The prompt's prefix of P tokens: its first token is at position P."""
@@ -56,11 +56,11 @@ class Encoding(StrEnum):
     """The prefix, the anchor and the tokens that earlier blocks pass on: a block of a long document (APB)."""
 
     PACKET = "packet"
-    """None, or the prefix, but it stands between trained vectors whose KV is stored with its own (KV Packet)."""
+    """No other tokens, or the prefix; it is encoded between trained vectors whose KV is stored too (KV Packet)."""
 
 
 class Capability(StrEnum):
-    """What an engine does with stored KV that not every model can run exactly."""
+    """A use of stored KV by an engine that not every model can run exactly."""
 
     MERGE = "merge"
     """A sequence reads several chunks that were encoded independently."""
@@ -77,7 +77,7 @@ Box: TypeAlias = tuple[float, float, float, float]
 
 
 def box_from_json(box: Sequence[float] | None) -> Box | None:
-    """The box of which JSON made a list."""
+    """The box from JSON, which has no tuples."""
     return None if box is None else tuple(map(float, box))  # type: ignore[return-value]
 
 
@@ -222,15 +222,15 @@ class Answer:
     decoding: Mapping[str, Any] = field(default_factory=dict)
     """`max_new_tokens` and every setting of `Decoding` that was in effect, including a seed that was drawn."""
     dtype: str = ""
-    """What the model computed in: float32, bfloat16 or float16, or int8 for int8 weights."""
+    """The precision of the model: float32, bfloat16 or float16, or int8 for int8 weights."""
     charge: float | None = None
-    """What an engine that recomputes stored KV has computed of it, as a share: tokens times layers (blend)."""
+    """For an engine that recomputes stored KV (blend), the share that it has recomputed: tokens times layers."""
     trace: tuple[TracedToken, ...] = field(default=(), repr=False)
-    """The generated tokens; `text` is theirs, stripped at both ends."""
+    """The generated tokens; stripped at both ends, their text is `text`."""
     reasoning: str = ""
-    """What the model thought before it answered (`thinking` of `Decoding`)."""
+    """The model's thinking before its answer (`thinking` of `Decoding`)."""
     queries: tuple[str, ...] = ()
-    """The search queries that the model has written: a follow-up question anew, then one for each further step."""
+    """The search queries that the model has written: a rewritten follow-up question, then one for each further step."""
     fields: Mapping[str, int] = field(default_factory=dict)
     """For a JSON answer by PCED: the place among `sources` of each value's source, by the value's JSON pointer."""
 
@@ -311,7 +311,7 @@ def field_sources(trace: Sequence[TracedToken]) -> dict[str, int]:
     if all(owner is None for owner in owners):
         return {}
     found: dict[str, int] = {}
-    path: list[int | str | None] = []  # the place in each container that is open; None where an object's key comes
+    path: list[int | str | None] = []  # the position in each open container; None where an object's key is next
     for match in _JSON_TOKEN.finditer("".join(token.text for token in trace)):
         text = match[0]
         if text in "{[":
@@ -375,7 +375,7 @@ class StateShape(NamedTuple):
 
 
 class KVShape(NamedTuple):
-    """What all KV of one model has in common: the dtype of keys and values, every layer's shape, and its states."""
+    """The properties shared by all KV of one model: dtype of keys and values, every layer's shape, and its states."""
 
     dtype: DType
     layers: tuple[LayerShape, ...]

@@ -446,7 +446,7 @@ class RagKVIngest(TransformComponent):
 
     All nodes of one source (`ref_doc_id`, or the node's own id) form one document and replace its earlier version, so
     pass them in one call. A document whose nodes did not change is skipped; of one that changed, only new text is
-    encoded. Blank nodes are not stored. `report` says what the last call did.
+    encoded. Blank nodes are not stored. `report` is the result of the last call.
 
     Pass a `RagKV`, or the folder of an index, which is opened when it is first needed. With
     `IngestionPipeline.run(num_workers=...)`, each worker process opens the index and loads the model.
