@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from ragkv.store import Progress as Step
 
 _MOVES = re.compile(r"\r?(?:\x1b\[A)*")
-"""What a library's progress bar begins with: back to the start of the line, or up to an earlier bar's line."""
+"""The beginning of a library's progress bar: back to the start of the line, or up to an earlier bar's line."""
 
 
 class _Guard:
-    """A stream that escapes control characters in what is written to it.
+    """A stream that escapes control characters in everything written to it.
 
-    With `moves` (stderr on a terminal), a library's progress bar, of a download say, may return to its line's start.
+    With `moves` (stderr on a terminal), a library's progress bar (of a download, say) may return to its line's start.
     """
 
     def __init__(self, stream: IO[str], *, moves: bool) -> None:
@@ -64,7 +64,7 @@ def guarded() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
-            # for characters that the terminal's encoding lacks; in the C locale Python says "surrogateescape"
+            # for characters that the terminal's encoding lacks; in the C locale Python uses "surrogateescape"
             stream.reconfigure(errors="backslashreplace")
     sys.stdout = cast("Any", _Guard(sys.stdout, moves=False))
     sys.stderr = cast("Any", _Guard(sys.stderr, moves=sys.stderr.isatty()))
@@ -96,7 +96,7 @@ stderr = _Screen(stderr=True, soft_wrap=True)
 
 
 class LogLine(logging.Formatter):
-    """Formats a record as one line, whatever is in it; a traceback after it keeps its lines."""
+    """Formats a record as one line, whatever it contains; a traceback after it keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         return one_line(super().formatMessage(record))
@@ -118,9 +118,9 @@ def echo_delta(part: str) -> None:
 
 
 def draw(drawn: RenderableType, *, width: int | None = None) -> None:
-    """Print a table on stdout. Where the terminal is too narrow for it, its lines go on below: nothing is cut off.
+    """Print a table on stdout. If the terminal is too narrow, its lines wrap: nothing is cut off.
 
-    A pipe has no width: there nothing is folded, and no line is filled up with spaces.
+    A pipe has no width, so there no line is wrapped or padded with spaces.
     """
     terminal = sys.stdout.isatty()
     screen = _Screen(width=width if terminal else _WIDEST)
@@ -139,7 +139,7 @@ _NARROW = 16
 
 
 def _least_width(table: Table) -> int:
-    """The width of a table whose figures are whole and whose texts fold; rich would cut figures and leave names out."""
+    """The width at which a table's figures are complete and its texts fold; rich would cut figures and drop names."""
     for column in table.columns:
         widest = max((cell_len(one_line(str(cell))) for cell in (column.header, *column.cells)), default=0)
         column.min_width = widest if column.no_wrap else min(widest, _NARROW)
@@ -201,7 +201,7 @@ def share(value: float | None, interval: Sequence[float] | None = None) -> str:
 
 
 def between(shown: str, interval: Sequence[float] | None) -> str:
-    """A figure with its interval, which is given in shares and shown in per cent or points."""
+    """A figure with its interval, which is given as shares and shown in per cent or points."""
     return shown if interval is None else f"{shown} ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
 
 
@@ -246,7 +246,7 @@ def print_facts(rows: Iterable[tuple[str, str]]) -> None:
 
 
 def print_grid(head: Sequence[str], body: Sequence[Sequence[str]], *, words: Sequence[str] = ()) -> None:
-    """The first column and `words` hold words, the others figures."""
+    """Print a table: the first column and `words` are left-aligned text, the others figures."""
     table = plain()
     for at, column in enumerate(head):
         table.add_column(column, justify="left" if at == 0 or column in words else "right", no_wrap=True)
@@ -323,7 +323,7 @@ def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Steps]:
 
 @contextmanager
 def stages(title: str, *, silent: bool) -> Iterator[Steps]:
-    """Like `steps`, for jobs whose total may be unknown (0): the bar moves all the time, from the first moment on.
+    """Like `steps`, for jobs whose total may be unknown (0): the bar is animated from the first moment on.
 
     Without a terminal, a line per stage.
     """

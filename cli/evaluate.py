@@ -122,7 +122,7 @@ def _shown(figure: MetricValue) -> str:
 
 
 _VARIED = ("model", "codec", "retrieval", "top_k", "steps")
-"""These get a column if the rows differ in them."""
+"""Settings that get a column if the rows differ in them."""
 
 
 def print_rows(rows: Sequence[ScoreRow]) -> None:

@@ -80,7 +80,7 @@ def _list(skipped: Sequence[Skipped], head: str) -> None:
         by_path.setdefault(name, []).append(skip.reason)
     files_first = len(by_path) <= len(by_reason)
     groups = by_path if files_first else by_reason
-    ranked = sorted(groups.items(), key=lambda group: -len(group[1]))  # stable: otherwise as they came
+    ranked = sorted(groups.items(), key=lambda group: -len(group[1]))  # stable: ties keep their order
     lines = []
     for first, rest in ranked[:_REASONS]:
         more = f" and {len(rest) - _NAMES:,} more" if len(rest) > _NAMES else ""
@@ -306,7 +306,7 @@ def _watch(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Ingest what changes in the folders until Ctrl-C: by the index's server while one is up, else here."""
+    """Ingest the changes in the folders until Ctrl-C: by the index's server if one is running, else here."""
     from ragkv.ingest.ingester import IngestReport
 
     def apply(changes: FolderChanges) -> bool:
@@ -338,7 +338,7 @@ def _watch(
 
 
 def _engines(named: tuple[str, ...] | None, long_documents: str | None, index: Path) -> tuple[str, ...] | None:
-    """The engines whose KV is stored, with the one for long documents among them; None for those of the index."""
+    """The engines whose KV is stored, including the one for long documents; None for those of the index."""
     if long_documents is None:
         return named
     if long_documents not in ("apb", "none"):
@@ -349,7 +349,7 @@ def _engines(named: tuple[str, ...] | None, long_documents: str | None, index: P
 
 
 def _prompt(system: str | None, file: Path | None, index: Path) -> PromptConfig | None:
-    """The prompt of the index, or of the user file, with these words; None for that of the index."""
+    """The prompt of the index, or of the user file, with these texts; None for that of the index."""
     if system is None and file is None:
         return None
     table = asdict(_kept(index, "prompt") or PromptConfig())
@@ -361,7 +361,7 @@ def _prompt(system: str | None, file: Path | None, index: Path) -> PromptConfig 
 
 
 def _tuning(block_tokens: str | None, index: Path) -> Mapping[str, Mapping[str, Any]] | None:
-    """The tuning of the index, or of the user file, with these lengths of blocks; None for that of the index."""
+    """The tuning of the index, or of the user file, with these block lengths; None for that of the index."""
     given = block_tuning(block_tokens)
     if not given:
         return None
@@ -371,14 +371,14 @@ def _tuning(block_tokens: str | None, index: Path) -> Mapping[str, Mapping[str, 
 
 
 def _require_blocks(block_tokens: str | None, settings: Mapping[str, Any], index: Path) -> None:
-    """UsageError for lengths of blocks where no documents are stored in blocks."""
+    """UsageError for block lengths if no documents are stored in blocks."""
     engines = settings.get("engines") or _kept(index, "engines") or IndexConfig().engines
     if block_tokens is not None and "apb" not in engines:
         raise UsageError("--block-tokens is for documents that are stored in blocks; add --long-documents apb.")
 
 
 def _kept(index: Path, name: str) -> Any:
-    """A setting of the index, or of the user file where there is no index yet; None where neither has it."""
+    """A setting of the index, or of the user file if there is no index yet; None if neither has it."""
     if (index / CONFIG_FILE).exists():
         return getattr(load_config(index), name)
     return UserFile.read(user_file()).settings.get(name)
@@ -487,7 +487,7 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
         yield watch
     except KeyboardInterrupt:
         if last is None:
-            raise  # nothing has begun; `main` has a general sentence for this
+            raise  # nothing has begun; `main` has a general message for this
         if last.building:
             what = count(last.indexed, "document")
             note(f"ragkv: interrupted; all {what} are in the index, and the next question makes what it searches by.")
@@ -530,7 +530,7 @@ def _index(
         except (ConfigError, StoreBusyError):
             if not (folder / CONFIG_FILE).exists() or (not new and _may_be_replaced(folder, settings)):
                 raise
-            # else another process has just made or filled the index: open it below
+            # else another process has just created or filled the index: open it below
         else:
             if not new and not quiet:
                 note(f"{folder} held no document; it is replaced by an index with these settings.")

@@ -46,7 +46,7 @@ _MOVED = {
     ("ragkv", "search"): "ragkv query shows the chunks that it finds below its answer; see ragkv query --help.",
     ("ragkv", "watch"): "ragkv ingest FOLDER --watch follows folders; see ragkv ingest --help.",
 }
-"""Commands of earlier versions and of other tools, by their group and name: what to type."""
+"""Commands of earlier versions and of other tools, by group and name, with what to type instead."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ def _in_one_sentence() -> Iterator[None]:
 
 
 class CommandGroup(TyperGroup):
-    """Reports wrong usage in one sentence, and says after an interrupt that committed work is kept."""
+    """Reports wrong usage in one sentence, and notes after an interrupt that committed work is kept."""
 
     make_context = _in_one_sentence()(TyperGroup.make_context)
     invoke = _in_one_sentence()(TyperGroup.invoke)
@@ -109,7 +109,7 @@ def log_to_stderr(*, debug: bool) -> None:
 def brief() -> None:
     """Collect cyclic garbage rarely, for a short-lived process.
 
-    Imports create a million objects that stay. Scanning them again and again takes time.
+    Imports create a million objects that stay alive, and scanning them repeatedly takes time.
     """
     gc.set_threshold(50_000, 20, 20)
 
@@ -123,12 +123,12 @@ def run(app: typer.Typer, name: str) -> None:
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
     debug = "--debug" in arguments[:end]
-    if debug:  # users may write it anywhere, but the parser accepts it only before the command's name
+    if debug:  # users may write it anywhere, but the parser only accepts it before the command's name
         arguments = ["--debug", *(word for word in arguments[:end] if word != "--debug"), *arguments[end:]]
     collecting = gc.get_threshold()
     atexit.unregister(gc.freeze)
-    atexit.register(gc.freeze)  # at its end, Python need not look for cycles in all that was imported
-    # else numba sets up colorama where that is installed, which writes an escape sequence to a terminal at the end
+    atexit.register(gc.freeze)  # at exit, Python then does not search all imported objects for cycles
+    # otherwise numba sets up colorama, if installed, which writes an escape sequence to a terminal at exit
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
     _open_streams()
     with guarded():
@@ -142,7 +142,7 @@ def run(app: typer.Typer, name: str) -> None:
         except (BrokenPipeError, SystemExit) as end:
             if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
                 raise
-            _give_up_stdout()  # the reader has left (`| head`), which typer and rich make exit code 1
+            _give_up_stdout()  # the reader has left (`| head`), for which typer and rich would exit with code 1
             sys.exit(0)
         except (MemoryError, OSError, RuntimeError) as error:
             denied = isinstance(error, PermissionError) and error.filename is not None
@@ -150,7 +150,7 @@ def run(app: typer.Typer, name: str) -> None:
             if debug or not (refused or isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
                 raise
             if refused is None:
-                fail("The memory does not suffice: end other programs, or take a smaller top-k, batch or model.")
+                fail("Not enough memory: close other programs, or use a smaller top-k, batch or model.")
             elif refused.filename is not None:  # else it was stdout
                 fail(f"{refused.filename} cannot be used: {refused.strerror}.")
             else:
@@ -203,7 +203,7 @@ _PANELS = {
 }
 """The commands below each heading of the help; "!": without arguments, a command shows its help."""
 _COMMITTING = frozenset({"ingest", "warm", "delete", "repair", "gc"})
-"""The commands that commit their work bit by bit."""
+"""The commands that commit their work in small steps."""
 _COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 _MODULES = {
     **dict.fromkeys(("bench", "eval"), "evaluate"),
@@ -214,11 +214,11 @@ _MODULES = {
     **dict.fromkeys(("pack", "unpack", "warm"), "maintenance"),
     **dict.fromkeys(("stop", "mcp"), "serve"),
 }
-"""The module of a command, where it is not named like the command."""
+"""The modules of commands that are not named like their command."""
 
 
 class _Root(CommandGroup):
-    """Imports a command when it is asked for: all of them take a tenth of a second."""
+    """Imports a command on demand: importing all of them takes a tenth of a second."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

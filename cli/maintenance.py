@@ -133,7 +133,7 @@ def stats(
 
 
 def _shown(key: str, value: Any) -> str:
-    """A figure as people read it: bytes with their unit, shares in per cent."""
+    """A figure in readable form: bytes with their unit, shares in per cent."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_shown(key, one)}" for name, one in value.items()) or "-"
     if key in ("kv_budget_used", "kv_hit_rate"):
@@ -226,7 +226,7 @@ def verify(
 
 
 def show_findings(findings: tuple[Problem, ...]) -> None:
-    """Print a line for each finding, but not more than a person reads."""
+    """Print a line for each finding, up to a readable number."""
     for finding in findings[:SHOWN]:
         echo(f"{finding.kind}: {finding}")
     if len(findings) > SHOWN:

@@ -94,8 +94,8 @@ USED = ("index", "device")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedFolder:
-    """A `[[watch]]` of the user file: a folder that `ragkv serve` follows for an index. Not in `ragkv.toml`: an index
-    may come from others, and would read what files it likes."""
+    """A `[[watch]]` of the user file: a folder that `ragkv serve` follows for an index. It is not in `ragkv.toml`,
+    because a foreign index could then read any of the user's files."""
 
     index: str = ""
     folder: str = ""
@@ -123,7 +123,7 @@ FLAGS: Mapping[str, str] = {
     "encoding": "--context-tokens",
     "prompt": "--system",
 }
-"""The option of each, named as its variable."""
+"""The option of each such setting, named like its variable."""
 
 CHANGEABLE = (
     *("kv", "kv_budget", "memory_budget", "default_engine", "top_k", "history", "prompt.question"),
@@ -137,7 +137,7 @@ CHOSEN = (*USED, "default_engine", "top_k")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueInForce:
-    """A value in force and where it comes from; `where` names the flag, the variable or the file."""
+    """The effective value of a setting and its origin; `where` names the flag, the variable or the file."""
 
     name: str
     value: Any
@@ -146,7 +146,7 @@ class ValueInForce:
 
 
 def contradicted(config: IndexConfig, given: Mapping[str, Any]) -> list[str]:
-    """Which of the given settings differ from what the index was made with; a question may choose the others."""
+    """The given settings that contradict those of the index; settings that a question may choose never do."""
     return [
         name for name, value in given.items() if name not in CHOSEN and not _same(name, getattr(config, name), value)
     ]
@@ -210,7 +210,7 @@ class UserFile:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The file at `path`, or nothing when there is none. ConfigError says what is wrong in it."""
+        """The file at `path`, empty if there is none. ConfigError says what is wrong in it."""
         found = read_toml(path) if path.exists() else {}
         watch = found.pop("watch", [])
         known = {*USED, "watch", *(f.name for f in fields(IndexConfig))}
@@ -222,7 +222,7 @@ class UserFile:
             if key in USED and not (isinstance(value, str) and value.strip()):
                 raise ConfigError(f"{path}: {key} = {shortened(value)} must be a string that is not empty.")
         settings = {key: value for key, value in found.items() if key not in USED}
-        # some settings need an embedder to be valid; which one it will be is not known yet, so name any
+        # some settings are only valid with an embedder; which one is not known yet, so name any
         checked = config_in(path, {"embedder": "mini"} | settings)
         folders = [build_config(WatchedFolder, each, f"{path} [[watch]]") for each in watch]
         return cls(path=path, table=found, settings={key: getattr(checked, key) for key in settings}, watch=folders)
@@ -251,7 +251,7 @@ def in_force(
 
     `flags` and `variables` are the given values by name. `index` is the path and the table of a `ragkv.toml`, and
     `config` its configuration; without an index, `config` is that of a new one. `used` holds the defaults of `USED`.
-    A variable overrules an index only in what a question may choose (`CHOSEN`).
+    A variable only overrides an index in settings that a question may choose (`CHOSEN`).
     """
     path, written = index or (Path(), {})
     in_index, in_file = dict(flatten(written)), dict(flatten(user.table))
@@ -304,7 +304,7 @@ def _device(ctx: typer.Context, value: str | None) -> str | None:
 
 
 def _require_cuda(name: str) -> None:
-    """ModelLoadError for a GPU where torch or the machine cannot have one; found out without importing torch."""
+    """ModelLoadError for a GPU that torch or the machine does not support, without importing torch."""
     import ctypes
     import runpy
 
@@ -719,14 +719,14 @@ def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
             given[name] = kind(**{each: given.pop(each) for each in names})
         return command(**given)
 
-    # a function's signature cannot be assigned, as mypy sees it
+    # mypy does not allow an assignment to a function's signature
     keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     vars(run)["__signature__"] = signature.replace(parameters=keywords)
     return run
 
 
 def _options_of(kind: type) -> dict[str, inspect.Parameter]:
-    """The parameters of a dataclass that are options. The dataclass checks the values, and choices are texts here."""
+    """The parameters of a dataclass that are options. The dataclass checks the values, so choices are texts here."""
     found = {}
     for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
         value, *notes = get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else (None,)

@@ -409,7 +409,7 @@ def _number(estimate: Estimate) -> str:
 
 
 def _bytes(number: float) -> str:
-    """Decimal units, as disks are sold: 1500000000 -> "1.50 GB"."""
+    """Decimal units, like the sizes of disks: 1500000000 -> "1.50 GB"."""
     for unit in ("B", "kB", "MB"):
         if number < 1000:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

@@ -72,9 +72,9 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 T = TypeVar("T")
 Turns: TypeAlias = Sequence[tuple[str, str]]
-"""The questions before, with their answers."""
+"""The earlier questions, with their answers."""
 _FOR_INDEX = ("index", *(each.name for each in fields(SearchOptions)))
-"""Options that say where and how to search."""
+"""Options for where and how to search."""
 
 
 def refuse_options(ctx: typer.Context) -> None:
@@ -124,7 +124,7 @@ def context_material(
 
 
 def _texts(paths: Sequence[Path], settings: IngestConfig, *, quiet: bool) -> list[tuple[str, str]]:
-    """(name, text) of each file, read as an ingest reads it: by a process of its own, within the limits."""
+    """(name, text) of each file, read like at an ingest: in a separate process, within the limits."""
     from ragkv.ingest import ParseLimits, Skipped
     from ragkv.ingest.sandbox import SourceReader
     from ragkv.ingest.source import find_sources
@@ -294,7 +294,7 @@ def _source(
     *,
     quiet: bool,
 ) -> Iterator[RagKV | Contexts]:
-    """What this process answers from: the files of `--context`, or the index."""
+    """The source of this process's answers: the files of `--context`, or the index."""
     if context:
         from ragkv.index.contexts import Contexts
 
@@ -342,7 +342,7 @@ def show_sources(answer: Answer, index: Path | str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSettings:
-    """What all questions of a conversation have in common: `options` are those of `RagKV.stream`."""
+    """The settings shared by all questions of a conversation; `options` are those of `RagKV.stream`."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     history: History | None = None
@@ -369,7 +369,7 @@ class ChatBackend:
         self._opened.close()
 
     def choose(self, engine: str | None) -> str:
-        """Check the settings, have the model loaded, and show warnings; returns the engine that answers."""
+        """Check the settings, make sure that the model is loaded, and show warnings; returns the answering engine."""
         body = self._body("?", engine, warnings=not self._settings.quiet)
         chosen, warnings = self._by(lambda server: server.check(body), lambda rag: self._checked(rag, engine))
         for warning in warnings:
@@ -522,7 +522,7 @@ class _Session:
                 self._command(text)
             elif text:
                 self._ask(text)
-        except RagkvError as error:  # the conversation goes on
+        except RagkvError as error:  # the conversation continues
             self._fail(text, error)
         return True
 

@@ -164,7 +164,7 @@ def query(
 def _lead(
     session: Session, questions: Sequence[str], options: Mapping[str, Any], place: str, *, as_json: bool, quiet: bool
 ) -> int:
-    """Rank 0: have all ranks answer one question after another, and show the answers; the exit code."""
+    """Rank 0: have all ranks answer the questions one by one, and show the answers; returns the exit code."""
     code = 0
     many = len(questions) > 1 or "-" in questions
     session.join()
@@ -212,7 +212,7 @@ def _follow(session: Session) -> None:
 
 
 def _on_ray(address: str, ranks: int, patience: float) -> int:
-    """Run this command line as ranks on a Ray cluster, and show what rank 0 shows; returns its exit code."""
+    """Run this command line as ranks on a Ray cluster, and show rank 0's output; returns its exit code."""
     from ragkv.distributed.session import on_ray
 
     words = [word for word in sys.argv[1:] if word != "--debug"]
@@ -234,7 +234,7 @@ def _each(questions: Iterable[str]) -> Iterator[str]:
 
 
 def _own_device() -> str | None:
-    """If the machine has several GPUs, the rank's own one."""
+    """The rank's own GPU, if the machine has several."""
     import torch
 
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else None

@@ -175,11 +175,11 @@ def serve(
         )
         run_on_ray(ray, options, port=port, on_ready=lambda url: _ready(url, packs, as_json=as_json, quiet=quiet))
         return
-    # absolute, so that errors name it, and commands in any folder find it
+    # absolute, so that errors name it, and commands find it from any folder
     places = named_places(index or [str(DEFAULT_INDEX)])
     folders = {name: Path(place).expanduser().absolute() for name, place in places.items()}
     for folder in folders.values():
-        load_config(folder)  # nothing heavy is imported for an index that is not there
+        load_config(folder)  # if the index does not exist, nothing heavy is imported
     if background:
         _start(next(iter(folders.values())), as_json=as_json, quiet=quiet)
         return
@@ -224,7 +224,7 @@ def serve(
 
 
 def _watched(folders: Mapping[str, Path], *, read_only: bool) -> list[tuple[str, Path, bool]]:
-    """(index, folder, prune) of each `[[watch]]` of the user file whose index is among those that are served."""
+    """(index, folder, prune) of each `[[watch]]` of the user file whose index is being served."""
     names = {folder.resolve(): name for name, folder in folders.items()}
     found = []
     for each in UserFile.read(user_file()).watch:
@@ -254,7 +254,7 @@ def _start(first: Path, *, as_json: bool, quiet: bool) -> None:
 
 
 def _log_requests(*, quiet: bool, as_json: bool) -> None:
-    """A line of JSON on stderr for each request, unless `quiet`; `as_json`: the whole log has a handler for that."""
+    """Log a line of JSON on stderr per request, unless `quiet`; with `as_json` the whole log has such a handler."""
     log = logging.getLogger("ragkv.server.middleware.requests")
     log.setLevel(logging.WARNING if quiet else logging.INFO)
     if not as_json:
@@ -396,7 +396,7 @@ def mcp(
 
         settings = ServerSettings(host=host, port=port, keys=None if keys is None else Keys.read(keys))
         listening = reserve(host, port)
-    load_config(index)  # nothing heavy is imported for an index that is not there
+    load_config(index)  # if the index does not exist, nothing heavy is imported
     try:
         from ragkv.server.mcp import make_tools
 
