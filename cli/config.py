@@ -161,7 +161,7 @@ def change(
         name, sign, value = (part.strip() for part in setting.partition("="))
         if sign and name not in CHANGEABLE and name in {f"prompt.{each.name}" for each in fields(PromptConfig)}:
             raise UsageError(
-                f"{name} stands before the documents, whose KV depends on it: change it in {index / CONFIG_FILE} "
+                f"{name} comes before the documents, whose KV depends on it: change it in {index / CONFIG_FILE} "
                 "and ingest again, or give --system to a question."
             )
         if sign and name in VARIABLES and name not in (*CHANGEABLE, *USED):
@@ -181,7 +181,7 @@ def change(
     elif not quiet:
         echo(f"{index}: {', '.join(f'{name} = {value}' for name, value in given.items())}.")
         if dropped:
-            echo(f"{count(dropped, 'KV record')} left for the smaller budget.")
+            echo(f"{count(dropped, 'KV record')} evicted for the smaller budget.")
 
 
 def _by_source(ctx: typer.Context, given: dict[str, Any], source: str) -> dict[str, Any]:

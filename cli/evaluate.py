@@ -298,7 +298,7 @@ def answers(
     steps: Annotated[
         str,
         typer.Option(
-            help="Search up to so many times, for queries that the model writes; several numbers: 1,2,3.",
+            help="Search up to this many times, for queries that the model writes; several numbers: 1,2,3.",
             rich_help_panel=_SCORES,
         ),
     ] = "1",

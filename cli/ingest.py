@@ -174,7 +174,7 @@ def ingest(
     ] = None,
     urls: Annotated[
         Path | None,
-        typer.Option(help="Also ingest the pages whose addresses stand in this file, one a line.", metavar="FILE"),
+        typer.Option(help="Also ingest the pages whose addresses are in this file, one per line.", metavar="FILE"),
     ] = None,
     within: Annotated[
         list[str] | None,
@@ -319,7 +319,7 @@ def _watch(
                     with _progress(quiet or as_json) as show:
                         report = rag.follow(changes, memory=memory, on_progress=show, **wait(False))
         except (IngestError, StoreFullError) as error:
-            note(f"ragkv: {error} The next look at the folders tries again.")
+            note(f"ragkv: {error} The next check of the folders tries again.")
             return False
         report.skipped += changes.skipped
         if as_json:

@@ -458,7 +458,7 @@ System = Annotated[
     str | None,
     typer.Option(
         "--system",
-        help="Instructions for this question; they stand before it, after the documents, so stored KV still serves.",
+        help="Instructions for this question; they come before it, after the documents, so stored KV still applies.",
         show_default=False,
     ),
 ]
@@ -643,7 +643,7 @@ class SearchOptions:
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Search up to so many times: for the question, then for queries that the model writes.",
+            help="Search up to this many times: for the question, then for queries that the model writes.",
             show_default="the index's, or 1",
             rich_help_panel=_RETRIEVAL,
         ),

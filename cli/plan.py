@@ -160,7 +160,7 @@ def plan(
     With --index, the command simulates budgets of KV over the uses that the index has recorded, a log of questions, or
     Zipf's law, and says how many of the chunks that questions read would be found.
 
-    With --chunks, PATH is a sample: its measured rates are scaled to so many chunks on --nodes machines, with bytes,
+    With --chunks, PATH is a sample: its measured rates are scaled to that many chunks on --nodes machines, with bytes,
     hours, the cost of every kind of storage, and a simulation of the nodes (docs/tiers.md has what is assumed).
 
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
@@ -353,7 +353,7 @@ def _notify(plan: Plan) -> None:
         "than the last column."
     )
     echo()
-    table = plain("engine", "first token", "prefill", "sooner", "a later token")
+    table = plain("engine", "first token", "prefill", "faster", "a later token")
     for engine in plan.engines:
         table.add_row(
             engine.engine,

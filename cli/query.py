@@ -462,7 +462,7 @@ def chat(
         bool | None,
         typer.Option(
             "--rewrite/--no-rewrite",
-            help="Have the model write a follow-up question anew for the search.",
+            help="Have the model rewrite a follow-up question for the search.",
             show_default="the index's, or no",
         ),
     ] = None,

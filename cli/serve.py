@@ -290,7 +290,7 @@ def stop(index: Index = DEFAULT_INDEX, as_json: Json = False, quiet: Quiet = Fal
     until = time.monotonic() + about["stop_seconds"] + SLACK_SECONDS
     while not is_free(index):
         if time.monotonic() > until:
-            raise RagkvError(f"The server (process {about['pid']}) has been told to stop and goes on; end it by kill.")
+            raise RagkvError(f"The server (process {about['pid']}) was asked to stop but still runs; end it with kill.")
         time.sleep(0.05)
     _notify(about, as_json=as_json, quiet=quiet)
 
@@ -299,10 +299,10 @@ def _no_server(index: Path) -> RagkvError:
     """The error for no server, or one that does not respond."""
     connection = connect(index, seconds=SLACK_SECONDS)
     if connection is None:
-        return RagkvError(f"No server of yours is up for the index at {index}; ragkv serve --background starts one")
+        return RagkvError(f"You have no server running for the index at {index}; ragkv serve --background starts one")
     with connection:
         pid, _ = peer_uid(connection)
-    return RagkvError(f"The server for the index at {index} (process {pid}) does not answer; end it by kill.")
+    return RagkvError(f"The server for the index at {index} (process {pid}) does not answer; end it with kill.")
 
 
 def _notify(about: dict[str, Any], *, as_json: bool, quiet: bool) -> None:

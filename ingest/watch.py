@@ -128,7 +128,7 @@ class FolderWatcher:
                 found.changed[source.document_id] = above
         gone = self._gone(present, sources, skipped, last) if self._prune else []
         for folder in () if self._prune else self._folders:
-            self._say(folder not in present, f"{folder} is not there; its files are ingested when it is.")
+            self._say(folder not in present, f"{folder} does not exist; its files are ingested once it does.")
         fresh = [skip for skip in skipped if skip not in last.skipped]
         return FolderChanges(sources=changed, gone=gone, skipped=fresh), found
 
@@ -170,7 +170,7 @@ class FolderWatcher:
 
     def _poll(self, reason: str) -> None:
         self._polling = True
-        self._notify(f"No notifications of changes ({reason}): looking every {POLL_SECONDS:.0f} seconds.")
+        self._notify(f"No notifications of changes ({reason}): checking every {POLL_SECONDS:.0f} seconds.")
 
     def _notifications(self, stop: threading.Event) -> Iterator[None]:
         """Yields at changes, until a folder is replaced."""

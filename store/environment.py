@@ -342,7 +342,7 @@ class FileMap:
                 mmap.mmap(-1, more, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ).close()
         except OSError as error:
             raise StoreError(
-                f"{self.directory} has grown to {size} bytes, and this process may not map so many "
+                f"{self.directory} has grown to {size} bytes, and this process may not map that much "
                 f"({error.strerror}): allow it more address space (ulimit -v)"
             ) from error
         env.set_mapsize(size)

@@ -111,7 +111,7 @@ class Candidate:
         if self.top_k is not None and self.top_k < 1:
             raise UsageError(f"--top-k must be at least 1, not {self.top_k}.")
         if self.steps > 1 and self.top_k is None:
-            raise UsageError("--steps needs --retrieval and --top-k: where all chunks are read, none is searched for.")
+            raise UsageError("--steps needs --retrieval and --top-k: if all chunks are read, nothing is searched.")
 
     @property
     def label(self) -> str:

@@ -346,7 +346,7 @@ def proposed(rows: Sequence[EngineRow], full_first_token: float) -> str:
                 lines.append(f"context = {best.options['context']} under [encoding] (then ingest again)")
             return (
                 f"Proposed: {' and '.join(lines)} in ragkv.toml. Its answers are {verdict} beside full attention, and "
-                f"its first token comes {full_first_token / best.first_token:.1f} times sooner."
+                f"its first token comes {full_first_token / best.first_token:.1f} times faster."
             )
     return "Proposed: --engine full, because no engine is shown to answer like it; more questions may show one."
 

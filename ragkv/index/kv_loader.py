@@ -108,7 +108,7 @@ class KVLoader:
             mine = before if ids == chunk.token_ids else ()
             if mine and not index.has_tokens(mine):  # the index may be untrusted
                 raise CorruptStoreError(
-                    f"what stands before chunk {chunk.chunk_id!r} in the index at {index.folder} holds tokens that its "
+                    f"the text before chunk {chunk.chunk_id!r} in the index at {index.folder} has tokens that its "
                     "model does not have: delete its document, or ingest into a new index"
                 )
             made.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine, packet))

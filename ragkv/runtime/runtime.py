@@ -354,7 +354,7 @@ class Runtime:
         """
         with self._locked():
             if self._driver == threading.get_ident():
-                raise UsageError("An index cannot be closed by what runs within its model's step; close it elsewhere.")
+                raise UsageError("An index cannot be closed from within its model's step; close it elsewhere.")
             self._closed[owner] = message
             for job in self._jobs.values():
                 if job.owner is owner and not job.cancelled:
@@ -450,7 +450,7 @@ class Runtime:
         The timeout of a second is a safety net: an interrupt may come between the end of a step and its notification.
         """
         if self._driver == threading.get_ident():
-            raise UsageError("A question cannot be asked by what runs within its model's step (a stopping criterion).")
+            raise UsageError("A question cannot be asked from within its model's step (by a stopping criterion).")
         self._changed.wait(1.0)
 
     def _post(self, *, changed: bool = False) -> None:

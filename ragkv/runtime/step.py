@@ -246,7 +246,7 @@ class Stepper:
         """The runtime's model; ReferenceError once it has been freed."""
         model = self._reference()
         if model is None:
-            raise ReferenceError("the runtime's model is gone: hold the model for as long as it is asked")
+            raise ReferenceError("the runtime's model has been freed: keep a reference to it while it is in use")
         return model
 
     def step(self, admitted: Sequence[Job]) -> bool:

@@ -185,7 +185,7 @@ class LastSecond:
 
 
 def _end_process() -> None:
-    logger.warning("the server ends before all that it did has ended: the time of a stop is over")
+    logger.warning("the server ends before its work is done, because the time for stopping is over")
     logging.shutdown()
     os._exit(0)
 

@@ -215,7 +215,7 @@ class JobStore:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.warning("%s is not used, and will be written anew: %s", path, type(error).__name__)
+            logger.warning("%s is not used, and will be rewritten: %s", path, type(error).__name__)
             return []
 
     @property

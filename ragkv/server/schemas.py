@@ -264,7 +264,7 @@ class QuestionOptions(BaseModel):
         default=None, description="The most searches: for the question, then for queries that the model writes."
     )
     rewrite: bool | None = Field(
-        default=None, description="Whether the model writes a follow-up question anew for the search."
+        default=None, description="Whether the model rewrites a follow-up question for the search."
     )
     temperature: float | None = None
     top_p: float | None = None

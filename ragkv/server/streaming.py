@@ -126,7 +126,7 @@ class AnswerResponse:
             if failure is not error:
                 failure.__cause__ = error
             if failure.status >= 500 and not isinstance(error, ApiError):
-                logger.exception("an answer failed under way")
+                logger.exception("an answer failed while it was streamed")
             ending = list(self._formatter.on_error(failure))
         self.streams = False
         for event in ending:

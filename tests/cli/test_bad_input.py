@@ -248,7 +248,7 @@ TABLE: list[tuple[str, int, str]] = [
     (SET + "top_k=-1", 2, "top_k must be at least 1"),
     (SET + "top_k=" + "9" * 5000, 2, "top_k = '999"),
     (SET + "top_k=3 top_k=4", 2, "top_k is given twice"),
-    (SET + "'prompt.system=Be brief.'", 2, "stands before the documents, whose KV depends on it: change it in"),
+    (SET + "'prompt.system=Be brief.'", 2, "comes before the documents, whose KV depends on it: change it in"),
     (SET + "prompt.question=What?", 2, "prompt.question must hold {question} exactly once"),
     (SET + "prompt.none=1", 2, "is not NAME=VALUE, as in top_k=4; NAME is one of kv, "),
     (SET + "steps.count=9", 2, "steps.count must lie between 1 and 8"),

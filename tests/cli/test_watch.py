@@ -211,7 +211,7 @@ def test_after_many_changes_the_index_equals_a_new_one(folder, rag, followed, tm
         new.ingest(folder)
         expected = content(new)
         until(lambda: content(rag) == expected)
-    assert any("looking every" in str(each) for each in reports) != notified
+    assert any("checking every" in str(each) for each in reports) != notified
 
 
 def test_deletions_need_prune_and_unreadable_files_are_named(folder, rag, followed):
@@ -247,7 +247,7 @@ def test_a_folder_that_is_gone_as_a_whole_keeps_its_documents(folder, rag, follo
 def test_a_folder_that_is_not_there_yet_is_named_and_followed_later(folder, rag, followed):
     away = folder.rename(folder.parent / "away")
     reports = followed(folder, prune=False)
-    until(lambda: [str(each) for each in reports] == [f"{folder} is not there; its files are ingested when it is."])
+    until(lambda: [str(each) for each in reports] == [f"{folder} does not exist; its files are ingested once it does."])
     away.rename(folder)
     until(lambda: rag.stats().documents == 8)
 
@@ -323,4 +323,4 @@ def test_a_full_disk_does_not_end_it(folder, index, monkeypatch, ragkv):
     monkeypatch.setattr(watch, "WALK_TICKS", 1)
     shown = ragkv("ingest", folder, "--index", index, "--watch", "--device", "cpu")
     assert shown.code == 0
-    assert "The disk is full. The next look at the folders tries again." in shown.err
+    assert "The disk is full. The next check of the folders tries again." in shown.err

@@ -101,7 +101,7 @@ def test_a_proposal_names_the_options_and_how_much_sooner():
     assert 'default_engine = "block" and context = 256 under [encoding] (then ingest again) in ragkv.toml' in found
     found = proposed([row_of("block(over=prefixed)", "good", 0.25, over="prefixed")], 1.0)
     assert 'default_engine = "block" and over = "prefixed" under [tuning.block] in ragkv.toml' in found
-    assert "4.0 times sooner" in found
+    assert "4.0 times faster" in found
 
 
 def test_the_engines_of_the_index_and_those_that_could_replace_them(rag):

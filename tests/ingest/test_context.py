@@ -445,7 +445,7 @@ def test_tokens_that_the_model_lacks_are_refused_before_they_are_encoded(tmp_pat
         first, second, *_ = [each.chunk for each in scored(rag, "works.txt")]
         key = chunk_key(digest(first.document_id), first.ordinal)
         rag.store._live().write(lambda txn: txn.put("chunks", key, pack_chunk(replace(first, token_ids=(5, 10**6)))))
-        with pytest.raises(CorruptStoreError, match=r"what stands before chunk .* tokens that its model does not have"):
+        with pytest.raises(CorruptStoreError, match=r"the text before chunk .* tokens that its model does not have"):
             rag.kv_loader.identities(Encoding.CONTEXT, [second])
         source = IndexRepairSource(rag.index, rag.kv_loader)
         assert source.identities(second) == []

@@ -580,7 +580,7 @@ def test_the_model_goes_with_the_last_who_holds_it(make_model):
         assert gone() is None
     finally:
         gc.enable()
-    with pytest.raises(ReferenceError, match="hold the model"):
+    with pytest.raises(ReferenceError, match="keep a reference"):
         _ = runtime.model
 
 
