@@ -107,7 +107,7 @@ def doctor(
     Every engine and codec is compared on your own documents: KL of next tokens, agreement of the most likely token,
     equal answers, and accuracy if gold answers are given, each with a 95 % interval. From these follows a verdict
     (good, fair, poor, or not enough to tell), which is kept in the index and shown by `ragkv stats`. Times to the first
-    token stand beside them, and one setting is proposed. A poor verdict is a result, so the exit code is 0. Without an
+    token are also shown, and one setting is proposed. A poor verdict is a result, so the exit code is 0. Without an
     index, or with --health, nothing is compared.
 
     Example: `ragkv doctor --questions questions.jsonl`

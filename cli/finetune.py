@@ -43,7 +43,7 @@ def block(
     bos: Annotated[
         str | None,
         typer.Option(
-            help="none: no BOS before the prompt, as Block-Attention's authors tune; auto: as the tokenizer has it.",
+            help="none: no BOS before the prompt, as Block-Attention's authors tune; auto: as the tokenizer does.",
             show_default="as --model or --prompt-of say, else auto",
         ),
     ] = None,

@@ -98,7 +98,7 @@ def _list(skipped: Sequence[Skipped], head: str) -> None:
 
 
 def _short(path: Path | str) -> str:
-    """The path relative to the working directory, if it lies below it."""
+    """The path relative to the working directory, if it is inside that."""
     if isinstance(path, Path) and path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
     return str(path)
@@ -179,7 +179,7 @@ def ingest(
     within: Annotated[
         list[str] | None,
         typer.Option(
-            help="Pages may also lie below this address (repeatable).",
+            help="Pages may also be below this address (repeatable).",
             show_default="the host of a page, the folder of a sitemap",
             metavar="ADDRESS",
         ),
@@ -498,7 +498,7 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
         are = "is" if last.sources == 1 else "are"
         note(
             f"ragkv: interrupted; {last.indexed:,} of {count(last.sources, 'document')} {are} in the index; "
-            "run the same command to go on."
+            "run the same command to continue."
         )
         raise typer.Exit(130) from None
 

@@ -375,7 +375,7 @@ def compact(
 ) -> None:
     """Copy an index without its free pages: the copy is smaller and holds no bytes of deleted documents.
 
-    The old index stays as it is and may be used meanwhile; what is written to it after the start is not in the copy.
+    The old index does not change and may be used meanwhile; later writes to it are not in the copy.
     When no process uses the old index any more, put the new folder in its place.
 
     Example: `ragkv compact --index my-index --output my-index-compacted`

@@ -561,7 +561,7 @@ class _Session:
             return
         echo()
         if cancelled:
-            note("cancelled; the conversation goes on without this question")
+            note("cancelled; the conversation continues without this question")
         elif not self._quiet:
             show_sources(answer, self._index)
 

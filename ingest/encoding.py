@@ -164,7 +164,7 @@ class _Stored(Mapping[int, "EncodedBlock"]):
 
 
 def with_choice(block: EncodedBlock) -> ChunkKV:
-    """A block's KV with its choice of passed tokens, as it is stored."""
+    """A block's KV with its choice of passed tokens, in its stored form."""
     import torch
 
     from ragkv.attention.kv import State

@@ -1,7 +1,7 @@
 """PDF: text page by page. Lines that were broken only by the page's width are joined again.
 
 A table with rules becomes rows, as a sheet does (`ragkv.ingest.text`): pdfplumber finds its cells from the page's
-lines, pypdf's text at their place is left out, and the rows stand where it began. If the two libraries see different
+lines, pypdf's text in their area is dropped, and the rows are put where it began. If the two libraries see different
 characters there, the page stays running text, so nothing is lost or read twice. How much is searched for tables is
 bounded in bytes of the pages' contents, not in time, so that a file gives the same rows on every machine.
 Pages without text, and images, are read by the program tesseract, if it is installed. It is a process of its own that
@@ -392,7 +392,7 @@ class _TableFinder:
         rows = list(enumerate(one.rows, start=1))
         if above is not None and len(above.columns) == len(one.columns):
             alike = all(abs(a - b) < 3 for a, b in zip(above.columns, one.columns, strict=True))
-            if alike and above.rows[0] != one.rows[0]:  # the table goes on, without its head
+            if alike and above.rows[0] != one.rows[0]:  # the table continues, without its head
                 rows.insert(0, (0, above.rows[0]))
                 one.rows = [above.rows[0]]
         for place, text in table_rows(rows):

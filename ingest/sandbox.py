@@ -1,6 +1,6 @@
 """Read files in a child process with limits on memory and time, and return text with sections or a reason.
 
-Every few months somebody publishes a file of a few kilobytes on which a PDF or HTML library takes gigabytes or hours.
+Every few months a file of a few kilobytes is published on which a PDF or HTML library takes gigabytes or hours.
 No check of the file can find that, but the operating system can limit a process. The process starts with the first file
 that needs it and reads the files after it. If a file kills it, only that file is lost.
 

@@ -130,7 +130,7 @@ class Web:
         try:
             self._scopes += [_normal(address).rstrip("/") + "/" for address in self.within]
         except Unreadable as error:
-            raise UsageError(f"--within is the address below which pages may lie: {error}.") from None
+            raise UsageError(f"--within is the address below which pages may be: {error}.") from None
 
     def sources(self, addresses: Iterable[str], listed: Iterable[str] = ()) -> list[SourceFile]:
         """The sources of `addresses`, which may be sitemaps, and of `listed`, which are pages.
@@ -264,7 +264,7 @@ class Web:
             else:
                 outside[_scope(address)] = outside.get(_scope(address), 0) + 1
         for scope, count in sorted(outside.items(), key=lambda each: -each[1])[:10]:
-            reason = f"{count:,} of its pages lie below {scope}: add --within {scope}"
+            reason = f"{count:,} of its pages are below {scope}: add --within {scope}"
             self.skipped.append(Skipped(path=sitemap, reason=reason))
 
     def _fetch(self, address: str, scopes: Sequence[str], known: Mapping[str, str] | None = None) -> _Fetched:

@@ -79,7 +79,7 @@ def moved_names(module: str) -> Callable[[str], Any]:
 
 
 class _MovedModules(MetaPathFinder, Loader):
-    """Finds the old modules. It stands last on `sys.meta_path`, so a module that exists is never shadowed."""
+    """Finds the old modules. It is last on `sys.meta_path`, so an existing module is never shadowed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -76,7 +76,7 @@ class PromptConfig:
         if self.question.count("{question}") != 1:
             raise ConfigError("prompt.question must hold {question} exactly once.")
         if not 0 <= self.prefix_newlines <= 1000:
-            raise ConfigError("prompt.prefix_newlines must lie between 0 and 1000.")
+            raise ConfigError("prompt.prefix_newlines must be between 0 and 1000.")
 
     def facts(self) -> dict[str, Any]:
         """All settings, to be hashed. `bos` "auto" is left out, because older versions without that setting hashed the
@@ -125,9 +125,9 @@ class StepsConfig:
     def __post_init__(self) -> None:
         _check_types(self, "steps.")
         if not 1 <= self.count <= MOST_STEPS:
-            raise ConfigError(f"steps.count must lie between 1 and {MOST_STEPS}.")
+            raise ConfigError(f"steps.count must be between 1 and {MOST_STEPS}.")
         if not 1 <= self.max_new_tokens <= 1024:
-            raise ConfigError("steps.max_new_tokens must lie between 1 and 1024.")
+            raise ConfigError("steps.max_new_tokens must be between 1 and 1024.")
         needed = {"prompt": ("question",), "query": ("written",), "rewrite_prompt": ("history", "question")}
         for name, words in needed.items():
             for word in words:
@@ -228,7 +228,7 @@ class TierConfig:
         if not re.fullmatch(r"\w{0,64}", self.secret, re.ASCII):
             raise ConfigError("tiers.secret must be the name of an environment variable.")
         if not 0.001 <= self.timeout <= 60 or not 0 <= self.ttl < 1 << 31:
-            raise ConfigError("tiers.timeout must lie between 0.001 and 60 seconds, and tiers.ttl must not be below 0.")
+            raise ConfigError("tiers.timeout must be between 0.001 and 60 seconds, and tiers.ttl must not be below 0.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +256,7 @@ class QdrantConfig:
         if not re.fullmatch(r"\w{0,64}", self.api_key, re.ASCII):
             raise ConfigError("qdrant.api_key must be the name of an environment variable.")
         if not 1 <= self.timeout <= 600:
-            raise ConfigError("qdrant.timeout must lie between 1 and 600 seconds.")
+            raise ConfigError("qdrant.timeout must be between 1 and 600 seconds.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,7 @@ class IndexConfig:
         object.__setattr__(self, "tuning", plain("tuning", self.tuning))
         plain("decoding", {key: value for key, value in asdict(self.decoding).items() if value is not None})
         if not 8 <= self.chunk_tokens <= 1 << 16:
-            raise ConfigError("chunk_tokens must lie between 8 and 65536.")
+            raise ConfigError("chunk_tokens must be between 8 and 65536.")
         if self.top_k < 1:
             raise ConfigError("top_k must be at least 1.")
         for kind in self.vectors:

@@ -543,7 +543,7 @@ class RagKV:
                     try:
                         report.points = follow_collection(self.index, whole=True)
                     except RetrievalError as error:  # must not lose the report of the repair
-                        logger.warning("what is in Qdrant is left as it is: %s", error)
+                        logger.warning("the collection in Qdrant is not changed: %s", error)
                 self._finder.catch_up(build=False)
             return report
 

@@ -209,7 +209,7 @@ def read_counters(txn: Transaction) -> Counters | None:
             else:
                 group, sums = _sums(_parse(value))
                 if _group_key(group) != key:
-                    raise DamagedError("a counter lies under a key that is not its own")
+                    raise DamagedError("a counter has a key that is not its own")
                 found.groups[group] = sums
     except DamagedError:
         return None

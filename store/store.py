@@ -618,7 +618,7 @@ class Store:
 
     @property
     def kv_bytes(self) -> int:
-        """The bytes of all KV, as it is stored."""
+        """The bytes of all KV in its stored form."""
         with self._live().read() as txn:
             return kv_bytes(txn)
 

@@ -319,7 +319,7 @@ def embedder(
 ) -> None:
     """Train the bundled mini embedder again: tokenizer, three heads, held-out retrieval, bge-m3's file layout.
 
-    The model is written to OUTPUT/model. A run that was stopped goes on from its last checkpoint.
+    The model is written to OUTPUT/model. A stopped run continues from its last checkpoint.
 
     Example: `python -m ragkv.benchmarks.mini embedder --output mini-embedder`
     """

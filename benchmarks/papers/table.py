@@ -415,7 +415,7 @@ class Table:
         lines, columns = [line.label for line in self.lines], [column.label for column in self.columns]
         for what, labels in (("lines", lines), ("columns", columns)):
             if twice := [label for label in labels if labels.count(label) > 1]:
-                raise ValueError(f"{self.name}: a table's {what} have names of their own; {twice[0]!r} stands twice")
+                raise ValueError(f"{self.name}: a table's {what} have unique names; {twice[0]!r} occurs twice")
         for line in self.lines:
             if line.same_as and line.same_as not in lines:
                 raise ValueError(f"{self.name}: {line.label!r} is compared with {line.same_as!r}, which is no line")

@@ -13,7 +13,7 @@ by chance.  The domains are in `worlds.txt`, in a small notation, and lists of w
     * id: spec && spec || spec  a fact with its value {v} and perhaps {w}; || parts alternatives; facts
                                 with the same id, up to a slash, exclude each other
     # Label: cell               how the fact looks in a table or list
-    + text                      goes on with the line before
+    + text                      continues the line before
     >  ?  =                     statements, questions and answers; ?2 and =2 ask for {w} instead of {v};
                                 "? ^" repeats the questions of the fact before
 

@@ -220,7 +220,7 @@ def _prefill_chunks(lm: LanguageModel, batch: Chunks) -> int:
     """Prefill a batch padded on the right, with a copy of each chunk's KV; returns the tokens, after synchronising."""
     longest = max(map(len, batch))
     tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in batch], device=lm.device)
-    # causal attention never looks at the padding behind a chunk, so it needs no mask
+    # causal attention never sees the padding after a chunk, so it needs no mask
     with transformers_model(lm) as plain:
         cache = plain(input_ids=tokens, use_cache=True, logits_to_keep=1).past_key_values
         kvs = [

@@ -122,7 +122,7 @@ SHAPE: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 65536,
 }
-"""A Llama of 100M parameters, as its `LlamaConfig` has it."""
+"""The fields of `LlamaConfig` for a Llama of 100M parameters."""
 
 
 def random_llama(dtype: str = "auto", device: str | None = None, shape: Mapping[str, Any] = SHAPE) -> LanguageModel:

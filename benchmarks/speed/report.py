@@ -53,7 +53,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds: at
 Lengths = Annotated[str, typer.Option(help="Context lengths.")]
 Rounds = Annotated[int, typer.Option(help="Rounds per length; medians are shown.", min=1)]
 AutoDtype = Annotated[
-    str, typer.Option(help="auto (bfloat16 where the processor has it), float32, bfloat16, float16 or int8.")
+    str, typer.Option(help="auto (bfloat16 if the processor supports it), float32, bfloat16, float16 or int8.")
 ]
 
 

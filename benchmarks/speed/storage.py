@@ -135,7 +135,7 @@ def _reading(folder: Path, chunks: list[ChunkKV], rounds: int) -> list[BenchRow]
     return [
         _row(f"read {name}, memory used again", times, "used", "memcpy, warm buffer", "warm memcpy"),
         _row(f"read {name}, fresh memory", times, "cold", "memcpy, fresh buffer", "fresh memcpy"),
-        _row(f"read {name}, where it lies", times, "mapped", "memcpy, warm buffer", "warm memcpy"),
+        _row(f"read {name}, in place", times, "mapped", "memcpy, warm buffer", "warm memcpy"),
         _row(f"read {name}, from the memory tier", times, "tier", "memcpy, warm buffer", "warm memcpy"),
         _row(f"read {name}, zstd", times, "zstd", "memcpy, warm buffer", "warm memcpy"),
         _row("first layer of a record", times, "layer", "the whole record", "record"),

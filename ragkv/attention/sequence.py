@@ -554,7 +554,7 @@ def worth_joining(group: ChunkGroup, *, windowed: bool) -> bool:
     """Whether a decode step reads the group's chunks faster as one.
 
     `windowed`: some layer has a sliding window, so the joined tokens must have consecutive positions (APE's chunks,
-    which share positions, are left as they are).
+    which share positions, are not joined).
     """
     segments = [segment for segment in group.segments if segment.kv.tokens]
     apart = any(before.end != after.start for before, after in itertools.pairwise(segments))
@@ -614,7 +614,7 @@ def _joined_by_layer(
         )
         if kind is not None and moved and key.numel():
             known = kind, key.shape[-1], key.device
-            if known not in tables:  # layers may lie on several devices
+            if known not in tables:  # layers may be on several devices
                 there, row = (t.to(key.device, non_blocking=True) for t in (torch.tensor(offsets), rows))
                 table = RotationTable.of(rotary, there, kind, key.shape[-1])
                 tables[known] = table, table.cos[row], table.sin[row]

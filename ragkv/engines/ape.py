@@ -27,7 +27,7 @@ class APEConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature <= 2 or not 0 < self.scale <= 2:
-            raise ConfigError("ape: temperature and scale must lie in (0, 2].")
+            raise ConfigError("ape: temperature and scale must be in (0, 2].")
         require_choices(self, "ape: ")
 
 

@@ -70,9 +70,9 @@ class BlendConfig:
     def __post_init__(self) -> None:
         require_choices(self, "blend: ")
         if self.ratio != "auto" and (isinstance(self.ratio, str) or not 0 <= self.ratio <= 1):
-            raise ConfigError('blend: ratio must lie between 0 and 1, or be "auto".')
+            raise ConfigError('blend: ratio must be between 0 and 1, or be "auto".')
         if self.charge is not None and not 0 <= self.charge <= 1:
-            raise ConfigError("blend: charge must lie between 0 and 1.")
+            raise ConfigError("blend: charge must be between 0 and 1.")
         if self.charge is not None and self.ratio != "auto":
             raise ConfigError("blend: give ratio or charge, not both.")
         if self.first < 0:

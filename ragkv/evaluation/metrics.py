@@ -1,6 +1,6 @@
 """The metrics of answers and of rankings, and their means over questions with 95 % intervals.
 
-Those of answers go by name, lie in [0, 1] and need at least one gold answer.
+Metrics of answers are chosen by name, have values in [0, 1] and need at least one gold answer.
 
 They follow the benchmarks' own code, including its quirks, so that figures are comparable with published ones:
 

@@ -81,7 +81,7 @@ class BlockTuneConfig:
     )
     lora_rank: int | None = 16
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Setting("auto (bfloat16 where the GPU has it), float32 or bfloat16.")
+        Literal["auto", "float32", "bfloat16"], Setting("auto (bfloat16 if the GPU supports it), float32 or bfloat16.")
     ] = "auto"
     gradient_checkpointing: Annotated[bool, Setting("Compute activations twice instead of keeping them.")] = False
     sink: Annotated[
@@ -110,7 +110,7 @@ class BlockTuneConfig:
             amounts=("epochs", "learning_rate"),
         )
         if not 0 <= self.full_share <= 1:
-            raise ConfigError(f"full_share must lie between 0 and 1, not {self.full_share}.")
+            raise ConfigError(f"full_share must be between 0 and 1, not {self.full_share}.")
         if self.sink == "bos" and self.prompt.bos == "none":
             raise ConfigError('The sink "bos" needs a BOS, but the prompt has none; use the sink "prefix" or "none".')
         if self.warmup < 0:
@@ -173,7 +173,7 @@ class PacketConfig:
     trailer: Annotated[int, Setting("Vectors after each chunk.")] = 8
     sink: Annotated[
         Literal["auto", "prefix", "bos", "none"],
-        Setting("Block before the first document: prefix, bos, none, or auto, as the engine `block` has it."),
+        Setting("Block before the first document: prefix, bos, none, or auto, as for the engine `block`."),
     ] = "auto"
     over: Annotated[
         Literal["standalone", "prefixed"],
@@ -200,6 +200,6 @@ class PacketConfig:
         )
         for name in ("header", "trailer"):
             if not 0 <= getattr(self, name) <= 256:
-                raise ConfigError(f"{name} must lie between 0 and 256, not {getattr(self, name)}.")
+                raise ConfigError(f"{name} must be between 0 and 256, not {getattr(self, name)}.")
         if self.header + self.trailer == 0:
             raise ConfigError("A packet needs a header or a trailer; give one of them at least 1 vector.")

@@ -1,7 +1,7 @@
 """`ragkv finetune packet`: train the vectors around every chunk for a user's model (KV Packet, arXiv 2604.13226).
 
 The model is frozen. It writes an answer to each question under full attention. The same answer is then read in the
-block layout, in which every chunk stands between the packet's vectors, and these learn to give each of its tokens the
+block layout, in which every chunk is surrounded by the packet's vectors, and these learn to give each of its tokens the
 distribution that it had under full attention: the loss is KL(full ‖ packet). As in the authors' code, the prompt's
 prefix is a block without a packet, all chunks have one, and only the question sees more than its own block.
 

@@ -67,7 +67,7 @@ class CreationRollback:
                     remove_tree(path)
                 self._remove_folders()
         except (RagkvError, OSError) as error:
-            logger.info("%s is left as it is: %s", self._folder, error)
+            logger.info("%s is not changed: %s", self._folder, error)
             return False
         return True
 

@@ -5,7 +5,7 @@ weights with random numbers after a warning, and allocate whatever sizes a confi
 an error of one sentence. Layer types and kinds of RoPE are an allowlist, so that a new one in transformers is refused
 by name until it has been checked.
 
-A GGUF file is unpacked once: transformers takes ten seconds for what it then reads in a second. The copy lies in the
+A GGUF file is unpacked once: transformers takes ten seconds for what it then reads in a second. The copy is in the
 user's cache, `$XDG_CACHE_HOME/ragkv/unpacked`, under the file's digest, the dtype and transformers' version.
 
 A model that is larger than one device is split by layers, in order, by the memory of each device. Everything before and

@@ -1,10 +1,10 @@
-"""KV packets (KV Packet, arXiv 2604.13226): trained vectors around every chunk, for a model that stays as it is.
+"""KV packets (KV Packet, arXiv 2604.13226): trained vectors around every chunk, for a frozen model.
 
 A chunk that is encoded alone begins without a sink and ends without a link to what follows. A packet gives it both: a
 few input vectors before it (the header) and after it (the trailer), which `ragkv finetune packet` trains. All rows of
 [header, chunk, trailer] are stored, take positions like tokens, and are read by the question.
 
-A vector stands in a sequence of token ids as a negative number, so that the code that places blocks and builds training
+A vector is a negative number in a sequence of token ids, so that the code that places blocks and builds training
 rows need not know of packets. The file is safetensors; the digest of its bytes is part of the key of every KV that was
 made with it.
 """
@@ -105,7 +105,7 @@ def wrap(ids: Sequence[int], header: int, trailer: int) -> tuple[int, ...]:
 def embed(table: nn.Module, ids: Tensor, vectors: Tensor) -> Tensor:
     """The input vectors `(..., n, hidden)` of `ids` `(..., n)` as the model's own embedding `table` gives them.
 
-    `vectors` `(v, hidden)` stand where `wrap` put their numbers; gradients reach them.
+    `vectors` `(v, hidden)` replace the numbers that `wrap` has inserted; gradients reach them.
     """
     found: Tensor = table(ids.clamp(min=0))
     if not len(vectors):

@@ -675,7 +675,7 @@ def load_checked(model: Any, tokenizer: Any, checkpoint: Checkpoint) -> Language
         known = isinstance(error, UnsupportedModelError)
         why = str(error) if known else f"a pass over it fails ({first_sentence(error)})"
         raise UnsupportedModelError(
-            f"{name}{_REFUSAL}{because}; and it cannot go on from its own cache: {why.rstrip('.')}."
+            f"{name}{_REFUSAL}{because}; and it cannot continue from its own cache: {why.rstrip('.')}."
         ) from error
 
 

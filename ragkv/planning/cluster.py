@@ -103,9 +103,9 @@ class ClusterPlan:
 
 
 def check_size(chunks: float, nodes: int) -> None:
-    """UsageError for less than one chunk or node, or more than anybody has."""
+    """UsageError for less than one chunk or node, or an absurd number of them."""
     if not (1 <= chunks <= 1e15 and 1 <= nodes <= MOST_NODES):
-        raise UsageError(f"--chunks must lie between 1 and 1e15, and --nodes between 1 and {MOST_NODES:,}.")
+        raise UsageError(f"--chunks must be between 1 and 1e15, and --nodes between 1 and {MOST_NODES:,}.")
 
 
 def plan_cluster(

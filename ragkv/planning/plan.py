@@ -696,7 +696,7 @@ def plan_budgets(
         asked = [scored.chunk.chunk_id for each in found for scored in each]
     elif zipf is not None:
         if not 0 <= zipf <= 10:
-            raise UsageError(f"--zipf must lie between 0 and 10, not {zipf:g}.")
+            raise UsageError(f"--zipf must be between 0 and 10, not {zipf:g}.")
         source = f"Zipf {zipf:g}, seed {seed}"
         asked = _sampled_reads(names, np.arange(1, len(names) + 1) ** -zipf, reads, draw, shuffle=True)
     else:

@@ -71,7 +71,7 @@ class Sampler:
 def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
     """transformers' `LogitsProcessorList` for these settings; empty if they leave the scores unchanged.
 
-    Its `input_ids` are the generated tokens alone, as `prompt_ignore_length` of transformers' penalty has it.
+    Its `input_ids` are the generated tokens alone, as with `prompt_ignore_length` of transformers' penalty.
     """
     from transformers import (
         LogitsProcessorList,

@@ -350,7 +350,7 @@ class PiecewiseGraphs:
 
     def _capture_pass(self, model: LanguageModel, tokens: int, kept: int) -> _Captured:
         if {parameter.device for parameter in model.module.parameters()} != {model.device}:
-            raise ValueError("its layers lie on several devices")
+            raise ValueError("its layers are on several devices")
         capture = Recording() if self._capture is None else self._capture(model.device)
         ids, positions, keep = (torch.zeros(n, dtype=torch.long, device=model.device) for n in (tokens, tokens, kept))
         pieces = _Pieces(capture)

@@ -123,7 +123,7 @@ class Scheduler:
     def admit(self, *, over: bool = False) -> list[Ticket]:
         """The requests that may run from now on, in the order of admission.
 
-        `over`: the first may be admitted whatever it needs, because nothing that runs can go on.
+        `over`: the first may be admitted whatever it needs, because no running request can continue.
         """
         found: list[Ticket] = []
         while self._waiting:

@@ -175,7 +175,7 @@ class QueryRequest(QuestionOptions):
 
     model_config = ConfigDict(extra="forbid")
     question: str
-    system: str | None = Field(default=None, description="Instructions, which stand before the question.")
+    system: str | None = Field(default=None, description="Instructions, placed before the question.")
     top_k: int | None = None
     max_new_tokens: int | None = Field(default=None, ge=1)
     history: FailFastList[TurnRequest] = Field(default=[], max_length=4096)

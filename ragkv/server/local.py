@@ -4,7 +4,7 @@ Commands import this module, so it loads neither a model nor a web framework: th
 server, or its settings would give another answer, `UnservedError` is raised before anything happens, and the command
 does the work itself.
 
-The socket lies in `INDEX/resident/`, which only its owner may enter. Both sides check who owns what they find, because
+The socket is in `INDEX/resident/`, which only its owner may enter. Both sides check who owns what they find, because
 an index may come from anyone. Only the process that holds the lock beside the socket creates and removes it: a second
 server leaves it alone, and a client removes what a killed server left behind.
 """

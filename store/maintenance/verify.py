@@ -114,7 +114,7 @@ def check_document(txn: Transaction, key: bytes) -> Iterator[Problem]:
     of_row = partial(Problem, table="documents", key=key, where=f"document {name}")
     if document_key(name) != key:
         # `document` stays unset: repair has to treat this row, not the one under the document's key.
-        yield of_row(kind="mismatch", what="it lies under a key that is not its own")
+        yield of_row(kind="mismatch", what="it has a key that is not its own")
         return
     yield from _in_text(txn, key, name)
     document = document_digest(key)
@@ -202,7 +202,7 @@ def check_record(txn: Transaction, key: bytes, *, payload: bool) -> Iterator[Pro
     try:
         manifest = Manifest.parse(txn.get("kv", key) or b"")
         if manifest.identity.key() != key:
-            raise DamagedError("it lies under a key that is not its own")
+            raise DamagedError("it has a key that is not its own")
         require_shape(txn, manifest)
         if payload:
             check_payloads(manifest, partial(txn.segment, key))
@@ -327,7 +327,7 @@ def most_chunks(there: set[int]) -> int:
 
 
 def find_record(txn: Transaction, key: bytes) -> Manifest | None:
-    """A record's manifest, if it can be read and lies under its own key."""
+    """A record's manifest, if it can be read and has its own key."""
     try:
         manifest = Manifest.parse(txn.get("kv", key) or b"")
     except ValueError:

@@ -138,7 +138,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(chat, monkeypatch, presses):
     before = signal.getsignal(signal.SIGINT)
     ran = chat("Who founded Dorn Glass?", "Who founded Halden Works?", terminal=True)  # the first is not remembered
     assert ran.code == 0, ran.err
-    assert "cancelled; the conversation goes on" in ran.err
+    assert "cancelled; the conversation continues" in ran.err
     first, second = ran.out.splitlines()
     assert "Karek Zarman" not in first
     assert "Mira Oskel" in second

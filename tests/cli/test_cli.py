@@ -116,9 +116,9 @@ def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (MemoryError(), "The memory does not suffice: "),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "The memory does not suffice: "),
-        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "The memory does not suffice: "),
+        (MemoryError(), "Not enough memory: "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "Not enough memory: "),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "Not enough memory: "),
         (OSError(errno.EACCES, "Permission denied", "/a/file"), "/a/file cannot be used: Permission denied."),
     ],
     ids=str,

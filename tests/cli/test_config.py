@@ -193,7 +193,7 @@ def test_what_it_may_say(tmp_path):
         ("tuning = 3", "it must be a table."),
         ("device = 0", "device = 0 must be a string"),
         ("index = ''", "index = '' must be a string that is not empty"),
-        ("chunk_tokens = 2", "chunk_tokens must lie between"),
+        ("chunk_tokens = 2", "chunk_tokens must be between"),
         ("retrieval = 'psychic'", "retrieval must be one of"),
         ("prompt = 'x'", "prompt must be a table"),
         ("[prompt]\nquestion = 'no place'", "exactly once"),

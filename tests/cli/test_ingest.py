@@ -261,7 +261,7 @@ def test_ctrl_c_says_what_is_done_and_the_next_run_goes_on(ragkv, tmp_path, mode
     assert child.line() == "three\n"
     code, _, err = child.end(signal.SIGINT)
     assert code == 130
-    assert err == "ragkv: interrupted; 3 of 8 documents are in the index; run the same command to go on.\n"
+    assert err == "ragkv: interrupted; 3 of 8 documents are in the index; run the same command to continue.\n"
     assert ragkv("verify", "--index", index).code == 0
     report = json.loads(ragkv(*arguments, "--json").out)
     assert (len(report["unchanged"]), len(report["added"])) == (3, 5)

@@ -193,7 +193,7 @@ def test_pages_stay_below_what_was_named(site, pages):
         "it redirects more than 5 times",
     ]
     assert [reason for reason in reasons(found) if "example.org" in reason] == [
-        "1 of its pages lie below http://example.org/: add --within http://example.org/"
+        "1 of its pages are below http://example.org/: add --within http://example.org/"
     ]
     assert len(pages("/docs/s.xml", within=[f"{site.address}/"])) == 7  # `..` is not another page
     assert outcome(pages("/docs/1")[0]) == "text/html"  # a page that the user names may redirect on its host

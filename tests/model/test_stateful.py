@@ -194,7 +194,7 @@ def test_bounds_of_time_steps_that_single_tokens_do_not_have_are_a_refusal(seed,
     sizes = {"chunk_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
     sizes |= {"moe_shared_expert_intermediate_size": 96}
     model = families.small_model("nemotron_h", seed=seed, time_step_min=least, **sizes).to(dtype)
-    with pytest.raises(UnsupportedModelError, match="and it cannot go on from its own cache: a token that is read"):
+    with pytest.raises(UnsupportedModelError, match="and it cannot continue from its own cache: a token that is read"):
         load_checked(model, tokenizer, Checkpoint(name="small", location="small", local=True))
 
 
@@ -242,7 +242,7 @@ def looks_ahead(out, ids, use_cache):
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(remembers, "and it cannot go on from its own cache: a token"), (looks_ahead, "tokens after it")],
+    [(remembers, "and it cannot continue from its own cache: a token"), (looks_ahead, "tokens after it")],
 )
 def test_a_model_that_remembers_beside_its_cache_or_looks_ahead_is_refused(fault, reason, tokenizer, monkeypatch):
     model = families.small_model("bloom", layers=2)

@@ -150,7 +150,7 @@ NONE, ENDLESS = float("nan"), float("inf")
         *(({"seconds": each}, UsageError, "--seconds must be more than 0") for each in (0, -1, NONE, ENDLESS)),
         ({"engines": ("full",)}, UsageError, "full stores no KV, so there is nothing to plan; add one of ape"),
         ({"codec": "zip"}, ConfigError, "unknown codec 'zip'"),
-        ({"chunk_tokens": 1}, ConfigError, "chunk_tokens must lie between"),
+        ({"chunk_tokens": 1}, ConfigError, "chunk_tokens must be between"),
         ({"folder": Path("/nowhere")}, UsageError, "A temporary folder cannot be made in /nowhere"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_quiet_machine_is_trusted_and_others_are_not():
     assert TimingQuality.of(quiet).trusted
     assert TimingQuality.of(quiet).to_json() == {"trusted": True, "reasons": [], "waited": None}
     [wide] = TimingQuality.of(quiet | {"prefill": repeats(1.0, 2.0, 4.0)}).reasons
-    assert wide.startswith("3 repeats of prefill lie 150% of their median apart")
+    assert wide.startswith("3 repeats of prefill are 150% of their median apart")
     once, twice = TimingQuality.of({"encoding": repeats(1.0), "prefill": repeats(1.0, 1.0)}).reasons
     assert "encoding was timed only once" in once
     assert "prefill was timed only 2 times" in twice

@@ -214,7 +214,7 @@ def fwe(*, seed: int = 0, limit: int = 100, chunks: int = 8, words: int = 60, al
     """RULER's frequent words: coded words with a zeta distribution; the question asks for ranks 2 to 4 (1 is dots)."""
     require_sizes(limit, chunks, words)
     if not 1 < alpha <= 10:
-        raise UsageError(f"alpha of the task must lie in (1, 10], not {alpha}.")
+        raise UsageError(f"alpha of the task must be in (1, 10], not {alpha}.")
     total = math.fsum(rank**-alpha for rank in range(1, 100_000)) + 100_000 ** (1 - alpha) / (alpha - 1)
     counts = [int(chunks * words * rank**-alpha / total) for rank in range(1, chunks * words + 1)]
     if len(counts) < 5 or not counts[1] > counts[2] > counts[3] > counts[4]:

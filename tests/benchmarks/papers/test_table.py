@@ -85,8 +85,8 @@ def mean(label, *of):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lines": (*LINES, LINES[0])}, "'a' stands twice"),
-        ({"columns": (*COLUMNS, COLUMNS[1])}, "'y' stands twice"),
+        ({"lines": (*LINES, LINES[0])}, "'a' occurs twice"),
+        ({"columns": (*COLUMNS, COLUMNS[1])}, "'y' occurs twice"),
         ({"lines": (TableRow(label="a", engine="ape", same_as="c"),)}, "'c', which is no line"),
         ({"columns": (*COLUMNS, mean("m", "x", "z"))}, "mean of 'z'"),
         ({"columns": (*COLUMNS, mean("m", "x"), mean("n", "m"))}, "mean of 'm'"),

@@ -83,7 +83,7 @@ def test_a_whole_record_under_another_key_is_found(library, quick):
 
     library.edit(copy)
     [finding] = [each for each in library.store.verify(quick=quick).findings if each.table == "kv"]
-    assert (finding.kind, finding.key, finding.what) == ("damaged", other, "it lies under a key that is not its own")
+    assert (finding.kind, finding.key, finding.what) == ("damaged", other, "it has a key that is not its own")
 
 
 @pytest.mark.parametrize("quick", [False, True])
