@@ -286,7 +286,7 @@ def test_windows_are_proved_although_they_are_long(load, monkeypatch):
         return modeling_llama4.create_causal_mask(**given) if held else right(**given)
 
     monkeypatch.setattr(modeling_llama4, "create_chunked_causal_mask", whole_when_cached)
-    with pytest.raises(UnsupportedModelError, match="cannot go on"):
+    with pytest.raises(UnsupportedModelError, match="cannot continue"):
         load("llama4_text", layers=2, attention_chunk_size=4096)
 
 

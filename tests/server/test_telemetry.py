@@ -174,7 +174,7 @@ thread.start(); thread.join()
     assert [(line["logger"], line["level"], line["message"][:20].strip()) for line in lines] == [
         ("uvicorn.error", "info", "up\n\x1b[2J"), ("py.warnings", "warning", lines[1]["message"][:20].strip()),
         ("ragkv", "error", "ragkv: no."), ("ragkv", "info", "2%"),
-        ("ragkv", "error", "a thread ended by an"), ("ragkv", "critical", "the process ends by"),
+        ("ragkv", "error", "a thread ended with"), ("ragkv", "critical", "the process ends wit"),
     ]  # fmt: skip
     assert "old" in lines[1]["message"]
     assert [line.get("request") for line in lines] == [None, "mine", "mine", "mine", None, "mine"]

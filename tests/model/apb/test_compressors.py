@@ -102,7 +102,7 @@ def test_files_that_are_not_the_models_are_refused(model: Any, heads: RetainingH
     path = tmp_path / "bad.safetensors"
     first = whole["layers.0.fc1"]
     for changed, metadata, message in (
-        (whole, {}, "no file of retaining heads"),
+        (whole, {}, "not a file of retaining heads"),
         ({name: each for name, each in whole.items() if ".0." not in name}, result, "other layers"),
         (whole | {"layers.9.fc1": first.clone()}, result, "other layers"),
         (whole | {"layers.0.fc1": first[:, 1:].contiguous()}, result, "do not fit layer 0"),
