@@ -1,6 +1,6 @@
 """Ask every question of a questions.jsonl through every engine: a gold answer must appear in the output.
 
-The columns of the README's table, in its order (questions of one hop and of two are counted apart in each):
+The columns of the README's table, in its order (one-hop and two-hop questions are counted separately):
 
     python examples/accuracy.py --dtype float32 --retrieval bm25
     python examples/accuracy.py --dtype float32 --retrieval dense --rerank
@@ -31,7 +31,7 @@ FIRST_SEED = 2001  # of fresh worlds, whose names are held out from mini's train
 
 
 def accuracy(rag: RagKV, questions: Sequence[dict[str, Any]], engine: str, **retrieval: Any) -> dict[int, list[bool]]:
-    """Right or wrong for every question, by its number of hops."""
+    """Whether each question was answered right, by number of hops."""
     found: dict[int, list[bool]] = {}
     for question in questions:
         text = rag.query(question["question"], engine=engine, max_new_tokens=64, **retrieval).text.lower()
@@ -41,7 +41,7 @@ def accuracy(rag: RagKV, questions: Sequence[dict[str, Any]], engine: str, **ret
 
 @contextmanager
 def folders(given: Path, worlds: int, seed: int) -> Iterator[list[Path]]:
-    """The folder that was given, or one for each of so many fresh worlds, which are removed afterwards."""
+    """The given folder, or one for each of `worlds` fresh worlds, which are removed afterwards."""
     if not worlds:
         yield [given]
         return
@@ -86,10 +86,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=HERE, help="holds corpus/ and questions.jsonl")
-    parser.add_argument("--worlds", type=int, default=0, help="ask of so many fresh worlds instead")
+    parser.add_argument("--worlds", type=int, default=0, help="ask about this many fresh worlds instead")
     parser.add_argument("--seed", type=int, default=FIRST_SEED, help="seed of the first fresh world")
-    parser.add_argument("--hops", type=int, nargs="+", default=[1, 2], help="ask only questions of so many hops")
-    parser.add_argument("--limit", type=int, help="ask at most so many questions of each corpus")
+    parser.add_argument("--hops", type=int, nargs="+", default=[1, 2], help="ask only questions of this many hops")
+    parser.add_argument("--limit", type=int, help="ask at most this many questions of each corpus")
     parser.add_argument("--engines", nargs="+", default=ENGINES)
     parser.add_argument("--retrieval", choices=MODES, help="the index's own, if not given: bm25")
     parser.add_argument("--rerank", action=argparse.BooleanOptionalAction, help="the index's own, if not given: no")
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print the options and a row per engine and hops")
     options = parser.parse_args(arguments)
     if not options.worlds and not (options.folder / "questions.jsonl").is_file():
-        parser.error(f"{options.folder} holds no questions.jsonl; examples/build_corpus.py --output FOLDER writes one")
+        parser.error(f"{options.folder} has no questions.jsonl; examples/build_corpus.py --output FOLDER writes one")
     try:
         rows = measure(options)
     except RagkvError as error:

@@ -1,10 +1,10 @@
-"""How soon a model learns Block-Attention: accuracy over fine-tuning steps, with and without position re-encoding.
+"""How fast a model learns Block-Attention: accuracy over fine-tuning steps, with and without position re-encoding.
 
 `python examples/block_steps.py` tunes examples/ablation/vanilla, a model that has never seen a block, into
-examples/ablation/block and examples/ablation/no-positions, and writes what it measured on held-out worlds on the way
-to examples/ablation/steps.json. `python -m ragkv.benchmarks.papers block-4` draws that (Block-Attention Figure 4), and
-`python -m ragkv.benchmarks.papers block-1` compares the three models (Table 1). About a quarter of an hour a variant on
-two cores. The same command goes on where a stopped one was.
+examples/ablation/block and examples/ablation/no-positions, and writes what it measures on held-out worlds
+meanwhile to examples/ablation/steps.json. `python -m ragkv.benchmarks.papers block-4` draws it (Block-Attention Figure
+4), and `python -m ragkv.benchmarks.papers block-1` compares the three models (Table 1). About a quarter of an hour a
+variant on two cores. If it is stopped, the same command continues from there.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Record:
             self.report = known
 
     def steps(self, variant: str) -> set[int]:
-        """The steps at which all of a variant's points are there: they are written together."""
+        """The steps that have all points of a variant, which are written together."""
         return {point["step"] for point in self.report["points"] if point["variant"] == variant}
 
     def add(self, points: list[dict[str, object]]) -> None:
@@ -75,7 +75,7 @@ class Record:
 
 
 def scores(model: LanguageModel, engine: Engine, task: Task) -> dict[str, float]:
-    """The metric of every greedy answer, by question; nothing is kept of the model, which goes on learning."""
+    """The metric of every greedy answer, by question; nothing is cached, as the model is still in training."""
     prompt = render(PromptConfig(), model.tokens)
     reader = Reader(model, prompt, fingerprint="as it is now")
     found = {}
@@ -117,7 +117,7 @@ def measurer(variant: str, tasks: Mapping[str, Task], record: Record) -> Callabl
 
 
 def tune(variant: str, config: BlockTuneConfig, tasks: Mapping[str, Task], record: Record, output: Path) -> None:
-    """One variant, from where it was stopped, to the folder `output`."""
+    """Train one variant into the folder `output`, from where it was stopped."""
 
     def show(step: Mapping[str, float]) -> None:
         if step["step"] % 10 == 0 and "loss" in step:
@@ -210,4 +210,4 @@ if __name__ == "__main__":
     except RagkvError as error:
         sys.exit(f"block_steps: {error}")
     except KeyboardInterrupt:
-        sys.exit("block_steps: stopped; the same command goes on from here.")
+        sys.exit("block_steps: stopped; the same command continues from here.")

@@ -56,7 +56,7 @@ def slug(title: str) -> str:
 
 
 def home_of_people(world: World) -> dict[str, str]:
-    """Say for every person in which company's file that person is described: founded first, led second, else spread."""
+    """Return for every person the company whose file describes them: founded first, led second, else spread."""
     companies = [document.title for document in world.documents if document.kind == "company"]
     homes: dict[str, str] = {}
     for relation in ("person.founded", "person.leads"):

@@ -1,4 +1,4 @@
-"""Print the first question about examples/corpus, which CI asks every engine, or about the folder that is named."""
+"""Print the first question about examples/corpus, which CI asks every engine, or about the folder given."""
 
 import json
 import sys

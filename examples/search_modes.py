@@ -1,8 +1,8 @@
-"""How well mini finds passages in every mode, with and without its reranker, and hybrid in each of its ways.
+"""How well mini finds passages in every mode, with and without its reranker, and each kind of hybrid search.
 
 Passages of generated worlds are asked for in two ways: by name, and by description (at most one word, stop words aside,
-is in the passage). Pieces of Python's language reference are asked for by a sentence with a gap. The same for real
-manuals: `examples/manuals/fetch.sh` and `ragkv eval retrieval` (docs/retrieval.md has the tables).
+is in the passage). Pieces of Python's language reference are asked for by a sentence with a gap. For the same on real
+manuals, see `examples/manuals/fetch.sh` and `ragkv eval retrieval` (docs/retrieval.md has the tables).
 """
 
 import argparse
@@ -24,7 +24,7 @@ RERANKER = load_reranker("mini", device="cpu")
 
 
 def searchers(passages: list[str]) -> dict[str, tuple[Searcher, str]]:
-    """A searcher and its mode by what is measured, over passages whose ids are their places."""
+    """Searchers with their modes, by name, over passages whose ids are their indices."""
     texts = {str(place): text for place, text in enumerate(passages)}
     vectors = EMBEDDER.embed_documents(passages)
     dense, sparse, words = DenseIndex(), SparseIndex(), BM25()

@@ -1,12 +1,12 @@
 """Train the small model of table apb-3, which answers from long lists of variables, and its retaining heads.
 
-`python examples/variable_model.py` writes examples/variables (about 15 minutes on one core; a stopped run goes on with
-the stage that it was in). `python -m ragkv.benchmarks.papers apb-3` then fills the table.
+`python examples/variable_model.py` writes examples/variables (about 15 minutes on one core; a stopped run repeats only
+its last stage). `python -m ragkv.benchmarks.papers apb-3` then fills the table.
 
-All rows are plain causal ones: the model never sees a block, an anchor or what is passed on. Where a line refers to
-another, it has to name the value at once, so that lines are understood as they are read. In half of the rows the
+All rows use plain causal attention: the model never sees a block, an anchor or passed tokens. Where a line refers to
+another, the model has to name the value at once, so that it resolves lines as it reads them. In half of the rows the
 question stands before the list as well, as in an anchor (APB §3.3), and only the family that is asked for has to be
-told. There a second loss asks the first layer's output whether a line is of that family: retaining heads choose in
+answered. There a second loss asks the first layer's output whether a line is of that family: retaining heads choose in
 every layer, and those of the second one, where references are looked up, see no more than this. Rows grow from 64 to
 512 tokens.
 """
@@ -33,7 +33,7 @@ NAMES = tuple(f"{family}{member}" for family in FAMILIES for member in range(MEM
 WORDS = (*BEGIN, OTHER, END, PAD, UNKNOWN, *NAMES, *map(asked, NAMES), *map(referred, NAMES), *VALUES)
 IDS = {word: number for number, word in enumerate(WORDS)}
 SILENT = -100
-"""The label of a token after which nothing is to be said."""
+"""The label of a token without a target."""
 STAGES = ((64, 400), (128, 450), (256, 450), (512, 350))
 """Tokens of a row, and steps."""
 STEP_TOKENS = 4096
@@ -42,11 +42,11 @@ HEAD_ROWS, HEAD_STEPS, HEAD_INNER, HEAD_WORDS = 600, 900, 256, 512
 HEAD_LR = 3e-3
 SEED = 2
 """Of the first weights. With 0 and 1 the model also learns to follow a reference when it is asked, by the first value
-that its variable had, and hardly needs to be told what it reads; with 2 it understands a line as it is read."""
+that its variable had, and hardly needs these answers while it reads; with 2 it resolves a line as it reads it."""
 
 
 def row(rng: random.Random, tokens: int) -> tuple[list[int], list[int]]:
-    """Ids, and after each what is to be said."""
+    """Ids, and the target after each."""
     drawn = variable_list(rng, tokens // 2 - 1)
     refers = [line for line in drawn.known if line.refers]
     wanted = rng.choice(refers if refers and rng.random() < 0.7 else drawn.known)
@@ -77,7 +77,7 @@ def batch(rng: random.Random, size: int, tokens: int) -> tuple[torch.Tensor, tor
 
 
 def loss_of(model: LlamaForCausalLM, readout: nn.Linear, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Lines, questions, lines of other families and ends count alike, whatever their numbers, but for the last two."""
+    """The loss of answers plus that of recognizing lines of the family that the first question asks for."""
     heard = model(input_ids=ids, output_hidden_states=True)
     loss = answer_loss(heard.logits, ids, labels)
     return loss + family_loss(readout, heard.hidden_states[1], ids, labels)
@@ -89,9 +89,10 @@ def is_question(ids: torch.Tensor) -> torch.Tensor:
 
 
 def family_loss(readout: nn.Linear, hidden: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """How well `readout` tells from `hidden` `(rows, n, width)` whether a line is of the family that is asked first.
+    """Loss of `readout`, which tells from `hidden` `(rows, n, width)` whether lines are of the family asked for first.
 
-    At the content of each line, which follows its name; terms are everybody's. Both answers count alike.
+    Taken at the content of each line, which follows its name, except for terms, which are common to all families. Both
+    answers have equal weight.
     """
     questions = is_question(ids)
     contents = questions[:, :1] & ~questions & (labels != SILENT) & (labels != IDS[END])
@@ -107,7 +108,7 @@ def family_loss(readout: nn.Linear, hidden: torch.Tensor, ids: torch.Tensor, lab
 
 
 def answer_loss(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of all that is to be said, each kind's mean."""
+    """Mean loss of each kind of target, summed: lines and questions count fully, other lines half, ends a tenth."""
     each = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     questions = is_question(ids).flatten()
     labels = labels.flatten()
@@ -151,10 +152,10 @@ def new_model() -> LlamaForCausalLM:
 def start_question(model: LlamaForCausalLM) -> None:
     """Let layer 0 compare the name before each token with the question's name, if the question stands first.
 
-    Names of a family have an embedding in common; questions have that of their name and one of all questions, and so
-    have references. The
-    second head of each group in layer 0 looks for that, and writes the sketch that the first writes of the token
-    before. The gated feed-forward multiplies both, one number with the other, so that a flag says how alike they are.
+    Names of a family share a part of their embedding; a question's is its name's plus one common to all questions, and
+    references likewise. In layer 0 the second head of each group looks for questions, and writes the same sketch of
+    them that the first writes of the token before. The gated feed-forward multiplies both elementwise, so that a flag
+    shows how similar they are.
     """
     layer, hidden, width = model.model.layers[0], 128, 32
     attention, feed = layer.self_attn, layer.mlp
@@ -192,7 +193,7 @@ def start_question(model: LlamaForCausalLM) -> None:
 
 
 def new_readout(model: LlamaForCausalLM) -> nn.Linear:
-    """What reads the flag of a new model (`start_question`)."""
+    """A layer that reads the flag of a new model (`start_question`)."""
     readout = nn.Linear(model.config.hidden_size, 1)
     with torch.no_grad():
         flag = model.model.layers[0].mlp.down_proj.weight[:, 0]
@@ -235,7 +236,7 @@ def train(folder: Path) -> LlamaForCausalLM:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A word is a token; a prompt is its texts and nothing else."""
+    """Each word is a token; a prompt is its texts alone."""
     found = Tokenizer(models.WordLevel(IDS, unk_token=UNKNOWN))
     found.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     whole = PreTrainedTokenizerFast(tokenizer_object=found, eos_token=END, pad_token=PAD, unk_token=UNKNOWN)
@@ -244,10 +245,10 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def write_lessons(path: Path) -> None:
-    """What the heads learn from: lists, and what is said after them.
+    """Write the training data of the heads: lists, and the answers after them.
 
-    In half of the lessons a question stands first, and answers about its family follow. In the others the list goes on
-    with lines that refer to earlier ones, of all families.
+    In half of the lessons a question stands first, and answers about its family follow. In the others the list
+    continues with lines that refer to earlier ones, of all families.
     """
     rng = random.Random("variables:heads")
     rows = []

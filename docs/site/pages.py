@@ -1,7 +1,8 @@
-"""Writes what the documentation shows of the code: `python docs/site/pages.py`, also `make cli-docs` and `make rooms`.
+"""Writes the parts of the documentation that are made from code.
 
-The page of every command, from the typer application; the table of families, as `ragkv models` shows it; the table of
-GB per million tokens, from models' published configs; and the picture of the rooms, from the imports between modules.
+Run by `python docs/site/pages.py`, `make cli-docs` or `make rooms`. It makes the page of every command, from the typer
+application; the table of families, as `ragkv models` shows it; the table of GB per million tokens, from models'
+published configs; and the picture of the rooms, from the imports between modules.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ WORDS = ("_moved", "config", "decoding", "errors", "types")
 
 
 def placed(text: str, name: str, made: str) -> str:
-    """A page's text with what was made between `<!-- name -->` and `<!-- /name -->`."""
+    """A page's text with `made` placed between `<!-- name -->` and `<!-- /name -->`."""
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
     before, rest = text.split(begin)
     return before + begin + made + end + rest.split(end)[1]
@@ -81,10 +82,10 @@ MODELS = (
 
 
 def sizing() -> str:
-    """GB of 1e9 bytes for a million tokens.
+    """GB (1e9 bytes) for a million tokens.
 
     Bytes per token of one encoding are 2 · layers · KV heads · head dim · 2 bytes (bf16); `q8` has a byte for each
-    number and two for each head; `int8` and `int4` keep within the bits per number that the codecs promise.
+    number and two for each head; `int8` and `int4` use at most the bits per number that the codecs promise.
     """
     shares = {codec.id: (codec.key_bits + codec.value_bits) / 32 for codec in (Int8(), Int4())}
     lines = [
@@ -116,13 +117,13 @@ def modules(*, installed: bool = False) -> dict[str, Path]:
 
 
 def imports(path: Path, known: set[str], *, in_functions: bool = False) -> set[str]:
-    """The modules of `known` that `path` imports when it is read, those under TYPE_CHECKING included.
+    """The modules of `known` that `path` imports at its top level, those under TYPE_CHECKING included.
 
-    With `in_functions`, also those that it imports later.
+    With `in_functions`, also those that its functions import.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = set(_named(tree, skipped=() if in_functions else (ast.FunctionDef, ast.AsyncFunctionDef))) & known
-    # `from package import module` is a tie to the module; to the package only where one of its own names is taken
+    # `from package import module` depends on the module, and on the package only if one of its own names is imported
     return {name for name in names if not any(other.startswith(f"{name}.") for other in names)}
 
 
@@ -153,7 +154,7 @@ def room_graph() -> dict[str, set[str]]:
 
 
 def picture(graph: dict[str, set[str]]) -> str:
-    """A Mermaid flowchart; an arrow that follows from two others is left out."""
+    """A Mermaid flowchart; arrows that follow from others are left out."""
     reach: dict[str, set[str]] = {}
 
     def below(room: str) -> set[str]:

@@ -1,7 +1,6 @@
 """Takes the pictures of the page for the documentation: `python docs/site/screenshots.py` (needs Debian's chromium).
 
-Serves `examples/corpus` with the bundled model and keeps what is seen with few colours, so that a picture stays below
-150 kB.
+Serves `examples/corpus` with the bundled model and saves screenshots with few colours, each below 150 kB.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MOST_BYTES = 150_000
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """The address of a server of the examples."""
+    """The address of a server that answers from the examples."""
     with tempfile.TemporaryDirectory() as folder:
         index = f"{folder}/corpus"
         subprocess.run([*COMMAND, "ingest", str(ROOT / "examples" / "corpus"), "--index", index, "--quiet"], check=True)
@@ -50,7 +49,7 @@ def opened(browser: Browser, url: str, scheme: str, width: int, height: int) -> 
 
 
 def asked(page: Page, *settings: tuple[str, int]) -> None:
-    """Ask with each of these engines and numbers of chunks."""
+    """Ask once with each of these engines and numbers of chunks."""
     for place, (engine, top_k) in enumerate(settings):
         if place:
             page.get_by_role("button", name="Compare another setting").click()
@@ -64,7 +63,7 @@ def asked(page: Page, *settings: tuple[str, int]) -> None:
 
 
 def keep(page: Page, name: str) -> None:
-    """Keep what is seen as a PNG of 128 colours."""
+    """Save a screenshot as a PNG of 128 colours."""
     seen = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     few = seen.quantize(128, dither=Image.Dither.NONE)
     path = IMAGES / f"{name}.png"
