@@ -84,7 +84,7 @@ def measure(table: Table, options: RunOptions, on_progress: Progress | None) -> 
 
 
 def _task(table: Table, options: RunOptions) -> Task:
-    """The questions. A smaller limit asks the first of the same."""
+    """The questions; a smaller limit takes the first of them."""
     count = table.limit if options.limit is None else min(options.limit, table.limit)
     if table.lines[0].retrieval == GIVEN:
         return table.columns[0].make(options.seed, count)
@@ -197,7 +197,7 @@ def _scores(
 
 
 def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
-    """A number for each question, whose mean is sum(parts) / sum(wholes) and whose spread is that of this ratio.
+    """A number for each question. Their mean is sum(parts) / sum(wholes), and their spread is that of this ratio.
 
     (Taylor linearisation, as in `ragkv.evaluation.metrics`.)
     """

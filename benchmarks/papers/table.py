@@ -289,7 +289,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A statement that one cell is better than another, as it is in the paper.
+    """A statement of the paper that one cell is better than another.
 
     `source` quotes the paper's two numbers and where they are. `within` is the distance, in points, that "~" allows.
     """

@@ -256,7 +256,7 @@ def merged_across(
 
 
 MOST_TOKENS = 512
-"""A longer sequence justifies a call of its own."""
+"""The longest sequence that shares a call with others."""
 PADDING = 1.25
 """The largest padded size of a batch, relative to its tokens."""
 

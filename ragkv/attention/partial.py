@@ -30,7 +30,7 @@ _ROWS = 256
 _QUERIES = 6
 """From this many queries on, ragkv's own kernel is faster than torch's."""
 _TILE = 24
-"""Queries that are worth transposing keys for."""
+"""The number of queries from which transposing the keys pays off."""
 _FAR = 1 << 40
 _CODES = {torch.float16: 1, torch.int8: 2}
 """The codes of the kernels' table for dtypes other than the model's."""

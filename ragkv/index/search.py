@@ -604,7 +604,7 @@ def _collected(index: Index) -> tuple[str, list[ScoreKind]]:
 def _send(
     index: Index, facts: tuple[str, list[ScoreKind]], since: tuple[int, str] | None, notify: OnCount | None
 ) -> int:
-    """Send and delete what has changed since a version; if that is unknown, what differs."""
+    """Send and delete what has changed since a version; if that version is unknown, what differs."""
     collection, store, now = index.collection, index.store, index.store.version
     changes = None if since is None else store.changes(Version(*since))
     if not collection.made:

@@ -562,7 +562,7 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
 
     @routes.get("/indexes/{name}/jobs/{job_id}/events", response_class=Response, responses=_EVENTS)
     async def events(name: str, job_id: str) -> Response:
-        """What a job comes to, as server-sent events."""
+        """A job's progress and its end, as server-sent events."""
         events = with_comments(_events(await _job(name, job_id)))
         return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
