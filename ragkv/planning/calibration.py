@@ -97,7 +97,7 @@ class TimingQuality:
                 reasons.append(f"{name} was timed only {times}, so its error is unknown.")
             elif found.spread > WIDE:
                 reasons.append(
-                    f"{len(found.seconds)} repeats of {name} are {found.spread:.0%} of their median apart:  "
+                    f"{len(found.seconds)} repeats of {name} are {found.spread:.0%} of their median apart: "
                     "the machine was not steady."
                 )
         return cls(reasons=tuple(reasons))

@@ -348,4 +348,4 @@ def test_a_server_is_stopped(index, ragkv, caplog):
     assert "another server" not in caplog.text  # of one that serves it under two names
     result = ragkv("stop", "--index", index)
     assert (result.code, result.out) == (1, "")
-    assert "No server of yours is up" in result.sentence
+    assert "You have no server running" in result.sentence
