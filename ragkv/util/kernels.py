@@ -368,7 +368,7 @@ class _Team:
         self._first = -ctypes.addressof(self._memory) // 8 % _LINE
         self._boards = ctypes.addressof(self._memory) + 8 * self._first
         self._size, self._most, self._calm = size, size, 0
-        self._since, self._late, self._busy, self._seen = 0.0, 0, False, (0, 0.0, 0)
+        self._since, self._late, self._asked, self._busy, self._seen = 0.0, 0, 0, False, (0, 0.0, 0)
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max(1, size), thread_name_prefix="ragkv-kernel")
         self._help, self._ask, self._wait = (compiled(work).ctypes for work in (_help, _ask, _wait))
@@ -399,16 +399,16 @@ class _Team:
             self._lock.release()
 
     def _note(self, helpers: int, late: bool, now: float) -> None:
-        self._calm, self._late = self._calm + 1, self._late + late
+        self._calm, self._late, self._asked = self._calm + 1, self._late + late, max(self._asked, helpers)
         if (passed := now - self._since) > _WINDOW:
             (owner, used, taken), self._seen = self._seen, (threading.get_ident(), time.thread_time(), taken_away())
             _, used_now, taken_now = self._seen
             lost = used_now - used < _USED * passed and taken_now - taken > _OFTEN * passed
             was_busy, self._busy = self._busy, self._late > 1 or (lost and owner == self._seen[0])
-            self._since, self._late = now, 0
             if self._busy:
                 self._calm = 0
-                self._most = helpers // 2 if was_busy else self._most
+                self._most = self._asked // 2 if was_busy else self._most
+            self._since, self._late, self._asked = now, 0, 0
         if self._calm >= _CALM and self._most < self._size:
             self._calm, self._most = 0, min(self._size, 2 * self._most + 1)
 

@@ -294,12 +294,12 @@ def test_fewer_helpers_on_a_busy_machine(team, monkeypatch):
     clock, taken = iter(range(1, 1000)), [0]
     monkeypatch.setattr(kernels, "taken_away", lambda: taken[0])
 
-    def window(helpers, late=0, lost=0):
+    def window(helpers, late=0, lost=0, last=None):
         """One more window, with a launch for each that is late; how many helpers are asked from then on."""
         taken[0] += lost
         for _ in range(late):
             team._note(helpers, True, team._since)
-        team._note(helpers, False, float(next(clock)))
+        team._note(helpers if last is None else last, False, float(next(clock)))
         return team._most
 
     often = kernels._OFTEN + 1
@@ -307,7 +307,7 @@ def test_fewer_helpers_on_a_busy_machine(team, monkeypatch):
     assert [window(2, late=2), window(2), window(2, late=2)] == [2] * 3
     assert [window(2, late=2), window(1, lost=often)] == [1, 0]
     assert [window(0) for _ in range(7)] == [0, 0, 1, 1, 1, 2, 2]
-    assert [window(2, lost=often), window(2, late=3), window(1)] == [2, 1, 1]
+    assert [window(2, lost=often), window(2, late=3, last=0), window(1)] == [2, 1, 1]
     with ThreadPoolExecutor(1) as other:  # whose losses are others
         assert other.submit(window, 1, 0, often).result() == 1
         assert other.submit(window, 1, 0, often).result() == 1
