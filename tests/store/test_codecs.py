@@ -38,7 +38,7 @@ from ragkv.store.codecs import DamagedError
 from ragkv.store.record import LONG_WORDS, PACKET_WORDS, Manifest, decode_record, encode_record
 from ragkv.types import Encoding
 
-CODECS = [Raw(), Zstd(), Zstd(level=3)]
+CODECS = [Raw(), Zstd(), Zstd(level=19)]
 ALL = [*CODECS, Half(), Q8(), Int8(), Int4(), Int4(key_bits=6)]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -119,11 +119,16 @@ def test_a_payload_that_claims_more_than_there_is(codec):
             codec.decode(claim)
 
 
-@pytest.mark.parametrize("level", [0, 20, 22, True, 1.0, "1", None])
-def test_levels_of_zstd_are_whole_numbers_up_to_19(level):
-    with pytest.raises(ConfigError, match="between 1 and 19"):
-        Zstd(level=level)
-    assert Zstd(level=19).level == 19
+@pytest.mark.parametrize(
+    ("codec", "options", "says"),
+    [
+        *((Zstd, {"level": level}, "between 1 and 19") for level in (0, 20, 22, True, 1.0, "1", None)),
+        *((Int4, {"key_bits": bits}, "key_bits") for bits in (0.5, 13, float("nan"), "four")),
+    ],
+)
+def test_settings_out_of_range_are_refused(codec, options, says):
+    with pytest.raises(ConfigError, match=says):
+        codec(**options)
 
 
 def test_unknown_codecs_and_the_layout_of_zstd():
@@ -184,13 +189,6 @@ def test_another_package_adds_a_codec(tmp_path, monkeypatch):
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GOLDEN = runpy.run_path(str(FIXTURES / "golden.py"))
-
-
-def golden(codec: Codec, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """The payload that is kept, and what it decodes to for ever."""
-    data = (FIXTURES / f"{codec.id}-{str(dtype).removeprefix('torch.')}.payload").read_bytes()
-    end = 4 + struct.unpack_from("<I", data)[0]
-    return data[4:end], data[end:]
 
 
 # ---- half
@@ -272,13 +270,6 @@ def test_half_payloads_of_another_author_are_refused():
     ):
         with pytest.raises(DamagedError):
             Half().decode(wrong, out=np.empty(16, np.uint8))
-
-
-def test_half_payloads_decode_for_ever_to_the_same_bits():
-    payload, decoded = golden(Half(), torch.float32)
-    assert Half().decode(payload).tobytes() == decoded
-    numbers = np.frombuffer(decoded, "<f4").astype(np.float64)
-    assert np.array_equal(numbers, literal_half(payload), equal_nan=True)
 
 
 # ---- q8
@@ -596,12 +587,6 @@ def test_an_outlier_channel_leaves_the_others_alone():
     assert float(error) < 1.5 * float(usual)
 
 
-@pytest.mark.parametrize("bits", [0.5, 13, float("nan"), "four"])
-def test_wrong_bits_are_refused(bits):
-    with pytest.raises(ConfigError, match="key_bits"):
-        Int4(key_bits=bits)
-
-
 def literal(payload: bytes, dtype: torch.dtype) -> list[float]:
     """docs/formats.md read word for word, one slab after another, one number after another."""
     found: list[float] = []
@@ -652,29 +637,23 @@ def integers(frames: list[bytes]) -> list[int]:
     return [256 * h + low - 128 for low, h in zip(frames[0], high, strict=True)]
 
 
-@every_dtype
-def test_q8_payloads_decode_for_ever_to_the_same_bits(dtype):
-    payload, decoded = golden(Q8(), dtype)
-    assert Q8().decode(payload).tobytes() == decoded
-    assert b"".join(map(bytes_of, literal_q8(payload))) == decoded
-    original, _ = GOLDEN["slabs"](dtype)
-    kept = len(decoded) // 3 * 2
-    assert decoded[kept:] == original[kept:]  # the slab with the NaN
-
-
-@every_lossy_codec
-@every_dtype
+@pytest.mark.parametrize(
+    ("codec", "dtype"), [(Half(), torch.float32), *((codec, dtype) for codec in (Q8(), *LOSSY) for dtype in DTYPES)]
+)
 def test_payloads_decode_for_ever_to_the_same_bits(codec, dtype):
-    payload, decoded = golden(codec, dtype)
+    """The payload that is kept, to the numbers that are kept with it, which are those that docs/formats.md says."""
+    data = (FIXTURES / f"{codec.id}-{str(dtype).removeprefix('torch.')}.payload").read_bytes()
+    end = 4 + struct.unpack_from("<I", data)[0]
+    payload, decoded = data[4:end], data[end:]
     assert codec.decode(payload).tobytes() == decoded
-    numbers = torch.frombuffer(bytearray(decoded), dtype=dtype).double()
-    expected = torch.tensor(literal(payload, dtype), dtype=torch.float64)
-    assert torch.allclose(numbers, expected, rtol=0, atol=0, equal_nan=True)
-    original, _ = GOLDEN["slabs"](dtype)
-    before = torch.frombuffer(bytearray(original), dtype=dtype).double()
-    kept = len(numbers) // 3 * 2
-    assert torch.allclose(numbers[kept:], before[kept:], rtol=0, atol=0, equal_nan=True)  # the slab with the NaN
-    assert 0 < float((numbers - before)[:kept].abs().max()) <= 0.5
+    numbers, before = (torch.frombuffer(bytearray(each), dtype=dtype) for each in (decoded, GOLDEN["slabs"](dtype)[0]))
+    read: dict[str, Any] = {"half": literal_half, "q8": lambda payload: torch.cat(literal_q8(payload)).tolist()}
+    expected = read.get(codec.id, lambda payload: literal(payload, dtype))(payload)
+    assert np.array_equal(numbers.tolist(), expected, equal_nan=True)
+    kept = len(decoded) // 3 * 2
+    assert decoded[kept:] == bytes_of(before)[kept:]  # the slab with the NaN
+    error = float((numbers.double() - before.double())[: len(numbers) // 3 * 2].abs().max())
+    assert 0 < error <= (2.1 if codec.id == "q8" else 0.5)
 
 
 @pytest.mark.parametrize("codec", [Zstd(), Half(), Q8(), *LOSSY], ids=repr)
