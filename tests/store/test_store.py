@@ -225,7 +225,7 @@ def test_kv_of_the_index_itself_is_no_orphan_and_outlives_documents(store):
 
 
 @settings(max_examples=100 if NIGHTLY else 20)
-@given(numbers=st.lists(st.integers(0, 1 << 20), min_size=10, max_size=20))
+@given(numbers=st.lists(st.integers(0, 1 << 20), min_size=6, max_size=10))
 def test_any_operations_leave_what_dicts_would_hold(numbers, tmp_path_factory):
     """Also when the store is opened anew in between, with another codec, and while its map grows."""
     path, state = tmp_path_factory.mktemp("operations"), Expected()

@@ -62,7 +62,7 @@ def equal(left, right):
 
 
 def write(store, name, *token_ids, content_hash="00", kv=True):
-    """A document of one chunk per tuple of ids; with `kv`, each with its standalone record."""
+    """A document of one chunk per tuple of ids; with `kv`, each with its standalone record and its vectors."""
     chunks = [chunk(name, ordinal, ids) for ordinal, ids in enumerate(token_ids)]
     identities = {chunk.chunk_id: identity(*chunk.token_ids) for chunk in chunks if kv}
     store.write_document(
@@ -72,7 +72,7 @@ def write(store, name, *token_ids, content_hash="00", kv=True):
         recipe="recipe",
         records=((identity, kv_of(identity)) for identity in identities.values()),
         references={chunk_id: [identity] for chunk_id, identity in identities.items()},
-        vectors={chunk.chunk_id: vectors_of(chunk) for chunk in chunks},
+        vectors={chunk.chunk_id: vectors_of(chunk) for chunk in chunks if kv},
     )
     return chunks
 
