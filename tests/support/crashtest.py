@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 from expected import Expected, observe, operation, perform
 from storecheck import problems
 
@@ -34,6 +35,7 @@ import ragkv.store.record as record
 import ragkv.store.store as kvstore
 from ragkv.store import Raw, Store, Zstd
 from ragkv.store.tables import Transaction
+from ragkv.util.plugins import kernel_module
 
 MAP_BYTES = 128 << 10
 POINTS: dict[str, tuple[object, str, str]] = {
@@ -226,6 +228,8 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=0, help="the same, a new store for each")
     parser.add_argument("--rounds", type=int, default=0, help="kills at each named point, a new store for each")
     options = parser.parse_args()
+    if kernel := kernel_module("ragkv.store.read_kernel"):
+        kernel.copy_checked([], np.empty(0, np.uint8))  # loads it, or each process that reads KV would
     draw = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp())
     total: Counter[str] = Counter()
