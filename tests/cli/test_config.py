@@ -67,7 +67,7 @@ def test_what_it_says_of_a_new_index_is_what_ingest_makes(ragkv, own_file, monke
 
 
 def test_an_index_says_what_it_was_built_with(ragkv, own_file, monkeypatch, empty):
-    own_file.write_text(f'index = "{empty}"\ndevice = "cpu"\ncodec = "int8"\n')
+    own_file.write_text(f'index = "{empty}"\ndevice = "cpu"\ncodec = "int8"\n[decoding]\ntemperature = 0.5\n')
     monkeypatch.setenv("RAGKV_MODEL", "other/model")
     monkeypatch.setenv("RAGKV_TOP_K", "3")
     found = result(ragkv)
@@ -75,6 +75,7 @@ def test_an_index_says_what_it_was_built_with(ragkv, own_file, monkeypatch, empt
     assert found["device"] == ("cpu", "file")
     assert found["codec"] == ("zstd", "index")
     assert found["model"][1] == found["prompt.system"][1] == "index"
+    assert found["decoding.temperature"] == (None, "default")  # what the file says is for new indexes
     assert found["top_k"] == (3, "environment")
     assert result(ragkv, "--top-k", 4)["top_k"] == (4, "flag")
     shown = ragkv("config", "show")
