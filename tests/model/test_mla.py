@@ -1,4 +1,4 @@
-"""Latent attention: what is kept of a token, and that attention over it is that over expanded keys and values."""
+"""Latent attention: what is kept of a token. That it computes the same is found on deepseek3, as on any family."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ragkv.attention.partial import LayerCall, partial_attention
+from ragkv.attention.partial import LayerCall
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.attention_hook import (
     LatentAttention,
@@ -29,22 +29,6 @@ def layer(**changes):
     for name, value in changes.items():
         setattr(found, name, value)
     return found
-
-
-def test_attention_over_latents_is_attention_over_expanded_keys_and_values():
-    module = layer()
-    latent, rope = torch.randn(1, 1, 7, RANK), torch.randn(1, 1, 7, ROPE)
-    query = torch.randn(1, HEADS, 4, NOPE + ROPE)
-    expanded = module.kv_b_proj(latent)[0].view(1, 7, HEADS, NOPE + VALUE).transpose(1, 2)
-    keys = torch.cat([expanded[..., :NOPE], rope.expand(1, HEADS, 7, ROPE)], -1)
-    expected = partial_attention(query, keys, expanded[..., NOPE:].contiguous(), scale=0.3, reference=True)
-    way = LatentProjection.of(module)
-    key, value = way.keys(latent, rope)
-    assert (key.shape, value.shape) == ((1, 1, 7, RANK + ROPE), (1, 1, 7, 0))
-    for reference in (True, False):
-        found = partial_attention(way.queries(query), key, value, scale=0.3, reference=reference)
-        torch.testing.assert_close(way.values(found.out), expected.out, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(found.lse, expected.lse, atol=1e-5, rtol=1e-5)
 
 
 def test_other_attention_is_left_alone():

@@ -8,7 +8,6 @@ import pytest
 import torch
 from asking import CHUNKS, PREFIX, STEPS, SUFFIX, continues, request, run
 from safetensors.torch import save_file
-from transformers import DynamicCache
 
 from ragkv.engines import make_engine
 from ragkv.engines.base import require_supported
@@ -38,21 +37,6 @@ def saved(tmp_path):
 def test_vectors_are_numbered_around_the_chunk():
     assert wrap([7, 8], 2, 1) == (-1, -2, 7, 8, -3)
     assert wrap([7], 0, 0) == (7,)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "granite", "mistral-sliding", "qwen3-yarn", "smollm3"])
-def test_the_kv_is_that_of_a_forward_over_header_chunk_and_trailer(name, make_model):
-    model = make_model(name)
-    packet, chunk = packet_of(model), [50, 51, 52, 53, 54, 55, 56]
-    [found] = model.encode([chunk], packet=packet)
-    with model.plain("eager") as plain:
-        words = plain.get_input_embeddings()(torch.tensor(chunk))
-        vectors = torch.cat([packet.header, words, packet.trailer])[None]
-        cache = plain(inputs_embeds=vectors, past_key_values=DynamicCache(), use_cache=True).past_key_values
-    assert found.tokens == len(chunk) + 5
-    for layer, (key, value) in enumerate(zip(found.keys, found.values, strict=True)):
-        torch.testing.assert_close(key, cache.layers[layer].keys[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(value, cache.layers[layer].values[0], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("over", ["standalone", "prefixed"])

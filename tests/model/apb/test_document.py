@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.sequence import TokenSequence
@@ -251,48 +250,6 @@ def test_equal_to_full_attention(make_model: Any, family: str, case: str) -> Non
     for prefix in ((), PREFIX):
         long_document = book_of(make_model(family), drawn(n), sizes, prefix=prefix)
         assert off(logits_of(long_document), full_logits(long_document)) < LIMIT
-
-
-@pytest.mark.parametrize("family", SHAPES)
-def test_star_is_transformers_with_a_cache(make_model: Any, family: str) -> None:
-    model, ids = make_model(family), drawn(70)
-    long_document = book_of(model, ids, star(24), prefix=())
-    blocks = list(SequentialExecutor().run(long_document))
-    with model.plain() as plain:
-        for number, block in enumerate(blocks):
-            span = long_document.layout.span(number)
-            cache = DynamicCache()  # one that knows the configuration would forget what is out of the window
-            if number:
-                plain(input_ids=torch.tensor([ids[:24]]), past_key_values=cache, use_cache=True)
-            at = torch.arange(span.start, span.stop)
-            mask = _star_mask(plain, len(span), 24 if number else 0, span.start)
-            plain(
-                input_ids=torch.tensor([ids[span.start : span.stop]]),
-                position_ids=at[None],
-                past_key_values=cache,
-                use_cache=True,
-                attention_mask=mask,
-            )
-            for layer in range(model.layers):
-                made = cache.layers[layer].keys[0, :, -len(span) :]
-                assert off(block.kv.keys[layer], made) < LIMIT
-
-
-def _star_mask(plain: Any, n: int, anchor: int, start: int) -> Any:
-    """What transformers is told where its own count of positions would be wrong: of places, for windows."""
-    kinds = set(getattr(plain.config, "layer_types", None) or ["full_attention"])
-    query = torch.arange(start, start + n)
-    key = torch.cat([torch.arange(anchor), query])
-    order = torch.arange(anchor + n)
-    causal = order <= torch.arange(anchor, anchor + n)[:, None]
-    window = query[:, None] - key < (getattr(plain.config, "sliding_window", None) or 1 << 30)
-    made = {
-        kind: torch.zeros(1, 1, n, anchor + n).masked_fill(
-            ~(causal & window if kind == "sliding_attention" else causal), torch.finfo(torch.float32).min
-        )
-        for kind in kinds
-    }
-    return made if len(made) > 1 else next(iter(made.values()))
 
 
 def test_appending_encodes_the_new_block_alone(make_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
