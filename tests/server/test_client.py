@@ -1,8 +1,7 @@
 """Other people's clients, unchanged, against one live server.
 
 LiteLLM refuses the huggingface_hub that transformers uses here, and LlamaIndex' clients refuse the newest `openai`. So
-they live in an environment of their own (`make clients`), from which a script asks as its users would. What they send
-is what `openai` sends, on which they stand: `make test` asks by that one, `make test-all` by all of them.
+they live in an environment of their own (`make clients`), from which a script asks as its users would.
 """
 
 import asyncio
@@ -87,7 +86,7 @@ def check(seen, expected):
         assert all(source in line for source, line in zip(sources, footer.splitlines(), strict=True))
 
 
-@pytest.mark.parametrize("version", ["newest", pytest.param("second newest", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("version", ["newest", "second newest"])
 def test_openai(request, version, expected, mini):
     result = request.getfixturevalue("newest") if version == "newest" else request.getfixturevalue("seen")["openai"]
     check(result, expected)
@@ -97,7 +96,6 @@ def test_openai(request, version, expected, mini):
     assert result["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
 
 
-@pytest.mark.nightly
 def test_litellm(seen, expected, mini):
     result = seen["litellm"]
     check(result, expected)
@@ -105,7 +103,6 @@ def test_litellm(seen, expected, mini):
     assert len(result["embedding"]) == mini.embedder.embed_documents(["a"]).dense.shape[1]
 
 
-@pytest.mark.nightly
 def test_llama_index(seen, expected):
     result = seen["llama_index"]
     check(result, expected)
@@ -113,7 +110,6 @@ def test_llama_index(seen, expected):
     assert (result["structured"], result["agent"], result["looked"]) == ("Varn", True, ["Varn"])
 
 
-@pytest.mark.nightly
 def test_langchain(seen, expected):
     """It drops what OpenAI's protocol does not name for this route, annotations too: its users ask for the footer."""
     result = seen["langchain"]
