@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from clichild import CliChild
 from package import run_fresh
 from storekit import equal, identity, make_kv
 
@@ -190,7 +189,7 @@ except KeyboardInterrupt:
     print("interrupted", ended)
 left.set()
 """
-    assert CliChild(program=code).end() == (0, "interrupted [True]\n", "")
+    assert run_fresh(code) == ("interrupted [True]\n", "")
 
 
 def test_those_who_began_are_waited_for_though_no_more_threads_start(monkeypatch):
@@ -231,17 +230,16 @@ def kernel(request, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("codec", "dtype", "copied", "size"),
+    ("codec", "dtype", "copied"),
     [
-        (Raw(), torch.bfloat16, True, (1, 2, 4)),
-        (Raw(), torch.bfloat16, True, (TOKENS, 4, 96)),
-        (Half(), torch.float32, True, (TOKENS, 4, 96)),
-        (Q8(), torch.bfloat16, True, (TOKENS, 1, 512)),
-        (Zstd(), torch.bfloat16, False, (1, 2, 4)),  # of the length of what they hold
-        (Zstd(), torch.bfloat16, False, (TOKENS, 4, 96)),
+        (Raw(), torch.bfloat16, True),
+        (Half(), torch.float32, True),
+        (Q8(), torch.bfloat16, True),
+        (Zstd(), torch.bfloat16, False),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("size", [(1, 2, 4), (TOKENS, 4, 96), (TOKENS, 1, 512)], ids=str)
 def test_every_flipped_bit_is_seen_by_both_ways_to_read(tmp_path, codec, dtype, copied, size, kernel, caplog):
     """Segments of a layer, of its keys, and of some of their tokens; a record is copied whole, or not at all."""
     tokens, heads, width = size
@@ -481,13 +479,14 @@ def test_mapped_tensors_lie_in_the_map(store, long):
 
 
 def memory_of(view: memoryview | None) -> tuple[int, int]:
+    import numpy as np
+
     assert view is not None
     return np.frombuffer(view, np.uint8).__array_interface__["data"][0], len(view)
 
 
-@pytest.mark.parametrize(
-    ("codec", "dtype"), [(Raw(), torch.bfloat16), (Raw(), torch.float32), (Zstd(), torch.bfloat16)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("codec", [Raw(), Zstd()])
 @pytest.mark.parametrize("shape", [(3, 2, 4, 1), (6000, 1, 96, 2), (1, 1, 1, 3)], ids=str)
 def test_mapped_kv_is_right_wherever_it_lies(tmp_path, codec, dtype, shape):
     """Small values lie unaligned between others, long heads in several segments: those are copied."""
