@@ -185,6 +185,7 @@ def test_another_package_adds_a_codec(tmp_path, monkeypatch):
         store.stage_kv([(of, kv)])
     with Store.open(tmp_path) as store:  # the record says how it was written
         assert equal(store.get_kv(of), kv)
+        assert equal(store.get_many([of])[of], kv)  # as long as its payload, and not copied
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
