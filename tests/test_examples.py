@@ -94,7 +94,7 @@ def test_accuracy_as_typed(capsys, small):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--folder", "/nowhere"), "/nowhere holds no questions.jsonl"),
+        (("--folder", "/nowhere"), "/nowhere has no questions.jsonl"),
         (("--hops", 7, "--engines", "block"), "no question is left to ask"),
         (("--limit", 1, "--engines", "warp"), "Unknown engine 'warp'"),
         (("--limit", 1, "--dtype", "float3"), "dtype"),
