@@ -162,6 +162,8 @@ def test_a_book_that_grows_by_a_block_encodes_one(tmp_path, model):
         new = planned(rag)
         assert new.anchor == old.anchor
         assert new.identities[:BLOCKS] == old.identities
+        chunks = [chunk.chunk_id for chunk in rag.store.chunks()]
+        assert [*new.owners] == [chunks[block * BLOCK // CHUNK] for block in range(BLOCKS + 1)]
         assert rag.store.has_many([*new.all]) == {*new.all}
         assert rag.store.stats().kv_records == BLOCKS + 2
         assert not rag.store.verify().findings
@@ -177,3 +179,9 @@ def test_a_book_that_grows_by_a_block_encodes_one(tmp_path, model):
             pairs = zip((*fresh.keys, *fresh.values), (*kept.keys, *kept.values), strict=True)
             assert all(torch.equal(one, other) for one, other in pairs)
         assert answered(rag) == text
+        letters, middle = list(book(BLOCKS + 1)), BLOCKS // 2
+        letters[middle * BLOCK] = "x"
+        source.write_text("".join(letters))
+        assert rag.ingest(source).kv_encoded == BLOCKS + 1 - middle  # a block's KV depends on all blocks before it
+        kept = [one == other for one, other in zip(planned(rag).identities, new.identities, strict=True)]
+        assert kept == [True] * middle + [False] * (BLOCKS + 1 - middle)
