@@ -71,6 +71,14 @@ def test_a_chunk_of_other_tokens_never_comes_to_need_the_record(store):
     assert sound(store)
 
 
+def test_what_several_chunks_need_leaves_all_of_them(store):
+    for name in ("a", "b"):
+        write(store, name, (1, 2), kv=True)
+    assert store.set_budget(0) == 1
+    assert store.kv_of("a#0") == store.kv_of("b#0") == []
+    assert sound(store)
+
+
 def test_what_no_question_has_used_leaves_before_all_else_also_of_another_encoding(store):
     write(store, "a", (1, 2), (3, 4), kv=True)
     prefixed = identity(1, 2, prefix_ids=(9,))
