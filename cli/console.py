@@ -131,8 +131,7 @@ def draw(drawn: RenderableType, *, width: int | None = None) -> None:
         return
     with screen.capture() as captured:
         screen.print(drawn)
-    screen.file.write("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
-    screen.file.flush()  # as `_out`
+    _out("".join(f"{line.rstrip()}\n" for line in captured.get().splitlines()))
 
 
 _NARROW = 16

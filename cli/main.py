@@ -117,8 +117,8 @@ def brief() -> None:
 def run(app: typer.Typer, name: str) -> None:
     """Run `app` on the words after the program's `name`.
 
-    ragkv's own errors, broken pipes and a full disk under stdout end without a traceback, unless `--debug` is given.
-    `app` has that option.
+    ragkv's own errors, broken pipes and what the system refuses (memory, a file, room on the disk) end without a
+    traceback, unless `--debug` is given. `app` has that option.
     """
     arguments = sys.argv[1:]
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -145,31 +145,40 @@ def run(app: typer.Typer, name: str) -> None:
             _give_up_stdout()  # the reader has left (`| head`), for which typer and rich would exit with code 1
             sys.exit(0)
         except (MemoryError, OSError, RuntimeError) as error:
-            denied = isinstance(error, PermissionError) and error.filename is not None
-            refused = error if isinstance(error, OSError) and (denied or error.errno in _FULL) else None
-            if debug or not (refused or isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
-                raise
+            refused = None if debug else _refused(error)
             if refused is None:
-                fail("Not enough memory: close other programs, or use a smaller top-k, batch or model.")
-            elif refused.filename is not None:  # else it was stdout
-                fail(f"{refused.filename} cannot be used: {refused.strerror}.")
-            else:
-                _give_up_stdout()
-                fail(f"The result cannot be written: {refused.strerror}.")
+                raise
+            fail(refused)
             sys.exit(1)
         finally:
             gc.set_threshold(*collecting)
 
 
+def _refused(error: Exception) -> str | None:
+    """What the system refused, as one sentence; None for any other error."""
+    if isinstance(error, OSError) and (error.errno in _FULL or (isinstance(error, PermissionError) and error.filename)):
+        if error.filename is not None:
+            return f"{error.filename} cannot be used: {error.strerror}."
+        _give_up_stdout()
+        return f"The result cannot be written: {error.strerror}."
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+        return "Not enough memory: close other programs, or use a smaller top-k, batch or model."
+    return None
+
+
 def _as_typed(message: str, arguments: Sequence[str]) -> str:
     """An error of decoding with the names of the options that were given: "--top-p must be", not "decoding: top_p"."""
-    head = re.match("decoding: (.+?)(?= must | cannot )", message)
-    flags = {word.partition("=")[0] for word in arguments}
-    named = [name for name in re.findall(r"\w+", head[1]) if f"--{name.replace('_', '-')}" in flags] if head else []
-    if not head or not named:
+    found = re.match("decoding: (.+?)(?= must | cannot )", message)
+    if found is None:
         return message
-    what = re.sub(rf"\b({'|'.join(named)})\b", lambda name: f"--{name[0].replace('_', '-')}", head[1])
-    return what + message[head.end() :]
+    flags = {word.partition("=")[0] for word in arguments}
+
+    def flag(word: re.Match[str]) -> str:
+        name = f"--{word[0].replace('_', '-')}"
+        return name if name in flags else word[0]
+
+    what = re.sub(r"\w+", flag, found[1])
+    return message if what == found[1] else what + message[found.end() :]
 
 
 def _open_streams() -> None:
