@@ -16,6 +16,7 @@ exchanged, whatever the length of the context (APB §3, decoding).
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -745,14 +746,15 @@ def _recomputed_partial(sequence: RecomputedSequence, span: SequenceSlice, call:
 
 
 def _merge_by_token(partials: Sequence[tuple[Tokens, PartialAttention]], query: Tensor) -> PartialAttention:
-    """Merge partial attentions of disjoint tokens into one of all tokens."""
+    """Merge partial attentions of disjoint tokens into one of all tokens, in the widest of their types."""
     if len(partials) == 1 and isinstance(partials[0][0], slice):
         return partials[0][1]
     batch, q_heads, tokens, _ = query.shape
-    out = query.new_empty((batch, q_heads, tokens, partials[0][1].out.shape[-1]))
+    dtype = functools.reduce(torch.promote_types, (partial.out.dtype for _, partial in partials))
+    out = query.new_empty((batch, q_heads, tokens, partials[0][1].out.shape[-1]), dtype=dtype)
     lse = query.new_empty((batch, q_heads, tokens), dtype=torch.float32)
     for which, partial in partials:
-        out[:, :, which], lse[:, :, which] = partial.out, partial.lse
+        out[:, :, which], lse[:, :, which] = partial.out.to(dtype), partial.lse
     return PartialAttention(out, lse)
 
 

@@ -410,17 +410,21 @@ def test_many_tokens_are_exact(dtype, kept, heads, group, width, window, calls, 
         at += n
 
 
-def test_many_tokens_have_what_single_ones_leave_to_others(calls, launches):
+@pytest.mark.parametrize(
+    ("dtype", "width", "close"), [(torch.float32, 16, 2e-5), pytest.param(torch.bfloat16, 32, 3e-2, marks=needs_dot)]
+)
+def test_many_tokens_have_what_single_ones_leave_to_others(dtype, width, close, calls, launches):
     """A long chunk that three sequences decode over is read once for them; a fourth one reads it in place."""
     torch.manual_seed(9)
-    segments = [PlacedChunk(kv=chunk(n, 2, 16, 16), start=start) for n, start in ((600, 2), (9, 602))]
-    rows, call = [TokenSequence.over(segments, position=611) for _ in range(4)], call_of(23, 2, 2, 16, 16)
+    segments = [PlacedChunk(kv=chunk(n, 2, width, width, dtype), start=at) for n, at in ((600, 2), (9, 602))]
+    rows = [TokenSequence.over(segments, position=611) for _ in range(4)]
+    call = call_of(23, 2, 2, width, width, dtype)
     found = Step(rows, [1, 20, 1, 1], TURNING, CPU).attend(call)
     assert (launches, calls) == ([[20]], [3])
-    nothing = torch.empty(2, 2, 0, 16)
+    nothing = torch.empty(2, 2, 0, width)
     for row, at, n in zip(rows, (0, 1, 21, 22), (1, 20, 1, 1), strict=True):
         expected = attended(row, nothing, call, at, n)
-        torch.testing.assert_close(found[0, :, at : at + n].transpose(0, 1).double(), expected, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(found[0, :, at : at + n].transpose(0, 1).double(), expected, atol=close, rtol=close)
 
 
 def test_threads_share_many_tokens(monkeypatch, launches):
