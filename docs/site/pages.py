@@ -45,10 +45,10 @@ def commands() -> str:
 
 def families(survey: Survey) -> str:
     """The table of a survey."""
-    counts = ", ".join(f"{survey.exact(name)} for `{name}`" for name in ENGINES)
+    counts = ", ".join(f"`{name}` {survey.exact(name)}" for name in ENGINES)
     lines = [
-        f"Of {len(survey.verdicts)} decoder families of transformers {survey.transformers}, exact are {counts}.",
-        f"*Error* is the largest difference of scores over the largest score in float32, exact up to {EXACT:.0e}.",
+        f"Exact, of the {len(survey.verdicts)} decoder families of transformers {survey.transformers}: {counts}.",
+        f"*error* is the largest difference of scores over the largest score in float32; up to {EXACT:.0e} is exact.",
         "",
     ]
     for cells in (COLUMNS, ["---"] * len(COLUMNS), *(verdict.cells() for verdict in survey.verdicts)):
