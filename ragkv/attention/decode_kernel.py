@@ -69,7 +69,7 @@ def _starts(b: Any, first: Any, stride: Any, count: int, size: int) -> list[Any]
         starts.append(b.add(starts[-1], stride))
     for start in starts:
         for line in range(0, size, 64):
-            kernels.fetch(b, at(b, start, _AHEAD + line))
+            kernels.prefetch(b, at(b, start, _AHEAD + line))
     return starts
 
 

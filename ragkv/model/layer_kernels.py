@@ -147,7 +147,7 @@ class _Code:
         sums = [[b.phi(tile.sums) for _ in weights] for _ in rows]
         offset, along = b.mul(i, size), b.mul(i, LONG(SIZES[tile.row]))
         for line in range(len(weights)):
-            kernels.fetch(b, b.add(b.add(fetched, b.mul(offset, faster)), b.mul(apart, LONG(line))))
+            kernels.prefetch(b, b.add(b.add(fetched, b.mul(offset, faster)), b.mul(apart, LONG(line))))
         more = self._added(sums, [b.add(each, offset) for each in weights], [b.add(each, along) for each in rows])
         following, nothing = b.add(i, LONG(tile.step)), ir.Constant(tile.sums, [0] * tile.sums.count)
         for phi, start, new in [(i, first, following), *((phi, nothing, new) for phi, new in _pairs(sums, more))]:

@@ -154,11 +154,11 @@ def summed(b: Any, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def fetch(b: Any, place: Any) -> None:
+def prefetch(b: Any, place: Any) -> None:
     """Prefetch a cache line into L2."""
     pointer = ir.IntType(8).as_pointer()
-    prefetch = function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, INT, INT, INT)
-    b.call(prefetch, [b.inttoptr(place, pointer), INT(0), INT(2), INT(1)])
+    called = function(b, "llvm.prefetch.p0", ir.VoidType(), pointer, INT, INT, INT)
+    b.call(called, [b.inttoptr(place, pointer), INT(0), INT(2), INT(1)])
 
 
 def function(b: Any, name: str, result: Any, *arguments: Any) -> Any:
@@ -236,7 +236,7 @@ def _word(b: Any, place: Any, index: Any) -> Any:
 
 
 @intrinsic
-def loaded(context: Any, place: Any, index: Any) -> Any:
+def atomic_load(context: Any, place: Any, index: Any) -> Any:
     """Atomic load of an int64 that other threads write (sequentially consistent)."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
@@ -246,7 +246,7 @@ def loaded(context: Any, place: Any, index: Any) -> Any:
 
 
 @intrinsic
-def put(context: Any, place: Any, index: Any, value: Any) -> Any:
+def atomic_store(context: Any, place: Any, index: Any, value: Any) -> Any:
     """Atomic store of an int64: threads that see it also see all earlier writes of this thread."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
@@ -256,7 +256,7 @@ def put(context: Any, place: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
-def swapped(context: Any, place: Any, index: Any, old: Any, new: Any) -> Any:
+def compare_and_swap(context: Any, place: Any, index: Any, old: Any, new: Any) -> Any:
     """Compare and swap an int64; whether it was `old`."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
@@ -267,7 +267,7 @@ def swapped(context: Any, place: Any, index: Any, old: Any, new: Any) -> Any:
 
 
 @intrinsic
-def called(context: Any, kernel: Any, place: Any) -> Any:
+def call_kernel(context: Any, kernel: Any, place: Any) -> Any:
     """Call a kernel by its address."""
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
@@ -327,13 +327,13 @@ def _launch(kernel: Any, call: Callable[[int], None], data: Any, threads: int, _
         raise MemoryError("a kernel found no memory for its sums")
 
 
-_IDLE, _ASKED, _BUSY = range(3)
+_IDLE, _REQUESTED, _BUSY = range(3)
 _STATE, _AWAKE, _KERNEL, _DATA, _LINE = 0, 1, 2, 3, 8
-"""Indices in a helper's board, which is one cache line: its state, whether it is polling the board, and the address
+"""Indices in a helper's mailbox, which is one cache line: its state, whether it is polling the mailbox, and the address
 and data of the kernel that it is asked to run.
 """
-_LOOKS = 5_000
-"""How often an idle helper polls its board before it yields the processor: 0.2 to 3 ms."""
+_POLLS = 5_000
+"""How often an idle helper polls its mailbox before it yields the processor: 0.2 to 3 ms."""
 _LATE, _CALM = 1e-4, 2000
 """A helper is late if the launching thread waits for it `_LATE` seconds longer than its own share took; `_CALM` is a
 number of kernels."""
@@ -366,12 +366,14 @@ class _Team:
     def __init__(self, size: int) -> None:
         self._memory = (ctypes.c_int64 * (_LINE * (size + 1)))()
         self._first = -ctypes.addressof(self._memory) // 8 % _LINE
-        self._boards = ctypes.addressof(self._memory) + 8 * self._first
+        self._mailboxes = ctypes.addressof(self._memory) + 8 * self._first
         self._size, self._most, self._calm = size, size, 0
         self._since, self._late, self._asked, self._busy, self._seen = 0.0, 0, 0, False, (0, 0.0, 0)
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max(1, size), thread_name_prefix="ragkv-kernel")
-        self._help, self._ask, self._wait = (compiled(work).ctypes for work in (_help, _ask, _wait))
+        self._loop, self._request, self._join = (
+            compiled(work).ctypes for work in (_helper_loop, _request_helpers, _join_helpers)
+        )
 
     def run(self, kernel: int, call: Callable[[int], None], place: int, helpers: int) -> None:
         """Run a kernel with the data at `place`; returns when no thread runs it any more."""
@@ -380,20 +382,20 @@ class _Team:
             return
         try:
             helpers = min(helpers, self._most)
-            data = _array(4)(self._boards, helpers, kernel, place)
+            data = _array(4)(self._mailboxes, helpers, kernel, place)
             for at in range(helpers):
                 awake = self._first + _LINE * at + _AWAKE
                 if not self._memory[awake]:
                     self._memory[awake] = 1
                     with suppress(RuntimeError):  # at interpreter exit there are no helpers
-                        self._pool.submit(self._help, self._boards + 8 * _LINE * at)
-            asked, started = ctypes.addressof(data), time.perf_counter()
+                        self._pool.submit(self._loop, self._mailboxes + 8 * _LINE * at)
+            request, started = ctypes.addressof(data), time.perf_counter()
             try:
-                self._ask(asked)
+                self._request(request)
                 call(place)
                 ended = time.perf_counter()
             finally:  # also after an interrupt: a helper may be in the middle of its work
-                self._wait(asked)  # the first call here, because Python delivers an interrupt after a call
+                self._join(request)  # the first call here, because Python delivers an interrupt after a call
             self._note(helpers, time.perf_counter() - ended > _LATE + ended - started, ended)
         finally:
             self._lock.release()
@@ -413,34 +415,34 @@ class _Team:
             self._calm, self._most = 0, min(self._size, 2 * self._most + 1)
 
 
-def _help(board):
+def _helper_loop(mailbox):
     """A helper: run requested kernels, and return after a while without requests."""
-    left = _LOOKS
+    left = _POLLS
     while left > 0:
-        if loaded(board, _STATE) == _ASKED and swapped(board, _STATE, _ASKED, _BUSY):
-            called(loaded(board, _KERNEL), loaded(board, _DATA))
-            put(board, _STATE, _IDLE)
-            left = _LOOKS
+        if atomic_load(mailbox, _STATE) == _REQUESTED and compare_and_swap(mailbox, _STATE, _REQUESTED, _BUSY):
+            call_kernel(atomic_load(mailbox, _KERNEL), atomic_load(mailbox, _DATA))
+            atomic_store(mailbox, _STATE, _IDLE)
+            left = _POLLS
         pause()
         left -= 1
-    put(board, _AWAKE, 0)
+    atomic_store(mailbox, _AWAKE, 0)
 
 
-def _ask(data):
-    """Request a kernel of helpers; `data` is the boards' address, the number of helpers, the kernel and its data."""
-    for at in range(loaded(data, 1)):
-        board = loaded(data, 0) + 8 * _LINE * at
-        put(board, _KERNEL, loaded(data, 2))
-        put(board, _DATA, loaded(data, 3))
-        put(board, _STATE, _ASKED)
+def _request_helpers(data):
+    """Request a kernel of helpers; `data` is the mailboxes' address, the number of helpers, the kernel and its data."""
+    for at in range(atomic_load(data, 1)):
+        mailbox = atomic_load(data, 0) + 8 * _LINE * at
+        atomic_store(mailbox, _KERNEL, atomic_load(data, 2))
+        atomic_store(mailbox, _DATA, atomic_load(data, 3))
+        atomic_store(mailbox, _STATE, _REQUESTED)
 
 
-def _wait(data):
+def _join_helpers(data):
     """Withdraw requests that were not started, and spin-wait for the helpers that have started."""
-    for at in range(loaded(data, 1)):
-        board = loaded(data, 0) + 8 * _LINE * at
-        if not swapped(board, _STATE, _ASKED, _IDLE):
-            while loaded(board, _STATE) != _IDLE:
+    for at in range(atomic_load(data, 1)):
+        mailbox = atomic_load(data, 0) + 8 * _LINE * at
+        if not compare_and_swap(mailbox, _STATE, _REQUESTED, _IDLE):
+            while atomic_load(mailbox, _STATE) != _IDLE:
                 pause()
 
 

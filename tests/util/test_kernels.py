@@ -187,8 +187,8 @@ def test_a_helper_that_has_begun_is_waited_for(team, counting):
 
     def wait():
         """It may have fallen asleep just when it was asked."""
-        until(lambda: team._memory[state] != kernels._ASKED or not team._memory[awake])
-        begun.append(team._memory[state] != kernels._ASKED)
+        until(lambda: team._memory[state] != kernels._REQUESTED or not team._memory[awake])
+        begun.append(team._memory[state] != kernels._REQUESTED)
 
     while sum(begun) < 20:
         assert counts_of(team, counting, 100_000, 1, wait) == [1] * 100_000
@@ -259,7 +259,7 @@ def test_who_does_not_have_the_team_works_alone(team, counting):
 
     asked = []
     assert counts_of(team, counting, 7, 2, other) == [1] * 7
-    assert asked == [team._memory[team._first + kernels._DATA]]  # the other launch has not written to a board
+    assert asked == [team._memory[team._first + kernels._DATA]]  # the other launch has not written to a mailbox
 
 
 def test_many_threads_launch_kernels_at_once(counting):
