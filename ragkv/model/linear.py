@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 1 << 14
 """A matrix with fewer weights, such as the router of experts, is not changed."""
-_PIECE = 32
+_PRODUCTS_PER_STEP = 32
 """The kernel adds this many products of a row at a time; int8 weights are padded to twice that."""
 _THREAD = 1 << 18
 """Multiply-adds that are worth a thread: 25 µs of work."""
@@ -41,7 +41,7 @@ _NUMBERS = 1 << 20
 """Elements of a norm's states that are worth a thread."""
 _ROWS = 256  # weights are converted and compared this many rows at a time, which fit a cache
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-_OTHERWISE = 0.02
+_MAX_MISMATCH_SHARE = 0.02
 """The accepted share of numbers that differ after rounding to bfloat16, from another order of summation; another form
 of the norm changes a tenth."""
 
@@ -202,7 +202,7 @@ def _form(norm: nn.Module, weight: Tensor, epsilon: float, forms: Sequence[str])
             found = _normalised(states, some, epsilon, form)
             if expected.dtype == found.dtype and expected.shape == found.shape:
                 wrong = (found.float() - expected.float()).abs() > 1e-6 * expected.float().abs()
-                if wrong.float().mean() < _OTHERWISE:
+                if wrong.float().mean() < _MAX_MISMATCH_SHARE:
                     return form
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         logger.debug("a norm is not replaced: %s", error)
@@ -287,7 +287,8 @@ def _by_kernels(model: LanguageModel) -> bool:
 
 def _fits(layer: Any) -> bool:
     """Whether the kernel can read a layer's weights."""
-    return bool(layer.in_features % _PIECE == 0 and layer.out_features >= 4 and layer.weight.is_contiguous())
+    whole_steps = layer.in_features % _PRODUCTS_PER_STEP == 0
+    return bool(whole_steps and layer.out_features >= 4 and layer.weight.is_contiguous())
 
 
 @torch.no_grad()
@@ -317,7 +318,7 @@ class Int8Linear(nn.Module):
         scales = weight.abs().amax(1).clamp_min_(torch.finfo(torch.float32).tiny).div_(127)
         rounded = (weight / scales[:, None]).round_().to(torch.int8)  # not in place: embeddings may be tied to them
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self._more = -self.in_features % (2 * _PIECE)
+        self._more = -self.in_features % (2 * _PRODUCTS_PER_STEP)
         self.weight = nn.Parameter(nn.functional.pad(rounded, (0, self._more)), requires_grad=False)
         self.scales = nn.Parameter(scales, requires_grad=False)
         self.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().float(), requires_grad=False)
