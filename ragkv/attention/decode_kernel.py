@@ -262,14 +262,14 @@ def compiled(kinds: str, width: int, value_width: int, rows: int) -> Any:
                 for segment in range(starts[item], starts[item + 1]):
                     found = integers(table + 8 * COLUMNS * segment)
                     key, value = found[0] + head * found[3], found[1] + head * found[5]
-                    length, key_token, value_token, turn, code = found[2], found[4], found[6], found[7], found[8]
+                    length, key_token, value_token, rotation, code = found[2], found[4], found[6], found[7], found[8]
                     for row in range(rows):
                         place = (top + row) * head_step + token * token_step
                         for i in range(width):
                             number = _number(queries, place + i, kind)
-                            if turn >= 0:
+                            if rotation >= 0:
                                 other_one = _number(queries, place + partners[i], kind)
-                                number = number * cos[turn * width + i] + other_one * sin[turn * width + i]
+                                number = number * cos[rotation * width + i] + other_one * sin[rotation * width + i]
                             query[row, i] = number
                     for begin in range(0, length, BLOCK):
                         count = min(BLOCK, length - begin)

@@ -227,14 +227,14 @@ def _copy(out, source, step, count, row, code, half):
 
 
 @intrinsic(prefer_literal=True)
-def _turn(context: Any, out: Any, query: Any, other: Any, cos: Any, sin: Any, kind: Any) -> Any:
+def _rotate(context: Any, out: Any, query: Any, other: Any, cos: Any, sin: Any, kind: Any) -> Any:
     """Write 16 numbers cos·query + sin·other as this kind; all arguments are addresses of float32."""
     name = kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
         query, other, cos, sin = (load(b, place, floats(16), 4) for place in arguments[1:5])
-        turned = b.fadd(b.fmul(query, cos, flags=FAST), b.fmul(other, sin, flags=FAST), flags=FAST)
-        kernels.store(b, narrowed(b, turned, name), arguments[0], 2)
+        rotated = b.fadd(b.fmul(query, cos, flags=FAST), b.fmul(other, sin, flags=FAST), flags=FAST)
+        kernels.store(b, narrowed(b, rotated, name), arguments[0], 2)
 
     return types.void(*[types.int64] * 5, kind), generate
 
@@ -359,7 +359,7 @@ def attention(kind: str, width: int) -> Any:
         cos, sin, partners = argument(data, COS), argument(data, SIN), integers(argument(data, PARTNERS))
         lse = reals(argument(data, LSE))
         scores, mixed = np.empty((_BAND, BLOCK), np.float32), np.empty((most, width), np.float32)
-        weights, turned = np.empty((_BAND, BLOCK * size), np.uint8), np.empty((most, row), np.uint8)
+        weights, rotated = np.empty((_BAND, BLOCK * size), np.uint8), np.empty((most, row), np.uint8)
         wide, others = np.empty((most, width), np.float32), np.empty((most, width), np.float32)
         best, total = np.empty(most, np.float32), np.empty(most, np.float32)
         laid_out, paired = np.empty(BLOCK * row, np.uint8), np.empty(BLOCK * row, np.uint8)
@@ -379,7 +379,7 @@ def attention(kind: str, width: int) -> Any:
                 early, late = begin // group, (end - 1) // group
                 scale = float_of(np.int32(part[SCALE]))
                 s, p, o, kt, vp = address(scores), address(weights), address(mixed), address(laid_out), address(paired)
-                bests, totals, queries = address(best), address(total), address(turned)
+                bests, totals, queries = address(best), address(total), address(rotated)
                 w, other = address(wide), address(others)
                 for r in range(rows):
                     token, at_head = (begin + r) // group, head * group + (begin + r) % group
@@ -395,22 +395,22 @@ def attention(kind: str, width: int) -> Any:
                 for segment in range(part[START], part[END]):
                     found = integers(table + segment * argument(data, ROW))
                     key, value = found[0] + head * found[3], found[1] + head * found[5]
-                    keys, key_step, value_step, turn, unseen = found[2], found[4], found[6], found[7], found[9]
+                    keys, key_step, value_step, rotation, unseen = found[2], found[4], found[6], found[7], found[9]
                     code = found[8]
-                    if turn != was:
-                        was = turn
+                    if rotation != was:
+                        was = rotation
                         for r in range(rows):
-                            if turn < 0:
+                            if rotation < 0:
                                 for word in range(0, row, _LINE):
                                     _line(queries + r * row + word, places[r] + word, "float32")
                                 continue
                             for i in range(0, width, 16):
-                                _turn(
+                                _rotate(
                                     queries + r * row + i * size,
                                     w + (r * width + i) * 4,
                                     other + (r * width + i) * 4,
-                                    cos + (turn * width + i) * 4,
-                                    sin + (turn * width + i) * 4,
+                                    cos + (rotation * width + i) * 4,
+                                    sin + (rotation * width + i) * 4,
                                     kind,
                                 )
                     causal = part[CAUSAL] and segment == part[START]

@@ -33,14 +33,14 @@ _NUMBERS = 1 << 17
 _NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 _KINDS = {*_NAMES, torch.int8}
 _COLUMNS = 10
-_KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _TURN, _KIND, _UNSEEN = 0, 1, 2, 4, 6, 7, 8, 9
+_KEY, _VALUE, _TOKENS, _KEY_STEP, _VALUE_STEP, _ROTATION, _KIND, _UNSEEN = 0, 1, 2, 4, 6, 7, 8, 9
 """Columns of the table: addresses of keys and values; tokens; strides in bytes from head to head and from token to
 token of the keys, then of the values; the row in the table of rotations (-1: none); the kind of the numbers (0: the
 model's dtype, 1: float16, 2: rows of int8 with a scale); and how many of the first keys the first new token does not
 see (one more for each later token; none if negative).
 """
 Integers = NDArray[np.int64]
-Turns = tuple[Tensor, Tensor, Tensor]
+Rotations = tuple[Tensor, Tensor, Tensor]
 """cos and signed sin of R(-offset), `(offsets, head_dim)`, and the partner of each element of a head."""
 
 
@@ -97,9 +97,9 @@ class _Group:
     def of(cls, number: int, temperature: float, segments: Sequence[PlacedChunk], offsets: Sequence[int]) -> _Group:
         rows = np.empty((segments[0].kv.layers if segments else 0, len(segments), _COLUMNS), np.int64)
         for at, segment in enumerate(segments):
-            turn = offsets.index(segment.offset) if segment.offset else -1
+            rotation = offsets.index(segment.offset) if segment.offset else -1
             for layer, pair in enumerate(zip(stored(segment.kv.keys), stored(segment.kv.values), strict=True)):
-                rows[layer, at] = table_row(*pair, turn)
+                rows[layer, at] = table_row(*pair, rotation)
         starts, ids = [segment.start for segment in segments], [id(segment.kv) for segment in segments]
         return cls(number, temperature, rows, np.array(starts, np.int64), np.array(ids, np.int64))
 
@@ -138,7 +138,7 @@ class _Located:
     parts: tuple[_Group, ...]
     offsets: tuple[int, ...]
     dtypes: frozenset[torch.dtype]
-    _turns: dict[tuple[str, int], Turns] = field(default_factory=dict)
+    _rotations: dict[tuple[str, int], Rotations] = field(default_factory=dict)
 
     @classmethod
     def of(cls, sequence: TokenSequence) -> _Located:
@@ -162,12 +162,12 @@ class _Located:
         parts = [_Group.of(number, *part, offsets) for number, part in enumerate([(1.0, plain), *weighed])]
         return cls(groups, tokens, tuple(parts), offsets, dtypes)
 
-    def turns(self, rotary: Rotary, kind: str, width: int) -> Turns:
+    def rotations(self, rotary: Rotary, kind: str, width: int) -> Rotations:
         """The rotations by its offsets, for heads of `width` numbers."""
-        if (kind, width) not in self._turns:
+        if (kind, width) not in self._rotations:
             table = RotationTable.of(rotary, -torch.tensor(self.offsets), kind, width)
-            self._turns[kind, width] = table.cos.contiguous(), table.sin.contiguous(), table.partners
-        return self._turns[kind, width]
+            self._rotations[kind, width] = table.cos.contiguous(), table.sin.contiguous(), table.partners
+        return self._rotations[kind, width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ class AttentionInPlace:
         self._many = spans[0].n > 1
         self._located = [_Located.of(span.sequence) for span in spans]
         self._tables: dict[int | None, _Table] = {}
-        self._turned: dict[tuple[str, int], Turns] = {}
+        self._cached_rotations: dict[tuple[str, int], Rotations] = {}
         self.tokens = tokens_of(spans, _CPU)
         """Indices of the tokens in the step."""
         blocks: dict[int, list[int]] = {}
@@ -301,12 +301,12 @@ class AttentionInPlace:
                 _cut(rows[own], rows[own, _TOKENS] - span.n - call.window + 1)
         kind = self._rotary.kinds[call.layer]
         if kind is None:  # a layer without RoPE
-            rows[:, _TURN] = -1
+            rows[:, _ROTATION] = -1
         tokens = table.groups[-1][1].stop
         dtype = call.query.dtype if self._many else torch.float32
         out = torch.empty((1, tokens, heads, call.value.shape[-1] or width), dtype=dtype).transpose(1, 2)
         lse = torch.empty((1, tokens, heads), dtype=torch.float32).transpose(1, 2)
-        (_compute_many if self._many else _compute)(call, table, self._turns(kind, width), out, lse)
+        (_compute_many if self._many else _compute)(call, table, self._rotations(kind, width), out, lse)
         if len(table.groups) == 1:  # slicing would cost as much as everything else here
             ((number, _, tokens),) = table.groups
             return [(number, tokens, PartialAttention(out, lse))]
@@ -315,17 +315,17 @@ class AttentionInPlace:
             for number, which, tokens in table.groups
         ]
 
-    def _turns(self, kind: str | None, width: int) -> Turns | None:
+    def _rotations(self, kind: str | None, width: int) -> Rotations | None:
         """The rotations of all sequences, concatenated."""
         if kind is None:
             return None
-        if (kind, width) not in self._turned:
+        if (kind, width) not in self._cached_rotations:
             moved = [located for located in self._located if located.offsets]
             if not moved:
                 return None
-            cos, sin, partners = zip(*(located.turns(self._rotary, kind, width) for located in moved), strict=True)
-            self._turned[kind, width] = torch.cat(cos), torch.cat(sin), partners[0]
-        return self._turned[kind, width]
+            cos, sin, partners = zip(*(located.rotations(self._rotary, kind, width) for located in moved), strict=True)
+            self._cached_rotations[kind, width] = torch.cat(cos), torch.cat(sin), partners[0]
+        return self._cached_rotations[kind, width]
 
     def _table(self, window: int | None) -> _Table:
         own = np.zeros((len(self._rotary.kinds), 1, _COLUMNS), np.int64)  # every layer writes it
@@ -357,16 +357,16 @@ class AttentionInPlace:
 
     def _parts(self, number: int, window: int | None) -> Iterator[tuple[SequenceSlice, _Group, Integers]]:
         """The sequences that have the group, with its rows for their tokens."""
-        turns = 0
+        earlier = 0
         for span, located in zip(self._spans, self._located, strict=True):
             if number < len(located.parts):
                 part = located.parts[number]
                 rows = part.within(span.sequence.position, window, self._others)
-                if turns:  # skip the rotations of the sequences before
+                if earlier:  # skip the rotations of the sequences before
                     rows = rows.copy()
-                    rows[..., _TURN] += np.where(rows[..., _TURN] < 0, 0, turns)
+                    rows[..., _ROTATION] += np.where(rows[..., _ROTATION] < 0, 0, earlier)
                 yield span, part, rows
-            turns += len(located.offsets)
+            earlier += len(located.offsets)
 
 
 class _Slots:
@@ -399,7 +399,7 @@ class _Slots:
         return rows
 
 
-def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, lse: Tensor) -> None:
+def _compute(call: LayerCall, table: _Table, rotations: Rotations | None, out: Tensor, lse: Tensor) -> None:
     """Fill `out` `(1, q_heads, parts, value_dim)` and `lse` `(1, q_heads, parts)` for single tokens, on torch's number
     of threads.
     """
@@ -415,7 +415,7 @@ def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, l
     attend = kernel.compiled(",".join(kinds), width, out.shape[-1], tile)
     units = out.shape[2] * kv_heads * -(-group // tile)
     threads = min(units, kernel.kernels.threads_for(table.keys * kv_heads * (width + out.shape[-1]), _NUMBERS))
-    pointers = query.data_ptr(), out.data_ptr(), lse.data_ptr(), *_addresses(turns)
+    pointers = query.data_ptr(), out.data_ptr(), lse.data_ptr(), *_addresses(rotations)
     where = table.row_addresses[call.layer], *table.addresses
     sizes = kv_heads, group, query.stride(1), query.stride(2)
     kernel.kernels.run(
@@ -423,14 +423,14 @@ def _compute(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, l
     )
 
 
-def _addresses(turns: Turns | None) -> Sequence[int]:
-    return [turn.data_ptr() for turn in turns] if turns else (0, 0, 0)
+def _addresses(rotations: Rotations | None) -> Sequence[int]:
+    return [rotation.data_ptr() for rotation in rotations] if rotations else (0, 0, 0)
 
 
-def _compute_many(call: LayerCall, table: _Table, turns: Turns | None, out: Tensor, lse: Tensor) -> None:
+def _compute_many(call: LayerCall, table: _Table, rotations: Rotations | None, out: Tensor, lse: Tensor) -> None:
     """As `_compute` for many tokens: `(1, q_heads, tokens, head_dim)` and `(1, q_heads, tokens)`, part by part."""
     query, parts = call.query, table.parts
     parts[:, 0] = query.data_ptr() + query.element_size() * query.stride(2) * table.tokens
     parts[:, -1] = (np.float32(call.scale) * table.sharpness).view(np.int32)
     rows = table.row_addresses[call.layer], table.rows.strides[1]
-    flash(query, parts, call.key.shape[1], rows, _addresses(turns), (out, lse), table.keys)
+    flash(query, parts, call.key.shape[1], rows, _addresses(rotations), (out, lse), table.keys)

@@ -264,15 +264,15 @@ def float_bits(number: float) -> int:
     return bits
 
 
-def table_row(key: Tensor, value: Tensor, turn: int) -> tuple[int, ...]:
+def table_row(key: Tensor, value: Tensor, rotation: int) -> tuple[int, ...]:
     """A row of the kernels' table for keys and values `(kv_heads, tokens, head_dim)`, or `(1, …)` of that, that are all
-    visible, to queries that are rotated by row `turn` of the rotations (-1: none).
+    visible, to queries that are rotated by row `rotation` of the rotations (-1: none).
     """
     if not value.shape[-1]:  # latent attention: the keys are the values
         value = key
     size = key.element_size()
     steps = (size * stride for t in (key, value) for stride in t.stride()[-3:-1])
-    return key.data_ptr(), value.data_ptr(), key.shape[-2], *steps, turn, _CODES.get(key.dtype, 0), -_FAR
+    return key.data_ptr(), value.data_ptr(), key.shape[-2], *steps, rotation, _CODES.get(key.dtype, 0), -_FAR
 
 
 def flash(
@@ -280,7 +280,7 @@ def flash(
     parts: NDArray[np.int64],
     kv_heads: int,
     rows: tuple[int, int],
-    turns: Sequence[int],
+    rotations: Sequence[int],
     result: tuple[Tensor, Tensor],
     products: int,
 ) -> None:
@@ -297,7 +297,7 @@ def flash(
     longest = int(parts[:, module.COUNT].max()) * (heads // kv_heads)
     tiles = max(-(-longest // module.QUERIES_AT_A_TIME), min(threads // (len(parts) * kv_heads), longest // _TILE))
     units = len(parts) * kv_heads * tiles
-    where = *rows, parts.ctypes.data, tiles, out.data_ptr(), lse.data_ptr(), *turns
+    where = *rows, parts.ctypes.data, tiles, out.data_ptr(), lse.data_ptr(), *rotations
     steps = size * query.stride(-3), size * query.stride(-2), lse.stride(-2), lse.stride(-1)
     module.kernels.run(kernel, units, min(units, threads), *where, kv_heads, heads // kv_heads, *steps)
 

@@ -69,8 +69,8 @@ class Rotary:
         size = self.angles(torch.zeros((1, 1), dtype=torch.long, device=device), kind)[0].shape
         numbered = torch.arange(1, head_dim + 1, dtype=torch.float32)[None, None, None]
         cos, sin = (torch.full(size, number, dtype=torch.float32) for number in (0.0, 1.0))  # by 90°
-        turned = self.apply(numbered, cos, sin).flatten()
-        return turned.abs().long() - 1, turned.sign()
+        rotated = self.apply(numbered, cos, sin).flatten()
+        return rotated.abs().long() - 1, rotated.sign()
 
     def halves(self, kind: str, head_dim: int) -> tuple[slice, slice] | None:
         """The two halves of a head if a rotation mixes each element of one with the same element of the other; None if
@@ -157,15 +157,15 @@ class QueryRotation:
     def by(self, offset: int | Tensor, tokens: slice | Tensor) -> Tensor:
         """R(-offset)·query of these tokens; a tensor `(n,)` of table indices rotates each token by its own offset."""
         if not isinstance(offset, int) or not isinstance(tokens, slice):
-            return self._turned(self.rows[offset] if isinstance(offset, int) else offset, tokens)
+            return self._rotated(self.rows[offset] if isinstance(offset, int) else offset, tokens)
         # chunks with the same offset are adjacent
         if self._last is None or self._last[:2] != (offset, tokens):
-            self._last = (offset, tokens, self._turned(self.rows[offset], tokens))
+            self._last = (offset, tokens, self._rotated(self.rows[offset], tokens))
         return self._last[2]
 
-    def _turned(self, row: int | Tensor, tokens: slice | Tensor) -> Tensor:
+    def _rotated(self, row: int | Tensor, tokens: slice | Tensor) -> Tensor:
         if self._wide is None:  # contiguous, so that heads are folded without a copy at any offset
             self._wide = self.table.widened(self.query)
         wide, partner = self._wide
-        turned = wide[:, :, tokens] * self.table.cos[row]
-        return turned.addcmul_(partner[:, :, tokens], self.table.sin[row]).to(self.query.dtype)
+        rotated = wide[:, :, tokens] * self.table.cos[row]
+        return rotated.addcmul_(partner[:, :, tokens], self.table.sin[row]).to(self.query.dtype)

@@ -430,12 +430,12 @@ def tabled(attention: Any, apply: Callable[..., Tensor], layers: int) -> Rotary 
         sin, cos = found.float().chunk(2, -1)
         return cos, sin * positions.sign()[..., None]
 
-    def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width = 2 * cos.shape[-1]
         moved = apply(states[..., :width].transpose(1, 2), sin, cos).transpose(1, 2)  # takes (batch, n, heads, d)
         return torch.cat([moved, states[..., width:]], -1)
 
-    return Rotary(apply=turn, angles=angles, kinds=("default",) * layers)
+    return Rotary(apply=rotate, angles=angles, kinds=("default",) * layers)
 
 
 _SIGNATURE = ["query", "key", "value", "attention_mask"]
@@ -481,11 +481,11 @@ def _scale(module: Any) -> float:
     return 1 / float(divisor)
 
 
-Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rotation = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(states `(batch, heads, n, head_dim)`, cos, sin `(batch, n, rotary_dim)`) -> states, rotated."""
 
 
-def rotation_of(apply: Callable[..., Any]) -> tuple[Turn, ...]:
+def rotations_of(apply: Callable[..., Any]) -> tuple[Rotation, ...]:
     """The ways in which a family's `apply_rotary_pos_emb` may have to be called, the usual one first."""
 
     def pair(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -499,12 +499,12 @@ def rotation_of(apply: Callable[..., Any]) -> tuple[Turn, ...]:
     return pair, lone, _sliced(pair), _sliced(lone)
 
 
-def _sliced(turn: Turn) -> Turn:
-    """`turn` applied only to the leading dimensions that have angles (Phi, Persimmon, StableLM)."""
+def _sliced(rotation: Rotation) -> Rotation:
+    """`rotation` applied only to the leading dimensions that have angles (Phi, Persimmon, StableLM)."""
 
     def first(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         width = cos.shape[-1]
-        return torch.cat([turn(states[..., :width], cos, sin), states[..., width:]], -1)
+        return torch.cat([rotation(states[..., :width], cos, sin), states[..., width:]], -1)
 
     return first
 
@@ -556,10 +556,10 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
     if apply is not None and (table := tabled(attention, apply, layers)) is not None:
         return (table,)
     if any(hasattr(module, "expand_kv") for module in decoder.modules()):  # latent attention
-        turns: tuple[Turn, ...] = (rotated_last, rotated_last_in_pairs)
+        rotations: tuple[Rotation, ...] = (rotated_last, rotated_last_in_pairs)
     else:
-        turns = () if apply is None else rotation_of(apply)
-    if embedding is None or not turns:
+        rotations = () if apply is None else rotations_of(apply)
+    if embedding is None or not rotations:
         return ()
     typed = "layer_type" in inspect.signature(embedding.forward).parameters
     width = torch.zeros(1, device=model.device)
@@ -579,7 +579,7 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
         return (cos / one).to(positions.device), (sin / one).to(positions.device)
 
     kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers
-    return tuple(Rotary(apply=turn, angles=angles, kinds=kinds) for turn in turns)
+    return tuple(Rotary(apply=rotation, angles=angles, kinds=kinds) for rotation in rotations)
 
 
 def without_rotary(layers: int) -> Rotary:

@@ -271,21 +271,21 @@ def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> No
     MOVE.
     """
     limit = tolerance(model.dtype)
-    turning = []
+    rotated = []
     for layer, (before, after) in enumerate(zip(still.keys, moved.keys, strict=True)):
         if not (before.isfinite().all() and after.isfinite().all()):
             raise UnsupportedModelError(f"its weights give keys in layer {layer} that are no finite numbers")
         if not _typical(before, after, _moving(model, layer, before)) <= limit:
-            turning.append(layer)
-    for rotary in model.rotaries if turning else ():
-        if all(_moves(model, rotary, layer, still, moved) for layer in turning):
-            kinds = tuple(kind if layer in turning else None for layer, kind in enumerate(rotary.kinds))
+            rotated.append(layer)
+    for rotary in model.rotaries if rotated else ():
+        if all(_moves(model, rotary, layer, still, moved) for layer in rotated):
+            kinds = tuple(kind if layer in rotated else None for layer, kind in enumerate(rotary.kinds))
             model.rotary = replace(rotary, kinds=kinds)
             return
     model.rotary = without_rotary(model.layers)
-    if turning:
+    if rotated:
         why = (
-            f"keys of layer {turning[0]} do not follow its rotary embedding (they are changed after it, or beside it)"
+            f"keys of layer {rotated[0]} do not follow its rotary embedding (they are changed after it, or beside it)"
             if model.rotaries
             else "it has no rotary positions"
         )
@@ -364,11 +364,11 @@ def _moves(model: LanguageModel, rotary: Rotary, layer: int, still: ChunkKV, mov
     before, after = still.keys[layer], moved.keys[layer]
     offsets = torch.full((1, still.tokens), _SHIFT, device=before.device)
     try:
-        turned = rotary.rotate(before[None], layer, offsets)[0]
+        rotated = rotary.rotate(before[None], layer, offsets)[0]
     except _NOT_LIKE_THIS:
         return False
     moving = _moving(model, layer, before)
-    return turned.shape == after.shape and _typical(turned, after, moving) <= tolerance(model.dtype)
+    return rotated.shape == after.shape and _typical(rotated, after, moving) <= tolerance(model.dtype)
 
 
 def _moving(model: LanguageModel, layer: int, keys: Tensor) -> Tensor:

@@ -290,7 +290,7 @@ def test_without_the_kernel_torch_computes_it(without_kernel, calls):
 
 
 FREQUENCIES = 0.3 ** torch.arange(8.0)
-TURNING = Rotary(
+ROTARY = Rotary(
     apply=lambda states, cos, sin: torch.cat(
         [
             states[..., :8] * cos[:, None] - states[..., 8:16] * sin[:, None],
@@ -305,7 +305,7 @@ TURNING = Rotary(
     ),
     kinds=("some", "some"),
 )
-"""It turns the first 16 elements of a head."""
+"""It rotates the first 16 elements of a head."""
 
 
 @pytest.fixture
@@ -329,7 +329,7 @@ def context(group, row, before, call, at, n):
     for segment in group.segments:
         placed.append(torch.arange(segment.start, segment.end))
         far = torch.full((1, segment.kv.tokens), segment.offset)
-        keys.append(TURNING.apply(segment.kv.keys[1][None].double(), *TURNING.angles(far, "some"))[0])
+        keys.append(ROTARY.apply(segment.kv.keys[1][None].double(), *ROTARY.angles(far, "some"))[0])
         values.append(segment.kv.values[1].double())
     if group.plain:
         new = row.position + torch.arange(n)
@@ -398,7 +398,7 @@ def test_many_tokens_are_exact(dtype, kept, heads, group, width, window, calls, 
         row.cache.commit(pair[0].shape[1])
     counts = [66, 200, 7, 1, 3]
     call = call_of(sum(counts), heads, group, width, width, dtype, window=window)
-    found = Step(rows, counts, TURNING, CPU).attend(call)
+    found = Step(rows, counts, ROTARY, CPU).attend(call)
     assert found.dtype == dtype
     assert launches == [[66, 200, 7, 3, 66] if window != 4 else [66, 200, 7, 3]]
     assert len(calls) == 1
@@ -419,7 +419,7 @@ def test_many_tokens_have_what_single_ones_leave_to_others(dtype, width, close, 
     segments = [PlacedChunk(kv=chunk(n, 2, width, width, dtype), start=at) for n, at in ((600, 2), (9, 602))]
     rows = [TokenSequence.over(segments, position=611) for _ in range(4)]
     call = call_of(23, 2, 2, width, width, dtype)
-    found = Step(rows, [1, 20, 1, 1], TURNING, CPU).attend(call)
+    found = Step(rows, [1, 20, 1, 1], ROTARY, CPU).attend(call)
     assert (launches, calls) == ([[20]], [3])
     nothing = torch.empty(2, 2, 0, width)
     for row, at, n in zip(rows, (0, 1, 21, 22), (1, 20, 1, 1), strict=True):
@@ -433,7 +433,7 @@ def test_threads_share_many_tokens(monkeypatch, launches):
 
     def attend():
         segments = [PlacedChunk(kv=kvs[0], start=0), PlacedChunk(kv=kvs[1], start=90)]
-        return Step([TokenSequence.over(segments, position=120)], [70], TURNING, CPU).attend(call)
+        return Step([TokenSequence.over(segments, position=120)], [70], ROTARY, CPU).attend(call)
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     alone = attend()
@@ -448,7 +448,7 @@ def test_a_number_that_is_none_is_seen_by_those_that_read_it(which, launches):
     kvs, call = [chunk(100, 1, 16, 16) for _ in range(2)], call_of(20, 1, 2, 16, 16)
     getattr(kvs[1], which)[1][0, 99, 3] = torch.nan
     rows = [TokenSequence.over([PlacedChunk(kv=kv, start=0)], position=100) for kv in kvs]
-    found = Step(rows, [10, 10], TURNING, CPU).attend(call)
+    found = Step(rows, [10, 10], ROTARY, CPU).attend(call)
     assert found[:, :, :10].isfinite().all()
     assert found[:, :, 10:].isnan().any(-1).all()
     assert launches == [[10, 10]]

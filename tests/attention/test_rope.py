@@ -1,4 +1,4 @@
-"""Queries turned back by how far a chunk was moved, against rotation by complex numbers in fp64."""
+"""Queries rotated back by how far a chunk was moved, against rotation by complex numbers in fp64."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ KINDS = ("near", None, "far", "near")
 
 
 def angles(positions, kind):
-    turned = positions[..., None].double() * FREQUENCIES[kind]
-    turned = torch.cat([turned, turned], -1)  # (batch, n, head_dim), as transformers lays them out
-    return turned.cos().float(), turned.sin().float()
+    phases = positions[..., None].double() * FREQUENCIES[kind]
+    phases = torch.cat([phases, phases], -1)  # (batch, n, head_dim), as transformers lays them out
+    return phases.cos().float(), phases.sin().float()
 
 
 def apply(states, cos, sin):
-    def half_turned(x):
+    def half_rotated(x):
         return torch.cat([-x[..., HEAD_DIM // 2 :], x[..., : HEAD_DIM // 2]], -1)
 
     cos, sin = cos[:, None], sin[:, None]
-    return states * cos + half_turned(states) * sin
+    return states * cos + half_rotated(states) * sin
 
 
 ROTARY = Rotary(apply=apply, angles=angles, kinds=KINDS)
@@ -38,55 +38,55 @@ def exact(states, kind, offset):
     """R(offset)·states in fp64: number i and number i + head_dim/2 of a head are one complex number."""
     wide = states.double()
     pairs = torch.complex(wide[..., : HEAD_DIM // 2], wide[..., HEAD_DIM // 2 :])
-    turned = pairs * torch.exp(1j * offset * FREQUENCIES[kind])
-    return torch.cat([turned.real, turned.imag], -1)
+    rotated = pairs * torch.exp(1j * offset * FREQUENCIES[kind])
+    return torch.cat([rotated.real, rotated.imag], -1)
 
 
-def turns_of(offsets, rotary=ROTARY):
+def rotations_of(offsets, rotary=ROTARY):
     return QueryRotations(rotary, offsets, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("tokens", [slice(0, 5), slice(1, 4), torch.tensor([3, 0, 4])], ids=str)
 @pytest.mark.parametrize("offsets", [[7], [-4], [3, 11], [5, 0, -4, 3, 5, 12]], ids=str)
-def test_tokens_are_turned_back_by_every_offset(tokens, offsets):
+def test_tokens_are_rotated_back_by_every_offset(tokens, offsets):
     """None may get another token's states or another chunk's angle."""
     query = torch.randn(1, 4, 5, HEAD_DIM)
-    rotation = turns_of(offsets).of(query, 0)
+    rotation = rotations_of(offsets).of(query, 0)
     for offset in offsets:
-        turned = rotation.by(offset, tokens)
-        torch.testing.assert_close(turned.double(), exact(query[:, :, tokens], "near", -offset), atol=1e-5, rtol=0)
+        rotated = rotation.by(offset, tokens)
+        torch.testing.assert_close(rotated.double(), exact(query[:, :, tokens], "near", -offset), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("tokens", [slice(1, 4), torch.tensor([4, 0, 2])], ids=str)
-def test_each_token_is_turned_back_by_its_own_offset(tokens):
+def test_each_token_is_rotated_back_by_its_own_offset(tokens):
     query, own = torch.randn(1, 4, 5, HEAD_DIM), [12, -4, 0]
-    rotation = turns_of([5, 0, -4, 12]).of(query, 0)
-    turned = rotation.by(torch.tensor([rotation.rows[offset] for offset in own]), tokens)
+    rotation = rotations_of([5, 0, -4, 12]).of(query, 0)
+    rotated = rotation.by(torch.tensor([rotation.rows[offset] for offset in own]), tokens)
     for place, offset in enumerate(own):
         expected = exact(query[:, :, tokens][:, :, place], "near", -offset)
-        torch.testing.assert_close(turned[:, :, place].double(), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(rotated[:, :, place].double(), expected, atol=1e-5, rtol=0)
 
 
 def test_layers_of_one_pass_have_their_own_frequencies():
     """What is computed once and used again belongs to one kind of frequencies; queries differ from layer to layer."""
-    turns = turns_of([2, 9, -6])
+    rotations = rotations_of([2, 9, -6])
     for layer, offset in ((0, 2), (2, 2), (0, 9), (3, -6), (2, -6), (0, 2)):
         query = torch.randn(1, 4, 3, HEAD_DIM)
-        turned = turns.of(query, layer).by(offset, slice(0, 3))
-        torch.testing.assert_close(turned.double(), exact(query, KINDS[layer], -offset), atol=1e-5, rtol=0)
+        rotated = rotations.of(query, layer).by(offset, slice(0, 3))
+        torch.testing.assert_close(rotated.double(), exact(query, KINDS[layer], -offset), atol=1e-5, rtol=0)
 
 
-def test_a_layer_without_positions_turns_nothing():
+def test_a_layer_without_positions_rotates_nothing():
     query = torch.randn(1, 4, 3, HEAD_DIM)
-    assert turns_of([5, -2]).of(query, 1) is None
+    assert rotations_of([5, -2]).of(query, 1) is None
     assert ROTARY.rotate(query, 1, torch.full((1, 3), 5)) is query
 
 
-def test_nothing_is_turned_where_no_chunk_was_moved():
+def test_nothing_is_rotated_where_no_chunk_was_moved():
     query = torch.randn(1, 4, 3, HEAD_DIM)
-    assert turns_of([0]).of(query, 0) is None
-    assert turns_of([]).of(query, 0) is None
-    torch.testing.assert_close(turns_of([0, 5]).of(query, 0).by(0, slice(0, 3)), query, atol=0, rtol=0)
+    assert rotations_of([0]).of(query, 0) is None
+    assert rotations_of([]).of(query, 0) is None
+    torch.testing.assert_close(rotations_of([0, 5]).of(query, 0).by(0, slice(0, 3)), query, atol=0, rtol=0)
 
 
 def paired(states, cos, sin):
@@ -108,10 +108,10 @@ def neighbours(states, cos, sin):
 def test_pairs_and_partial_rotations_need_no_code_of_their_own(offset):
     rotary = Rotary(apply=paired, angles=angles, kinds=KINDS)
     query = torch.randn(1, 4, 5, HEAD_DIM)
-    turned = turns_of([offset, 2], rotary).of(query, 0).by(offset, slice(0, 5))
+    rotated = rotations_of([offset, 2], rotary).of(query, 0).by(offset, slice(0, 5))
     expected = paired(query, *angles(torch.full((1, 5), -offset), "near"))
-    torch.testing.assert_close(turned, expected, atol=1e-5, rtol=0)
-    assert torch.equal(turned[..., HEAD_DIM // 2 :], query[..., HEAD_DIM // 2 :])
+    torch.testing.assert_close(rotated, expected, atol=1e-5, rtol=0)
+    assert torch.equal(rotated[..., HEAD_DIM // 2 :], query[..., HEAD_DIM // 2 :])
 
 
 def casting(states, cos, sin):
@@ -122,19 +122,19 @@ def casting(states, cos, sin):
 @pytest.mark.parametrize("function", [apply, casting])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_types_are_rounded_once(dtype, function):
-    """Turned in fp32: the result is the exact one rounded, but for a last bit where fp32 itself is on the edge."""
+    """Rotated in fp32: the result is the exact one rounded, but for a last bit where fp32 itself is on the edge."""
     rotary = Rotary(apply=function, angles=angles, kinds=KINDS)
     query = torch.randn(1, 4, 50, HEAD_DIM).to(dtype)
     expected = exact(query, "near", -13).to(dtype)
-    turned = turns_of([13], rotary).of(query, 0).by(13, slice(0, 50))
-    for found in (turned, rotary.rotate(query, 0, torch.full((1, 50), -13))):
+    rotated = rotations_of([13], rotary).of(query, 0).by(13, slice(0, 50))
+    for found in (rotated, rotary.rotate(query, 0, torch.full((1, 50), -13))):
         assert found.dtype == dtype
         assert (found == expected).float().mean() > 0.99
 
 
 @pytest.mark.parametrize("function", [apply, casting])
 def test_keys_that_are_laid_out_are_rounded_once(function):
-    """The same for what a decode step reads: keys turned to their place in fp32, each layer by its own frequencies."""
+    """The same for what a decode step reads: keys rotated to their place in fp32, each layer by its own frequencies."""
     rotary = Rotary(apply=function, angles=angles, kinds=KINDS)
     drawn = [torch.randn(2, 40, HEAD_DIM).bfloat16() for _ in KINDS]
     kv = ChunkKV(keys=tuple(drawn), values=tuple(drawn), encoded_at=4)

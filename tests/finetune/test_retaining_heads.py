@@ -59,8 +59,8 @@ def test_a_lesson_is_of_the_response_alone(make_model):
     for layer, (query, key, value, scale) in seen.items():
         torch.testing.assert_close(lessons[layer].labels, highest_logits(query[:, 10:], key[:, :10], scale))
         there = torch.arange(10)[None]
-        turned = model.rotary.rotate(lessons[layer].key[None], layer, there)[0]
-        torch.testing.assert_close(turned, key[:, :10], atol=1e-4, rtol=1e-4)
+        rotated = model.rotary.rotate(lessons[layer].key[None], layer, there)[0]
+        torch.testing.assert_close(rotated, key[:, :10], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(lessons[layer].value, value[:, :10])
 
 

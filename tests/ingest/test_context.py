@@ -198,7 +198,7 @@ def test_a_document_in_its_order_is_full_attention(tmp_path, model_folder):
 
 @pytest.mark.parametrize("engine", ["ape", "pced"])
 def test_engines_read_it_in_place_of_prefixed_kv(tmp_path, model_folder, engine):
-    """One chunk right after the prefix: as if its keys had been turned to there, and a plain model went on."""
+    """One chunk right after the prefix: as if its keys had been rotated to there, and a plain model went on."""
     from ragkv.attention.kv import PlacedChunk
     from ragkv.attention.sequence import join
 

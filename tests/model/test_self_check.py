@@ -71,11 +71,11 @@ def test_windows_are_found_and_long_ones_are_proved_too(family, make_model, monk
         check_model(long)
 
 
-READS, WEIGHTS, BY, TURNED, OWN = (
+READS, WEIGHTS, BY, ROTATED, OWN = (
     BatchPlan.reads,
     BatchPlan._weights,
     QueryRotation.by,
-    QueryRotation._turned,
+    QueryRotation._rotated,
     _DevicePlan.own,
 )
 MASK, WRITE, DECODE = DecodeBatch._mask, ArenaBlock.write, DecodeBatch.attend
@@ -135,11 +135,11 @@ def next_offset(rotation, offset, tokens):
 def by_other_partners(change):
     """Queries are rotated by mixing them with something else than their partners."""
 
-    def turned(rotation, row, at):
+    def rotated(rotation, row, at):
         wide, partner = rotation.table.widened(rotation.query)
-        return TURNED(replace(rotation, _wide=(wide, change(partner))), row, at)
+        return ROTATED(replace(rotation, _wide=(wide, change(partner))), row, at)
 
-    return turned
+    return rotated
 
 
 def mixed_offsets(rotation, offset, tokens):
@@ -209,9 +209,9 @@ FAULTS = {
     "chunks read where they were made": (["llama", "gemma2", "mistral-sliding"], MOVED, (PlacedChunk, "offset", 0)),
     "rows whose offsets are mixed up": (LLAMA, MOVED, (QueryRotation, "by", mixed_offsets)),
     "rotation by the next offset of the table": (LLAMA, MOVED, (QueryRotation, "by", next_offset)),
-    "rotation the other way": (LLAMA, MOVED, (QueryRotation, "_turned", by_other_partners(torch.neg))),
-    "no rotation": (LLAMA, MOVED, (QueryRotation, "_turned", by_other_partners(torch.zeros_like))),
-    "pairs for halves": (LLAMA, MOVED, (QueryRotation, "_turned", by_other_partners(lambda q: q.flip(-1)))),
+    "rotation the other way": (LLAMA, MOVED, (QueryRotation, "_rotated", by_other_partners(torch.neg))),
+    "no rotation": (LLAMA, MOVED, (QueryRotation, "_rotated", by_other_partners(torch.zeros_like))),
+    "pairs for halves": (LLAMA, MOVED, (QueryRotation, "_rotated", by_other_partners(lambda q: q.flip(-1)))),
     "queries of another row": (LLAMA, QUESTION, reads(of_another_row)),
     "a chunk that is read for one row alone": (LLAMA, "a group weighted by its other mode", reads(of_one_row)),
     "a chunk that is lost": (LLAMA, QUESTION, (BatchPlan, "reads", lambda plan, window: READS(plan, window)[:-1])),
@@ -277,7 +277,7 @@ def test_keys_that_are_read_in_place(monkeypatch, refused):
     wrong = {
         "one key too few": ("table_row", lambda *a: (*row(*a)[:2], row(*a)[2] - 1, *row(*a)[3:])),
         "keys that are the values": ("table_row", lambda *a: (row(*a)[1], *row(*a)[1:])),
-        "chunks where they were encoded": ("table_row", lambda key, value, turn: row(key, value, -1)),
+        "chunks where they were encoded": ("table_row", lambda key, value, rotation: row(key, value, -1)),
         "other heads' results": ("_compute", lambda *a: (compute(*a), a[3].copy_(a[3].roll(1, 1)))),
         "weights of other tokens": ("_compute", lambda *a: (compute(*a), a[4].copy_(a[4] + 1))),
     }

@@ -38,7 +38,7 @@ class BlockTokens:
     """The tokens of a block that may be passed on, in one layer.
 
     `query` `(q_heads, n, head_dim)`, `key` and `value` `(kv_heads, n, head_dim)` as attention gets them, rotated for
-    the positions from `position` on. `unturned()` gives query and key without their positions.
+    the positions from `position` on. `unrotated()` gives query and key without their positions.
     """
 
     layer: int
@@ -47,7 +47,7 @@ class BlockTokens:
     key: Tensor
     value: Tensor
     scale: float
-    unturned: Callable[[], tuple[Tensor, Tensor]]
+    unrotated: Callable[[], tuple[Tensor, Tensor]]
 
     @property
     def tokens(self) -> int:
@@ -189,7 +189,7 @@ class Heads:
 
     @torch.inference_mode()
     def scores(self, local: BlockTokens) -> Tensor:
-        query, key = local.unturned()
+        query, key = local.unrotated()
         scores = self.heads(local.layer, query, key, local.value).float()
         pooled: Tensor = nn.functional.max_pool1d(scores[None], self.pool, stride=1, padding=self.pool // 2)[0]
         return pooled

@@ -168,12 +168,12 @@ class BlockForward(AnchorAttention):
         q, k, v = call.query[:, :, which], call.key[:, :, which], call.value[:, :, which]
         position = self._position + which.start
 
-        def unturned() -> tuple[Tensor, Tensor]:
+        def unrotated() -> tuple[Tensor, Tensor]:
             back = -torch.arange(position, position + k.shape[2], device=k.device)[None]
             return self._rotary.rotate(q, layer, back)[0], self._rotary.rotate(k, layer, back)[0]
 
         return BlockTokens(
-            layer=layer, position=position, query=q[0], key=k[0], value=v[0], scale=call.scale, unturned=unturned
+            layer=layer, position=position, query=q[0], key=k[0], value=v[0], scale=call.scale, unrotated=unrotated
         )
 
 
@@ -433,11 +433,11 @@ def query_aware_compressor(
     start = 0 if prefix is None else prefix.tokens
     heard = _Listening(model, [] if prefix is None else [prefix], start)
     model.through(question_ids, start, heard)
-    turned = {}
+    rotated = {}
     for layer, query in heard.queries.items():
         further = torch.full((1, query.shape[2]), position - start, device=query.device)
-        turned[layer] = model.rotary.rotate(query, layer, further)[0]
-    return AttentionScore(turned, " ".join(map(str, question_ids)))
+        rotated[layer] = model.rotary.rotate(query, layer, further)[0]
+    return AttentionScore(rotated, " ".join(map(str, question_ids)))
 
 
 def compressor_for(

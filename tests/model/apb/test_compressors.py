@@ -37,7 +37,7 @@ def path(heads: RetainingHeads, tmp_path: Path) -> Path:
 
 def local(query: Tensor, key: Tensor, value: Tensor) -> BlockTokens:
     return BlockTokens(
-        layer=2, position=0, query=query, key=key, value=value, scale=0.25, unturned=lambda: (query, key)
+        layer=2, position=0, query=query, key=key, value=value, scale=0.25, unrotated=lambda: (query, key)
     )
 
 
@@ -56,7 +56,7 @@ def test_scores_are_the_papers_pooled(model: Any, heads: RetainingHeads, path: P
 
 @pytest.mark.parametrize("layer", [0, 2])
 def test_queries_and_keys_come_without_positions(model: Any, layer: int) -> None:
-    """Those of attention are what the projections give, turned; turned back they are the projections again."""
+    """Those of attention are what the projections give, rotated; rotated back they are the projections again."""
     seen: list[tuple[BlockTokens, Tensor, Tensor]] = []
 
     class Looking:
@@ -65,7 +65,7 @@ def test_queries_and_keys_come_without_positions(model: Any, layer: int) -> None
 
         def scores(self, local: BlockTokens) -> Tensor:
             if local.layer == layer:
-                seen.append((local, *local.unturned()))
+                seen.append((local, *local.unrotated()))
             return torch.zeros(local.key.shape[:2])
 
     layout = BlockLayout(tokens=70, lengths=BlockLengths(block=40, anchor=8, passing=4))
@@ -73,8 +73,8 @@ def test_queries_and_keys_come_without_positions(model: Any, layer: int) -> None
     for local_, query, key in seen:
         places = torch.arange(local_.position, local_.position + local_.tokens)
         cos, sin = (each[0] for each in model.module.model.rotary_emb(torch.zeros(1), places[None]))
-        for states, turned in ((query, local_.query), (key, local_.key)):
-            torch.testing.assert_close(states * cos + rotate_half(states) * sin, turned, atol=1e-5, rtol=1e-4)
+        for states, rotated in ((query, local_.query), (key, local_.key)):
+            torch.testing.assert_close(states * cos + rotate_half(states) * sin, rotated, atol=1e-5, rtol=1e-4)
     # the first block offers what is not in the anchor, so that no pool reaches across its end
     assert [(each.position, each.tokens) for each, _, _ in seen] == [(8, 32), (40, 30)]
 

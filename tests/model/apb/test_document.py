@@ -173,7 +173,7 @@ def test_keys_of_one_norm_but_for_rounding_are_passed_on_in_their_order(seed: in
         off = 1 + noise * torch.randn(wide.shape, generator=generator, dtype=torch.float64)
         key = (wide * off).float()
         local = BlockTokens(
-            layer=0, position=0, query=key, key=key, value=key, scale=1.0, unturned=lambda key=key: (key, key)
+            layer=0, position=0, query=key, key=key, value=key, scale=1.0, unrotated=lambda key=key: (key, key)
         )
         found = chosen(KeyNorm(), local, 230)
         assert found[0].tolist() == list(range(230))
@@ -183,7 +183,7 @@ def test_keys_of_one_norm_but_for_rounding_are_passed_on_in_their_order(seed: in
 
 def by_random(layer: int, query: Tensor, key: Tensor, value: Tensor, first: int) -> Tensor:
     local = BlockTokens(
-        layer=layer, position=first, query=query, key=key, value=value, scale=1.0, unturned=lambda: (query, key)
+        layer=layer, position=first, query=query, key=key, value=value, scale=1.0, unrotated=lambda: (query, key)
     )
     return Random(seed=5).scores(local)
 
