@@ -354,9 +354,9 @@ def steps_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[Any,
     def watched(model: Any) -> list[tuple[Any, Any]]:
         steps, step = [], model.step
 
-        def noted(rows: Any, ids: Any, **more: Any) -> Any:
-            steps.append((list(rows), [list(each) for each in ids]))
-            return step(rows, ids, **more)
+        def noted(sequences: Any, ids: Any, **more: Any) -> Any:
+            steps.append((list(sequences), [list(each) for each in ids]))
+            return step(sequences, ids, **more)
 
         monkeypatch.setattr(model, "step", noted)
         return steps

@@ -87,9 +87,9 @@ def test_ape_block_and_pced_never_read_the_text_again(kept, monkeypatch):
     lengths = []  # of what each row reads in each step
     honest = kept.model.step
 
-    def counted(rows, ids, **more):
+    def counted(sequences, ids, **more):
         lengths.append([len(each) for each in ids])
-        return honest(rows, ids, **more)
+        return honest(sequences, ids, **more)
 
     monkeypatch.setattr(kept.model, "step", counted)
     question = len(kept.prompt.suffix_ids(kept.model.tokens, "Who founded Halden Works?"))

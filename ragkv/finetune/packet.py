@@ -183,11 +183,11 @@ class PacketTraining:
         for start in range(0, len(asked), self._config.batch):
             some = asked[start : start + self._config.batch]
             prompts = [[*p.prefix, *(i for chunk in p.chunks for i in chunk), *p.suffix] for p in some]
-            rows = [TokenSequence.over((), position=0) for _ in some]
+            sequences = [TokenSequence.over((), position=0) for _ in some]
             answers: list[list[int]] = [[] for _ in some]
             live, given = list(range(len(some))), prompts
             while live:
-                best = self._model.step([rows[i] for i in live], given).argmax(-1).tolist()
+                best = self._model.step([sequences[i] for i in live], given).argmax(-1).tolist()
                 for i, token in zip(live, best, strict=True):
                     answers[i].append(token)
                 live = [i for i in live if self._goes_on(answers[i], len(prompts[i]))]

@@ -265,7 +265,7 @@ class LanguageModel:
     @torch.inference_mode()
     def step(
         self,
-        rows: Sequence[TokenSequence],
+        sequences: Sequence[TokenSequence],
         ids: Sequence[Sequence[int]],
         *,
         every: bool = False,
@@ -274,12 +274,12 @@ class LanguageModel:
         vectors: Tensor | None = None,
         run: Run | None = None,
     ) -> Tensor:
-        """One forward pass: append `ids[i]` to `rows[i]`; the sequences may differ in length, position and context.
+        """One forward pass: append `ids[i]` to `sequences[i]`; they may differ in length, position and context.
 
-        Returns fp32 logits: `(rows, vocab)` of each sequence's last token (of a `StackedSequence`, of the tokens marked
-        as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with the
-        last keys and values. Sequences that only run `until` a layer form a pass of their own. Nothing is appended if
-        it raises. `seen` is for the self-check. With `ranks`, all ranks take this step, each over the chunks that it
+        Returns fp32 logits: `(sequences, vocab)` of each sequence's last token (of a `StackedSequence`, of the tokens
+        marked as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with
+        the last keys and values. Sequences that only run `until` a layer form a pass of their own. Nothing is appended
+        if it raises. `seen` is for the self-check. With `ranks`, all ranks take this step, each over the chunks that it
         holds. Negative ids stand for the input `vectors` (`ragkv.model.packet`). `run` computes an ordinary pass's
         logits.
         """
@@ -288,9 +288,11 @@ class LanguageModel:
         few = self.kernels_alone and sum(map(len, ids)) <= FEW
         module = kernel_module("ragkv.util.kernels") if few else None
         with nullcontext() if module is None else module.instead_of_torch():
-            for until in sorted({row.until for row in rows}, key=lambda layer: -1 if layer is None else layer):
-                some = [at for at, row in enumerate(rows) if row.until == until]
-                scores, step = one_pass([rows[at] for at in some], [ids[at] for at in some], until)
+            for until in sorted(
+                {sequence.until for sequence in sequences}, key=lambda layer: -1 if layer is None else layer
+            ):
+                some = [at for at, sequence in enumerate(sequences) if sequence.until == until]
+                scores, step = one_pass([sequences[at] for at in some], [ids[at] for at in some], until)
                 steps.append(step)
                 logits = scores if until is None else logits
         for step in steps:
@@ -299,7 +301,7 @@ class LanguageModel:
 
     def _pass(
         self,
-        rows: Sequence[TokenSequence],
+        sequences: Sequence[TokenSequence],
         ids: Sequence[Sequence[int]],
         until: int | None,
         *,
@@ -310,10 +312,12 @@ class LanguageModel:
         run: Run | None,
     ) -> tuple[Tensor, Step]:
         """`step` of sequences that all run `until` the same layer, and the `Step` to commit."""
-        wanted = until is None and (every or any(row.kept(len(each)) for row, each in zip(rows, ids, strict=True)))
+        wanted = until is None and (
+            every or any(sequence.kept(len(each)) for sequence, each in zip(sequences, ids, strict=True))
+        )
         last = None if wanted else self.last_own if until is None else until
         counts = [len(each) for each in ids]
-        step = Step(rows, counts, self.rotary, self.device, last=last, shared=self.shared, ranks=ranks)
+        step = Step(sequences, counts, self.rotary, self.device, last=last, shared=self.shared, ranks=ranks)
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         tokens, positions, keep = self._uploaded(flat, step.positions, kept)
@@ -325,15 +329,15 @@ class LanguageModel:
         return self.logits(step, given, positions, keep, seen), step
 
     def repeatable(
-        self, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]], run: Run
+        self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]], run: Run
     ) -> tuple[Tensor, Tensor, Callable[[], Tensor] | None]:
         """`step` with one token per sequence: its logits, computed by `run`, and a function for the following steps.
 
-        To use that function, write the next ids into the returned `(rows,)` int64 and call it: it returns their logits
-        from the same kernels on the same memory, without synchronising with the host, and does not advance `rows`. It
-        is None if the step cannot be repeated.
+        To use that function, write the next ids into the returned `(sequences,)` int64 and call it: it returns their
+        logits from the same kernels on the same memory, without synchronising with the host, and does not advance
+        `sequences`. It is None if the step cannot be repeated.
         """
-        step = Step(rows, [1] * len(rows), self.rotary, self.device, shared=self.shared, fixed=True)
+        step = Step(sequences, [1] * len(sequences), self.rotary, self.device, shared=self.shared, fixed=True)
         tokens, positions, keep = self._uploaded([i for each in ids for i in each], step.positions, step.kept)
 
         def again() -> Tensor:
@@ -414,10 +418,10 @@ class LanguageModel:
         start = 0 if prefix is None else prefix.tokens
         seen = () if prefix is None else (PlacedChunk(kv=prefix, start=0),)
         for batch in batches(chunks, len, ENCODE_TOKENS):
-            rows = [TokenSequence.for_kv(seen, position=start) for _ in batch]
-            self.step(rows, batch, vectors=vectors)
-            for row in rows:
-                yield row.cache.chunk_kv(encoded_at=start)
+            sequences = [TokenSequence.for_kv(seen, position=start) for _ in batch]
+            self.step(sequences, batch, vectors=vectors)
+            for sequence in sequences:
+                yield sequence.cache.chunk_kv(encoded_at=start)
 
     def require_vectors(self) -> None:
         """UnsupportedModelError unless a token's input vector gives the same result as the token."""

@@ -383,10 +383,10 @@ def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> N
     tokens = torch.tensor([ids], device=model.device)
     with model.plain() as plain:  # without explicit positions: some families do not count them from 0 (RoBERTa)
         whole = plain(input_ids=tokens, use_cache=False).logits[0].float()
-    row, cut = TokenSequence((), 0), len(ids) - _STEP
+    sequence, cut = TokenSequence((), 0), len(ids) - _STEP
     seen: list[LayerMask] = []
-    first = model.step([row], [ids[:cut]], every=True, seen=seen)
-    last = model.step([row], [ids[cut:]], every=True)
+    first = model.step([sequence], [ids[:cut]], every=True, seen=seen)
+    last = model.step([sequence], [ids[cut:]], every=True)
     if _windows(_by_layer(model, seen)) != windows:
         raise UnsupportedModelError("its sliding windows are not where ragkv can find and check them")
     off = _distance(model, torch.cat([first, last]), whole)
@@ -402,8 +402,8 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> dict[Capability, str]:
     expected = model.whole(dense.ids, dense.positions, dense)
     prefix_kv, *alone = model.encode([prefix, *chunks])
     prefixed = model.encode(chunks, prefix=prefix_kv)
-    rows = [case.sequence(prefix_kv, alone if case.alone else prefixed) for case in asked]
-    found = _in_three_steps(model, rows, question)
+    sequences = [case.sequence(prefix_kv, alone if case.alone else prefixed) for case in asked]
+    found = _in_three_steps(model, sequences, question)
     missing_capabilities: dict[Capability, str] = {}
     for row, (at, case) in enumerate(zip(dense.asks, asked, strict=True)):
         off, limit = _distance(model, found[row], expected[row, at : at + QUESTION]), tolerance(model.dtype)
@@ -418,20 +418,20 @@ def _check_rows(model: LanguageModel, ids: list[int]) -> dict[Capability, str]:
     return missing_capabilities
 
 
-def _in_three_steps(model: LanguageModel, rows: list[TokenSequence], question: list[int]) -> Tensor:
-    """Logits `(rows, n, vocab)` of the question: most of it at once, then single tokens, the sequences differing in
-    length.
+def _in_three_steps(model: LanguageModel, sequences: list[TokenSequence], question: list[int]) -> Tensor:
+    """Logits `(sequences, n, vocab)` of the question: most of it at once, then single tokens, the sequences differing
+    in length.
     """
     arena = KVArena()
-    for row in rows:
-        row.cache = arena.place(len(question), 0, len(rows))
-    found: list[list[Tensor]] = [[] for _ in rows]
-    left = [list(question) for _ in rows]
+    for sequence in sequences:
+        sequence.cache = arena.place(len(question), 0, len(sequences))
+    found: list[list[Tensor]] = [[] for _ in sequences]
+    left = [list(question) for _ in sequences]
     for at in range(3):
-        takes = [len(question) - 1 - index % 2 if not at else 1 for index in range(len(rows))]
-        reading = [index for index in range(len(rows)) if left[index]]
+        takes = [len(question) - 1 - index % 2 if not at else 1 for index in range(len(sequences))]
+        reading = [index for index in range(len(sequences)) if left[index]]
         ids = [left[index][: takes[index]] for index in reading]
-        logits = model.step([rows[index] for index in reading], ids, every=True)
+        logits = model.step([sequences[index] for index in reading], ids, every=True)
         for index, each in zip(reading, torch.split(logits, [len(part) for part in ids]), strict=True):
             found[index].append(each)
             left[index] = left[index][takes[index] :]
@@ -589,19 +589,19 @@ class _SelfCheck:
             raise UnsupportedModelError(f"a pass over it fails ({first_sentence(error)})") from error
         return max(_state_distance(each, whole[-len(each) :]) for each, whole in zip(found, expected, strict=True))
 
-    def _ask(self, model: StatefulModel, rows: Sequence[TokenSequence]) -> list[Tensor]:
+    def _ask(self, model: StatefulModel, sequences: Sequence[TokenSequence]) -> list[Tensor]:
         """Logits of each question: its first part at once, the rest token by token, with the sequences reordered."""
         half = len(self._question) - _SINGLE
-        found = [[each] for each in self._read(model, rows, self._question[:half])]
+        found = [[each] for each in self._read(model, sequences, self._question[:half])]
         for at in range(half, len(self._question)):
-            asked = rows if at % 2 else rows[::-1]
+            asked = sequences if at % 2 else sequences[::-1]
             logits = self._read(model, asked, self._question[at : at + 1])
-            for row, each in zip(asked, logits, strict=True):
-                found[rows.index(row)].append(each)
+            for sequence, each in zip(asked, logits, strict=True):
+                found[sequences.index(sequence)].append(each)
         return [torch.cat(each) for each in found]
 
-    def _read(self, model: StatefulModel, rows: Sequence[TokenSequence], ids: list[int]) -> list[Tensor]:
-        return list(torch.split(model.step(rows, [ids] * len(rows), every=True), len(ids)))
+    def _read(self, model: StatefulModel, sequences: Sequence[TokenSequence], ids: list[int]) -> list[Tensor]:
+        return list(torch.split(model.step(sequences, [ids] * len(sequences), every=True), len(ids)))
 
     @torch.inference_mode()
     def _whole(self, ids: list[int]) -> Tensor:

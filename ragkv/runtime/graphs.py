@@ -404,39 +404,39 @@ class DecodeGraph:
             self._wanted = ALIKE if self._replays >= WORTH else min(2 * self._wanted, MOST_ALIKE)
         self._seen, self._alike, self._replays, self._captured = [], 0, 0, None
 
-    def step(self, model: LanguageModel, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
-        """`model.step(rows, ids)`."""
+    def step(self, model: LanguageModel, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+        """`model.step(sequences, ids)`."""
         able = model.joins and model.device.type in varlen.DEVICES
         if not able:
             self.forget()
-            return model.step(rows, ids, run=self._recorded.logits if model.device.type == "cpu" else None)
-        seen = _seen(rows, ids)
+            return model.step(sequences, ids, run=self._recorded.logits if model.device.type == "cpu" else None)
+        seen = _seen(sequences, ids)
         if seen is None:
             self.forget()
-            return self._step(model, rows, ids)
+            return self._step(model, sequences, ids)
         same = len(seen) == len(self._seen) and all(map(operator.is_, seen, self._seen))
-        if not same or [(row.cache.length, row.position) for row in rows] != self._at:
+        if not same or [(sequence.cache.length, sequence.position) for sequence in sequences] != self._at:
             self.forget()
             self._seen = seen
         self._alike += 1
-        logits = self._next(model, rows, ids)
-        self._at = [(row.cache.length, row.position) for row in rows]
+        logits = self._next(model, sequences, ids)
+        self._at = [(sequence.cache.length, sequence.position) for sequence in sequences]
         return logits
 
-    def _next(self, model: LanguageModel, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+    def _next(self, model: LanguageModel, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
         captured = self._captured
         if captured is not None:
             tokens, replay, _ = captured
             tokens.copy_(torch.tensor([i for each in ids for i in each]), non_blocking=True)
             logits = replay().clone()
             self._replays += 1
-            for row in rows:
-                row.cache.commit(1)
-                row.position += 1
+            for sequence in sequences:
+                sequence.cache.commit(1)
+                sequence.position += 1
             return logits
         if self._off or self._alike < self._wanted:
-            return self._step(model, rows, ids)
-        logits, tokens, again = model.repeatable(rows, ids, self._pieces.logits)
+            return self._step(model, sequences, ids)
+        logits, tokens, again = model.repeatable(sequences, ids, self._pieces.logits)
         self._off = again is None
         if again is not None:
             try:
@@ -446,18 +446,18 @@ class DecodeGraph:
                 logger.info("decode steps of this model run kernel by kernel: they cannot be captured: %s", error)
         return logits
 
-    def _step(self, model: LanguageModel, rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
-        return model.step(rows, ids, run=self._pieces.logits)
+    def _step(self, model: LanguageModel, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
+        return model.step(sequences, ids, run=self._pieces.logits)
 
 
-def _seen(rows: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> list[object] | None:
+def _seen(sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> list[object] | None:
     """What a step depends on; None unless all are ordinary sequences that take one token and have room for it."""
     found: list[object] = []
-    for row, each in zip(rows, ids, strict=True):
-        if type(row) is not TokenSequence or row.silent or len(each) != 1:
+    for sequence, each in zip(sequences, ids, strict=True):
+        if type(sequence) is not TokenSequence or sequence.silent or len(each) != 1:
             return None
-        place = row.cache.lies_in()
-        if place is None or not 0 < row.cache.length < place[0].capacity:
+        place = sequence.cache.lies_in()
+        if place is None or not 0 < sequence.cache.length < place[0].capacity:
             return None
-        found += (row, row.groups, next(iter(place[0].keys.values()), None))
+        found += (sequence, sequence.groups, next(iter(place[0].keys.values()), None))
     return found

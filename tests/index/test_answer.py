@@ -89,13 +89,13 @@ def test_cancelled_from_another_thread_while_a_token_is_computed(rag, monkeypatc
     stream = rag.stream(QUESTION, engine="ape", max_new_tokens=60)
     honest, steps = rag.model.step, []
 
-    def counted(rows, ids, **more):
+    def counted(sequences, ids, **more):
         steps.append(ids)
         if len(steps) == 6:
             other = threading.Thread(target=stream.cancel)
             other.start()
             other.join()
-        return honest(rows, ids, **more)
+        return honest(sequences, ids, **more)
 
     monkeypatch.setattr(rag.model, "step", counted)
     text = "".join(stream)

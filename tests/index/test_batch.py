@@ -54,9 +54,9 @@ def steps(rag, monkeypatch):
     """How many rows each forward pass had."""
     counted, step = [], rag.model.step
 
-    def counting(rows, *arguments, **options):
-        counted.append(len(rows))
-        return step(rows, *arguments, **options)
+    def counting(sequences, *arguments, **options):
+        counted.append(len(sequences))
+        return step(sequences, *arguments, **options)
 
     monkeypatch.setattr(rag.model, "step", counting)
     return counted
@@ -225,9 +225,9 @@ def test_limits_that_are_set_hold_strictly(rag, monkeypatch):
         own.model.eos_ids = frozenset()
         counted, step = [], own.model.step
 
-        def counting(rows, ids, **options):
-            counted.append((len(rows), sum(map(len, ids))))
-            return step(rows, ids, **options)
+        def counting(sequences, ids, **options):
+            counted.append((len(sequences), sum(map(len, ids))))
+            return step(sequences, ids, **options)
 
         own.kv_loader.prefix()  # encoded on its own
         monkeypatch.setattr(own.model, "step", counting)

@@ -638,11 +638,11 @@ class Gate:
                 self.go_on.set()
             return job
 
-        def waiting(rows, ids, **more):
+        def waiting(sequences, ids, **more):
             self.held.set()
             assert self.go_on.wait(WAIT)
-            self.rows.append(len(rows))
-            return step(rows, ids, **more)
+            self.rows.append(len(sequences))
+            return step(sequences, ids, **more)
 
         monkeypatch.setattr(runtime, "submit", counted)
         monkeypatch.setattr(rag.model, "step", waiting)
