@@ -503,21 +503,21 @@ def check_stateful(model: StatefulModel) -> None:
     shrunk = model.with_windows(sizes)
     exact, limit, check = tolerance(torch.float32), tolerance(model.dtype), _SelfCheck(shrunk)
     if limit <= exact:
-        model.ways = _ways(check, exact)
+        model.resume_options = _resume_options(check, exact)
         return
     try:
         wide = _SelfCheck(shrunk.in_float32())
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as error:
         logger.debug("model %s does not run in float32: %s", model.checkpoint.name, error)
-        model.ways = _ways(check, min(limit, max(_ROUNDINGS * check.rounding(), exact)))
+        model.resume_options = _resume_options(check, min(limit, max(_ROUNDINGS * check.rounding(), exact)))
         return
-    model.ways = _ways(wide, exact)
-    off = check.off(model.ways)
+    model.resume_options = _resume_options(wide, exact)
+    off = check.off(model.resume_options)
     if not off <= limit:
         _require(off, check.rounding(), _RESUMED)
 
 
-def _ways(check: _SelfCheck, limit: float) -> ResumeOptions:
+def _resume_options(check: _SelfCheck, limit: float) -> ResumeOptions:
     """The first options whose distance is at most `limit`."""
     # blocks of keys are counted with the padding, thousands of tokens later
     whole = replace(_ALL, ragged=False, ragged_several=False) if chooses_by_index(check.config) else _ALL
@@ -525,9 +525,9 @@ def _ways(check: _SelfCheck, limit: float) -> ResumeOptions:
         return whole
     several = replace(_ALONE, several=True)
     most = several if check.off(several) <= limit else _ALONE
-    for ways in (replace(most, together=True, ragged=whole.ragged), replace(most, together=True)):
-        if check.off(ways) <= limit:
-            return ways
+    for options in (replace(most, together=True, ragged=whole.ragged), replace(most, together=True)):
+        if check.off(options) <= limit:
+            return options
     _require(check.off(most), limit, _RESUMED)
     return most
 
@@ -570,13 +570,13 @@ class _SelfCheck:
         ends = ((each[-_QUESTION:], whole[-_QUESTION:]) for each, whole in zip(found, self._expected, strict=True))
         return max(_state_distance(each, whole) for each, whole in ends)
 
-    def off(self, ways: ResumeOptions) -> float:
+    def off(self, options: ResumeOptions) -> float:
         """The largest distance between logits read with these options and those of whole forwards; infinite on failure.
 
         The longest chunk is left out if every token of it takes a pass.
         """
-        model = self._model.with_ways(ways)
-        expected = self._expected if ways.several else self._expected[:-1]
+        model = self._model.with_resume_options(options)
+        expected = self._expected if options.several else self._expected[:-1]
         try:
             [prefix] = model.encode([self._prefix])
             before = PlacedChunk(kv=prefix, start=0)
@@ -584,7 +584,7 @@ class _SelfCheck:
             seen = [(before,), *((before, PlacedChunk(kv=chunk, start=_PREFIX)) for chunk in chunks)]
             found = self._ask(model, [TokenSequence.over(segments, position=segments[-1].end) for segments in seen])
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
-            if ways != _ALONE:
+            if options != _ALONE:
                 return torch.inf
             raise UnsupportedModelError(f"a pass over it fails ({first_sentence(error)})") from error
         return max(_state_distance(each, whole[-len(each) :]) for each, whole in zip(found, expected, strict=True))

@@ -387,7 +387,7 @@ class StatefulModel(LanguageModel):
         self._model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
         self.missing_capabilities = dict.fromkeys(Capability, because)
         self.windows = spans(self._model)
-        self.ways = ResumeOptions()
+        self.resume_options = ResumeOptions()
         self._learn()
 
     def _learn(self) -> None:
@@ -422,7 +422,7 @@ class StatefulModel(LanguageModel):
         vectors: Tensor | None = None,
         run: Run | None = None,
     ) -> Tensor:
-        """As `LanguageModel.step`; sequences are batched where that is exact (`ways`).
+        """As `LanguageModel.step`; sequences are batched where that is exact (`resume_options`).
 
         A sequence reads one chunk at most, so there is nothing to merge with other `ranks`. It takes no `vectors`, and
         `run` never applies.
@@ -450,7 +450,7 @@ class StatefulModel(LanguageModel):
             raise ValueError("a chunk without tokens has no KV")
         start = 0 if prefix is None else prefix.tokens
         seen = () if prefix is None else (PlacedChunk(kv=prefix, start=0),)
-        most = 1 if self.ways.several or not seen else _SLOW_ROWS
+        most = 1 if self.resume_options.several or not seen else _SLOW_ROWS
         for batch in (chunks[i : i + most] for i in range(0, len(chunks), most)):
             sequences = [TokenSequence.for_kv(seen, position=start) for _ in batch]
             if most == 1:
@@ -470,10 +470,10 @@ class StatefulModel(LanguageModel):
         with torch.inference_mode():
             yield self._model
 
-    def with_ways(self, ways: ResumeOptions) -> StatefulModel:
+    def with_resume_options(self, options: ResumeOptions) -> StatefulModel:
         """This model with other options for resuming: for the self-check."""
         other = copy.copy(self)
-        other._companions, other.ways = {}, ways
+        other._companions, other.resume_options = {}, options
         return other
 
     def in_float32(self) -> StatefulModel:
@@ -510,10 +510,11 @@ class StatefulModel(LanguageModel):
     def _groups(self, counts: Sequence[int], held: Sequence[_Place | None]) -> Iterator[list[int]]:
         """Indices of the sequences that share a batch: as many new tokens, similar lengths, order preserved."""
         lengths = [0 if place is None else place[0].lengths[place[1]] for place in held]
+        options = self.resume_options
 
         def key(at: int) -> tuple[int, int]:
             n, before = counts[at], lengths[at]
-            ragged = self.ways.ragged and (n == 1 or not self.ways.several or self.ways.ragged_several)
+            ragged = options.ragged and (n == 1 or not options.several or options.ragged_several)
             return n, 0 if not before else 1 if ragged else 1 + before
 
         ordered = sorted(range(len(counts)), key=lambda at: (*key(at), lengths[at]))
@@ -521,7 +522,7 @@ class StatefulModel(LanguageModel):
             group: list[int] = []
             for at in same:
                 longer = lengths[at] - lengths[group[0]] if group else 0
-                if group and (not self.ways.together or longer > max(_APART, lengths[at] // 2)):
+                if group and (not options.together or longer > max(_APART, lengths[at] // 2)):
                     yield group
                     group = []
                 group.append(at)
@@ -534,7 +535,7 @@ class StatefulModel(LanguageModel):
         held = batch_caches(before) if before else None
         tokens = torch.tensor([list(each) for each in ids])
         found = []
-        runs = [tokens] if self.ways.several or held is None else torch.split(tokens, 1, 1)
+        runs = [tokens] if self.resume_options.several or held is None else torch.split(tokens, 1, 1)
         for run in runs:
             logits, held = self._forward(held, run, every=every)
             found.append(logits if every else logits[:, -1:])

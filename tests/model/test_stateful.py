@@ -68,7 +68,7 @@ def close(found, right) -> bool:
 def test_experts_go_on_from_what_is_stored(load, family, request):
     model = request.getfixturevalue("hybrid") if family == "falcon_h1" else load(family, layers=2)
     assert isinstance(model, StatefulModel)
-    assert family != "mamba" or not model.ways.several
+    assert family != "mamba" or not model.resume_options.several
     rows = experts(model)
     assert close(model.step(rows, [QUESTION] * 3), expected(model))
     assert close(model.step(rows, [[5]] * 3), expected(model, 5))
@@ -96,9 +96,9 @@ def test_one_cache_serves_any_number_of_rows(hybrid):
 
 @pytest.mark.parametrize("way", ["several", "ragged", "ragged_several", "together"])
 def test_every_way_gives_the_same(hybrid, way):
-    ways = ResumeOptions(**{name: name == way or way == "together" for name in ("several", "ragged", "together")})
+    options = ResumeOptions(**{name: name == way or way == "together" for name in ("several", "ragged", "together")})
     rows = experts(hybrid)
-    other = hybrid.with_ways(ways)
+    other = hybrid.with_resume_options(options)
     assert close(other.step(rows, [QUESTION] * 3), expected(hybrid))
     assert close(other.step(rows, [[5]] * 3), expected(hybrid, 5))
 
@@ -202,9 +202,10 @@ def test_bounds_of_time_steps_that_single_tokens_do_not_have_are_a_refusal(seed,
 def test_rounding_does_not_hide_in_which_ways_a_model_goes_on(dtype, load, tokenizer):
     """Padding before a shorter row is wrong by less than two whole forwards in half precision may differ."""
     exact = load("blenderbot-small", layers=2, decoder_layers=2)
-    assert not exact.ways.ragged
+    assert not exact.resume_options.ragged
     model = families.small_model("blenderbot-small", layers=2, decoder_layers=2).to(dtype)
-    assert load_checked(model, tokenizer, Checkpoint(name="small", location="small", local=True)).ways == exact.ways
+    again = load_checked(model, tokenizer, Checkpoint(name="small", location="small", local=True))
+    assert again.resume_options == exact.resume_options
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -225,7 +226,7 @@ def test_bigbird_attends_to_all_tokens_whatever_it_has_read(load, caplog):
 
 
 def test_what_goes_on_token_by_token_alone_is_found_out(load):
-    assert not load("jamba", layers=2, attn_layer_period=2, attn_layer_offset=1).ways.several
+    assert not load("jamba", layers=2, attn_layer_period=2, attn_layer_offset=1).resume_options.several
 
 
 def remembers(out, ids, use_cache):
@@ -294,7 +295,8 @@ def test_rows_are_not_padded_where_an_index_counts_blocks_of_keys(load):
     """At real sizes a block is longer than the proof's rows, so that it could not see what padding does."""
     kinds = {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]}
     model = load("minimax_m3_vl_text", layers=2, **kinds)
-    assert (model.ways.ragged, model.ways.ragged_several, model.ways.together) == (False, False, True)
+    options = model.resume_options
+    assert (options.ragged, options.ragged_several, options.together) == (False, False, True)
     rows = experts(model)
     assert close(model.step(rows, [QUESTION] * 3), expected(model))
 
