@@ -637,9 +637,9 @@ class _DevicePlan:
             assert pages is not None
             count = tokens.stop - tokens.start if isinstance(tokens, slice) else len(tokens)
             row = self.plan.row(read.offset) if isinstance(read.offset, int) else read.offset
-            piece = varlen.piece(read.kv.tokens, len(reads) * read.kv.keys[0].shape[0], count)
-            for start in range(0, read.kv.tokens, piece):
-                at, keys = PAGE * pages.first + start, min(piece, read.kv.tokens - start)
+            split = varlen.split_length(read.kv.tokens, len(reads) * read.kv.keys[0].shape[0], count)
+            for start in range(0, read.kv.tokens, split):
+                at, keys = PAGE * pages.first + start, min(split, read.kv.tokens - start)
                 paged.append(PagedRead(block=pages.block, at=at, keys=keys, tokens=tokens, count=count, row=row))
         return PagedReads(paged, reads[0].temperature, reads[0].group, self._device)
 

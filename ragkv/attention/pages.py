@@ -209,7 +209,7 @@ class PagedReads:
             parts = zip(torch.split(out, self._counts, 2), torch.split(lse, self._counts, 2), strict=True)
             return list(zip(self._tokens, itertools.starmap(PartialAttention, parts), strict=True))
         out = out.reshape(self._chunks, -1, kv_heads, width)
-        out, lse = varlen.merged_pieces(out, lse.reshape(kv_heads, self._chunks, -1))
+        out, lse = varlen.merged_splits(out, lse.reshape(kv_heads, self._chunks, -1))
         out = out.reshape(-1, group, kv_heads, width).permute(2, 1, 0, 3).flatten(0, 1)
         one = PartialAttention(out[None], lse.reshape(kv_heads, -1, group).transpose(1, 2).flatten(0, 1)[None])
         return [(self._seen, one)]

@@ -103,9 +103,9 @@ def _batched(
     m = key.shape[2]
     queries, keys, values = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))  # no copy of one batch row
     if batch == 1 and n > 1 and not causal:
-        size = piece(m, heads, n)
+        size = split_length(m, heads, n)
         if size < m:
-            return _in_pieces(queries, keys, values, size, scale)
+            return _split_kv_attention(queries, keys, values, size, scale)
     out, lse = packed(
         queries,
         keys,
@@ -123,31 +123,33 @@ _ROWS, _BLOCKS, _LEAST_KEYS = 128, 256, 256
 """Queries of a head per block of the kernel; blocks that keep a GPU busy; keys that are worth a block."""
 
 
-def piece(keys: int, rows: int, n: int) -> int:
+def split_length(keys: int, rows: int, n: int) -> int:
     """The length in keys of the splits in which `rows` heads or sequences of n queries each should read theirs."""
-    pieces = min(keys // _LEAST_KEYS, -(-_BLOCKS // (rows * -(-n // _ROWS))))
-    return -(-keys // max(1, pieces))
+    splits = min(keys // _LEAST_KEYS, -(-_BLOCKS // (rows * -(-n // _ROWS))))
+    return -(-keys // max(1, splits))
 
 
-def _in_pieces(queries: Tensor, keys: Tensor, values: Tensor, size: int, scale: float) -> tuple[Tensor, Tensor]:
+def _split_kv_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, size: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Few queries over many keys: split the keys, which the kernel would otherwise read in few blocks, and merge."""
     n, m = len(queries), len(keys)
-    pieces = -(-m // size)
+    splits = -(-m // size)
     out, lse = packed(
-        queries.repeat(pieces, 1, 1),
+        queries.repeat(splits, 1, 1),
         keys,
         values,
-        (_even(pieces, n, queries.device), _even(pieces, size, queries.device).clamp(max=m)),
+        (_even(splits, n, queries.device), _even(splits, size, queries.device).clamp(max=m)),
         (n, size),
         scale=scale,
     )
-    merged, total = merged_pieces(out.reshape(pieces, n, *out.shape[1:]), lse.reshape(-1, pieces, n))
+    merged, total = merged_splits(out.reshape(splits, n, *out.shape[1:]), lse.reshape(-1, splits, n))
     return merged.to(out.dtype).transpose(0, 1)[None], total[None]
 
 
-def merged_pieces(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Partial attentions of the same queries, `(pieces, n, heads, head_dim)` and `(heads, pieces, n)`, as one over all
-    keys: `(n, heads, head_dim)` and `(heads, n)`, in fp32. Each query sees some keys of each piece.
+def merged_splits(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Partial attentions of the same queries, `(splits, n, heads, head_dim)` and `(heads, splits, n)`, as one over all
+    keys: `(n, heads, head_dim)` and `(heads, n)`, in fp32. Each query sees some keys of each split.
     """
     logs = lse.log_softmax(1)  # one launch; logsumexp takes a dozen
     shares = logs.exp().permute(1, 2, 0)
