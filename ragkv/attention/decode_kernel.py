@@ -102,12 +102,12 @@ def _scores(
     def generated(b: Any, name: str, out: Any, query: Any, key: Any, stride: Any) -> None:
         size = kernels.SIZES[name]
         starts = _starts(b, key, stride, count, d * size)
-        piece = kernels.piece(d)
+        lanes = kernels.vector_width(d)
         sums: list[list[Any]] = [[None] * count for _ in range(n)]
-        for i in range(0, d, piece):
-            numbers = [widened(b, at(b, start, i * size), name, piece) for start in starts]
+        for i in range(0, d, lanes):
+            numbers = [widened(b, at(b, start, i * size), name, lanes) for start in starts]
             for row in range(n):
-                one = widened(b, at(b, query, 4 * (row * d + i)), "float32", piece)
+                one = widened(b, at(b, query, 4 * (row * d + i)), "float32", lanes)
                 for k, each in enumerate(numbers):
                     product = b.fmul(one, each, flags=FAST)
                     sums[row][k] = product if i == 0 else b.fadd(sums[row][k], product, flags=FAST)
@@ -158,15 +158,15 @@ def _add(
     def generated(b: Any, name: str, out: Any, weights: Any, value: Any, stride: Any) -> None:
         size = kernels.SIZES[name]
         starts = _starts(b, value, stride, count, d * size)
-        piece = kernels.piece(d)
-        for i in range(0, d, piece):
-            numbers = [widened(b, at(b, start, i * size), name, piece) for start in starts]
+        lanes = kernels.vector_width(d)
+        for i in range(0, d, lanes):
+            numbers = [widened(b, at(b, start, i * size), name, lanes) for start in starts]
             for row in range(n):
                 place = at(b, out, 4 * (row * d + i))
-                total = widened(b, place, "float32", piece)
+                total = widened(b, place, "float32", lanes)
                 for key, each in enumerate(numbers):
                     weight = kernels.load(b, at(b, weights, 4 * (BLOCK * row + key)), FLOAT, 4)
-                    total = b.fadd(total, b.fmul(repeated(b, weight, piece), each, flags=FAST), flags=FAST)
+                    total = b.fadd(total, b.fmul(repeated(b, weight, lanes), each, flags=FAST), flags=FAST)
                 kernels.store(b, total, place, 4)
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:

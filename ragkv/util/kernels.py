@@ -598,6 +598,6 @@ def _variant(function: Callable[..., None]) -> str:
     return hashlib.sha256(repr((made_for, processor)).encode()).hexdigest()[:8]
 
 
-def piece(width: int) -> int:
+def vector_width(width: int) -> int:
     """The vector width for a row of `width` numbers."""
     return math.gcd(width, 16)
