@@ -87,7 +87,7 @@ class BlendConfig:
         value = getattr(self, name)
         return PRESETS[self.preset][name] if value == "auto" else value
 
-    def tapped(self, layers: int) -> frozenset[int]:
+    def scoring_layers(self, layers: int) -> frozenset[int]:
         """The layers, out of `layers`, whose attention scores the tokens. ConfigError names one that does not exist."""
         wanted = self.settled("layers")
         if wanted == "all":
@@ -189,7 +189,7 @@ class Blend(Engine):
             return sorted(random.Random(config.seed).sample(everything, k))
         probe: AttentionProbe | DeviationProbe
         if select == "question":
-            layers = config.tapped(context.layers)
+            layers = config.scoring_layers(context.layers)
             rule = config.settled("score")
             probe = AttentionProbe((), context.end, cache, layers=layers, first=context.first, rule=rule)
             yield Forward((probe,), (ids,))
@@ -227,7 +227,7 @@ class Blend(Engine):
         """The cost of selecting: tokens times layers."""
         config: BlendConfig = self.config
         if config.settled("select") == "question":
-            return context.asked * (max(config.tapped(context.layers)) + 1)
+            return context.asked * (max(config.scoring_layers(context.layers)) + 1)
         if config.settled("select") == "deviation":
             return (context.end - context.first) * min(PROBED + 1, context.layers)
         return 0

@@ -357,7 +357,7 @@ def test_settings(make_model):
     config = make_engine("blend", {"blend": {"preset": "prophet", "ratio": 0.1}}).config
     assert (config.settled("ratio"), config.settled("score"), config.settled("layers")) == (0.1, "sum", "all")
     middle = make_engine("blend", {}).config
-    assert [sorted(middle.tapped(layers)) for layers in (1, 2, 4, 12, 28, 32)] == [
+    assert [sorted(middle.scoring_layers(layers)) for layers in (1, 2, 4, 12, 28, 32)] == [
         [0],
         [1],
         [2, 3],
