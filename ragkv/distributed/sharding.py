@@ -248,7 +248,7 @@ class _Round:
         self.first = 0
         """The first block of this round."""
 
-    def swap(self, block: int, layer: int, mine: PassedKV) -> Sequence[PassedKV]:
+    def gather_earlier(self, block: int, layer: int, mine: PassedKV) -> Sequence[PassedKV]:
         self._gather(layer, mine)
         return [self._kept[before, layer] for before in range(block)]
 

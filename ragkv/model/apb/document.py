@@ -59,7 +59,7 @@ class PassedKV(NamedTuple):
 class PassingExchange(Protocol):
     """How the KV that a block passes on reaches the later ones."""
 
-    def swap(self, block: int, layer: int, mine: PassedKV) -> Sequence[PassedKV]:
+    def gather_earlier(self, block: int, layer: int, mine: PassedKV) -> Sequence[PassedKV]:
         """Publish what `block` passes on in `layer`; returns what all earlier blocks pass on, first to last (AllGather,
         §3.5).
 
@@ -158,7 +158,7 @@ class BlockForward(AnchorAttention):
             which = chosen(self._compressor, self._local(call), self._most) + self._candidates.start
         self.chosen[call.layer] = which
         kept = gathered(call.key[0], call.value[0], which, self._position)
-        self._passed[call.layer] = self._exchange.swap(self._block, call.layer, kept)
+        self._passed[call.layer] = self._exchange.gather_earlier(self._block, call.layer, kept)
 
     def passed(self, layer: int) -> Sequence[PassedKV]:
         return self._passed[layer]
@@ -489,7 +489,7 @@ class SequentialExchange:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], PassedKV] = {}
 
-    def swap(self, block: int, layer: int, mine: PassedKV) -> Sequence[PassedKV]:
+    def gather_earlier(self, block: int, layer: int, mine: PassedKV) -> Sequence[PassedKV]:
         self._kept[block, layer] = mine
         return [self._kept[before, layer] for before in range(block)]
 
