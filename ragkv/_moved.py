@@ -1,7 +1,7 @@
 """Import paths and names of the public API before the modules were merged: they work for one more release, and warn.
 
 `MOVED` maps an old dotted name to the new one. An old module that no longer exists is imported as a module that only
-knows its moved names.
+knows its moved names. A class keeps the old name of a member as a `RenamedMember`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
-__all__ = ["MOVED", "install", "moved_names"]
+__all__ = ["MOVED", "RenamedMember", "install", "moved_names"]
 
 _ENGINES = {
     "Ask": "Operation",
@@ -76,6 +76,22 @@ def moved_names(module: str) -> Callable[[str], Any]:
         return getattr(import_module(holder), current)
 
     return find
+
+
+class RenamedMember:
+    """The old name of a property or method of a public class: it is the `new` one, and warns."""
+
+    def __init__(self, new: str) -> None:
+        self._new = new
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._old = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None:
+            return self
+        warnings.warn(f"{owner.__name__}.{self._old} is {self._new} now.", DeprecationWarning, stacklevel=2)
+        return getattr(instance, self._new)
 
 
 class _MovedModules(MetaPathFinder, Loader):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
+from ragkv._moved import RenamedMember
 from ragkv.errors import ConfigError, extra
 
 
@@ -69,16 +70,18 @@ class Decoding:
         return _constraint(self.schema, self.regex, self.grammar)
 
     @property
-    def heat(self) -> float:
+    def effective_temperature(self) -> float:
         """The effective temperature; 0 is greedy."""
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.top_p is None and self.top_k_tokens is None and self.min_p is None else 1.0
 
+    heat = RenamedMember("effective_temperature")
+
     def settled(self) -> Self:
         """The same settings with the temperature, and for sampling the seed, filled in."""
-        seed = secrets.randbits(32) if self.seed is None and self.heat else self.seed
-        return replace(self, temperature=self.heat, seed=seed)
+        seed = secrets.randbits(32) if self.seed is None and self.effective_temperature else self.seed
+        return replace(self, temperature=self.effective_temperature, seed=seed)
 
 
 def schema_text(schema: Any) -> str:

@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 
 from ragkv._moved import MOVED
+from ragkv.decoding import Decoding
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +25,11 @@ def test_a_moved_name_is_the_new_one_with_a_warning():
         with pytest.warns(DeprecationWarning, match=f"{old} is {new} now"):
             found = getattr(import_module(old_module), old_name)
         assert found is getattr(import_module(module), name), old
+
+
+def test_an_old_name_of_a_member_is_the_new_one_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"Decoding\.heat is effective_temperature now"):
+        assert Decoding(temperature=0.5).heat == 0.5
 
 
 @pytest.mark.parametrize(

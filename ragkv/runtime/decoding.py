@@ -45,14 +45,14 @@ class Sampler:
     @torch.inference_mode()
     def choose(self, asked: Sample, ids: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """The token after `ids`, those generated so far, 0-dim; for a draw, also whether all scores were finite."""
-        if not self._chain and not self._decoding.heat:
+        if not self._chain and not self._decoding.effective_temperature:
             return asked.best(), None
         scores = asked.scores[None]  # (1, vocab)
         if self._chain:
             # a copy: a processor may write in place, and the scores are still needed
             generated = torch.tensor([list(ids)], dtype=torch.long).to(scores.device, non_blocking=True)
             scores = self._chain(generated, scores.clone())
-        if not self._decoding.heat:
+        if not self._decoding.effective_temperature:
             return replace(asked, scores=scores[0]).best(), None
         return self._draw(torch.softmax(scores, -1))
 
@@ -86,10 +86,10 @@ def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
     if decoding.repetition_penalty != 1:
         chain.append(RepetitionPenaltyLogitsProcessor(float(decoding.repetition_penalty)))
     chain.extend(own)
-    if not decoding.heat:
+    if not decoding.effective_temperature:
         return chain
-    if decoding.heat != 1:
-        chain.append(TemperatureLogitsWarper(float(decoding.heat)))
+    if decoding.effective_temperature != 1:
+        chain.append(TemperatureLogitsWarper(float(decoding.effective_temperature)))
     if decoding.top_k_tokens is not None:
         chain.append(TopKLogitsWarper(decoding.top_k_tokens))
     if decoding.top_p is not None and decoding.top_p < 1:

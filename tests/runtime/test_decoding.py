@@ -58,8 +58,12 @@ def generated(model, decoding):
     own, drawn = LogitsProcessorList(), {}
     if decoding.repetition_penalty != 1:
         own.append(RepetitionPenaltyLogitsProcessor(decoding.repetition_penalty, prompt_ignore_length=len(PROMPT)))
-    if decoding.heat:
-        drawn = {"temperature": decoding.heat, "top_k": decoding.top_k_tokens or 0, "min_p": decoding.min_p}
+    if decoding.effective_temperature:
+        drawn = {
+            "temperature": decoding.effective_temperature,
+            "top_k": decoding.top_k_tokens or 0,
+            "min_p": decoding.min_p,
+        }
         drawn["top_p"] = decoding.top_p or 1.0
     mask = torch.ones(1, len(PROMPT), dtype=torch.long)
     with model.plain() as plain, torch.random.fork_rng():
@@ -501,7 +505,8 @@ def test_settings_from_plain_values():
 
 
 def test_sampling_begins_where_it_is_asked_for():
-    assert Decoding().heat == 0
-    assert Decoding(seed=1, repetition_penalty=1.2).heat == 0
-    assert [Decoding(top_p=0.9).heat, Decoding(top_k_tokens=4).heat, Decoding(min_p=0.1).heat] == [1, 1, 1]
-    assert Decoding(top_p=0.9, temperature=0).heat == 0
+    assert Decoding().effective_temperature == 0
+    assert Decoding(seed=1, repetition_penalty=1.2).effective_temperature == 0
+    sampling = Decoding(top_p=0.9), Decoding(top_k_tokens=4), Decoding(min_p=0.1)
+    assert [each.effective_temperature for each in sampling] == [1, 1, 1]
+    assert Decoding(top_p=0.9, temperature=0).effective_temperature == 0

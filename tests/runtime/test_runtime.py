@@ -994,7 +994,7 @@ def named(one, tokens):
 @several
 @drawn(4)
 @given(
-    crowd=st.lists(drawn_requests(heats=(0.0, 0.0, 0.8)), min_size=2, max_size=7),
+    crowd=st.lists(drawn_requests(temperatures=(0.0, 0.0, 0.8)), min_size=2, max_size=7),
     batch_tokens=st.sampled_from([1, 4, 16, 4096]),
     max_rows=st.sampled_from([1, 3, 256]),
     own_tokens=st.sampled_from([20, 1 << 20]),
@@ -1021,7 +1021,7 @@ def test_who_asks_alone_gets_what_the_equations_give(family, one, make_model):
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @drawn(4)
 @given(
-    crowd=st.lists(drawn_requests(heats=(0.0, 0.8)), min_size=2, max_size=7),
+    crowd=st.lists(drawn_requests(temperatures=(0.0, 0.8)), min_size=2, max_size=7),
     seconds=st.lists(st.floats(0.0, 9.0), min_size=1, max_size=9),
 )
 def test_how_long_steps_take_changes_no_answer(family, crowd, seconds, make_model):

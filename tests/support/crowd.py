@@ -74,7 +74,7 @@ class Asked:
     """Numbers in the bank, -1 for a chunk without tokens."""
     suffix: tuple[int, ...]
     steps: int
-    heat: float = 0.0
+    temperature: float = 0.0
     at: int = 0
     """The step at which it is asked."""
     leaves: int | None = None
@@ -83,18 +83,18 @@ class Asked:
     @property
     def content(self) -> tuple[Any, ...]:
         """What its answer depends on."""
-        return self.engine, self.prefix, self.chunks, self.suffix, self.steps, self.heat
+        return self.engine, self.prefix, self.chunks, self.suffix, self.steps, self.temperature
 
 
 @st.composite
-def asked(draw: st.DrawFn, heats: tuple[float, ...] = (0.0,)) -> Asked:
+def asked(draw: st.DrawFn, temperatures: tuple[float, ...] = (0.0,)) -> Asked:
     return Asked(
         engine=draw(st.sampled_from(TUNINGS)),
         prefix=draw(st.sampled_from([True, True, True, False])),
         chunks=tuple(draw(st.lists(st.sampled_from([-1, *range(len(LENGTHS))]), max_size=5))),
         suffix=tuple(draw(st.lists(st.integers(3, 300), min_size=1, max_size=14))),
         steps=draw(st.integers(1, 7)),
-        heat=draw(st.sampled_from(heats)),
+        temperature=draw(st.sampled_from(temperatures)),
         at=draw(st.integers(0, 6)),
         leaves=draw(st.sampled_from([None, None, None, 0, 1, 3])),
     )
@@ -155,7 +155,7 @@ class Recorder:
 
 
 def generation(one: Asked, recorder: Recorder) -> Generation:
-    decoding = Decoding(temperature=one.heat, top_p=0.95, seed=5) if one.heat else Decoding()
+    decoding = Decoding(temperature=one.temperature, top_p=0.95, seed=5) if one.temperature else Decoding()
     return Generation(max_new_tokens=one.steps, decoding=decoding, criteria=[recorder])
 
 
