@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
+from ragkv._moved import RenamedMember
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
 from ragkv.store.cache import MemoryTier
 from ragkv.store.codecs import Codec, DamagedError, Raw
@@ -635,13 +636,13 @@ class Store:
             self._write(lambda txn: txn.put("meta", BUDGET, packed))
         return self._evictor.shrink() if budget is not None else 0
 
-    def buried(self, *, limit: int = 4096) -> list[bytes]:
-        """Keys of KV that the shared tiers may hold and no chunk needs any more, for `unbury`."""
+    def tombstones(self, *, limit: int = 4096) -> list[bytes]:
+        """Keys of KV that the shared tiers may hold and no chunk needs any more, for `purge_tombstones`."""
         with self._live().read() as txn:
             found = [key[len(TOMBSTONE) :] for key, _ in txn.scan("meta", TOMBSTONE, limit=limit)]
             return [key for key in found if len(key) == PLACE_BYTES - 4]
 
-    def unbury(self, keys: Iterable[bytes], delete: Callable[[list[bytes]], bool]) -> int | None:
+    def purge_tombstones(self, keys: Iterable[bytes], delete: Callable[[list[bytes]], bool]) -> int | None:
         """Call `delete` with those of these keys that the store has no record of, and forget all if it is True; returns
         how many were deleted, or None."""
         given = list(keys)
@@ -656,6 +657,9 @@ class Store:
 
         self._write(apply)
         return len(gone)
+
+    buried = RenamedMember("tombstones")
+    unbury = RenamedMember("purge_tombstones")
 
     def identities(self) -> Iterator[KVIdentity]:
         """The identity of every record that has a readable manifest, in batches."""

@@ -259,9 +259,9 @@ class Transaction:
             if not self.is_referenced(key):
                 self.drop_record(key)
                 self.delete("uses", key)
-                self.bury(key)
+                self.add_tombstone(key)
 
-    def bury(self, key: bytes) -> None:
+    def add_tombstone(self, key: bytes) -> None:
         """Note that the tiers, if there are any, need not keep this record any more."""
         if self.get("meta", TIERS) is not None:
             self.put("meta", TOMBSTONE + key, b"")

@@ -141,14 +141,17 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
     found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
     found.derived, found.derived_bytes = derived, derived_bytes
     if index.tiers is not None:
-        found.tiers = len(store.buried()) + found.uses if dry_run else delete_buried(index)
+        found.tiers = len(store.tombstones()) + found.uses if dry_run else delete_from_tiers(index)
     return found
 
 
-def delete_buried(index: Index) -> int:
+def delete_from_tiers(index: Index) -> int:
     """Delete from the shared tiers what no chunk needs any more; what cannot be reached stays noted for `gc`."""
     store, tiers, found = index.store, index.tiers, 0
-    while tiers is not None and (keys := store.buried()) and (deleted := store.unbury(keys, tiers.delete)) is not None:
+    while tiers is not None and (keys := store.tombstones()):
+        deleted = store.purge_tombstones(keys, tiers.delete)
+        if deleted is None:
+            break
         found += deleted
     return found
 
@@ -222,7 +225,7 @@ def delete_document(index: Index, document_id: str) -> bool:
         with suppress(OSError):
             remove_tree(index.derived)  # can be rebuilt, and frees the missing space
         deleted = index.store.delete_document(document_id)
-    delete_buried(index)
+    delete_from_tiers(index)
     return deleted
 
 

@@ -83,8 +83,8 @@ def write_pack(
             store.drop_meta("tiers")
             if names:
                 store.drop_meta("qdrant")  # another index than that of the collection
-            while buried := store.buried():
-                store.unbury(buried, lambda _: True)
+            while keys := store.tombstones():
+                store.purge_tombstones(keys, lambda _: True)
             for one in found:
                 if one.document.document_id not in chosen:
                     store.delete_document(one.document.document_id)

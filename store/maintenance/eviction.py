@@ -261,7 +261,7 @@ def forget_gone(database: Database, *, dry_run: bool = False) -> int:
             for key in gone[start : start + _USE_BATCH]:
                 if is_gone(txn, key):
                     txn.delete("uses", key)
-                    txn.bury(key)
+                    txn.add_tombstone(key)
 
         database.write(apply)
     return len(gone)
