@@ -382,21 +382,22 @@ class _Slots:
         slots = [cache.slot for cache in caches if isinstance(cache, ArenaKVCache)]
         lengths = [cache.length for cache in caches]
         self._slots, self._places = torch.tensor([slots, lengths])
-        self._numbers = np.array(slots), np.array(lengths)
+        self._rows = np.zeros((len(slots), _COLUMNS), np.int64)  # to be added to that of a whole first slot
+        self._rows[:, _TOKENS] = np.array(lengths) + 1 - self._block.capacity
+        self._numbers, self._strides = np.array(slots), (0, 0)
 
     def append(self, call: LayerCall) -> Integers:
         """Write the new tokens; returns the rows of each sequence's own KV."""
-        block, (slots, lengths) = self._block, self._numbers
+        block = self._block
         block.make(call.layer, call.key, call.value)
         key, value = (t[0, :, self._tokens].transpose(0, 1) for t in (call.key, call.value))
         block.write(call.layer, self._slots, self._places, key, value)
         keys, values = block.keys[call.layer], block.values[call.layer]
-        rows = np.array([table_row(keys[0], values[0], -1)] * len(slots), np.int64)
         values = values if values.shape[-1] else keys
-        rows[:, _KEY] += slots * keys.stride(0) * keys.element_size()
-        rows[:, _VALUE] += slots * values.stride(0) * values.element_size()
-        rows[:, _TOKENS] = lengths + 1
-        return rows
+        strides = tuple(t.stride(0) * t.element_size() for t in (keys, values))
+        if strides != self._strides:  # usually those of the layer before
+            self._rows[:, [_KEY, _VALUE]], self._strides = np.outer(self._numbers, strides), strides
+        return np.array(table_row(keys[0], values[0], -1)) + self._rows
 
 
 def _compute(call: LayerCall, table: _Table, rotations: Rotations | None, out: Tensor, lse: Tensor) -> None:

@@ -451,8 +451,7 @@ class Stepper:
             raise UsageError(
                 "Chunks that other ranks hold cannot be recomputed; ask by engine 'block', or on one rank."
             )
-        more = 0 if job.decoder is None else min(job.decoder.remaining, MOST_TOKENS)
-        return KVCache.joined(ask.segments, self.model.rotary, reserve=ask.tokens + max(more, LEAST_ROOM))
+        return KVCache.joined(ask.segments, self.model.rotary, reserve=ask.tokens + max(_remaining(job), LEAST_ROOM))
 
     def _prepare(self, job: Job, ask: Forward) -> None:
         if not ask.rows or not all(ask.ids) or len({id(sequence) for sequence in ask.rows}) < len(ask.rows):
@@ -464,8 +463,13 @@ class Stepper:
         running = sum(job.ticket.rows for job in self.running)
         for sequence, ids in zip(ask.rows, ask.ids, strict=True):
             fresh = not sequence.cache.length and sequence.cache.reserve  # without a reserve it reads only once
-            if fresh and job.decoder is not None and not isinstance(sequence, StackedSequence):
-                sequence.cache = self._arena.place(len(ids), job.decoder.remaining, running)
+            if fresh and not isinstance(sequence, StackedSequence):
+                sequence.cache = self._arena.place(len(ids), _remaining(job), running)
+
+
+def _remaining(job: Job) -> int:
+    """Tokens of the answer to make room for; a guess if the caller chooses them."""
+    return LEAST_ROOM if job.decoder is None else min(job.decoder.remaining, MOST_TOKENS)
 
 
 def _chooses(job: Job) -> bool:
