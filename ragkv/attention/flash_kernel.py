@@ -51,6 +51,7 @@ _BAND = 24
 _ROWS, _WIDE = 6, 4
 """The register tile: queries, and vectors of 16 accumulators for each."""
 _LINE = 64
+_LOG2_E = 1 / math.log(2)
 
 if "avx512f" not in kernels.features():
     raise ImportError("the processor has no AVX-512")
@@ -250,21 +251,21 @@ def _number(context: Any, place: Any, kind: Any) -> Any:
     return types.float32(types.int64, kind), generate
 
 
-def _exponential(b: Any, x: Any) -> Any:
-    """e^x of 16 numbers x <= 0, as `ragkv.attention.decode_kernel.exponential`."""
-    vector, words = x.type, ir.VectorType(INT, 16)
+def _power(b: Any, y: Any) -> Any:
+    """2^y of 16 numbers y <= 0, at least 2^-126, as in `ragkv.attention.decode_kernel.exponential`."""
+    vector = y.type
 
     def constant(number: float) -> Any:
         return ir.Constant(vector, [number] * 16)
 
-    x = b.select(b.fcmp_ordered("<", x, constant(-87.0)), constant(-87.0), x)  # keeps NaN
-    y = b.fmul(x, constant(1.44269504))
+    y = b.select(b.fcmp_ordered("<", y, constant(-126.0)), constant(-126.0), y)  # keeps NaN
     whole = b.call(kernels.function(b, "llvm.floor.v16f32", vector, vector), [y])
     part, power = b.fsub(y, whole), constant(POLYNOMIAL[0])
     for each in POLYNOMIAL[1:]:
         power = b.fadd(b.fmul(power, part, flags=FAST), constant(each), flags=FAST)
-    bits = b.shl(b.add(b.fptosi(whole, words), ir.Constant(words, [127] * 16)), ir.Constant(words, [23] * 16))
-    return b.fmul(power, b.bitcast(bits, vector))
+    name = "llvm.x86.avx512.mask.scalef.ps.512"
+    scaled = kernels.function(b, name, vector, vector, vector, vector, ir.IntType(16), INT)
+    return b.call(scaled, [power, whole, power, ir.IntType(16)(-1), INT(4)])  # power * 2^whole, of all 16
 
 
 @intrinsic(prefer_literal=True)
@@ -275,62 +276,56 @@ def _weigh(
     mixed: Any,
     best: Any,
     total: Any,
-    first: Any,
-    end: Any,
+    visible: Any,
     scale: Any,
     width: Any,
     kind: Any,
 ) -> Any:
-    """Write the weights e^(scale * score - best) of a query's block, 0 outside the keys `first` to `end`. If `best`
-    grows, rescale the running sum and the accumulated values `(width,)`. All other arguments are addresses.
+    """Write the weights 2^(scale * score - best) of a query's block, 0 for keys that are not among the 64 bits
+    `visible`. If `best` grows, which is likely in the first blocks only, rescale the running sums `(16,)` and the
+    accumulated values `(width,)`. All other arguments are addresses.
     """
     numbers, name = width.literal_value, kind.literal_value
 
     def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        weights, scores, mixed, best, total, first, end, scale = arguments[:8]
-        words, vector = ir.VectorType(INT, 16), floats(16)
-        scales = kernels.repeated(b, scale, 16)
-        since, until = (kernels.repeated(b, b.trunc(place, INT), 16) for place in (first, end))
-        found, visible = [], []
+        weights, scores, mixed, best, total, visible, scale = arguments[:7]
+        words, vector, bits = ir.VectorType(INT, 16), floats(16), ir.IntType(16)
+        scales, found, masks = kernels.repeated(b, scale, 16), [], []
         for start in range(0, BLOCK, 16):
-            lanes = ir.Constant(words, [*range(start, start + 16)])
-            visible.append(b.and_(b.icmp_signed("<", lanes, until), b.icmp_signed(">=", lanes, since)))
-            number = b.fmul(load(b, at(b, scores, 4 * start), vector, 4), scales)
-            found.append(b.select(visible[-1], number, ir.Constant(vector, [-3e38] * 16)))
+            masks.append(b.bitcast(b.trunc(b.lshr(visible, LONG(start)), bits), ir.VectorType(ir.IntType(1), 16)))
+            score = load(b, at(b, scores, 4 * start), vector, 4)
+            found.append(b.select(masks[-1], score, ir.Constant(vector, [-3e38] * 16)))
         largest = found[0]
         for each in found[1:]:
             largest = b.select(b.fcmp_ordered(">", largest, each), largest, each)
-        for half in (8, 4, 2, 1):
-            places = ir.Constant(words, [(lane + half) % 16 for lane in range(16)])
-            other = b.shuffle_vector(largest, largest, places)
-            largest = b.select(b.fcmp_ordered(">", largest, other), largest, other)
-        most = b.extract_element(largest, INT(0))
-        before = load(b, best, FLOAT, 4)
-        top = b.select(b.fcmp_ordered(">", before, most), before, most)
-        kept = _exponential(b, kernels.repeated(b, b.fsub(before, top), 16))
-        same = b.fcmp_ordered("==", before, top)
-        kept = b.select(same, ir.Constant(vector, [1.0] * 16), kept)
-        tops, nothing = kernels.repeated(b, top, 16), ir.Constant(vector, [0.0] * 16)
+        before, nothing = kernels.repeated(b, load(b, best, FLOAT, 4), 16), ir.Constant(vector, [0.0] * 16)
+        largest = b.fmul(largest, scales)
+        grows, outside = b.bitcast(b.fcmp_ordered(">", largest, before), bits), b.block
+        with b.if_then(b.icmp_signed("!=", grows, bits(0))):
+            for half in (8, 4, 2, 1):
+                places = ir.Constant(words, [(lane + half) % 16 for lane in range(16)])
+                other = b.shuffle_vector(largest, largest, places)
+                largest = b.select(b.fcmp_ordered(">", largest, other), largest, other)
+            kernels.store(b, b.extract_element(largest, INT(0)), best, 4)
+            kept = _power(b, b.fsub(before, largest))
+            for place in (total, *(at(b, mixed, 4 * start) for start in range(0, numbers, 16))):
+                kernels.store(b, b.fmul(load(b, place, vector, 4), kept), place, 4)
+            inside = b.block
+        top = b.phi(vector)
+        top.add_incoming(before, outside)
+        top.add_incoming(largest, inside)
         results = [
-            b.select(mask, _exponential(b, b.fsub(each, tops)), nothing)
-            for mask, each in zip(visible, found, strict=True)
+            b.select(mask, _power(b, b.fsub(b.fmul(each, scales, flags=FAST), top, flags=FAST)), nothing)
+            for mask, each in zip(masks, found, strict=True)
         ]
-        added = results[0]
-        for each in results[1:]:
+        added = load(b, total, vector, 4)
+        for each in results:
             added = b.fadd(added, each)
-        reduce = kernels.function(b, "llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT, vector)
-        added = b.call(reduce, [ir.Constant(FLOAT, 0.0), added], fastmath=("reassoc",))
-        factor = b.extract_element(kept, INT(0))
-        kernels.store(b, b.fadd(b.fmul(load(b, total, FLOAT, 4), factor), added), total, 4)
-        kernels.store(b, top, best, 4)
+        kernels.store(b, added, total, 4)
         for start, each in zip(range(0, BLOCK, 16), results, strict=True):
             kernels.store(b, narrowed(b, each, name), at(b, weights, SIZES[name] * start), 2)
-        with b.if_then(b.not_(same)):
-            for start in range(0, numbers, 16):
-                place = at(b, mixed, 4 * start)
-                kernels.store(b, b.fmul(load(b, place, vector, 4), kept), place, 4)
 
-    return types.void(*[types.int64] * 7, types.float32, width, kind), generate
+    return types.void(*[types.int64] * 6, types.float32, width, kind), generate
 
 
 @kernels.once
@@ -361,7 +356,7 @@ def attention(kind: str, width: int) -> Any:
         scores, mixed = np.empty((_BAND, BLOCK), np.float32), np.empty((most, width), np.float32)
         weights, rotated = np.empty((_BAND, BLOCK * size), np.uint8), np.empty((most, row), np.uint8)
         wide, others = np.empty((most, width), np.float32), np.empty((most, width), np.float32)
-        best, total = np.empty(most, np.float32), np.empty(most, np.float32)
+        best, total = np.empty(most, np.float32), np.empty((most, 16), np.float32)
         laid_out, paired = np.empty(BLOCK * row, np.uint8), np.empty(BLOCK * row, np.uint8)
         copied_keys, copied_values = np.zeros(BLOCK * row, np.uint8), np.zeros(BLOCK * row, np.uint8)
         places, into = np.empty(most, np.int64), np.empty(most, np.int64)
@@ -377,7 +372,7 @@ def attention(kind: str, width: int) -> Any:
                 if rows == 0:
                     continue
                 early, late = begin // group, (end - 1) // group
-                scale = float_of(np.int32(part[SCALE]))
+                scale = float_of(np.int32(part[SCALE])) * np.float32(_LOG2_E)
                 s, p, o, kt, vp = address(scores), address(weights), address(mixed), address(laid_out), address(paired)
                 bests, totals, queries = address(best), address(total), address(rotated)
                 w, other = address(wide), address(others)
@@ -451,14 +446,17 @@ def attention(kind: str, width: int) -> Any:
                                 )
                             for r in range(band):
                                 token = (begin + top + r) // group
+                                first = unseen + token - start
+                                last = min(count, keys - n + token + 1 - start) if causal else count
+                                visible = (1 << last) - 1 if 0 <= last < BLOCK else -int(last > 0)
+                                visible &= -1 << max(first, 0) if first < BLOCK else 0
                                 _weigh(
                                     p + r * BLOCK * size,
                                     s + r * BLOCK * 4,
                                     o + (top + r) * width * 4,
                                     bests + (top + r) * 4,
-                                    totals + (top + r) * 4,
-                                    max(0, unseen + token - start),
-                                    min(count, keys - n + token + 1 - start) if causal else count,
+                                    totals + (top + r) * _LINE,
+                                    visible,
                                     scale,
                                     width,
                                     kind,
@@ -482,12 +480,13 @@ def attention(kind: str, width: int) -> Any:
                                         kind,
                                     )
                 for r in range(rows):
-                    if total[r] == 0:  # it has seen no key
-                        best[r], total[r] = -np.inf, 1
+                    whole = total[r].sum()
+                    if whole == 0:  # it has seen no key
+                        best[r], whole = -np.inf, np.float32(1)
                     for i in range(width):
-                        mixed[r, i] /= total[r]
+                        mixed[r, i] /= whole
                     for i in range(0, width, 16):
                         _store(argument(data, OUT) + into[r] * row + i * size, o + (r * width + i) * 4, kind)
-                    lse[into[r]] = best[r] + math.log(total[r])
+                    lse[into[r]] = best[r] / np.float32(_LOG2_E) + math.log(whole)
 
     return kernels.compiled(kernel, fast=FAST)
