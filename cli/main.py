@@ -32,6 +32,10 @@ _WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
 _NO_MEMORY = re.compile("(can't|cannot) allocate memory|out of memory", re.IGNORECASE)
 """As torch, CUDA and the system write it."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+_NAMED = frozenset(
+    (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
+)
+"""What the system refuses because of the path that it is given."""
 _MOVED = {
     ("ragkv eval", "table"): "python -m ragkv.benchmarks.papers fills the papers' tables now, in a checkout of ragkv's "
     "repository (docs/results.md).",
@@ -156,7 +160,7 @@ def run(app: typer.Typer, name: str) -> None:
 
 def _refused(error: Exception) -> str | None:
     """What the system refused, as one sentence; None for any other error."""
-    if isinstance(error, OSError) and (error.errno in _FULL or (isinstance(error, PermissionError) and error.filename)):
+    if isinstance(error, OSError) and (error.errno in _FULL or (error.errno in _NAMED and error.filename)):
         if error.filename is not None:
             return f"{error.filename} cannot be used: {error.strerror}."
         _give_up_stdout()

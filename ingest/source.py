@@ -182,11 +182,16 @@ def _walk(folder: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path
     for path in entries:
         if path.name.startswith("."):
             continue
-        if path.is_dir():
-            if not (path / "store" / "data.mdb").is_file():  # else it is an index, perhaps the one that is made
-                yield from _walk(path, seen, skipped)
-        else:
+        try:
+            is_folder = path.is_dir()
+            is_index = is_folder and (path / "store" / "data.mdb").is_file()  # perhaps the one that is made
+        except OSError as error:
+            skipped.append(Skipped(path=path, reason=os_reason(error)))
+            continue
+        if not is_folder:
             yield path
+        elif not is_index:
+            yield from _walk(path, seen, skipped)
 
 
 def _examine(path: Path, name: str, explicit: bool) -> SourceFile | Skipped:

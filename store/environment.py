@@ -210,11 +210,11 @@ class FileMap:
         }
         allocate_lock(self.directory / "lock.mdb")
         try:
-            return lmdb.open(str(self.directory), **options)
+            return lmdb.open(os.fsencode(self.directory), **options)
         except (lmdb.ReadonlyError, PermissionError):
             if not self.readonly or not os.access(self.data, os.R_OK):
                 raise
-            return lmdb.open(str(self.directory), **options, lock=False)
+            return lmdb.open(os.fsencode(self.directory), **options, lock=False)
 
     def close(self) -> None:
         """Wait for the transactions, and close the environment, unless its lock table was cut.

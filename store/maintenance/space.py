@@ -353,7 +353,7 @@ def rewrite(source: Transaction, folder: Path, *, size: int, advance: Callable[[
     """
     map_size = 2 * size + _ROOM  # a limit, not bytes on the disk
     with closing(
-        lmdb.open(str(folder), map_size=map_size, max_dbs=len(TABLES), sync=False, metasync=False, lock=False)
+        lmdb.open(os.fsencode(folder), map_size=map_size, max_dbs=len(TABLES), sync=False, metasync=False, lock=False)
     ) as target:
         for name in source.tables:
             several = TABLES[name]

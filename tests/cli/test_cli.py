@@ -120,6 +120,7 @@ def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "Not enough memory: "),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "Not enough memory: "),
         (OSError(errno.EACCES, "Permission denied", "/a/file"), "/a/file cannot be used: Permission denied."),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "/a/file"), "/a/file cannot be used: File name too long."),
     ],
     ids=str,
 )

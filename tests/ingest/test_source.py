@@ -69,6 +69,14 @@ def test_file_name_that_is_not_utf8_is_reported(tmp_path):
     assert list(reasons(tmp_path).values()) == ["file name is not valid UTF-8"]
 
 
+def test_a_folder_below_the_longest_path_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(20):
+        Path("d" * 250).mkdir()
+        os.chdir("d" * 250)
+    assert list(reasons(tmp_path).values()) == ["file name too long"]
+
+
 def test_explicit_file_is_taken_whatever_its_name(tmp_path):
     write(tmp_path, "notes.log", ".hidden", "README")
     paths = [tmp_path / "notes.log", tmp_path / ".hidden", tmp_path / "README"]

@@ -297,6 +297,17 @@ def test_create_and_open_say_what_is_wrong(tmp_path):
     assert not Store.exists(tmp_path / "nothing")
 
 
+def test_a_folder_may_have_any_name(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9\n")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("the file system takes UTF-8 names only")
+    with Store.create(folder) as store:
+        store.copy(folder / "copy", compact=True)
+    assert Store.exists(folder / "copy")
+
+
 def test_no_permission_is_said():
     script = """
 Store.create(path).close()
