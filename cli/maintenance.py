@@ -410,6 +410,8 @@ def pack(
     """
     from ragkv.pipeline import RagKV
 
+    if str(destination) == "-":
+        raise UsageError("A pack is written to a file, not to stdout; name one, as in my-index.ragkv.")
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
         found = rag.pack(destination, names=names or (), key=sign, on_progress=on_progress)
     _show_pack(found, destination, as_json=as_json, quiet=quiet)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ragkv.config import CONFIG_FILE, NONE
-from ragkv.errors import CorruptStoreError, RetrievalError, StoreError, StoreFullError, UsageError
+from ragkv.errors import CorruptStoreError, RagkvError, RetrievalError, StoreError, StoreFullError, UsageError
 from ragkv.index.answer import QuestionWithOptions, validate_question
 from ragkv.index.index import Index, damaged_metadata, indexes_of, read_metadata
 from ragkv.index.kv_loader import KVLoader
@@ -186,14 +186,25 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
 
 
 @contextmanager
+def renamed(folder: Path, name: Path | str) -> Iterator[None]:
+    """In messages of errors, `name` stands for a folder that the user does not know, and that is deleted with them."""
+    try:
+        yield
+    except RagkvError as error:
+        error.args = (str(error).replace(str(folder), str(name)), *error.args[1:])
+        raise
+
+
+@contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
     """A new folder beside `path`, to be renamed to it. At the end it is deleted, with any empty parents that were made
-    for it. StoreError for an OSError."""
+    for it. StoreError for an OSError; errors name `path`."""
     partial = Path(path.parent.resolve(), f".{path.name}.partial-{secrets.token_hex(4)}")
     made = [parent for parent in partial.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
-        yield partial
+        with renamed(partial, path):
+            yield partial
     except OSError as error:
         raise StoreError(f"{path} cannot be written ({error.strerror or error})") from error
     finally:
@@ -205,13 +216,13 @@ def partial_folder(path: Path) -> Iterator[Path]:
 
 def require_free(path: Path, index: Path) -> None:
     """UsageError unless `path` is a new or empty folder outside of the index at `index`."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file; name a folder that does not exist yet.")
     inside, own = path.resolve(), index.resolve()
     if inside == own or own in inside.parents:
         raise UsageError(f"{path} is inside the index at {index}; name a folder outside of it.")
     if path.is_dir() and any(path.iterdir()):
         raise UsageError(f"{path} is not empty; name a folder that does not exist yet.")
-    if path.exists() and not path.is_dir():
-        raise UsageError(f"{path} is a file; name a folder that does not exist yet.")
 
 
 def delete_document(index: Index, document_id: str) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ragkv.config import CONFIG_FILE, QdrantConfig, load_config, save_config
 from ragkv.errors import KVMismatchError, RetrievalError, StoreError, UsageError, extra
@@ -24,7 +24,7 @@ from ragkv.index.create import create_index, open_index
 from ragkv.index.filters import match
 from ragkv.index.index import Index, read_metadata
 from ragkv.index.ingestion import run_ingest
-from ragkv.index.maintenance import copy_index, partial_folder, require_free
+from ragkv.index.maintenance import copy_index, partial_folder, renamed, require_free
 from ragkv.index.search import Finder
 from ragkv.ingest import ReadyChunk, ReadyDocument
 from ragkv.model.checkpoint import lasting
@@ -146,7 +146,7 @@ def unpack(
     that made it; UsageError for another signature, or a folder that is not new.
     """
     require_free(folder, Path(path))
-    with partial_folder(folder) as work:
+    with partial_folder(folder) as work, renamed(work / "index", path):
         with _opened(path) as read:
             pack, facts, found = _parsed(read, path, trust)
             if digest is not None and digest != found:
@@ -240,7 +240,7 @@ def _opened(path: Path | str) -> Iterator[Callable[[int], bytes]]:
                 place, _, name = str(path).rpartition("/")
                 read = ObjectTier(place, timeout=_CONNECT_SECONDS).reader(name)
             elif Path(path).is_file():  # a pipe would block
-                read = held.enter_context(Path(path).open("rb")).read
+                read = _reading(held.enter_context(Path(path).open("rb")), path)
             else:
                 raise FileNotFoundError
         except FileNotFoundError as error:
@@ -248,6 +248,18 @@ def _opened(path: Path | str) -> Iterator[Callable[[int], bytes]]:
         except OSError as error:
             raise UsageError(f"{path} cannot be read ({error.strerror or error}).") from error
         yield read
+
+
+def _reading(file: BinaryIO, path: Path | str) -> Callable[[int], bytes]:
+    """A function that reads the next bytes; StoreError where the disk refuses them."""
+
+    def read(size: int) -> bytes:
+        try:
+            return file.read(size)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read ({error.strerror}).") from error
+
+    return read
 
 
 def _damaged(path: Path | str, why: str) -> StoreError:
@@ -259,6 +271,8 @@ def _parsed(
 ) -> tuple[Pack, list[dict[str, Any]], str]:
     """A pack's manifest, the entries of its files, and its digest; `read` then continues with the first file."""
     head = read(len(MAGIC) + _HEAD.size)
+    if head.startswith(MAGIC[:-2]) and not head.startswith(MAGIC):
+        raise StoreError(f"{path} is a pack of another version of ragkv: unpack it with that one, or pack it with this")
     if len(head) != len(MAGIC) + _HEAD.size or not head.startswith(MAGIC):
         raise _damaged(path, "its first bytes are not those of a pack")
     length, signed = _HEAD.unpack(head[len(MAGIC) :])

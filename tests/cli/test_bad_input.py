@@ -262,6 +262,8 @@ TABLE: list[tuple[str, int, str]] = [
     (SERVE + " --index none", 2, "There is no index at"),
     (SERVE + " --new-key ann", 2, "--keys FILE"),
     (SERVE + " --keys /dev/null", 2, "cannot be read"),
+    ("pack - --index {index}", 2, "not to stdout"),
+    ("unpack {documents}/bolt.txt --index {documents}/bolt.txt", 2, "is a file; name a folder"),
     # what is judged
     (DOCTOR + " --codecs ,", 2, "--codecs is empty"),
     (DOCTOR + " --plot quality.pdf", 2, "--plot writes .svg or .png"),

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,6 +227,9 @@ def test_a_copy_that_fails_leaves_nothing(ragkv, index, tmp_path, monkeypatch):
     found = ragkv("backup", tmp_path / "copy", "--index", index)
     assert found.code == 1
     assert "Input/output error" in found.sentence
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
+    for command in ("backup", "pack"):
+        assert "/copy/" in ragkv(command, tmp_path / "copy", "--index", index).sentence  # not a folder that is gone
     assert not [path for path in tmp_path.iterdir() if "copy" in path.name]
 
 

@@ -4,6 +4,8 @@ import json
 import os
 import random
 import shutil
+from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -120,6 +122,22 @@ def test_a_hostile_manifest_is_refused(rag, tmp_path, change, says):
     forged = MAGIC + len(manifest).to_bytes(4, "little") + bytes(4) + manifest + rest[length:]
     refused(tmp_path, forged, says=says)
     refused(tmp_path, forged, says=says, documents_only=True)
+
+
+def test_what_is_wrong_inside_is_named_by_the_pack(rag, tmp_path):
+    """Not by the folder it was unpacked to, which is gone; nor is what cannot be read called what cannot be written."""
+    rag.pack(tmp_path / "pack", names=["*bolt*"])
+    head, rest = (tmp_path / "pack").read_bytes()[: len(MAGIC) + 8], (tmp_path / "pack").read_bytes()[len(MAGIC) + 8 :]
+    manifest, start = json.JSONDecoder().raw_decode(rest.decode(errors="replace"))
+    settings, data = b"other = 1\n", rest[start + manifest["files"][0]["bytes"] :]
+    manifest["files"][0] = {"bytes": len(settings), "blake2b": blake2b(settings, digest_size=32).hexdigest()}
+    facts = json.dumps({**manifest, "bytes": len(settings) + len(data)}).encode()
+    forged = MAGIC + len(facts).to_bytes(4, "little") + bytes(4) + facts + settings + data
+    refused(tmp_path, forged, says="/damaged/ragkv.toml: unknown key 'other'")
+    refused(tmp_path, b"RAGKVPACK2\n" + head[len(MAGIC) :] + rest, says="another version")
+    if (unread := Path("/proc/self/mem")).is_file():
+        with pytest.raises(StoreError, match="mem cannot be read"):
+            unpack(unread, tmp_path / "there")
 
 
 def test_what_is_no_file_or_a_link_is_no_pack_or_target(rag, tmp_path):
