@@ -60,9 +60,13 @@ def _in_one_sentence() -> Iterator[None]:
     except _WrongUsage as error:
         raise _sentence(error) from error
     except KeyboardInterrupt:
-        kept = "; what was committed is kept, and the same command continues from there."
-        note(f"ragkv: interrupted{kept if _typed() in _COMMITTING else '.'}")
+        _note_interrupt()
         raise typer.Exit(130) from None
+
+
+def _note_interrupt() -> None:
+    kept = "; what was committed is kept, and the same command continues from there."
+    note(f"ragkv: interrupted{kept if _typed() in _COMMITTING else '.'}")
 
 
 class CommandGroup(TyperGroup):
@@ -138,6 +142,9 @@ def run(app: typer.Typer, name: str) -> None:
     with guarded():
         try:
             app(arguments, prog_name=name)
+        except KeyboardInterrupt:  # while the commands were put together
+            _note_interrupt()
+            sys.exit(130)
         except RagkvError as error:
             if debug:
                 raise
@@ -215,8 +222,8 @@ _PANELS = {
     "Models": "models finetune",
 }
 """The commands below each heading of the help; "!": without arguments, a command shows its help."""
-_COMMITTING = frozenset({"ingest", "warm", "delete", "repair", "gc"})
-"""The commands that commit their work in small steps."""
+_COMMITTING = frozenset({"warm", "delete", "repair", "gc"})
+"""The commands that commit their work in small steps; `ingest` says itself what it has committed."""
 _COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 _MODULES = {
     **dict.fromkeys(("bench", "eval"), "evaluate"),

@@ -172,7 +172,7 @@ def picture(graph: dict[str, set[str]]) -> str:
 
 def _room(module: str) -> str | None:
     parts = module.split(".")
-    return None if len(parts) == 1 or parts[1] in WORDS else parts[1]
+    return None if len(parts) == 1 or parts[1] in ("__main__", *WORDS) else parts[1]
 
 
 if __name__ == "__main__":

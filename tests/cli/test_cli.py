@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ragkv import RagKV
+from ragkv.__main__ import main as entry_point
 from ragkv.cli.console import count, size
 
 
@@ -100,17 +101,23 @@ def test_version(ragkv):
     assert ragkv("--version").out.startswith("ragkv ")
 
 
-def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch):
+def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(RagKV, "ingest", interrupt)
-    result = ragkv("ingest", documents, "--index", index)
-    assert result.code == 130
-    assert "what was committed is kept" in result.err
-    monkeypatch.setattr(RagKV, "stats", interrupt)
+    kept = "; what was committed is kept, and the same command continues from there"
+    for name, says, words in (("ingest", "", [documents, "-q"]), ("stats", "", []), ("gc", kept, [])):
+        monkeypatch.setattr(RagKV, name, interrupt)
+        result = ragkv(name, *words, "--index", index)
+        assert (result.code, result.err) == (130, f"ragkv: interrupted{says}.\n")
+    monkeypatch.setattr("typer.main.get_group", interrupt)
     result = ragkv("stats", "--index", index)
     assert (result.code, result.err) == (130, "ragkv: interrupted.\n")
+    interrupted = type("Interrupted", (), {"__getattr__": interrupt})()
+    monkeypatch.setitem(sys.modules, "ragkv.cli.main", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        entry_point()
+    assert capsys.readouterr().err == "ragkv: interrupted.\n"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +150,7 @@ def test_the_installed_command_answers(index):
     assert json.loads(done.stdout)["sources"]
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert loaded & {"torch", "faiss", "FlagEmbedding", "pandas"} == {"torch"}
+    command[:1] = [sys.executable, "-m", "ragkv"]
     failed = subprocess.run([*command, "--top-k", "0"], capture_output=True, text=True, check=False)
     assert failed.returncode == 2
     assert failed.stderr.strip() == "ragkv: --top-k must be at least 1, not 0."
