@@ -113,7 +113,14 @@ def doctor(
     Example: `ragkv doctor --questions questions.jsonl`
     """
     from ragkv.engines import engine_class
-    from ragkv.evaluation.doctor import Doctor, Environment, JudgedModel, models_present, remedies
+    from ragkv.evaluation.doctor import (
+        Doctor,
+        Environment,
+        JudgedModel,
+        compared_engines,
+        models_present,
+        remedies,
+    )
     from ragkv.evaluation.io import (
         Spec,
         check_plot,
@@ -136,6 +143,8 @@ def doctor(
     coded = None if codecs is None else [] if codecs.strip() == "none" else given_names("--codecs", codecs)
     for spec in judged or ():
         engine_class(spec.name)
+    if judged is not None:
+        compared_engines(judged)
     for codec in coded or ():
         codec_from_config({"id": codec})
     read = None if questions is None else read_questions(questions)
@@ -185,8 +194,6 @@ def doctor(
         source = "made from the index's own chunks" if read is None else str(questions)
         with steps("doctor", silent=quiet or as_json) as on_progress:
             quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
-        if plot is not None:
-            plot_quality(quality.to_json(), plot)
         kept = True
         try:
             keep_quality(rag.store, quality.to_json())
@@ -195,9 +202,11 @@ def doctor(
             note(f"The verdicts are not kept in the index: {error}")
         if as_json:
             print_json({**found.to_json(), "model": asdict(subject), "quality": quality.to_json(), "kept": kept})
-            return
-        _show_quality(quality)
-        _show_conversation(quality, rag.config.history)
+        else:
+            _show_quality(quality)
+            _show_conversation(quality, rag.config.history)
+        if plot is not None:  # last, because it may fail: a disk may have become full
+            plot_quality(quality.to_json(), plot)
 
 
 @dataclass(slots=True)

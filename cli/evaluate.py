@@ -35,7 +35,15 @@ from ragkv.cli.options import (
 )
 from ragkv.config import DTYPES, MOST_STEPS, NONE, one_of
 from ragkv.errors import UsageError
-from ragkv.evaluation.io import golden_questions, markdown_table, parse_specs, percent, points, write_whole
+from ragkv.evaluation.io import (
+    check_target,
+    golden_questions,
+    markdown_table,
+    parse_specs,
+    percent,
+    points,
+    write_whole,
+)
 from ragkv.model.checkpoint import MINI
 from ragkv.util.display import json_text
 
@@ -70,10 +78,7 @@ def check_output(output: Path | None) -> None:
         return
     if output.suffix not in (".json", ".md"):
         raise UsageError(f"--output {output} must end in .json or .md.")
-    if not output.parent.is_dir():
-        raise UsageError(f"--output {output} cannot be written: there is no folder {output.parent}; make it.")
-    if output.is_dir():
-        raise UsageError(f"--output {output} is a folder; give a file.")
+    check_target("--output", output)
 
 
 def write_figures(output: Path, task: RetrievalTask, figures: Sequence[MetricValue], columns: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -456,6 +456,15 @@ class Quality:
         return asdict(self)
 
 
+def compared_engines(named: Iterable[str | Spec]) -> dict[str, Spec]:
+    """The engines by label, without `full`, with which they are compared; UsageError if there is no other."""
+    specs = {str(one): one if isinstance(one, Spec) else Spec(one) for one in named}
+    specs.pop("full", None)
+    if not specs:
+        raise UsageError("There is no engine to compare with full; name some, such as --engines ape,block,pced.")
+    return specs
+
+
 class Doctor:
     """A comparison of engines and codecs on one model and index. `examine` asks the questions."""
 
@@ -484,10 +493,7 @@ class Doctor:
         named: Sequence[str | Spec] = engines or ()
         if engines is None:
             named = (*rag.config.engines, *_alternatives(rag.config, self.subject))
-        specs = {str(one): one if isinstance(one, Spec) else Spec(one) for one in named}
-        specs.pop("full", None)  # the others are compared with it
-        if not specs:
-            raise UsageError("There is no engine to compare with full; name some, such as --engines ape,block,pced.")
+        specs = compared_engines(named)
         candidate = partial(self._source.candidate, model=self.subject.name, top_k=top_k or rag.config.top_k)
         self._full = candidate("full", name="full")
         self._float32 = candidate("full", name="float32 weights", dtype="float32") if self.subject.model.int8 else None

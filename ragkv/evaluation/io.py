@@ -465,12 +465,21 @@ def _interval(found: Any) -> bool:
     return isinstance(found, list) and len(found) == 2 and all(map(_share, found))
 
 
+def check_target(option: str, path: Path) -> None:
+    """Refuse, before hours of work, a file that cannot be written: UsageError."""
+    if not path.parent.is_dir():
+        raise UsageError(f"{option} {path} cannot be written: there is no folder {path.parent}; make it.")
+    if path.is_dir():
+        raise UsageError(f"{option} {path} is a folder; give a file.")
+
+
 def check_plot(path: Path) -> None:
     """Refuse, before hours of work, a picture that could not be drawn: UsageError or MissingExtraError."""
     if path.suffix not in (".svg", ".png"):
         raise UsageError(f"--plot writes .svg or .png, not {path.name!r}.")
     if find_spec("matplotlib") is None:
         raise MissingExtraError(f"--plot needs matplotlib; {install_hint('plots')}.")
+    check_target("--plot", path)
 
 
 def plot_quality(report: dict[str, Any], path: Path) -> None:
