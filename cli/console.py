@@ -96,9 +96,13 @@ stderr = _Screen(stderr=True, soft_wrap=True)
 
 
 class LogLine(logging.Formatter):
-    """Formats a record as one line, whatever it contains; a traceback after it keeps its lines."""
+    """Formats a record as one line, whatever it contains; a traceback after it keeps its lines.
+
+    `%(head)s` is what a user can make use of: how grave a message of ragkv is, or which other library sends it.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        record.head = record.levelname.lower() if record.name.startswith("ragkv.") else record.name
         return one_line(super().formatMessage(record))
 
 

@@ -543,7 +543,7 @@ def _index(
                 raise
             return
     _require_same(folder, settings)
-    with RagKV.open(folder, device=device) as rag:
+    with RagKV.open(folder, device=device, readonly=False) as rag:
         yield rag
 
 

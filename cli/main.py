@@ -108,7 +108,7 @@ def _sentence(error: Any) -> Exception:
 def log_to_stderr(*, debug: bool) -> None:
     """Write the log to stderr: warnings, or with `debug` everything."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LogLine("%(name)s: %(message)s"))
+    handler.setFormatter(LogLine("%(name)s: %(message)s" if debug else "%(head)s: %(message)s"))
     logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, handlers=[handler], force=True)
     for chatty in ("httpx", "httpcore", "urllib3", "filelock", "bm25s"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

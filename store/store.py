@@ -240,11 +240,13 @@ class Store:
 
     def keep_shape(self, model: str, shape: KVShape) -> None:
         """Store the shape of a model's KV, by its fingerprint. From now on a record of another shape is damage."""
-        key, packed = shape_key(model), pack_shape(shape)
+        if not self.keeps_shape(model, shape):
+            self._write(lambda txn: txn.put("meta", shape_key(model), pack_shape(shape)))
+
+    def keeps_shape(self, model: str, shape: KVShape) -> bool:
+        """Whether this shape is stored."""
         with self._live().read() as txn:
-            known = bytes(txn.get("meta", key) or b"") == packed
-        if not known:
-            self._write(lambda txn: txn.put("meta", key, packed))
+            return bytes(txn.get("meta", shape_key(model)) or b"") == pack_shape(shape)
 
     def stats(self) -> StoreStats:
         return survey(self._live())

@@ -745,7 +745,8 @@ class Index:
         It is recorded in the store for `verify`, which has no model.
         """
         shape = self.model.kv_shape
-        self.write_behind.keep(lambda: self.store.keep_shape(self.fingerprint, shape))
+        if not self.store.keeps_shape(self.fingerprint, shape):
+            self.write_behind.keep(lambda: self.store.keep_shape(self.fingerprint, shape))
         return shape
 
     def stored_bytes(self, tokens: int) -> int:

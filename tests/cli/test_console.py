@@ -95,9 +95,11 @@ def test_an_error_leaves_the_guard_for_its_traceback(monkeypatch):
 
 
 def test_a_record_is_a_line_and_its_traceback_keeps_its_own():
-    line = console.LogLine("%(name)s: %(message)s")
-    record = logging.LogRecord("ragkv", logging.WARNING, "", 1, "bad %s", (f"a\nb{ESCAPES}",), None)
-    assert line.format(record) == r"ragkv: bad a\nb\x1b]52;c;SGk=\x07"
+    line = console.LogLine("%(head)s: %(message)s")
+    record = logging.LogRecord("ragkv.x.y", logging.WARNING, "", 1, "bad %s", (f"a\nb{ESCAPES}",), None)
+    assert line.format(record) == r"warning: bad a\nb\x1b]52;c;SGk=\x07"
+    record.name = "other"
+    assert line.format(record).startswith("other: bad")
     record.exc_text = "Traceback:\n  here"
     assert line.format(record).endswith("\nTraceback:\n  here")
 
