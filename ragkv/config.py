@@ -484,6 +484,10 @@ def load_config(folder: Path) -> IndexConfig:
         found = read_toml(path)
     except FileNotFoundError:
         raise ConfigError(f"There is no index at {folder}; make one with: ragkv ingest PATH --index {folder}") from None
+    except NotADirectoryError as error:
+        raise ConfigError(
+            f"An index is a folder, and {folder} is a file or below one; name another --index."
+        ) from error
     except OSError as error:  # a link, a pipe
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
     return config_in(path, found)

@@ -108,7 +108,9 @@ def create_index(
         settings = kept_settings(folder) | dict(settings)
     elif (folder / CONFIG_FILE).exists():
         raise taken
-    elif folder.exists() and not (folder.is_dir() and _is_unfinished(folder)):
+    elif folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file, and an index is a folder; choose another.")
+    elif folder.exists() and not _is_unfinished(folder):
         raise ConfigError(f"{folder} is not empty and is not an index; choose another folder.")
     config = new_config(settings)
     for name in (*config.engines, config.default_engine):

@@ -242,7 +242,7 @@ _DATES = (datetime.datetime, datetime.date, datetime.time)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The table in a file. FileNotFoundError if there is no file, ConfigError for anything else."""
+    """The table in a file. FileNotFoundError or NotADirectoryError if there is none, ConfigError for anything else."""
     return parse_toml(read_text(path), source=str(path))
 
 
@@ -254,7 +254,7 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(LONGEST + 1)
         text = data.decode("utf-8-sig")  # editors on Windows begin a file with a byte order mark
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error

@@ -106,7 +106,7 @@ TABLE: list[tuple[str, int, str]] = [
         for where, code, says in (
             ("nowhere", 2, "There is no index at"),
             ("documents", 2, "There is no index at"),
-            ("documents/bolt.txt", 2, "cannot be read"),
+            ("documents/bolt.txt", 2, "is a file or below one"),
             ("corrupt", 1, "restore a backup"),
         )
     ),
@@ -124,6 +124,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("chat --index {folder}/garbled", 2, "not valid TOML"),
     (ASK.replace("{index}", "{folder}/overset") + " --engine ape", 2, "[tuning.ape]: unknown key 'warmth'"),
     ("query Who? --index {folder}/hollow", 1, "holds no document yet"),
+    ("ingest {documents} --index {documents}/bolt.txt", 2, "is a file, and an index is a folder"),
     ("ingest {documents} --index {documents}", 2, "is not an index; choose another folder"),
     # what is ingested
     ("ingest {folder}/absent --index {index}", 2, "No such file or folder"),

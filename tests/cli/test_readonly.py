@@ -54,8 +54,7 @@ def answers_and_keeps_nothing(index: Path, way: str) -> None:
     assert json.loads(stats["out"])["documents"] == 1
     assert ingest["code"] == 1
     assert ingest["err"].startswith("ragkv: ")
-    assert "may not be written" in ingest["err"]
-    assert "it was opened" not in ingest["err"]  # by whom?
+    assert "is on a read-only mount" in ingest["err"] or "Permission denied" in ingest["err"]
     assert len(ingest["err"].splitlines()) == 1
     assert (index / "store" / "data.mdb").read_bytes() == data
 
