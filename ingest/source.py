@@ -194,6 +194,14 @@ def _walk(folder: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path
             yield from _walk(path, seen, skipped)
 
 
+def is_folder(path: Path, *, denied: bool) -> bool:
+    """Whether there is a folder, perhaps behind a link; `denied` if the system does not say."""
+    try:
+        return path.is_dir()
+    except OSError:
+        return denied
+
+
 def _examine(path: Path, name: str, explicit: bool) -> SourceFile | Skipped:
     try:
         status = path.stat()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ragkv.ingest.ingester import missing_sources
-from ragkv.ingest.source import Skipped, SourceFile, find_sources
+from ragkv.ingest.source import Skipped, SourceFile, find_sources, is_folder
 from ragkv.store import Store
 from ragkv.util import batches
 
@@ -98,7 +98,7 @@ class FolderWatcher:
 
     def _walk(self) -> tuple[FolderChanges, _Walk]:
         began = time.time_ns()
-        present = [folder for folder in self._folders if folder.is_dir()]
+        present = [folder for folder in self._folders if is_folder(folder, denied=False)]
         sources, skipped = find_sources(present)
         last, found, changed = self._last or _Walk(), _Walk(skipped=frozenset(skipped)), []
         for source in sources:
@@ -207,9 +207,12 @@ class FolderWatcher:
             if path.is_relative_to(folder):
                 below = path.relative_to(folder)
                 inside = [folder / parent for parent in below.parents][:-1]
-                return not any(part.startswith(".") for part in below.parts) and not any(
-                    (parent / "store" / "data.mdb").is_file() for parent in inside
-                )
+                try:
+                    return not any(part.startswith(".") for part in below.parts) and not any(
+                        (parent / "store" / "data.mdb").is_file() for parent in inside
+                    )
+                except OSError:
+                    return True  # a walk finds what may not be looked at
         return True
 
     def _above(self, path: Path) -> list[int]:

@@ -152,19 +152,20 @@ def test_dry_run_is_what_then_happens(ragkv, documents, index, monkeypatch):
     assert len(json.loads(ragkv(*command, "--dry-run").out)["unchanged"]) == 3
 
 
-def test_a_folder_that_cannot_be_listed_is_not_pruned(ragkv, documents, index, monkeypatch):
+@pytest.mark.parametrize(("look", "at"), [("iterdir", "sub"), ("is_dir", "bolt.txt")])
+def test_a_folder_that_cannot_be_listed_or_looked_into_is_not_pruned(ragkv, documents, index, monkeypatch, look, at):
     (documents / "sub").mkdir()
     shutil.move(documents / "bolt.txt", documents / "sub" / "bolt.txt")
     command = ("ingest", documents, "--prune", "--index", index, "--json")
     assert len(json.loads(ragkv(*command).out)["pruned"]) == 1
-    listing = Path.iterdir
+    real = getattr(Path, look)
 
-    def iterdir(self: Path):
-        if self.name == "sub":
+    def refuse(self: Path):
+        if self.name == at:
             raise PermissionError
-        return listing(self)
+        return real(self)
 
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(Path, look, refuse)
     report = json.loads(ragkv(*command).out)
     assert report["pruned"] == []
     assert [skip["reason"] for skip in report["skipped"]] == ["permission denied"]

@@ -244,6 +244,21 @@ def test_a_folder_that_is_gone_as_a_whole_keeps_its_documents(folder, rag, follo
     until(lambda: rag.stats().documents == 7)
 
 
+def test_a_folder_that_may_not_be_looked_into_is_gone_and_what_is_in_it_matters(folder, rag, monkeypatch):
+    said, real = [], Path.stat
+    watcher = rag.watcher([folder], notify=said.append)
+
+    def refuse(self, **options):
+        if self == folder or folder in self.parents:
+            raise PermissionError
+        return real(self, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    assert watcher._matters(folder / "sub" / "a.txt")
+    assert watcher._walk()[0].sources == []
+    assert said == [f"{folder} does not exist; its files are ingested once it does."]
+
+
 def test_a_folder_that_is_not_there_yet_is_named_and_followed_later(folder, rag, followed):
     away = folder.rename(folder.parent / "away")
     reports = followed(folder, prune=False)
