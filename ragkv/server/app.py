@@ -137,7 +137,9 @@ async def _http(request: Request, error: Exception) -> Json:
         return await _failed(request, error.__cause__)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     detail = str(error.detail)
-    if error.status_code == 404:  # ragkv's own routes have their own messages
+    if isinstance(error.__cause__, (ValueError, RecursionError)):
+        detail = "The body cannot be read as JSON: it is not UTF-8, is nested too deeply, or has too long a number."
+    if error.status_code in (404, 405):  # ragkv's own routes have their own messages
         detail = f"There is no {request.method} {request.url.path[:100]}; GET /openapi.json lists all routes."
     failure = ApiError(error.status_code, detail, kind=kind)
     return Json(failure.body, error.status_code, headers=error.headers)

@@ -492,12 +492,18 @@ def test_a_chunk_that_is_gone(call):
     assert call("GET", "/api/indexes/two/chunks/../../ragkv.toml").status_code == 404
 
 
+UNREAD = "The body cannot be read as JSON: it is not UTF-8, is nested too deeply, or has too long a number."
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{bad", "The body is not valid JSON: Expecting property name enclosed in double quotes, at character 1."),
         ("[]", "The body is no JSON object; send a JSON object."),
         ("", "The body is empty; send a JSON object."),
+        (b'"\xff"', UNREAD),
+        ("[" * 100_000, UNREAD),
+        ("9" * 5000, UNREAD),
     ],
 )
 def test_a_body_that_is_no_object_is_told_so(call, content, message):
@@ -509,3 +515,5 @@ def test_a_route_that_is_not_there_is_named(call):
     lost = call("POST", "/v1/responses", json={})
     assert lost.status_code == 404
     assert lost.json()["error"]["message"] == "There is no POST /v1/responses; GET /openapi.json lists all routes."
+    other = call("GET", "/v1/chat/completions")
+    assert (other.status_code, "There is no GET /v1/chat/completions" in other.text) == (405, True)
