@@ -366,7 +366,8 @@ def _notify(plan: Plan) -> None:
     first = plan.engines[0]
     echo()
     echo(
-        f"Over {first.chunks} chunks, {first.context_tokens:,} tokens, from the page cache, without retrieval. "
+        f"Over {count(first.chunks, 'chunk')}, {first.context_tokens:,} tokens, from the page cache, without "
+        "retrieval. "
         + (
             f"With {first.engine} no question gets faster."
             if plan.questions is None

@@ -26,7 +26,7 @@ from ragkv.errors import ConfigError, RagkvError, UsageError
 from ragkv.evaluation.io import FileRow, question_of
 from ragkv.types import Answer
 from ragkv.util.display import json_text
-from ragkv.util.files import open_plain, parse_json, read_plain, replace_plain
+from ragkv.util.files import open_plain, parse_json, read_plain, refusal, replace_plain
 
 if TYPE_CHECKING:
     from ragkv.index.contexts import Contexts
@@ -117,7 +117,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except FileNotFoundError:
         raise ConfigError(f"No such file: {path}; give a JSONL file of questions.") from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error}); give a JSONL file of questions.") from error
+        raise ConfigError(f"{path} cannot be read ({refusal(error)}); give a JSONL file of questions.") from error
 
 
 def _values(raw: bytes) -> dict[str, Any]:

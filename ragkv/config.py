@@ -23,6 +23,7 @@ from ragkv.util.files import (
     plain,
     read_text,
     read_toml,
+    refusal,
     require_plain,
     shortened,
     write_plain,
@@ -520,7 +521,9 @@ def save_config(folder: Path, config: IndexConfig) -> None:
                 raise
             overwrite_plain(folder / CONFIG_FILE, content)
     except OSError as error:
-        raise StoreError(f"{folder / CONFIG_FILE} cannot be written ({error}); make the index writable.") from error
+        raise StoreError(
+            f"{folder / CONFIG_FILE} cannot be written ({refusal(error)}); make the index writable."
+        ) from error
 
 
 def _edited(folder: Path, config: IndexConfig) -> str | None:

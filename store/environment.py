@@ -65,7 +65,7 @@ from ragkv.store.data_file import (
     refuse_network,
 )
 from ragkv.store.tables import ADDED, TABLES, Transaction
-from ragkv.util.files import NotPlainError, open_plain, parse_json, require_plain
+from ragkv.util.files import NotPlainError, open_plain, parse_json, refusal, require_plain
 
 
 class RWLock:
@@ -138,7 +138,7 @@ def translated(directory: Path) -> Iterator[None]:
             f"{directory} is damaged ({error}): restore a backup, or delete it and ingest again"
         ) from error
     except (lmdb.ReadonlyError, PermissionError) as error:
-        raise StoreAccessError(f"{directory} may not be read or written by you ({error})") from error
+        raise StoreAccessError(f"{directory} may not be read or written by you ({refusal(error)})") from error
     except lmdb.ReadersFullError as error:
         raise StoreError(
             f"{directory} is being read {MAX_READERS} times at once, which is the limit: "

@@ -73,7 +73,7 @@ from ragkv.store.tables import (
 )
 from ragkv.types import Chunk, Document, KVShape
 from ragkv.util import batches
-from ragkv.util.files import parse_json
+from ragkv.util.files import parse_json, refusal
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV, Place
@@ -131,7 +131,7 @@ class Store:
         except (FileExistsError, NotADirectoryError) as error:
             raise StoreError(f"{path} is a file: name a directory for the index") from error
         except OSError as error:
-            raise StoreError(f"{directory} cannot be made ({error})") from error
+            raise StoreError(f"{directory} cannot be made ({refusal(error)})") from error
         with WriterLock(directory).hold("making the store", timeout=MAKING_SECONDS):
             discard_stub(directory / "data.mdb")
             try:
@@ -156,7 +156,7 @@ class Store:
             refuse_links(directory, STORE_FILES)
             found = cls.exists(path)
         except OSError as error:
-            raise StoreError(f"{directory} may not be read by you ({error})") from error
+            raise StoreError(f"{directory} may not be read by you ({refusal(error)})") from error
         if not found:
             raise StoreError(f"there is no index at {path}: make one with `ragkv ingest PATH --index {path}`")
         database = Database.acquire(directory, readonly=readonly, create=False, map_size=INITIAL_MAP_BYTES)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, RetrievalError, UsageError, install_hint
 from ragkv.index.conversation import QUALITY
 from ragkv.util.display import one_line
-from ragkv.util.files import is_folder, make_folder, open_plain, parse_json, read_plain, replace_plain
+from ragkv.util.files import is_folder, make_folder, open_plain, parse_json, read_plain, refusal, replace_plain
 
 if TYPE_CHECKING:
     from ragkv.store import Store
@@ -76,7 +76,7 @@ def lines(path: Path, what: str) -> Iterator[tuple[str, str]]:
     except FileNotFoundError:
         raise ConfigError(f"No such file: {path}; give {what}.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}); give {what} in UTF-8.") from error
+        raise ConfigError(f"{path} cannot be read ({refusal(error)}); give {what} in UTF-8.") from error
 
 
 def rows(path: Path, what: str) -> Iterator[FileRow]:
@@ -165,7 +165,7 @@ def write_whole(path: Path, content: str | bytes, *, instead: str) -> None:
     try:
         replace_plain(path, content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise RagkvError(f"{path} cannot be written ({error}); {instead}.") from error
+        raise RagkvError(f"{path} cannot be written ({refusal(error)}); {instead}.") from error
 
 
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) -> str:

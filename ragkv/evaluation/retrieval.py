@@ -60,7 +60,7 @@ from ragkv.retrievers import (
     load_reranker,
 )
 from ragkv.store import Store
-from ragkv.util.files import replace_plain
+from ragkv.util.files import refusal, replace_plain
 
 BATCH = 256
 """Passages per file, which a killed run may have to embed again."""
@@ -199,7 +199,9 @@ class Batches:
         return self._folder / f"{name}{suffix}"
 
     def _unwritable(self, error: OSError) -> RetrievalError:
-        return RetrievalError(f"Vectors cannot be kept in {self._folder} ({error}); make room, or give another --work.")
+        return RetrievalError(
+            f"Vectors cannot be kept in {self._folder} ({refusal(error)}); make room, or give another --work."
+        )
 
 
 def _load(path: Path) -> Any:

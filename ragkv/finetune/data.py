@@ -31,6 +31,7 @@ from ragkv.config import PromptConfig, one_of
 from ragkv.errors import ConfigError, UsageError
 from ragkv.index.conversation import Conversation, Turn
 from ragkv.mini import lm_path
+from ragkv.util.files import refusal
 from ragkv.worlds.world import Split, World, WorldDocument, WorldQuestion
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def read_examples(path: Path, prompt: PromptConfig, *, packed: bool = False) -> 
                     example = parse_example(line, f"{path}, line {number}", prompt)
                     examples += [example] if packed else example.apart()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read ({error}); give a JSONL file in UTF-8.") from error
+        raise UsageError(f"{path} cannot be read ({refusal(error)}); give a JSONL file in UTF-8.") from error
     if not examples:
         raise UsageError(f"{path} holds no example; docs/finetune.md shows what a line looks like.")
     return examples
@@ -409,7 +410,7 @@ def write_world_examples(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error}).") from error
+        raise UsageError(f"{path} cannot be written ({refusal(error)}).") from error
     return {"output": str(path), "lines": len(lines), "two_hops": two_hops, "split": split, "seed": seed}
 
 

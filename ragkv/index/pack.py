@@ -30,7 +30,7 @@ from ragkv.ingest import ReadyChunk, ReadyDocument
 from ragkv.model.checkpoint import lasting
 from ragkv.store import Notify, Store, sync_path
 from ragkv.store.tier import ObjectTier
-from ragkv.util.files import parse_json
+from ragkv.util.files import parse_json, refusal
 
 MAGIC = b"RAGKVPACK1\n"
 _HEAD = struct.Struct("<II")
@@ -331,7 +331,9 @@ def _key(path: Path, *, private: bool) -> Any:
         else:
             key = serialization.load_pem_public_key(data)
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} holds no {'private' if private else 'public'} key in PEM form ({error}).") from error
+        raise UsageError(
+            f"{path} holds no {'private' if private else 'public'} key in PEM form ({refusal(error)})."
+        ) from error
     if not isinstance(key, ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey):
         raise UsageError(f"{path} holds no Ed25519 key; make one with: openssl genpkey -algorithm ed25519")
     return key

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ragkv.errors import ConfigError, UsageError
-from ragkv.util.files import open_plain
+from ragkv.util.files import open_plain, refusal
 
 _LINE = re.compile(r"([A-Za-z0-9._-]{1,64})\s+sha256:([0-9a-f]{64})")
 _KEY_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -81,7 +81,7 @@ def _opened(path: Path, flags: int) -> Iterator[IO[bytes]]:
         with os.fdopen(open_plain(path, flags, 0o600), "rb" if flags == os.O_RDONLY else "r+b") as file:
             yield file
     except OSError as error:
-        raise ConfigError(f"The keys in {path} cannot be read or written: {error}.") from error
+        raise ConfigError(f"The keys in {path} cannot be read or written: {refusal(error)}.") from error
 
 
 def _refuse_shared(path: Path, file: IO[bytes]) -> None:
@@ -97,7 +97,7 @@ def _parsed(path: Path, content: bytes) -> dict[str, str]:
     try:
         lines = content.decode().splitlines()
     except ValueError as error:
-        raise ConfigError(f"The keys in {path} cannot be read or written: {error}.") from error
+        raise ConfigError(f"The keys in {path} cannot be read or written: {refusal(error)}.") from error
     found = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):

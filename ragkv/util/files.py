@@ -168,6 +168,11 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def refusal(error: Exception) -> str:
+    """Why a file could not be read or written, without the number and the path that the system's errors have."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def parse_json(text: str | bytes) -> Any:
     """As `json.loads`, with ValueError for every invalid text, including one that is nested too deeply."""
     try:

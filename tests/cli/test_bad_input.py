@@ -271,6 +271,8 @@ TABLE: list[tuple[str, int, str]] = [
     (DOCTOR + " --plot nowhere/quality.svg", 2, "there is no folder nowhere"),
     (DOCTOR + " --codecs brotli", 2, "brotli"),
     (DOCTOR + " --questions /no/file", 2, "No such file: /no/file"),
+    (DOCTOR + " --questions {documents}", 2, "cannot be read (Is a directory); give"),
+    (MANY.replace("{folder}/questions.jsonl", "{documents}") + " --output x", 2, "cannot be read (Is a directory)"),
     (DOCTOR + " --engines warp", 2, "Unknown engine 'warp'"),
     (DOCTOR + " --engines ,", 2, "names nothing; write a list"),
     (DOCTOR + " --engines full", 2, "no engine to compare with full"),
@@ -372,6 +374,7 @@ def test_bad_input_is_one_sentence_and_changes_nothing(ragkv: Any, place, tmp_pa
     errors = [text for text in result.err.splitlines() if text.startswith("ragkv: ")]
     assert errors == [result.sentence]
     assert result.sentence.endswith(".")
+    assert "[Errno" not in result.sentence
     assert len(result.sentence) < 1000
     assert state(place["folder"]) == before
     assert list(tmp_path.iterdir()) == []
