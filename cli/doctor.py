@@ -80,7 +80,7 @@ def doctor(
         typer.Option(help="Codecs to judge; `none` for none.", show_default="all", autocompletion=codec_lists),
     ] = None,
     limit: Annotated[
-        int, typer.Option(help="Ask at most this many questions; the verdict `good` needs at least sixty.", min=1)
+        int, typer.Option(help="Ask at most this many questions; the verdict `good` needs about sixty.", min=1)
     ] = 100,
     top_k: Annotated[int | None, typer.Option(help="Chunks per question.", min=1, show_default="the index's")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.", min=1)] = 64,

@@ -92,7 +92,7 @@ def plan(
         typer.Option(help="With --index: a JSONL log of questions; else recorded uses.", metavar="FILE"),
     ] = None,
     zipf: Annotated[
-        float | None, typer.Option(help="With --index: assume that questions follow Zipf's law.", min=0)
+        float | None, typer.Option(help="With --index or --chunks: assume that questions follow Zipf's law.", min=0)
     ] = None,
     model: Annotated[
         str | None,
@@ -183,7 +183,7 @@ def plan(
         show_budgets(index, questions, zipf, top_k=top_k, seed=seed, device=device, as_json=as_json, quiet=quiet)
         return
     if questions is not None or (zipf is not None and chunks is None):
-        raise UsageError("--questions and --zipf are about the budget of an index: add --index DIR.")
+        raise UsageError("--questions needs --index DIR; --zipf needs --index DIR or --chunks.")
     if nodes is not None and chunks is None:
         raise UsageError("--nodes needs --chunks: how many chunks those machines hold.")
     machines = 1 if nodes is None else nodes

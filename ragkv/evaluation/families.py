@@ -745,7 +745,7 @@ def judge(family: str, seed: int = 0) -> FamilyVerdict:
             raise ValueError(f"{size:,} parameters")
         model = small_model(family, seed=seed, size=seed)
     except Exception as error:  # a configuration whose fields depend on each other in its own way
-        return FamilyVerdict.refused(family, f"Not tried: no small model of it can be made ({_message(error)}).")
+        return FamilyVerdict.refused(family, f"Not tried: no small model of it can be built ({_message(error)}).")
     try:
         return _judged(family, model, seed)
     except Exception as error:

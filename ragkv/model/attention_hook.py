@@ -90,9 +90,9 @@ def visible(
     padding, and for an unknown argument.
     """
     if use_vmap:
-        raise UnsupportedModelError("it changes its attention mask with functions of its own")
+        raise UnsupportedModelError("it changes its attention mask with its own functions")
     if attention_mask is not None:
-        raise UnsupportedModelError("it makes a padding mask of its own")
+        raise UnsupportedModelError("it builds its own padding mask")
     unknown = sorted(name for name in building.keys() - _BUILDING if not _neutral(building[name]))
     if unknown:
         raise UnsupportedModelError(f"its attention masks have arguments that ragkv does not know ({_list(unknown)})")
@@ -151,7 +151,7 @@ def require_neutral(arguments: dict[str, Any]) -> None:
 
 
 _REASONS = {
-    "position_bias": "its attention adds a bias for every pair of positions",
+    "position_bias": "its attention adds a bias to each pair of positions",
     "dropout": "its attention drops weights at random",
 }
 # positions are the request's own; the optional extra outputs do not change the result
@@ -232,7 +232,7 @@ def _attention(
     if running is None:
         raise UnsupportedModelError("its attention was called outside of ragkv's forward pass")
     if is_causal is False:
-        raise UnsupportedModelError("its attention looks ahead")
+        raise UnsupportedModelError("its attention is not causal")
     require_neutral(others)
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
         raise UnsupportedModelError("its attention sinks are not one number per head")
@@ -272,7 +272,7 @@ class LatentProjection:
             project, rank, nope = module.kv_b_proj, module.kv_lora_rank, module.qk_nope_head_dim
             width = nope + module.v_head_dim
         except AttributeError as error:
-            raise UnsupportedModelError(f"its latent attention is not built as others are ({error})") from error
+            raise UnsupportedModelError(f"its latent attention does not have the usual modules ({error})") from error
         weight = project.weight.detach() if _plain(project) else _matrix(project, rank, module)
         return cls(weight.view(-1, width, rank), nope)
 
@@ -314,7 +314,7 @@ def _matrix(project: nn.Module, rank: int, module: nn.Module) -> Tensor:
         units = torch.eye(rank + 1, rank, dtype=like.dtype, device=like.device)  # the last row is the zero vector
         *made, nothing = project(units[None])[0]
     if nothing.any():
-        raise UnsupportedModelError("its latent attention expands keys by more than a matrix")
+        raise UnsupportedModelError("its latent attention expands keys with more than a matrix")
     return torch.stack(made, -1)
 
 
@@ -340,7 +340,7 @@ class LatentAttention:
         if latent is None:
             return self._step.attend(call)
         if self._cache.given is None or self._cache.given[0] != call.layer:
-            raise UnsupportedModelError(f"layer {call.layer} gives its cache no latents")
+            raise UnsupportedModelError(f"layer {call.layer} passes no latents to its cache")
         key, value = latent.keys(*self._cache.given[1:])
         absorbed = replace(call, query=latent.queries(call.query), key=key, value=value)
         return latent.values(self._step.attend(absorbed))

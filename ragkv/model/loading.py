@@ -80,7 +80,11 @@ def refuse_whole(name: str, config: Any) -> None:
 
 def _indexed(config: Any) -> str | None:
     """Sparse attention: which keys a token reads depends on all keys before it, so chunks cannot be read separately."""
-    return "its layers choose by an index which keys they read" if getattr(config, "index_topk", None) else None
+    return (
+        "it has sparse attention, which selects keys from all earlier tokens"
+        if getattr(config, "index_topk", None)
+        else None
+    )
 
 
 def chooses_by_index(config: Any) -> bool:
@@ -92,13 +96,13 @@ def chooses_by_index(config: Any) -> bool:
 def _layers(config: Any) -> str | None:
     for kind in dict.fromkeys(getattr(config, "layer_types", None) or []):
         if any(word in kind for word in _RECURRENT):
-            return f"it has recurrent layers ({kind}), whose state cannot be merged with another chunk's"
+            return f"it has recurrent layers ({kind}), whose states cannot be merged across chunks"
         if kind == "chunked_attention":
-            return "its attention is cut at fixed positions, so a chunk cannot be moved"
+            return "its attention is chunked at fixed positions, so chunks cannot be moved"
         if any(word in kind for word in _SPARSE):
-            return f"its layers choose by an index which keys they read ({kind})"
+            return f"it has sparse attention ({kind}), which selects keys from all earlier tokens"
         if kind not in _LAYERS:
-            return f"it has layers of a kind that ragkv does not know ({kind})"
+            return f"it has layers of an unknown kind ({kind})"
     return None
 
 
@@ -111,7 +115,7 @@ def _rope_kinds(config: Any) -> list[dict[str, Any]]:
 def _unknown_rope(config: Any) -> str | None:
     found = (kind.get("rope_type", "default") for kind in _rope_kinds(config))
     unknown = next((kind for kind in found if kind not in _ROPES | _LENGTH_DEPENDENT), None)
-    return None if unknown is None else f"its RoPE is of a kind that ragkv does not know ({unknown})"
+    return None if unknown is None else f"its RoPE is of an unknown kind ({unknown})"
 
 
 def _positions(config: Any) -> str | None:
@@ -119,7 +123,7 @@ def _positions(config: Any) -> str | None:
     if any("mrope_section" in p for p in nested):
         return "its RoPE counts images and text on several axes"
     if getattr(config, "alibi", False):
-        return "its attention adds a bias for every distance (ALiBi)"
+        return "its attention adds a bias that depends on distance (ALiBi)"
     return None
 
 

@@ -209,7 +209,7 @@ def check_model(model: LanguageModel) -> None:
     except Exception as error:
         reason = first_sentence(error)
         masks = "'Visible'" in reason  # the class of ragkv's masks
-        what = "it computes with its attention masks" if masks else f"ragkv cannot run its attention ({reason})"
+        what = "it uses its attention mask as a tensor" if masks else f"ragkv cannot run its attention ({reason})"
         raise UnsupportedModelError(f"{_name(model)} is not supported: {what}.") from error
 
 
@@ -238,11 +238,9 @@ def _by_layer(model: LanguageModel, seen: list[LayerMask]) -> list[Visible]:
     times = Counter(one.layer for one in seen)
     for layer in range(max([model.layers, *(at + 1 for at in times)])):
         if not times[layer]:
-            raise UnsupportedModelError(
-                f"layer {layer} attends by code of its own, not through transformers' interface"
-            )
+            raise UnsupportedModelError(f"layer {layer} does not call transformers' attention interface")
         if times[layer] > 1:
-            raise UnsupportedModelError(f"layer {layer} attends {times[layer]} times in one pass")
+            raise UnsupportedModelError(f"layer {layer} computes attention {times[layer]} times per forward pass")
     found = {one.layer: one.visible for one in seen}
     for one in {id(v): v for v in found.values()}.values():
         require_rule(one)
@@ -274,7 +272,7 @@ def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> No
     rotated = []
     for layer, (before, after) in enumerate(zip(still.keys, moved.keys, strict=True)):
         if not (before.isfinite().all() and after.isfinite().all()):
-            raise UnsupportedModelError(f"its weights give keys in layer {layer} that are no finite numbers")
+            raise UnsupportedModelError(f"its keys in layer {layer} are not finite numbers")
         if not _typical(before, after, _moving(model, layer, before)) <= limit:
             rotated.append(layer)
     for rotary in model.rotaries if rotated else ():
@@ -285,13 +283,13 @@ def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> No
     model.rotary = without_rotary(model.layers)
     if rotated:
         why = (
-            f"keys of layer {rotated[0]} do not follow its rotary embedding (they are changed after it, or beside it)"
+            f"keys of layer {rotated[0]} are changed after or besides its rotary embedding"
             if model.rotaries
             else "it has no rotary positions"
         )
         model.missing_capabilities = {
             **model.missing_capabilities,
-            Capability.MOVE: f"{why}, so a chunk cannot be moved from where it was encoded",
+            Capability.MOVE: f"{why}, so chunks cannot be moved to other positions",
         }
 
 
@@ -320,7 +318,7 @@ def _check_lengths(model: LanguageModel, ids: list[int]) -> None:
             model.moves_within = None if within == most else within
             return
     layer = next(layer for layer in layers if layer is not None)
-    why = f"queries of layer {layer} are scaled by their position, so a chunk cannot be moved from where it was encoded"
+    why = f"layer {layer} scales queries by position, so chunks cannot be moved to other positions"
     model.missing_capabilities = {**model.missing_capabilities, Capability.MOVE: why}
 
 
@@ -388,9 +386,9 @@ def _check_causal(model: LanguageModel, ids: list[int], windows: list[int]) -> N
     first = model.step([sequence], [ids[:cut]], every=True, seen=seen)
     last = model.step([sequence], [ids[cut:]], every=True)
     if _windows(_by_layer(model, seen)) != windows:
-        raise UnsupportedModelError("its sliding windows are not where ragkv can find and check them")
+        raise UnsupportedModelError("ragkv cannot find and check its sliding windows")
     off = _distance(model, torch.cat([first, last]), whole)
-    _require(off, tolerance(model.dtype), "a causal pass differs from transformers' own result")
+    _require(off, tolerance(model.dtype), "a causal forward pass differs from transformers' result")
 
 
 def _check_rows(model: LanguageModel, ids: list[int]) -> dict[Capability, str]:
@@ -488,7 +486,7 @@ _SINGLE = 12
 """Tokens of the question that are read one at a time."""
 _ROUNDINGS = 0.6
 """The accepted distance, relative to two whole forwards that round differently; exact options give 0.2 to 0.5."""
-_RESUMED = "a token that is read from its cache differs from the same token read with all before it"
+_RESUMED = "logits computed from the cache differ from those of a whole forward pass"
 _ALL = ResumeOptions()
 _ALONE = ResumeOptions(several=False, ragged=False, ragged_several=False, together=False)
 
@@ -586,7 +584,7 @@ class _SelfCheck:
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
             if options != _ALONE:
                 return torch.inf
-            raise UnsupportedModelError(f"a pass over it fails ({first_sentence(error)})") from error
+            raise UnsupportedModelError(f"a forward pass that reads it fails ({first_sentence(error)})") from error
         return max(_state_distance(each, whole[-len(each) :]) for each, whole in zip(found, expected, strict=True))
 
     def _ask(self, model: StatefulModel, sequences: Sequence[TokenSequence]) -> list[Tensor]:
@@ -652,7 +650,7 @@ def load_checked(model: Any, tokenizer: Any, checkpoint: Checkpoint) -> Language
     decoder = getattr(text, "decoder_layers", text.num_hidden_layers)
     if decoder != text.num_hidden_layers:
         raise UnsupportedModelError(
-            f"{name}{_REFUSAL}its configuration counts the layers of an encoder ({text.num_hidden_layers}), "
+            f"{name}{_REFUSAL}its num_hidden_layers is the encoder's ({text.num_hidden_layers}), "
             f"and its decoder has {decoder}."
         )
     try:
@@ -673,9 +671,9 @@ def load_checked(model: Any, tokenizer: Any, checkpoint: Checkpoint) -> Language
         raise ModelLoadError(f"{name} does not fit into memory; load it on a larger device.") from error
     except Exception as error:
         known = isinstance(error, UnsupportedModelError)
-        why = str(error) if known else f"a pass over it fails ({first_sentence(error)})"
+        why = str(error) if known else f"a forward pass that reads it fails ({first_sentence(error)})"
         raise UnsupportedModelError(
-            f"{name}{_REFUSAL}{because}; and it cannot continue from its own cache: {why.rstrip('.')}."
+            f"{name}{_REFUSAL}{because}; and it cannot resume from its own cache: {why.rstrip('.')}."
         ) from error
 
 

@@ -98,19 +98,23 @@ class CacheLayout:
         two, _ = _parts(wider)
         forms = {(*each, *more) for each, more in ((tensors, numbers), _parts(wider), *(other[1:] for other in others))}
         if len(forms) > 1:
-            raise UnsupportedModelError("what it caches changes its form with the tokens")
+            raise UnsupportedModelError("the layout of its cache changes with the number of tokens")
         leaves, counts = [], []
         for path, tensor in tensors.items():
             leaf = _leaf(path, tensor, [(more, each[path]) for more, each, _ in others], two[path])
             if leaf is not None:
                 leaves.append(leaf)
             elif not all(torch.equal(tensor, each[path]) for _, each, _ in others):
-                raise UnsupportedModelError(f"its cache keeps what rows do not have apart ({_name(path)})")
+                raise UnsupportedModelError(
+                    f"its cache shares between sequences a tensor that changes with their tokens ({_name(path)})"
+                )
         for path, number in numbers.items():
             if number == n and all(each[path] == n + more for more, _, each in others):
                 counts.append(path)
             elif any(each[path] != number for _, _, each in others):
-                raise UnsupportedModelError(f"its cache counts by a rule that ragkv does not know ({_name(path)})")
+                raise UnsupportedModelError(
+                    f"a counter in its cache follows a rule that ragkv does not know ({_name(path)})"
+                )
         placeholder = torch.empty(0)
         memo: dict[int, Any] = {id(tensors[leaf.path]): placeholder for leaf in leaves}  # their values are not stored
         return cls(copy.deepcopy(cache, memo), leaves, counts)
@@ -169,11 +173,11 @@ def _leaf(path: Path, value: Tensor, along: Sequence[tuple[int, Tensor]], two: T
     """How a tensor depends on batch rows and tokens; None if it depends on neither."""
     dims = range(value.ndim)
     if any(other.ndim != value.ndim for _, other in along) or two.ndim != value.ndim:
-        raise UnsupportedModelError(f"what it caches changes its form with the tokens ({_name(path)})")
+        raise UnsupportedModelError(f"the layout of its cache changes with the number of tokens ({_name(path)})")
     grown = {d for more, other in along for d in dims if other.shape[d] != value.shape[d]}
     wide = [d for d in dims if two.shape[d] != value.shape[d]]
     if len(wide) > 1 or any(two.shape[d] != 2 * value.shape[d] for d in wide):
-        raise UnsupportedModelError(f"its cache keeps rows together in a way that ragkv does not know ({_name(path)})")
+        raise UnsupportedModelError(f"its cache batches sequences in a way that ragkv does not know ({_name(path)})")
     if not grown:
         return CacheTensor(path=path, rows=wide[0], tokens=None) if wide else None
     [tokens, *rest] = sorted(grown)
@@ -214,7 +218,7 @@ class CachePacking:
             elif (leaf.rows, leaf.tokens, tensor.ndim) not in ((0, 2, 4), (0, 1, 3)):
                 raise UnsupportedModelError(f"its cache grows along a dimension that ragkv does not know ({leaf.name})")
             elif tensor.dtype != dtype:
-                raise UnsupportedModelError(f"its cache grows in another type than the model's ({leaf.name})")
+                raise UnsupportedModelError(f"its cache grows in another dtype than the model's ({leaf.name})")
             else:
                 self._seat(leaf, at, number, tensor, sample)
         self._states.sort()
@@ -428,7 +432,7 @@ class StatefulModel(LanguageModel):
         `run` never applies.
         """
         if vectors is not None:
-            raise UnsupportedModelError("a model whose cache is resumed takes token ids alone")
+            raise UnsupportedModelError("a model that resumes from its cache takes only token ids")
         held = [self._held(sequence) for sequence in sequences]
         read: dict[int, tuple[Tensor, BatchedCache, int]] = {}
         for group in self._groups([len(each) for each in ids], held):
@@ -495,11 +499,11 @@ class StatefulModel(LanguageModel):
     def _held(self, sequence: TokenSequence) -> _Place | None:
         """The sequence's cache; None if it has read nothing and sees nothing."""
         if isinstance(sequence, StackedSequence):
-            raise UnsupportedModelError("a sequence of several questions cannot resume one state")
+            raise UnsupportedModelError("several stacked questions cannot resume from one state")
         if isinstance(sequence.cache, StateCache):
             return sequence.cache.held, sequence.cache.index
         if not all(group.plain for group in sequence.groups):
-            raise UnsupportedModelError("a sequence that weighs what it reads cannot resume one state")
+            raise UnsupportedModelError("a sequence that weights its segments cannot resume from a state")
         segments = sequence.segments
         require_chain(segments, sequence.position)
         if not segments:
@@ -574,7 +578,7 @@ class StatefulModel(LanguageModel):
             options["logits_to_keep"] = 1
         out = self._model(input_ids=self._there(tokens), **options)
         if out.get(self._cache_name) is None:
-            raise UnsupportedModelError("its forward pass gives no cache back")
+            raise UnsupportedModelError("its forward pass returns no cache")
         return out.logits, out[self._cache_name]
 
     def _there(self, tensor: Tensor) -> Tensor:

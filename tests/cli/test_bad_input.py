@@ -283,7 +283,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("doctor --quick", 2, "There is no index at"),
     (DOCTOR + " --health --quick", 2, "--health compares nothing"),
     # what is planned, measured and tuned
-    ("plan --zipf 1", 2, "add --index DIR"),
+    ("plan --zipf 1", 2, "--zipf needs --index DIR or --chunks"),
     ("plan --zipf 1 --questions x --index {index}", 2, "give one of them"),
     ("plan a.txt --index {index}", 2, "leave PATH"),
     (PLAN + " --sample much", 2, "--sample must be a number of bytes"),

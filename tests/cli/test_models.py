@@ -50,7 +50,7 @@ def test_what_goes_wrong_with_a_family_is_its_row(monkeypatch):
     assert set(row["engines"].values()) == {"refused"}
     assert row["reason"] == "Not judged: no heads."
     monkeypatch.setattr(surveys, "parameters", fails)
-    assert "no small model of it can be made (no heads)" in surveys.judge("llama").reason
+    assert "no small model of it can be built (no heads)" in surveys.judge("llama").reason
 
 
 @pytest.mark.slow

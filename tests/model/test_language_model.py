@@ -195,7 +195,7 @@ def test_the_self_check_moves_no_chunk_by_a_wrong_rotation(make_model):
     good = model.rotary
     model.rotaries = (replace(good, angles=lambda p, kind: good.angles(p * 2, kind)),)
     check_model(model)
-    assert "layer 0 do not follow" in model.missing_capabilities[Capability.MOVE]
+    assert "layer 0 are changed after" in model.missing_capabilities[Capability.MOVE]
     assert "block" not in supported_engines(model)
     assert {"ape", "full", "pced"} <= set(supported_engines(model))
 

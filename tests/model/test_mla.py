@@ -39,7 +39,7 @@ def test_other_attention_is_left_alone():
     ("changes", "reason"),
     [
         ({"kv_b_proj": nn.Linear(RANK, HEADS * (NOPE + VALUE))}, "more than a matrix"),
-        ({"qk_nope_head_dim": None, "kv_b_proj": None}, "not built as others"),
+        ({"qk_nope_head_dim": None, "kv_b_proj": None}, "does not have the usual modules"),
     ],
 )
 def test_latent_attention_of_another_build_is_refused(changes, reason):
@@ -74,7 +74,7 @@ def test_a_layer_that_gives_its_cache_nothing_is_refused():
     )
     nothing = torch.zeros(1, 1, 1, 1)
     call = LayerCall(layer=0, query=nothing, key=nothing, value=nothing, scale=1.0)
-    with pytest.raises(UnsupportedModelError, match="gives its cache no latents"):
+    with pytest.raises(UnsupportedModelError, match="passes no latents to its cache"):
         absorbing.attend(call)
 
 

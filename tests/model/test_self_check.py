@@ -67,7 +67,7 @@ def test_windows_are_found_and_long_ones_are_proved_too(family, make_model, monk
     assert model.config.sliding_window == 8
     honest = Step.attend
     monkeypatch.setattr(Step, "attend", lambda run, call: honest(run, replace(call, window=None)))
-    with pytest.raises(UnsupportedModelError, match="causal pass"):
+    with pytest.raises(UnsupportedModelError, match="causal forward pass"):
         check_model(long)
 
 
@@ -193,7 +193,7 @@ LLAMA = ["llama"]
 FAULTS = {
     "a window that is one too long": (
         WINDOWED,
-        "causal pass",
+        "causal forward pass",
         calls(lambda c: replace(c, window=c.window and c.window + 1)),
     ),
     "windows that end at the own tokens": (WINDOWED, QUESTION, (BatchPlan, "reads", lambda plan, _: READS(plan, None))),
@@ -232,14 +232,22 @@ FAULTS = {
         (ArenaBlock, "write", lambda block, at, slots, places, *more: WRITE(block, at, slots, places * 0, *more)),
     ),
     "results of the next row": (LLAMA, QUESTION, (DecodeBatch, "attend", of_the_next_row)),
-    "positions that begin anew in every step": (LLAMA, "causal pass", (Step, "positions", property(begun_anew))),
+    "positions that begin anew in every step": (
+        LLAMA,
+        "causal forward pass",
+        (Step, "positions", property(begun_anew)),
+    ),
     "rows that stand where another row does": (
         LLAMA,
         QUESTION,
         (Step, "positions", property(lambda step: sorted(POSITIONS(step)))),
     ),
     "logits of one percent more": (LLAMA, "differs from transformers", (LanguageModel, "step", a_percent_more)),
-    "key heads that are mixed up": (LLAMA, "causal pass", calls(lambda call: replace(call, value=call.value.flip(1)))),
+    "key heads that are mixed up": (
+        LLAMA,
+        "causal forward pass",
+        calls(lambda call: replace(call, value=call.value.flip(1))),
+    ),
 }
 CASES = [
     windowed(family, name) if families_ is WINDOWED else (name, family)
@@ -261,13 +269,13 @@ def test_own_tokens_of_earlier_steps(monkeypatch, refused):
     for family in ("llama", "mistral-sliding"):
         with monkeypatch.context() as forgotten:
             forgotten.setattr(KVCache, "append", lambda self, layer, k, v: append(self, layer, k, v) and (k, v))
-            refused(family, "causal pass")
+            refused(family, "causal forward pass")
     with monkeypatch.context() as one_short:
         one_short.setattr(KVCache, "append", lambda *a: tuple(t[:, :, min(1, a[0].length) :] for t in append(*a)))
-        refused("llama", "causal pass")
+        refused("llama", "causal forward pass")
     with monkeypatch.context() as miscounted:
         miscounted.setattr(KVCache, "commit", lambda self, n: commit(self, n - (self.length == 0)))
-        refused("llama", "chunk|causal pass|rotary|shape|size")
+        refused("llama", "chunk|causal forward pass|rotary|shape|size")
 
 
 def test_keys_that_are_read_in_place(monkeypatch, refused):
@@ -291,9 +299,9 @@ def test_keys_that_are_read_in_place(monkeypatch, refused):
     for name, replacement in wrong.values():
         with monkeypatch.context() as fault:
             fault.setattr(in_place, name, replacement)
-            refused("llama", "a question over|causal pass|rotary|weight")
+            refused("llama", "a question over|causal forward pass|rotary|weight")
     monkeypatch.setattr(in_place._Group, "within", lambda part, at, _, others: within(part, at, None, others))
-    refused("mistral-sliding", "a question over|causal pass|window")
+    refused("mistral-sliding", "a question over|causal forward pass|window")
 
 
 def test_sinks_that_are_forgotten_or_counted_for_every_part(monkeypatch, refused):
@@ -305,7 +313,7 @@ def test_sinks_that_are_forgotten_or_counted_for_every_part(monkeypatch, refused
 
     with monkeypatch.context() as patch:
         patch.setattr(ragkv.attention.batch, "beside_sink", lambda sink, part: part.out)
-        refused("gpt-oss", "causal pass")
+        refused("gpt-oss", "causal forward pass")
     with monkeypatch.context() as patch:
         patch.setattr(Step, "attend", forgotten)
         refused("gpt-oss", "a question over")
@@ -359,14 +367,14 @@ def test_what_is_scaled_far_away_alone(what, make_model, monkeypatch):
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", scaled)
     check_model(model)
     assert Capability.MOVE in model.missing_capabilities
-    assert "scaled by their position" in model.missing_capabilities[Capability.MOVE]
+    assert "scales queries by position" in model.missing_capabilities[Capability.MOVE]
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
         (RuntimeError("a kernel\nof many lines"), r"ragkv cannot run its attention \(a kernel\)\.$"),
-        (AttributeError("'Visible' object has no attribute 'dtype'"), "computes with its attention masks"),
+        (AttributeError("'Visible' object has no attribute 'dtype'"), "uses its attention mask as a tensor"),
         (KeyError("full_attention"), r"\(the key 'full_attention' is missing\)\.$"),
     ],
 )

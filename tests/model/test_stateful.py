@@ -157,11 +157,11 @@ def test_a_row_resumes_one_state_and_sees_it_first(hybrid):
         hybrid.step([TokenSequence.over(first.segments[1:], position=first.position)], [QUESTION])
     with pytest.raises(ValueError, match="ends at"):
         hybrid.step([TokenSequence.over(first.segments, position=first.position + 1)], [QUESTION])
-    with pytest.raises(UnsupportedModelError, match="weighs"):
+    with pytest.raises(UnsupportedModelError, match="weights its segments"):
         hybrid.step(
             [TokenSequence((ChunkGroup(segments=first.segments, temperature=0.5),), first.position)], [QUESTION]
         )
-    with pytest.raises(UnsupportedModelError, match="several questions"):
+    with pytest.raises(UnsupportedModelError, match="several stacked questions"):
         hybrid.step([StackedSequence((), 0)], [QUESTION])
 
 
@@ -194,7 +194,7 @@ def test_bounds_of_time_steps_that_single_tokens_do_not_have_are_a_refusal(seed,
     sizes = {"chunk_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
     sizes |= {"moe_shared_expert_intermediate_size": 96}
     model = families.small_model("nemotron_h", seed=seed, time_step_min=least, **sizes).to(dtype)
-    with pytest.raises(UnsupportedModelError, match="and it cannot continue from its own cache: a token that is read"):
+    with pytest.raises(UnsupportedModelError, match="and it cannot resume from its own cache: logits computed"):
         load_checked(model, tokenizer, Checkpoint(name="small", location="small", local=True))
 
 
@@ -210,7 +210,7 @@ def test_rounding_does_not_hide_in_which_ways_a_model_goes_on(dtype, load, token
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_decoder_that_is_not_as_deep_as_its_encoder_is_refused_in_words(layers, load):
-    with pytest.raises(UnsupportedModelError, match=rf"layers of an encoder \(2\), and its decoder has {layers}\."):
+    with pytest.raises(UnsupportedModelError, match=rf"encoder's \(2\), and its decoder has {layers}\."):
         load("bart", layers=2, decoder_layers=layers)
 
 
@@ -243,7 +243,7 @@ def looks_ahead(out, ids, use_cache):
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(remembers, "and it cannot continue from its own cache: a token"), (looks_ahead, "tokens after it")],
+    [(remembers, "and it cannot resume from its own cache: a token"), (looks_ahead, "tokens after it")],
 )
 def test_a_model_that_remembers_beside_its_cache_or_looks_ahead_is_refused(fault, reason, tokenizer, monkeypatch):
     model = families.small_model("bloom", layers=2)
@@ -287,7 +287,7 @@ def test_windows_are_proved_although_they_are_long(load, monkeypatch):
         return modeling_llama4.create_causal_mask(**given) if held else right(**given)
 
     monkeypatch.setattr(modeling_llama4, "create_chunked_causal_mask", whole_when_cached)
-    with pytest.raises(UnsupportedModelError, match="cannot continue"):
+    with pytest.raises(UnsupportedModelError, match="cannot resume"):
         load("llama4_text", layers=2, attention_chunk_size=4096)
 
 
@@ -370,11 +370,11 @@ def test_two_caches_of_one_tree_have_nothing_in_common():
     ("caches", "reason"),
     [
         (lambda n, rows: cache(n, rows, grown=n // 2 + 1), "grows by a rule"),
-        (lambda n, rows: cache(n, rows, seen=n * n), "counts by a rule"),
+        (lambda n, rows: cache(n, rows, seen=n * n), "a counter in its cache"),
         (lambda n, rows: cache(n, 1), "grows by a rule"),
-        (lambda n, rows: Cache(cache(n, rows).layers[: n - 4]), "changes its form"),
-        (lambda n, rows: {"common": torch.full((3,), float(n))}, "do not have apart"),
-        (lambda n, rows: cache(n, 3 * rows - 2), "keeps rows together"),
+        (lambda n, rows: Cache(cache(n, rows).layers[: n - 4]), "the layout of its cache"),
+        (lambda n, rows: {"common": torch.full((3,), float(n))}, "shares between sequences"),
+        (lambda n, rows: cache(n, 3 * rows - 2), "batches sequences"),
     ],
 )
 def test_a_form_that_cannot_be_told_is_refused(caches, reason):
@@ -410,5 +410,5 @@ def test_kv_of_another_form_is_no_cache_of_this_model():
 
 def test_what_grows_in_another_type_is_refused():
     tree = learnt()
-    with pytest.raises(UnsupportedModelError, match="another type"):
+    with pytest.raises(UnsupportedModelError, match="another dtype"):
         CachePacking(tree, tree.read(cache(5)), layers=2, dtype=torch.bfloat16)
