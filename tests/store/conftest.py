@@ -1,4 +1,4 @@
-"""A store, and three documents in one with all that a repair may ask."""
+"""Fixtures: an empty store, and a library of three documents that can repair itself."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,8 +21,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 class Library:
-    """Three documents as an ingest writes them, and all that a repair may ask: texts cut into chunks that know their
-    spans, ids by span, KV and vectors that are functions of their chunk."""
+    """Three documents as an ingest writes them, and everything that a repair may ask for: texts cut into chunks with
+    known spans, token ids by span, and KV and vectors that are functions of their chunk.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -86,7 +87,7 @@ class Library:
         return {chunk.chunk_id: vectors_of(chunk) for chunk in chunks} if self.embedder else None
 
     def rows(self) -> dict[str, list[tuple[bytes, bytes]]]:
-        """Every live row, less the generation and the history."""
+        """Every live row, without the generation and the change history."""
         with self.store._live().read() as txn:
             found = {
                 table: [(key, bytes(value)) for key, value in txn.scan(table)] for table in TABLES if table != "changes"
@@ -95,7 +96,7 @@ class Library:
         return found
 
     def edit(self, change: Callable[[Transaction], object]) -> None:
-        """Change rows behind the store's back."""
+        """Modify rows without the store's knowledge."""
         self.store._live().write(change)
 
     def place(self, name: str, ordinal: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The tier never holds more than its budget, nothing twice, and nothing that the store has let go."""
+"""The memory tier stays within its budget, holds nothing twice, and drops what the store deletes."""
 
 import threading
 import weakref
@@ -21,7 +21,7 @@ def kv() -> ChunkKV:
 
 
 class Loader:
-    """Gives everything it is asked for, and keeps what it was asked."""
+    """Returns KV for all requested keys, and records the requests."""
 
     def __init__(self, make: Callable[[bytes], ChunkKV]) -> None:
         self.make = make
@@ -41,7 +41,7 @@ def names(*letters: str) -> list[bytes]:
     queries=st.lists(st.lists(st.integers(1, 7), max_size=5), max_size=20),
 )
 def test_it_is_an_lru_of_so_many_bytes(budget, queries):
-    """Against a list: key n weighs n units."""
+    """Compared with a list in which key n weighs n units."""
     unit = make_kv(1).nbytes
     tier = MemoryTier(budget * unit)
     model: list[int] = []
@@ -64,7 +64,7 @@ def test_it_is_an_lru_of_so_many_bytes(budget, queries):
                 while sum(model) > budget:
                     model.pop(0)
                     counts[2] += 1
-        del found  # else it would be found, in memory or not
+        del found  # a reference would be a hit even without the tier
         use = tier.use()
         assert (use.entries, use.bytes, use.budget) == (len(model), sum(model) * unit, budget * unit)
         assert [use.hits, use.misses, use.evictions] == counts
@@ -91,7 +91,7 @@ def test_what_a_query_holds_is_not_loaded_again(kv, budget):
     assert held == {b"a", b"b"}
     assert all(again[key] is first[key] for key in first)
     assert (tier.use().entries, tier.use().bytes) == (budget, budget * kv.nbytes)
-    tier.drop(names("a"))  # the store wrote it again
+    tier.drop(names("a"))  # the store overwrote it
     assert tier.get_many(names("a"), load)[0][b"a"] is not first[b"a"]
     assert load.asked == [names("a", "b"), names("a")]
 
@@ -105,7 +105,7 @@ def test_budgets_may_change_and_what_there_is_not_is_left_out(kv):
     tier.resize(0)
     assert tier.use().entries == tier.use().bytes == 0
     assert tier.get_many(names("c"), load)[1] == set()
-    assert tier.use().evictions == 3  # what never came in was not evicted
+    assert tier.use().evictions == 3  # what was never admitted was not evicted
     tier = MemoryTier(1 << 20)
     found, held = tier.get_many(names("a", "b"), lambda keys: {b"b": make_kv(1)})
     assert (list(found), held, tier.use().entries) == (names("b"), set(), 1)
@@ -123,7 +123,7 @@ def test_two_threads_load_the_same_key_once():
 
     def quick(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
         asked.extend(keys)
-        go_on.set()  # only now may the first thread end: b was loaded while a was under way
+        go_on.set()  # only now may the first thread end: b was loaded while a was still loading
         return {key: make_kv(1) for key in keys}
 
     tier = MemoryTier(1 << 20)
@@ -168,7 +168,7 @@ def test_a_failed_load_is_tried_by_those_who_waited():
 
 
 def test_an_interrupt_at_the_end_of_a_load_leaves_nobody_waiting(kv, monkeypatch):
-    """Neither who waits for one of its keys now, nor who asks for it later."""
+    """Neither a thread that waits for one of its keys now, nor a later request."""
     waits = threading.Event()
     wait, insert = cache._PendingLoad.wait, MemoryTier._insert
     results: list[set[bytes]] = []
@@ -232,7 +232,7 @@ def test_what_the_store_deletes_or_writes_again_is_dropped(store):
         return [n for n, of in zip((1, 2, 3), identities, strict=True) if of.key() in tier._entries]
 
     assert kept() == [1, 2, 3]
-    store.delete_document("a")  # 2 is needed by b still
+    store.delete_document("a")  # b still needs 2
     assert kept() == [2, 3]
     store.put_kv(identity(2), make_kv(1, seed=9), chunk_id="b#0")
     assert kept() == [3]
@@ -249,7 +249,7 @@ def test_all_stores_of_a_path_share_a_tier_for_each_device(tmp_path):
         assert other.memory() is not store.memory()
         store.memory(budget=1 << 20).get_many(names("a"), Loader(lambda _: make_kv(1)))
     with Store.open(tmp_path / "index") as again:
-        assert again.memory().use().entries == 0  # the last store took it along
+        assert again.memory().use().entries == 0  # the tier ended with the last store
 
 
 def test_what_another_process_deleted_is_dropped_at_the_next_look(store):
@@ -270,7 +270,7 @@ def test_what_another_process_deleted_is_dropped_at_the_next_look(store):
 
 
 def test_a_forked_child_begins_with_an_empty_tier(store):
-    """The parent's may be locked by a thread that the child does not have: it cannot be reached there at all."""
+    """A thread that the child does not have may hold the parent's lock, so the child must never touch that tier."""
     tier = store.memory(budget=1 << 20)
     tier.get_many(names("a"), Loader(lambda _: make_kv(1)))
 

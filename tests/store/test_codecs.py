@@ -1,4 +1,4 @@
-"""Codecs: bit-exact or bounded by half a step, decoded as docs/formats.md says, loud about what they did not write."""
+"""Codecs: exact or within half a step, decoded as docs/formats.md says, with errors for foreign payloads."""
 
 import contextlib
 import runpy
@@ -44,7 +44,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def flat(numbers: int, dtype: torch.dtype = torch.bfloat16) -> list[KVSlice]:
-    """Two slabs of a row each, keys and values, of `numbers` altogether."""
+    """Two slabs of one row, keys and values, of `numbers` numbers in total."""
     name: Any = str(dtype).removeprefix("torch.")
     return [KVSlice("keys", name, 1, 1, numbers - numbers // 2), KVSlice("values", name, 1, 1, numbers // 2)]
 
@@ -81,21 +81,21 @@ def test_another_length_is_refused(codec, length):
 
 
 def payload(item_size: int, *frames: bytes) -> bytes:
-    """A zstd payload as docs/formats.md lays it out: item size, lengths of the frames, the frames."""
+    """A zstd payload as docs/formats.md specifies it: item size, lengths of the frames, the frames."""
     return struct.pack(f"<B{len(frames)}I", item_size, *map(len, frames)) + b"".join(frames)
 
 
 def test_zstd_refuses_what_another_author_wrote():
-    """Frames that are each valid but make no payload together; with `out` and without."""
+    """Frames that are valid separately but not as one payload; decoded with `out` and without."""
     packed, unsized = zstandard.ZstdCompressor(), zstandard.ZstdCompressor(write_content_size=False)
     four, two = packed.compress(b"\1\2\3\4"), packed.compress(b"\1\2")
     assert bytes(Zstd().decode(payload(2, four, four))) == b"\1\1\2\2\3\3\4\4"
     for wrong in (
         payload(2, four, two),  # planes of different lengths
-        payload(3, four, four, four),  # no number has three bytes
+        payload(3, four, four, four),  # no dtype has three bytes
         payload(0),
-        payload(2, unsized.compress(b"\1\2\3\4"), unsized.compress(b"\1\2\3\4")),  # of unknown length
-        payload(2, four + two, four),  # more than one frame where one belongs
+        payload(2, unsized.compress(b"\1\2\3\4"), unsized.compress(b"\1\2\3\4")),  # frames without a content size
+        payload(2, four + two, four),  # two frames in the place of one
         payload(2, four, four)[:-1],
         payload(2, four, b""),
         b"",
@@ -107,7 +107,7 @@ def test_zstd_refuses_what_another_author_wrote():
 
 @pytest.mark.parametrize("codec", [Zstd(), Int8(), Int4()], ids=repr)
 def test_a_payload_that_claims_more_than_there_is(codec):
-    """Decoded without a place to go to, it is refused before memory is taken, or for want of it."""
+    """Decoded without `out`: refused before memory is allocated, or because the allocation fails."""
     frame = zstandard.ZstdCompressor(write_content_size=False).compress(b"\1" * 8)
     size = struct.Struct("<I").pack(len(frame))
     claims = [payload(2, frame, frame)]
@@ -138,7 +138,7 @@ def test_unknown_codecs_and_the_layout_of_zstd():
     payload = bytes(Zstd().encode(bytes(8), flat(4)))
     with pytest.raises(DamagedError):
         Zstd().decode(payload + b"more")
-    # The order of the planes is part of the format: what is in an index today has to decode for ever.
+    # The order of the planes is part of the format: existing indexes must stay readable.
     found = bytes(Zstd().encode(np.array([0x0102, 0x0304], "<u2").tobytes(), flat(2)))
     size, low, high = struct.unpack_from("<BII", found)
     frames = found[9 : 9 + low], found[9 + low : 9 + low + high]
@@ -156,7 +156,7 @@ def test_wrong_options_are_refused(config):
 
 @dataclass(frozen=True, slots=True)
 class Inverted(Codec):
-    """Of another package."""
+    """A codec from another package."""
 
     id: ClassVar[str] = "inverted"
     mask: int = 255
@@ -183,9 +183,9 @@ def test_another_package_adds_a_codec(tmp_path, monkeypatch):
     of, kv = identity(1, 2, 3, 4, 5), make_kv(5)
     with Store.create(tmp_path, codec=codec_from_config({"id": "inverted", "mask": 15})) as store:
         store.stage_kv([(of, kv)])
-    with Store.open(tmp_path) as store:  # the record says how it was written
+    with Store.open(tmp_path) as store:  # the record names its codec
         assert equal(store.get_kv(of), kv)
-        assert equal(store.get_many([of])[of], kv)  # as long as its payload, and not copied
+        assert equal(store.get_many([of])[of], kv)  # as long as its payload, but must be decoded
 
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -198,7 +198,7 @@ RUN = struct.Struct("<BbHI")
 
 
 def literal_half(payload: bytes) -> list[float]:
-    """docs/formats.md read word for word, one slice after another, one number after another."""
+    """docs/formats.md implemented literally, slice by slice, number by number."""
     found: list[float] = []
     at = 0
     while at < len(payload):
@@ -223,7 +223,7 @@ def literal_half(payload: bytes) -> list[float]:
 @example(scale=127, mean=0.0, width=1.0, edge=3e38, seed=1)
 @example(scale=-150, mean=0.0, width=1.0, edge=0.0, seed=1)
 def test_half_keeps_its_bound_and_rounding_again_changes_nothing(scale, mean, width, edge, seed):
-    """2^-11 of the number, or 2^-20 of the slice's largest; decoded as the text says, with torch and without."""
+    """Within 2^-11 of the number or 2^-20 of the slice's largest; decoded as documented, with torch and without."""
     generator = torch.Generator().manual_seed(seed)
     numbers = (torch.randn(2, 7, 9, generator=generator, dtype=torch.float64) * width + mean) * 2.0**scale
     numbers[1, 2, 3] = edge
@@ -245,7 +245,7 @@ def test_half_keeps_its_bound_and_rounding_again_changes_nothing(scale, mean, wi
 @example(data=struct.pack("<2f", float("nan"), 1.0), dtype=torch.float32)
 @settings(max_examples=60)
 def test_half_keeps_what_it_cannot_round(data, dtype):
-    """NaN, infinities and 16-bit numbers are as they were; a record of 16-bit numbers is a raw one."""
+    """NaN, infinities and 16-bit numbers are unchanged; a record of 16-bit numbers is a raw one."""
     before = torch.frombuffer(bytearray(data[: len(data) // 8 * 8]) or bytearray(8), dtype=dtype).view(1, -1, 2)
     payload, after = through(Half(), before, "values")
     if dtype != torch.float32 or not bool(before.isfinite().all()):
@@ -281,7 +281,7 @@ CODES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 
 
 def literal_q8(payload: bytes) -> list[torch.Tensor]:
-    """docs/formats.md read word for word, one row after another; the numbers of each slice in its dtype."""
+    """docs/formats.md implemented literally, row by row; each slice's numbers in its dtype."""
     found, at = [], 0
     while at < len(payload):
         kind, code, width, count = ROWS.unpack_from(payload, at)
@@ -314,7 +314,7 @@ def literal_q8(payload: bytes) -> list[torch.Tensor]:
 @example(dtype=torch.float32, scale=-100, width=7, edge=2.0**-100, seed=1)
 @example(dtype=torch.float32, scale=-115, width=7, edge=1e-40, seed=1)
 def test_q8_keeps_its_bound_and_rounding_again_changes_nothing(dtype, scale, width, edge, seed):
-    """0.004 of the row's largest or 2^-100, then rounded to the dtype; decoded as the text says."""
+    """Within 0.004 of the row's largest or 2^-100, then rounded to the dtype; decoded as documented."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.randn(2, 7, width, generator=generator, dtype=torch.float64) * 2.0**scale
     numbers[1, 2, width // 2] = edge
@@ -406,7 +406,7 @@ def through(codec: Codec, tensor: torch.Tensor, role: str) -> tuple[bytes, torch
 
 
 def like_keys(heads: int, tokens: int, dim: int, seed: int = 0) -> torch.Tensor:
-    """A mean and a scale per channel, as keys have."""
+    """Numbers with a mean and a scale per channel, as keys have."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.exp(0.7 * torch.randn(heads, 1, dim, generator=generator))
     return torch.randn(heads, tokens, dim, generator=generator) * scale + 2 * torch.randn(
@@ -415,14 +415,14 @@ def like_keys(heads: int, tokens: int, dim: int, seed: int = 0) -> torch.Tensor:
 
 
 def require_bound(payload: bytes, before: torch.Tensor, after: torch.Tensor) -> None:
-    """No number is off by more than half a step and half a unit in the last place of its dtype."""
+    """The error of every number is at most half a step plus half a unit in the last place of its dtype."""
     step = HEAD.unpack_from(payload)[3]
     if step == 0:
         assert bytes_of(before) == bytes_of(after)
         return
     last = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 2.0**-24}[before.dtype]
     error = (before.double() - after.double()).abs()
-    # 2^-25 is half of float16's least number; the division x/step rounds too, in float32
+    # 2^-25 is half of float16's smallest number; the division x/step rounds too, in float32
     allowed = step / 2 * (1 + 2.0**-8) + 2 * last * after.double().abs() + 2.0**-25
     assert bool((error <= allowed).all())
 
@@ -438,7 +438,7 @@ def require_bound(payload: bytes, before: torch.Tensor, after: torch.Tensor) -> 
 )
 @settings(max_examples=60)
 def test_error_is_within_half_a_step(codec, dtype, role, shape, scale, mean, seed):
-    """Huge, tiny and subnormal numbers too: finite in, finite out."""
+    """Also for huge, tiny and subnormal numbers: finite input stays finite."""
     generator = torch.Generator().manual_seed(seed)
     limits = torch.finfo(dtype)
     numbers = (torch.randn(shape, generator=generator, dtype=torch.float64) + mean) * 2.0**scale
@@ -479,7 +479,7 @@ def test_a_constant_stays_almost_what_it_is(codec, dtype, number):
     [(3, 20, 32), (3, 60, 32), (1, 20, 64), (2, 33, 64), (8, 20, 128), (4, 300, 128), (1, 2048, 64)],
 )
 def test_size_is_kept_whatever_the_shape(codec, most, dtype, heads, tokens, dim):
-    """The promised share of bf16, whatever dtype the numbers came in; a segment holds both, or one for each."""
+    """The promised fraction of bf16's size for every input dtype; with keys and values in one segment or in two."""
     keys = like_keys(heads, tokens, dim).to(dtype)
     values = torch.randn(heads, tokens, dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     together = codec.encode(bytes_of(keys) + bytes_of(values), [slab_of(keys, "keys"), slab_of(values, "values")])
@@ -502,10 +502,10 @@ def test_precision(codec, role, most):
 
 @pytest.mark.parametrize("multiple", [127, 128, 129, -127, -128, -129, 255, 256, -256, -257])
 def test_multiples_on_the_edge_of_a_byte(multiple):
-    """One number is made so many steps large that one plane of bytes just holds it, or just does not."""
-    before = 2 * torch.rand(1, 500, 32, generator=torch.Generator().manual_seed(4)) - 1  # below 127 steps, all others
+    """One number is set to a number of steps that just fits, or just does not fit, into one plane of bytes."""
+    before = 2 * torch.rand(1, 500, 32, generator=torch.Generator().manual_seed(4)) - 1  # all others below 127 steps
     step, payload = 0.0, bytes(through(Int8(), before, "values")[0])
-    for _ in range(20):  # the number that is set may move the step by its last bits
+    for _ in range(20):  # setting the number may change the last bits of the step
         if step == HEAD.unpack_from(payload)[3]:
             break
         step = HEAD.unpack_from(payload)[3]
@@ -518,7 +518,7 @@ def test_multiples_on_the_edge_of_a_byte(multiple):
 
 
 def test_numbers_near_the_end_of_float16_are_kept_as_they_are():
-    """A multiple of a step could round beyond what float16 holds."""
+    """Rounding to a multiple of a step could exceed float16's range."""
     before = torch.randn(1, 60, 16, generator=torch.Generator().manual_seed(4)) * 300
     before[0, 7, 3] = 40_000.0
     payload, after = through(Int8(), before.half(), "values")
@@ -537,7 +537,7 @@ def test_what_would_not_become_smaller_is_kept(codec, dtype, shape):
 
 
 def test_payloads_of_another_author_are_refused():
-    """Each is one step from a payload that is read: planes, their lengths, the step, and what follows."""
+    """Each differs from a valid payload in one respect: planes, their lengths, the step, or trailing bytes."""
     compressor = zstandard.ZstdCompressor()
     six, two = (compressor.compress(bytes(range(1, size + 1))) for size in (6, 2))
 
@@ -557,7 +557,7 @@ def test_payloads_of_another_author_are_refused():
         made([two], [two], 0.5),
         made([six], [six], 0.5),
         made([six, two], [], 0.5),
-        made([six], [two], 0.1),  # more significant bits than a step has
+        made([six], [two], 0.1),  # more significant bits than a step may have
         made([six], [two], -0.5),
         made([six], [two], 0.0),
         made([six], [two], float("nan")),
@@ -579,7 +579,7 @@ def test_payloads_of_another_author_are_refused():
 
 
 def test_an_outlier_channel_leaves_the_others_alone():
-    """One scale for a token's channels would lose the small ones; a step for all does not."""
+    """One scale for all channels of a token would lose the small ones; one step for all does not."""
     before = torch.randn(1, 256, 64, generator=torch.Generator().manual_seed(3))
     plain = through(Int4(), before, "keys")[1]
     before[:, :, 7] *= 100
@@ -590,7 +590,7 @@ def test_an_outlier_channel_leaves_the_others_alone():
 
 
 def literal(payload: bytes, dtype: torch.dtype) -> list[float]:
-    """docs/formats.md read word for word, one slab after another, one number after another."""
+    """docs/formats.md implemented literally, slab by slab, number by number."""
     found: list[float] = []
     at = 0
     while at < len(payload):
@@ -619,7 +619,7 @@ def literal(payload: bytes, dtype: torch.dtype) -> list[float]:
 @every_dtype
 @pytest.mark.parametrize("planes", [1, 2])
 def test_every_path_of_the_decoder_is_the_literal_one(codec, dtype, planes):
-    """One plane or two, with offsets; bfloat16 has a path of its own where the numbers are small."""
+    """One plane or two, with offsets; bfloat16 has a separate path for small numbers."""
     before = 0.01 * like_keys(1, 120, 8, seed=2)
     if planes == 2:
         before[:, :, 3] *= 300
@@ -643,7 +643,7 @@ def integers(frames: list[bytes]) -> list[int]:
     ("codec", "dtype"), [(Half(), torch.float32), *((codec, dtype) for codec in (Q8(), *LOSSY) for dtype in DTYPES)]
 )
 def test_payloads_decode_for_ever_to_the_same_bits(codec, dtype):
-    """The payload that is kept, to the numbers that are kept with it, which are those that docs/formats.md says."""
+    """The stored payload decodes to the stored numbers, which are those of docs/formats.md."""
     data = (FIXTURES / f"{codec.id}-{str(dtype).removeprefix('torch.')}.payload").read_bytes()
     end = 4 + struct.unpack_from("<I", data)[0]
     payload, decoded = data[4:end], data[end:]

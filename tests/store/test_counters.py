@@ -1,4 +1,4 @@
-"""What the store remembers of its changes: exactly what differs, for as long as it is no more than a quarter of all."""
+"""The store's change history: exactly what differs, as long as it is at most a quarter of all chunks."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ DOCUMENT = Document(document_id="a", source="a.md", content_hash="0", metadata={
 
 
 Told = dict[str, tuple[str, float]]
-"""Text and vector by chunk id: one document."""
+"""A document: text and vector by chunk id."""
 
 
 def write(store: Store, result: Told, document: Document = DOCUMENT) -> None:
@@ -82,7 +82,7 @@ def test_it_names_what_differs_since_any_generation(versions, tmp_path_factory):
                 named = store.documents_named([name_of(name)])
                 assert [sorted(chunk_ids) for _, chunk_ids in named] == ([sorted(after)] if name in last else [])
             wanted = set(map(name_of, changed))
-            assert found.chunks >= wanted  # what was changed and changed back may be named too
+            assert found.chunks >= wanted  # chunks that were changed and changed back may be included
             assert then is not states[-2][1] or found.chunks == wanted
 
 
@@ -109,13 +109,13 @@ def test_what_is_too_long_ago_is_forgotten(store, monkeypatch):
         write(store, {"p": (f"x{number}", 1.0)})
         versions.append(store.version)
     with store._live().read() as txn:
-        assert txn.count("changes") == 5  # each weighs its chunk and 1
+        assert txn.count("changes") == 5  # each change weighs 1 and its chunk 1
     assert [store.changes(since) is not None for since in versions] == [False] * 16 + [True] * 5
     found = store.changes(versions[16])
     assert found is not None
     assert found.chunks == {name_of("p")}
     before = store.version
-    write(store, {f"p{number}": ("x", 1.0) for number in range(60)})  # a quarter of 60 is 15, and it touches 61
+    write(store, {f"p{number}": ("x", 1.0) for number in range(60)})  # 61 changes; the limit is 60 / 4 = 15
     assert store.changes(before) is None
     before = store.version
     write(store, {f"p{number}": ("x" if number else "y", 1.0) for number in range(60)})

@@ -1,4 +1,4 @@
-"""A writer that is killed at any moment loses nothing that it acknowledged and leaves nothing half done."""
+"""A writer that is killed at any moment loses no acknowledged write and leaves no partial write."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from clichild import run_script
 
 
 def crashtest(**options: int) -> dict[str, int]:
-    """What the harness counted; it ends with a traceback where a store was not what it should be."""
+    """The harness's counts; it fails with a traceback if a store is not as expected."""
     count: dict[str, int] = json.loads(run_script("crashtest", *(f"--{name}={n}" for name, n in options.items())))
     return count
 

@@ -1,5 +1,6 @@
-"""A store whose file is damaged in any one place gives the right values, or none, or an error: never a wrong one, never
-a dead process; and writing to it fails, or leaves a store whose pages are sound."""
+"""A store whose file is damaged in one place returns the right values, nothing, or an error: never a wrong value or a
+crash. A write to it fails, or leaves a store with sound pages.
+"""
 
 import json
 import os
@@ -21,7 +22,7 @@ def test_a_sample_of_damage():
     payload = damage("--sample", "80", "--seed", "1")
     assert payload["wrong"] == []
     assert sum(payload["counts"].values()) == payload["cases"] == 80
-    # The sample is no empty exercise: some of it is refused, some goes unnoticed because nothing depends on it.
+    # The sample is meaningful: some damage is refused, and some is harmless because nothing depends on it.
     assert {outcome.split(": ")[1] for outcome in payload["counts"]} >= {"refused", "read", "written"}
 
 

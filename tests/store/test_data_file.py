@@ -44,11 +44,11 @@ def test_the_header_says_how_much_of_the_file_is_used(data, tmp_path):
 
 
 def test_a_map_that_only_the_meta_page_claims_is_not_made(data):
-    """As much as the address space allows, which the next writer would make the file's length."""
+    """The claimed size is the whole address space, to which the next writer would extend the file."""
     before = data.stat().st_size
     with data.open("r+b") as file:
         for page in (0, 4096):
-            file.seek(page + 32)  # its head, magic, version and address come before
+            file.seek(page + 32)  # after its header, magic, version and address
             file.write(struct.pack("=Q", 1 << 46))
     header = read_header(data)
     assert header is not None
@@ -204,7 +204,7 @@ print("ok")
 """
 
 
-# An old file that is as long as its quota has no room that was kept back.
+# An old file that already has the size of its quota has no reserved space.
 @pytest.mark.parametrize(("way", "age"), [("tmpfs", "new"), ("tmpfs", "old"), ("limit", "new")])
 def test_documents_can_be_deleted_from_a_full_disk(way, age, tmp_path):
     if way == "tmpfs" and namespace() is None:

@@ -1,4 +1,4 @@
-"""Vectors come, change and go with their chunk, by kind, bit for bit."""
+"""Vectors are added, changed and deleted with their chunk, by kind, bit for bit."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The rules of LMDB that a user must never meet: growth, processes, forks, versions, a full disk."""
+"""LMDB's pitfalls are hidden from users: growth, processes, forks, versions, a full disk."""
 
 import itertools
 import json
@@ -44,9 +44,9 @@ def may_be_entered(folder: Path) -> bool:
 
 @contextmanager
 def open_folder() -> Iterator[Path | None]:
-    """A folder that every user of the machine may enter, for tests that give up being root.
+    """A folder that every user of the machine may enter, for tests that drop root privileges.
 
-    None where no temporary folder is open to all: TMPDIR may be a private one, and pytest's own folders are.
+    None if no temporary folder is open to all: TMPDIR may be private, and pytest's own folders are.
     """
     for place in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
         if Path(place).is_dir() and may_be_entered(Path(place).resolve()):
@@ -62,7 +62,7 @@ def process(script: str, path: Path) -> CliChild:
 
 
 def python(script: str, path: Path) -> str:
-    """What it prints in a process of its own."""
+    """Run the code in a new process and return its output."""
     code, out, errors = process(script, path).end()
     assert code == 0, errors
     return out
@@ -111,7 +111,7 @@ store.stage_kv([big(99)])
             reader.say(f"{n}")
             assert reader.line() == "True\n"
         assert reader.end() == (0, "", "")
-        assert store.has_kv(big(99)[0])  # the other one's write came after our growth, and grew nothing away
+        assert store.has_kv(big(99)[0])  # the other process wrote after our growth, and did not undo it
 
 
 def test_stores_of_a_path_share_one_environment(tmp_path):
@@ -139,7 +139,7 @@ def test_a_closed_store_says_so(store):
 
 
 def test_an_interrupt_on_the_way_into_a_transaction_ends_it(store, monkeypatch):
-    """Else whoever closes the store would wait for it for ever."""
+    """Otherwise closing the store would wait for the transaction forever."""
     enter = RWLock.enter
 
     def interrupted(*given: object) -> None:
@@ -158,7 +158,7 @@ def test_an_interrupt_on_the_way_into_a_transaction_ends_it(store, monkeypatch):
 
 
 def test_an_interrupt_while_readers_are_waited_for_shuts_nobody_out(tmp_path):
-    """Neither when the map is to grow nor when the store is to be closed, which it can be later."""
+    """While the map waits to grow, and while the store waits to close; it can be closed later."""
     script = """
 import threading, time
 signal.alarm(600)
@@ -195,7 +195,7 @@ with Store.open(path) as again:
 
 
 def test_a_map_that_the_process_has_no_room_for_is_said_and_the_old_one_kept(tmp_path):
-    """LMDB gives up the old one first, and then nothing could be read any more."""
+    """LMDB unmaps the old map first, so without a fallback nothing could be read any more."""
     script = """
 import resource
 from pathlib import Path
@@ -219,7 +219,7 @@ print(equal(store.get_kv(identity), kv))
 
 
 def test_a_fork_opens_its_own(tmp_path):
-    """With readers busy in other threads, as in a server that forks a worker."""
+    """While other threads read, as in a server that forks a worker."""
     script = """
 import threading
 store = Store.create(path)
@@ -363,7 +363,7 @@ def pinning(own, say):
 
 
 def test_a_killed_reader_holds_back_no_pages(tmp_path):
-    """One that lives does, which shows that the measure measures; the next open frees the slot of a dead one."""
+    """A live reader does hold pages back, which validates the measurement; the next open frees a dead reader's slot."""
     script = """
 store = Store.create(path, map_size=256 << 20)
 calm = churn(store)
@@ -472,8 +472,8 @@ permit(True)
 
 # ---- lock
 
-NOBODY = (1 << 31) - 1  # beyond what any system numbers its processes with, so never taken again
-TIME = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d"  # with the day when it was before midnight
+NOBODY = (1 << 31) - 1  # larger than any system's process ids, so never in use
+TIME = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d"  # with the date if it was before midnight
 HOLD = """
 with Store.open(path) as store, store.writing("ragkv ingest docs/"):
     print("holding", flush=True)
@@ -492,7 +492,7 @@ def other(store: Store) -> Iterator[CliChild]:
 
 
 class Clock:
-    """Goes on by what is slept, and by nothing else."""
+    """A clock that only sleeping advances."""
 
     now = 0.0
     time, localtime, strftime = map(staticmethod, (time.time, time.localtime, time.strftime))
@@ -516,7 +516,7 @@ def test_a_busy_store_names_its_holder(store, other, monkeypatch):
             store.writing("ragkv gc", timeout=timeout, on_wait=result.append),
         ):
             pytest.fail("two at once")
-    assert result == [holder]  # not at all with no time to wait; then once
+    assert result == [holder]  # without a timeout, not called; with one, called once
 
 
 def test_single_transactions_do_not_wait(store, other):
@@ -610,7 +610,7 @@ def test_a_fork_neither_inherits_the_lock_nor_takes_it_away(store):
 
 @pytest.mark.parametrize("content", ["", "{", '{"pid": 1}', "dead"])
 def test_what_a_killed_holder_left_in_the_file_names_nobody(store, content, monkeypatch):
-    """The name belongs to whoever has the lock now, or to nobody: here one who is about to write it."""
+    """Only the current holder's name counts: here the holder has not written its name yet."""
     monkeypatch.setattr("ragkv.store.environment.time", Clock())
     if content == "dead":
         content = json.dumps({"pid": NOBODY, "host": socket.gethostname(), "command": "x", "since": 0})
@@ -649,7 +649,7 @@ def test_the_lock_is_freed_and_names_its_holder(store):
 
 @pytest.fixture
 def cut(tmp_path: Path) -> Path:
-    """An index of one document, no longer open."""
+    """A closed index of one document."""
     with Store.create(tmp_path / "index", map_size=1 << 20) as store:
         write(store, "a", *((n,) * 50 for n in range(1, 40)))
     return tmp_path / "index"
@@ -665,7 +665,7 @@ def test_a_file_that_is_cut_while_it_is_open(cut, tmp_path):
 
     def use_each() -> None:
         for number, (readonly, (name, size)) in enumerate(itertools.product((True, False), cases)):
-            print(f"{name} of {size} bytes, read-only: {readonly}", flush=True)  # the last one if the process dies
+            print(f"{name} of {size} bytes, read-only: {readonly}", flush=True)  # the last line if the process dies
             use_a_cut_file(shutil.copytree(cut, tmp_path / str(number)), readonly, name, size)
 
     assert in_child(use_each) == 0
@@ -720,7 +720,7 @@ def test_a_file_that_is_replaced_or_moved_while_it_is_open(cut, tmp_path):
 
 
 def test_a_file_that_others_make_longer_is_no_false_alarm(tmp_path):
-    """And all that a reader finds meanwhile is whole, and its document's, while the map grows beneath it."""
+    """Everything that a reader finds while the map grows is complete and belongs to its document."""
     script = """
 from expected import operation, perform
 with Store.open(path) as store:
@@ -736,12 +736,12 @@ with Store.open(path) as store:
         assert child.line() == "\n"
         writing = True
         while writing:
-            writing = child.process.is_alive()  # one more look after the end
+            writing = child.process.is_alive()  # read once more after it ends
             for stored in store.documents():
                 for chunk in store.chunks(stored.document.document_id):
                     of = identity(*chunk.token_ids)
                     kv = store.get_kv(of)
-                    if kv is not None:  # else replaced meanwhile
+                    if kv is not None:  # None: replaced in the meantime
                         assert equal(kv, expected.kv_of(of, int(kv.keys[0][0, 0, 0])))
                         found += 1
         assert child.end() == (0, "", "")

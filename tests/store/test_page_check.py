@@ -1,4 +1,4 @@
-"""Sound pages are accepted whatever LMDB did to make them; pages that would lead it or a writer astray are refused."""
+"""The check accepts every page layout that LMDB produces, and refuses pages that would mislead LMDB or a writer."""
 
 import itertools
 import os
@@ -29,7 +29,8 @@ def check(folder: Path, env: lmdb.Environment) -> PageReport:
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_lmdb_leaves_is_accepted(tmp_path, seed):
     """Splits, merges, values that grow into trees and shrink again, free lists held back by readers: every page of
-    every snapshot is accounted for."""
+    every snapshot is accounted for.
+    """
     rng = random.Random(seed)
     keys: dict[str, list[bytes]] = {name: [] for name in KINDS}
     with lmdb.open(str(tmp_path), map_size=1 << 28, max_dbs=3, sync=False) as env:
@@ -69,7 +70,7 @@ def test_whatever_lmdb_leaves_is_accepted(tmp_path, seed):
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A store's file with rows, a large value and free pages."""
+    """The file of a store with rows, a large value and free pages."""
     with Store.create(tmp_path_factory.mktemp("sound"), map_size=1 << 20) as store:
         write(store, "a", (1, 2), tuple(range(200)))
         write(store, "b", *[(3, n) for n in range(60)])
@@ -80,7 +81,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def data(sound: bytes, tmp_path: Path) -> Path:
-    """The file of a closed store, which this user has written to."""
+    """The file of a closed store that this user has written to."""
     data = tmp_path / "index" / "store" / "data.mdb"
     data.parent.mkdir(parents=True)
     data.write_bytes(sound)
@@ -127,7 +128,7 @@ def test_damage_of_a_page_is_named(data, at, value, what):
 
 
 def free_list(data: Path) -> tuple[int, list[int]]:
-    """Where the last record of the free list is in the file, and its pages, descending."""
+    """The file offset of the free list's last record, and its page numbers, descending."""
     root, _ = newest(data)
     leaf = page(data, root)
     count = (struct.unpack_from("=H", leaf, 12)[0] - 16) // 2
@@ -141,7 +142,7 @@ def test_a_free_list_that_would_overwrite_is_refused(data, wrong):
     at, pages = free_list(data)
     assert len(pages) > 2
     _, main = newest(data)
-    if wrong == "live":  # in its place in the order
+    if wrong == "live":  # inserted in order
         pages = sorted([*pages[1:], main], reverse=True)
     elif wrong == "twice":
         pages[1] = pages[0]
@@ -154,7 +155,7 @@ def test_a_free_list_that_would_overwrite_is_refused(data, wrong):
 
 
 def test_a_damaged_head_of_a_large_value_is_refused(data):
-    """LMDB would free the pages of its neighbours."""
+    """With a wrong page count, LMDB would free the neighbours' pages."""
     of = identity(*range(200))
     content = data.read_bytes()
     with Store.open(data.parent.parent) as store, store._live().read() as txn:
@@ -169,7 +170,7 @@ def test_a_damaged_head_of_a_large_value_is_refused(data):
 
 
 def test_opening_while_another_process_commits(tmp_path):
-    """A snapshot whose meta page has been written over, or a list of free pages that changes, is no damage."""
+    """A snapshot whose meta page was overwritten, or a changing free list, is not damage."""
     Store.create(tmp_path).close()
     script = (
         "import sys; from ragkv.store import Store\n"
@@ -183,7 +184,7 @@ def test_opening_while_another_process_commits(tmp_path):
     assert writer.line() == "\n"
     try:
         seen = set()
-        for n in itertools.count():  # until enough commits were met, however slowly the writer gets its turns
+        for n in itertools.count():  # until enough commits were observed, however rarely the writer is scheduled
             with Store.open(tmp_path, readonly=bool(n % 2)) as store:
                 report = store._live().check_pages()
                 assert report.unaccounted == 0
@@ -198,7 +199,7 @@ def test_opening_while_another_process_commits(tmp_path):
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The files that were checked as a whole."""
+    """The files that were checked completely."""
     found: list[Path] = []
 
     def counted(data: Path, on_progress: object = None) -> PageReport:
@@ -257,7 +258,7 @@ def test_a_writer_at_work_is_trusted_and_a_killed_one_is_not(data, checks):
     )
     writer = CliChild(data.parent.parent, program=script)
     assert writer.line() == "\n"
-    os.utime(data)  # as LMDB does when it writes pages
+    os.utime(data)  # LMDB does this when it writes pages
     Store.open(data.parent.parent, readonly=True).close()
     assert checks == []
     writer.process.kill()
@@ -267,13 +268,13 @@ def test_a_writer_at_work_is_trusted_and_a_killed_one_is_not(data, checks):
 
 
 def test_an_open_store_looks_again_at_a_file_that_something_else_wrote_to(data, checks, monkeypatch):
-    """LMDB would follow the damaged page, which may end the process."""
+    """LMDB would follow the damaged page, which may crash the process."""
     _, root = newest(data)
     sound = bytes(page(data, root))
     with Store.open(data.parent.parent) as store:
         listed = list(store.documents())
         patch(data, root * PAGE + 12, b"\x10")
-        assert checks == []  # not before its time
+        assert checks == []  # not before the interval has passed
 
         monkeypatch.setattr("ragkv.store.environment.LOOK_SECONDS", 0.0)
         database = store._live()
@@ -288,7 +289,7 @@ def test_an_open_store_looks_again_at_a_file_that_something_else_wrote_to(data, 
         patch(data, root * PAGE, sound)
         assert list(store.documents()) == listed
         seen = len(checks)
-        store.put_meta("model", "one")  # its own commit is nothing strange
+        store.put_meta("model", "one")  # its own commit is expected
         assert list(store.documents()) == listed
         assert len(checks) == seen
 

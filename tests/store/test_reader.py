@@ -1,4 +1,4 @@
-"""KV layer by layer, where it lies, and many at once: the right tensors, nothing read for nothing, nothing mixed."""
+"""KV read layer by layer, in place, and in batches: the right tensors, no unnecessary reads, nothing mixed up."""
 
 import ctypes
 import logging
@@ -25,12 +25,12 @@ from ragkv.store import Q8, Half, Raw, Store, Zstd, reader, record
 from ragkv.store.codecs import DamagedError
 from ragkv.store.tables import Transaction
 
-TOKENS = 1100  # with 4 heads of 96: keys and values of a layer apart, 825 KiB each
+TOKENS = 1100  # with 4 heads of 96, keys and values of a layer are separate segments of 825 KiB
 
 
 @pytest.fixture
 def segments(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Indices of the segments that were fetched."""
+    """Records the indices of the segments that are fetched."""
     fetched: list[int] = []
     fetch = Transaction.segment
 
@@ -48,7 +48,7 @@ def long() -> ChunkKV:
 
 
 def flip(store: Store, key: bytes, index: int) -> None:
-    """One bit of a segment, as a bad disk would."""
+    """Flip one bit of a segment, as a bad disk would."""
 
     def apply(txn: Transaction) -> None:
         name = key + index.to_bytes(4, "big")
@@ -129,7 +129,7 @@ def test_large_reads_are_shared_among_threads(tmp_path, codec, long, monkeypatch
 
     def noted(*arguments: object) -> None:
         workers.add(threading.current_thread().name)
-        gate.wait(timeout=600)  # nobody goes on before two threads are at work
+        gate.wait(timeout=600)  # continue only when two threads are at work
         decode(*arguments)  # type: ignore[arg-type]
 
     gate = threading.Barrier(2)
@@ -159,7 +159,7 @@ def test_what_a_thread_raises_reaches_the_caller_when_all_have_ended(monkeypatch
 
 
 def test_an_interrupted_caller_waits_for_those_who_read():
-    """They may read the map, which the caller closes next; what nobody has begun is left."""
+    """The other threads may be reading the map, which the caller closes next; work that has not begun is skipped."""
     code = """
 import signal, sys, threading, time
 from ragkv.store import record
@@ -193,7 +193,7 @@ left.set()
 
 
 def test_those_who_began_are_waited_for_though_no_more_threads_start(monkeypatch):
-    """The pool takes what it is asked for, and only then finds that the system starts no thread for it."""
+    """The pool accepts the work, and only then fails to start another thread for it."""
     begun, left, ended = threading.Event(), threading.Event(), []
 
     def task() -> None:
@@ -218,7 +218,7 @@ def test_those_who_began_are_waited_for_though_no_more_threads_start(monkeypatch
 
 @pytest.fixture(params=[True, False], ids=["kernel", "python"])
 def kernel(request, monkeypatch):
-    """Whether what is copied as it is stored is read by the kernel; its calls, and what they say."""
+    """Whether the kernel reads KV that is copied as stored; records its calls and their results."""
     calls = []
     if request.param:
         module = pytest.importorskip("ragkv.store.read_kernel")
@@ -241,7 +241,7 @@ def kernel(request, monkeypatch):
 )
 @pytest.mark.parametrize("size", [(1, 2, 4), (TOKENS, 4, 96), (TOKENS, 1, 512)], ids=str)
 def test_every_flipped_bit_is_seen_by_both_ways_to_read(tmp_path, codec, dtype, copied, size, kernel, caplog):
-    """Segments of a layer, of its keys, and of some of their tokens; a record is copied whole, or not at all."""
+    """Segments of a layer, of its keys, and of some of their tokens; a record is copied completely or not at all."""
     tokens, heads, width = size
     kv = make_kv(tokens, kv_heads=heads, head_dim=width, dtype=dtype, layers=3)
     one, other = identity(*range(tokens)), identity(*range(1, tokens + 1))
@@ -304,7 +304,7 @@ def test_without_the_right_function_of_xxhash_there_is_no_kernel(exports, monkey
 
 @pytest.mark.parametrize("codec", [Half(), Q8()], ids=str)
 def test_a_payload_of_fewer_numbers_than_its_record_has_is_no_hit(tmp_path, codec, kernel, caplog):
-    """Its checksum is right: whoever made the store wrote it so."""
+    """The checksum is right, so the author of the store wrote it like this."""
     kv, of = make_kv(6, dtype=torch.float32), identity(*range(6))
     short = make_kv(5, dtype=torch.float32)
     made, less = (record.encode_record(each, identity(*range(each.tokens)), codec) for each in (kv, short))
@@ -325,7 +325,7 @@ def test_a_payload_of_fewer_numbers_than_its_record_has_is_no_hit(tmp_path, code
 
 @pytest.mark.parametrize("codec", [Raw(), Half(), Q8()], ids=str)
 def test_segments_that_are_right_only_together_are_no_hit(tmp_path, codec, kernel, caplog):
-    """Two segments of different lengths have changed places, with their checksums."""
+    """Two segments of different lengths are swapped together with their checksums."""
     small, large = (make_kv(6, kv_heads=heads, layers=1, dtype=torch.float32) for heads in (1, 3))
     kv, of = ChunkKV(keys=small.keys + large.keys, values=small.values + large.values), identity(*range(6))
     made = record.encode_record(kv, of, codec)
@@ -362,7 +362,7 @@ def test_what_another_packages_codec_raises_is_no_hit(tmp_path, error, kernel, m
 
 
 def test_what_one_thread_cannot_pack_is_not_forgotten_by_another(tmp_path, monkeypatch):
-    """Of a record in two runs, the second ends while the first is being decoded, and has what is not packed."""
+    """The second run of a record ends while the first is being decoded, and contains numbers that cannot be packed."""
     seen, tasks, decode = [], reader._Loading.tasks, reader.decode_segments
 
     def noted(self):
@@ -394,7 +394,7 @@ def test_what_one_thread_cannot_pack_is_not_forgotten_by_another(tmp_path, monke
 
 
 class DelayedCopies(CopyStream):
-    """Copies that are made when they are waited for: what is read before is zeros."""
+    """Copies that happen only when they are waited for: until then the data is zeros."""
 
     def __init__(self, did):
         super().__init__(torch.device("meta"))
@@ -419,7 +419,7 @@ def test_a_record_crosses_to_a_device_while_the_next_one_is_read(tmp_path, codec
     monkeypatch.setattr(reader._Loading, "_decode", lambda *given: did.append("read") or decode(*given))
     kvs = {identity(n, *range(4)): make_kv(5, seed=n, dtype=torch.float32) for n in range(4)}
     bad, odd = list(kvs)[1:3]
-    kvs[odd].keys[0][0, 0, 0] = torch.nan  # which is not packed: it is read once more
+    kvs[odd].keys[0][0, 0, 0] = torch.nan  # cannot be packed: it is read again
     with Store.create(tmp_path, codec=codec) as store:
         store.stage_kv(kvs.items())
         expected = {of: store.get_kv(of) for of in kvs}
@@ -438,7 +438,7 @@ def test_a_record_crosses_to_a_device_while_the_next_one_is_read(tmp_path, codec
 @pytest.mark.gpu
 @pytest.mark.parametrize("codec", [Raw(), Q8()], ids=str)
 def test_what_a_gpu_reads_while_it_computes_is_whole(tmp_path, codec):
-    """Kernels run long after they are asked for: what they read is gone then, and its memory is wanted for others."""
+    """Kernels run long after they are launched: their inputs are out of scope by then, and the memory may be reused."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device = torch.device("cuda")
@@ -469,7 +469,7 @@ def test_mapped_tensors_lie_in_the_map(store, long):
         assert equal(kv, long)
         pairs = [t for pair in zip(kv.keys, kv.values, strict=True) for t in pair]
         assert [(t.data_ptr(), t.nbytes) for t in pairs] == places  # so no byte was copied
-    assert all(t.numel() == 0 for t in pairs)  # a late use is an error, and no wrong number
+    assert all(t.numel() == 0 for t in pairs)  # later use is an error, not a wrong number
     with store.mapped_kv(identity(5)) as missing:
         assert missing is None
     empty = identity()
@@ -489,7 +489,7 @@ def memory_of(view: memoryview | None) -> tuple[int, int]:
 @pytest.mark.parametrize("codec", [Raw(), Zstd()])
 @pytest.mark.parametrize("shape", [(3, 2, 4, 1), (6000, 1, 96, 2), (1, 1, 1, 3)], ids=str)
 def test_mapped_kv_is_right_wherever_it_lies(tmp_path, codec, dtype, shape):
-    """Small values lie unaligned between others, long heads in several segments: those are copied."""
+    """Small values are unaligned, and long heads span several segments: those are copied."""
     tokens, kv_heads, head_dim, layers = shape
     kvs = {}
     for n in range(4):
@@ -514,7 +514,7 @@ def test_an_error_in_the_block_is_the_blocks_own_and_ends_the_snapshot(store):
 
 
 def test_kv_goes_to_a_device_straight_from_the_map(store, monkeypatch):
-    """The meta device has shapes and no memory, which is enough to see that no buffer is made on the way."""
+    """The meta device has shapes but no memory, so any host buffer on the way would show."""
     monkeypatch.setattr(reader, "new_buffer", lambda nbytes: pytest.fail(f"a buffer of {nbytes} bytes"))
     store.stage_kv([(identity(1, 2), make_kv(2))])
     found = store.get_many([identity(1, 2), identity(3)], device=torch.device("meta"))
@@ -524,7 +524,7 @@ def test_kv_goes_to_a_device_straight_from_the_map(store, monkeypatch):
 
 
 def test_reading_works_in_a_forked_child_and_leaves_quietly(tmp_path):
-    """Threads and their locks do not cross a fork; buffers are given back while the interpreter ends."""
+    """Threads and their locks do not survive a fork; buffers are released while the interpreter shuts down."""
     code = """
 import os, sys, torch
 from ragkv.attention.kv import ChunkKV
@@ -559,7 +559,7 @@ with Store.create(sys.argv[1]) as store:
     ids=str,
 )
 def test_numbers_stay_packed_in_memory_until_they_are_taken(tmp_path, codec, dtype, packed, kept):
-    """The same numbers as decoded at once, in less memory; what `half` has scaled, or has NaN, is decoded at once."""
+    """The same numbers as if decoded at once, in less memory; scaled `half` numbers and NaN are decoded at once."""
     kvs = {identity(n, *range(4)): make_kv(5, dtype=dtype) for n in (1, 2, 3)}
     plain, scaled, odd = kvs
     kvs[scaled] = replace(kvs[scaled], keys=tuple(t * 1e6 for t in kvs[scaled].keys))

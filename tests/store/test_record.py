@@ -1,4 +1,4 @@
-"""A record is bit-exact, cut into small segments, strict about what it reads, and readable for ever."""
+"""A record is exact, cut into small segments, strict about its content, and readable by every later version."""
 
 import runpy
 import struct
@@ -54,14 +54,14 @@ def there_and_back(kv: ChunkKV, identity: KVIdentity, codec: Codec) -> ChunkKV:
     ("kv_heads", "tokens", "head_dim", "rows"),
     [
         (4, 150, 96, [1200]),  # keys and values together
-        (4, 600, 96, [2400, 2400]),  # each for itself, where one segment would do
-        (4, 1100, 96, [4400, 4400]),  # each for itself
+        (4, 600, 96, [2400, 2400]),  # separate, although each pair would fit in one segment
+        (4, 1100, 96, [4400, 4400]),  # separate
         (4, 2000, 96, [4000] * 4),  # two heads at a time
         (1, 6000, 96, [5376, 624] * 2),  # one head is too long: a multiple of TOKEN_STEP
-        (1, 1 << 10, 128, [1 << 11]),  # keys and values are 512 KiB together: still in one segment
+        (1, 1 << 10, 128, [1 << 11]),  # keys and values are 512 KiB together: still one segment
         (1, (1 << 10) + 1, 128, [1025, 1025]),
-        (3, 1 << 11, 128, [1 << 12, 1 << 11] * 2),  # the last run of heads holds what is left
-        (1, 3 << 11, 128, [1 << 12, 1 << 11] * 2),  # as does the last run of tokens
+        (3, 1 << 11, 128, [1 << 12, 1 << 11] * 2),  # the last run of heads has the remainder
+        (1, 3 << 11, 128, [1 << 12, 1 << 11] * 2),  # the last run of tokens has the remainder
         (1, 40, 1 << 15, [16, 16, 8] * 2),  # 16 tokens are a segment: fewer than a step
     ],
 )
@@ -116,7 +116,7 @@ def test_every_flipped_bit_and_every_cut_of_a_manifest_is_noticed(manifest):
 
 
 def written(shapes, segments, states=(), tokens=3, codec=None, prefix=0):
-    """A manifest in bf16, whole and under a right checksum, of `(layer, raw, stored)` segments."""
+    """A manifest in bf16, complete and with a right checksum, of `(layer, raw, stored)` segments."""
     encoding = Encoding.PREFIXED if prefix else Encoding.STANDALONE
     ids = {"prefix_ids": tuple(range(prefix)), "chunk_ids": tuple(range(tokens))}
     return Manifest(
@@ -133,7 +133,7 @@ def written(shapes, segments, states=(), tokens=3, codec=None, prefix=0):
 @pytest.mark.parametrize(
     ("good", "bad"),
     [
-        # a layer of two heads, keys 4 and values 5 numbers wide, 3 tokens: 108 bytes
+        # one layer of two heads, keys 4 and values 5 wide, 3 tokens: 108 bytes
         (([(2, 4, 5)] * 2, [(0, 108, 9), (1, 108, 9)]), ([(2, 4, 5)] * 2, [(0, 108, 9), (2, 108, 9)])),
         (([(2, 4, 5)], [(0, 108, 9)]), ([(2, 4, 5)], [(1, 108, 9)])),
         (([(2, 4, 5)] * 2, [(0, 108, 9), (1, 108, 9)]), ([(2, 4, 5)] * 2, [(1, 108, 9), (0, 108, 9)])),
@@ -153,7 +153,7 @@ def written(shapes, segments, states=(), tokens=3, codec=None, prefix=0):
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(good, bad):
-    """Under a right checksum: somebody wrote it so. Its neighbour, which differs in one number, is read."""
+    """The checksum is right: its author wrote it so. A manifest that differs in one number is accepted."""
     assert Manifest.parse(written(*good)).shapes == tuple(good[0])
     with pytest.raises(DamagedError):
         Manifest.parse(written(*bad))
@@ -175,7 +175,7 @@ def test_a_manifest_of_another_kind_version_or_size_is_refused():
 
 
 def test_the_shape_that_a_store_keeps_tells_models_apart():
-    """Equal bytes for equal shapes and no others: not for another dtype, and not for keys and values exchanged."""
+    """Equal bytes exactly for equal shapes: another dtype or swapped keys and values give other bytes."""
     shapes = [
         KVShape(dtype, layers)
         for dtype in ("bfloat16", "float16", "float32")
@@ -237,7 +237,7 @@ def test_the_fixtures_are_all_there():
 
 
 def test_a_segment_of_another_length_than_its_manifest_says_is_damage():
-    """The right bytes under a right checksum: whoever wrote the manifest knew neither."""
+    """The bytes and the checksums are right; only the manifest's length is wrong."""
     record = encode_record(make_kv(3), identity(1, 2, 3), Zstd())
     parsed = Manifest.parse(record.manifest)
     assert checked_segment(parsed, 1, record.segments[1]) == record.segments[1]
@@ -245,13 +245,13 @@ def test_a_segment_of_another_length_than_its_manifest_says_is_damage():
     lying = replace(parsed, segments=(first, second._replace(stored=second.stored + 1)))
     with pytest.raises(DamagedError, match="segment 1"):
         checked_segment(lying, 1, record.segments[1])
-    with pytest.raises(DamagedError, match="segment 1 is not as long"):  # and before memory is taken for it
+    with pytest.raises(DamagedError, match="segment 1 is not as long"):  # before memory is allocated
         decode_record(lying, record.segments.__getitem__)
 
 
 @pytest.mark.parametrize(("segments", "reads"), [(64, True), (66, False)])
 def test_a_few_bytes_that_claim_to_be_a_large_record_are_a_bomb(segments, reads):
-    """Up to 64 MiB anything goes; beyond, no KV is so compressible."""
+    """Any ratio is accepted up to 64 MiB; beyond that, no KV is so compressible."""
     zeros = bytes(Zstd().encode(bytes(SEGMENT_BYTES), [KVSlice("keys", "bfloat16", 1, 1, SEGMENT_BYTES // 2)]))
     digest = xxhash.xxh3_64_intdigest(zeros)
     bomb = Manifest(
@@ -282,7 +282,7 @@ def of(tokens: int) -> KVIdentity:
 
 
 def noise(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Any bits at all, NaN among them; of bool 0 and 1."""
+    """Random bits, including NaN; 0 and 1 for bool."""
     if dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
     count = torch.Size(shape).numel() * dtype.itemsize
@@ -345,7 +345,7 @@ def all_plain(kv: ChunkKV) -> bool:
 
 @pytest.fixture
 def mixed() -> ChunkKV:
-    """A layer with keys and values, a latent one, one with states alone; 2 MiB of one state."""
+    """A layer with keys and values, a latent layer, and one with only states; one state has 2 MiB."""
     drawn = partial(torch.randn, generator=torch.Generator().manual_seed(3))
     return ChunkKV(
         keys=(drawn(2, 7, 8), drawn(1, 7, 12), torch.ones(0, 7, 0)),
@@ -369,7 +369,7 @@ def test_states_are_kept_to_the_bit_by_codecs_that_round(codec, mixed):
 
 
 class Zeroing(Codec):
-    """From another package: it loses everything, and says nothing of states."""
+    """A codec from another package that loses everything and does not declare support for states."""
 
     id = "zeroing"
 
@@ -407,7 +407,7 @@ def test_a_store_reads_them_in_every_way(tmp_path, codec, mixed):
 
 
 def test_what_lies_in_one_piece_is_read_where_it_lies(tmp_path, mixed):
-    """Latents and small states are views of the map, as keys and values are."""
+    """Latents and small states are views of the map, like keys and values."""
     with Store.create(tmp_path / "index") as store:
         store.keep_kv(of(7), mixed)
         with store.mapped_kv(of(7)) as first, store.mapped_kv(of(7)) as second:
@@ -415,7 +415,7 @@ def test_what_lies_in_one_piece_is_read_where_it_lies(tmp_path, mixed):
             assert second is not None
             places = [[tensor.data_ptr() for tensor in kv.tensors if tensor.numel()] for kv in (first, second)]
     assert places[0][:-1] == places[1][:-1]
-    assert places[0][-1] != places[1][-1]  # of two segments
+    assert places[0][-1] != places[1][-1]  # a state of two segments is copied
 
 
 def test_another_shape_of_states_is_a_miss(tmp_path, mixed):
@@ -448,7 +448,7 @@ GOOD = (LATENT, [(0, 24, 9), (1, 48, 9)], [STATE((3, 4))])
         (LATENT, [(0, 24, 9), (1, SEGMENT_BYTES + 4, 9)], [STATE(((SEGMENT_BYTES + 4) // 4,))]),
         (LATENT, [(0, 24, 9), (1, 48, 9)], [STATE((1 << 31,) * 8)]),  # more than any machine has
         (LATENT, [(0, 24, 9), (1, 48, 9), (2, 48, 9)], [STATE((3, 4))] * 2),
-        (LATENT, [(0, 24, 9), (1, 48, 9)], [StateShape(1, "s", "float32", (3, 4))]),  # of no layer
+        (LATENT, [(0, 24, 9), (1, 48, 9)], [StateShape(1, "s", "float32", (3, 4))]),  # of a layer that does not exist
     ],
 )
 def test_a_typed_manifest_that_contradicts_itself_is_refused(bad):
@@ -459,7 +459,7 @@ def test_a_typed_manifest_that_contradicts_itself_is_refused(bad):
 
 
 def test_a_table_of_states_that_says_more_is_refused():
-    """Whatever else the manifest says of its states."""
+    """The rest of the manifest is valid."""
     table = pack_states([STATE((3, 4))])
     nine = table[:5] + b"\x09" + table[6:] + bytes(28)
     for wrong in (table + b"\x00", nine):
@@ -468,7 +468,7 @@ def test_a_table_of_states_that_says_more_is_refused():
 
 
 def test_more_layers_than_any_model_has_are_refused():
-    """They need no byte of a segment, but a tensor each."""
+    """They need no bytes in segments, but one tensor each."""
     assert len(Manifest.parse(written([(0, 0, 0)] * (1 << 13), [])).shapes) == 1 << 13
     with pytest.raises(DamagedError, match="8193 layers"):
         Manifest.parse(written([(0, 0, 0)] * ((1 << 13) + 1), []))
@@ -484,7 +484,7 @@ def test_what_cannot_be_described_is_not_written():
 
 
 def test_a_record_is_of_the_oldest_version_that_can_say_it():
-    """A layer without values is refused where the version says that there is none, and the other way round."""
+    """A layer without values is refused in a version that requires them, and the reverse."""
     for shapes, segments in (([(1, 4, 0)], [(0, 24, 9)]), ([(1, 4, 4)], [(0, 48, 9)])):
         body = bytearray(written(shapes, segments)[:-8])
         version = body[4]
@@ -499,7 +499,7 @@ def test_a_record_is_of_the_oldest_version_that_can_say_it():
 
 @given(typed=st.booleans(), at=st.integers(4, 10_000), byte=st.integers(0, 255))
 def test_a_wrong_manifest_under_a_right_checksum_never_crashes(manifest, typed, at, byte):
-    """Another program's mistake rather than the disk's: it may parse as another record, or be refused."""
+    """A bug of another program rather than of the disk: it parses as another record, or is refused."""
     body = bytearray((written(*GOOD) if typed else manifest)[:-8])
     body[at % len(body)] = byte
     with suppress(DamagedError):
@@ -584,7 +584,7 @@ def test_memory_comes_back_when_the_last_tensor_has_gone():
     tensor = torch.from_numpy(first.view("i2")).view(torch.bfloat16)[5:7]
     del first
     assert pooled_bytes() == 0
-    assert address(new_buffer(3 * MIB)) != place  # and this one comes back at once
+    assert address(new_buffer(3 * MIB)) != place  # this buffer is reused at once
     tensor.fill_(1)
     del tensor
     assert pooled_bytes() == 8 * MIB

@@ -1,4 +1,4 @@
-"""Documents, chunks and KV appear and vanish together, and a damaged record is never a tensor."""
+"""Documents, chunks and KV appear and disappear together, and a damaged record never becomes a tensor."""
 
 import logging
 import runpy
@@ -141,7 +141,7 @@ def test_stats_add_up(store):
 
 
 def test_iteration_goes_on_while_others_write(store, monkeypatch):
-    monkeypatch.setattr("ragkv.store.environment._WALK_BYTES", 4000)  # some twenty rows
+    monkeypatch.setattr("ragkv.store.environment._WALK_BYTES", 4000)  # about twenty rows
     for n in range(100):
         write(store, f"d{n:03}", (n,))
     seen = []
@@ -158,7 +158,7 @@ def test_iteration_goes_on_while_others_write(store, monkeypatch):
 
 @pytest.mark.parametrize("table", ["kv", "segments"])
 def test_damage_is_a_miss_and_is_healed(store, table, caplog):
-    """Every byte of every value, flipped, cut or gone, through LMDB itself: the right tensors or none."""
+    """Every byte of every value, flipped, cut or removed through LMDB itself: the right tensors or none."""
     chunks = write(store, "a", (1, 2))
     of = identity(*chunks[0].token_ids)
     database = store._live()
@@ -227,7 +227,7 @@ def test_kv_of_the_index_itself_is_no_orphan_and_outlives_documents(store):
 @settings(max_examples=100 if NIGHTLY else 20)
 @given(numbers=st.lists(st.integers(0, 1 << 20), min_size=6, max_size=10))
 def test_any_operations_leave_what_dicts_would_hold(numbers, tmp_path_factory):
-    """Also when the store is opened anew in between, with another codec, and while its map grows."""
+    """Also when the store is reopened in between, with another codec, and while its map grows."""
     path, state = tmp_path_factory.mktemp("operations"), Expected()
     store = Store.create(path, map_size=256 << 10)
     try:
@@ -263,7 +263,7 @@ def index(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def check(store: Store, equal: Equal) -> None:
-    """All of the documents' content, and KV of every kind."""
+    """The complete content of the documents, and KV of every kind."""
     contents = GOLDEN["CONTENTS"]
     stored = list(store.documents())
     assert [one.document.document_id for one in stored] == sorted(contents)
@@ -310,7 +310,7 @@ def test_reading(index):
 
 
 def test_writing(index):
-    for _ in range(2):  # the second time as today's code left it
+    for _ in range(2):  # the second time as rewritten by the current code
         with Store.open(index) as store:
             check(store, equal)
             assert problems(store) == []

@@ -1,6 +1,6 @@
-"""Shared tiers: what is not exactly what was asked for is a miss, and a tier that fails delays nothing for long.
+"""Shared tiers: anything but an exact match is a miss, and a failing tier delays requests only briefly.
 
-The tests named after an issue hold what went wrong elsewhere (docs/tiers.md).
+Tests named after an issue reproduce bugs of other projects (docs/tiers.md).
 """
 
 import threading
@@ -18,11 +18,11 @@ from ragkv.store.tier import FAILURES, SharedTiers
 from ragkv.types import KVShape
 
 LONG = 600.0
-"""Seconds that no test waits: a limit that it is not about."""
+"""Seconds: a limit that the test does not depend on."""
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that stands still until the test moves it."""
 
     now = 0.0
 
@@ -46,7 +46,7 @@ def proxy(server):
 
 @pytest.fixture
 def connect(tmp_path):
-    """Connects to a tier, by default one in a folder; with a clock that stands still until it is moved."""
+    """Connects to a tier, by default one in a folder, with a manual clock."""
     opened = []
 
     def make(*urls, codec=None, clock=None, **settings):
@@ -85,14 +85,14 @@ def use(shared):
 
 
 def never_wrong(shared, made, **settings):
-    """Fetches all, and holds each against what was written; returns how many came."""
+    """Fetch everything and compare it with what was written; returns the number of values found."""
     found = shared.fetch(made, **settings)
     assert all(equal(kv, made[one]) for one, (_, kv) in found.items())
     return len(found)
 
 
 def test_a_read_while_the_tiers_are_closed_gives_what_was_asked_before(connect, monkeypatch):
-    """And so does one for which the system starts no more threads: the rest is encoded."""
+    """As does a read for which the system starts no more threads: the rest is encoded."""
     shared, made = connect(), some()
     put(shared, made)
     threads = shared._tiers[0].threads
@@ -110,7 +110,7 @@ def test_a_read_while_the_tiers_are_closed_gives_what_was_asked_before(connect, 
 
 
 @pytest.mark.parametrize(
-    ("scheme", "part", "secret"),  # only what lies in Redis is cut
+    ("scheme", "part", "secret"),  # only values in Redis are split
     [
         ("redis", tier.PART_BYTES, ""),
         ("redis", 100, ""),
@@ -128,7 +128,7 @@ def test_what_is_written_is_read_back(connect, request, monkeypatch, scheme, par
     shared, made = connect(url, secret=secret), some()
     assert never_wrong(shared, made) == 0
     put(shared, made)
-    put(shared, made)  # what is there is not written again
+    put(shared, made)  # existing values are not written again
     assert never_wrong(shared, made, shape=KVShape("bfloat16", make_kv(3).shape.layers)) == len(made)
     assert {name: use(shared)[name] for name in ("hits", "misses", "written", "failures", "damaged")} == {
         "hits": 4, "misses": 4, "written": 4, "failures": 0, "damaged": 0,
@@ -138,7 +138,7 @@ def test_what_is_written_is_read_back(connect, request, monkeypatch, scheme, par
     assert shared.delete([one.key() for one in made])
     assert never_wrong(shared, made) == 0
     if scheme == "redis":
-        assert request.getfixturevalue("server").client.dbsize() == 0  # no part is left
+        assert request.getfixturevalue("server").client.dbsize() == 0  # no part remains
 
 
 OTHERS = {
@@ -154,8 +154,9 @@ OTHERS = {
 @pytest.mark.parametrize("moved", [False, True], ids=["asked", "moved"])
 @pytest.mark.parametrize("what", OTHERS)
 def test_kv_of_another_model_schema_or_tenant_is_never_returned(connect, tmp_path, monkeypatch, what, moved):
-    """Also LMCache PR#5210 and PR#5070, where names of two models were folded into one, and when somebody `moved` the
-    values under the names that are asked for."""
+    """Also LMCache PR#5210 and PR#5070, where the names of two models were merged, and values that were `moved` to the
+    requested names.
+    """
     monkeypatch.setenv("TIER_SECRET", "a secret of many characters")
     monkeypatch.setenv("OTHER_SECRET", "another secret of many characters")
     settings, changes = OTHERS[what]
@@ -179,7 +180,7 @@ def test_a_new_schema_reads_no_old_value(connect, monkeypatch):
 
 
 def test_no_checksums_vllm_54363(connect, tmp_path):
-    """Any flipped byte, and any missing end, is a miss; and the value is not asked for again."""
+    """Any flipped byte and any truncation is a miss, and the value is not fetched again."""
     shared, made = connect(), some(1)
     put(shared, made)
     [path] = [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
@@ -195,7 +196,7 @@ def test_no_checksums_vllm_54363(connect, tmp_path):
     assert use(shared)["damaged"] == len(damages)
     shared.fetch(made)
     path.write_bytes(whole)
-    assert shared.fetch(made) == {}  # denied
+    assert shared.fetch(made) == {}  # access denied
     assert connect().check(made)[0]["present"] == 1
 
 
@@ -208,7 +209,7 @@ def test_kv_layout_changed_under_the_cache_lmcache_4463_4247(connect):
 
 
 def test_a_failed_store_stays_visible_lmcache_4991(connect, server, monkeypatch):
-    """A part is missing, as if the writer had died; then only other parts are there."""
+    """One part is missing, as if the writer had crashed; then only other parts exist."""
     monkeypatch.setattr(tier, "PART_BYTES", 100)
     shared, made = connect(f"redis://127.0.0.1:{server.port}"), some()
     put(shared, made)
@@ -230,7 +231,7 @@ def test_exists_is_cached_after_an_outside_delete_lmcache_4745(connect, server):
 
 
 class Held:
-    """A tier that answers when it is let go on."""
+    """A tier that answers only when it is released."""
 
     def __init__(self, inner=None):
         self.go, self.inner, self.calls = threading.Event(), inner, 0
@@ -253,8 +254,9 @@ class Held:
 
 @pytest.mark.parametrize(("timeout", "rate"), [(0.01, 0.0), (60.0, 1e-4)], ids=["its own", "break-even"])
 def test_deadlock_when_the_pool_is_full_lmcache_2942_2951_sglang_32455(connect, timeout, rate):
-    """More requests than threads, of a tier that never answers: each comes back at its deadline, which is the tier's or
-    the time to encode the missing chunks; and it works again later."""
+    """More requests than threads, to a tier that never answers: each returns at its deadline, which is the tier's or
+    the time to encode the missing chunks. The tier works again later.
+    """
     clock = Clock()
     shared, made = connect(timeout=timeout, clock=clock), some(tier.THREADS * 3)
     put(shared, made)
@@ -283,7 +285,7 @@ def test_the_circuit_breaker_never_closes_again_lmcache_s3():
         start = clock.now
         while not breaker.allow():
             clock.now += 0.5
-        assert not breaker.allow()  # one tries, the others do not wait for it
+        assert not breaker.allow()  # one request tries, the others do not wait for it
         breaker.note(failed=True)
         pauses.append(clock.now - start)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
@@ -295,7 +297,7 @@ def test_the_circuit_breaker_never_closes_again_lmcache_s3():
 
 
 def test_memory_grows_with_a_slow_redis_lmcache_2017(connect, monkeypatch):
-    """What waits to be written is bounded, and the rest is not written."""
+    """The queue of pending writes is bounded; further values are not written."""
     shared, made = connect(), some(8)
     size = next(iter(made.values())).nbytes
     monkeypatch.setattr(tier, "WAITING_BYTES", 2 * size)
@@ -311,7 +313,7 @@ def test_memory_grows_with_a_slow_redis_lmcache_2017(connect, monkeypatch):
 
 @pytest.mark.parametrize("url", ["s3://bucket/folder", "redis://127.0.0.1:1", "file:///dev/null/folder"])
 def test_s3_does_not_start_and_uploads_assert_lmcache_1961_3376(connect, monkeypatch, url):
-    """A tier that is not there is a clear error, or fails and is then left alone; nothing else happens."""
+    """An unavailable tier is a clear error, or fails and is then left alone; nothing else happens."""
     for name, value in {"ENDPOINT": "http://127.0.0.1:1", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     made = some()
@@ -331,7 +333,7 @@ def test_s3_does_not_start_and_uploads_assert_lmcache_1961_3376(connect, monkeyp
 
 @pytest.mark.parametrize("fault", ["killed", "paused", "filled", "other data", "flipping", "stalled", "cut"])
 def test_other_requests_kv_from_the_disk_tier_lmcache_4385_dynamo_14416_15079(connect, server, proxy, fault):
-    """A real server with a fault: no wrong tensor, nothing counted as loaded that is not, an end, and a way back."""
+    """A real server with a fault: no wrong tensor, correct counts of loaded values, termination, and recovery."""
     clock, made = Clock(), some(6)
     url = f"redis://127.0.0.1:{proxy.port}"
     shared = connect(url, clock=clock, timeout=0.05 if fault in ("paused", "flipping", "stalled") else 60.0)
@@ -381,7 +383,9 @@ def test_other_requests_kv_from_the_disk_tier_lmcache_4385_dynamo_14416_15079(co
     ["403", "500", "503", "resets", "truncates", "shortened", "flips", "stale", "a page", "hangs", "overwrites"],
 )
 def test_an_object_store_with_a_fault_gives_no_wrong_tensor(connect, s3, fault):
-    """Errors, truncation, stale and exchanged objects: a miss each, an end, and a way back; create-only is probed."""
+    """Errors, truncation, stale and swapped objects: each is a miss, and terminates and recovers; create-only is
+    probed.
+    """
     clock, made = Clock(), some()
     shared = connect("s3://bucket/folder", clock=clock, timeout=0.05 if fault == "hangs" else 60.0)
     put(connect("s3://bucket/folder"), made)
@@ -412,8 +416,9 @@ def test_an_object_store_with_a_fault_gives_no_wrong_tensor(connect, s3, fault):
 @pytest.mark.parametrize("fold", [str.lower, lambda name: name.replace("/", "_")], ids=["case", "folders"])
 @pytest.mark.parametrize("what", OTHERS)
 def test_a_store_without_case_or_folders_keeps_apart_what_differs(connect, monkeypatch, what, fold):
-    """Two models, prompts, tenants, secrets or codecs: all that is ragkv's own in a name is lower case, and one
-    character is as another. Whose value lies under another's name is `moved` above."""
+    """Two models, prompts, tenants, secrets or codecs: in such a store, ragkv's names collide only if equal. `moved`
+    above tests values stored under another name.
+    """
     monkeypatch.setenv("TIER_SECRET", "a secret of many characters")
     monkeypatch.setenv("OTHER_SECRET", "another secret of many characters")
     settings, changes = OTHERS[what]
@@ -449,7 +454,7 @@ def test_what_a_slower_tier_has_is_promoted_to_the_faster_ones(connect, tmp_path
     held = shared._tiers[0].tier = Held(shared._tiers[0].tier)
     shared.offer(list(some(5).items()))
     held.go.set()
-    assert shared.delete([one.key() for one in some(5)])  # also what was still to be written
+    assert shared.delete([one.key() for one in some(5)])  # also what was still queued
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

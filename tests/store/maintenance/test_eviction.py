@@ -1,4 +1,4 @@
-"""KV within a budget: what is let in, what leaves for it, and what stays whatever happens."""
+"""KV within a budget: what is admitted, what is evicted for it, and what is never evicted."""
 
 import math
 import shutil
@@ -33,7 +33,7 @@ def use(of, chunk_id, **counts):
 
 
 def ask(store, of, chunk_id):
-    """What a question does: find the KV or make it, and say so. Whether it was there."""
+    """Look up KV as a question does: compute it on a miss, and record the use. Returns whether it was a hit."""
     found = store.get_kv(of)
     store.record_uses(use(of, chunk_id, hits=1) if found else use(of, chunk_id, misses=1))
     if found is None:
@@ -105,7 +105,7 @@ def test_the_prefix_and_what_is_staged_stay(store):
 def test_what_was_used_since_it_was_found_stays(store):
     write(store, "a", *[(n,) for n in range(5)])
     store.set_budget(3 * PER_TOKEN)
-    for n in range(4):  # for the last one, what may leave is looked for, and the first leaves
+    for n in range(4):  # for the last one, eviction candidates are collected, and the first is evicted
         ask(store, identity(n), f"a#{n}")
     for _ in range(5):
         ask(store, identity(1), "a#1")
@@ -137,7 +137,7 @@ def test_a_larger_form_of_a_record_makes_room_among_the_others(tmp_path):
     size = 20 * PER_TOKEN
     with Store.create(tmp_path / "index", codec=Int8()) as small:
         write(small, "a", (1,) * 20, (2,) * 20, kv=True)
-        small.put_kv(second, kv_of(first), chunk_id=f"a#{second.chunk_ids[0] - 1}")  # so that both are as long
+        small.put_kv(second, kv_of(first), chunk_id=f"a#{second.chunk_ids[0] - 1}")  # same length for both
         smaller = small.kv_bytes // 2
     assert smaller < size
     with Store.open(tmp_path / "index") as store:
@@ -161,7 +161,7 @@ def test_what_is_staged_again_since_it_was_found_stays(store):
     write(store, "a", (1,), (2,), (3,), kv=True)
     write(store, "b", (4,), (5,))
     store.set_budget(3 * PER_TOKEN)
-    ask(store, identity(4), "b#0")  # what may leave is looked for, and one leaves: no question has used it
+    ask(store, identity(4), "b#0")  # collects eviction candidates and evicts one; no question has used it
     store.delete_document("a")
     staged = [identity(2), identity(3)]
     store.stage_kv([(of, kv_of(of)) for of in staged])
@@ -189,7 +189,7 @@ def test_a_lowered_budget_is_kept_by_the_next_that_writes_and_in_small_transacti
 @pytest.mark.parametrize("second", ["let in", "shrink"])
 @pytest.mark.parametrize("first", ["let in", "shrink"])
 def test_one_thread_at_a_time_chooses_what_leaves(store, monkeypatch, first, second):
-    """Two that used up the same candidates would drop too little, or too much."""
+    """Two threads with the same candidates would evict too little or too much."""
     ids = [identity(n, n) for n in range(12)]
     write(store, "a", *[(n, n) for n in range(12)])
     for n, of in enumerate(ids[:8]):
@@ -224,7 +224,7 @@ def test_a_reader_that_looked_before_an_eviction_reads_on(store):
 
 
 def test_what_is_asked_for_again_and_again_gets_in(store):
-    """Refused while what is there is worth more, and remembered: in the end it is worth more."""
+    """KV is rejected while the stored KV is worth more; repeated requests raise its worth until it is admitted."""
     write(store, "a", (1,), (2,))
     store.set_budget(PER_TOKEN)
     for _ in range(4):
@@ -244,7 +244,7 @@ def test_the_ledger_adds_up(store):
     store.record_uses(use(identity(1, 2), "a#0", hits=4), seconds_per_token=0.5)
     found = store.ledger()
     assert (found.hits, found.misses, found.hit_tokens) == (5, 2, 3 + 8)
-    assert found.saved_seconds == 4.0  # the first hit came before any rate was known
+    assert found.saved_seconds == 4.0  # the first hit preceded any measured rate
     assert found.hit_rate == 5 / 7
     assert sorted(row.count for _, row in store.uses()) == [2, 5]
 
@@ -279,14 +279,14 @@ TOKENS = [(1,), (2, 2), (3, 3, 3), (4, 4, 4, 4), (5, 5), (6,)]
 
 
 class BudgetMachine(RuleBasedStateMachine):
-    """Any sequence of documents, questions and budgets, beside dicts that do the same by sorting all there is."""
+    """Random sequences of documents, questions and budgets, compared with dicts that sort everything."""
 
     def __init__(self):
         super().__init__()
         self.path = Path(tempfile.mkdtemp())
         self.store = Store.create(self.path)
-        self.documents = {}  # by name: the tokens of its chunks
-        self.held = {}  # by tokens: the chunks that need the KV
+        self.documents = {}  # name -> tokens of its chunks
+        self.held = {}  # tokens -> chunks that need the KV
         self.weights, self.clock, self.budget = {}, 0.0, None
         self.pinned = set()
         self.spare()
@@ -389,7 +389,7 @@ CHUNKS, QUESTIONS, ROOM = 5000, 10_000, 1000
 
 
 def zipf(exponent, *, seed, drift=0.0, every=1000):
-    """Draws of chunks; after `every`, a share `drift` of the chunks trade places."""
+    """Zipf-distributed draws of chunks; after every `every` draws, a share `drift` of the chunks swap ranks."""
     draw = np.random.default_rng(seed)
     shares = np.arange(1, CHUNKS + 1) ** -float(exponent)
     places = draw.permutation(CHUNKS)
@@ -402,7 +402,7 @@ def zipf(exponent, *, seed, drift=0.0, every=1000):
 
 
 def best_fixed(asked):
-    """Hits of the best set of hindsight, each of whose chunks has to be made at its first use, as ours has."""
+    """Hits of the best fixed set in hindsight, each of whose chunks misses at its first use, as in ragkv."""
     return sum(count - 1 for _, count in Counter(asked).most_common(ROOM))
 
 
@@ -417,7 +417,7 @@ def test_within_five_points_of_the_best_fixed_set(exponent, drift):
 
 
 def test_a_change_of_interest_is_followed():
-    """What was asked for ten thousand times gives way to what is asked for now."""
+    """Chunks that were used ten thousand times are evicted when the questions' topic changes."""
     old, new = zipf(1.0, seed=1), [CHUNKS + chunk for chunk in zipf(1.0, seed=2)]
     sizes = dict.fromkeys([*old, *new], (10, 100))
     both = simulate([*old, *new], ROOM * 100, sizes)
@@ -428,7 +428,7 @@ def test_a_change_of_interest_is_followed():
 def test_small_simulations():
     found = simulate(["large", "small"] * 5, 100, {"large": (10, 101), "small": (10, 100)})
     assert (found.hits, found.misses, found.evictions) == (4, 6, 0)
-    # A pass over all chunks, between questions about a few: the few stay.
+    # A scan over all chunks, interleaved with questions about a few, does not evict the few.
     few = [1, 2, 3, 4] * 30
     found = simulate([*few, *range(10, 30), *few], 400, dict.fromkeys([*few, *range(10, 30)], (10, 100)))
     assert found.hits == len(few) * 2 - 4

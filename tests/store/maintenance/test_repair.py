@@ -1,4 +1,4 @@
-"""Whatever is damaged is found by name and put right from what is intact, or its document goes; nothing else does."""
+"""A repair finds all damage by name, and restores it from intact data or drops its document, and nothing else."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Change = Callable[[Transaction, Any], object]
 
 
 def flip(txn: Transaction, table: str, key: bytes, at: int = 0) -> None:
-    """One bit of a value, as a bad disk does it."""
+    """Flip one bit of a value, as a bad disk does."""
     value = bytearray(bytes(txn.get(table, key)))
     value[at] ^= 4
     txn.put(table, key, bytes(value))
@@ -209,7 +209,7 @@ def test_damage_is_named_and_every_row_comes_back(library, kind, table, damage):
 
 
 def test_a_mended_document_is_made_anew_by_the_next_ingest(library):
-    """For page and heading stood in the damaged row alone."""
+    """The page and the heading were only in the damaged row."""
     chunks = library.write("d", "p one\np two\np three", pages=True)
     assert library.store.is_current("d", "hash of p one\np two\np three", "recipe")
     library.edit(lambda txn: flip(txn, "chunks", library.place("d", 1)))
@@ -245,11 +245,11 @@ def test_what_cannot_be_whole_goes_alone_and_its_kv_waits(library, kind, table, 
     assert {name: list(library.store.chunks(name)) for name in ("b", "c")} == other
     assert library.store.document("a") is None
     assert library.store.text("a") is None
-    assert len(list(library.store.orphans())) == 6  # of eight; two are needed by b
+    assert len(list(library.store.orphans())) == 6  # of eight; b needs two
     assert library.encoded == []
     library.write("a", "one two three\nfour five\nsix seven eight\nnine")
     again = library.rows()
-    again["documents"], before["documents"] = [], []  # which hold the time of the ingest
+    again["documents"], before["documents"] = [], []  # they contain the time of the ingest
     assert again == before
     assert len(kv) == 8
 
@@ -264,7 +264,7 @@ def test_without_an_embedder_a_damaged_vector_costs_the_document(library):
 
 
 def test_bad_kv_that_cannot_be_made_again_is_dropped(library):
-    """Of another model or prompt (nobody asks for it), of the index itself, of nobody."""
+    """Of another model or prompt (no longer used), of the index itself, or without an owner."""
     stale = library.identities(chunk(library, "a", 0))[0]
     stale = dataclasses.replace(stale, model="another")
     library.store.put_kv(stale, library.encode([stale])[0], chunk_id=chunk(library, "a", 0).chunk_id)
@@ -322,7 +322,7 @@ def test_a_repair_that_was_stopped_goes_on(library, monkeypatch):
 
 
 def test_a_document_that_changes_meanwhile_is_looked_at_again(library):
-    """The plan for the damaged version must not be carried out on the new one."""
+    """The plan for the damaged version must not be applied to the new version."""
     library.edit(lambda txn: flip(txn, "chunks", library.place("a", 1)))
     find, seen = library.find_chunk, []
 
@@ -338,7 +338,7 @@ def test_a_document_that_changes_meanwhile_is_looked_at_again(library):
 
 
 def test_the_tokens_of_a_long_documents_block_are_not_those_of_a_chunk(library):
-    """A chunk needs the block that it lies in, and its tokens are told from KV of its own."""
+    """A chunk refers to the block that contains it, but its tokens are recovered from its own KV."""
     before = chunk(library, "a", 1)
     first = min(of.key() for of in library.identities(before))
     blocks = (
@@ -380,7 +380,7 @@ def test_a_documents_row_elsewhere_never_takes_the_place_of_its_own(library):
 
 
 def test_a_plan_is_for_the_generation_in_which_it_was_made(library):
-    """Another document may have taken a chunk's id meanwhile."""
+    """Another document may have taken over a chunk's id in the meantime."""
     library.edit(lambda txn: flip(txn, "chunks", library.place("a", 1)))
     with library.store._live().read() as txn:
         damaged = find_damage(txn, b"a")

@@ -1,5 +1,6 @@
-"""Garbage is what nothing refers to, and nothing else goes. A copy is of one moment, opens with every check of today,
-and holds nothing that was deleted when it is compact."""
+"""A collection drops exactly the unreferenced records. A copy is one snapshot that passes every check; a compact copy
+contains no deleted data.
+"""
 
 import shutil
 import threading
@@ -51,7 +52,7 @@ def test_what_a_chunk_needs_stays_whoever_else_needed_it(library):
     chunk = next(library.store.chunks("c"))
     of = library.identities(chunk)[0]
     library.store.keep_kv(of, library.encode([of])[0])
-    assert library.store.collect(in_use=lambda _: False).index_records == 1  # the prefix alone
+    assert library.store.collect(in_use=lambda _: False).index_records == 1  # only the prefix
     assert library.store.has_kv(of)
     assert library.store.verify().ok
 
@@ -66,7 +67,7 @@ def test_a_list_that_names_what_is_in_use_is_mended(library):
 
 
 def test_a_record_that_is_taken_up_meanwhile_stays(library, monkeypatch):
-    """Between finding garbage and dropping it, a question may have put the record for a chunk of its own."""
+    """Between the search for garbage and its deletion, a question may have stored the record for its own chunk."""
     from ragkv.store.maintenance import space
 
     staged = library.identities(next(library.store.chunks("c")))[0]
@@ -101,7 +102,7 @@ def test_a_copy_is_the_store(library, tmp_path, compact):
         assert copied.verify().ok
         library.store = copied
         assert library.rows() == before
-        with copied._live().read() as txn:  # which tells of what was deleted
+        with copied._live().read() as txn:  # the history of deletions
             assert (txn.count("changes") == 0) == compact
         library.write("new", "and it\ncan be written")
         assert copied.verify().ok
@@ -176,7 +177,7 @@ def test_a_map_that_another_process_grows_is_no_failure(library, tmp_path, monke
     env, raised = database._map.live(), []
 
     class Once:
-        """The environment, whose first copy fails as LMDB's would."""
+        """An environment whose first copy fails as LMDB's would."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(env, name)
@@ -199,7 +200,7 @@ def test_a_map_that_another_process_grows_is_no_failure(library, tmp_path, monke
 
 
 def live(path: Path) -> bytes:
-    """All keys and values that an LMDB environment holds, read by nothing of ours."""
+    """All keys and values of an LMDB environment, read without ragkv's code."""
     with lmdb.open(str(path / "store"), max_dbs=32, readonly=True) as env:
         with env.begin() as txn:
             names = [bytes(name) for name, _ in txn.cursor()]
@@ -210,7 +211,7 @@ def live(path: Path) -> bytes:
 
 @pytest.mark.parametrize("chunks", [40, 74, 300])
 def test_chunks_that_share_a_record_are_compacted(store, tmp_path, chunks):
-    """Their references have a tree of their own, where py-lmdb's compaction dies."""
+    """Their references are in a subtree, on which py-lmdb's compaction crashes."""
     write(store, "a", *[(1, 2)] * chunks)
     store.copy(tmp_path / "copy", compact=True)
     with Store.open(tmp_path / "copy") as copy:
@@ -247,11 +248,11 @@ def test_a_deleted_document_is_in_no_live_record_and_after_compact_nowhere(libra
         assert store.delete_document("deleted")
         assert store.verify().ok
         library.store = store
-        library.write("after", "something else")  # a later transaction, as LMDB keeps the one before
+        library.write("after", "something else")  # LMDB keeps the pages of the last transaction but one
         store.copy(tmp_path / "compacted", compact=True)
     there = live(path)
     assert [name for name, trace in traces.items() if trace in there] == []
-    # Freed pages keep their bytes until they are used again; a compacted copy has none.
+    # Freed pages keep their content until they are reused; a compact copy has none.
     assert secret.encode() in (path / "store" / "data.mdb").read_bytes()
     compacted = (tmp_path / "compacted" / "store" / "data.mdb").read_bytes()
     assert [name for name, trace in traces.items() if trace in compacted] == []

@@ -1,4 +1,4 @@
-"""A verification is of what is there: beside a writer it never sees damage that is none."""
+"""A verification checks everything, and reports no false damage while another process writes."""
 
 import dataclasses
 import threading
@@ -20,7 +20,7 @@ from ragkv.util.plugins import PluginRegistry
 def test_a_whole_store_is_checked_whole(library):
     found = library.store.verify()
     assert found.ok
-    # of 4 + 2 + 1 chunks, one passage twice; two encodings each, and the prefix
+    # 4 + 2 + 1 chunks with one passage twice, in two encodings, and the prefix
     assert {table: found.checked[table] for table in ("documents", "texts", "chunks", "places", "kv")} == {
         "documents": 3,
         "texts": 3,
@@ -134,7 +134,7 @@ def test_pages_that_lmdb_cannot_read_are_told(library, monkeypatch):
 
 @pytest.mark.parametrize(("keys", "quick"), [(1, False), (3, False), (1, True), (5, True)])
 def test_a_writer_beside_it_is_no_damage(library, monkeypatch, keys, quick):
-    """Documents come, change and go between the batches, which are as small as can be."""
+    """Documents are added, changed and deleted between batches of the smallest size."""
     monkeypatch.setattr("ragkv.store.environment._WALK_KEYS", keys)
     monkeypatch.setattr("ragkv.store.maintenance.verify._QUICK_ROWS", keys)
     done = threading.Event()
@@ -155,7 +155,7 @@ def test_a_writer_beside_it_is_no_damage(library, monkeypatch, keys, quick):
     writer.start()
     try:
         found, verified = [], 0
-        while not failures and (verified < 4 or len(rounds) < 10):  # however seldom the writer gets its turn
+        while not failures and (verified < 4 or len(rounds) < 10):  # however rarely the writer is scheduled
             found += library.store.verify(quick=quick).findings
             verified += 1
     finally:
@@ -180,7 +180,9 @@ def test_a_quick_look_at_small_batches_sees_every_row_once(library, monkeypatch)
 
 
 def test_wrong_counters_are_found_and_mended(library):
-    """Rows that nobody may change so: counters and the list of unreferenced KV, and a record changed beneath them."""
+    """Damage that the store itself never causes: in counters, in the list of unreferenced KV, and in the record of a
+    counter.
+    """
     before, stats = library.rows(), library.store.stats()
     record = library.identities(next(library.store.chunks("a")))[0].key()
 
@@ -196,7 +198,7 @@ def test_wrong_counters_are_found_and_mended(library):
             ("mismatch", "counters"),
             ("mismatch", "unreferenced"),
         }
-    assert library.store.collect(in_use=lambda _: True, dry_run=True).records == 0  # it is looked at again
+    assert library.store.collect(in_use=lambda _: True, dry_run=True).records == 0  # checked again
     assert library.store.repair(library).ok
     assert library.rows() == before
     assert library.store.stats() == stats
@@ -209,23 +211,23 @@ def test_counters_that_cannot_be_read_are_counted_by_rows(library, tokens):
     now = library.store.stats()
     assert now == dataclasses.replace(stats, file_bytes=now.file_bytes, used_bytes=now.used_bytes)
     assert not library.store.verify(quick=True).ok
-    library.write("more", "x y z")  # cannot be added to what cannot be read
+    library.write("more", "x y z")  # an unreadable counter cannot be incremented
     library.store.delete_document("more")
     assert library.store.stats().tokens == stats.tokens
     path = library.store.directory.parent
     library.store.close()
-    with Store.open(path) as store:  # who opens it for writing counts anew
+    with Store.open(path) as store:  # opening for writing recounts
         assert store.verify().ok
         library.store = store
         assert library.rows()["counters"] == before["counters"]
 
 
 def test_a_record_that_was_damaged_after_it_was_counted(library):
-    """Whoever replaces it does not know what it counted for; a repair counts anew."""
+    """A writer that replaces the record does not know how it was counted; a repair recounts."""
     before = library.rows()
     chunk = next(library.store.chunks("a"))
     of = library.identities(chunk)[0]
-    library.edit(lambda txn: txn._txn.put(of.key(), b"damaged", db=txn._tables["kv"]))  # past the transaction
+    library.edit(lambda txn: txn._txn.put(of.key(), b"damaged", db=txn._tables["kv"]))  # bypasses bookkeeping
     assert library.store.put_kv(of, kv_of(of), chunk_id=chunk.chunk_id)
     with library.store._live().read() as txn:
         assert is_stale(txn)
@@ -236,7 +238,7 @@ def test_a_record_that_was_damaged_after_it_was_counted(library):
 
 
 def test_many_values_of_one_key_are_walked_once(library):
-    """A passage that every document has: more references than a batch has keys."""
+    """A passage in every document: more references than fit in a batch of keys."""
     for n in range(40):
         library.write(f"same{n:02}", "one two three")
     found = library.store.verify()
