@@ -1,6 +1,6 @@
-"""Rows of one step that see different chunks, read where they lie or laid out, against one dense forward per row.
+"""Rows of one step with different chunks, read in place or laid out, against one dense forward pass per row.
 
-Rows have groups of their own beside the shared ones, stand at different positions, and chunks are moved.
+Rows have their own groups besides the shared ones and different positions, and chunks are moved.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FAMILIES = ["llama-yarn", "gemma2", "gemma2-unwindowed", "gemma3", "mistral-slid
 
 @functools.cache
 class Library:
-    """Each block encoded alone, once for all tests of a model."""
+    """Each block encoded alone, once per model."""
 
     def __init__(self, model):
         self._kvs = dict(zip(BLOCKS, model.encode(list(BLOCKS.values())), strict=True))
 
     def placed(self, names, start=0):
-        """The blocks one after another from `start`."""
+        """The blocks in sequence from `start`."""
         found = []
         for name in names:
             found.append(PlacedChunk(kv=self._kvs[name], start=start))
@@ -43,7 +43,9 @@ class Library:
         return tuple(found)
 
     def rows(self, shared, own):
-        """`shared` blocks under one group each, then of every row its groups, each a string of block names."""
+        """One row per entry of `own`: a group for each of the `shared` blocks, then its own groups, as strings of block
+        names.
+        """
         rows = []
         for groups in own:
             found, at = [], 0
@@ -55,7 +57,7 @@ class Library:
 
 
 def logits(model, rows, *, settled):
-    """Of every row's question, `(rows, n, vocab)`; its first token is read in a step of its own, in place."""
+    """Logits of every row's question, `(rows, n, vocab)`; its first token is read in a separate step, in place."""
     questions = QUESTIONS[: len(rows)]
     first = model.step(rows, [ids[:1] for ids in questions], every=True)
     if settled:
@@ -66,7 +68,7 @@ def logits(model, rows, *, settled):
 
 @functools.cache
 def truth(model, names, row):
-    """A row's logits after these blocks, which several layouts and ways of reading them have in common."""
+    """A row's logits after these blocks, cached for several layouts and ways of reading."""
     with model.plain() as plain:
         return oracle.reading(plain, [], [BLOCKS[name] for name in names], QUESTIONS[row])
 
@@ -91,15 +93,15 @@ def same(found, truth):
 @pytest.mark.parametrize(
     ("shared", "own"),
     [
-        ("ab", [["c"], [], ["c", "d"]]),  # two groups in a row; the highest and lowest are neither first nor last
+        ("ab", [["c"], [], ["c", "d"]]),  # two groups in a row; neither the first nor the last is the highest or lowest
         ("ab", [[], ["cd"], ["e"]]),  # two chunks in one group
         ("ab", [["d"], ["c"], ["b"], ["e"]]),
-        ("ab", [["c"], [], ["d"], ["e"]]),  # a row between two that sees nothing of its own
-        ("ab", [["cd"], ["dc"], ["ecd"], ["ce"]]),  # the same chunks at different distances, read once for all
-        ("ab", [["cc"], ["c"], [], ["ccc"]]),  # one chunk at several places of a row
+        ("ab", [["c"], [], ["d"], ["e"]]),  # a row without chunks of its own between two others
+        ("ab", [["cd"], ["dc"], ["ecd"], ["ce"]]),  # the same chunks at different offsets, read once for all
+        ("ab", [["cc"], ["c"], [], ["ccc"]]),  # one chunk at several positions of a row
         ("ab", [[], [], []]),
         ("", [["a"], ["c"], ["b"], ["e"]]),
-        ("", [["a"], [], ["b"], ["d"]]),  # a row that sees nothing at all, and stands at position 0
+        ("", [["a"], [], ["b"], ["d"]]),  # one row sees nothing at all, at position 0
         ("", [["a"], ["cd"], ["b"]]),
         ("", [["d"], ["d"], ["bd"]]),
     ],
@@ -117,7 +119,7 @@ def test_rows_see_the_shared_chunks_and_their_own(family, shared, own, settled, 
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_a_weighed_group_of_a_row_keeps_its_weight(weights, settled, kernel, make_model, request):
-    """Among rows whose groups weigh otherwise, or see the same chunks without a weight."""
+    """Beside rows with other weights, and rows that read the same chunks without a weight."""
     if not kernel:
         request.getfixturevalue("without_kernel")
     model = make_model("llama")
@@ -161,7 +163,7 @@ def slices(counts, rows=None):
 
 
 def batches_of(counts, *, window=None, rows=None):
-    """The lengths in each batch, and of those that are read alone."""
+    """The lengths in each batch, and those of the chunks that are read alone."""
     batches, alone = prefill_batches(slices(counts, rows), window, CPU)
     return [[span.n for span in batch._spans] for batch in batches], [span.n for span in alone]
 

@@ -1,4 +1,4 @@
-"""The kernel for attention of many queries against softmax in float64, and what it leaves to other kernels."""
+"""The kernel for attention of many queries, against softmax in float64, and the calls that it leaves to others."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def no_gradients():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The queries of each call of the kernel."""
+    """Records the queries of each call of the kernel."""
     found, honest = [], partial._flash
 
     def watched(query, *more):
@@ -36,7 +36,7 @@ def calls(monkeypatch):
 
 
 def tensors(batch, heads, kv_heads, n, m, width, dtype):
-    """A query, keys and values, of which the last two are views of larger ones."""
+    """A query, keys and values; keys and values are views of larger tensors."""
     query = torch.randn(batch, n, heads, width).transpose(1, 2).to(dtype)
     key, value = (torch.randn(batch, kv_heads, m + 3, 2 * width)[:, :, 3:, :width].to(dtype) for _ in range(2))
     return query, key, torch.cat([value, key], -1)[..., :width]
@@ -58,7 +58,7 @@ def tensors(batch, heads, kv_heads, n, m, width, dtype):
     ids=str,
 )
 def test_it_is_exact(batch, heads, kv_heads, n, m, width, causal, dtype, calls):
-    """Blocks that are full and not, heads that share a key, queries in several bands and units."""
+    """Full and partial blocks, heads that share a key head, queries in several bands and units."""
     torch.manual_seed(0)
     query, key, value = tensors(batch, heads, kv_heads, n, m, width, dtype)
     found = partial_attention(query, key, value, scale=0.8, temperature=4.0, mask="causal" if causal else None)

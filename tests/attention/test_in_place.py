@@ -1,4 +1,4 @@
-"""What is read in place against softmax in float64, and what the kernels leave to others."""
+"""Attention in place, against softmax in float64, and the calls that the kernels leave to others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_dot = pytest.mark.skipif(not kernels.has_dot("bfloat16") or kernels.has_ti
 
 
 def chunk(tokens, heads, width, value_width, dtype=torch.float32, *, kept=None):
-    """Random KV of two layers, of which the tensors are views of larger ones; `kept` in memory as this type."""
+    """Random KV of two layers as views of larger tensors; `kept` is its dtype in memory."""
     keys, values = (
         [torch.randn(heads, tokens + 3, 2 * d)[:, 1:-2, :d].to(dtype) for _ in range(2)] for d in (width, value_width)
     )
@@ -35,14 +35,14 @@ def chunk(tokens, heads, width, value_width, dtype=torch.float32, *, kept=None):
 
 
 def seen(kv, layer=1):
-    """What a kernel reads of a layer: it does not round what it unpacks to the type that the model computes in."""
+    """What a kernel reads of a layer: unpacked numbers are not rounded to the model's dtype."""
     if not kv.packed:
         return kv.keys[layer], kv.values[layer]
     return tuple(PackedTensors(tensors.stored, torch.float32)[layer] for tensors in (kv.keys, kv.values))
 
 
 def rounded(numbers):
-    """As the codec q8 keeps them in memory, between other bytes."""
+    """Numbers as the codec q8 keeps them in memory, between other bytes."""
     heads, tokens, width = numbers.shape
     rows = torch.full((heads, tokens + 3, width + 8), 99, dtype=torch.int8)[:, 1:-2, : width + 2]
     largest = numbers.abs().amax(-1, keepdim=True).bfloat16()
@@ -58,7 +58,7 @@ def call_of(queries, heads, group, width, value_width, dtype=torch.float32, **mo
 
 
 def truth(call, at, kvs):
-    """The attention of the token `at` over these keys and values, in float64; a list of (keys, values)."""
+    """The attention of the token `at` over a list of (keys, values), in float64."""
     keys, values = (torch.cat([pair[i].double() for pair in kvs], 1)[None] for i in (0, 1))
     values = values if values.shape[-1] else keys
     return oracle.attention(call.query[:, :, at : at + 1], keys, values, call.scale, softcap=call.softcap)[0][0, :, 0]
@@ -70,7 +70,7 @@ def stepped(rows, call):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The parts of each call of the kernel."""
+    """Records the number of parts in each call of the kernel."""
     found, honest = [], in_place._compute
 
     def watched(call, table, *more):
@@ -87,7 +87,7 @@ def calls(monkeypatch):
         (torch.bfloat16, [None], 2, 4, 32, 32, None),
         (torch.bfloat16, [torch.int8], 2, 4, 32, 32, None),
         (torch.float16, [torch.int8], 2, 1, 80, 80, None),
-        # more query heads than read a key at a time, no multiple
+        # more query heads than are read at a time for a key head, and not a multiple
         (torch.float32, [torch.int8, torch.float16], 1, 11, 8, 8, 5.0),
         (torch.float32, [None], 3, 2, 24, 16, 5.0),
         (torch.bfloat16, [None], 1, 4, 40, 0, None),  # latents
@@ -95,11 +95,11 @@ def calls(monkeypatch):
     ids=str,
 )
 def test_it_is_exact(dtype, kept, heads, group, width, value_width, softcap, calls):
-    """Chunks of one key, of a block of keys, and of one more or less; scores that are large are no matter."""
+    """Chunks of one key, of a block of keys, and of one more or less; large scores."""
     torch.manual_seed(0)
     sizes = [1, decode_kernel.BLOCK - 1, 7, decode_kernel.BLOCK, 2 * decode_kernel.BLOCK + 1]
     kvs = [chunk(n, heads, width, value_width, dtype, kept=each) for each in kept for n in sizes]
-    kvs.append(chunk(5, heads, width, value_width, dtype))  # packed ones and others in one table
+    kvs.append(chunk(5, heads, width, value_width, dtype))  # packed and unpacked chunks in one table
     call = call_of(1, heads, group, width, value_width, dtype, softcap=softcap)
     call.query.mul_(20.0)
     row = TokenSequence.over([PlacedChunk(kv=kv, start=0) for kv in kvs], position=600)
@@ -113,7 +113,7 @@ def test_it_is_exact(dtype, kept, heads, group, width, value_width, softcap, cal
 
 
 def test_sequences_have_their_own_chunks_weights_and_tokens(calls):
-    """Some in one block of an arena, one with memory of its own, one without chunks, and one with two groups."""
+    """One in a block of an arena, one with its own memory, one without chunks, and one with two groups."""
     torch.manual_seed(1)
     kvs = [chunk(n, 2, 16, 16) for n in (5, 70, 9, 33)]
     arena = KVArena()
@@ -149,7 +149,7 @@ def test_sequences_have_their_own_chunks_weights_and_tokens(calls):
 
 
 def test_what_many_read_is_read_once_for_all(calls, monkeypatch):
-    """A long chunk of three sequences is no matter of the kernel, and their short ones are."""
+    """The kernel skips a long chunk of three sequences, which is read once for all, and reads their short ones."""
     torch.manual_seed(2)
     long, *short = (chunk(n, 2, 16, 16) for n in (600, 9, 5, 3))
     segments = [PlacedChunk(kv=kv, start=0) for kv in (short[0], long, *short[1:])]
@@ -175,7 +175,7 @@ def test_what_many_read_is_read_once_for_all(calls, monkeypatch):
 @pytest.mark.parametrize("window", [1, 5, 9, 12, 25, 90])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_window_ends_with_the_token(window, rows):
-    """Eight own tokens stand before it; the second of three chunks is one that three rows read once for all."""
+    """Eight own tokens precede it; three rows read the second of three chunks together."""
     torch.manual_seed(3)
     kvs = [chunk(n, 1, 16, 16) for n in (10, 400, 10)]
     call = call_of(rows, 1, 2, 16, 16, window=window)
@@ -254,7 +254,7 @@ def test_threads_share_the_heads(monkeypatch, calls):
 
 
 def test_what_the_kernel_does_not_take(calls):
-    """Numbers of other kinds, also of a chunk alone, heads that are no multiple of 8, and gradients are for torch."""
+    """Other dtypes, also of a single chunk, widths that are not multiples of 8, and gradients are left to torch."""
     wide = torch.float64
     for kv, width, dtype in (
         (chunk(6, 1, 12, 12), 12, torch.float32),
@@ -310,7 +310,7 @@ ROTARY = Rotary(
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The tokens of each part of each call of the kernel for many tokens."""
+    """Records the tokens of each part in each call of the kernel for many tokens."""
     pytest.importorskip("ragkv.attention.flash_kernel", exc_type=ImportError)
     found, honest = [], in_place._compute_many
 
@@ -324,7 +324,7 @@ def launches(monkeypatch):
 
 
 def context(group, row, before, call, at, n):
-    """Positions, keys and values of what a sequence's tokens may read, in float64: of a group, or its own."""
+    """Positions, keys and values that a sequence's tokens may read, in float64: of a group, or its own."""
     placed, keys, values = [], [], []
     for segment in group.segments:
         placed.append(torch.arange(segment.start, segment.end))
@@ -340,7 +340,7 @@ def context(group, row, before, call, at, n):
 
 
 def attended(row, before, call, at, n):
-    """`(n, q_heads, width)`: each new token over what it sees, in float64; its groups enter with their weights."""
+    """`(n, q_heads, width)`: attention of each new token, in float64; its groups enter with their weights."""
     plain = ChunkGroup(segments=tuple(s for group in row.groups if group.plain for s in group.segments))
     weighed = [group for group in row.groups if not group.plain]
     outs = []
@@ -367,7 +367,7 @@ def attended(row, before, call, at, n):
     ("dtype", "kept", "heads", "group", "width"),
     [
         (torch.float32, None, 1, 2, 16),
-        (torch.float32, torch.float16, 2, 1, 32),  # rows of two lines
+        (torch.float32, torch.float16, 2, 1, 32),  # rows of two cache lines
         (torch.float32, torch.int8, 2, 1, 32),
         pytest.param(torch.bfloat16, None, 2, 4, 32, marks=needs_dot),
         pytest.param(torch.bfloat16, torch.int8, 2, 4, 32, marks=needs_dot),
@@ -375,7 +375,7 @@ def attended(row, before, call, at, n):
     ids=str,
 )
 def test_many_tokens_are_exact(dtype, kept, heads, group, width, window, calls, launches):
-    """Of sequences with a group under weights, with own tokens before, with none, with moved chunks; beside a single
+    """A sequence with a weighted group, with earlier tokens of its own, without any, with moved chunks, and a single
     token.
     """
     torch.manual_seed(7)
@@ -414,7 +414,7 @@ def test_many_tokens_are_exact(dtype, kept, heads, group, width, window, calls, 
     ("dtype", "width", "close"), [(torch.float32, 16, 2e-5), pytest.param(torch.bfloat16, 32, 3e-2, marks=needs_dot)]
 )
 def test_many_tokens_have_what_single_ones_leave_to_others(dtype, width, close, calls, launches):
-    """A long chunk that three sequences decode over is read once for them; a fourth one reads it in place."""
+    """A long chunk is read once for the three sequences that decode over it; a fourth sequence reads it in place."""
     torch.manual_seed(9)
     segments = [PlacedChunk(kv=chunk(n, 2, width, width, dtype), start=at) for n, at in ((600, 2), (9, 602))]
     rows = [TokenSequence.over(segments, position=611) for _ in range(4)]

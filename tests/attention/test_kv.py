@@ -1,4 +1,4 @@
-"""Tensors of a chunk and the cache of a row's own tokens."""
+"""Tensors of a chunk, and the cache of a row's own tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_offset_is_how_far_the_prompt_moved_it():
 
 
 def test_every_tensor_of_a_layer_is_checked():
-    """Keys and values of one layer, and the layers among each other, hold the same tokens and heads."""
+    """Keys and values of a layer, and all layers, must have the same tokens and heads."""
     good = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match="one key and one value"):
         ChunkKV(keys=(), values=())
@@ -41,7 +41,7 @@ def test_layers_may_differ_in_width_and_values_from_keys():
 
 
 def test_a_copy_on_another_device_is_the_same_chunk():
-    """`meta` is a device that every machine has; a chunk that is there already is not copied."""
+    """Every machine has the device `meta`; a chunk that is on the device already is not copied."""
     kv = chunk(encoded_at=9)
     moved = kv.to(torch.device("meta"))
     assert (moved.encoded_at, moved.tokens, moved.shape) == (9, 3, kv.shape)

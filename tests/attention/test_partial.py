@@ -1,4 +1,4 @@
-"""The primitive: parts of a row merge to the whole row, by every kernel."""
+"""Partial attention: partial results merge to the result over all keys, for every kernel."""
 
 from __future__ import annotations
 
@@ -88,13 +88,13 @@ def test_parts_that_saw_nothing_merge_to_nothing():
 
 
 def scattered(n: int, tokens: list[int]) -> tuple[torch.Tensor, PartialAttention]:
-    """A part that holds these tokens of `n`, and the indices."""
+    """A part for these tokens of `n`, and their indices."""
     out, lse = torch.randn(1, 2, len(tokens), 4), torch.randn(1, 2, len(tokens)) * 3
     return torch.tensor(tokens), PartialAttention(out, lse)
 
 
 def spread(n: int, tokens: torch.Tensor | slice, part: PartialAttention) -> PartialAttention:
-    """The part as one of all `n` tokens; the others saw nothing."""
+    """The part extended to all `n` tokens; the others saw no keys."""
     out, lse = torch.zeros(1, 2, n, 4), torch.full((1, 2, n), -torch.inf)
     out[:, :, tokens], lse[:, :, tokens] = part.out, part.lse
     return PartialAttention(out, lse)
@@ -120,7 +120,7 @@ def test_parts_of_some_tokens_merge_as_parts_of_all_would(data, n):
 
 @pytest.mark.parametrize("order", ["by sequence", "by chunk", "shuffled"])
 def test_chunks_of_adjacent_sequences_merge_as_one_of_all(order):
-    """Three sequences of two tokens: two read two chunks of their own, the last one none."""
+    """Three sequences of two tokens: two read their own two chunks, the last one none."""
     torch.manual_seed(0)
     held = [(slice(at, at + 2), scattered(6, [at, at + 1])[1]) for at in (0, 0, 2, 2)]
     if order != "by sequence":
@@ -170,7 +170,7 @@ def test_cuda_kernels_equal_the_matmul_path():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_values_may_be_wider_or_narrower_than_keys(shared):
-    """As in models whose values have a width of their own; a kernel that wants equal widths must not be chosen."""
+    """Some models have another width for values; a kernel that requires equal widths must not be chosen."""
     query, key, _ = states(2, 4, 2, n=3, m=6)
     for width in (8, 24):
         value = torch.randn(2, 2, 6, width)
@@ -204,7 +204,7 @@ def test_soft_capped_scores_of_half_types_are_computed_in_fp32():
 
 
 def test_parts_of_half_types_merge_in_fp32():
-    """A thousand parts of one key each: sums in a half type would drift by far more than one rounding."""
+    """A thousand parts of one key each: sums in a half type would deviate by far more than one rounding."""
     query, key, value = states(1, 2, 2, n=3, m=1000, dtype=torch.bfloat16)
     parts = [partial_attention(query, key[:, :, i : i + 1], value[:, :, i : i + 1], scale=0.2) for i in range(1000)]
     merged = merge_partials(parts)

@@ -35,7 +35,7 @@ ROTARY = Rotary(apply=apply, angles=angles, kinds=KINDS)
 
 
 def exact(states, kind, offset):
-    """R(offset)·states in fp64: number i and number i + head_dim/2 of a head are one complex number."""
+    """R(offset)·states in fp64: elements i and i + head_dim/2 of a head form one complex number."""
     wide = states.double()
     pairs = torch.complex(wide[..., : HEAD_DIM // 2], wide[..., HEAD_DIM // 2 :])
     rotated = pairs * torch.exp(1j * offset * FREQUENCIES[kind])
@@ -90,7 +90,7 @@ def test_nothing_is_rotated_where_no_chunk_was_moved():
 
 
 def paired(states, cos, sin):
-    """Neighbours are one complex number, as in GLM and Cohere; only the first half of a head has positions."""
+    """Adjacent elements form a complex number, as in GLM and Cohere; only the first half of a head is rotated."""
     cos, sin = (t[:, None, :, : HEAD_DIM // 4].repeat_interleave(2, -1) for t in (cos, sin))
 
     moved, still = states[..., : HEAD_DIM // 2], states[..., HEAD_DIM // 2 :]
@@ -99,7 +99,7 @@ def paired(states, cos, sin):
 
 
 def neighbours(states, cos, sin):
-    """Neighbours are one complex number, in the whole head."""
+    """Adjacent elements form a complex number, in the whole head."""
     cos, sin = (t[:, None, :, : HEAD_DIM // 2].repeat_interleave(2, -1) for t in (cos, sin))
     return states * cos + torch.stack([-states[..., 1::2], states[..., 0::2]], -1).flatten(-2) * sin
 
@@ -115,7 +115,7 @@ def test_pairs_and_partial_rotations_need_no_code_of_their_own(offset):
 
 
 def casting(states, cos, sin):
-    """A model's function that computes in the dtype of the query, as some families' do."""
+    """A model's rotary function that computes in the query's dtype, as some families' do."""
     return apply(states, cos.to(states.dtype), sin.to(states.dtype))
 
 
@@ -149,7 +149,7 @@ def test_keys_that_are_laid_out_are_rounded_once(function):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("function", "halves"), [(apply, "adjacent"), (neighbours, "paired"), (paired, None)])
 def test_keys_are_laid_out_as_the_model_rotates_them(function, halves, dtype):
-    """Halves, pairs, and what is neither: a rotation of a part of the head, which the model's own function computes."""
+    """Halves, pairs, and other layouts: a partial rotation, which the model's own function computes."""
     rotary = Rotary(apply=function, angles=angles, kinds=KINDS)
     expected = {"adjacent": (slice(4), slice(4, None)), "paired": (slice(0, None, 2), slice(1, None, 2))}.get(halves)
     assert rotary.halves("near", HEAD_DIM) == expected

@@ -124,7 +124,7 @@ def test_tokens_of_a_pass_that_failed_are_overwritten():
     own, first = KVCache(reserve=1), torch.randn(1, 2, 3, 4)
     own.append(0, first, first)
     own.commit(3)
-    for n in (2, 7, 1):  # it does not matter how far the failed passes got, nor what they had room for
+    for n in (2, 7, 1):  # whatever the failed passes wrote or reserved
         own.append(0, torch.randn(1, 2, n, 4), torch.randn(1, 2, n, 4))
         assert own.length == 3
     again = torch.randn(1, 2, 2, 4)
@@ -139,7 +139,7 @@ def test_a_chunk_cut_from_own_tokens_is_its_own_memory():
     states = torch.randn(1, 1, 3, 4)
     own.append(0, states, states)
     own.commit(3)
-    own.append(0, -states, -states)  # not committed: what a pass that failed has left
+    own.append(0, -states, -states)  # not committed, as after a failed pass
     kv = own.chunk_kv(encoded_at=7)
     own.append(0, -states, -states)
     own.commit(3)
@@ -150,7 +150,7 @@ def test_a_chunk_cut_from_own_tokens_is_its_own_memory():
 
 
 def test_a_step_copies_nothing_while_there_is_room_and_room_doubles():
-    """A long answer moves its tokens a logarithm of times, not once in `reserve` steps."""
+    """A long answer copies its tokens a logarithmic number of times, not once every `reserve` steps."""
     own, places, step = KVCache(reserve=8), [], torch.randn(1, 1, 1, 2)
     for _ in range(1000):
         keys, _ = own.append(0, step, step)
@@ -194,18 +194,18 @@ def test_what_gains_nothing_is_not_joined():
     one, after, far, empty = blank(4, 3), blank(9, 7), blank(9, 9), blank(0, 7)
     assert worth_joining(ChunkGroup(segments=(one, after)), windowed=True)
     assert not worth_joining(ChunkGroup(segments=(one,)), windowed=False)
-    assert not worth_joining(ChunkGroup(segments=(one, empty)), windowed=False)  # which has no tokens
+    assert not worth_joining(ChunkGroup(segments=(one, empty)), windowed=False)  # `empty` has no tokens
     assert worth_joining(ChunkGroup(segments=(one, empty, after)), windowed=True)
     assert worth_joining(ChunkGroup(segments=(one, far)), windowed=False)
     assert not worth_joining(ChunkGroup(segments=(one, far)), windowed=True)  # a window is cut by position
-    assert not worth_joining(ChunkGroup(segments=(one, one)), windowed=True)  # APE's share their positions
+    assert not worth_joining(ChunkGroup(segments=(one, one)), windowed=True)  # APE's chunks share their positions
     assert not worth_joining(ChunkGroup(segments=(blank(LONG, 0), blank(LONG, LONG))), windowed=False)
     assert not worth_joining(ChunkGroup(segments=()), windowed=False)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_chunks_move_towards_the_beginning_too(family, make_model):
-    """Encoded after a prefix and placed before where it was encoded: the keys are those of a forward at that place."""
+    """Encoded after a prefix and placed before that position: the keys equal those of a forward pass there."""
     model = make_model(family)
     [prefix] = model.encode([CHUNKS[3][:9]])
     moved = model.encode([CHUNKS[0][:5], CHUNKS[1][:4]], prefix=prefix)

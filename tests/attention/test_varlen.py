@@ -1,4 +1,4 @@
-"""The device's kernel for packed sequences, and chunk KV in pages, beside the processor's path and the plain matmul."""
+"""The device's kernel for packed sequences and chunk KV in pages, against the CPU's path and the plain matmul."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENGINES = [
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """The kernel takes processors' tensors in fp32; its calls."""
+    """Lets the kernel take CPU tensors in fp32; records its calls."""
     packedkernel.register()
     monkeypatch.setattr(varlen, "DEVICES", {"cpu"})
     monkeypatch.setattr(varlen, "DTYPES", {torch.float32})
@@ -51,7 +51,7 @@ def states(batch, heads, kv_heads, n, m, width=16):
 
 
 def check_kernel(states, device, dtype, close):
-    """What the kernel gives on a device, with and without windows, against masks in the plain matmul."""
+    """Compare the kernel's results on a device, with and without windows, with masks in the plain matmul."""
     shapes = [(1, 8, 5, 5, None), (2, 4, 7, 7, 3), (1, 8, 3, 11, None), (1, 2, 4, 19, 6), (1, 4, 3, 1301, None)]
     for batch, heads, n, m, window in [*shapes, (3, 8, 1, 40, None), (1, 8, 1, 700, 9)]:
         query, key, value = (t.to(device, dtype) for t in states(batch, heads, 2, n, m))
@@ -119,21 +119,21 @@ def test_chunks_lie_in_pages_until_the_last_view_is_gone(kernel):
     head = held[2].head(5)
     del held[1:3]
     gc.collect()
-    assert pool.hold(chunk(2 * PAGE)).pages.first != 2  # a view of these is alive
+    assert pool.hold(chunk(2 * PAGE)).pages.first != 2  # a view of these pages is alive
     head_is = head.keys[0].clone()
     more = [pool.hold(chunk(PAGE)) for _ in range(4)]
     assert torch.equal(head.keys[0], head_is)
-    assert more[0].pages.first == 1  # the page that is free again
+    assert more[0].pages.first == 1  # the freed page
     del head
     gc.collect()
     assert pool.hold(chunk(2 * PAGE)).pages.first == 2
     large = chunk((pages.BLOCK + 1) * PAGE)
-    assert pool.hold(large) is large  # beyond the budget
+    assert pool.hold(large) is large  # larger than the budget
 
 
 @pytest.mark.parametrize("codec", [Half(), Q8()], ids=str)
 def test_packed_chunks_are_unpacked_into_pages_within_the_budget(kernel, codec):
-    """Those of alike layers in one operation, as a record is read; others layer by layer."""
+    """Chunks with equal layers in one operation, as a record is read; others layer by layer."""
     of = KVIdentity(model="m", encoding=Encoding.STANDALONE, chunk_ids=tuple(range(PAGE)))
     _, packed = record.round_trip(chunk(PAGE), of, codec)
     apart = replace(packed, stacked=None)
@@ -144,7 +144,7 @@ def test_packed_chunks_are_unpacked_into_pages_within_the_budget(kernel, codec):
     held = [pool.hold(packed), pool.hold(apart)]
     assert all(equal(kv, wide) for kv in held)
     assert [kv.pages.first for kv in held] == [0, 1]
-    assert pool.hold(packed) is packed  # there are no more pages
+    assert pool.hold(packed) is packed  # no pages left
     assert PagePool(CPU, wide.nbytes - 1).hold(packed) is packed
 
 
@@ -156,7 +156,7 @@ def test_without_memory_for_pages_chunks_lie_by_themselves(kernel, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(pages, "PageBlock", full)
         assert pool.hold(kv) is kv
-    assert pool.hold(kv) is kv  # it does not try again
+    assert pool.hold(kv) is kv  # no second attempt
 
 
 def test_kv_that_the_kernel_does_not_read_is_left_where_it_is(kernel):
@@ -168,13 +168,13 @@ def test_kv_that_the_kernel_does_not_read_is_left_where_it_is(kernel):
 
 
 def questions(name, tuning):
-    """Over some chunks in orders of their own, so that the same chunk is read at other offsets."""
+    """Questions over chunks in different orders, so that a chunk is read at different offsets."""
     orders = [(7, 6, 5), (6, 7), (5,), (), (4,)]
     return [Asked(engine=(name, tuning), chunks=order, suffix=(80 + i, 81), steps=5) for i, order in enumerate(orders)]
 
 
 def hold_in_pages(pool, monkeypatch):
-    """What is asked from now on reads the bank's chunks from pages."""
+    """From now on, requests read the bank's chunks from pages."""
     bank = crowd._bank
 
     def paged(*which):
@@ -194,10 +194,10 @@ def hold_in_pages(pool, monkeypatch):
     ids=str,
 )
 def test_questions_over_pages_have_the_answers_of_the_processor(family, name, tuning, make_model, kernel, monkeypatch):
-    """Together and alone; gemma3 has windows, gemma2 a softcap, which the kernel does not have."""
+    """Together and alone; gemma3 has windows, and gemma2 a softcap, which the kernel does not support."""
     model = make_model(family)
     asked = questions(name, tuning)
-    kernel.clear()  # the self-check on load went through it
+    kernel.clear()  # the self-check on load called it
     with monkeypatch.context() as patch:
         patch.setattr(varlen, "DEVICES", set())
         expected = [alone(model, one) for one in asked]
@@ -218,7 +218,7 @@ def test_questions_over_pages_have_the_answers_of_the_processor(family, name, tu
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gemma2"])
 @pytest.mark.parametrize(("name", "tuning"), ENGINES, ids=lambda each: str(each))
 def test_questions_on_a_gpu_have_the_answers_of_the_processor(family, name, tuning, dtype, make_model, monkeypatch):
-    """In bfloat16, which these weights magnify, another token may be chosen: so there what the first is chosen from."""
+    """In bfloat16, these weights amplify rounding, and tokens may differ: so the first token's logits are compared."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if name == "mapreduce" and dtype == "bfloat16":
@@ -252,18 +252,18 @@ def test_steps_that_repeat_are_captured_once_for_each_set_of_sequences(make_mode
     monkeypatch.setattr(crowd, "_ALONE", {})
     one, other, *_ = (replace(asked, steps=9) for asked in questions("block", ()))
     expected = [alone(model, asked)[1] for asked in (one, other)]
-    assert replays == [5, 5]  # of nine tokens, one by the question and two before the captured step
+    assert replays == [5, 5]  # of nine tokens: one after prefill and two before the captured step
     runtime, found = crowd.together(model, [one, replace(other, steps=6)])
     torch.testing.assert_close([scores for _, _, scores in found], [expected[0], expected[1][:6]], atol=1e-4, rtol=1e-4)
-    assert replays == [5, 5, 2]  # then one is left, and after so few replays its three steps are not worth a capture
+    assert replays == [5, 5, 2]  # three steps of one request are not worth a capture after so few replays
     assert runtime._stepper.graph._captured is None
     _, found = crowd.together(model, [one, replace(other, at=6)])
     torch.testing.assert_close([scores for _, _, scores in found], expected, atol=1e-4, rtol=1e-4)
-    assert replays[3:] == [2, 0]  # one had the first six steps; after it the other has three
+    assert replays[3:] == [2, 0]  # one had the first six steps; the other has the three after it
 
 
 def test_what_does_not_repeat_is_not_captured(make_model, kernel, monkeypatch):
-    """A question that is read in parts takes several tokens a step, and an answer may outgrow its memory."""
+    """A split prefill takes several tokens per step, and an answer may outgrow its memory."""
     one = replace(questions("block", ())[0], steps=12)
     asked = replace(one, suffix=tuple(range(80, 110)))
     model = make_model("llama")
@@ -281,7 +281,7 @@ def test_what_does_not_repeat_is_not_captured(make_model, kernel, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("name", "tuning"), ENGINES, ids=lambda each: str(each))
 def test_a_captured_step_computes_what_its_kernels_do(name, tuning, make_model, monkeypatch):
-    """Rounding differs with how the keys are split, so answers are compared while their tokens are the same."""
+    """Rounding depends on how keys are split, so answers are compared as long as their tokens are equal."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     model, captures, whole = make_model("llama", "bfloat16", "cuda"), [], graphs.Capture.whole
