@@ -1,4 +1,4 @@
-"""Engines that a model cannot run exactly are refused with the reason and the name of one that works."""
+"""An engine that a model cannot run exactly is refused, with the reason and the name of one that works."""
 
 import json
 import subprocess
@@ -84,7 +84,7 @@ def site(tmp_path_factory):
     """A folder with the installed package and its metadata."""
     folder = tmp_path_factory.mktemp("site")
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "ragkv_focus.py"):  # a build leaves files beside its sources
+    for name in ("pyproject.toml", "ragkv_focus.py"):  # a build writes files next to its sources
         (source / name).write_bytes((ROOT / "examples" / "engine" / name).read_bytes())
     command = [sys.executable, "-m", "pip", "--isolated", "install", "--quiet"]
     command += ["--no-deps", "--no-build-isolation", "--no-index"]
@@ -95,7 +95,7 @@ def site(tmp_path_factory):
 
 @pytest.mark.slow
 def test_an_engine_in_a_package_of_its_own(site, tmp_path):
-    """Found by entry point, its encoding stored at ingest, its settings read, its answer that of the best chunk."""
+    """Found by entry point; its encoding is stored at ingest, its settings are read, its answer is the best chunk's."""
     code, out, errors = CliChild(tmp_path, site, program=SCRIPT).end()
     assert code == 0, errors
     found = json.loads(out.splitlines()[-1])

@@ -15,14 +15,14 @@ from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, UsageError
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 
-# chunks shorter and longer than the test models' windows of 8 tokens; positions 4 to 27 are theirs
+# chunks shorter and longer than the test models' windows of 8 tokens, at positions 4 to 27
 PREFIX = [0, 41, 42, 43]
 CHUNKS = [[50, 51, 52, 53, 54], [60, 61], [70 + i for i in range(13)], [90, 91, 92, 93]]
 SUFFIX = [100, 101, 102]
 CONTEXT = [*PREFIX, *(i for chunk in CHUNKS for i in chunk)]
 ASKED = {"prefix": PREFIX, "chunks": CHUNKS, "scores": [0.31, 0.44, 0.82, 0.57], "suffix": SUFFIX, "steps": 3}
 SECOND = len(PREFIX) + len(CHUNKS[0])
-"""Where the second chunk begins: the first candidate over prefixed KV."""
+"""Start of the second chunk: the first candidate over prefixed KV."""
 SELECTORS = ("question", "deviation", "first", "random")
 SELECTED = [
     {"select": "question"},
@@ -34,7 +34,7 @@ SELECTED = [
 
 @pytest.fixture
 def selected(monkeypatch):
-    """The sequences of recomputed tokens, in the order in which they were made."""
+    """The sequences of recomputed tokens, in order."""
     made = []
 
     class Recorded(RecomputedSequence):
@@ -50,7 +50,7 @@ def selected(monkeypatch):
 
 @pytest.fixture
 def forced(monkeypatch):
-    """Choose the set of positions."""
+    """Force the set of recomputed positions."""
 
     def force(places):
         def chosen(self, context, cache, ids):
@@ -92,7 +92,7 @@ def test_every_selection_equals_a_masked_dense_pass(unlike_family, make_model, s
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma3n", "gemma2-unwindowed", "qwen2-moe-sliding"])
 def test_everything_recomputed_is_full_attention(family, make_model):
-    """Sinks, layers that share keys, soft caps, and windows that only the mask knows."""
+    """With sinks, layers that share keys, soft caps, and windows that only the mask states."""
     model, full = make_model(family), []
     run(model, "full", trace=full, **ASKED)
     for over in ("prefixed", "standalone"):
@@ -100,7 +100,7 @@ def test_everything_recomputed_is_full_attention(family, make_model):
 
 
 def test_ratio_one_is_full_and_ratio_nought_is_block(unlike_family, make_model):
-    """There is nothing to choose then: the selectors are tried on one family."""
+    """The selectors have nothing to choose then, so they are tested on one family."""
     model, full, block = make_model(unlike_family), [], []
     run(model, "full", trace=full, **ASKED)
     run(model, "block", trace=block, **ASKED)
@@ -139,14 +139,14 @@ def test_stored_numbers_stay_as_they_are(tuning, make_model):
 
 
 def attention(model, over):
-    """What the question's tokens attend to over block placement, `(heads, question, all tokens)` of each layer."""
+    """The question's attention over block placement, `(heads, question, all tokens)` for each layer."""
     weights = {}
     dense(model, [], over, steps=1, weights=weights)
     return {layer: each[:, len(CONTEXT) :] for layer, each in weights.items()}
 
 
 def require_best(chosen, scores, k):
-    """The chosen positions are the k highest of `{position: score}`, but for differences of rounding."""
+    """Check that the chosen positions are the k highest of `{position: score}`, up to rounding."""
     others = scores.keys() - set(chosen)
     assert len(chosen) == len(set(chosen)) == k
     assert set(chosen) <= scores.keys()
@@ -155,7 +155,7 @@ def require_best(chosen, scores, k):
 
 @pytest.mark.parametrize(("over", "layers"), [("prefixed", "middle"), ("standalone", [0, 2])], ids=str)
 def test_question_chooses_what_infoflows_formula_does(unlike_family, over, layers, make_model, selected):
-    """sqrt of the sum over question tokens of (mean over heads of the attention)², the mean over layers."""
+    """sqrt of the sum over question tokens of (mean over heads of the attention)², then the mean over layers."""
     model = make_model(unlike_family)
     blended(model, steps=1, over=over, ratio=0.25, **{} if layers == "middle" else {"layers": layers})
     numbers = {3: [2], 4: [2, 3], 7: [4, 5, 6], 9: [5, 6, 7, 8]}[model.layers] if layers == "middle" else layers
@@ -169,11 +169,11 @@ def test_question_chooses_what_infoflows_formula_does(unlike_family, over, layer
                 total += mean**2
             each.append(total**0.5)
         scores[place] = sum(each) / len(each)
-    require_best(selected[-1].at, scores, 6)  # a quarter of 24, also where chunk 1 is no candidate
+    require_best(selected[-1].at, scores, 6)  # a quarter of 24, also where chunk 1 is not a candidate
 
 
 def test_sum_chooses_what_prophetkvs_formula_does(unlike_family, make_model, selected):
-    """The sum over question tokens and heads of attention within the candidates, the mean over all layers."""
+    """The sum over question tokens and heads of attention to the candidates, then the mean over all layers."""
     model = make_model(unlike_family)
     blended(model, steps=1, preset="prophet")
     weights, scores = attention(model, "prefixed"), Counter()
@@ -188,7 +188,7 @@ def test_sum_chooses_what_prophetkvs_formula_does(unlike_family, make_model, sel
 
 @pytest.mark.parametrize("over", ["prefixed", "standalone"])
 def test_deviation_chooses_the_values_that_change_most_in_layer_1(over, make_model, selected):
-    """CacheBlend: the new values are those of a prefill of the whole prompt, which transformers computes here."""
+    """CacheBlend: the new values are those of a prefill of the whole prompt, computed here by transformers."""
     for family in ("llama", "gemma3", "qwen3-yarn", "cohere2"):
         model = make_model(family)
         blended(model, steps=1, over=over, preset="cacheblend")
@@ -227,7 +227,7 @@ def test_random_is_known_by_its_seed(make_model, selected):
 
 
 def test_the_first_chunk_is_recomputed_unless_it_is_exact(make_model, selected):
-    """Behind nothing, a chunk that was encoded alone stands where it was encoded."""
+    """Without a prefix, a chunk that was encoded alone is at the position at which it was encoded."""
     model = make_model("llama")
     for prefix, first in ((PREFIX, len(PREFIX)), ([], len(CHUNKS[0]))):
         run(model, "blend", tuning={"over": "standalone", "ratio": 1.0}, **ASKED | {"prefix": prefix, "steps": 1})
@@ -264,7 +264,7 @@ def test_the_charge_counts_every_token_in_every_layer(tuning, make_model, monkey
 
 @pytest.mark.parametrize("select", SELECTORS)
 def test_a_charge_is_spent_and_not_exceeded(select, make_model, selected):
-    """Choosing is paid from it: what it leaves is as many tokens as fit; one that is too small buys nothing."""
+    """The budget includes the selection: the rest buys as many tokens as fit, and too small a budget buys none."""
     model, candidates = make_model("llama-deep"), len(CONTEXT) - SECOND
     for charge in (0.02, 0.1, 0.5, 0.7, 0.79, 1.0):
         engine = make_engine("blend", {"blend": {"select": select, "charge": charge}})
@@ -273,7 +273,7 @@ def test_a_charge_is_spent_and_not_exceeded(select, make_model, selected):
         Stream(runtime_of(model), engine, asked)
         fresh = len(selected[-1].at) if len(selected) > count else 0
         chosen = {"question": len(SUFFIX) * 9, "deviation": 2 * candidates}.get(select, 0) / model.layers
-        chosen *= charge < 0.8  # else all are recomputed, and there is nothing to choose
+        chosen *= charge < 0.8  # otherwise all are recomputed, without a selection
         assert found <= charge
         assert found == pytest.approx((fresh + chosen * (fresh > 0)) / 24)
         if select != "first":
@@ -281,7 +281,7 @@ def test_a_charge_is_spent_and_not_exceeded(select, make_model, selected):
 
 
 def test_beside_other_engines_in_small_steps(make_model):
-    """Tokens and scores are those of each request alone, however the steps cut what is read and recomputed."""
+    """Tokens and scores equal those of each request alone, however the steps split prefill and recomputation."""
     for family in ("llama", "gemma3"):
         model = make_model(family)
         asked = [("blend", {"ratio": 0.5, **tuning}) for tuning in SELECTED] + [
@@ -307,7 +307,7 @@ def test_beside_other_engines_in_small_steps(make_model):
 
 
 def test_a_pass_that_failed_is_read_again(make_model, monkeypatch):
-    """The numbers of a broken pass are overwritten: the answer is that of an undisturbed one."""
+    """The KV of a failed pass is overwritten: the answer equals that of an undisturbed one."""
     model, attend = make_model("llama-deep"), Step.attend
     engine = make_engine("blend", {"blend": {"ratio": 0.5}})
     other = make_engine("block", {})

@@ -1,4 +1,4 @@
-"""Block-Attention's sinks, presets and warnings, and its cache in transformers' own hands."""
+"""Block-Attention's sinks, presets and warnings, and its cache used by transformers."""
 
 from dataclasses import replace
 
@@ -73,7 +73,7 @@ def test_over_is_followed_as_a_checkpoint_was_tuned(make_model, monkeypatch):
 
 
 def test_blocks_as_fine_tuning_lays_them_out():
-    """A prompt without a prefix has no BOS to keep; each block starts where the last one ends, or at 0."""
+    """A prompt without a prefix has no BOS as sink; each block starts where the last one ends, or at 0."""
     assert [sink_tokens(sink, 5) for sink in ("prefix", "bos", "none")] == [5, 1, 0]
     assert [sink_tokens(sink, 0) for sink in ("prefix", "bos", "none")] == [0, 0, 0]
     assert block_starts([4, 0, 7, 2]) == [0, 4, 4, 11]
@@ -88,7 +88,7 @@ def test_presets_differ_in_positions_alone(make_model):
 
 
 def test_transformers_own_generate_continues_from_the_cache(unlike_family, make_model):
-    """Keys literally rotated and concatenated (§2.5), with none of ragkv's attention: the same greedy tokens."""
+    """Keys are literally rotated and concatenated (§2.5) without ragkv's attention: the same greedy tokens."""
     continues(make_model(unlike_family), {})
 
 

@@ -1,7 +1,7 @@
-"""Every engine against its slow literal reference, on every family; and what must hold whatever the model.
+"""Every engine against its slow literal reference, on every family; and properties that hold for every model.
 
-The scores of every step are compared: a fault that moves a number without moving the largest one goes unseen where only
-tokens are. The first step reads the question over chunks where they lie, the later ones over the context laid out.
+The scores of every step are compared, because a fault that does not change the largest score is invisible in tokens.
+The first step reads the question over chunks in place, the later ones over the context laid out.
 """
 
 import oracle
@@ -24,7 +24,7 @@ ASKED = {
     "steps": 3,
 }
 VARIED = ["gemma2-unwindowed", "gemma3", "llama-yarn", "mistral-sliding", "smollm3"]
-"""Soft caps where rows are laid side by side, two kinds of rotary positions, scaled ones, a window, layers without."""
+"""Soft caps with rows side by side, two kinds of RoPE, scaled RoPE, a window, layers without RoPE."""
 
 
 def same(found, expected):
@@ -34,7 +34,7 @@ def same(found, expected):
 
 
 def compare(model, name, *, tuning=None, literal=None, **changes):
-    """Scores, tokens and winners of the engine are those of the reference of its name."""
+    """Check that scores, tokens and winners equal those of the reference of the same name."""
     asked = ASKED | changes
     found, expected = [], []
     ids, winners = run(model, name, tuning=tuning, trace=found, **asked)
@@ -81,7 +81,7 @@ def test_ape_in_the_whole_search_range(family, pair, mode, make_model):
 
 @pytest.mark.parametrize("family", ["llama-yarn", "gemma2", "cohere2"])
 def test_pcw_is_no_prefix_and_nothing_reweighed(family, make_model):
-    """Parallel context windows: chunks side by side from position 0, ordinary softmax over all of them."""
+    """Parallel context windows: chunks side by side from position 0, with an ordinary softmax over all of them."""
     ape(make_model(family), 1.0, 1.0, prefix=[])
 
 
@@ -93,7 +93,7 @@ def test_any_prefix_length(length, make_model):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", ["mistral-sliding", "gemma3"])
 def test_ape_when_a_window_has_left_the_context_behind(family, make_model):
-    """Chunks of two tokens are out of reach of a window of eight while the answer is written."""
+    """Chunks of two tokens leave the window of eight while the answer is generated."""
     ape(make_model(family), 0.5, 0.7, chunks=[[50, 51], [60]], scores=[0.5, 0.6], steps=12)
 
 
@@ -108,7 +108,7 @@ def test_block_without_positions_is_the_ablation(family, make_model):
 )
 @pytest.mark.parametrize("group", [0, 1, 3])
 def test_pceds_rules_and_groups(rule, beta, group, make_model):
-    """Groups of one expert, and of three and one: what a group leaves behind for the next is part of the scores."""
+    """Groups of one expert, and of three and one: what one group passes to the next is part of the scores."""
     tuning = {"aggregation": rule, "beta": beta, "group_experts": group}
     compare(make_model("llama"), "pced", tuning=tuning, literal={"rule": rule, "beta": beta})
 
@@ -121,11 +121,11 @@ def test_pced_without_contrast_and_prior(family, make_model):
 
 @pytest.mark.parametrize("family", ["deepseek3", "gemma2", "gemma3", "llama"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_own(family, make_model):
-    """A bound per model, not a constant: transformers' own bf16 forward of such a prompt strays from fp32 too.
+    """The bound is per model, not a constant: transformers' bf16 forward of such a prompt deviates from fp32 too.
 
-    Both sides have the same bf16 weights; the fp32 side widens them. Tokens are forced, so that every step is
-    compared: the first over chunks in place, the others over the context laid out. Measured: 0.6 to 1.5 times.
-    The families that are not here are compared in bf16 in tests/model/test_language_model.py.
+    Both sides have the same bf16 weights; the fp32 side widens them. Tokens are forced, so that every step is compared:
+    the first over chunks in place, the others over the context laid out. Measured: 0.6 to 1.5 times.
+    tests/model/test_language_model.py compares the other families in bf16.
     """
     model, exact = make_model(family, "bfloat16"), make_model(family, "rounded")
     answer = [90, 91, 92]
@@ -149,7 +149,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(family, make_model):
     stray = max(off(plain_logits(model, v), plain_logits(exact, v)) for v in (causal, blocks))
 
     for name in ("ape", "blend", "block", "full", "pced"):
-        # rounding may change what the question attends to most: the recomputed tokens are drawn
+        # rounding may change the most attended tokens, so the recomputed tokens are drawn
         engine = make_engine(name, {"blend": {"select": "random", "ratio": 0.5}})
         assert off(*(forced(of, engine, answer) for of in (model, exact))) < 1.5 * stray + 0.01, name
 
@@ -166,7 +166,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_own(family, make_model):
     ],  # prefix 5, chunks 4, 7 and 3, question 3
 )
 def test_the_models_positions_are_used_to_the_last(name, tokens, tuning, make_model, monkeypatch):
-    """A prompt whose furthest row just fits is answered; one position less, and it is refused before it is read."""
+    """A prompt that just fits is answered; with one position less, it is refused before prefill."""
     model = make_model("llama")
     engine = make_engine(name, {name: tuning})
     asked = request(model, engine)
@@ -179,7 +179,7 @@ def test_the_models_positions_are_used_to_the_last(name, tokens, tuning, make_mo
 
 @pytest.mark.parametrize("name", ["full", "ape", "blend", "block", "pced"])
 def test_an_empty_chunk_adds_nothing(name, make_model):
-    """It has no KV; the answer, and the other chunks' wins, are those without it."""
+    """It has no KV; the answer and the other chunks' wins equal those without it."""
     model = make_model("llama")
     ids, winners = run(model, name)
     padded = [CHUNKS[0], [], CHUNKS[1], CHUNKS[2]]
@@ -246,7 +246,7 @@ def test_names_and_settings():
 
 
 def test_an_index_keeps_the_pair_that_its_file_states(tmp_path):
-    """The default is the engine's, not the file's: an index that says nothing has the default of the version."""
+    """The default is the engine's, not the file's: an index without the setting has the default of its version."""
     save_config(tmp_path, IndexConfig(model="m"))
     assert make_engine("ape", load_config(tmp_path).tuning).config == APEConfig(temperature=1.0, scale=1.0)
     save_config(tmp_path, IndexConfig(model="m", tuning={"ape": {"temperature": 0.9, "scale": 0.9}}))

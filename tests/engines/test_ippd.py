@@ -1,4 +1,4 @@
-"""IPPD, shared or as one prompt: every question gets the answer of `full` alone."""
+"""IPPD, shared or as one prompt: every question gets the answer that `full` gives alone."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def _generations():
 
 
 def _together(model, tuning=None, generations=None, name="ippd-stacked", **limits):
-    """Tokens and scores of all questions, which begin at the same time."""
+    """Tokens and scores of all questions, submitted together."""
     engine, runtime = make_engine(name, {name: tuning or {}}), Runtime(model, **limits)
     generations = generations or _generations()
     jobs = [
@@ -44,7 +44,7 @@ def _equal(found, expected):
 
 
 def test_every_answer_is_that_of_full_asked_alone(unlike_family, make_model):
-    """Contexts of unlike lengths, questions of unlike lengths, answers that end one after another."""
+    """Contexts, questions and answers of different lengths."""
     model = make_model(unlike_family)
     expected = _alone(model)
     for name in ("ippd", "ippd-stacked"):
@@ -64,7 +64,7 @@ def test_a_stack_of_one(make_model):
 
 
 def test_answers_may_fill_the_models_positions(make_model, monkeypatch):
-    """In a prompt of 58 tokens, of which none stands beyond position 31."""
+    """A prompt of 58 tokens in which no position exceeds 31."""
     model = make_model("llama")
     monkeypatch.setattr(model, "max_positions", 31)
     _equal(_together(model), _alone(model))
@@ -81,7 +81,7 @@ def test_it_is_one_row_and_one_pass_per_token(make_model, steps_of):
 
 
 def test_dead_answers_are_given_up(make_model):
-    """Once most of the row is dead, it is compacted; the answers that go on do not notice."""
+    """When most of the row belongs to finished answers, it is compacted without an effect on the others."""
     model = make_model("gemma3")
     lengths = [9, 1, 1, 1, 1, 1]
 
@@ -96,7 +96,7 @@ def test_dead_answers_are_given_up(make_model):
         runtime.advance()
         if isinstance(jobs[0].ask, Forward):
             held.append(jobs[0].ask.rows[0].cache.length)
-    assert held[0] == 5 + 14 + 3 + 1  # of 58: instruction, its context, the question and a token
+    assert held[0] == 5 + 14 + 3 + 1  # of 58: the instruction, its context, the question and a token
     found = [list(runtime.tokens(job)) for job in jobs], [each.criteria[0].scores for each in asked]
     _equal(found, _alone(model, generations=generations()))
 
@@ -124,7 +124,7 @@ def test_an_error_and_a_cancelled_answer_end_alone(make_model):
 
     generations = [Generation(max_new_tokens=6, criteria=(fails,) if i == 1 else ()) for i in range(len(LENGTHS))]
     jobs = [runtime.submit(engine, r, g) for r, g in zip(requests(model, engine), generations, strict=True)]
-    first = next(runtime.tokens(jobs[2]))  # and closed: cancelled
+    first = next(runtime.tokens(jobs[2]))  # and closes the iterator, which cancels it
     assert first.finish_reason is None
     expected = [
         list(runtime.decode(make_engine("full", {}), r, Generation(max_new_tokens=6)))
@@ -174,8 +174,9 @@ GREEDY = Generation(max_new_tokens=5)
 
 
 def test_instruction_and_contexts_are_read_once(make_model, steps_of):
-    """And what is shared takes no place beside the questions: room for many rows as long as a context would be made,
-    and filled with zeros, for the one row that reads it."""
+    """And shared tokens reserve no memory beside the questions: that would allocate and zero-fill a context for many
+    rows.
+    """
     model = make_model("llama")
     steps = steps_of(model)
     _together(model, name="ippd")

@@ -1,4 +1,4 @@
-"""The baselines of PCED's tables: mapreduce against its literal two stages, `single` and `all` against `full`."""
+"""The baselines of PCED's tables: mapreduce against its two stages, written out; `single` and `all` against `full`."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def summaries_of(model, engine, wanted) -> list[list[int]]:
 
 
 def literal(model, instruction, summary_tokens, chunks=CHUNKS) -> tuple[list[list[int]], list[int]]:
-    """Both stages by plain forwards over whole sequences: the summaries, then the answer from their text."""
+    """Both stages by plain forward passes over whole sequences: the summaries, then the answer from their text."""
     asked = list(PROMPT.suffix_ids(model.tokens, instruction))
     summaries = []
     with model.plain() as plain:
@@ -59,7 +59,7 @@ def literal(model, instruction, summary_tokens, chunks=CHUNKS) -> tuple[list[lis
     ],
 )
 def test_mapreduce_equals_its_two_stages(family, order, make_model):
-    """The longest chunk first, last or between: rows stand at different positions, and a window is cut for each."""
+    """The longest chunk first, last or in the middle: rows are at different positions, each with its own window."""
     model, chunks = make_model(family), [CHUNKS[i] for i in order]
     engine = MapReduce(MapReduceConfig(summary_tokens=12))
     wanted = request(model, chunks=chunks)
@@ -69,7 +69,7 @@ def test_mapreduce_equals_its_two_stages(family, order, make_model):
 
 
 def test_a_summary_ends_at_its_own_end_token(make_model, monkeypatch):
-    """Rows of one batch end at different steps; what a finished row goes on to say is not read."""
+    """Rows of a batch end at different steps; tokens after a row's end are ignored."""
     model = make_model("llama")
     engine = MapReduce(MapReduceConfig(summary_tokens=10))
     long = summaries_of(model, engine, request(model))
@@ -97,7 +97,7 @@ def test_nothing_to_summarise_is_the_question_alone(make_model, monkeypatch):
     nothing = request(model, chunks=())
     alone = greedy(model, full, nothing)
     assert greedy(model, engine, nothing) == alone
-    monkeypatch.setattr(model, "eos_ids", frozenset(range(320)))  # every summary ends before it begins
+    monkeypatch.setattr(model, "eos_ids", frozenset(range(320)))  # every summary is empty
     assert greedy(model, engine, request(model)) == alone
 
 
@@ -120,7 +120,7 @@ def test_a_cancelled_request_stops_summarising(make_model, monkeypatch):
 
 @pytest.mark.parametrize("lengths", [(3, 1, 2), (1, 1, 1), (0, 4, 2), (5, 5, 5)])
 def test_a_finished_summary_is_read_no_further(lengths, make_model):
-    """Made-up logits: row i says 100 + i until its time is over, then ends. Finished rows leave the batch."""
+    """Made-up logits: row i generates 100 + i until its length is reached, then ends and leaves the batch."""
     model = make_model("llama")
     engine, wanted, asked, left = MapReduce(MapReduceConfig(summary_tokens=4)), request(model), [], []
     rows = []
@@ -138,15 +138,15 @@ def test_a_finished_summary_is_read_no_further(lengths, make_model):
     assert found == [[100 + row] * min(length, 4) for row, length in enumerate(lengths)]
     steps = range(min(max(lengths) + 1, 4))
     assert asked == [[row for row, length in enumerate(lengths) if length >= step] for step in steps]
-    assert sorted(map(id, left)) == sorted(map(id, rows))  # each once: its own KV is freed
+    assert sorted(map(id, left)) == sorted(map(id, rows))  # each once, which frees its own KV
 
 
 def test_the_map_prompts_may_fill_the_models_positions(make_model, monkeypatch):
-    """The last summary token is written and never read: it needs no position."""
+    """The last summary token is never read, so it needs no position."""
     model = make_model("llama")
     engine = MapReduce(MapReduceConfig(summary_tokens=5))
     wanted, one = request(model), Generation(max_new_tokens=1)
-    monkeypatch.setattr(Prompt, "chunk_ids", lambda *_: ())  # the answer's own prompt is shorter
+    monkeypatch.setattr(Prompt, "chunk_ids", lambda *_: ())  # makes the answer's prompt shorter
     free = [token.token_id for token in runtime_of(model).decode(engine, wanted, one)]
     asked = len(PROMPT.suffix_ids(model.tokens, engine.config.instruction))
     most = len(PREFIX) + max(map(len, CHUNKS)) + asked + 5 - 1

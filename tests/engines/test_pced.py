@@ -1,4 +1,4 @@
-"""PCED's β, rules, groups and memory: every variant against separate forwards, and what is held how often."""
+"""PCED's β, rules, groups and memory: every variant against separate forward passes, and the number of copies held."""
 
 import math
 import weakref
@@ -19,7 +19,7 @@ RELEVANCE = [0.4, 0.9, 0.35, 0.8, 0.8, 0.1, 0.6]
 
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_ties_go_to_the_higher_score_then_the_earlier_expert(size, make_model):
-    """Made-up logits: every expert says the same."""
+    """Made-up logits: all experts agree."""
     model = make_model("llama")
     engine = make_engine("pced", {"pced": {"gamma": 0.0, "group_experts": size}})
     wanted = request(model, engine, chunks=[CHUNKS[0]] * 3, scores=[0.5, 0.7, 0.7])
@@ -31,11 +31,11 @@ def test_ties_go_to_the_higher_score_then_the_earlier_expert(size, make_model):
 
     row = torch.randn(50)
     by_hand(engine.program(wanted, model), lambda ask: row.repeat(len(ask.rows), 1), choose=choose, steps=2)
-    assert winners == [2, 2]  # chunks come in ascending relevance: the last of equals is the most relevant
+    assert winners == [2, 2]  # chunks come in ascending relevance, so the last of equals is the most relevant
 
 
 def test_tokens_of_equal_score_go_to_the_higher_r_then_to_the_lower_id(make_model, monkeypatch):
-    """The stated total order: score, r, expert, token id. A lower id of a less relevant expert comes after."""
+    """The documented total order: score, r, expert, token id. The lower id of a less relevant expert comes after."""
     model = make_model("llama")
     engine = make_engine("pced", {"pced": {"beta": 0.0, "gamma": 0.0}})
     asked = request(model, engine, chunks=CHUNKS[:2], scores=[0.8, 0.9])
@@ -62,7 +62,7 @@ def test_low_scores_make_an_expert_inert(make_model):
 
 @pytest.mark.parametrize("beta", ["per_expert", "released", 0.5])
 def test_one_groups_logits_at_a_time(beta, make_model, monkeypatch):
-    """The logits of a group are gone before the next group runs, at the first token too."""
+    """The logits of a group are freed before the next group runs, also for the first token."""
     model = make_model("llama-long")
     honest, alive, most = model.step, [], []
 
@@ -80,7 +80,7 @@ def test_one_groups_logits_at_a_time(beta, make_model, monkeypatch):
 
 @pytest.mark.usefixtures("without_kernel")
 def test_the_prefix_is_one_tensor_for_all_experts(make_model, monkeypatch):
-    """Handed to the kernel once per layer and pass, whatever the number of experts: no copy, no row of its own."""
+    """The kernel gets it once per layer and pass, whatever the number of experts: no copy, no extra row."""
     model = make_model("llama")
     engine = make_engine("pced", {})
     asked = request(model, engine, chunks=MANY, scores=RELEVANCE)
@@ -102,7 +102,7 @@ def test_the_prefix_is_one_tensor_for_all_experts(make_model, monkeypatch):
 
 
 def joint(rule, logits, amateur, betas, relevance, gamma):
-    """Scores and winners `(vocab,)` in fp64, expert by expert, as the equations stand in the paper."""
+    """Scores and winners `(vocab,)` in fp64, expert by expert, by the paper's equations."""
     rows = [(1 + b) * expert.double() - b * amateur.double() for expert, b in zip(logits, betas, strict=True)]
     if rule == "max":
         prior = [gamma * math.log(max(float(r), 1e-12)) for r in relevance]
@@ -130,7 +130,7 @@ def test_scores_and_winners_are_the_equations(rule, sizes, relevance):
         evidence.add(group, amateur, strengths)
     torch.testing.assert_close(evidence.scores, scores.float(), atol=1e-4, rtol=1e-5)
     assert torch.equal(evidence.winners, winners)
-    if rule == "max":  # in the logits it is given: at 90 experts and 128K tokens a second copy would be 46 MB
+    if rule == "max":  # in place in the given logits: at 90 experts and 128K tokens a copy would be 46 MB
         torch.testing.assert_close(logits.max(0).values, evidence.scores)
 
 
@@ -149,7 +149,7 @@ def test_divergence_is_jensen_shannons(dtype):
 
 
 def test_tokens_that_a_model_rules_out_add_nothing_that_is_no_number():
-    """A logit of −inf has no share: p·log p is 0 there, for the expert, for the amateur, and where both rule it out."""
+    """A logit of −inf has probability 0, and p·log p is 0 there: for the expert, for the amateur, and for both."""
     torch.manual_seed(6)
     expert, amateur = torch.randn(40), torch.randn(40)
     expert[:3], amateur[2:6] = -torch.inf, -torch.inf
@@ -160,7 +160,7 @@ def test_tokens_that_a_model_rules_out_add_nothing_that_is_no_number():
 
 
 def test_divergence_never_leaves_its_bounds():
-    """Two models that agree on no token: rounding must not make the contrast stronger than the strongest there is."""
+    """Two distributions with disjoint support: rounding must not push the contrast beyond its maximum."""
     for seed in range(40):
         torch.manual_seed(seed)
         experts, amateur = 3 * torch.randn(3, 50), 3 * torch.randn(50)
