@@ -1,4 +1,4 @@
-"""Choosing tokens and turning them into text: equal to transformers' own, and nothing shown that must not be."""
+"""Sampling and detokenisation: equal to transformers', and text that must stay hidden is never emitted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = [*PREFIX, *itertools.chain(*CHUNKS), *SUFFIX]
 
 
 def asked(model, name):
-    """The engine, and a question over three chunks."""
+    """The engine, and a request over three chunks."""
     engine = make_engine(name, {})
     return engine, request(model, engine, CHUNKS, [0.3, 0.6, 0.8], SUFFIX, PREFIX)
 
@@ -52,7 +52,7 @@ SAMPLED = [
 
 
 def generated(model, decoding):
-    """By transformers' `generate` after `torch.manual_seed`; its repetition penalty told to skip the prompt."""
+    """Generate with transformers' `generate` after `torch.manual_seed`; its repetition penalty ignores the prompt."""
     from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
     own, drawn = LogitsProcessorList(), {}
@@ -90,7 +90,7 @@ def test_greedy_with_a_repetition_penalty_is_generates(penalty, make_model):
 
 @pytest.mark.parametrize("name", ["ape", "block", "pced"])
 def test_scores_of_every_engine_go_through_transformers_chain(name, make_model):
-    """For PCED these are the joined scores: contrasted logits plus prior."""
+    """For PCED these are the combined scores: contrasted logits plus prior."""
     from transformers import (
         LogitsProcessorList,
         RepetitionPenaltyLogitsProcessor,
@@ -156,7 +156,7 @@ def test_processors_of_the_callers_own_may_write_in_place(make_model):
 
 @pytest.mark.parametrize("temperature", [None, 2.0])
 def test_processors_of_the_callers_own_stand_where_generate_puts_them(temperature):
-    """After the repetition penalty, before the temperature; they see the generated ids alone."""
+    """After the repetition penalty, before the temperature; they see only the generated ids."""
     seen = []
 
     def watch(ids, scores):
@@ -186,11 +186,11 @@ def test_scores_that_are_no_numbers_are_refused(scores, make_model):
     ids = [next(beside).token_id]
     with pytest.raises(UnsupportedModelError, match="not finite"):
         list(refused)
-    assert ids + [token.token_id for token in beside] == alone  # the request beside it goes on as if alone
+    assert ids + [token.token_id for token in beside] == alone  # the other request in the batch continues as if alone
 
 
 def test_the_tail_is_cut_by_top_p_before_min_p():
-    """In `generate`'s order: top-p looks at all tokens, min-p at what is left; the other way round cuts more."""
+    """In `generate`'s order: top-p looks at all tokens, min-p at the remaining ones; the reverse order cuts more."""
     from transformers import LogitsProcessorList, MinPLogitsWarper, TopPLogitsWarper
 
     scores = torch.tensor([[0.4, 0.2, 0.15, 0.15, 0.1]]).log()
@@ -235,7 +235,7 @@ def test_a_seed_is_drawn_where_none_was_given_and_repeats_the_answer(make_model)
 
 
 KINDS = ["mini", "byte-level BPE", "metaspace BPE", "metaspace BPE, prefixed", "Unigram"]
-"""Every way that decoders put text together."""
+"""Every way in which tokenizers' decoders join text."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,7 +255,7 @@ def test_pieces_together_are_the_decoding_of_all_ids(kind, data):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_comes_at_once_and_from_a_short_window(kind, monkeypatch):
-    """Nothing is decoded again and again, and ordinary words do not wait."""
+    """Text is not decoded repeatedly, and ordinary words are emitted at once."""
     tokens = tokens_of(kind)
     ids = tokens.encode("the cat sat at the cat. " * 40)
     lengths = []
@@ -267,11 +267,11 @@ def test_text_comes_at_once_and_from_a_short_window(kind, monkeypatch):
         detokenizer.push(i)
         late = max(late, len(detokenizer._window) - detokenizer._context)
         assert at < 8 or late <= 6
-    assert max(lengths) <= 12  # a word in byte tokens at most, and its left context
+    assert max(lengths) <= 12  # at most a word in byte tokens, and its left context
 
 
 def test_a_run_of_byte_tokens_waits_until_it_is_judged():
-    """A later bad byte turns the whole run into U+FFFD, so that no part of it may be shown before."""
+    """A later invalid byte turns the whole run into U+FFFD, so no part of it may be emitted earlier."""
     tokens = tokens_of("metaspace BPE")
     good = [tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "漢".encode()]
     bad = tokens._tokenizer.convert_tokens_to_ids("<0xFF>")
@@ -294,7 +294,7 @@ STOPS = st.lists(st.text("abn\n", min_size=1, max_size=5), max_size=4)
 
 
 def whole(text: str, stops: list[str]) -> str:
-    """Read letter by letter: the first moment at which a stop string ends, cut before the longest that does."""
+    """Slow reference: read letters until a stop string ends, and cut before the longest one that ends there."""
     for end in range(1, len(text) + 1):
         if met := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(map(len, met))]
@@ -311,7 +311,7 @@ def test_stop_strings_cut_the_same_however_the_text_is_split(pieces, stops):
     shown = ""
     for piece in pieces:
         shown += gate.push(piece)
-        if not gate.closed:  # what is held back is the longest end that may become a stop string, and no more
+        if not gate.closed:  # held back: exactly the longest suffix that may become a stop string
             waiting = shown + gate._held
             ends = [n for stop in stops for n in range(1, len(stop)) if waiting.endswith(stop[:n])]
             assert len(gate._held) == max(ends, default=0)
@@ -331,7 +331,7 @@ def test_a_stop_string_is_never_shown_and_ends_the_answer(make_model):
     assert "".join(t.text for t in tokens) == "one\n\ntwo"
     assert tokens[-1].finish_reason == "stop"
     texts = [t.text for t in tokens]
-    assert texts[3:6] == ["", "", "\n\nt"]  # held back, then given out when a letter followed
+    assert texts[3:6] == ["", "", "\n\nt"]  # held back, then emitted when a letter followed
     assert len(tokens) == len("one\n\ntwo\n\n\n")
 
 
@@ -355,11 +355,13 @@ def test_characters_stay_whole_beside_stop_strings(make_model):
 
 
 class Facts(SimpleNamespace):
-    """What the runtime asks of a model that is never run."""
+    """The attributes that the runtime reads of a model that is never run."""
 
 
 def test_a_stop_string_that_only_the_end_completes():
-    """A run of byte tokens is judged when it is over; at the limit that makes the stop string, which is not shown."""
+    """A run of byte tokens is decoded when it ends. At the token limit, that completes the stop string, which is
+    hidden.
+    """
     tokens = tokens_of("metaspace BPE")
     ids = [*tokens.encode("at "), *(tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "字".encode())]
     model = Facts(
@@ -382,7 +384,7 @@ def test_a_stop_string_that_only_the_end_completes():
 
 
 def test_a_stop_string_is_looked_for_in_all_texts_that_wait(make_model):
-    """Several stop strings, of which one begins in the middle of another's beginning."""
+    """Several stop strings; one begins in the middle of another's beginning."""
     model = make_model("llama")
     tokens = script(model, "xab#cd#e", stop=["ab#d", "#e", "b#cx"])
     assert ("".join(t.text for t in tokens), tokens[-1].finish_reason) == ("xab#cd", "stop")
@@ -399,7 +401,7 @@ def test_an_answer_ends_with_the_models_positions(name, make_model, monkeypatch)
     monkeypatch.setattr(model, "max_positions", first + 3)
     job = runtime.submit(engine, wanted, Generation(max_new_tokens=50, decoding=endless))
     tokens = list(runtime.tokens(job))
-    assert len(tokens) == 4  # the last one is given out, and never read
+    assert len(tokens) == 4  # the last one is emitted, and never read
     assert tokens[-1].finish_reason == "length"
     assert job.position == first + 3
 
@@ -412,7 +414,7 @@ def test_stop_ids_end_the_answer_without_text(make_model):
 
 
 def test_a_cancelled_answer_has_no_first_token(make_model, monkeypatch):
-    """Cancelled while the question was read: nothing is given out of what it gave."""
+    """An answer that is cancelled during prefill emits nothing."""
     model = make_model("llama")
     runtime, honest = runtime_of(model), model.step
     job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=6))
@@ -425,7 +427,7 @@ def test_an_answer_that_was_cancelled_before_it_began_reads_nothing(make_model, 
     runtime = runtime_of(model)
     job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=6))
     runtime.cancel(job)
-    monkeypatch.setattr(model, "step", None)  # whoever calls it fails
+    monkeypatch.setattr(model, "step", None)  # any call fails
     assert list(runtime.tokens(job)) == []
 
 
@@ -439,11 +441,11 @@ def test_cancelling_ends_before_the_next_token(make_model, monkeypatch):
     assert [next(tokens).token_id, next(tokens).token_id] == whole[:2]
     runtime.cancel(job)
     assert list(tokens) == []
-    assert len(steps) == 2  # the model was not asked again
+    assert len(steps) == 2  # no further model step
 
 
 def test_tokens_that_wait_are_not_given_out_after_cancelling(make_model):
-    """Whoever drives the step computes the tokens of all, also of those who are slow to take theirs."""
+    """The thread that drives the step computes the tokens of all requests, also of those that are read slowly."""
     model = make_model("llama")
     runtime = runtime_of(model)
     job = runtime.submit(*asked(model, "full"), Generation(max_new_tokens=12))

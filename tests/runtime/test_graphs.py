@@ -1,4 +1,4 @@
-"""Forward passes in captured pieces, which the processor records (`support/recordedgraph.py`), and on a GPU."""
+"""Forward passes captured in pieces: recorded on the CPU (`support/recordedgraph.py`), and on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stand_in(monkeypatch):
 
 
 def passes(model):
-    """Rows and their tokens, pass by pass: questions over chunks, and steps of several; some sizes recur."""
+    """Rows and their tokens, pass by pass: questions over chunks, and steps of several rows; some sizes recur."""
     chunks = model.encode([range(5, 14), range(20, 41), (7, 8)])
 
     def over(*which, start=3, temperature=1.0):
@@ -48,12 +48,12 @@ def passes(model):
 
 @pytest.fixture
 def soon(monkeypatch):
-    """The second pass of a size is recorded."""
+    """Record the second pass of a size."""
     monkeypatch.setattr(graphs, "RECORDED_PASSES", 2)
 
 
 def compared(model, monkeypatch, close, *, recorded=False):
-    """Of every pass, whether it ran in pieces; its logits are those of the model's kernels."""
+    """For each pass, whether it ran in pieces; its logits must equal those of the model's kernels."""
     pieces, replays, replayed = PiecewiseGraphs(None if recorded else cache(graphs.Capture)), [], graphs._Captured.run
     monkeypatch.setattr(graphs._Captured, "run", lambda *given: replays.append(1) or replayed(*given))
     in_pieces, found, expected = [], [], []
@@ -62,7 +62,7 @@ def compared(model, monkeypatch, close, *, recorded=False):
         found.append(model.step(rows, ids, run=pieces.logits))
         expected.append(model.step(others, ids))
         in_pieces.append(bool(replays))
-    torch.testing.assert_close(found, expected, **close)  # at the end: later passes change none of them
+    torch.testing.assert_close(found, expected, **close)  # at the end, to see that later passes do not overwrite them
     return in_pieces
 
 
@@ -125,7 +125,7 @@ def test_recordings_are_made_anew_for_another_number_of_threads(soon, monkeypatc
     model, pieces = random_llama("float32", "cpu", SMALL), PiecewiseGraphs(None)
     before, seen, launch = torch.get_num_threads(), [], kernels._launch
     monkeypatch.setattr(kernels, "_launch", lambda *given: seen.append(given[3]) or launch(*given))
-    monkeypatch.setattr("ragkv.model.linear._THREAD", 1)  # each product is worth all threads
+    monkeypatch.setattr("ragkv.model.linear._THREAD", 1)  # enough work per product for all threads
     try:
         for threads in (2, 1, 3):
             torch.set_num_threads(threads)
@@ -161,7 +161,7 @@ def test_a_recording_that_computes_something_else_is_not_used(make_model, soon, 
 
 
 def launches(work, *given):
-    """What `work` returned, and what computes it again."""
+    """The result of `work`, and a function that computes it again."""
     recording = graphs.Recording()
     with recording.aside():
         recording.begin()

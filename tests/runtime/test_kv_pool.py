@@ -1,4 +1,4 @@
-"""Contexts laid out for single tokens: for whom they are joined, and that a step then reads them in place."""
+"""Contexts laid out for decode steps: which rows share a joined context, and that a step reads it in place."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def settled(pool, model, rows, active=None, *, windowed=False):
 
 @pytest.mark.skipif(in_place._kernels() is None, reason="the processor has no AVX2")
 def test_what_few_rows_read_is_left_where_it_lies(model, kvs):
-    """Three rows that read a long chunk have it once for all; one that is short, or that two read, is read for each."""
+    """A long chunk is joined once for three rows that read it; a short one, or one for two rows, is read separately."""
     long = model.encode([[3 + i % 90 for i in range(600)]])
     rows = [TokenSequence.over(side_by_side((*kvs, *long), start=start), position=900) for start in (3, 4, 5)]
     before = [row.groups for row in rows]
@@ -67,7 +67,7 @@ def test_a_rows_chunks_become_one_where_it_alone_reads_them(model, kvs):
     assert kv.tokens == sum(one.tokens for one in kvs)
     assert (row.segments[0].start, row.position) == (3, 50)
     [found] = row.groups
-    assert (found.temperature, found.scale, found.scale_mode) == (0.5, 0.7, "log")  # it keeps its weights
+    assert (found.temperature, found.scale, found.scale_mode) == (0.5, 0.7, "log")  # its weights are kept
 
 
 @pytest.mark.usefixtures("without_kernel")
@@ -86,7 +86,7 @@ def test_a_group_that_gains_nothing_is_the_one_that_was_given(model, kvs):
 
 @pytest.mark.usefixtures("without_kernel")
 def test_rows_that_see_the_same_chunks_at_the_same_distances_share_what_is_joined(model, kvs):
-    """Also with one that comes later."""
+    """Including a row that comes later."""
     pool, starts = KVPool(0), (3, 3, 20, 3)
     *rows, later = (TokenSequence.over(side_by_side(kvs, start=start), position=90) for start in starts)
     found = settled(pool, model, rows) + settled(pool, model, [later], [*rows, later])
@@ -103,7 +103,7 @@ def test_rows_that_see_the_same_chunks_at_other_distances_share_nothing(model, k
 
 @pytest.mark.usefixtures("without_kernel")
 def test_chunks_that_many_rows_see_among_others_stay_where_they_lie(model, kvs):
-    """Each is then read once for all of them; joined, every row would have a copy of its own."""
+    """Each chunk is then read once for all rows; joined, every row would have its own copy."""
     orders = [kvs, kvs[::-1], [kvs[1], kvs[0], *kvs[2:]], [*kvs[2:], *kvs[:2]]]
     rows = [TokenSequence.over(side_by_side(order), position=90) for order in orders]
     assert settled(KVPool(0), model, rows) == [list(order) for order in orders]
@@ -123,7 +123,7 @@ def test_what_is_joined_lives_as_long_as_the_rows_that_read_it(model, kvs):
 @pytest.mark.parametrize("gaps", [(0, 0, 0), (0, 0, 3), (0, 2, 0), (1, 0, -2)], ids=str)
 @pytest.mark.usefixtures("without_kernel")
 def test_a_group_is_laid_out_as_its_chunks_lie(family, gaps, make_model):
-    """Chunks end to end, with a gap somewhere, or one over the other; a window is cut by where each token stands."""
+    """Adjacent chunks, chunks with a gap, and overlapping chunks; a window depends on each token's position."""
     model = make_model(family)
     segments, at = [], 2
     for kv, gap in zip(model.encode([CHUNKS[i][:n] for i, n in enumerate((4, 3, 5))]), gaps, strict=True):
@@ -137,7 +137,7 @@ def test_a_group_is_laid_out_as_its_chunks_lie(family, gaps, make_model):
 
 
 class Largest(TorchDispatchMode):
-    """The most bytes that any operation allocated anew: outputs whose storage none of its inputs has."""
+    """The largest allocation of any operation: outputs that share no storage with an input."""
 
     def __init__(self):
         super().__init__()
@@ -156,9 +156,9 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["block", "pced"])
 @pytest.mark.parametrize("family", ["llama3-scaling", "mistral-sliding"])
 def test_a_step_reads_the_context_in_place(name, family, kernel, make_model, monkeypatch, request):
-    """The same pointers at every step, and no operation of a step makes anything as large as a layer's context.
+    """The same pointers at every step, and no operation of a step allocates as much as a layer's context.
 
-    144 context tokens, so that a layer's keys (18 KB) are larger than all else that a step makes.
+    With 144 context tokens, a layer's keys (18 KB) are larger than anything else that a step allocates.
     """
     if not kernel:
         request.getfixturevalue("without_kernel")
@@ -166,7 +166,7 @@ def test_a_step_reads_the_context_in_place(name, family, kernel, make_model, mon
     model = make_model(family)
     engine = make_engine(name, {})
     stream = Stream(runtime_of(model), engine, asked(model, engine, chunks=CHUNKS, scores=SCORES))
-    for token in range(RECORDED_PASSES):  # the last of which is recorded
+    for token in range(RECORDED_PASSES):  # the last of them is recorded
         stream.advance(token)
     honest, pointers = ragkv.attention.partial.partial_attention, []
 
@@ -197,7 +197,7 @@ def test_a_pool_counts_each_kv_once():
     assert pool.leased == 4
     pool.release(second)
     assert (pool.leased, pool.leases) == (0, 0)
-    assert pool.fits({"e": 99})  # more than there is, but alone
+    assert pool.fits({"e": 99})  # more than the budget, but alone
     large = pool.lease({"e": 99})
     assert not pool.fits({"a": 1})
     pool.release(large)
@@ -217,7 +217,7 @@ def test_sequences_in_common_stay_within_the_budget(make_model):
 @pytest.mark.usefixtures("without_kernel")
 @pytest.mark.parametrize("codec", [Half(), Q8()], ids=repr)
 def test_what_every_step_reads_is_unpacked_once_for_all(codec, model, kvs):
-    """Joined, or unpacked where nothing is joined; a second pool user gets the same tensors."""
+    """When joined, and when unpacked separately; a second user of the pool gets the same tensors."""
     half = [round_trip(kv, identity(*range(kv.tokens)), codec)[1] for kv in kvs]
     assert all(kv.packed for kv in half)
     pool = KVPool(0)

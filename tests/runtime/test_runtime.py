@@ -1,4 +1,4 @@
-"""Requests that run together: the answers of one by one, whatever goes wrong beside them, and all of them end."""
+"""Requests in a batch get the answers that they get alone, whatever fails beside them, and all of them end."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ids(tokens):
 
 
 def finish(runtime, jobs):
-    """The tokens of each, and its error."""
+    """The tokens and the error of each job."""
     found = []
     for job in jobs:
         tokens, error = [], None
@@ -72,7 +72,7 @@ def expected(model, asked):
 
 
 def undisturbed(runtime, model, found, asked=CROWD):
-    """These answers are those that each gets alone, and nothing is held any more."""
+    """Check that each answer equals the one that the request gets alone, and that nothing is still held."""
     assert [error for _, error in found] == [None] * len(asked)
     assert [ids(tokens) for tokens, _ in found] == [expected(model, each) for each in asked]
     assert runtime.idle
@@ -80,7 +80,7 @@ def undisturbed(runtime, model, found, asked=CROWD):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_answers_do_not_depend_on_torchs_default_dtype(dtype, make_model):
-    """transformers changes it for all threads while it makes a model in one of them."""
+    """transformers changes it for all threads while it builds a model in one of them."""
     model = make_model("llama")
     for each in CROWD:
         alone(model, each)
@@ -94,7 +94,7 @@ def test_answers_do_not_depend_on_torchs_default_dtype(dtype, make_model):
 
 
 class Bad(Engine):
-    """A third party's engine that does what it is told."""
+    """A third-party engine that runs the given program."""
 
     name = "bad"
     encoding = None
@@ -109,7 +109,7 @@ class Bad(Engine):
 
 
 def led_by(program, runtime, model, steps):
-    """A request that this program answers."""
+    """A job that is answered by this program."""
     return runtime.submit(Bad(program), request(model, CROWD[3]), Generation(max_new_tokens=steps))
 
 
@@ -149,7 +149,7 @@ def test_an_engine_that_is_wrong_fails_alone(program, make_model):
     found = finish(runtime, jobs)
     assert found[2][0] == []
     assert isinstance(found[2][1], ArithmeticError | IndexError | TypeError | ValueError)
-    assert (type(found[2][1]) is ArithmeticError) == (program in ("raises", "at once"))  # the others go no further
+    assert (type(found[2][1]) is ArithmeticError) == (program in ("raises", "at once"))  # the others stop too
     del found[2]
     undisturbed(runtime, model, found)
 
@@ -166,7 +166,7 @@ def test_an_engine_that_fails_at_its_end_fails_nobody(make_model, caplog):
 
 
 class Owner:
-    """Whatever asks."""
+    """The owner of a lease."""
 
 
 def drawn(examples):
@@ -175,7 +175,7 @@ def drawn(examples):
 
 
 class Faulty:
-    """The model's layers, one of which raises when it is run for the n-th time."""
+    """The model's layers; the n-th call of one raises."""
 
     def __init__(self, monkeypatch, model):
         self.left, self.error, self.layer, self.met = None, None, 0, 0
@@ -204,7 +204,7 @@ class Faulty:
     after=st.integers(0, 4),
 )
 def test_a_pass_that_failed_once_is_made_again(kind, layer, after, make_model, monkeypatch):
-    """Nobody is to blame for a pass of several that failed: alone, each of them goes through."""
+    """A failed pass of several requests is repeated for each alone, and all of them succeed."""
     model = make_model("gemma2")
     with monkeypatch.context() as patch:
         faulty = Faulty(patch, model)
@@ -219,7 +219,7 @@ def test_a_pass_that_failed_once_is_made_again(kind, layer, after, make_model, m
 @drawn(8)
 @given(layer=st.integers(0, 2), after=st.integers(0, 9))
 def test_who_alone_fails_every_pass_is_the_only_one_that_fails(layer, after, make_model, monkeypatch):
-    """One of the requests has a token that the model's layers refuse, at any layer and any time."""
+    """One request has a token on which the model fails, at any layer and any time."""
     model, count = make_model("llama"), 0
     with monkeypatch.context() as patch:
         target = model.module.get_decoder().layers[layer]
@@ -249,7 +249,9 @@ def test_who_alone_fails_every_pass_is_the_only_one_that_fails(layer, after, mak
 @drawn(8)
 @given(kind=st.sampled_from([KeyboardInterrupt, SystemExit]), layer=st.integers(0, 3), after=st.integers(0, 4))
 def test_an_interrupt_ends_who_was_interrupted(kind, layer, after, make_model, monkeypatch):
-    """Whoever drove hears of it; the others' rows are as before the pass, and they go on to the same answers."""
+    """The thread that drove the step gets the interrupt. The other rows are as before the pass, and get the same
+    answers.
+    """
     model = make_model("gemma2")
     with monkeypatch.context() as patch:
         faulty = Faulty(patch, model)
@@ -265,7 +267,9 @@ def test_an_interrupt_ends_who_was_interrupted(kind, layer, after, make_model, m
 
 @pytest.mark.parametrize("where", ["read", "take", "commit", "send"])
 def test_an_interrupt_in_the_middle_of_something_ends_what_it_tore(where, make_model, monkeypatch):
-    """A row that was half counted, a program that was half told: such an answer cannot go on, and says so."""
+    """If a row is partly committed, or a program has partly advanced, the answer cannot continue, and its error says
+    so.
+    """
     model = make_model("llama")
     owner, name = {
         "read": (Job, "read"),
@@ -313,7 +317,7 @@ def test_a_processor_that_returns_no_scores_ends_its_own_answer(result, make_mod
 
 
 def test_numbers_that_are_none_stay_with_who_has_them(make_model):
-    """A row whose KV has become NaN: neither the rows beside it nor those that get its memory after it see any."""
+    """A row with NaN in its KV affects neither the rows beside it nor those that reuse its memory."""
     model = make_model("llama")
     [kv] = model.encode([[5, 6, 7]])
     spoilt = ChunkKV(keys=kv.keys, values=tuple(torch.full_like(value, torch.nan) for value in kv.values))
@@ -331,12 +335,12 @@ def test_numbers_that_are_none_stay_with_who_has_them(make_model):
             found.pop(i)
         assert [error for _, error in found] == [None] * len(found)
         assert [ids(tokens) for tokens, _ in found] == [expected(model, asked) for asked in CROWD * 2]
-    jobs = [submit(runtime, model, asked) for asked in CROWD * 2]  # in the memory of those before
+    jobs = [submit(runtime, model, asked) for asked in CROWD * 2]  # they reuse the memory
     assert [ids(tokens) for tokens, _ in finish(runtime, jobs)] == [expected(model, asked) for asked in CROWD * 2]
 
 
 def test_what_runs_in_a_step_cannot_ask_or_close(make_model):
-    """It would wait for its own end; it is told so, and fails alone."""
+    """It would wait for itself, so it gets an error, and fails alone."""
     model = make_model("llama")
     runtime, owner = Runtime(model), Owner()
     for wrong in (
@@ -354,7 +358,7 @@ def test_what_runs_in_a_step_cannot_ask_or_close(make_model):
 
 
 def test_cancelling_and_giving_back_where_the_lock_is_held(make_model):
-    """As a finaliser may, in the middle of the runtime's own work: it neither waits nor is it forgotten."""
+    """As in a finaliser that runs inside the runtime's own code: the call neither blocks nor is lost."""
     model = make_model("llama")
     runtime = Runtime(model)
     job, lease = submit(runtime, model, CROWD[0]), runtime.lease({"a": 3})
@@ -366,7 +370,7 @@ def test_cancelling_and_giving_back_where_the_lock_is_held(make_model):
         assert not job.ended
     assert job.ended
     assert runtime.pool.leased == 0
-    with runtime._changed:  # as in the midst of a step's own bookkeeping
+    with runtime._changed:  # as in the middle of a step's bookkeeping
         runtime.cancel(other)
     runtime.advance()
     assert other.ended
@@ -374,7 +378,7 @@ def test_cancelling_and_giving_back_where_the_lock_is_held(make_model):
 
 
 def test_finalisers_come_at_any_moment(make_model):
-    """The collector runs at every few allocations, with streams in its cycles, while others are answered."""
+    """The garbage collector runs after few allocations and finds streams in cycles while others are answered."""
     model = make_model("llama")
     runtime = Runtime(model)
 
@@ -403,7 +407,7 @@ def test_finalisers_come_at_any_moment(make_model):
 
 
 def test_who_does_not_read_holds_up_nobody(make_model):
-    """Rows and KV of a stream that pauses are others' as soon as they need them."""
+    """The rows and the KV of a paused stream are freed as soon as other requests need them."""
     model = make_model("llama-long")
     long = one("full", chunks=(), suffix=(80,), steps=200)
     model.eos_ids, eos = frozenset(), model.eos_ids
@@ -414,14 +418,14 @@ def test_who_does_not_read_holds_up_nobody(make_model):
         )
         while runtime.advance():
             continue
-        assert len(slow.tokens) == 64  # it pauses
-        lease = runtime.lease({"b": 9})  # the only thread: nobody could read the slow one's tokens meanwhile
+        assert len(slow.tokens) == 64  # it is paused
+        lease = runtime.lease({"b": 9})  # with one thread, the slow stream's tokens cannot be read meanwhile
         assert slow.ended
         assert runtime.pool.leased == 9
         quick = submit(runtime, model, long, lease=lease)
         held = Stream(Runtime(model, max_rows=1), engine(long), request(model, long))
         assert len(list(runtime.tokens(quick))) == 200 == len(list(runtime.tokens(slow)))
-        other = Stream(held._runtime, engine(long), request(model, long))  # a second one led by hand, beside it
+        other = Stream(held._runtime, engine(long), request(model, long))  # a second stream driven by hand
         assert other.best() == held.best()
     finally:
         model.eos_ids = eos
@@ -455,32 +459,32 @@ def test_closing_ends_what_is_asked_and_what_will_be(make_model):
     (tokens, none), *rest = finish(runtime, jobs)
     assert (ids(tokens), none) == (expected(model, CROWD[0]), None)
     assert [(type(error), str(error)) for _, error in rest] == [(AnswerInterruptedError, "It was closed.")] * 2
-    assert rest[0][1] is not rest[1][1]  # a traceback of its own
+    assert rest[0][1] is not rest[1][1]  # its own traceback
     with pytest.raises(AnswerInterruptedError, match=r"It was closed\."):
         submit(runtime, model, CROWD[0], owner=mine)
     assert runtime.idle
 
 
 def test_nobody_takes_kv_before_those_who_wait_for_it(make_model, monkeypatch):
-    """`try_lease` has what fits, and nothing while another waits, even for more than there is; `lease` waits behind."""
+    """`try_lease` takes what fits, and nothing while another waits, even for more than the budget; `lease` queues."""
     runtime, waiting, wanted = Runtime(make_model("llama"), budget=4), threading.Event(), []
     monkeypatch.setattr(runtime, "_sleep", lambda: runtime._changed.wait(0.01))
     full = runtime.lease({"a": 3})
     small = runtime.try_lease({"b": 1})
     assert small is not None
     assert runtime.try_lease({"c": 1}) is None
-    assert runtime.try_lease({"a": 3}) is not None  # held already
+    assert runtime.try_lease({"a": 3}) is not None  # already held
     runtime.release(small)
 
     def lease():
         wanted.append(runtime.lease({"d": 4}, cancelled=lambda: bool(waiting.set())))
 
-    thread = threading.Thread(target=lease, daemon=True)  # a failure does not wait for it
+    thread = threading.Thread(target=lease, daemon=True)  # so that a failure does not wait for it
     thread.start()
     waiting.wait(600)
     assert runtime.pool.fits({"b": 1})
     assert runtime.try_lease({"b": 1}) is None
-    looks = iter([False, True])  # it waits once, and then wants it no more
+    looks = iter([False, True])  # it waits once, and then gives up
     assert runtime.lease({"b": 1}, cancelled=lambda: next(looks)) is None
     for held in list(runtime.pool._leases):
         runtime.release(held)
@@ -490,7 +494,7 @@ def test_nobody_takes_kv_before_those_who_wait_for_it(make_model, monkeypatch):
 
 
 def test_a_sequence_is_prefilled_once_and_taken_over(make_model, steps_of):
-    """Who prefills it is cancelled half-way: the next one does, and the others wait for that."""
+    """The request that prefills it is cancelled half-way: the next one takes over, and the others wait for that."""
     model = make_model("llama")
     asked = [one("common", chunks=(7, 6), suffix=(80 + i, 81)) for i in range(5)]
     wanted = [expected(model, each) for each in asked]
@@ -503,17 +507,17 @@ def test_a_sequence_is_prefilled_once_and_taken_over(make_model, steps_of):
     found = finish(runtime, jobs[1:])
     assert [ids(tokens) for tokens, _ in found] == wanted[1:]
     before = 7 + 21 + 13
-    # what was cut off, the sequence once, questions and tokens
+    # the interrupted part, the sequence once, questions and tokens
     assert sum(len(each) for _, ids in steps for each in ids) == 4 + before + 4 * (2 + 5)
     steps.clear()
-    [(tokens, _)] = finish(runtime, [submit(runtime, model, asked[0])])  # it is still there
+    [(tokens, _)] = finish(runtime, [submit(runtime, model, asked[0])])  # still in the pool
     assert ids(tokens) == wanted[0]
     assert sum(len(each) for _, ids in steps for each in ids) == 2 + 5
     assert runtime.idle
 
 
 def test_a_shared_sequence_is_never_taken_for_another(make_model):
-    """KV before it that is gone leaves its identity to others; what was prefilled after it is not theirs."""
+    """Another KV may get the id of freed KV before it; what was prefilled after the old one must not be reused."""
     model = make_model("llama")
     runtime = Runtime(model)
     for token in range(40, 60):
@@ -532,7 +536,7 @@ def test_a_shared_sequence_is_never_taken_for_another(make_model):
 
 
 def test_a_shared_sequence_that_is_cut_elsewhere_is_another(make_model):
-    """The same tokens in other parts: a part of one sequence would be read where the other has a longer one."""
+    """The same tokens with other boundaries: else a part of one sequence would replace a longer part of the other."""
     model = make_model("llama")
     runtime = Runtime(model)
     tokens = (5, 6, 7, 8, 9)
@@ -575,7 +579,7 @@ def test_the_model_goes_with_the_last_who_holds_it(make_model):
     gc.disable()
     try:
         del model
-        stream.advance(stream.best())  # a request that runs holds it
+        stream.advance(stream.best())  # a running request holds it
         del stream
         assert gone() is None
     finally:
@@ -609,25 +613,25 @@ def place(tmp_path_factory, model_folder):
 @pytest.fixture
 def rag(place):
     with RagKV.open(place, device="cpu") as opened:
-        opened.model.eos_ids = frozenset()  # random weights: no answer ends by chance
+        opened.model.eos_ids = frozenset()  # random weights: prevent an early end of an answer
         warm(opened)
         yield opened
     assert not [thread for thread in threading.enumerate() if thread.name == "ragkv-answer"]
 
 
 def warm(rag):
-    """Everything that is loaded or encoded once is there: what steps from now on answers questions."""
+    """Load and encode everything that is needed once: further steps only answer questions."""
     for name in NAMES:
         rag.query(QUESTIONS[0], engine=name, max_new_tokens=1)
 
 
 class Gate:
-    """The model's first step waits until so many requests have come; and how many rows each step had."""
+    """Holds the model's first step until `wanted` requests have come; records the number of rows of each step."""
 
     def __init__(self, monkeypatch, rag, wanted):
         self.rows, self.held, self.go_on = [], threading.Event(), threading.Event()
         runtime, step, submit, come = rag.index.runtime, rag.model.step, rag.index.runtime.submit, []
-        # no step is too long here, on any machine: questions are not cut for the sake of what decodes beside them
+        # no step is too long here: prefills are not split for the sake of decoding rows
         monkeypatch.setattr(scheduler, "STALL_SECONDS", WAIT)
         monkeypatch.setattr(runtime._stepper._pace, "tokens", 1 << 20)
 
@@ -662,7 +666,7 @@ def test_threads_are_answered_in_one_batch(rag, monkeypatch):
     wanted = [ask(rag, i) for i in range(16)]
     gate = Gate(monkeypatch, rag, 16)
     assert at_once(rag) == wanted
-    assert max(gate.rows) >= 15  # who drove the first step was not beside the others in it
+    assert max(gate.rows) >= 15  # the request that drove the first step was not in the same batch
     assert len(gate.rows) <= 2 * 5 + 1
     assert rag.index.runtime.idle
 
@@ -683,7 +687,7 @@ def test_thirty_two_tasks_are_answered_in_one_batch(rag, monkeypatch):
 
 
 def test_a_lost_record_is_made_again_once_for_all_who_wait(rag, place, monkeypatch):
-    """The store is asked once for a chunk, and it is encoded once, however many wait for it."""
+    """The store is read once for a chunk, and the chunk is encoded once, however many requests wait for it."""
     question, options = QUESTIONS[1], {"engine": "block", "max_new_tokens": 4, "top_k": 1}
     wanted = rag.query(question, **options)
     rag.store.memory("cpu", budget=0)
@@ -707,7 +711,7 @@ def test_a_lost_record_is_made_again_once_for_all_who_wait(rag, place, monkeypat
         return find(tier, keys, load)
 
     def encoding(ids, **more):
-        assert all_wait.wait(WAIT)  # one that came after the write would find it dropped
+        assert all_wait.wait(WAIT)  # a request after the write would find it dropped
         encoded.extend(ids)
         return encode(ids, **more)
 
@@ -730,7 +734,7 @@ def _stored(rag, answer):
 
 
 def test_closing_ends_all_who_wait(place, monkeypatch):
-    """Threads and tasks, in a step and before it; the store is closed when nobody reads."""
+    """Threads and tasks, in a step and before it; the store closes when nobody reads from it."""
     rag = RagKV.open(place, device="cpu")
     rag.model.eos_ids = frozenset()
     warm(rag)
@@ -768,7 +772,7 @@ def test_closing_ends_all_who_wait(place, monkeypatch):
         closing = pool.submit(rag.close)
         while rag.index not in rag.index.runtime._closed:
             threading.Event().wait(0.001)
-        assert not closed.is_set()  # a step still reads
+        assert not closed.is_set()  # a step is still reading
         gate.go_on.set()
         closing.result()
         assert all(each.result() for each in asked)
@@ -779,11 +783,11 @@ def test_closing_ends_all_who_wait(place, monkeypatch):
     assert not [thread for thread in threading.enumerate() if thread.name == "ragkv-answer"]
     with pytest.raises(StoreError, match="open it again"):
         rag.query(QUESTIONS[0])
-    rag.close()  # twice is once
+    rag.close()  # closing twice is harmless
 
 
 def test_closing_while_one_is_still_looking_for_its_chunks(place, monkeypatch):
-    """It has not come to the runtime yet; it ends all the same, and with the same sentence."""
+    """It has not reached the runtime yet, and ends with the same error."""
     rag = RagKV.open(place, device="cpu")
     rag.query(QUESTIONS[0], max_new_tokens=1)
     looking, go_on = threading.Event(), threading.Event()
@@ -806,7 +810,7 @@ def test_closing_while_one_is_still_looking_for_its_chunks(place, monkeypatch):
 
 
 def test_tasks_that_leave_take_nothing_with_them(rag, monkeypatch):
-    """Cancelled, left early, dropped without a word, raised in: rows, KV and threads are free at once."""
+    """Cancelled, left early, dropped, or ended by an exception: rows, KV and threads are freed at once."""
 
     async def run():
         task = asyncio.create_task(rag.aquery(QUESTIONS[0], engine="full", max_new_tokens=400))
@@ -828,7 +832,7 @@ def test_tasks_that_leave_take_nothing_with_them(rag, monkeypatch):
 
 
 def test_a_loop_that_is_closed_over_a_stream(rag):
-    """Nobody can be told of the pieces any more: the thread notices, and ends."""
+    """Nobody can receive the stream's events any more: the thread notices that and ends."""
     loop = asyncio.new_event_loop()
     stream = rag.astream(QUESTIONS[0], engine="full", max_new_tokens=400)
     pieces = aiter(stream)
@@ -850,7 +854,7 @@ def test_a_dropped_stream_gives_everything_back(rag):
 
 
 def test_little_memory_is_shared_in_turn(rag, monkeypatch):
-    """KV of one question at a time: nobody goes beyond it, nobody starves, one thread may hold two streams."""
+    """Memory for the KV of one question: the limit holds, no request starves, and a thread may hold two streams."""
     wanted = [ask(rag, i) for i in range(16)]
     runtime = rag.index.runtime
     most, lease = [], runtime.pool.lease
@@ -870,7 +874,7 @@ def test_little_memory_is_shared_in_turn(rag, monkeypatch):
 def test_cancelled_while_it_waits_for_memory(rag, monkeypatch):
     runtime = rag.index.runtime
     monkeypatch.setattr(runtime.pool, "budget", 1)
-    held = runtime.lease({"everything": 1})  # somebody loads, and takes his time
+    held = runtime.lease({"everything": 1})  # another request is loading
     waits = threading.Event()
     sleep = runtime._sleep
     monkeypatch.setattr(runtime, "_sleep", lambda: (waits.set(), sleep())[1])
@@ -886,7 +890,7 @@ def test_cancelled_while_it_waits_for_memory(rag, monkeypatch):
 
 
 def test_a_program_that_ends_without_closing(place):
-    """Streams half read, a thread in the middle of an answer, tasks: the interpreter ends, quietly."""
+    """Half-read streams, a thread that is answering, tasks: the interpreter ends without output."""
     program = textwrap.dedent(
         """
         import asyncio, sys, threading
@@ -915,7 +919,7 @@ def test_a_program_that_ends_without_closing(place):
 
 
 def test_after_a_fork(place):
-    """What the parent's threads were in the middle of is not the child's: its runtime begins anew, and works."""
+    """The child does not inherit what the parent's threads were doing: it gets a new runtime that works."""
     program = textwrap.dedent(
         """
         import os, pickle, sys, threading, warnings
@@ -970,7 +974,7 @@ def test_after_a_fork(place):
     assert (code, out) == (0, "well\n"), errors
 
 
-# windows, soft caps, YaRN, sinks; then two kinds of rope, layers without rope, pairs
+# windows, soft caps, YaRN, sinks; then two kinds of RoPE, layers without RoPE, pairs
 FAMILIES = ["gemma2", "qwen3-yarn", "gpt-oss"]
 OTHERS = ["gemma3", "cohere2", "llama", "mistral-sliding", "smollm3", "phi4-partial", "glm4"]
 several = pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(f, marks=pytest.mark.nightly) for f in OTHERS)])
@@ -987,7 +991,7 @@ def as_alone(model, crowd, found):
 
 
 def named(one, tokens):
-    """The tokens, their winners as what they read: the same chunk twice is two experts of one opinion."""
+    """The tokens, with winners as chunks: two experts with the same chunk are equal."""
     return [replace(t, winner=None if t.winner is None else one.chunks[t.winner]) for t in tokens]
 
 
@@ -1025,7 +1029,7 @@ def test_who_asks_alone_gets_what_the_equations_give(family, one, make_model):
     seconds=st.lists(st.floats(0.0, 9.0), min_size=1, max_size=9),
 )
 def test_how_long_steps_take_changes_no_answer(family, crowd, seconds, make_model):
-    """Questions beside rows that decode are cut by the time of the steps before: into parts of one token and more."""
+    """Prefills beside decoding rows are split by the duration of the previous steps, down to single tokens."""
     model = make_model(family)
     times = accumulate(cycle(seconds))
     with pytest.MonkeyPatch.context() as patch:
@@ -1036,7 +1040,7 @@ def test_how_long_steps_take_changes_no_answer(family, crowd, seconds, make_mode
 
 
 def test_a_long_question_is_read_in_parts_beside_one_that_decodes(make_model, steps_of, monkeypatch):
-    """A clock by which every token takes a hundredth of a second: no step is longer than what the first one showed."""
+    """With 10 ms per token, no step is longer than the first one showed."""
     model = make_model("llama")
     read = steps_of(model)
     monkeypatch.setattr(stepper, "perf_counter", lambda: 0.01 * sum(len(each) for _, ids in read for each in ids))

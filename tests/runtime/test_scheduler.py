@@ -1,4 +1,4 @@
-"""Who runs next: no torch, no model, only numbers."""
+"""The order of requests; without torch or a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ tickets = st.builds(
     events=st.lists(st.one_of(tickets, st.integers(0, 40)), max_size=60),
 )
 def test_limits_hold_and_everyone_has_a_turn(limits, events):
-    """An event is a request that comes, or the number of one that leaves, in or not."""
+    """An event is a submitted request, or the index of a request that leaves, admitted or not."""
     scheduler, waiting, running = made(**limits), [], []
 
     def admit():
@@ -55,7 +55,7 @@ def test_limits_hold_and_everyone_has_a_turn(limits, events):
             one = (running + waiting)[event % (len(waiting) + len(running))]
             (running if one in running else waiting).remove(one)
             scheduler.leave(one)
-            scheduler.leave(one)  # twice is once
+            scheduler.leave(one)  # leaving twice is harmless
         admit()
     while running:
         scheduler.leave(running.pop(0))
@@ -66,7 +66,7 @@ def test_limits_hold_and_everyone_has_a_turn(limits, events):
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(reads=st.lists(st.sampled_from([(1,), (2,), (1, 2), ()]), min_size=1, max_size=80))
 def test_nobody_is_passed_by_more_than_a_few(reads):
-    """Requests that share chunks may go first, but every one of them is passed a bounded number of times."""
+    """Requests that share chunks may go first, but each request is overtaken a bounded number of times."""
     scheduler, submitted, order = made(max_rows=1), [], []
     scheduler.submit(first := ticket(reads=(1,)))
     scheduler.admit()
@@ -76,7 +76,7 @@ def test_nobody_is_passed_by_more_than_a_few(reads):
     current = first
     while len(order) < len(submitted):
         scheduler.leave(current)
-        scheduler.submit(late := ticket(reads=current.reads))  # whoever shares most keeps coming
+        scheduler.submit(late := ticket(reads=current.reads))  # the request that shares most keeps coming
         submitted.append(late) if len(submitted) < 120 else scheduler.leave(late)
         [current] = scheduler.admit()
         order.append(current)
@@ -105,10 +105,10 @@ def test_whoever_shares_chunks_with_what_runs_goes_first_unless_there_is_no_room
     alien, large = ticket(reads=(9,)), ticket(rows=4, reads=(1, 2))
     for one in (alien, large):
         scheduler.submit(one)
-    assert scheduler.admit() == [alien]  # the large one shares more, but does not fit: nobody waits for it meanwhile
+    assert scheduler.admit() == [alien]  # the large one shares more, but does not fit, and blocks nobody yet
     scheduler.leave(alien)
     scheduler.submit(ticket(reads=(1,)))
-    assert scheduler.admit() == []  # the large one is first now
+    assert scheduler.admit() == []  # now the large one is first
     scheduler.leave(running)
     assert scheduler.admit() == [large]
 
@@ -131,7 +131,7 @@ def test_a_lone_request_may_be_larger_than_the_limits():
     wanted=st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=5), max_size=8),
 )
 def test_shares_lose_no_token(batch_tokens, prefill, wanted):
-    """Every step takes some tokens, within the limits, single ones first; together they are all that was wanted."""
+    """Every step takes some tokens, within the limits, single tokens first; together, all tokens are taken once."""
     scheduler = made(batch_tokens=batch_tokens)
     left = [list(wants) for wants in wanted]
     while any(map(any, left)):
@@ -158,7 +158,7 @@ def test_a_short_question_beside_decoding_does_not_wait_for_a_long_one_nor_the_o
     assert scheduler.share([[1, 1], [968], [8]], 64) == [[1, 1], [56], [8]]
     assert scheduler.share([[1, 1], [968]], 63) == [[1, 1], [63]]
     assert scheduler.share([[1, 1], [968]]) == [[1, 1], [968]]
-    assert scheduler.share([[0, 0], [4000], [200]], 64) == [[0, 0], [4000], [96]]  # nobody decodes: all at once
+    assert scheduler.share([[0, 0], [4000], [200]], 64) == [[0, 0], [4000], [96]]  # nothing is decoding: all at once
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -169,7 +169,7 @@ def test_a_short_question_beside_decoding_does_not_wait_for_a_long_one_nor_the_o
     length=st.integers(2, 8000),
 )
 def test_a_prefill_beside_decoding_at_most_doubles_a_step_whatever_the_machine(decoding, token, growth, length):
-    """A machine on which a token of a prefill costs `token` seconds, and the more the further it is (`growth`)."""
+    """A prefill token takes `token` seconds, and longer at later positions (`growth`)."""
     scheduler, pace, done = made(batch_tokens=4096), Pace(), 0
     pace.took(decoding, [[1]])
     allowed = max(decoding, STALL_SECONDS)
@@ -180,28 +180,28 @@ def test_a_prefill_beside_decoding_at_most_doubles_a_step_whatever_the_machine(d
         done += takes[1][0]
         pace.took(decoding + each * takes[1][0], takes)
         assert LEAST_PREFILL <= pace.tokens <= max(2 * before, 2 * LEAST_PREFILL)
-        if takes[1][0] > 2 * LEAST_PREFILL:  # it was measured before
+        if takes[1][0] > 2 * LEAST_PREFILL:  # the step size was based on a measurement
             assert each * takes[1][0] <= 2.01 * allowed
-        if takes[1][0] == before and each * before < allowed / 2:  # there was room
+        if takes[1][0] == before and each * before < allowed / 2:  # there was room for more
             assert pace.tokens > before
 
 
 def test_the_pace_learns_from_what_says_something():
     pace = Pace()
     first = pace.tokens
-    pace.took(100.0, [[500]])  # nobody was decoding
-    pace.took(0.001, [[1], [2]])  # a quick step of few tokens: it does not say how many would have been quick
+    pace.took(100.0, [[500]])  # nothing was decoding
+    pace.took(0.001, [[1], [2]])  # too few tokens to say how many would be quick
     assert pace.tokens == first
     pace.took(0.02, [[1, 1], [0]])
     pace.took(0.02 + STALL_SECONDS / 10, [[1], [first]])
     assert pace.tokens == 2 * first
     pace.took(0.02 + 1.25 * STALL_SECONDS, [[1], [2 * first]])
     assert pace.tokens == pytest.approx(1.6 * first, abs=1)
-    pace.took(9.0, [[1]])  # where a step takes longer, so may what is beside it
+    pace.took(9.0, [[1]])  # with a slower decode step, a prefill beside it may take longer
     pace.took(18.0, [[1], [pace.tokens]])
     assert pace.tokens == pytest.approx(1.6 * first, abs=2)
     before = pace.tokens
-    pace.took(99.0, [[1], [before]])  # once may be the machine's fault
+    pace.took(99.0, [[1], [before]])  # once may be due to the machine
     assert pace.tokens == before // 2
     for _ in range(9):
         pace.took(99.0, [[1], [pace.tokens]])
@@ -209,7 +209,9 @@ def test_the_pace_learns_from_what_says_something():
 
 
 def test_the_borders_of_admission():
-    """What exactly fills the limits runs; one more row or token waits. The most patient goes first at once."""
+    """Requests that fill the limits exactly are admitted; one more row or token waits, and the longest waiting one is
+    next.
+    """
     scheduler = made(max_rows=4, own_tokens=100)
     scheduler.submit(first := ticket(rows=1, tokens=60))
     assert scheduler.has_room
@@ -240,7 +242,7 @@ def test_what_others_prefill_counts_once():
     many = [Ticket(rows=1, tokens=10, shared={"text": 60}) for _ in range(5)]
     for one in many:
         scheduler.submit(one)
-    assert scheduler.admit() == many[:4]  # 40 of their own, 60 that they share
+    assert scheduler.admit() == many[:4]  # 40 of their own, 60 shared
 
 
 @pytest.mark.parametrize("passes", [PATIENCE - 1, PATIENCE])

@@ -1,4 +1,4 @@
-"""What a step costs: where the host waits for the device, and how often a chunk is read."""
+"""The cost of a step: where the host waits for the device, and how often a chunk is read."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ TUNED = [
 QUESTION = "Who founded Halden Works?"
 TOKENS = 3
 CHOSEN = "ragkv/runtime/step.py Stepper._choose"
-"""The one place where the host waits for the device while tokens are generated: it is told those of all requests."""
+"""The only place where the host waits for the device during decoding: it reads the tokens of all requests."""
 
 
 def on_both(names, cells, second):
-    """Cells on both families; `make test` has those on the second whose engine is one of `second`."""
+    """Parametrize over both families; `make test` runs those of the second whose engine is in `second`."""
     return pytest.mark.parametrize(
         ("family", *names),
         [
@@ -64,7 +64,9 @@ def on_both(names, cells, second):
 
 @pytest.fixture(scope="module")
 def opened(make_folder, tmp_path_factory, pretend_device):
-    """Of a family, an index over a few sentences, made on the CPU with a small random model: open there and here."""
+    """An index of one family over a few sentences, built on the CPU with a small random model, and opened on both
+    devices.
+    """
     with ExitStack() as stack:
 
         @functools.cache
@@ -93,7 +95,7 @@ def ask(rag, engine, **options):
 
 
 def test_the_pretend_device_refuses_and_counts_as_cuda_does(pretend_device):
-    """What the tests below rest on."""
+    """The tests below rely on this."""
     there = torch.arange(12.0).reshape(3, 4).to(pretend_device)
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"Expected .*device"):
         there + torch.ones(3, 4)
@@ -109,21 +111,21 @@ def waited(step):
 
 
 def numbers_alone(step):
-    """Ids, positions, indices and the weights of groups; no KV, which is as wide as a head."""
+    """Only ids, positions, indices and group weights; no KV, which has the width of a head."""
     return all(c.dtype in (torch.bool, torch.int64) or c.bytes < 256 for c in (*step.reads, *step.uploads))
 
 
 @on_both(["engine"], [(name,) for name in ENGINES], ("ape", "block", "ippd", "pced"))
 def test_the_answer_is_that_of_the_cpu_and_a_step_waits_for_the_chosen_tokens_alone(engine, rags):
-    """From one forward pass to the next: once, whatever the engine; also when the context is laid out."""
+    """Once between two forward passes, for every engine; also after the context is laid out."""
     here, there = rags
-    ask(there, engine)  # its KV is in the device's memory now
+    ask(there, engine)  # its KV is in the device's memory from now on
     with pretend.counting(there.model) as waits:
         found = ask(there, engine)
     assert len(waits.steps) > TOKENS
     once = [waited(step) for step in waits.steps[1:]]
     if engine == "blend":
-        once.remove({})  # the pass that recomputes: nothing is chosen after it
+        once.remove({})  # the recomputing pass: no token is chosen after it
     assert once == [{CHOSEN: 1}] * len(once)
     assert all(map(numbers_alone, waits.steps[1:]))
     expected = ask(here, engine)
@@ -143,7 +145,7 @@ def test_every_setting_gives_the_tokens_of_the_cpu_and_makes_no_step_wait(engine
     (expected, _), (found, waits) = (answer(rag.model) for rag in rags)
     assert found == expected
     groups = 2 if tuning.get("group_experts") else 1
-    # what is recomputed is chosen first, unless it is known; nothing is chosen after the pass that recomputes it
+    # tokens to recompute are selected first, unless they are fixed; no token is chosen after the recomputing pass
     before = [] if engine != "blend" else [{}] if tuning.get("preset") == "epic" else [{CHOSEN: 1}, {}]
     assert [waited(step) for step in waits.steps] == [{}, *before, *([{}] * (groups - 1) + [{CHOSEN: 1}]) * 3]
 
@@ -161,7 +163,7 @@ def test_a_drawn_token_is_that_of_the_cpu_and_waited_for_once(rags):
 
 @pytest.mark.parametrize("family", FAMILIES[:1])
 def test_many_requests_are_waited_for_once(rags):
-    """Questions of all engines, greedy and drawn, in the same steps; each answer is the CPU's."""
+    """Questions of all engines, greedy and sampled, in the same steps; each answer equals the CPU's."""
     here, there = rags
 
     def jobs(rag):
@@ -183,17 +185,17 @@ def test_many_requests_are_waited_for_once(rags):
 
 @on_both(["engine"], [("ape",), ("block",)], ("block",))
 def test_stored_kv_crosses_once(engine, rags, tmp_path, pretend_device, monkeypatch):
-    copy = shutil.copytree(rags[0].folder, tmp_path / "index")  # nobody has its KV in memory
+    copy = shutil.copytree(rags[0].folder, tmp_path / "index")  # its KV is not in memory
     with RagKV.open(copy, device=pretend_device) as rag:
         with pretend.counting(rag.model) as waits:
             answer = ask(rag, engine)
         assert answer.kv.misses == 0
         crossed = [c for c in waits.uploads if c.dtype == torch.uint8 and c.place.startswith("ragkv/attention/kv.py")]
         assert sum(crossing.bytes for crossing in crossed) == answer.kv.bytes
-        assert len(crossed) == answer.kv.hits  # a record is one copy
+        assert len(crossed) == answer.kv.hits  # one copy per record
         assert not any(crossing.blocking for crossing in crossed)
-        assert len({crossing.step for crossing in crossed}) == 1  # before the question is read, none with the tokens
-        ask(rag, engine)  # the prefix, which the first question made anew, comes from the store
+        assert len({crossing.step for crossing in crossed}) == 1  # before the prefill; none during decoding
+        ask(rag, engine)  # the prefix, which the first question computed, comes from the store
         with pretend.counting(rag.model) as waits:
             ask(rag, engine)
         assert not [c for c in waits.uploads if c.place.startswith("ragkv/attention/kv.py")]
@@ -201,7 +203,7 @@ def test_stored_kv_crosses_once(engine, rags, tmp_path, pretend_device, monkeypa
 
 @pytest.mark.parametrize("codec", ["half", "q8"])
 def test_packed_kv_crosses_and_is_kept_packed(codec, make_folder, tmp_path, pretend_device):
-    """It is unpacked once for the questions that have it at a time; their answers are the CPU's."""
+    """It is unpacked once for all simultaneous questions; their answers equal the CPU's."""
     text = (
         "Halden Works was founded by Mira Oskel in 1907. Halden Works was sold in 1931. Halden Works is based in Tarn."
     )
@@ -215,7 +217,7 @@ def test_packed_kv_crosses_and_is_kept_packed(codec, make_folder, tmp_path, pret
         loader, sizes = rag.kv_loader, rag.index.store.memory(rag.model.place).use()
         crossed = sum(c.bytes for c in waits.uploads if c.dtype == torch.uint8)
         assert crossed == sizes.bytes > 0
-        packed = {"half": 4 / 8, "q8": (16 + 2) / 64}[codec]  # the model computes in float32, with heads of 16 numbers
+        packed = {"half": 4 / 8, "q8": (16 + 2) / 64}[codec]  # the model computes in float32, with head_dim 16
         chunks = [one.chunk for one in rag.retrieve(QUESTION, top_k=3)]
         identities = loader.identities(Encoding.PREFIXED, chunks)
         first, second = (loader.find(identities, lambda _: [])[0] for _ in range(2))
@@ -232,7 +234,7 @@ def test_packed_kv_crosses_and_is_kept_packed(codec, make_folder, tmp_path, pret
 
 
 def test_an_index_that_is_made_on_the_device(tmp_path, pretend_device):
-    """Ingest, the embedder and the reranker too: the mini models' answer is the CPU's."""
+    """Ingest, embedder and reranker on the device: with the mini models, the answer equals the CPU's."""
     texts, answers = {"halden.txt": "Halden Works was founded by Mira Oskel in 1907."}, []
     for device in ("cpu", pretend_device):
         with indexed(tmp_path / device.partition(":")[0], texts, device=device) as rag:
@@ -264,7 +266,7 @@ class Reads:
 
 
 def orders_of(name, tuning=(), chunks=None):
-    """Questions over overlapping chunks, in orders of their own: at other offsets for each."""
+    """Questions over overlapping chunks in different orders, so at different offsets."""
     orders = chunks or [(7, 6, 5), (6, 7), (5, 6, 7), (7,), (6, 5), (5, 7, 6)]
     return [Asked(engine=(name, tuning), chunks=order, suffix=(80 + i, 81), steps=4) for i, order in enumerate(orders)]
 
@@ -277,7 +279,7 @@ def orders_of(name, tuning=(), chunks=None):
         ("block", [(("sink", "bos"),)]),
         ("ape", [()]),
         ("ape", [(("temperature", 0.9), ("scale", 0.9))]),
-        ("ape", [(("temperature", 0.9),), (("temperature", 0.7),)]),  # once for each temperature
+        ("ape", [(("temperature", 0.9),), (("temperature", 0.7),)]),  # once per temperature
         ("pced", [()]),
         ("mapreduce", [(("instruction", "sum"), ("summary_tokens", 3))]),
     ],
@@ -303,7 +305,7 @@ def test_each_chunk_is_read_once_per_layer_and_step(family, name, tunings, make_
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of storage made, those of the largest tensor, and those that live at the same time at most."""
+    """Allocated bytes: in total, of the largest tensor, and at the peak."""
 
     def __init__(self):
         super().__init__()
@@ -329,7 +331,7 @@ class Allocated(TorchDispatchMode):
 
 
 def _peak(model, questions, context):
-    """The most bytes that live at a time while so many questions over one context of random KV are answered."""
+    """The peak of allocated bytes while this many questions over one context of random KV are answered."""
     generator = torch.Generator().manual_seed(1)
     [kv] = model.encode([torch.randint(3, 300, (context,), generator=generator).tolist()])
     runtime = Runtime(model)
@@ -357,13 +359,13 @@ def test_memory_does_not_grow_with_questions_times_context(make_model):
         few, many = ([_peak(model, questions, context) for context in (400, 3200)] for questions in (2, 24))
     finally:
         model.eos_ids = eos
-    token = 2 * 2 * 16 * 4 * 2  # keys and values of a token, all layers
+    token = 2 * 2 * 16 * 4 * 2  # bytes of a token's keys and values in all layers
     grown = (many[1] - many[0]) - (few[1] - few[0])
-    assert grown < 22 * 2800 * token / 20  # a copy for each question would be twenty times that
+    assert grown < 22 * 2800 * token / 20  # one copy per question would be twenty times that
 
 
 def test_rows_that_come_one_after_another_do_not_copy_the_context_each(make_model):
-    """Every question has the chunks in an order of its own: however they arrive, few runs are joined."""
+    """Every question has the chunks in another order, so few are joined, in whatever order the questions come."""
     model = make_model("llama")
     runtime = Runtime(model)
     joined = []

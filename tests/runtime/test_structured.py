@@ -1,4 +1,4 @@
-"""Answers by a schema, regex or grammar: every one that ends by itself matches, whatever engine answers."""
+"""Answers constrained by a schema, regex or grammar: every finished answer matches, for every engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def answer(model, name, decoding, steps=600):
 
 
 def random_schema(draw: random.Random, depth: int = 2) -> dict:
-    """Of the kinds that tools and clients send, with few characters, so that a random model comes to an end."""
+    """A schema of the kinds that tools and clients send, with short values, so that a random model finishes."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
     kind = draw.choice(kinds + ["object", "array", "anyOf", "ref"] * 2 * bool(depth))
     inner = lambda: random_schema(draw, depth - 1)  # noqa: E731
@@ -84,7 +84,7 @@ SHARE = 200 if NIGHTLY else 8
 
 @pytest.mark.parametrize(("place", "name"), list(enumerate(ENGINES)))
 def test_every_finished_answer_is_valid(place, name, make_model):
-    """Each engine has schemas of its own."""
+    """Each engine gets other schemas."""
     model, finished = make_model("llama"), 0
     for seed in range(place * SHARE, (place + 1) * SHARE):
         schema = {"$defs": {"it": {"enum": ["l", "r"]}}, **random_schema(random.Random(seed))}
@@ -99,7 +99,7 @@ def test_every_finished_answer_is_valid(place, name, make_model):
 
 @pytest.mark.parametrize("kind", ["integer", "number"])
 def test_a_number_ends_where_a_text_of_digits_goes_on(kind, make_model):
-    """As a model that writes zeros for ever."""
+    """With a model that would repeat zeros forever."""
     model = make_model("llama")
     schema = {"properties": {"text": {"type": "string", "pattern": "^.{40}$"}, "of": {"type": kind}}}
     schema |= {"type": "object", "required": ["text", "of"], "additionalProperties": False}
@@ -121,7 +121,7 @@ PATTERN = r"(?:yes|no, because [a-z ]{3,12})\.|[0-9]{2,4}(?: km)?"
 
 @pytest.mark.parametrize("name", ["full", "pced", "block"])
 def test_the_choice_is_the_best_of_what_may_follow(name, make_model):
-    """A slow reference: the tokens by their scores, and the first after which the text can still become a match."""
+    """Slow reference: try the tokens by score, and take the first after which the text can still match."""
     model = make_model("llama")
     _, reason, ids = answer(model, name, Decoding(regex=PATTERN))
     stream, text, chosen = Stream(runtime_of(model), *asked(model, name)), "", []
@@ -187,7 +187,7 @@ def test_requests_with_one_constraint_share_what_is_compiled(make_model, monkeyp
     first, second, third = (Decoding(regex=each) for each in ("[ab]{2}", "[cd]{2}", "[ef]{2}"))
     answers = [answer(model, "full", each)[0] for each in (first, first, second, first, second, third, first)]
     assert answers == [answer(model, "full", each)[0] for each in (first, first, second, first, second, third, first)]
-    # made anew after two answers, and when two others were asked for since
+    # compiled again after two answers, and after two other constraints
     assert len(made) < 14
     assert made[:5] == [each.constraint for each in (first, second, first, third, first)]
 
@@ -227,7 +227,7 @@ OFF = "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
 
 @pytest.fixture(params=["none", "switched", "always", "unsaid"])
 def thinker(request, make_model, monkeypatch):
-    """A model whose template has no thoughts, a switch for them, begins one always, or only takes them out."""
+    """A model whose template has no thinking, a switch for it, always begins with it, or only removes it."""
     model, ends = make_model("llama"), {"switched": OFF, "always": "<think>\n", "unsaid": "{# </think> #}"}
     fast = copy.deepcopy(model.tokens._tokenizer)
     fast.chat_template = QWEN.format(ends.get(request.param, ""))
@@ -262,7 +262,7 @@ def test_a_thought_ends_and_the_answer_after_it_is_held_to_its_schema(thinker, e
     thought, answer = ([token for token in tokens if token.thought == each] for each in (True, False))
     assert "</think>" not in "".join(token.text for token in thought)
     assert not {token.token_id for token in thought} & thinker.eos_ids
-    if most == "on":  # a random model does not spell the mark
+    if most == "on":  # a random model does not generate the mark
         assert (len(thought), tokens[-1].finish_reason, answer) == (60, "length", [])
         return
     assert len(thought) == most + len("\n</think>")
