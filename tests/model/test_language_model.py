@@ -1,4 +1,4 @@
-"""Every family: what ragkv computes from cached, moved chunks is what transformers computes from the whole text."""
+"""For every family, results from cached, moved chunks equal transformers' results from the whole text."""
 
 import copy
 from dataclasses import replace
@@ -14,7 +14,7 @@ from ragkv.model import language_model
 from ragkv.model.self_check import check_model
 from ragkv.types import Capability, LayerShape
 
-PARTS = [5, 9, 3, 14, 6]  # prefix, three chunks, question; windows in the test models are 8 tokens
+PARTS = [5, 9, 3, 14, 6]  # prefix, three chunks, question; the test models' windows are 8 tokens
 
 
 def sequence(seed: int = 1) -> list[list[int]]:
@@ -31,7 +31,7 @@ def question_logits(model, parts, placed):
 
 
 def test_context_and_own_tokens_equal_full_attention(family, make_model):
-    """Engines on several chunks are compared in `tests/engines/test_engines.py`, in bfloat16 too."""
+    """`tests/engines/test_engines.py` compares engines on several chunks, also in bfloat16."""
     model = make_model(family)
     parts = sequence()
     ids = [i for part in parts for i in part]
@@ -57,7 +57,7 @@ def test_decoding_token_by_token_equals_one_pass(unlike_family, make_model):
 
 @pytest.mark.usefixtures("kernels")
 def test_rows_of_one_step_equal_those_rows_alone(unlike_family, make_model):
-    """A long read, a short one at another place, one token over tokens of its own, and one over nothing at all."""
+    """A long prefill, a short one elsewhere, one token after own tokens, and one token without any context."""
     model = make_model(unlike_family)
     parts = sequence()
     kvs = model.encode(parts[:-1])
@@ -87,7 +87,7 @@ def test_rows_of_one_step_equal_those_rows_alone(unlike_family, make_model):
 
 @pytest.mark.usefixtures("kernels")
 def test_rows_in_a_slab_equal_those_rows_alone(unlike_family, make_model):
-    """Their own tokens lie side by side: rows come, differ in length, skip a step, outgrow their slab and leave it."""
+    """Their own tokens share an arena: rows join, differ in length, skip a step, outgrow their slot and leave."""
     model = make_model(unlike_family)
     ids = [i for part in sequence() for i in part]
     slabs = KVArena()
@@ -106,7 +106,7 @@ def test_rows_in_a_slab_equal_those_rows_alone(unlike_family, make_model):
     for step in range(6):
         rows = [i for i in range(5) if (i + step) % 4]
         same(rows, [[ids[(i + step) % len(ids)]] * (3 if (i, step) == (2, 5) else 1) for i in rows])
-    same(range(5), [ids * 4 if i == 1 else [7] for i in range(5)])  # more than the slab has room for
+    same(range(5), [ids * 4 if i == 1 else [7] for i in range(5)])  # more than the arena has room for
     same(range(5), [[8]] * 5)
     for row, other in zip(together, alone, strict=True):
         assert (row.cache.length, row.position) == (other.cache.length, other.position)
@@ -116,7 +116,7 @@ def test_rows_in_a_slab_equal_those_rows_alone(unlike_family, make_model):
 
 @pytest.mark.parametrize("tokens", [63, 64])
 def test_a_chunk_cut_from_a_slab_is_its_own_memory(tokens, make_model):
-    """Also where it fills its place, which the next row takes."""
+    """Also if it fills its slot completely, next to the following row."""
     model = make_model("llama")
     slabs = KVArena()
     rows = [TokenSequence((), 0, slabs.place(tokens, 0, 2)) for _ in range(2)]
@@ -151,7 +151,7 @@ def test_a_pass_that_fails_appends_nothing(make_model, monkeypatch):
 def test_chunks_of_one_step_equal_one_by_one(make_model, monkeypatch):
     model = make_model("llama")
     monkeypatch.setattr(language_model, "ENCODE_TOKENS", 14)
-    chunks = [[5] * 3, [7, 1, 2, 9], [4] * 11, [6]]  # 1 is the eos token, 2 the pad token: text like any other
+    chunks = [[5] * 3, [7, 1, 2, 9], [4] * 11, [6]]  # 1 is the eos token, 2 the pad token: in text they have no effect
     together = model.encode(chunks)
     for ids, kv in zip(chunks, together, strict=True):
         [alone] = model.encode([ids])
@@ -238,7 +238,7 @@ def test_an_encoding_ends_at_the_last_layer_that_keeps_anything(sharing):
 
 @pytest.mark.parametrize("slabs", [False, True])
 def test_own_tokens_are_kept_once_wherever_they_lie(sharing, slabs):
-    """Of a row of its own and of rows in one slab, read at once and token by token."""
+    """For a single row and for rows in one arena, prefilled at once and token by token."""
     rows = [TokenSequence((), 0), TokenSequence((), 0)]
     if slabs:
         places = KVArena()

@@ -1,4 +1,4 @@
-"""Linear layers and norms that ragkv's kernels compute, against the ordinary ones."""
+"""Linear layers and norms computed by ragkv's kernels, against torch's."""
 
 import copy
 import platform
@@ -29,7 +29,7 @@ needs_dot = pytest.mark.skipif(not layer_kernels.kernels.has_dot("bfloat16"), re
 
 
 def _layer(in_features, out_features, dtype, *, bias=True, held=None):
-    """A layer in `dtype` whose weights are held in another one."""
+    """A layer in `dtype` whose weights are stored in another dtype."""
     layer = nn.Linear(in_features, out_features, bias=bias, dtype=dtype).requires_grad_(False)
     if held is not None:
         layer.weight = nn.Parameter(layer.weight.to(held), requires_grad=False)
@@ -54,7 +54,7 @@ def kinds(request):
 
 @pytest.fixture(params=[True, False], ids=["dot", "no dot"])
 def dot(request, monkeypatch):
-    """With the processor's own products of bfloat16, and without."""
+    """With and without the processor's bfloat16 instructions."""
     if request.param and not layer_kernels.kernels.has_dot("bfloat16"):
         pytest.skip("no AVX512-BF16")
     if not request.param:
@@ -63,9 +63,7 @@ def dot(request, monkeypatch):
 
 
 def _off(layer, states, found):
-    """How far the outputs are from those in float64, in units of the last place of the largest sums that a part of
-    them can have.
-    """
+    """The error against float64, in units in the last place of the largest partial sums."""
     weight = layer.float_weight() if isinstance(layer, HalfLinear) else layer.weight
     wide, rows = weight.double(), states.double()
     bias = torch.zeros(1).double() if layer.bias is None else layer.bias.double()
@@ -78,12 +76,12 @@ def _off(layer, states, found):
 
 @pytest.mark.parametrize(
     ("in_features", "out_features", "bias"),
-    [(32, 4, False), (96, 43, True), (2048, 67, False), (14336, 36, True)],  # sums in one part and in several
+    [(32, 4, False), (96, 43, True), (2048, 67, False), (14336, 36, True)],  # sums in one and in several parts
     ids=str,
 )
 @torch.no_grad()
 def test_products_are_exact(kinds, dot, in_features, out_features, bias):
-    """Of one row, of each number of rows that a tile can have, and of more than are multiplied at a time."""
+    """For one row, each number of rows in a tile, and more rows than are multiplied at a time."""
     if kinds[0] == torch.float32 and not dot:
         pytest.skip("no bfloat16 rows")
     torch.manual_seed(0)
@@ -177,14 +175,14 @@ def test_an_arm_processor_keeps_the_layers_of_torch(monkeypatch):
 
 
 class _Packed(torch.Tensor):
-    """Weights in a format of their own, as torchao's."""
+    """Weights in a special format, such as torchao's."""
 
 
 @pytest.mark.parametrize("vnni", [pytest.param(True, marks=needs_vnni), False])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("in_features", [768, 100, 4097])
 def test_int8_weights_are_all_that_is_rounded_much(in_features, bias, vnni, monkeypatch):
-    """Against the product with rounded weights: 14 bits of the largest state of a token, with VNNI."""
+    """Compared with the product of rounded weights: activations have 14 bits of a token's largest, with VNNI."""
     if not vnni:
         monkeypatch.setattr(linear, "int8_levels", lambda: 0)
     torch.manual_seed(0)
@@ -212,7 +210,7 @@ def test_an_int8_result_does_not_depend_on_other_tokens():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @torch.inference_mode()
 def test_an_int8_layer_has_float32_whatever_torchs_default_is(dtype):
-    """Another thread's transformers changes that for all threads while it makes a model."""
+    """Another thread's transformers changes the default for all threads while it builds a model."""
     layer, states = Int8Linear(nn.Linear(256, 96)), torch.randn(20, 256)
     right = layer(states)
     torch.set_default_dtype(dtype)
@@ -226,7 +224,7 @@ def test_an_int8_layer_has_float32_whatever_torchs_default_is(dtype):
 
 @torch.inference_mode()
 def test_states_of_another_dtype_are_not_read_as_the_layers_own():
-    """As `torch.autocast` makes them."""
+    """As with `torch.autocast`."""
     layer, norm, states = (
         Int8Linear(nn.Linear(256, 96)),
         _norm(*NORMS["rounded"], 256, torch.float32),
@@ -287,7 +285,7 @@ def test_int8_weights_are_refused_where_they_cannot_be(model_folder, monkeypatch
 
 @pytest.fixture(scope="module")
 def half_folder(make_folder, tmp_path_factory):
-    """A checkpoint in bfloat16 of a small Llama whose matrices are large enough."""
+    """A bfloat16 checkpoint of a small Llama whose matrices are large enough for the kernels."""
     sizes = {"vocab_size": 320, "hidden_size": 256, "intermediate_size": 160, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
     torch.manual_seed(3)
@@ -302,7 +300,7 @@ def half_folder(make_folder, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def half(request, half_folder):
-    """Of that checkpoint in some dtype, a model with torch's layers, and one with ragkv's."""
+    """For that checkpoint and some dtype, a model with torch's layers, and one with ragkv's."""
     return request.param, *(load_model(str(half_folder), dtype=request.param, train=train) for train in (True, False))
 
 
@@ -318,7 +316,7 @@ TEXTS = "The sea is salt because of rivers.", "one"
 
 
 def test_a_model_holds_the_weights_of_its_checkpoint_in_16_bits(half):
-    """Read where they lie in bfloat16, and held in it for float32."""
+    """Read in place for bfloat16, and kept in bfloat16 for float32."""
     dtype, exact, model = half
     wide = dtype == "float32"
     assert [type(layer) for layer in _matrices(model)] == [HalfLinear if wide else KernelLinear] * 15
@@ -378,7 +376,7 @@ def test_numbers_that_16_bits_have_are_held_in_them(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_a_pass_of_kernels_leaves_the_threads_to_them(half_folder, dtype, monkeypatch):
-    """Torch's would look for work meanwhile; what a model computes otherwise has them all the same."""
+    """torch's threads would spin for work meanwhile; other computations of the model still use all of them."""
     model, seen, before = load_model(str(half_folder), dtype=dtype), [], torch.get_num_threads()
     assert model.kernels_alone
     model.module.model.norm.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
@@ -389,7 +387,7 @@ def test_a_pass_of_kernels_leaves_the_threads_to_them(half_folder, dtype, monkey
         assert torch.get_num_threads() == 3
         if dtype != "int8":
             seen.clear()
-            with monkeypatch.context() as patch:  # rows that torch multiplies sooner
+            with monkeypatch.context() as patch:  # a row count for which torch's product is faster
                 patch.setattr(linear, "most_rows", lambda _: 0)
                 plain = nn.Linear.forward
                 patch.setattr(
@@ -443,7 +441,7 @@ def test_ordinary_layers_have_the_same_weights_and_transformers_own_norms(half):
     layers = [layer for layer in made.modules() if isinstance(layer, nn.Linear)]
     assert {type(layer) for layer in layers} == {nn.Linear}
     assert all(torch.equal(layer.weight, right.weight) for layer, right in zip(layers, _matrices(exact), strict=True))
-    if dtype == "float32":  # in bfloat16 not every processor has kernels of norms
+    if dtype == "float32":  # in bfloat16 not every processor has kernels for norms
         plain = [each for each in made.modules() if "RMSNorm" in type(each).__name__]
         assert (len(norms), {type(each) for each in plain}) == (5, {LlamaRMSNorm})
         assert all(a.weight is b.weight for a, b in zip(plain, norms, strict=True))
@@ -474,14 +472,14 @@ def _with_kernels(module, dtype):
 @pytest.mark.parametrize(("form", "norm"), NORMS.items(), ids=NORMS)
 @torch.inference_mode()
 def test_a_norm_is_what_transformers_computes(form, norm, dtype, monkeypatch):
-    monkeypatch.setattr(linear, "_NUMBERS", 1 << 12)  # several threads
+    monkeypatch.setattr(linear, "_NUMBERS", 1 << 12)  # use several threads
     torch.manual_seed(0)
     norms = [_norm(*norm, width, dtype, epsilon) for width in (16, 48, 768) for epsilon in (1e-6, 1e-2)]
     made = _with_kernels(copy.deepcopy(nn.ModuleList(norms)), dtype)
     for right, found in zip(norms, made, strict=True):
         assert isinstance(found, linear.KernelNorm)
         assert isinstance(found, type(right))
-        assert found.form == ("rounded" if (form, dtype) == ("whole", torch.float32) else form)  # the same then
+        assert found.form == ("rounded" if (form, dtype) == ("whole", torch.float32) else form)  # equal in float32
         states = torch.randn(2, 150, len(right.weight)).to(dtype) * torch.logspace(-4, 4, 150)[:, None].to(dtype)
         states[0, 3], states[1, 4, 5] = 0, torch.nan
         expected = right(states)

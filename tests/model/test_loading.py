@@ -1,4 +1,6 @@
-"""Broken, foreign and hostile checkpoint folders: one sentence each, nothing run, made up or huge."""
+"""Broken, foreign and hostile checkpoint folders: each gives a one-sentence error; no code runs, no weights are made
+up.
+"""
 
 import copy
 import json
@@ -67,7 +69,7 @@ def refusal(folder: Path) -> str:
         ("dtype", "float3", "cannot be loaded"),
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # transformers' own about odd configurations
+@pytest.mark.filterwarnings("ignore")  # from transformers, about odd configurations
 def test_odd_configurations(folder, key, value, reason):
     change(folder, **{key: value})
     assert reason in refusal(folder)
@@ -114,7 +116,9 @@ def test_a_folder_with_tied_heads_lacks_nothing(make_folder):
 
 
 def test_loads_of_several_threads_leave_transformers_as_it_was():
-    """It swaps the default dtype, initialisers and the tying of weights while it loads; two at once broke all that."""
+    """While loading, it replaces the default dtype, initialisers and weight tying; two loads at once used to break
+    these.
+    """
     before = (PreTrainedModel.tie_weights, torch.nn.init.normal_, torch.get_default_dtype())
     with ThreadPoolExecutor(2) as pool:
         loaded = list(pool.map(lambda dtype: load_model("mini", dtype=dtype), ("float32", "bfloat16")))
@@ -143,7 +147,7 @@ def test_an_adapter_is_not_taken_for_a_model(folder):
 
 
 class Marker:
-    """Pickled, this creates a file when it is loaded."""
+    """Unpickling this creates a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -179,7 +183,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.filterwarnings("ignore")  # transformers' about the configurations' own defaults
+@pytest.mark.filterwarnings("ignore")  # from transformers, about the configurations' defaults
 def test_refused(kind):
     prefix, changes, reason = REFUSED[kind]
     config = getattr(transformers, f"{prefix}Config")(**changes).get_text_config(decoder=True)
@@ -233,7 +237,7 @@ def test_kv_lies_with_its_layer_and_comes_back_from_the_store(pair, tmp_path):
         mixed = (torch.device("cpu"),) * cut + split.place[cut:]
         beside = store.get_many([identity], device=mixed)[identity]
     assert [key.device for key in found.keys] == list(split.place)
-    assert [value.device for value in beside.values] == list(mixed)  # and no view of the file, which is closed
+    assert [value.device for value in beside.values] == list(mixed)  # and not a view of the file, which is closed
     for kv in (found, beside):
         for key, right in zip(kv.keys, expected.keys, strict=True):
             assert (key.cpu() - right).abs().max() <= 1e-5 * right.abs().max()
@@ -268,7 +272,7 @@ def test_lists_of_devices(pretend_device):
 MULTIMODAL = ("gemma3", "llava", "mistral3", "aya_vision")
 
 
-@pytest.mark.filterwarnings("ignore")  # transformers' own about default configurations
+@pytest.mark.filterwarnings("ignore")  # from transformers, about default configurations
 @pytest.mark.parametrize("family", MULTIMODAL)
 def test_its_text_model_answers(family, make_model, tmp_path):
     if family not in transformers.CONFIG_MAPPING:

@@ -1,4 +1,4 @@
-"""Latent attention: what is kept of a token. That it computes the same is found on deepseek3, as on any family."""
+"""Latent attention: what is stored per token. Its results are tested with deepseek3, like those of any family."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ RANK, NOPE, ROPE, VALUE, HEADS = 6, 5, 4, 3, 2
 
 
 def layer(**changes):
-    """An attention module as transformers builds them, as far as it is looked at."""
+    """The parts of transformers' attention module that ragkv reads."""
     found = nn.Module()
     found.kv_b_proj = nn.Linear(RANK, HEADS * (NOPE + VALUE), bias=False)
     found.kv_lora_rank, found.qk_nope_head_dim, found.v_head_dim = RANK, NOPE, VALUE
@@ -51,7 +51,7 @@ def test_latent_attention_of_another_build_is_refused(changes, reason):
 
 
 class Halves(nn.Module):
-    """A matrix in another form, as quantised checkpoints have it: bytes and a scale."""
+    """A matrix in another format, as in quantised checkpoints: bytes and a scale."""
 
     def __init__(self, matrix):
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_token_is_kept_as_its_latent_and_its_rope_key(make_model):
 
 
 def test_the_sizes_of_deepseek_v3():
-    """576 numbers per token and layer, in the place of 40,960."""
+    """576 numbers per token and layer instead of 40,960."""
     config = SimpleNamespace(
         num_attention_heads=128,
         num_hidden_layers=61,
@@ -131,7 +131,7 @@ def test_what_has_no_position_does_not_hide_how_the_rest_is_rotated(make_model):
 
 
 def test_transformers_own_model_is_as_it_was(make_model):
-    """Latents reach ragkv through its cache: no module has an attribute or a forward of ragkv's."""
+    """ragkv gets the latents from the cache: no module has an attribute or a forward method of ragkv's."""
     model = make_model("deepseek3")
     names = {name for module in model.module.modules() for name in vars(module)}
     assert not [name for name in names if "ragkv" in name or name in ("expand_kv", "forward")]

@@ -1,4 +1,4 @@
-"""Packets: their KV and answers by the model's own forward, and files that are refused."""
+"""Packets: their KV and answers against the model's own forward pass, and files that are refused."""
 
 import copy
 import os
@@ -17,7 +17,7 @@ from ragkv.model.packet import load_packet, make_packet, wrap
 
 
 def packet_of(model, header=3, trailer=2, **settings):
-    """A packet of seeded vectors for a model of the tests, which has no files to be known by."""
+    """A packet of seeded vectors for a test model, which has no files to compute a digest of."""
     width = model.module.get_input_embeddings().weight.shape[1]
     drawn = torch.randn(header + trailer, width, generator=torch.Generator().manual_seed(header)) * 0.3
     name = model.companion(weights_digest, lambda it: it.checkpoint.name)
@@ -92,7 +92,7 @@ def test_the_same_vectors_are_the_same_file_and_others_are_not(make_model, saved
     assert behind.words([5, 6]) == (*behind.words([5, 6])[:8], 2, 3, 2)
     assert len({behind.words(ids)[:8] for ids in ([5, 6], [6, 5], [5])} | {first.words([])[:8]}) == 4
     others = {load_packet(saved(model, *sizes)).digest for sizes in ((2, 3), (4, 2), (3, 2))}
-    assert len(others | {load_packet(saved(model, sink="none")).digest}) == 4  # read again though the name is the same
+    assert len(others | {load_packet(saved(model, sink="none")).digest}) == 4  # same name, read again
     assert torch.equal(first.vectors, packet_of(model).vectors)
 
 
@@ -113,7 +113,7 @@ def test_a_model_that_reads_the_token_itself_is_refused_by_name(make_model):
     with torch.no_grad():
         for name, weight in model.module.named_parameters():
             if name.endswith("correct_output_scale"):
-                weight.fill_(1.0)  # 0 in a fresh model, which then reads no token itself
+                weight.fill_(1.0)  # 0 in a fresh model, which would then ignore the token itself
     with pytest.raises(UnsupportedModelError, match="Model 'gemma3n' cannot read packets: it "):
         model.encode(CHUNKS, packet=packet_of(model))
 
@@ -143,7 +143,7 @@ def test_what_is_no_packet_is_said_in_one_sentence(tmp_path, content, message):
 
 
 def test_a_model_that_looks_tokens_up_is_refused_by_name(make_model, monkeypatch):
-    """Gemma 4 looks up which token a vector is of, and raises for others."""
+    """Gemma 4 looks up the token of an input vector, and raises if there is none."""
     model = copy.copy(make_model("llama"))
     model._companions, model._model = {}, copy.deepcopy(model._model)
     forward = model._model.model.forward

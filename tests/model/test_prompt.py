@@ -1,4 +1,4 @@
-"""Whatever a text says, no control token comes out of it, and nothing of the text is lost."""
+"""No text produces a control token, and no part of a text is lost."""
 
 import copy
 import functools
@@ -33,7 +33,7 @@ def made(kind: str, flags: frozenset[str] = frozenset()):
 
 
 def forbidden(tokenizer) -> set[int]:
-    """The control tokens but <unk>, which stands for what a vocabulary lacks."""
+    """The control tokens except <unk>, which replaces unknown text."""
     return set(tokenizer.convert_tokens_to_ids([name for name in NAMES if name != "<unk>"]))
 
 
@@ -81,11 +81,11 @@ def test_no_text_makes_a_control_token_and_none_is_lost(kind, flags, text):
         assert found == text
     elif kind == "BPE that drops":
         known = tokenizer.get_vocab().keys() | {" "}
-        pieces = re.findall("\n\n|.", text, re.DOTALL)  # two ends of line are one token, one is none
+        pieces = re.findall("\n\n|.", text, re.DOTALL)  # two newlines are one token, a single newline is none
         assert found == "".join(piece for piece in pieces if piece in known).replace("▁", " ")
     elif kind == "metaspace BPE":
         assert found == text.replace("▁", " ")
-    elif kind.startswith(("metaspace", "Unigram")):  # a space more where white space that is a token ends
+    elif kind.startswith(("metaspace", "Unigram")):  # an additional space after white space that is a token
         text = unicodedata.normalize("NFKC", text) if kind.endswith("NFKC") else text
         assert re.sub("[ ▁]", "", found) == re.sub("[ ▁]", "", text)
 
@@ -94,9 +94,9 @@ def test_no_text_makes_a_control_token_and_none_is_lost(kind, flags, text):
 @settings(max_examples=60, deadline=None)
 @given(text=st.text("the cat sat<|>/\n é漢🙂", max_size=30))
 def test_ordinary_text_keeps_the_tokenizers_own_ids(kind, text):
-    """Also where it is encoded twice: those with unknown characters, or characters in bytes."""
+    """Also for texts that are encoded twice: with unknown characters, or with characters in bytes."""
     tokenizer, tokens = made(kind)
-    if kind == "BPE that drops":  # it is cut where it drops something
+    if kind == "BPE that drops":  # it drops text at which words are split
         text = "".join(char for char in text if char in {*tokenizer.get_vocab(), " "})
     assume(not any(name in text for name in NAMES))  # these letters can spell <s>
     own = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -106,7 +106,7 @@ def test_ordinary_text_keeps_the_tokenizers_own_ids(kind, text):
 
 @pytest.mark.parametrize("between", ["\u200b", "漢", "\n", "\u200b漢\u0301", "🙂"])
 def test_what_a_vocabulary_lacks_spells_no_control_token(between):
-    """BPE without `<unk>` leaves such characters out, and would join what stands around them."""
+    """BPE without `<unk>` drops unknown characters, and would join the text on both sides."""
     tokenizer, tokens = made("BPE that drops")
     for name in NAMES:
         text = between.join(name)
@@ -121,7 +121,7 @@ def test_what_a_vocabulary_lacks_spells_no_control_token(between):
 
 
 def test_a_vocabulary_of_many_lone_characters_is_read():
-    """More ranges of characters than one class of the library may have."""
+    """More ranges of characters than the regex library allows in one class."""
     letters = [chr(code) for code in range(0x3400, 0x3400 + 24_000, 2)]
     bare = Tokenizer(
         models.BPE(
@@ -141,7 +141,7 @@ def test_a_vocabulary_of_many_lone_characters_is_read():
 @pytest.mark.parametrize("kind", ["byte-level BPE", "metaspace BPE", "Unigram"])
 @pytest.mark.parametrize("text", SPACES)
 def test_runs_of_white_space_stay_tokens(kind, text):
-    """They mean nothing but themselves, and models were trained on code in them."""
+    """They are ordinary text, and models were trained on code with them."""
     tokenizer = controlled(kind)
     tokens, [run] = Tokens(tokenizer), tokenizer.convert_tokens_to_ids([text])
     assert run in tokens.encode(f"the{text}cat")
@@ -183,7 +183,7 @@ def test_a_piece_that_only_its_look_marks_is_a_control_token(piece):
 
 
 def test_byte_tokens_that_are_declared_special_still_write_bytes():
-    """A trainer that was given them as special tokens writes them so; without them much text could not be said."""
+    """If a trainer got them as special tokens, it declares them so; without them, much text could not be encoded."""
     tokenizer = copy.deepcopy(controlled("metaspace BPE"))
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in BYTES])
     tokens = Tokens(tokenizer)
@@ -198,12 +198,12 @@ def test_byte_tokens_that_are_declared_special_still_write_bytes():
     [({"eos_token": "."}, "."), ({"eos_token": "<unk>"}, "<unk>"), ({"additional_special_tokens": ["c"]}, "c")],
 )
 def test_a_tokenizer_that_cannot_keep_them_apart_is_refused(names, token):
-    """A full stop that ends answers as well; an end token that stands for every unknown character too."""
+    """A full stop that is also an end token; an end token that is also the unknown token."""
     bare = Tokenizer(models.WordLevel(vocab={"<unk>": 0, "a": 1, ".": 2, "c": 3}, unk_token="<unk>"))
     bare.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(UnsupportedModelError, match=re.escape(f"control token {token!r}")):
         Tokens(PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>", **names))
-    Tokens(PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>", pad_token="."))  # stands in no prompt
+    Tokens(PreTrainedTokenizerFast(tokenizer_object=bare, unk_token="<unk>", pad_token="."))  # not part of a prompt
 
 
 def test_pythons_tokenizers_are_used_where_they_can_be_and_else_refused(tmp_path):
@@ -235,7 +235,7 @@ def test_no_document_question_or_past_turn_holds_one(folder, tmp_path):
         asked = rag.prompt.suffix_ids(rag.model.tokens, talk.prompt_text(f"And{hostile}?"))
         own = rag.model.tokens.encode(rag.model.tokens.header(rag.prompt.after_question, thinking=False), control=True)
         assert bad.isdisjoint(asked[: -len(own)])
-        assert sum(i in bad for i in own) == 3  # </s>, <|assistant|>, <think>: the template's
+        assert sum(i in bad for i in own) == 3  # </s>, <|assistant|>, <think>: from the template
         assert sum(i in bad for i in rag.prompt.prefix_ids(rag.model.tokens)) >= 1
         assert rag.query(f"The cat{hostile}?", engine="block", max_new_tokens=2).sources
 
@@ -265,7 +265,7 @@ def with_template(tokenizer, template):
 
 
 def whole(prompt):
-    """What the model is given, as text."""
+    """The model's input as text."""
     documents = "".join(document + prompt.separator for document in DOCUMENTS)
     return prompt.before_contexts + documents + prompt.before_question + QUESTION + prompt.after_question
 
@@ -275,7 +275,7 @@ USER = "Documents:\nOne fact.\n--\nAnother.\n--\nQ: Who? [user] (in short)"
 
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_the_parts_are_the_templates_text(kind, tokenizer):
-    """A system text that the template refuses or drops stands before the user's own."""
+    """A system message that the template refuses or drops is put before the user's message."""
     prompt = render(CONFIG, with_template(tokenizer, TEMPLATES[kind]))
     if kind == "turns":
         assert whole(prompt) == f"[system]\nBe brief.<eos>\n[user]\n{USER}<eos>\n[assistant]\n"
@@ -304,7 +304,7 @@ def test_a_template_that_repeats_or_drops_the_users_message_is_refused(template,
 
 
 def test_ids_are_those_of_the_text_part_by_part(tokenizer):
-    """Chunks with their separator, the question with the words around it; newlines after the prefix are tokens."""
+    """Chunks with their separator, and the question with its surrounding text; newlines after the prefix are tokens."""
     tokens = with_template(tokenizer, TURNS)
     prompt = render(PromptConfig(system="Be brief.", prefix_newlines=3, separator=" | "), tokens)
     assert tokens.decode(prompt.prefix_ids(tokens)) == prompt.before_contexts.replace("<eos>", "")
@@ -312,7 +312,7 @@ def test_ids_are_those_of_the_text_part_by_part(tokenizer):
     assert prompt.chunk_ids(tokens, "One.") == tokens.encode("One. | ")
     suffix = prompt.suffix_ids(tokens, "Who?")
     assert tokens.decode(suffix) == "Question: Who?\n[assistant]\n"
-    assert suffix.count(tokens.eos_id) == 1  # the template's own end of turn, and no text
+    assert suffix.count(tokens.eos_id) == 1  # the template's end of turn, not text
 
 
 @pytest.mark.parametrize("newlines", [0, 2, 12, 42])
@@ -330,7 +330,7 @@ def test_newlines_are_counted_in_tokens_where_they_merge_in_text(newlines, token
 
 
 def test_newlines_after_the_prefix_where_a_tokenizer_marks_the_start_of_a_text():
-    """Llama 2's puts a space before every text that it is given: it must not stand before each newline."""
+    """Llama 2's tokenizer puts a space before every text, which must not appear before each newline."""
     tokens = tokens_of("metaspace BPE, prefixed")
     assert len(tokens.encode("\n")) == 2  # the mark, then the newline
     config = PromptConfig(system="", context="", prefix_newlines=4)
@@ -341,7 +341,7 @@ def test_newlines_after_the_prefix_where_a_tokenizer_marks_the_start_of_a_text()
 
 @pytest.mark.parametrize("kind", ["byte-level BPE", "byte-level BPE, whole words", "metaspace BPE"])
 def test_a_name_of_a_control_token_is_written_as_the_tokenizer_itself_writes_it(kind):
-    """Where it can: the same text has the same ids, and so the same stored KV, in every version."""
+    """If possible: the same text has the same ids, and so the same stored KV, in every version."""
     own, text = controlled(kind), "the</s>the <|user|>th"
     expected = own(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert Tokens(own).encode(text) == tuple(expected)
@@ -353,14 +353,14 @@ def test_generated_control_tokens_are_not_text(tokenizer):
 
 
 def test_byte_tokens_are_those_that_the_vocabulary_has():
-    """A name that it lacks is looked up as the unknown token, which is no byte."""
+    """Looking up a missing name returns the unknown token, which is not a byte."""
     assert len(Tokens(controlled("metaspace BPE")).byte_ids) == 256
     for kind in ("WordLevel", "WordPiece", "byte-level BPE"):
         assert Tokens(controlled(kind)).byte_ids == frozenset()
 
 
 def test_what_stands_between_header_and_answer_and_after_it(tokenizer):
-    """Fine-tuning teaches what the template writes there; a header that differs once the answer is known is not it."""
+    """Fine-tuning trains what the template writes there; a header that changes once the answer is known is ignored."""
     assert closing(with_template(tokenizer, TURNS)) == ("", "<eos>\n")
     spaced = TURNS.replace("{{ m['content'] }}", "{{ ' ' if m['role'] == 'assistant' }}{{ m['content'] }}")
     assert closing(with_template(tokenizer, spaced)) == (" ", "<eos>\n")
@@ -379,7 +379,7 @@ NEVER = ONCE.removeprefix("{{ bos_token }}")
 
 
 def adding(tokenizer):
-    """The tokenizer, as one that puts a BOS before every text."""
+    """The tokenizer, changed to put a BOS before every text."""
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 0)]
     )
@@ -404,9 +404,9 @@ def test_one_or_none_where_the_tokenizer_adds_one(tokenizer, template):
     ("adds", "template", "auto", "none"),
     [
         (False, NEVER, [0, 0], [0, 0]),
-        (False, ONCE, [1, 0], [0, 0]),  # what its template writes at the beginning is a BOS
-        (False, EACH, [2, 1], [2, 1]),  # what it writes before every turn is a marker of turns
-        (True, EACH, [2, 1], [0, 0]),  # unless it is the tokenizer's own
+        (False, ONCE, [1, 0], [0, 0]),  # at the beginning of the prompt it is a BOS
+        (False, EACH, [2, 1], [2, 1]),  # before every turn it is a turn marker
+        (True, EACH, [2, 1], [0, 0]),  # unless the tokenizer adds one itself
     ],
 )
 def test_how_many_a_template_writes(tokenizer, adds, template, auto, none):
@@ -420,11 +420,11 @@ def test_an_end_token_that_begins_texts_too_still_ends_turns(tokenizer):
     tokenizer.eos_token = "<bos>"
     (one, suffix), (none, same) = ids_of(tokenizer, "auto"), ids_of(tokenizer, "none")
     assert (one, suffix) == ((0, *none), same)
-    assert (none.count(0), same.count(0)) == (1, 1)  # of the system's turn, and of the user's
+    assert (none.count(0), same.count(0)) == (1, 1)  # the turn markers of the system and of the user
 
 
 def test_a_prompt_is_kept_with_all_that_it_says(tokenizer):
-    """Identities and the index's file are made of it; a `bos` of "auto" is left out, as before there was a choice."""
+    """Identities and the index's file contain it; `bos` = "auto" is omitted, for compatibility with older indexes."""
     tokens = with_template(tokenizer, TURNS)
     facts = render(CONFIG, tokens).facts()
     assert sorted(facts) == ["after_question", "before_question", "prefix", "prefix_newlines", "separator"]
@@ -440,7 +440,7 @@ def test_a_prompt_is_kept_with_all_that_it_says(tokenizer):
 
 @pytest.fixture
 def base_model(folder, tokenizer):
-    """A base model whose tokenizer adds a BOS: without words of the index's, nothing else stands before documents."""
+    """A base model whose tokenizer adds a BOS: without configured text, only the BOS precedes the documents."""
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     adding(tokenizer).chat_template = None
     tokenizer.save_pretrained(folder)
@@ -479,7 +479,7 @@ def test_a_change_is_a_miss_and_a_new_encoding(words, base_model, note, tmp_path
         for engine in ENGINES:
             assert rag.query("Who founded it?", engine=engine, top_k=1, max_new_tokens=1).kv.misses == 0
     save_config(index, config)
-    assert ask(index, engine="block")[0].kv.hits == 1  # a chunk alone has seen no BOS
+    assert ask(index, engine="block")[0].kv.hits == 1  # a chunk encoded alone does not see the BOS
 
 
 def test_pced_and_ape_with_nothing_before_the_documents_are_the_model_itself(base_model, note, tmp_path):

@@ -1,4 +1,4 @@
-"""The proof on load sees what it vouches for: every fault planted here has to be refused, and each by its name."""
+"""The self-check on load detects every fault planted here, and each refusal names it."""
 
 import copy
 import re
@@ -25,7 +25,7 @@ from ragkv.util.plugins import kernel_module
 
 WINDOWED = ["mistral-sliding", "gemma2", "gemma3", "cohere2", "qwen2-moe-sliding", "phimoe-sliding"]
 NIGHTLY_WINDOWED = {"gemma2", "cohere2", "phimoe-sliding"}
-"""Whose windows are tried by `make test-all` alone."""
+"""Families whose windows only `make test-all` tests."""
 
 
 def windowed(family, *more):
@@ -34,7 +34,7 @@ def windowed(family, *more):
 
 @pytest.fixture
 def refused(make_model):
-    """Check a model that was fine before the fault, on a copy: it, or every engine that meets the fault, is refused."""
+    """Check a copy of a model that passed without the fault: it, or every engine that meets the fault, is refused."""
 
     for family in ("llama", "gpt-oss", *WINDOWED):
         make_model(family)
@@ -55,7 +55,7 @@ def refused(make_model):
 
 @pytest.mark.parametrize("family", [windowed(family) for family in WINDOWED])
 def test_windows_are_found_and_long_ones_are_proved_too(family, make_model, monkeypatch):
-    """The window of a real model is far longer than the proof's prompt; it is shrunk on a copy."""
+    """A real model's window is far longer than the self-check's prompt, so it is shrunk on a copy."""
     model = make_model(family)
     model.windows = []
     check_model(model)
@@ -83,13 +83,13 @@ POSITIONS, STEP = Step.positions.fget, LanguageModel.step
 
 
 def calls(change):
-    """Every attention call of a pass is another one."""
+    """Change every attention call of a pass."""
     honest = Step.attend
     return Step, "attend", lambda step, call: honest(step, change(call))
 
 
 def reads(change):
-    """Whatever is read of chunks is read otherwise."""
+    """Change every read of chunk KV."""
     return BatchPlan, "reads", lambda plan, window: tuple(change(read) for read in READS(plan, window))
 
 
@@ -107,7 +107,7 @@ def without_the_edge(read):
 
 
 def of_one_row(read):
-    """What is read once for several rows reaches the first of them only."""
+    """What is read once for several rows reaches only the first half of them."""
     if isinstance(read.tokens, slice):
         return read
     half = len(read.tokens) // 2
@@ -120,7 +120,7 @@ def of_another_row(read):
 
 
 def rolled_weights(plan):
-    """Two rows have a group of their own: its numbers are given token by token."""
+    """Two rows have their own groups: the weights go to other tokens."""
     half = plan.spans[0].n
     return [replace(w, factor=w.factor.roll(half), addend=w.addend.roll(half)) for w in WEIGHTS(plan)]
 
@@ -133,7 +133,7 @@ def next_offset(rotation, offset, tokens):
 
 
 def by_other_partners(change):
-    """Queries are rotated by mixing them with something else than their partners."""
+    """Queries are rotated with wrong partner elements."""
 
     def rotated(rotation, row, at):
         wide, partner = rotation.table.widened(rotation.query)
@@ -143,7 +143,7 @@ def by_other_partners(change):
 
 
 def mixed_offsets(rotation, offset, tokens):
-    """Visible only where rows at different distances are read together."""
+    """Only visible if rows at different offsets are read together."""
     return BY(rotation, offset if isinstance(offset, int) else offset.flip(0), tokens)
 
 
@@ -160,7 +160,7 @@ def unweighted(parts, tokens):
 
 
 def swapped_own(self, *args, **rest):
-    """Every row gets what the last row with as many tokens found."""
+    """Every row gets the result of the last row with the same number of tokens."""
     part, weighed = OWN(self, *args, **rest)
     equal = {span.n: span.at for span in self.plan.spans}
     order = list(range(self.plan.tokens))
@@ -279,7 +279,7 @@ def test_own_tokens_of_earlier_steps(monkeypatch, refused):
 
 
 def test_keys_that_are_read_in_place(monkeypatch, refused):
-    """Addresses, rotations and results; the proof reads a question at once, and token by token."""
+    """Addresses, rotations and results; the self-check reads a question at once, and token by token."""
     row, compute, within = in_place.table_row, in_place._compute, in_place._Group.within
     many = in_place._compute_many
     wrong = {
@@ -318,7 +318,7 @@ def test_sinks_that_are_forgotten_or_counted_for_every_part(monkeypatch, refused
         patch.setattr(Step, "attend", forgotten)
         refused("gpt-oss", "a question over")
     with monkeypatch.context() as patch:
-        none = torch.zeros(4)  # the sinks of a part more, as if every group of chunks had them
+        none = torch.zeros(4)  # adds the sinks once more, as if every group of chunks had them
 
         def twice(parts, tokens):
             part = merge(parts, tokens)
@@ -331,7 +331,7 @@ def test_sinks_that_are_forgotten_or_counted_for_every_part(monkeypatch, refused
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("beta", [0.01, 0.1])
 def test_queries_that_are_scaled_from_some_position_on(beta, dtype, make_model):
-    """Chunks are moved no further than the scale is the same (Ministral 3), or nowhere (Beam)."""
+    """Chunks are moved only as far as the scale is the same (Ministral 3), or not at all (Beam)."""
     scaled = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": beta}
     if "ministral3" not in families.families():
         pytest.skip("not in this version of transformers")
@@ -346,7 +346,7 @@ def test_queries_that_are_scaled_from_some_position_on(beta, dtype, make_model):
 
 @pytest.mark.parametrize("what", ["queries", "keys"])
 def test_what_is_scaled_far_away_alone(what, make_model, monkeypatch):
-    """By a thousandth, from a position on that no configuration names."""
+    """By a thousandth, from a position that no configuration names."""
     from transformers.models.llama import modeling_llama
 
     honest = modeling_llama.apply_rotary_pos_emb
@@ -432,7 +432,7 @@ def test_rules_of_masks(window):
 
 @pytest.mark.parametrize("window", [0, -1])
 def test_a_window_that_shows_nothing_is_named(window):
-    """transformers builds such masks, and attends to everything under them; dense attention gave NaN."""
+    """transformers builds such masks and then attends to everything; dense attention gave NaN."""
     rule = Visible(window=window, rule=lambda b, h, q, k: (k <= q) & (k > q - window))
     with pytest.raises(UnsupportedModelError, match=f"window of {window} tokens"):
         require_rule(rule)

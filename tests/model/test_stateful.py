@@ -1,4 +1,4 @@
-"""Models whose rows resume one state: exact beside whole forwards, alone and side by side, and after a fault."""
+"""Models whose sequences resume from a state: equal to whole forward passes, alone and batched, also after a fault."""
 
 import inspect
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.self_check import load_checked
 from ragkv.model.stateful import CacheLayout, CachePacking, ResumeOptions, StatefulModel
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own about its default configurations
+pytestmark = pytest.mark.filterwarnings("ignore")  # from transformers, about its default configurations
 PREFIX, FIRST, SECOND, QUESTION = [7, 9, 4, 30], [11, 5, 80, 6, 7, 44, 9], [3, 17, 51], [8, 8, 60, 14]
 
 
@@ -47,7 +47,7 @@ def whole(model, *parts) -> torch.Tensor:
 
 
 def experts(model) -> list[TokenSequence]:
-    """The amateur and an expert for each chunk, as PCED has them."""
+    """The amateur and an expert per chunk, as in PCED."""
     [prefix] = model.encode([PREFIX])
     before = PlacedChunk(kv=prefix, start=0)
     chunks = [PlacedChunk(kv=kv, start=len(PREFIX)) for kv in model.encode([FIRST, SECOND], prefix=prefix)]
@@ -190,7 +190,7 @@ def test_the_kv_is_cut_free_of_other_rows(hybrid):
     ],
 )
 def test_bounds_of_time_steps_that_single_tokens_do_not_have_are_a_refusal(seed, least, dtype, tokenizer):
-    """Nemotron-H heeds `time_step_min` in a pass over several tokens alone; few tokens of a trained model meet it."""
+    """Nemotron-H applies `time_step_min` only in passes over several tokens; few tokens of a trained model reach it."""
     sizes = {"chunk_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
     sizes |= {"moe_shared_expert_intermediate_size": 96}
     model = families.small_model("nemotron_h", seed=seed, time_step_min=least, **sizes).to(dtype)
@@ -200,7 +200,7 @@ def test_bounds_of_time_steps_that_single_tokens_do_not_have_are_a_refusal(seed,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)])
 def test_rounding_does_not_hide_in_which_ways_a_model_goes_on(dtype, load, tokenizer):
-    """Padding before a shorter row is wrong by less than two whole forwards in half precision may differ."""
+    """The error of padding before a shorter row is smaller than the difference of two half-precision forward passes."""
     exact = load("blenderbot-small", layers=2, decoder_layers=2)
     assert not exact.resume_options.ragged
     model = families.small_model("blenderbot-small", layers=2, decoder_layers=2).to(dtype)
@@ -275,7 +275,7 @@ def test_a_rope_that_depends_on_the_length_ends_where_it_changes(load):
 
 
 def test_windows_are_proved_although_they_are_long(load, monkeypatch):
-    """llama4 cuts its attention at fixed positions, thousands of tokens apart: the proof has to see that."""
+    """llama4's attention is chunked at fixed positions, thousands of tokens apart: the self-check must detect that."""
     from transformers.models.llama4 import modeling_llama4
 
     right = modeling_llama4.create_chunked_causal_mask
@@ -292,7 +292,9 @@ def test_windows_are_proved_although_they_are_long(load, monkeypatch):
 
 
 def test_rows_are_not_padded_where_an_index_counts_blocks_of_keys(load):
-    """At real sizes a block is longer than the proof's rows, so that it could not see what padding does."""
+    """At real sizes a block is longer than the self-check's rows, so the self-check cannot detect the effect of
+    padding.
+    """
     kinds = {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]}
     model = load("minimax_m3_vl_text", layers=2, **kinds)
     options = model.resume_options
@@ -319,7 +321,7 @@ class Cache:
 
 
 def cache(tokens: int, rows: int = 1, *, grown: int | None = None, state: int = 5, seen: int | None = None) -> Cache:
-    """Two layers after `tokens` tokens."""
+    """A cache of two layers after `tokens` tokens."""
     grown = tokens if grown is None else grown
     return Cache(
         [

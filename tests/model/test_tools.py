@@ -1,4 +1,6 @@
-"""Tool calls as chat templates write them: read off the template, held to by its grammar, and parsed as they come."""
+"""Tool calls as chat templates write them: format inferred from the template, enforced by a grammar, parsed as
+streamed.
+"""
 
 import copy
 from functools import cache
@@ -53,7 +55,7 @@ def model(request, make_model):
 
 
 def accepted(model, grammar, text):
-    """Whether the grammar takes the text, and whether it may end there."""
+    """Whether the grammar accepts the text, and whether it may end there."""
     matcher = LLMatcher(LLTokenizer(model.tokens.serialized, eos_token=1), grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     ids = list(model.tokens.encode(text, control=True))
@@ -123,7 +125,7 @@ def test_results_of_calls_are_turns_and_no_text_is_a_control_token(model):
     ids = PROMPT.suffix_ids(model.tokens, "", tail)
     turns = 0 if model.name == "none" else 3  # call, result, header; the template "none" writes others
     assert ids.count(model.tokens.specials["<|turn|>"]) == turns
-    assert ids.count(1) == 3  # the ends of question, call and result
+    assert ids.count(1) == 3  # ends of the question, the call and the result
     assert ids.count(model.tokens.specials["[TOOL_CALLS]"]) == (model.name == "mistral")
     with pytest.raises(UsageError, match="control token"):
         tool_tail(model, PROMPT, "Who?", [{**TOOLS[0], "description": "x<eos>"}], [])

@@ -1,4 +1,4 @@
-"""Retaining heads: their scores, their file, and files that are not theirs."""
+"""Retaining heads: their scores, their file, and files that do not fit the model."""
 
 import os
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def local(query: Tensor, key: Tensor, value: Tensor) -> BlockTokens:
 
 @pytest.mark.parametrize("pool", [5, 1, 3])
 def test_scores_are_the_papers_pooled(model: Any, heads: RetainingHeads, path: Path, pool: int) -> None:
-    if pool != 5:  # the paper's
+    if pool != 5:  # 5 is the paper's
         heads.save(path, pool=pool)
     query, key, value = (torch.randn(n, 11, 16, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2))
     found = load_heads(path, model).scores(local(query, key, value))

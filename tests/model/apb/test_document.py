@@ -1,4 +1,6 @@
-"""APB's blocks against its definition, and what they are equal to in special cases (fp32, tiny random models)."""
+"""APB's blocks against its definition, and the special cases in which they equal other methods (fp32, tiny random
+models).
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -70,7 +72,7 @@ def logits_of(long_document: LongDocument) -> Tensor:
 
 
 def full_logits(long_document: LongDocument) -> Tensor:
-    """The same question by transformers itself, on the whole prompt."""
+    """transformers' logits of the same question, over the whole prompt."""
     head = () if long_document.prefix is None else PREFIX
     ids = torch.tensor([[*head, *long_document.ids, *QUESTION]])
     with long_document.model.plain() as plain:
@@ -79,11 +81,11 @@ def full_logits(long_document: LongDocument) -> Tensor:
 
 
 class DenseBook:
-    """APB as its definition: one dense pass over [prefix, anchor, document, question] with a mask for each kv head.
+    """APB by its definition: one dense pass over [prefix, anchor, document, question] with a mask for each kv head.
 
-    Nothing is cached, cut or merged. What attends: tokens of kind 0 prefix, 1 anchor, 2 + h block h, and -1 the
-    question after the document. `score` of (layer, query, key, value of some tokens `(heads, n, head_dim)`, position of
-    the first) is `(kv_heads, n)`.
+    Nothing is cached, cut or merged. Tokens have a kind: 0 prefix, 1 anchor, 2 + h block h, and -1 the question after
+    the document. `score` of (layer, query, key, value of some tokens `(heads, n, head_dim)`, position of the first) is
+    `(kv_heads, n)`.
     """
 
     def __init__(self, prefix, anchor, head, blocks, question, passing, score):
@@ -163,11 +165,11 @@ def by_key_norm(layer: int, query: Tensor, key: Tensor, value: Tensor, first: in
 
 @pytest.mark.parametrize("seed", range(4))
 def test_keys_of_one_norm_but_for_rounding_are_passed_on_in_their_order(seed: int) -> None:
-    """As two processors see them: the same keys, each number off in its last bit."""
+    """Two processors compute the same keys with different last bits."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(3, 500, 64, generator=generator, dtype=torch.float64)
     wide /= wide.norm(dim=-1, keepdim=True)
-    wide[1, 300:] *= torch.linspace(0.5, 0.9, 200, dtype=torch.float64)[:, None]  # some are smaller, and go first
+    wide[1, 300:] *= torch.linspace(0.5, 0.9, 200, dtype=torch.float64)[:, None]  # smaller norms are chosen first
     wide[2] *= torch.rand(500, 1, generator=generator, dtype=torch.float64) + 0.5
     for noise in (0, 1e-7, -1e-7):
         off = 1 + noise * torch.randn(wide.shape, generator=generator, dtype=torch.float64)
@@ -202,13 +204,13 @@ CUTS = {
 @pytest.mark.parametrize("family", SHAPES)
 def test_blocks_are_those_of_a_dense_mask(make_model: Any, family: str, cut: str) -> None:
     sizes, n = CUTS[cut]
-    # Qwen3 and Gemma 3 give all keys of a head one norm, but for rounding
+    # in Qwen3 and Gemma 3 all keys of a head have the same norm, up to rounding
     compressor, score = (KeyNorm(), by_key_norm) if family == "llama" else (Random(seed=5), by_random)
     long_document = book_of(make_model(family), drawn(n), sizes, compressor)
     expected = dense_of(long_document, score)
     assert off(logits_of(long_document), expected) < LIMIT
     if cut != "star":
-        assert off(expected, full_logits(long_document)) > 10 * LIMIT  # the cut is felt: no test of plain attention
+        assert off(expected, full_logits(long_document)) > 10 * LIMIT  # APB differs from full attention
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -269,7 +271,7 @@ def test_appending_encodes_the_new_block_alone(make_model: Any, monkeypatch: pyt
 
 
 def test_a_question_chooses_what_is_passed_on(make_model: Any) -> None:
-    """The labels that retaining heads learn, worked out from the model's own projections."""
+    """The labels for training retaining heads, computed from the model's own projections."""
     model, ids = make_model("llama"), drawn(60)
     prefix = model.encode([PREFIX])[0]
     asking = query_aware_compressor(model, QUESTION, prefix, position=len(PREFIX) + 60)
@@ -327,12 +329,12 @@ def test_the_papers_formula_is_that_of_machines_that_share_nothing() -> None:
     b, a, p = cut.block, cut.anchor, cut.passing
     paper = 400 * ((n + (h - 1) * a) * c + 2 * d * (b**2 + (h - 1) * (a + b) ** 2) + 2 * d * p * b * h * (h - 1))
     found = apb_flops(shape, BlockLayout(tokens=n, lengths=cut), anchors=h - 1)
-    assert found == pytest.approx(paper, rel=0.004)  # the last layer makes keys and values alone
+    assert found == pytest.approx(paper, rel=0.004)  # the last layer computes only keys and values
     assert full_flops(shape, n) == pytest.approx(400 * (n * c + 2 * d * n**2), rel=0.004)
 
 
 def _flash(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool = False, **_: Any) -> int:
-    """Two products of queries and keys that they see; of a causal square a half."""
+    """Two products over visible pairs of queries and keys; a causal mask halves them."""
     batch, heads, n, head_dim = query
     return int(4 * batch * heads * n * key[2] * head_dim / (2 if causal else 1))
 
@@ -343,7 +345,7 @@ def _flash(query: Any, key: Any, value: Any, dropout: float = 0.0, causal: bool 
 def test_counted_operations_are_those_of_the_formula(
     make_model: Any, cut: BlockLengths, monkeypatch: Any, without_kernel: None
 ) -> None:
-    monkeypatch.setattr("ragkv.attention.partial.flash_takes", lambda *_: False)  # torch counts its own kernels
+    monkeypatch.setattr("ragkv.attention.partial.flash_takes", lambda *_: False)  # torch counts only its own kernels
     model = make_model("llama-deep")
     layout = BlockLayout(tokens=1200, lengths=cut)
     long_document = LongDocument(model=model, layout=layout, ids=(7,) * 1200, compressor=KeyNorm())
