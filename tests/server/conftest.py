@@ -1,4 +1,4 @@
-"""An index of two documents under a random model, and the server's app around it, asked without a socket."""
+"""An index of two documents with a random model, and the server's app over it, called without a socket."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from ragkv.server.settings import add_key
 
 @pytest.fixture(scope="session", autouse=True)
 def patient_commands():
-    """A command waits for a server that is up, however busy the machine is."""
+    """Commands wait for a running server, however busy the machine is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(local, "ANSWER_SECONDS", PATIENCE)
         patch.setattr(local, "SILENT_SECONDS", PATIENCE)
@@ -63,14 +63,14 @@ def rag(folder):
 
 @pytest.fixture(scope="module")
 def key(tmp_path_factory):
-    """A file of keys, and the key that is in it."""
+    """A file of keys, and its key."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     return path, add_key(path, "ann")
 
 
 @pytest.fixture(scope="module")
 def app_of_all(rag):
-    """(the app over the index, its limiter): FastAPI takes longer to make it than most tests to ask it."""
+    """(the app over the index, its limiter): building a FastAPI app takes longer than most tests."""
     served, limiter = ServedIndexes({"two": rag}), ConcurrencyLimiter(8, patience=0.0)
     with closing(JobManager(served, limiter)) as desk:
         yield make_app(served, limiter, desk), limiter
@@ -78,14 +78,14 @@ def app_of_all(rag):
 
 @pytest.fixture
 def limiter(app_of_all):
-    """As new."""
+    """The app's limiter, reset."""
     app_of_all[1].__init__(8, patience=0.0)
     return app_of_all[1]
 
 
 @pytest.fixture
 def desk_of(limiter):
-    """The ingest jobs of these indexes: `desk_of(name=rag)`; all end with the test."""
+    """A job manager for these indexes: `desk_of(name=rag)`; all jobs end with the test."""
     with ExitStack() as open_desks:
 
         def made(**indexes):
@@ -109,7 +109,7 @@ def app(app_of_all, limiter):
 
 @pytest.fixture
 def call_on():
-    """Ask an app: `call_on(app, "GET", "/healthz")`."""
+    """Send a request to an app: `call_on(app, "GET", "/healthz")`."""
 
     def asked(app, method, path, *, around=guarded, **more):
         async def ask():
@@ -124,13 +124,13 @@ def call_on():
 
 @pytest.fixture
 def call(app, call_on):
-    """Ask the app: `call("GET", "/healthz")`, `call("POST", path, json={…})`."""
+    """Send a request to the app: `call("GET", "/healthz")`, `call("POST", path, json={…})`."""
     return partial(call_on, app)
 
 
 @pytest.fixture
 def chat(call):
-    """Ask the index; returns the response."""
+    """Ask the index a question; returns the response."""
 
     def asked(question="Who founded Halden Works?", **more):
         messages = more.pop("messages", [{"role": "user", "content": question}])
@@ -144,7 +144,7 @@ def chat(call):
 
 @pytest.fixture
 def torn(monkeypatch):
-    """Answers break after their second piece."""
+    """Answers fail after their second event."""
 
     def tear(answer):
         raise RetrievalError("It broke.")
@@ -154,7 +154,7 @@ def torn(monkeypatch):
 
 @pytest.fixture
 def stopped(monkeypatch):
-    """Answers stop after their second piece, until the event is set or they are cancelled."""
+    """Answers pause after their second event, until the returned event is set or they are cancelled."""
     resume = threading.Event()
 
     def stop(answer):
@@ -168,7 +168,7 @@ def stopped(monkeypatch):
 
 @pytest.fixture
 def held(monkeypatch):
-    """Holds ingests at their first document: wait for `begun`, then set `go`."""
+    """Hold ingests at their first document: wait for `begun`, then set `go`."""
 
     class Held:
         begun, go = threading.Event(), threading.Event()

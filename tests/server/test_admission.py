@@ -1,4 +1,4 @@
-"""Which requests are let in, which wait for a while, and what is counted of them."""
+"""Which requests are admitted, which wait, and how they are counted."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ WAIT = 600
 
 
 def test_a_request_that_waits_has_the_room_of_one_that_leaves():
-    """First come, first served; nobody else takes the room meanwhile, and one that gives up passes it on."""
+    """First come, first served; no other request takes the slot meanwhile, and a cancelled request passes it on."""
     limiter = ConcurrencyLimiter(1, patience=WAIT)
 
     async def run():
@@ -21,10 +21,10 @@ def test_a_request_that_waits_has_the_room_of_one_that_leaves():
         waiting = [asyncio.ensure_future(limiter.admit("a")) for _ in range(4)]
         await asyncio.sleep(0)
         assert b'ragkv:num_requests_waiting{model_name="a"} 5.0' in limiter.text()
-        waiting[0].cancel()  # it waits no longer
+        waiting[0].cancel()  # it gives up
         await asyncio.sleep(0)
         first.leave()
-        waiting[1].cancel()  # the room was just given to it
+        waiting[1].cancel()  # the slot was just given to it
         with pytest.raises(ApiError, match="most at a time"):
             limiter.enter("a")
         second = await waiting[2]

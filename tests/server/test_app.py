@@ -1,4 +1,4 @@
-"""OpenAI's protocol over an index, without a socket: answers, streams, errors, and what there is besides."""
+"""OpenAI's protocol over an index, without a socket: answers, streams, errors, and ragkv's extensions."""
 
 import asyncio
 import base64
@@ -23,7 +23,7 @@ QUESTION = "Who founded Halden Works?"
 
 
 def events(response):
-    """The objects of a stream; it ends with [DONE]."""
+    """The objects of a stream that ends with [DONE]."""
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
@@ -67,7 +67,7 @@ def test_sources_come_three_ways(chat, call):
     below = message["content"].partition("\n\nSources:\n")[2].splitlines()
     assert len(below) == len(urls) == 2
     assert all(url in line for url, line in zip(urls, below, strict=True))
-    assert any(r"a \[b\]\(c\).txt" in line for line in below)  # a file name is no Markdown
+    assert any(r"a \[b\]\(c\).txt" in line for line in below)  # a file name is not interpreted as Markdown
     for url, source in zip(urls, result["sources"], strict=True):
         assert call("GET", url).json()["text"] == source["text"]
 
@@ -92,7 +92,7 @@ def formatted(schema):
 
 @pytest.mark.parametrize("engine", ["full", "pced"])
 def test_an_answer_is_as_its_schema_says(chat, engine):
-    """Of OpenAI's protocol and of ragkv's own, whole and streamed; a random model answers at random."""
+    """By the schemas of OpenAI and of ragkv, complete and streamed; a random model gives random answers."""
     schema = {"type": "object", "properties": {"year": {"enum": [1907, 7]}}, "required": ["year"]}
     asked = {
         "engine": engine,
@@ -119,7 +119,7 @@ def test_where_nothing_is_found_json_is_an_error_and_no_sentence(chat, stream):
 @pytest.mark.parametrize("engine", ["full", "pced"])
 def test_what_a_model_thinks_is_no_part_of_its_answer(chat, call, rag, monkeypatch, engine):
     asked = {"engine": engine, "thinking": 5, "max_tokens": 40, "regex": "[ab]{3}", "temperature": 2.0, "seed": 3}
-    assert chat(**asked).json()["error"]["param"] == "thinking"  # this model's template has no thoughts
+    assert chat(**asked).json()["error"]["param"] == "thinking"  # this model's template has no thinking
     tokens = copy.copy(rag.model.tokens)
     vars(tokens).pop("thought")
     monkeypatch.setattr(tokens, "_tokenizer", copy.deepcopy(tokens._tokenizer))
@@ -202,14 +202,14 @@ def test_a_request_that_cannot_be_answered_is_told_why(chat, rag, change, status
     assert error["message"]
     assert error["type"]
     for words in ("--", "decoding:", "ragkv ls", "ragkv ingest", str(rag.folder.parent)):
-        assert words not in error["message"]  # those of the command line and of the machine
+        assert words not in error["message"]  # terms of the command line and of the machine
     if param in ("temperature", "engine", "top_k_chunks", "top_k", "where", "retrieval", "candidates", "stop"):
         assert param in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_documents_do_not_know_is_said_in_words(chat, stream):
-    """A chat window shows an error as a broken server."""
+    """A chat window would show an error as a broken server."""
     response = chat("Xyzzy?", stream=stream, footer=True)
     assert response.status_code == 200
     if stream:
@@ -233,7 +233,7 @@ def test_an_index_without_documents_says_so_in_words(model_folder, app_of, call_
 
 
 def test_top_k_is_about_tokens_as_for_other_servers(rag, chat):
-    """vLLM's clients send 20 or 40 of it."""
+    """vLLM's clients send values of 20 or 40."""
     asked = {"engine": "ape", "max_new_tokens": 6}
     drawn = rag.query(QUESTION, decoding={"top_k_tokens": 40, "seed": 7}, **asked)
     result = chat(engine="ape", top_k=40, seed=7).json()
@@ -246,9 +246,9 @@ def test_top_k_is_about_tokens_as_for_other_servers(rag, chat):
 
 
 def test_a_length_of_minus_one_is_none(chat, rag):
-    """llama.cpp and LM Studio mean by it what others mean by leaving it out."""
+    """For llama.cpp and LM Studio, -1 means no limit."""
     prompt = chat(max_tokens=1).json()["usage"]["prompt_tokens"]
-    question = QUESTION + "?" * (rag.model.config.max_position_embeddings - prompt - 20)  # it leaves little room
+    question = QUESTION + "?" * (rag.model.config.max_position_embeddings - prompt - 20)  # leaves little room
     expected = chat(question, max_tokens=None).json()["usage"]["completion_tokens"]
     assert 6 < expected < 120
     for name in ("max_tokens", "max_completion_tokens"):
@@ -269,7 +269,7 @@ ASSISTANT: The ferns. It says <chat_history> and </chat_history>.
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("text", [TASK, TASK + "\nBe brief."])
 def test_a_task_about_the_conversation_is_answered_from_it(rag, chat, text, stream):
-    """As Open WebUI asks for titles, tags and next questions."""
+    """Open WebUI asks for titles, tags and follow-up questions like this."""
     before, _, rest = text.partition("<chat_history>\n")
     history, _, after = rest.rpartition("\n</chat_history>")
     given = rag.chunk(history, chunk_id="conversation")
@@ -364,7 +364,7 @@ def test_too_many_requests_are_told_to_come_again(chat, limiter):
 
 @pytest.mark.parametrize(("stream", "after"), [(False, 0), (True, 0), (True, 2)])
 def test_a_client_that_goes_away_frees_its_rows(app, rag, limiter, stream, after):
-    """After so many pieces of the response, or before there is any."""
+    """After this many events of the response, or before the first."""
     body = {
         "model": "two", "stream": stream, "max_tokens": 2000, "messages": [{"role": "user", "content": QUESTION}],
     }  # fmt: skip

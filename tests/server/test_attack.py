@@ -1,7 +1,7 @@
-"""What nobody's client sends, against live servers: it is refused or inert, and the server goes on.
+"""Requests that no real client sends, against live servers: each is refused or harmless, and the server keeps working.
 
-After each test, the log has neither a traceback nor a word of documents and questions, no request is left inside, and
-an ordinary request is answered.
+After each test, the log has no traceback and no text of documents or questions, no request is still active, and an
+ordinary request is answered.
 """
 
 import hmac
@@ -34,7 +34,7 @@ SERVERS = ("keyed", "patient", "hurried_heads", "hurried_bodies")
 
 @pytest.fixture(scope="module")
 def keyed(folder, key):
-    """A server that asks for a key, and has a web page that may ask."""
+    """A server that requires a key, and allows one web page's origin."""
     settings = {"keys": Keys.read(key[0]), "origins": ("https://page.example",)}
     with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, **settings) as server:
         yield server
@@ -42,7 +42,9 @@ def keyed(folder, key):
 
 @contextmanager
 def limited(folder, **seconds):
-    """A server without keys with room for one answer, which waits for a client as long as a test does but for these."""
+    """A server without keys that answers one request at a time; its time limits are out of a test's reach, except for
+    `seconds`.
+    """
     limits = ServerLimits(body_bytes=4096, upload_bytes=4096, idle=200, **{**PATIENT, **seconds})
     with RagKV.open(folder, device="cpu") as rag, live({"two": rag}, requests=1, limits=limits) as server:
         server.jobs = folder / "jobs"
@@ -63,14 +65,14 @@ def hurried_heads(folder):
 
 @pytest.fixture(scope="module")
 def hurried_bodies(folder, tmp_path_factory):
-    own = shutil.copytree(folder, tmp_path_factory.mktemp("own") / "two")  # the jobs of an index are one server's
+    own = shutil.copytree(folder, tmp_path_factory.mktemp("own") / "two")  # only one server may run an index's jobs
     with limited(own, body_seconds=0.2, upload_seconds=0.2, unread_seconds=0.2) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
 def sound(request, caplog, key):
-    """The server that a test uses is as before, and its log holds what it may."""
+    """After the test, the server is idle, and its log contains nothing forbidden."""
     used = [request.getfixturevalue(name) for name in SERVERS if name in request.fixturenames]
     with caplog.at_level(logging.INFO):
         yield
@@ -87,7 +89,7 @@ def sound(request, caplog, key):
 
 
 def waiting():
-    """Turns of a loop that waits for something; too long, and the test fails."""
+    """Iterations of a loop that waits for a condition; the test fails after too long."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         yield
@@ -244,7 +246,7 @@ def test_a_body_of_chunks_without_end_is_refused(patient, request_of, data):
             connection.sendall(request_of(b"", "transfer-encoding: chunked\r\n", length=False))
             while not select.select([connection], [], [], 0)[0]:
                 connection.sendall(b"400\r\n" + data.ljust(1024) + b"\r\n")
-        assert statuses(received(connection)) in ([413], [400], [])  # a reset may overtake the answer
+        assert statuses(received(connection)) in ([413], [400], [])  # a reset may overtake the response
     assert {path.name for path in patient.jobs.glob("*")} <= {"lock", "journal.json"}
 
 
@@ -252,7 +254,7 @@ def test_a_body_of_chunks_without_end_is_refused(patient, request_of, data):
 
 
 def dripped(connection, first, data):
-    """All that comes back while the client sends `first`, and then `data` again and again, byte by byte."""
+    """The response to a client that sends `first`, and then `data` repeatedly, byte by byte."""
     with suppress(ConnectionError):
         connection.sendall(first)
         for byte in itertools.cycle(data):
@@ -293,7 +295,7 @@ def test_an_answer_that_is_not_read_is_given_up(hurried_bodies):
         connection.settimeout(PATIENCE)
         connection.connect(hurried_bodies.address)
         poll = select.poll()
-        poll.register(connection, 0)  # tells of the end alone
+        poll.register(connection, 0)  # only reports the end
         many = b"GET /page/purify.min.js HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200
         connection.setblocking(False)
         for _ in waiting():
@@ -383,7 +385,7 @@ def test_an_upgrade_is_not_made(patient):
 
 
 def test_whoever_only_connects_shuts_out_nobody(patient):
-    """Far more connections than are kept, some with half of their headers: the oldest are closed."""
+    """Far more connections than the server keeps, some with partial headers: the oldest are closed."""
     held = []
     try:
         for i in range(300):
@@ -400,7 +402,7 @@ def test_whoever_only_connects_shuts_out_nobody(patient):
 
 
 def test_bodies_that_do_not_come_leave_room_for_whoever_asks_how_it_is(patient):
-    """More requests than are let in, of which the body is missing: others are told so, but not `/healthz`."""
+    """More requests than are admitted, without their bodies: further ones get 503, but `/healthz` still works."""
     head = post(b"a" * 100)[:-100]
     held = [patient.connect() for _ in range(80)]
     try:
@@ -419,7 +421,7 @@ def test_bodies_that_do_not_come_leave_room_for_whoever_asks_how_it_is(patient):
 
 
 class Connection:
-    """As the server's, without a client."""
+    """A connection of the server, without a client."""
 
     def __init__(self, address):
         self.address, self.transport, self.closed = address, self, False
@@ -436,12 +438,12 @@ def test_idle_connections_are_counted_by_address():
         idle.add(one)
         idle.add(one)
     assert [one.closed for one in quiet] == [False] * 2
-    assert [one.closed for one in loud] == [True] * 16 + [False] * 4  # half of what there may be
+    assert [one.closed for one in loud] == [True] * 16 + [False] * 4  # half of the limit
     others = [Connection(f"10.0.1.{i}") for i in range(3)]
     for one in others:
         idle.add(one)
     assert [one.closed for one in quiet + others] == [False] * 5
-    assert [one.closed for one in loud[16:]] == [True, False, False, False]  # of whoever has most
+    assert [one.closed for one in loud[16:]] == [True, False, False, False]  # of the address with the most
     for one in loud:
         idle.remove(one)
         idle.remove(one)
@@ -466,7 +468,7 @@ def test_idle_connections_are_counted_by_address():
     ],
 )
 def test_a_list_of_wrong_items_is_refused_at_its_first(kind, body):
-    """A body may hold a million; a server that collects an error for each answers nobody meanwhile."""
+    """A body may hold a million items; collecting an error for each would block the server."""
     with pytest.raises(ValidationError) as raised:
         kind.model_validate(body)
     assert raised.value.error_count() < 20
@@ -523,7 +525,7 @@ def preflight(server, origin, method="POST", headers="authorization,content-type
 
 
 def test_a_page_that_may_ask_is_told_so_and_reads_refusals(keyed, key):
-    """The browser versions of OpenAI's client send headers of their own."""
+    """The browser versions of OpenAI's client send additional headers."""
     result = preflight(keyed, "https://page.example")
     assert statuses(result.upper()) == [200]
     assert b"access-control-allow-origin: https://page.example" in result
@@ -542,7 +544,7 @@ def test_another_page_is_not(keyed, patient, origin):
 
 
 def test_head_tells_the_headers_of_get_and_options_are_not_answered(patient):
-    """Load balancers ask so whether a server lives."""
+    """Load balancers use HEAD for health checks."""
     for path in ("/healthz", "/", "/v1/models", "/none"):
         result = patient.send(get(path))
         body = result.partition(b"\r\n\r\n")[2]

@@ -1,4 +1,6 @@
-"""`ragkv serve --background` and `ragkv stop` as they are typed, and what a command loads that a server works for."""
+"""`ragkv serve --background` and `ragkv stop` as commands, and which modules a command imports if a server does its
+work.
+"""
 
 import json
 import os
@@ -38,7 +40,7 @@ def index(tmp_path, folder):
 
 @pytest.fixture
 def run(index, tmp_path):
-    """Type a command; its log goes below the test's folder."""
+    """Run a command; its log is in the test's folder."""
     around = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "XDG_CONFIG_HOME": str(tmp_path / "config")}
 
     def typed(*words, program=f"{PROGRAM}\nmain()"):
@@ -49,7 +51,7 @@ def run(index, tmp_path):
 
 
 def works_until_it_is_stopped(index, run, pid):
-    """A server that is up is asked, by a command that loads nothing, and ended."""
+    """A command that imports nothing heavy queries the running server, and another stops it."""
     asked = run("query", "Who founded Halden Works?", "--max-new-tokens", 2, "--json", "--quiet", program=LOADED)
     assert (asked.returncode, asked.stderr) == (0, "[]\n")
     assert json.loads(asked.stdout)["sources"]
@@ -81,7 +83,7 @@ def test_a_server_in_the_background_works_for_commands_until_it_is_stopped(index
 
 
 def test_a_server_that_does_not_come_up_says_why(run, tmp_path):
-    """It is started, and its own sentence is the error."""
+    """The error is the message of the server process."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         failed = run("serve", "--background", "--port", port)
@@ -103,7 +105,7 @@ def test_what_cannot_be_served_starts_nothing(run, tmp_path):
 def test_a_killed_server_is_not_missed(index, run):
     payload = json.loads(run("serve", "--background", "--json", "--port", 0, "--device", "cpu").stdout)
     end(payload["pid"])
-    while not is_free(index):  # the system still takes it apart
+    while not is_free(index):  # the kernel is still cleaning up
         continue
     listed = run("ls", "--json")
     assert (listed.returncode, json.loads(listed.stdout)["total"]) == (0, 2)
@@ -112,7 +114,7 @@ def test_a_killed_server_is_not_missed(index, run):
 
 
 def end(pid):
-    """Kill the server, if it is still there: its parent was the command that started it, so nobody waits for it."""
+    """Kill the server if it still runs: it is not a child of this process, so it cannot be waited for."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Which sources the sentences of an answer are cited with."""
+"""Which sources are cited for the sentences of an answer."""
 
 import pytest
 
@@ -114,7 +114,7 @@ def test_scripts_without_spaces_are_cited():
 )
 def test_a_long_strange_answer_is_looked_at_in_a_moment(piece):
     text = piece * (20_000 // len(piece))
-    for each in cited("a", answer(text, *["a documents"] * 1000)):  # what were quadratic would hang
+    for each in cited("a", answer(text, *["a documents"] * 1000)):  # quadratic code would hang
         assert text[each.start : each.end].strip()
         assert each.sources == (0,)
     is_refusal(text)

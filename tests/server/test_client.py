@@ -1,7 +1,7 @@
-"""Other people's clients, unchanged, against one live server.
+"""Unmodified third-party clients against one live server.
 
 LiteLLM refuses the huggingface_hub that transformers uses here, and LlamaIndex' clients refuse the newest `openai`. So
-they live in an environment of their own (`make clients`), from which a script asks as its users would.
+they are installed in a separate environment (`make clients`), in which a script asks as their users would.
 """
 
 import asyncio
@@ -45,13 +45,13 @@ def server(mini, key):
 
 @pytest.fixture(scope="module")
 def expected(mini):
-    """What a single query says; asked before the server stands."""
+    """The answer of a single query, computed before the server starts."""
     return mini.query(QUESTION, max_new_tokens=6)
 
 
 @pytest.fixture(scope="module")
 def seen(expected, server, key):
-    """What each of the other clients saw."""
+    """The results of the other clients."""
     if not PYTHON.exists():
         pytest.skip("the other clients are not installed: make clients")
     names = ["openai", "litellm", "llama_index", "langchain"]
@@ -64,7 +64,7 @@ def seen(expected, server, key):
 
 @pytest.fixture
 def newest(expected, server, key, monkeypatch, capsys):
-    """What the `openai` saw that is installed here."""
+    """The results of the `openai` package installed here."""
     monkeypatch.setattr(sys, "argv", ["ask.py", server.url, key[1]])
     monkeypatch.syspath_prepend(SCRIPTS)
     runpy.run_path(str(SCRIPTS / "ask_openai.py"))
@@ -111,7 +111,7 @@ def test_llama_index(seen, expected):
 
 
 def test_langchain(seen, expected):
-    """It drops what OpenAI's protocol does not name for this route, annotations too: its users ask for the footer."""
+    """It drops fields that OpenAI's protocol lacks, including annotations, so its users ask for the footer."""
     result = seen["langchain"]
     check(result, expected)
     assert result["streamed_usage"] == 6
@@ -123,7 +123,7 @@ def test_langchain(seen, expected):
 
 @pytest.fixture(scope="module")
 def openai():
-    return import_module("openai")  # not at collection: it takes a second
+    return import_module("openai")  # not at collection: the import takes a second
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_openai_in_an_event_loop(openai, expected, server, key, stopped):
             async for chunk in stream:
                 found.append(chunk.choices[0].delta.content or "")
                 if any(found):
-                    stopped.set()  # it came while the answer was still being written
+                    stopped.set()  # it arrived while the answer was still being generated
             return "".join(found)
 
     assert asyncio.run(ask()) == expected.text
@@ -212,6 +212,6 @@ def test_curl_shows_what_there_is_before_the_end(expected, server, key, stopped)
 
 
 def result(lines):
-    """The text in these lines of a stream."""
+    """The text in the lines of a stream."""
     found = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     return "".join(choice["delta"].get("content", "") for each in found for choice in each["choices"])

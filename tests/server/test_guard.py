@@ -1,4 +1,4 @@
-"""What a request passes before anything answers it."""
+"""The checks that a request passes before it is answered."""
 
 import stat
 
@@ -45,7 +45,7 @@ def test_a_name_has_one_key(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "# who may ask", "bob sha256:" + "0" * 64, "bob sha256:" + "0" * 64 + "\r\n"])
 def test_a_key_is_added_on_a_line_of_its_own(tmp_path, content):
-    """Editors leave the last line without its end."""
+    """Some editors leave no newline at the end."""
     path = tmp_path / "keys"
     path.write_bytes(content.encode())
     keys = {add_key(path, name): name for name in ("ann", "eve")}
@@ -54,7 +54,7 @@ def test_a_key_is_added_on_a_line_of_its_own(tmp_path, content):
 
 
 def test_keys_that_others_may_write_are_refused(tmp_path):
-    """Whoever adds a line may ask; an empty file is made private instead."""
+    """Anyone who can add a line can ask; an empty file is made private instead."""
     path = tmp_path / "keys"
     path.touch()
     path.chmod(0o666)
@@ -68,7 +68,7 @@ def test_keys_that_others_may_write_are_refused(tmp_path):
         with pytest.raises(ConfigError, match="chmod 600"):
             add_key(path, "bob")
     assert path.read_bytes() == before
-    path.chmod(0o440)  # as a secret that a container is given
+    path.chmod(0o440)  # like a secret that is mounted into a container
     assert Keys.read(path).owner(key) == "ann"
 
 
@@ -100,7 +100,7 @@ def test_others_are_served_only_with_keys():
     ],
 )
 def test_a_page_under_another_name_reads_nothing(call, host, status):
-    """A name of its own that leads to this machine makes a web page's requests same-origin."""
+    """DNS rebinding: a name that resolves to this machine makes a web page's requests same-origin."""
     own = {"localhost", "127.0.0.1", "[::1]"}
     response = call("GET", "/v1/models", around=lambda app: guarded(app, hosts=own), headers={"host": host})
     assert response.status_code == status
@@ -117,7 +117,7 @@ def test_what_any_web_page_may_send_is_refused(call, kind):
 
 @pytest.mark.parametrize(("pieces", "status"), [(3 * [50], 413), ([50, 51], 413), ([50, 50], 400)])
 def test_a_large_body_is_refused(call, pieces, status):
-    """What is not too large is read, and found to be no JSON."""
+    """A body within the limit is read, and refused as invalid JSON."""
 
     async def coming():
         for size in pieces:
@@ -149,4 +149,4 @@ def test_indexes_have_names(tmp_path):
     with pytest.raises(UsageError, match="--index NAME="):
         named_places([str(tmp_path), str(tmp_path)])
     with pytest.raises(UsageError, match="--index NAME="):
-        named_places([f"{tmp_path}/{'long' * 16}{each}" for each in "ab"])  # a name has 64 characters
+        named_places([f"{tmp_path}/{'long' * 16}{each}" for each in "ab"])  # a name has at most 64 characters

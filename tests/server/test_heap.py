@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system."""
+"""Freed memory is returned to the system."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ import pytest
 from ragkv.server.settings import trim_memory
 
 BLOCK = 64 << 10
-"""Below the size at which glibc maps memory of its own, which goes back in any case."""
+"""Below the size at which glibc uses mmap, whose memory is always returned."""
 
 
 def resident():
@@ -31,7 +31,7 @@ def test_what_lies_between_used_memory_goes_back():
     blocks = [libc.malloc(BLOCK) for _ in range(2000)]
     for block in blocks:
         ctypes.memset(block, 1, BLOCK)
-    for block in blocks[:-1]:  # the last one keeps the heap as long as it is
+    for block in blocks[:-1]:  # the last block keeps the heap from shrinking
         libc.free(block)
     before = resident()
     trim_memory()

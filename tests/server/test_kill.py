@@ -1,4 +1,4 @@
-"""kill -9 of a server that ingests and answers: what was committed is there, the rest is told, and all goes on."""
+"""kill -9 of a server that ingests and answers: commits are kept, interrupted jobs reported, and a restart works."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def documents(client):
 
 
 def ended(client, job):
-    """A job once it is over."""
+    """The job, after it has ended."""
     with client.stream("GET", f"/jobs/{job['id']}/events") as events:
         lines = [line for line in events.iter_lines() if line.startswith("data: ")]
     return json.loads(lines[-1].removeprefix("data: "))["job"]

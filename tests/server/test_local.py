@@ -1,4 +1,4 @@
-"""The socket in an index's folder: whoever may not be at the other end is neither asked nor let in."""
+"""The socket in an index's folder: other users neither get requests nor are accepted as clients."""
 
 import fcntl
 import os
@@ -31,7 +31,7 @@ def reached(index):
 
 
 def owned_by_another(monkeypatch, name, kind):
-    """Have what `os.fstat` or `os.lstat` finds, of that kind, belong to another user, as `local` sees it."""
+    """Make `os.fstat` or `os.lstat` report another owner for files of that kind, within `local`."""
 
     def found(*place, **more):
         result = getattr(os, name)(*place, **more)
@@ -129,7 +129,7 @@ def test_what_a_link_leads_to_is_not_asked(served):
 
 
 def test_a_second_server_leaves_the_first_ones_socket_alone(served, monkeypatch):
-    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=lambda _: None))  # how long it tries, nobody need wait
+    monkeypatch.setattr(local, "time", SimpleNamespace(sleep=lambda _: None))  # retries without waiting
     with pytest.raises(BlockingIOError):
         LocalSocket.make(served)
     assert not is_free(served)

@@ -1,4 +1,4 @@
-"""The OpenAPI description, by which schemathesis asks all routes: none fails, and each answers as it is described."""
+"""schemathesis calls all routes by the OpenAPI description: none fails, and every response conforms."""
 
 from contextlib import closing
 from unittest.mock import patch
@@ -48,13 +48,13 @@ MODES = {"fitting": "POSITIVE", "not fitting": "NEGATIVE"}
 
 @pytest.fixture(scope="module")
 def schemathesis():
-    """Imported where it is used: it takes seconds."""
+    """Imported lazily: it takes seconds."""
     return pytest.importorskip("schemathesis", reason="schemathesis, of the extra dev, is not installed")
 
 
 @pytest.fixture(scope="module")
 def described(schemathesis, folder):
-    """Names by what they are of in an index, and the operations of the description of an app over it, by route."""
+    """Existing names by kind, and the operations that an app over an index describes, by route."""
     with RagKV.open(folder, device="cpu") as rag:
         served, limiter = ServedIndexes({"two": rag}), ConcurrencyLimiter(8)
         desk = JobManager(served, limiter)
@@ -63,7 +63,7 @@ def described(schemathesis, folder):
         names = [f"{number}.txt" for number in range(9)]
         queue = desk.queue("two")
         rag.ingest(*(from_bytes(b"Kesk Mills makes flour.", name=name) for name in names))
-        job = queue.accept(queue.reserve()[0], [])  # it fails: there is nothing in it
+        job = queue.accept(queue.reserve()[0], [])  # an empty job, which fails
         known = {
             "name": ["two"],
             "identifier": ["ragkv/two:ape", "two"],
@@ -118,7 +118,7 @@ def test_no_request_makes_it_fail(schemathesis, described, route, mode):
 
 
 def _make_likely(case, known, chance):
-    """Names that there are, and for a question values that are allowed."""
+    """Use existing names, and allowed values for a question."""
     case.path_parameters = {name: chance.choice(known[name]) for name in case.path_parameters or {}}
     if isinstance(case.body, dict) and "files" in case.body:
         case.body["files"] = [("a.txt", b"Kesk Mills makes flour.")]
@@ -134,7 +134,7 @@ def _make_likely(case, known, chance):
 
 
 def _shorten(case):
-    """No answer need be long for this."""
+    """Limit the length of answers."""
     for name in ("max_tokens", "max_completion_tokens", "max_new_tokens"):
         if isinstance(case.body, dict) and type(case.body.get(name)) is int:
             case.body[name] = min(case.body[name], 2)

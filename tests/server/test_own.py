@@ -1,4 +1,4 @@
-"""The server's own API: questions with every score and every token's expert, indexes, documents, chunks."""
+"""The server's own API: questions with every score and each token's expert, indexes, documents, chunks."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ QUESTION = "Who founded Halden Works?"
 
 
 def untimed(payload):
-    """An answer, as JSON has it, without what differs from one time to the next."""
+    """An answer in JSON, without values that differ between runs."""
     payload = json.loads(json.dumps(payload))
     kv = {name: value for name, value in payload["kv"].items() if name == "tokens"}
     sources = [{name: value for name, value in each.items() if name != "url"} for each in payload["sources"]]
@@ -25,7 +25,7 @@ def untimed(payload):
 
 @pytest.fixture
 def ask(call):
-    """Ask the index; returns the response."""
+    """Ask the index a question; returns the response."""
 
     def asked(question=QUESTION, **more):
         body = {"question": question, "max_new_tokens": 6, **more}
@@ -91,7 +91,7 @@ def test_sentences_are_cited_if_asked_for(ask, rag, monkeypatch):
 
 
 def test_the_sources_come_before_the_first_token(ask, rag, monkeypatch):
-    """They are sent while the model still reads the question."""
+    """They are sent during prefill."""
     held = HeldModel(rag, monkeypatch, last=1)
     sent = []
     say = "ragkv.server.api.event"
@@ -257,7 +257,7 @@ def test_the_indexes_say_what_may_be_asked_of_them(call, rag):
     [index] = call("GET", "/api/indexes").json()["indexes"]
     assert index["name"] == "two"
     assert (index["documents"], index["chunks"]) == (2, rag.stats().chunks)
-    assert rag.config.model.endswith(f"/{index['model']}")  # not where it lies
+    assert rag.config.model.endswith(f"/{index['model']}")  # without the path
     assert "/" not in index["model"]
     assert {"full", "ape", "block", "pced"} <= set(index["engines"])
     assert index["default_engine"] == rag.config.default_engine

@@ -1,6 +1,7 @@
-"""The page in a real browser, against one live server: what people do with it, and what documents may not do to it.
+"""The page in a real browser, against one live server: what users do with it, and what documents must not do to it.
 
-After each test, the browser has reported no error, nothing that the policy refused, and no request to elsewhere.
+After each test, the browser has reported no error, no violation of the content security policy, and no request to
+another host.
 """
 
 import copy
@@ -44,12 +45,12 @@ ARGUMENTS = [
     *("--disable-component-update", "--disable-sync"),
 ]
 PATIENCE = 600_000
-"""Milliseconds after which a test that waits for the page fails."""
+"""Milliseconds after which a waiting test fails."""
 
 
 @contextmanager
 def chromium():
-    """A browser. While it is open, this thread has a running event loop: `asyncio.run` is refused."""
+    """A browser. While it is open, this thread has a running event loop, so `asyncio.run` fails."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install -e '.[dev]'")
     if not EXECUTABLE.exists():
         pytest.skip(f"needs {EXECUTABLE}: apt-get install chromium")
@@ -63,7 +64,9 @@ def chromium():
 
 
 class Watched:
-    """A page of its own browser profile. `faults` has what no page may do: errors, dialogs, requests to elsewhere."""
+    """A page in a separate browser profile. `faults` collects what no page may do: errors, dialogs, requests to other
+    hosts.
+    """
 
     def __init__(self, browser, root, **settings):
         self.faults = []
@@ -77,7 +80,7 @@ class Watched:
         self.page.on("request", lambda request: self._fetched(request.url, root))
 
     def _message(self, message):
-        if message.type in ("error", "warning"):  # what the policy refuses is told as an error
+        if message.type in ("error", "warning"):  # violations of the policy are reported as errors
             self.faults.append(f"{message.type}: {message.text}")
 
     def _asked(self, dialog):
@@ -91,7 +94,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def rag(tmp_path_factory):
-    """mini over a few documents, and one that would like to be a program."""
+    """mini over a few documents, one of which contains scripts."""
     with RagKV.create(tmp_path_factory.mktemp("indexes") / "corpus", model="mini", device="cpu") as made:
         made.ingest(CORPUS / "product-catalogue.pdf", CORPUS / "companies" / "linodyne-paper.md")
         made.ingest(CORPUS / "companies" / "pelophor-press.md", from_bytes(EVIL_TEXT.encode(), name=EVIL))
@@ -100,7 +103,7 @@ def rag(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(rag, key):
-    """The index, and a copy of it that may only be read; a key is needed."""
+    """The index and a read-only copy of it; a key is required."""
     shelf = shutil.copytree(rag.folder, rag.folder.parent / "shelf", ignore=shutil.ignore_patterns("jobs"))
     other = RagKV.open(shelf, device="cpu", readonly=True)
     with live({"corpus": rag, "shelf": other}, keys=Keys.read(key[0])) as serving:
@@ -115,13 +118,13 @@ def browser():
 
 @pytest.fixture
 def forgiven():
-    """The statuses of responses that a test expects: Chromium itself tells of each as an error."""
+    """The error statuses that a test expects, each of which Chromium reports as an error."""
     return set()
 
 
 @pytest.fixture
 def blameless(forgiven):
-    """After the test, these visits have done nothing that they may not."""
+    """Check after the test that these visits have no faults."""
     trackers = []
     yield trackers
     expected = tuple(f"status of {status} " for status in forgiven)
@@ -131,8 +134,9 @@ def blameless(forgiven):
 
 @pytest.fixture(scope="module")
 def profile_of(browser, server):
-    """A browser profile of its own with an empty page: `profile_of(key, color_scheme=…)`. With a query in its address,
-    the page finds nothing that it kept before."""
+    """A browser profile with an empty page: `profile_of(key, color_scheme=…)`. With a query in its address, the page
+    starts with empty storage.
+    """
     with ExitStack() as profiles:
 
         def made(key, **settings):
@@ -151,7 +155,7 @@ def profile_of(browser, server):
 
 @pytest.fixture
 def visit_of(profile_of, server, blameless):
-    """A page at this server in a new profile: `visit_of(key, color_scheme=…)`."""
+    """The server's page in a new profile: `visit_of(key, color_scheme=…)`."""
 
     def visited(key, **settings):
         tracker = profile_of(key, **settings)
@@ -164,14 +168,14 @@ def visit_of(profile_of, server, blameless):
 
 @pytest.fixture(scope="module", params=VIEWS)
 def tracker(request, profile_of, key):
-    """A profile that tests have one after another."""
+    """A profile that tests reuse."""
     scheme, viewport = request.param
     return profile_of(key[1], color_scheme=scheme, viewport=viewport)
 
 
 @pytest.fixture
 def page(tracker, server, blameless):
-    """The page, loaded anew."""
+    """The page, reloaded."""
     tracker.faults.clear()
     blameless.append(tracker)
     tracker.page.goto(f"{server.root}/?anew")
@@ -185,7 +189,7 @@ def shown(locator):
 
 
 def until(page, condition, *given):
-    """Wait in the page, frame by frame, until a function of JavaScript holds: `expect` is later by up to 0.5 s."""
+    """Wait until a JavaScript function holds, frame by frame; `expect` polls and is up to 0.5 s slower."""
     waited = f"""([most, ...given]) => new Promise((done) => {{
         setTimeout(done, most);
         const look = () => ({condition})(...given) ? done(true) : requestAnimationFrame(look);
@@ -200,7 +204,7 @@ def ready(page):
 
 
 def ask(page, question, *, engine=None, top_k=None, answers=1):
-    """Ask, and wait for all answers; the result."""
+    """Ask a question and wait for all answers; returns the result element."""
     if engine is not None:
         page.get_by_label("Engine").first.select_option(engine)
     if top_k is not None:
@@ -222,7 +226,7 @@ def ask(page, question, *, engine=None, top_k=None, answers=1):
 
 
 def drop(page, *files):
-    """Drop files, pairs of name and text, onto the page."""
+    """Drop files, given as pairs of name and text, onto the page."""
     carried = page.evaluate_handle(
         "files => { const t = new DataTransfer();"
         " for (const [name, text] of files) t.items.add(new File([text], name)); return t; }",
@@ -237,7 +241,7 @@ def focused(page):
 
 
 def tab_to(page, selector, *, back=False):
-    """Press Tab until the focus is at what `selector` finds."""
+    """Press Tab until an element that matches `selector` has the focus."""
     for _ in range(60):
         page.keyboard.press("Shift+Tab" if back else "Tab")
         if page.evaluate("s => document.activeElement.matches(s)", selector):
@@ -255,7 +259,7 @@ def luminance(colour):
 
 
 def contrast(one, other):
-    """The ratio of WCAG 2."""
+    """The contrast ratio of WCAG 2."""
     dark, light = sorted((luminance(one), luminance(other)))
     return (light + 0.05) / (dark + 0.05)
 
@@ -292,7 +296,7 @@ def test_it_streams_and_can_be_stopped(page, rag, monkeypatch):
     shown(page.locator(".result .state")).to_have_text("Stopped")
     assert held.cancelled.wait(600)
     shown(page.get_by_role("button", name="Ask", exact=True)).to_be_visible()
-    shown(page.locator("#thread")).to_be_hidden()  # it is no part of a conversation
+    shown(page.locator("#thread")).to_be_hidden()  # it is not part of a conversation
 
 
 def test_a_question_that_a_reload_leaves_without_an_answer_is_in_its_field(page, rag, monkeypatch):
@@ -376,7 +380,7 @@ def test_pced_shows_the_expert_that_won_each_token(page, rag):
 
 
 def conversed(rag, question, *turns):
-    """What `ragkv chat` answers to a question after these turns."""
+    """`ragkv chat`'s answer to a question after these turns."""
     conversation = rag.conversation()
     for asked, answer in turns:
         conversation.add(asked, answer)
@@ -384,7 +388,7 @@ def conversed(rag, question, *turns):
 
 
 def test_a_question_is_asked_alone_unless_the_conversation_is_sent_along(page, rag):
-    """Sent along, it is used as `ragkv chat` uses it; the button, and another index, begin anew."""
+    """If it is, it is used as in `ragkv chat`; the button and a change of index start a new one."""
     first, second, third = QUESTION, "In which town is the company?", "Who founded the company?"
     thread, anew = page.locator("#thread"), page.get_by_role("button", name="New conversation")
     payload, along = page.locator("#thread-said"), page.get_by_label("Send the conversation along")
@@ -404,7 +408,7 @@ def test_a_question_is_asked_alone_unless_the_conversation_is_sent_along(page, r
     along.check()
     shown(payload).to_have_text("The same question again: change it to follow up")
     page.get_by_label("Question").fill(f"{second} ")
-    result = ask(page, second)  # again, in its own place
+    result = ask(page, second)  # again, in the same place
     shown(result.locator(".text")).to_have_text(message[1])
     shown(result.locator(".asked-of")).to_have_text("asked of corpus, after 1 question of this conversation")
     page.get_by_label("Question").fill(third)
@@ -432,12 +436,12 @@ def test_a_question_is_asked_alone_unless_the_conversation_is_sent_along(page, r
 
 
 def test_conversations_are_there_after_a_reload(page, rag):
-    """Each with its answers, under its name; one is deleted when its asker says so."""
+    """Each with its answers, under its name; the user can delete one."""
     talks = page.get_by_label("Conversation", exact=True)
     result = ask(page, QUESTION)
     message = result.locator(".text").text_content()
     assert page.evaluate("() => sessionStorage.getItem('ragkv-conversations-1')")
-    assert page.evaluate("() => Object.keys(localStorage)") == []  # it stays no longer than the key
+    assert page.evaluate("() => Object.keys(localStorage)") == []  # it is kept only as long as the key
     ask(page, HOPS, engine="pced", top_k=3)
     page.get_by_role("button", name="New conversation").click()
     ask(page, "In which town is the company?")
@@ -519,7 +523,7 @@ def test_a_refusal_is_not_coloured(page, rag):
 
 @pytest.fixture
 def says(monkeypatch):
-    """Every answer ends as this text: `says(text)`."""
+    """Make every answer end with this text: `says(text)`."""
     finished = AsyncAnswerStream.answer.fget
 
     def payload(text):
@@ -580,7 +584,7 @@ def test_an_answer_is_shown_as_markdown_and_copied_as_it_is(page, says):
 
 def test_json_has_a_line_for_each_value_and_instructions_go_along(page, rag, monkeypatch, says):
     monkeypatch.setattr(rag.index, "config", replace(rag.config, decoding=Decoding(schema='{"const": 1}')))
-    says('{"a": [12345678901234567890, {}], "b": "x: {y}"')  # a number that JavaScript lacks; cut at its end
+    says('{"a": [12345678901234567890, {}], "b": "x: {y}"')  # a number that JavaScript cannot represent; truncated JSON
     page.get_by_text("More settings").click()
     page.get_by_label("Instructions").fill("Be brief.")
     result = ask(page, QUESTION)
@@ -608,13 +612,13 @@ def test_hostile_answers_do_nothing(page, says):
         result = ask(page, f"{QUESTION} {place}")
         shown(result.get_by_role("button", name="Copy the answer")).to_be_visible()
         assert what_no_answer_has(page) == ([], set()), text[:99]
-    ready_again(page)  # what is kept does nothing either
+    ready_again(page)  # the stored copy does nothing either
     shown(page.locator(".result .text")).to_have_count(len(HOSTILE))
     assert what_no_answer_has(page) == ([], set())
 
 
 def what_no_answer_has(page):
-    """Of the answers that are shown, the elements and attributes that no Markdown makes, and the control characters."""
+    """Elements and attributes of the shown answers that Markdown never produces, and control characters."""
     found = page.evaluate(
         """() => [...document.querySelectorAll(".text, .text *")].flatMap((node) => [
             ...(/^(DIV|P|BR|STRONG|EM|S|CODE|PRE|BLOCKQUOTE|UL|OL|LI|HR|TABLE|THEAD|TBODY|TR|TH|TD|A|H[456]|BUTTON)$/
@@ -644,7 +648,7 @@ def test_each_engine_has_a_line_of_help_and_some_are_folded_away(page):
     assert all(line.endswith(".") and "\n" not in line for line in lines)
     engine.select_option("single")
     page.get_by_label("Also offer").uncheck()
-    shown(engine).to_have_value("single")  # what is chosen stays
+    shown(engine).to_have_value("single")  # the selection is kept
     page.get_by_role("button", name="Compare another setting").click()
     shown(page.get_by_label("Engine").nth(1)).to_have_value("single")
 
@@ -711,7 +715,7 @@ def test_files_are_dropped_watched_asked_about_and_deleted(page, rag):
 
 
 def test_folders_are_chosen_and_dropped_and_a_file_replaces_its_document(page, rag, tmp_path):
-    """Their files keep their paths; hidden ones stay out; more than a server takes at a time go in parts."""
+    """Files keep their paths; hidden files are skipped; more than the server takes at once are sent in parts."""
     kept = {"kesk.md": "Kesk Mills employs 4711 people.", "deep/varn.md": "Varn Docks."}
     for name, text in {**kept, ".git/config": "No.", "deep/.env": "No."}.items():
         (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -755,7 +759,7 @@ def test_an_upload_that_waits_is_cancelled(page, rag, held):
         shown(second.locator(".job-state")).to_have_text("Waiting for its turn")
         second.get_by_role("button", name="Cancel b.txt").click()
         shown(second.locator(".job-state")).to_have_text("Cancelled")
-        page.reload()  # who comes back sees what still runs
+        page.reload()  # a reload shows the running jobs
         shown(first.locator(".job-state")).to_have_text("Encoding, 0 %")
     finally:
         held.go.set()

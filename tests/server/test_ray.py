@@ -1,4 +1,4 @@
-"""`ragkv serve --ray`: its parts without Ray's processes, replicas that are lost, and once all of it on Ray."""
+"""`ragkv serve --ray`: its parts without Ray's processes, lost replicas, and one test of everything on Ray."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from ragkv.server.ray import AnswerReplica, Front, RayOptions, preferred, run_on
 
 ASKED = {"question": "Who founded Bolt Ltd?", "engine": "block", "max_new_tokens": 4}
 CHAT = {"model": "ragkv/two:block", "messages": [{"role": "user", "content": ASKED["question"]}], "max_tokens": 4}
-NAMED = {"x-request-id": "request-17"}  # it is in errors
+NAMED = {"x-request-id": "request-17"}  # shown in errors
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def replica(options):
 
 
 class Handle:
-    """A handle of Ray Serve to one replica, of which the first `losses` calls are lost after so many pieces."""
+    """A Ray Serve handle to one replica; its first `losses` calls are lost after a number of events."""
 
     def __init__(self, replica, losses=()):
         self.replica, self.losses, self.calls, self.answer, self.remote = replica, list(losses), [], self, self._call
@@ -95,8 +95,8 @@ class Stream:
 
 @pytest.fixture
 def ask(options, replica):
-    """Ask a front whose replica is lost after so many pieces; returns the response and the handle."""
-    with warnings.catch_warnings():  # its own, of pydantic
+    """Ask a front whose replica is lost after a number of events; returns the response and the handle."""
+    with warnings.catch_warnings():  # from pydantic
         warnings.simplefilter("ignore")
         pytest.importorskip("ray.serve", reason="needs Ray: pip install -e '.[ray]'")
     with ExitStack() as fronts:
@@ -129,7 +129,7 @@ def test_chunks_stay_with_their_replica_and_a_lost_one_moves_only_its_own():
 
 def test_a_node_unpacks_once_and_the_last_user_deletes(pack, folder, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    pack = f"file://{pack}"  # as an object
+    pack = f"file://{pack}"  # as in object storage
     base, digest, calls = tmp_path / "ragkv" / "packs", sealed(pack), []
     unpack = on_ray.unpack
     monkeypatch.setattr(on_ray, "unpack", lambda *given, **more: calls.append(given) or unpack(*given, **more))
@@ -163,7 +163,7 @@ def test_a_request_that_has_sent_nothing_is_asked_again(ask, rag, losses, stream
 @pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize(("path", "body"), [("/api/indexes/two/query", ASKED), ("/v1/chat/completions", CHAT)])
 def test_a_stream_that_is_lost_is_continued_or_ends_with_an_error(ask, replica, monkeypatch, path, body, drawn):
-    """Continued by a replica that says the same; one that says something else is not."""
+    """It continues on a replica with the same output, and ends if the output differs."""
     answer = replica.answer
 
     async def changed(chunks, scope, body, calls=[]):  # noqa: B006
@@ -185,7 +185,7 @@ def test_a_stream_that_is_lost_is_continued_or_ends_with_an_error(ask, replica, 
 
 
 def without_names(text):
-    """Without what differs between two answers: their ids and times."""
+    """A response without its ids and times."""
     return re.sub(r'chatcmpl-[^"]*|"created":\d+|"timing_ms":{[^}]*}|"[a-z_]*(hits|bytes)":\d+', "", text)
 
 
@@ -200,7 +200,7 @@ def test_the_routes_are_those_of_a_server_and_a_snapshot_is_read_only(ask, call,
     for path in ("/v1/models", "/api/indexes/two/documents", "/healthz", "/nowhere", "/api/indexes/x/documents"):
         got, wanted = ask("GET", path, headers=NAMED)[0], call("GET", path, headers=NAMED)
         assert (got.status_code, got.headers["content-type"]) == (wanted.status_code, wanted.headers["content-type"])
-        if path != "/v1/models":  # it has the time of the start
+        if path != "/v1/models":  # has the start time
             assert got.json() == wanted.json()
     files = {"files": ("a.txt", b"text" * (1 << 21))}
     name = rag.list_documents().documents[0].document.document_id
@@ -233,7 +233,7 @@ def test_what_is_missing_or_wrong_is_named(pack, tmp_path, monkeypatch):
 
 @pytest.mark.nightly
 def test_on_ray_itself(pack, rag, tmp_path):
-    """Two replicas, of which one is killed: answers are those of the index, and nothing is left in the end."""
+    """Two replicas, one of which is killed: answers equal the index's, and no process is left."""
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     command = [sys.executable, "-c", "from ragkv.cli.main import main; main()", "serve", "--ray", "local", "--json"]
     command += ["--index", f"two={pack}", "--replicas", "2", "--port", "0", "--device", "cpu"]
@@ -255,10 +255,10 @@ def test_on_ray_itself(pack, rag, tmp_path):
 
 
 def replicas_of(command):
-    """The processes of the answer replicas of a command: those whose raylet has its session's folder as an argument."""
+    """The processes of a command's answer replicas: those whose raylet has its session's folder as an argument."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has ended
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
             found[int(path.name)] = (parent, (path / "cmdline").read_text(errors="replace"))
     raylets = {pid for pid, (_, line) in found.items() if "raylet" in line and f"_{command}/" in line}

@@ -1,4 +1,4 @@
-"""Somebody deletes or replaces an index while a server is up for it."""
+"""An index is deleted or replaced while a server serves it."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def lost(folder, tmp_path):
 
 @pytest.fixture
 def serving(lost, rag, limiter, call_on):
-    """The app over `lost` and an index that stays, and how to ask it."""
+    """The app over `lost` and an index that stays, and a function that sends it requests."""
     with RagKV.open(lost, device="cpu") as opened:
         served = ServedIndexes({"lost": opened, "two": rag})
         desk = JobManager(served, limiter)
@@ -51,14 +51,14 @@ def serving(lost, rag, limiter, call_on):
         yield partial(call_on, app)
         desk.close()
         settle()
-        # the other one is the module's
+        # the other one belongs to the module
         for name, each in served:
             if name != "two":
                 each.close()
 
 
 def settle():
-    """Wait until no index is being opened again."""
+    """Wait until no index is being reopened."""
     for thread in threading.enumerate():
         if thread.name == "ragkv-open":
             thread.join()
@@ -75,7 +75,7 @@ def all_refused(asked, tmp_path):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_deleted_index_is_unavailable_and_stays_deleted(serving, lost, tmp_path, caplog, begun):
-    if begun:  # its jobs are looked after already
+    if begun:  # its jobs are already managed
         assert serving("GET", "/api/indexes/lost/jobs").status_code == 200
         assert serving(*REQUESTS[0][:2], **REQUESTS[0][2]).status_code == 200
     assert serving("GET", "/readyz").json() == {"status": "ready", "unavailable": 0}
@@ -104,7 +104,7 @@ def test_a_server_whose_only_index_is_gone_is_not_ready(lost, limiter, call_on):
 
 
 def test_an_index_that_goes_away_under_a_request_is_named_by_no_path(serving, lost, tmp_path, monkeypatch):
-    """Between the look whether it is there and its use."""
+    """It disappears between the check that it exists and its use."""
     shutil.rmtree(lost)
     monkeypatch.setattr(ServedIndexes, "_in_place", lambda *_: True)
     for method, path, more in REQUESTS:
@@ -126,7 +126,7 @@ def test_a_replaced_index_is_answered_from_what_is_there_now(serving, lost, tmp_
         made.ingest(documents)
         expected = made.query(QUESTION, max_new_tokens=6)
     copy = shutil.copytree(tmp_path / "new", tmp_path / "copy")
-    while copy.exists():  # the job that has begun writes in the folder meanwhile
+    while copy.exists():  # the running job may recreate files in the folder
         shutil.rmtree(lost, ignore_errors=True)
         with suppress(OSError):
             copy.rename(lost)

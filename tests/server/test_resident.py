@@ -1,4 +1,4 @@
-"""The resident command: what a server says for `ragkv query`, `chat` and `ls`, they say too, to the byte."""
+"""Commands through a running server: `ragkv query`, `chat` and `ls` print exactly what they print without one."""
 
 import io
 import json
@@ -28,7 +28,7 @@ _TIMES = re.compile(r"first token \d+ ms \(load \d+\), total \d+ ms")
 
 @pytest.fixture(scope="module")
 def served(folder):
-    """The index, and a server that is up for it."""
+    """The index, and a server that serves it."""
     with RagKV.open(folder, device="cpu") as opened, live({"two": opened}, resident=True):
         yield opened
 
@@ -45,20 +45,20 @@ def index(tmp_path, folder):
 
 
 def timeless(result):
-    """What a command said, without what it measured."""
+    """A command's output without measurements."""
     out = result.out
     if out.startswith("{"):
         lines = [json.loads(line) for line in out.splitlines()]
         for payload in lines:
             payload.get("timing_ms", {}).clear()
-            payload.get("kv", {}).pop("memory_hits", None)  # what a server read before, it need not read again
+            payload.get("kv", {}).pop("memory_hits", None)  # depends on what the server has read before
         out = json.dumps(lines)
     return result.code, out, _TIMES.sub("", result.err)
 
 
 @pytest.fixture
 def both(served, folder, ragkv, monkeypatch):
-    """Run a command with the server, which may open nothing, and without: what each has said, without times."""
+    """Run a command with the server, where it may open nothing, and without; returns both outputs without times."""
 
     def run(*arguments, typed=None):
         def asked(*more):
@@ -166,7 +166,7 @@ def test_the_comments_of_a_slow_answer_are_not_shown(both, monkeypatch):
 
 @pytest.fixture
 def opens(monkeypatch):
-    """How often a command has opened the index itself."""
+    """Counts how often a command opens the index itself."""
     found, opened = [], RagKV.open
     monkeypatch.setattr(RagKV, "open", lambda *given, **more: found.append(given) or opened(*given, **more))
     return found
@@ -218,7 +218,7 @@ def test_documents_are_added_beside_a_server(served, folder, ragkv, both, tmp_pa
 
 
 def ask(folder):
-    """Ask the server, and read nothing yet."""
+    """Send a request to the server without reading the response."""
     return LocalClient(folder, {}).query({"question": QUESTION, "max_new_tokens": 50}, lambda message: None)
 
 
@@ -269,7 +269,7 @@ def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
 
 @pytest.fixture
 def other_server(index):
-    """A server that says what the test wants: `other_server(b"…")` is its whole response."""
+    """A server with a fixed response: `other_server(b"…")`."""
     made, threads = LocalSocket.make(index), []
 
     def say(*parts, until=None):
@@ -277,7 +277,7 @@ def other_server(index):
             connection, _ = made.listening.accept()
             with connection:
                 asked = b""
-                while not asked.endswith(b"}" if asked.startswith(b"POST") else b"\r\n\r\n"):  # the whole request
+                while not asked.endswith(b"}" if asked.startswith(b"POST") else b"\r\n\r\n"):  # a whole request
                     asked += connection.recv(1 << 16)
                 for part in parts:
                     connection.sendall(part)
@@ -345,7 +345,7 @@ def test_a_server_is_stopped(index, ragkv, caplog):
         payload = json.loads(ragkv("stop", "--json", "--index", index).out)
         assert payload["indexes"] == [str(index)] * 2
         assert is_free(index)
-    assert "another server" not in caplog.text  # of one that serves it under two names
+    assert "another server" not in caplog.text  # one server may serve it under two names
     result = ragkv("stop", "--index", index)
     assert (result.code, result.out) == (1, "")
     assert "You have no server running" in result.sentence

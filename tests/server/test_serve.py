@@ -1,4 +1,4 @@
-"""`ragkv serve` as a user starts it, asked by clients of OpenAI's protocol over a socket."""
+"""`ragkv serve` as a command, used by clients of OpenAI's protocol over a socket."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ ASKED = {"messages": [{"role": "user", "content": "Who founded Halden Works?"}],
 
 @pytest.fixture(scope="module")
 def url(folder, key):
-    """Where a server answers, which Ctrl-C ends in the end."""
+    """The URL of a server that is ended by Ctrl-C."""
     words = ("--index", f"two={folder}", "--index", f"again={folder}", "--keys", key[0])
     server = CliChild("serve", "--port", 0, "--device", "cpu", "--log-format", "json", *words)
     yield server.line().split()[-1]

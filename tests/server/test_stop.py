@@ -1,4 +1,4 @@
-"""A stop while answers are on their way: they finish, or are told that they are cut short, and it comes to an end."""
+"""Stopping a server with running answers: they finish, or end with a notice, and the process ends in time."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ QUESTION = "Who founded Halden Works?"
 
 @pytest.fixture
 def serve(folder, monkeypatch):
-    """A server; `grace` is the time that its connections have to bring their last word when it stops."""
+    """A server; `grace` is the time that connections have for their last event when it stops."""
 
     def served(*, grace=int(PATIENCE), **settings):
         monkeypatch.setattr(app, "GRACE", grace)
@@ -30,7 +30,7 @@ def serve(folder, monkeypatch):
 
 @pytest.fixture
 def ask():
-    """Ask a server for a long answer; the connection. Of a stream, the beginning has come."""
+    """Ask a server for a long answer; returns the connection, for a stream after its first event."""
     with ExitStack() as stack:
         yield lambda server, *, stream: stack.enter_context(asked(server, stream=stream))
 
@@ -49,7 +49,7 @@ def test_streams_finish(serve, ask, stopped):
     with serve(stop_seconds=int(PATIENCE)) as server:
         streams = [ask(server, stream=True) for _ in range(4)]
         server.stop()
-        while True:  # it takes nobody in any more
+        while True:  # it accepts no more connections
             try:
                 server.connect().close()
             except OSError:
@@ -81,7 +81,7 @@ def test_streams_that_do_not_finish_are_told_why(serve, ask, stopped, caplog):
 
 
 def test_whoever_only_waits_holds_up_nothing(serve, caplog):
-    """Connections without a request, with half of its head, with half of its body, and with one that is not read."""
+    """Connections without a request, with partial headers, with a partial body, and with an unread response."""
     with serve(stop_seconds=0, grace=0) as server:
         begun = [server.connect() for _ in range(4)]
         begun[1].sendall(b"GET /v1/models HTTP/1.1\r\n")
@@ -100,11 +100,11 @@ def test_whoever_only_waits_holds_up_nothing(serve, caplog):
 
 
 def test_a_process_ends_whatever_runs(folder):
-    """An answer that never comes to its next token."""
+    """An answer that never reaches its next token."""
     child = ServeChild(folder, 0, stop_seconds=0, grace=0.2)
     try:
         with asked(child.live, stream=True, model="own") as connection:
-            assert child.stop() in (0, -signal.SIGALRM)  # the second, if the process was stopped for that long itself
+            assert child.stop() in (0, -signal.SIGALRM)  # SIGALRM if the process itself was stopped for that long
             received(connection)
     finally:
         child.kill()
@@ -115,11 +115,11 @@ def test_a_process_ends_whatever_runs(folder):
     [
         ("threading.Event().wait()", (0.1, 600), 0),
         ("while True: pass", (0.1, 600), 0),
-        ("re.match('(a+)+$', 'a' * 99 + 'b')", (600, 0.1), -signal.SIGALRM),  # holds the interpreter
+        ("re.match('(a+)+$', 'a' * 99 + 'b')", (600, 0.1), -signal.SIGALRM),  # holds the GIL
     ],
 )
 def test_the_last_second_comes_even_if_no_thread_may_run(busy, seconds, status):
-    """A thread of the process ends it; if none may run, the system does, which gives it a second more for that."""
+    """A thread ends the process; if no thread can run, the kernel's alarm does, one second later."""
     assert app.LastSecond(0.5)._alarm == 1.5
     code = f"""
 import re, threading

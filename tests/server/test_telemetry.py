@@ -1,4 +1,4 @@
-"""What an operator sees: spans from search to last token, request ids, a log of JSON lines; and no text in any."""
+"""What an operator sees: spans from search to last token, request ids, and a JSON log; none contains text."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ QUESTION = "Who founded Halden Works?"
 
 @pytest.fixture
 def spans(monkeypatch):
-    """The spans that have ended, by name, and the name of each one's parent, None for one that is not among them."""
+    """The ended spans by name, and the name of each one's parent (None if it is not among them)."""
     kept = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(kept))
@@ -98,7 +98,7 @@ def test_a_reranker_has_a_span_between_search_and_prefill(spans, tmp_path, model
     found, parents = spans()
     reranked = found["ragkv.rerank"]
     assert (parents["ragkv.rerank"], dict(reranked.attributes)) == ("ragkv.answer", {"ragkv.rerank.candidates": 7})
-    assert found["ragkv.search"].end_time <= reranked.start_time + 1000  # as floats of seconds are rounded
+    assert found["ragkv.search"].end_time <= reranked.start_time + 1000  # rounding of seconds stored as floats
     assert reranked.end_time <= found["ragkv.prefill"].start_time + 1000
     assert (reranked.end_time - reranked.start_time) / 1e6 == pytest.approx(answer.timing.rerank, abs=0.01)
 
@@ -151,7 +151,7 @@ def test_a_request_id_is_taken_or_made(call, caplog, given, taken):
 
 
 def run(code, **variables):
-    """A Python of its own, when it has ended."""
+    """Run a Python process to its end."""
     return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=600)
 
 

@@ -1,4 +1,4 @@
-"""The index as tools, asked by the official client: in memory, over stdin and stdout, and over HTTP."""
+"""The index as MCP tools, called by the official client: in memory, over stdin and stdout, and over HTTP."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-c", "from ragkv.cli.main import main; main()"]
 
 
 def asked(server, *calls):
-    """The results of these calls, `(tool, arguments)`, and the tools that there are."""
+    """The results of these calls, `(tool, arguments)`, and the list of tools."""
 
     async def ask():
         async with Client(server) as client:
@@ -99,7 +99,7 @@ def test_what_cannot_be_done_is_said(tools, name, arguments, says):
 
 @pytest.mark.slow
 def test_over_stdin_and_stdout(folder, rag):
-    """Line by line: nothing else is ever said on stdout, and the end of stdin ends it."""
+    """Line by line: stdout has nothing else, and the end of stdin ends the process."""
     server = CliChild("mcp", "--index", folder, "--device", "cpu")
     client = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
     call = {"name": "ask", "arguments": {"question": QUESTION, "max_new_tokens": 6}}
@@ -115,7 +115,7 @@ def test_over_stdin_and_stdout(folder, rag):
 
 
 def test_a_server_that_is_up_does_the_work(folder, rag, monkeypatch):
-    """The index is opened for the server; the tools over one that can only be looked at say the same as without it."""
+    """The server has opened the index; read-only tools give the same results as without a server."""
     calls = [
         ("search", {"question": QUESTION, "top_k": 1, "where": ["source=*.md"]}),
         ("ask", {"question": QUESTION, "engine": "pced", "max_new_tokens": 6}),
@@ -155,6 +155,6 @@ def test_over_http(folder, rag):
         url = server.line().split()[-1]
         (payload,), _ = asked(url, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
     finally:
-        code, _, message = server.end(signal.SIGHUP)  # as when its terminal is closed
+        code, _, message = server.end(signal.SIGHUP)  # as when its terminal closes
     assert payload.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
     assert (code, "Traceback" in message) == (0, False), message

@@ -1,4 +1,4 @@
-"""Documents that are uploaded, ingested by jobs and deleted, without a socket."""
+"""Uploading documents, ingest jobs and deletion, without a socket."""
 
 import dataclasses
 import io
@@ -33,7 +33,7 @@ TEXT = b"Kesk Mills makes flour."
 
 @pytest.fixture
 def own(rag):
-    """An index of two documents, to which others may be added; they are gone after the test."""
+    """An index of two documents to which tests may add others; these are deleted after each test."""
     yield rag
     rag.delete_many([d.document for d in rag.document_stats() if d.document.startswith("stdin:")])
     remove_tree(rag.folder / "jobs")
@@ -51,13 +51,13 @@ def app(own, limiter, desk):
 
 @pytest.fixture
 def send(call):
-    """Upload files, pairs of name and content; returns the response."""
+    """Upload files, given as pairs of name and content; returns the response."""
     return lambda *files, **more: call("POST", DOCUMENTS, files=[("files", file) for file in files], **more)
 
 
 @pytest.fixture
 def ended(call):
-    """A job once it is over, from the response that began it."""
+    """The ended job that this response has begun."""
 
     def wait(response):
         assert response.status_code == 202, response.text
@@ -75,7 +75,7 @@ def names(rag):
 
 
 def left(rag):
-    """What is in the folder of jobs besides the journal and the lock."""
+    """The content of the folder of jobs, without the journal and the lock."""
     return {path.name for path in (rag.folder / "jobs").iterdir()} - {"journal.json", "lock"}
 
 
@@ -167,7 +167,7 @@ def test_forms_that_are_none_are_refused(own, call):
         (b"", KIND, 400),
         (b"nothing", KIND, 400),
         (FORM[:-20], KIND, 400),
-        *((FORM[:-cut], KIND, 400) for cut in (5, 7, 9, 11)),  # in the end of its only file
+        *((FORM[:-cut], KIND, 400) for cut in (5, 7, 9, 11)),  # within the end of its only file
         (b"--X--\r\n", KIND, 400),
         (FORM.replace(b"files", b"other"), KIND, 400),
         (FORM.replace(b'; filename="a.txt"', b""), KIND, 400),
@@ -386,7 +386,7 @@ def test_a_second_server_leaves_the_jobs_to_the_first(own, send, ended, desk_of)
     other = desk_of(own=own)
     with pytest.raises(ApiError, match="Another server"):
         other.queue("own")
-    other.recover()  # says nothing, and changes nothing
+    other.recover()  # logs nothing, and changes nothing
     assert ended(send(("b.txt", TEXT)))["state"] == "done"
 
 
@@ -425,7 +425,7 @@ def test_the_log_names_no_document(own, call, caplog):
 
 
 def abandoned(own, send, ended, held):
-    """What a server that was killed while it ingested leaves: the folder of jobs as it then was."""
+    """What a killed server leaves in the middle of an ingest: the folder of jobs at that moment."""
     ended(send(("earlier.txt", TEXT)))
     held.go.clear()
     held.begun.clear()
@@ -441,7 +441,7 @@ def test_half_done_jobs_are_told_as_interrupted(own, send, ended, held, desk, de
     held.go.set()
     abandoned(own, send, ended, held)
     desk.close()
-    own.delete("stdin:b.txt")  # as if the server had been killed before this one
+    own.delete("stdin:b.txt")  # as if the server had been killed before this document
     own.delete("stdin:c.txt")
     shutil.rmtree(own.folder / "jobs")
     (own.folder.parent / "killed").rename(own.folder / "jobs")
@@ -483,7 +483,7 @@ def test_a_stopping_server_interrupts_its_jobs(own, send, held, desk, call):
         b'"done": 0, "total": 0, "report": null, "error": null, "created": 0, "ended": 0}}]}',
         b'{"format": 1, "jobs": [{"before": {}, "job": {"id": "0123456789abcdef", "state": "running", "files": ['
         + b", ".join([b'"a"'] * 100_000) + b'], "done": 0, "total": 0, "report": null, "error": null, "created": 0, '
-        b'"ended": null}}]}',  # more files than are taken at a time
+        b'"ended": null}}]}',  # more files than are accepted at once
     ],
     ids=range(11),
 )  # fmt: skip
@@ -495,7 +495,7 @@ def test_a_damaged_journal_is_begun_anew(own, call, send, ended, journal):
 
 
 def test_a_large_journal_is_read_as_far_as_a_server_writes_one(own, call):
-    """Whoever made the index wrote it: 1.5 MB of jobs."""
+    """The index's author may have written it: 1.5 MB of jobs."""
     job = {"files": [], "done": 0, "total": 0, "report": None, "error": None, "created": 0, "ended": 1}
     many = [{"before": {}, "job": {**job, "id": f"{n:016x}", "state": "done"}} for n in range(8000)]
     (own.folder / "jobs").mkdir()

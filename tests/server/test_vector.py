@@ -1,4 +1,6 @@
-"""Embeddings and rerankings: in batches, in a thread of their own, until their client or the server leaves."""
+"""Embedding and reranking requests: batched in a separate thread, and cancelled when their client or the server goes
+away.
+"""
 
 import asyncio
 import threading
@@ -16,7 +18,7 @@ WAIT = 600
 
 
 class Held:
-    """An embedder and reranker that tells what it is given, and waits for `go_on`."""
+    """An embedder and reranker that records its input and waits for `go_on`."""
 
     modes = frozenset({"dense"})
 
@@ -96,7 +98,7 @@ def test_whoever_leaves_ends_what_is_left(app, limiter, held, path, leaves):
         while not running(limiter):
             await asyncio.sleep(0)
         gone.set() if leaves == "client" else limiter.stop()
-        await task  # before the batch has ended
+        await task  # before the end of the batch
         assert not held.go_on.is_set()
         return answer[0]["status"]
 

@@ -1,4 +1,4 @@
-"""The page's files as the server sends them, and what may not stand in them."""
+"""The page's files as served, and what they must not contain."""
 
 import hashlib
 import re
@@ -15,13 +15,13 @@ NOTE = FILES["third-party.txt"]
 VENDORED = dict(
     re.findall(r"^file: (\S+)\nwhat: .+\npackage integrity: sha512-\S+\nsha256: (\w{64})$", NOTE, re.MULTILINE)
 )
-"""Files that others made, with the digests that are written down."""
+"""Third-party files, with their recorded digests."""
 OURS = sorted(set(FILES) - set(VENDORED) - {"third-party.txt"})
 MARKUP = re.compile(
     r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|createContextualFragment|DOMParser|document\.write|srcdoc"
     r"|\beval\b|new Function|javascript:|setTimeout\([\"'`]|\.cssText|setAttribute\([\"']style"
 )
-"""What makes markup or a program of text."""
+"""Code that turns text into markup or scripts."""
 ELSEWHERE = re.compile(r"(?:https?:)?//[a-z0-9]+\.[a-z]")
 
 
@@ -81,7 +81,7 @@ def test_other_files_are_not_sent(call, name):
 @pytest.mark.parametrize("name", OURS)
 def test_text_never_becomes_markup_and_nothing_is_loaded_from_elsewhere(name):
     assert MARKUP.findall(FILES[name]) == []
-    text = FILES[name].replace("http://www.w3.org/2000/svg", "")  # a name space, which nobody fetches
+    text = FILES[name].replace("http://www.w3.org/2000/svg", "")  # an XML namespace, which is never fetched
     assert ELSEWHERE.findall(text) == []
 
 

@@ -1,5 +1,5 @@
-"""Asks with each of the clients that are named after the address and the key, in one process: what they cost is their
-imports, most of which they share. Each tells what it saw on a line, or how it failed.
+"""Ask with each client named after the address and the key, in one process, because the clients share most of their
+slow imports. Each prints its result, or its error, on a line.
 """
 
 import json

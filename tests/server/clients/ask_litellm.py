@@ -1,8 +1,8 @@
-"""LiteLLM, to which the server is any OpenAI-compatible one."""
+"""LiteLLM, which treats the server as any OpenAI-compatible one."""
 
 import os
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks GitHub for prices
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches prices from GitHub
 
 import litellm
 from asked import KEY, MESSAGES, MODEL, MOST, URL, notify

@@ -1,4 +1,4 @@
-"""The `openai` package, which the other clients stand on, in the version that they ask for."""
+"""The `openai` package in the version that the other clients, which build on it, require."""
 
 import openai
 from asked import KEY, MESSAGES, MODEL, MOST, URL, notify

@@ -1,4 +1,4 @@
-"""What each client's script is given, and how it tells what it saw: it runs under a Python that has no ragkv."""
+"""Arguments and output of the client scripts, which run in a Python without ragkv."""
 
 import json
 import sys
@@ -11,9 +11,9 @@ MODEL = "ragkv/two"
 QUESTION = "Who founded Halden Works?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 MOST = 6
-"""New tokens of every answer."""
+"""New tokens per answer."""
 looked: list[str] = []
-"""The places that `look` was called for."""
+"""The places that `look` was called with."""
 
 
 class Founder(BaseModel):
@@ -29,5 +29,5 @@ def look(place: Literal["Varn"]) -> str:
 
 
 def notify(**seen):
-    """The script's result, on a line of stdout."""
+    """Print the script's result as a line."""
     print(json.dumps(seen))
