@@ -1,4 +1,4 @@
-"""An answer while it is on its way: seeds, settings, cancelling, and what is readable when."""
+"""A running answer: seeds, settings, cancellation, and which attributes can be read when."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ QUESTION = "Who founded Halden Works?"
 def rag(tmp_path_factory, model_folder):
     settings = {"chunk_tokens": 128, "tuning": {"mapreduce": {"summary_tokens": 32}}}
     with indexed(tmp_path_factory.mktemp("answer"), FACTS, model=model_folder, **settings) as made:
-        made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
+        made.model.eos_ids = frozenset()  # random weights: prevent an early end of an answer
         yield made
 
 
@@ -99,7 +99,7 @@ def test_cancelled_from_another_thread_while_a_token_is_computed(rag, monkeypatc
 
     monkeypatch.setattr(rag.model, "step", counted)
     text = "".join(stream)
-    assert len(steps) == 6  # the token that was being computed is the last one
+    assert len(steps) == 6  # the token being computed is the last one
     assert stream.answer.finish_reason == "cancelled"
     assert stream.answer.text == text.strip()
     assert whole.text.startswith(stream.answer.text)
@@ -110,7 +110,7 @@ def test_cancelled_from_another_thread_while_a_token_is_computed(rag, monkeypatc
 def test_cancelled_before_it_began_or_left_early(rag, monkeypatch):
     stream = rag.stream(QUESTION, max_new_tokens=60)
     stream.cancel()
-    monkeypatch.setattr(rag, "retrieve", None)  # nothing is done any more
+    monkeypatch.setattr(rag, "retrieve", None)  # no further retrieval
     assert (stream.answer.text, stream.answer.sources, stream.answer.finish_reason) == ("", (), "cancelled")
     assert list(stream) == []
     assert stream.answer.finish_reason == "cancelled"
@@ -162,7 +162,7 @@ def test_processors_and_criteria_of_transformers(rag):
 
 
 def test_pieces_come_while_the_loop_goes_on(rag, monkeypatch):
-    """The third token waits for the loop, which would never come if it were blocked."""
+    """The third token waits for the event loop, so a blocked loop would hang."""
     wanted = list(rag.stream(QUESTION, engine="full", max_new_tokens=6))
     honest, steps, go_on = rag.model.step, [], threading.Event()
 
@@ -198,7 +198,7 @@ def test_a_cancelled_task_ends_its_answer_before_it_ends_itself(rag, monkeypatch
             await task
         return [thread.name for thread in threading.enumerate()]
 
-    assert "ragkv-answer" not in asyncio.run(run())  # what could compute another token
+    assert "ragkv-answer" not in asyncio.run(run())  # the thread that could compute another token
     assert model.steps == 4
 
 
@@ -234,7 +234,7 @@ def test_chunks_of_ones_own(rag):
 
 
 def test_the_prefix_is_part_of_the_stored_kvs_identity_and_the_suffix_is_not(tmp_path, model_folder):
-    """A changed [prompt] never meets KV that was made behind another prefix; words after the documents may change."""
+    """A changed [prompt] never reads KV that was encoded after another prefix; text after the documents may change."""
 
     def ask(**more):
         with RagKV.open(tmp_path / "index", device="cpu") as rag:
@@ -265,17 +265,17 @@ def test_the_prefix_is_part_of_the_stored_kvs_identity_and_the_suffix_is_not(tmp
         assert rag.ingest(document).unchanged
     change("Be brief.", "Be long.")
     prefix = ask()
-    # each made its own anew, for ape and block alike: they share one encoding, so block finds what ape has made
+    # encoded again; ape and block share an encoding, so block reads what ape stored
     assert prefix[0] == [(0, 1), (1, 0)]
     assert len({found[2] for found in (first, instructed, suffix, prefix)}) == 4
     with RagKV.create(tmp_path / "new", prompt={**words, "system": "Be long."}, **settings) as rag:
         rag.ingest(document)
         change_free = [rag.query(QUESTION, engine=each, max_new_tokens=6).text for each in ("ape", "block")]
     change("Tell me: {question} Now!", "Q: {question}")
-    assert ask()[1] == change_free  # what an index has that never knew the other words
+    assert ask()[1] == change_free  # the answers of an index that never had the other prompt
     with RagKV.open(tmp_path / "index", device="cpu") as rag:
         report = rag.ingest(document)
-        assert (len(report.updated), report.kv_encoded) == (1, 0)  # by now a question has encoded it
+        assert (len(report.updated), report.kv_encoded) == (1, 0)  # a question has encoded it by now
 
 
 def test_an_option_that_questions_do_not_have_is_refused(rag):

@@ -1,4 +1,4 @@
-"""Many questions led together: the answers of one by one, in a window, with errors that end one alone."""
+"""Batched questions: the same answers as one by one, a bounded window, and errors that end only their question."""
 
 import asyncio
 import itertools
@@ -34,7 +34,7 @@ def rag(tmp_path_factory, model_folder):
     settings = {"chunk_tokens": 128, "top_k": 3, "tuning": {"mapreduce": {"summary_tokens": 8}}}
     settings |= {"embedder": "none", "reranker": "none"}
     with indexed(tmp_path_factory.mktemp("many"), texts, model=model_folder, **settings) as made:
-        made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
+        made.model.eos_ids = frozenset()  # random weights: prevent an early end of an answer
         yield made
 
 
@@ -44,14 +44,14 @@ def same(answer) -> tuple:
 
 @pytest.fixture(autouse=True)
 def unhurried(rag, monkeypatch):
-    """No step is too long here: on a slow machine, the runtime would prefill less in each."""
+    """No step is too long here: on a slow machine, the runtime would split prefills."""
     monkeypatch.setattr(scheduler, "STALL_SECONDS", 600.0)
     monkeypatch.setattr(rag.index.runtime._stepper._pace, "tokens", 1 << 20)
 
 
 @pytest.fixture
 def steps(rag, monkeypatch):
-    """How many rows each forward pass had."""
+    """The number of rows in each forward pass."""
     counted, step = [], rag.model.step
 
     def counting(sequences, *arguments, **options):
@@ -102,7 +102,7 @@ def test_results_come_as_they_finish_and_an_error_ends_one_alone(rag):
         {"question": QUESTIONS[3], "max_new_tokens": 2},
     ]
     results = list(rag.query_each(asked, engine="block"))
-    assert results[-1].number == 0  # the longest
+    assert results[-1].number == 0  # the longest one
     errors = {result.number: type(result.error) for result in results if result.error is not None}
     assert errors == {
         1: UsageError,
@@ -136,7 +136,7 @@ def test_what_is_wrong_for_all_is_said_before_anything_is_asked(rag, monkeypatch
 
 
 def test_only_a_window_is_held_and_taken(rag, monkeypatch):
-    """Of questions without end: those are taken that have room, and their KV is given back."""
+    """From an endless iterator, only as many questions are taken as there is room for, and their KV is released."""
     runtime = rag.index.runtime
     most, taken = [], []
     budget = 2 * max(
@@ -155,7 +155,7 @@ def test_only_a_window_is_held_and_taken(rag, monkeypatch):
         found = [next(results) for _ in range(60)]
     assert len({result.number for result in found}) == 60
     assert max(most) <= budget
-    assert len(taken) < 150  # a few tokens, sixteen questions at each
+    assert len(taken) < 150  # a few tokens, with sixteen questions each
     assert (runtime.pool.leased, runtime._jobs) == (0, {})
     assert list(results) == []
 
@@ -220,7 +220,7 @@ def test_closing_the_index_ends_them_all(rag):
 
 
 def test_limits_that_are_set_hold_strictly(rag, monkeypatch):
-    """Of a model of its own, so that the runtime is made anew."""
+    """With a separate model, so that it gets a new runtime."""
     with RagKV.open(rag.folder, device="cpu", max_rows=2, batch_tokens=40) as own:
         own.model.eos_ids = frozenset()
         counted, step = [], own.model.step
@@ -229,7 +229,7 @@ def test_limits_that_are_set_hold_strictly(rag, monkeypatch):
             counted.append((len(sequences), sum(map(len, ids))))
             return step(sequences, ids, **options)
 
-        own.kv_loader.prefix()  # encoded on its own
+        own.kv_loader.prefix()  # encoded separately
         monkeypatch.setattr(own.model, "step", counting)
         found = own.query_many(QUESTIONS[:4], engine="full", max_new_tokens=3)
         assert [a.text for a in found] == [rag.query(q, engine="full", max_new_tokens=3).text for q in QUESTIONS[:4]]
@@ -273,7 +273,7 @@ def fake_model(*, device="cpu", joins=True, state_bytes=0, token_bytes=8, **conf
         ("cpu", {"intermediate_size": 20}, 0, 256),
         ("cpu", {"intermediate_size": 20}, 256 * 16 * 4 * 200, 256),
         ("cpu", {"intermediate_size": 20}, 257 * 16 * 4 * 200, 257),
-        ("cpu", {"intermediate_size": [20]}, 300 * 16 * 4 * 280, 300),  # one for each layer: as if four times hidden
+        ("cpu", {"intermediate_size": [20]}, 300 * 16 * 4 * 280, 300),  # per layer: as if four times hidden
         ("cpu", {}, 300 * 16 * 4 * 280, 300),
         ("cpu", {}, 1 << 50, 4096),
         ("cuda", {}, 1 << 50, 8192),

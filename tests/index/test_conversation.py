@@ -1,4 +1,4 @@
-"""What a follow-up searches by, and how much of the past the prompt carries."""
+"""What a follow-up question searches for, and how much of the conversation its prompt contains."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 def worded(*given: Any) -> tuple[str, str]:
-    """What the server searches for, and what its prompt holds."""
+    """The server's search query, and the content of its prompt."""
     found = server_words.in_conversation(*given)
     return found.search, found.prompt
 

@@ -1,4 +1,4 @@
-"""The inventory finds what reading all documents finds, and reads no more of them than it must."""
+"""The inventory gives the same documents as reading all of them, and reads no more than necessary."""
 
 import fnmatch
 import secrets
@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def inventory_of(store: Store, *, readonly: bool = False) -> DocumentFilter:
-    """That of a process of its own."""
+    """The inventory as opened by another process."""
     folder = store.directory.parent / "derived"
     return DocumentFilter(Derived(store, folder, (lambda _: None) if readonly else lambda write: write()).fields)
 
@@ -55,7 +55,7 @@ def write(store: Store, document: Document, chunks: int = 2) -> None:
 
 
 def literally(store: Store, where: list[str]) -> set[bytes] | None:
-    """The keys of the chunks of the documents that `ls --where` lists; None if it lists all."""
+    """The keys of the chunks of the documents that `ls --where` lists; None for all documents."""
     chosen = select(store, where=where)
     if len(chosen) == len(list(store.documents())):
         return None
@@ -89,15 +89,16 @@ conditions = st.lists(
 )
 
 
-# A step writes a document with some chunks or deletes one, and asks.
+# A step writes a document with some chunks, or deletes one, and compares.
 steps = st.lists(st.tuples(documents, st.none() | st.integers(0, 4), conditions), min_size=1, max_size=8)
 
 
 @settings(max_examples=60 if NIGHTLY else 14)
 @given(steps=steps, again=conditions, merged=st.sets(st.integers(0, 7)))
 def test_it_finds_what_reading_all_documents_finds(steps, again, merged, tmp_path_factory):
-    """Three processes ask: one that saves, one that cannot, and one that begins now. `merged`: in which steps the first
-    one merges its segments."""
+    """Three processes: one that saves, one that cannot save, and one that starts now. `merged`: the steps in which the
+    first merges its segments.
+    """
     with Store.create(tmp_path_factory.mktemp("inventory") / "index") as store:
         saving, other = inventory_of(store), inventory_of(store, readonly=True)
         for step, (document, chunks, where) in enumerate(steps):
@@ -123,8 +124,7 @@ def test_it_finds_what_reading_all_documents_finds(steps, again, merged, tmp_pat
 @settings(max_examples=200 if NIGHTLY else 30)
 @given(made=st.lists(documents, min_size=1, max_size=6), asked=conditions, most=st.sampled_from([1, 2, 20_000]))
 def test_qdrant_filters_as_we_do(made, asked, most, tmp_path_factory):
-    """The filter that is sent to Qdrant, also when it has to be cut (`most`), lets the documents through that
-    `where_filter` does."""
+    """The filter sent to Qdrant accepts the same documents as `where_filter`, also if it has to be split (`most`)."""
     made = list({one.document_id: one for one in made}.values())
     holds = where_filter(asked)
     with Store.create(tmp_path_factory.mktemp("qdrant") / "index") as store, pytest.MonkeyPatch.context() as patched:
@@ -181,7 +181,7 @@ def test_a_process_reads_no_documents_but_those_that_changed(store, monkeypatch)
     write(store, Document(document_id="d3", source="d3.md", content_hash="0", title="new"), 3)
     assert ask("source=d3.md") == [1]
     assert ask("title=new") == ask("source=*") == []
-    assert inventory.among(["source=d1?.md"]) is among  # so that searches keep what they made of it
+    assert inventory.among(["source=d1?.md"]) is among  # the same object, so that searches keep their cached data
     write(store, Document(document_id="d99", source="d99.md", content_hash="0"), 0)
     store.delete_document("d4")
     assert ask("source=d99.md") == [2]
@@ -260,7 +260,7 @@ def test_a_pattern_made_of_a_text_matches_it(text, star, one):
     ],
 )
 def test_no_pattern_takes_quadratic_time(pattern, text):
-    """`fnmatch` needs minutes for each of these: nothing is measured, a slow matcher does not come to an end."""
+    """`fnmatch` needs minutes for each of these; nothing is timed, because a slow matcher would never finish."""
     assert not Pattern(pattern).matches(text)
 
 

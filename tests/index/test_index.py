@@ -1,4 +1,4 @@
-"""The budget is what the index or the environment says, or a share of the memory there is."""
+"""The memory budget comes from the index, the environment, or a share of the machine's memory."""
 
 import shutil
 
@@ -67,7 +67,7 @@ NUMBERS = {"deepseek3": 4 * 28, "gemma3n": 4 * 2 * 32}  # per token
 
 @pytest.fixture(scope="module", params=sorted(NUMBERS))
 def made(request, make_folder, tmp_path_factory):
-    """An index over a few sentences, and how many numbers it keeps of a token."""
+    """An index over a few sentences, and the numbers that it stores per token."""
     model = make_folder(request.param)
     with indexed(tmp_path_factory.mktemp("typed"), TEXTS, model=model, chunk_tokens=64) as rag:
         return rag.folder, NUMBERS[request.param]
@@ -102,7 +102,7 @@ def test_the_store_knows_what_its_records_are(made):
 
 # ---- stateful index
 
-quiet = pytest.mark.filterwarnings("ignore")  # transformers' own about its default configurations
+quiet = pytest.mark.filterwarnings("ignore")  # from transformers, about its default configurations
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +120,9 @@ def folder(tmp_path_factory, make_model):
 
 @pytest.fixture(scope="module")
 def rag(folder):
-    """Not to be written to."""
+    """The opened index; tests must not write to it."""
     with RagKV.open(folder / "index", device="cpu") as opened:
-        opened.model.eos_ids = frozenset()  # random weights: no answer ends by chance
+        opened.model.eos_ids = frozenset()  # random weights: prevent an early end of an answer
         yield opened
 
 

@@ -1,4 +1,4 @@
-"""A question's KV from memory, store and model: whose it is, in which order it comes, and what is counted as what."""
+"""A question's KV from memory, store and model: the right KV in the right order, and the right counts."""
 
 import gc
 import threading
@@ -52,7 +52,7 @@ def expected(rag, scored, prefix=None):
 
 
 def same(one, other):
-    """To the rounding of the default codec."""
+    """Equal up to the rounding of the default codec."""
     for a, b in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=2**-10)
 
@@ -60,7 +60,7 @@ def same(one, other):
 @pytest.mark.parametrize("engine", ["block", "ape"])
 @pytest.mark.parametrize("names", [("halden.txt", "bolt.txt", "carr.txt"), ("carr.txt", "halden.txt", "bolt.txt")])
 def test_every_chunk_has_its_own_kv_in_the_order_of_the_question(rag, engine, names):
-    """First from the store or newly encoded, then from memory, with another order in between."""
+    """First stored or newly encoded, then from memory, after a question with another order."""
     scored = by_source(rag, *names)
     for order in (scored, scored[::-1], scored[1:] + scored[:1]):
         made, _ = asked(rag, order, engine)
@@ -72,7 +72,7 @@ def test_every_chunk_has_its_own_kv_in_the_order_of_the_question(rag, engine, na
 
 
 def test_hits_and_misses_are_counted_by_chunk(rag):
-    """What the store has is a hit, what it has not a miss; two chunks of the same words are two of either."""
+    """Stored KV is a hit, missing KV a miss; two chunks with the same text are two hits or misses."""
     halden, carr = by_source(rag, "halden.txt", "carr.txt")
     own = replace(carr, chunk=rag.chunk("Dorn is a river.", chunk_id="dorn"), source="mine")
     twin = replace(halden, chunk=replace(halden.chunk, chunk_id="my own"))
@@ -131,7 +131,7 @@ def test_only_what_memory_lacks_is_loaded_ahead(rag):
 
 
 def test_chunks_of_ones_own_are_kept_only_on_request(rag):
-    """Encoded for the question, and in the store for the next one if `keep` says so."""
+    """Encoded for the question, and stored for the next one if `keep` is set."""
     [scored] = by_source(rag, "carr.txt")
     for keep, text in ((False, "Dorn is a river."), (True, "Erle is a lake.")):
         own = replace(scored, chunk=rag.chunk(text, chunk_id="mine"))
@@ -153,7 +153,7 @@ def tiny():
 
 @pytest.mark.parametrize("taken", [True, False])
 def test_what_is_taken_or_dropped_was_waited_for(taken):
-    """The load ends only after somebody has begun to wait for it, or a moment later; then the store may be closed."""
+    """The load ends only after, or just before, the caller waits for it; after that the store may be closed."""
     gate, ended = threading.Event(), threading.Event()
 
     def load():
@@ -189,7 +189,7 @@ def test_whatever_prevents_a_load_ahead_is_left_to_the_answers_own(error, monkey
 
 
 def test_what_was_taken_or_dropped_is_held_no_longer():
-    """KV is large: what a question did not need, or has let go, must not live as long as the loader."""
+    """KV is large: unneeded or released KV must not live as long as the loader."""
     prefetch = Prefetch(lambda: {one(1): tiny(), one(2): tiny()})
     taken = prefetch.take([one(1)])
     held = weakref.ref(taken[one(1)].keys[0])
@@ -235,7 +235,7 @@ def stored(rag):
 
 
 def test_answers_are_those_of_kv_that_an_ingest_made(tmp_path):
-    """Asked once and again, on demand, and with room for two chunks, and for none: rounded before it is read."""
+    """Asked twice, on demand, with room for two chunks and for none: new KV is rounded before it is read."""
     with made(tmp_path, "all", codec="q8") as rag:
         expected = {(q, e): ask(rag, q, e).text for q in QUESTIONS[:2] for e in ("ape", "block")}
         token = rag.index.shape.token_bytes
@@ -249,7 +249,7 @@ def test_answers_are_those_of_kv_that_an_ingest_made(tmp_path):
                     assert ask(rag, question, engine).text == text
                     rag.settle()
                     budget = rag.config.budget
-                    # the prefix belongs to no chunk, and is always kept
+                    # the prefix belongs to no chunk, and is always stored
                     prefix = rag.index.shape.nbytes(len(rag.index.prefix_ids))
                     assert budget is None or rag.store.kv_bytes <= max(budget, prefix)
             assert rag.verify().ok
@@ -269,7 +269,7 @@ def test_the_second_question_finds_what_the_first_made(tmp_path):
         second = ask(rag)
         assert (second.kv.hits, second.kv.misses, second.text) == (2, 0, first.text)
     with RagKV.open(tmp_path / "index", device="cpu") as rag:
-        assert rag.store.ledger().hits == 2  # recorded when it was closed
+        assert rag.store.ledger().hits == 2  # recorded on close
 
 
 def test_what_is_missing_is_one_pass_beside_the_loading_of_the_rest(tmp_path, monkeypatch):
@@ -312,7 +312,7 @@ def test_nothing_is_written_before_the_first_token(tmp_path, monkeypatch, engine
         with rag.stream(QUESTIONS[0], engine=engine, top_k=2, max_new_tokens=6) as stream:
             next(iter(stream))
             assert result
-            assert result[0] == []  # no commit before the first was handed over, after the first token
+            assert result[0] == []  # nothing is committed before the first token is emitted
             for _ in stream:
                 continue
         rag.settle()
@@ -381,7 +381,7 @@ def test_a_child_of_a_fork_waits_for_no_thread_of_the_parent(tmp_path):
 
 
 def test_what_no_thread_could_be_started_for_is_written_when_the_index_is_closed(monkeypatch):
-    """Else closing it would wait for a thread that never began."""
+    """Otherwise closing would wait for a thread that never started."""
     start = threading.Thread.start
 
     def limited(thread):

@@ -1,4 +1,4 @@
-"""Packs: they answer elsewhere without encoding, and what is damaged, foreign or of another model is refused."""
+"""Packs: another index answers from them without encoding; damaged, foreign or mismatched packs are refused."""
 
 import json
 import os
@@ -25,7 +25,7 @@ QUESTION = "Who founded Bolt Ltd?"
 
 @pytest.fixture
 def keys(tmp_path):
-    """PEM files of two keys: private, public, and another public one."""
+    """PEM files of a key pair, private and public, and another public key."""
     paths = []
     for name in ("own", "other"):
         key = Ed25519PrivateKey.generate()
@@ -59,7 +59,7 @@ def test_a_pack_answers_elsewhere_and_encodes_nothing(rag, tmp_path, keys, names
         assert (answer.kv.hits, answer.kv.misses) == (made.documents, 0)
         assert names or answer.text == rag.query(QUESTION, engine="block").text
         assert there.verify().ok
-        there.ingest(tmp_path / "bolt.txt")  # an index like any other
+        there.ingest(tmp_path / "bolt.txt")  # it is an ordinary index
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -73,8 +73,9 @@ def test_a_pack_of_chosen_documents_holds_nothing_of_the_others(rag, tmp_path):
 
 
 def test_one_flipped_byte_anywhere_is_refused(rag, tmp_path, keys):
-    """In the head, in the manifest with a signature and without, and in the files; and a wrong end. By a sentence, and
-    nothing is left behind."""
+    """In the header, in the manifest with and without a signature, in the files, and at a wrong end: a one-sentence
+    error that leaves nothing behind.
+    """
     rag.pack(tmp_path / "signed", names=["*bolt*"], key=keys[0])
     rag.pack(tmp_path / "plain", names=["*bolt*"])
     wholes, dice = [(tmp_path / name).read_bytes() for name in ("signed", "plain")], random.Random(5)
@@ -88,7 +89,7 @@ def test_one_flipped_byte_anywhere_is_refused(rag, tmp_path, keys):
 
 
 def refused(tmp_path, pack, trust=None, says=".", **settings):
-    """Unpacking these bytes is refused in one sentence that `says` this, and leaves nothing behind."""
+    """Check that unpacking these bytes fails with one sentence that matches `says`, and leaves nothing behind."""
     (tmp_path / "damaged").write_bytes(pack)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((StoreError, UsageError), match=says) as raised:
@@ -114,7 +115,7 @@ def refused(tmp_path, pack, trust=None, says=".", **settings):
     ],
 )
 def test_a_hostile_manifest_is_refused(rag, tmp_path, change, says):
-    """Wrong facts, enormous sizes, names that lead out (a pack's files have no names)."""
+    """Wrong facts, huge sizes, and names outside the folder (a pack's files have no names)."""
     rag.pack(tmp_path / "pack", names=["*bolt*"])
     head, rest = (tmp_path / "pack").read_bytes()[: len(MAGIC) + 8], (tmp_path / "pack").read_bytes()[len(MAGIC) + 8 :]
     length = int.from_bytes(head[len(MAGIC) :][:4], "little")

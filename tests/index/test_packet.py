@@ -1,4 +1,4 @@
-"""An index whose chunks stand in packets: whose KV is returned, what is stored, what works when the file is gone."""
+"""An index with packets: which KV is read, what is stored, and what works when the packet's file is gone."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ QUESTION = "Who founded Halden Works, and what does Bolt Ltd make?"
 
 @pytest.fixture
 def packet(tmp_path, model_folder):
-    """A packet file of the test's model, with these numbers in its vectors."""
+    """A packet file for the test's model, with vectors drawn from this seed."""
     model = load_model(str(model_folder), device="cpu")
 
     def write(seed, *, name="packet.safetensors", model_digest=None):
@@ -83,7 +83,7 @@ def test_kv_of_another_packet_is_never_returned(index, packet, tmp_path):
         report = rag.ingest(*(tmp_path / name for name in TEXTS))
         assert (len(report.updated), report.unchanged) == (2, [])
         assert rag.ingest(tmp_path / "halden.txt").unchanged
-        assert rag.gc().records == 0  # the ingest has freed those of the first packet
+        assert rag.gc().records == 0  # the ingest freed the first packet's KV
     assert answered(index) == (changed[0], (2, 0))
     packet(1)
     assert answered(index) == (before[0], (0, 2))
@@ -94,7 +94,7 @@ def test_other_engines_are_not_affected(index, tmp_path):
     save_config(index, replace(load_config(index), tuning={}))
     assert answered(index, engine="ape") == ape == (ape[0], (2, 0))
     assert answered(index, engine="full") == full
-    assert answered(index)[1] == (0, 2)  # block alone has other KV without a packet
+    assert answered(index)[1] == (0, 2)  # only block reads other KV without a packet
 
 
 def test_a_file_that_is_gone_stops_block_alone(index, tmp_path):

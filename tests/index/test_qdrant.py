@@ -1,4 +1,4 @@
-"""An index whose vectors Qdrant searches: the same hits as by FAISS, and the index stays the truth."""
+"""An index with vectors in Qdrant: the same hits as with FAISS, and the index is authoritative."""
 
 import json
 import shutil
@@ -71,7 +71,7 @@ def state(rag, **settings):
 
 def test_it_finds_what_faiss_finds_after_every_change(make, documents, tmp_path, monkeypatch):
     with make("qdrant") as rag, make("faiss", url="") as other:
-        assert hits(rag) == hits(other) == {key: [] for key in hits(rag)}  # nothing is there yet
+        assert hits(rag) == hits(other) == {key: [] for key in hits(rag)}  # still empty
         for step in range(3):
             for each in (rag, other):
                 if step == 1:
@@ -116,8 +116,9 @@ def test_nothing_is_sent_twice_and_what_was_interrupted_goes_on(make, documents,
 
 
 def test_the_index_is_the_truth(make, documents, tmp_path):
-    """Points of chunks that it does not hold are dropped, counted and deleted; missing and changed ones are found and
-    sent again; a payload that lies leads nowhere."""
+    """Foreign points are dropped from hits, counted and deleted; missing and changed points are found and sent again; a
+    false payload has no effect.
+    """
     with make("index") as rag:
         rag.ingest(documents)
         before, collection = hits(rag), rag.index.collection
@@ -143,7 +144,7 @@ def test_the_index_is_the_truth(make, documents, tmp_path):
         assert (ran.exit_code, "3 points sent to Qdrant" in ran.stdout) == (0, True), ran.output
         assert state(rag) == "current"
         assert hits(rag) == before
-        qdrant._memory.clear()  # a server that lost everything
+        qdrant._memory.clear()  # a server that lost its data
         with RagKV.open(tmp_path / "index", device="cpu") as again:
             assert hits(again) == before
         verified = CliRunner().invoke(app, ["verify", *index, "--json"])
@@ -155,7 +156,7 @@ def test_another_indexs_or_embedders_collection_is_refused(make, documents, tmp_
     with make("one", url=shared) as one, make("two", url=shared) as two:
         one.ingest(documents)
         before = hits(one)
-        two.ingest(documents)  # it is committed, and Qdrant left alone
+        two.ingest(documents)  # committed to the index, and not sent to Qdrant
         with pytest.raises(RetrievalError, match="of another index: name another collection"):
             two.retrieve("Ann Lee", retrieval="dense")
         assert "of another index" in state(two)
@@ -164,8 +165,8 @@ def test_another_indexs_or_embedders_collection_is_refused(make, documents, tmp_
     with RagKV.open(tmp_path / "one", device="cpu", readonly=True) as reader:
         assert hits(reader) == before
         reader.index.collection.drop([id_key(chunk.chunk_id) for chunk in reader.store.chunks()])
-        assert not any(hits(reader).values())  # it does not write
-    shutil.copytree(tmp_path / "one", tmp_path / "copy")  # of the same index, as a replica has it
+        assert not any(hits(reader).values())  # a read-only index does not send them again
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")  # a replica of the same index
     with RagKV.open(tmp_path / "copy", device="cpu") as copy:
         copy.repair()
         assert hits(copy) == before
@@ -198,7 +199,7 @@ def test_a_pack_and_a_replaced_empty_index(make, documents, tmp_path):
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A server that answers everything with the status in the path, or not at all."""
+    """A server that answers every request with the status in its path, or not at all."""
 
     go = Event()
 
@@ -212,7 +213,7 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_):
-        """Nothing."""
+        """Suppress the log."""
 
 
 for _method in ("do_PUT", "do_POST", "do_DELETE", "do_PATCH"):
@@ -228,7 +229,7 @@ def test_a_server_that_fails_is_named_in_a_sentence(make, documents, tmp_path, s
         url = "http://127.0.0.1:1" if status is None else f"http://127.0.0.1:{server.server_port}/{status}"
         try:
             with make("index", url={"url": url, "timeout": 1}) as rag:
-                assert len(rag.ingest(documents).added) == len(TEXTS)  # it does not fail
+                assert len(rag.ingest(documents).added) == len(TEXTS)  # the ingest succeeds
                 with pytest.raises(
                     RetrievalError, match=r"of Qdrant at http://.* cannot be used \(.+\); see \[qdrant\]"
                 ):
@@ -267,7 +268,7 @@ def test_a_key_that_is_not_set_is_named(monkeypatch):
 
 
 def test_equal_chunks_are_tied_by_id(monkeypatch):
-    """More equal chunks than the first proposals hold, in a search by ids that is cut."""
+    """More equal chunks than the first request returns, in a search by ids that is split."""
     monkeypatch.setattr(qdrant, "_memory", {})
     monkeypatch.setattr(qdrant, "MOST_TERMS", 30)
     vectors = {f"c{number:03}": np.eye(3, dtype=np.float16)[number % 2] for number in range(120)}
@@ -284,7 +285,7 @@ def test_equal_chunks_are_tied_by_id(monkeypatch):
     ]  # fmt: skip
     assert index.search(query, 1, among=[]) == []
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(collection, "filters", lambda among: iter([None]))  # a server that ignores them
+        patched.setattr(collection, "filters", lambda among: iter([None]))  # a server that ignores filters
         assert [hit.chunk_id for hit in index.search(query, 2, among=["c001", "c004"])] == ["c004", "c001"]
     assert index.search(np.zeros(3, np.float32), 1) == []
     with pytest.raises(ValueError, match="at least 1"):

@@ -1,4 +1,4 @@
-"""An index with an embedder and a reranker: ingest, questions, filters, change, loading ahead."""
+"""An index with an embedder and a reranker: ingest, questions, filters, changes, prefetch."""
 
 import fcntl
 import json
@@ -167,7 +167,7 @@ def test_another_embedder_is_refused_until_all_is_embedded_anew(rag, documents, 
         assert changed.retrieve("valves", retrieval="bm25")[0].source == "bolt.txt"
         (documents / "halden.md").rename(documents.parent / "halden.md")
         changed.ingest(documents)
-        with pytest.raises(RetrievalError, match="another version"):  # halden.md is still the other's
+        with pytest.raises(RetrievalError, match="another version"):  # halden.md still has the other's vectors
             changed.retrieve("valves")
         report = changed.ingest(documents, prune=True)
         assert report.kv_encoded == 0
@@ -213,7 +213,7 @@ def test_only_the_wanted_vectors_are_stored(tmp_path, documents, model_folder, m
 
 
 class DenseOnly(WordEmbedder):
-    """As a sentence-transformers model."""
+    """Dense vectors only, like a sentence-transformers model."""
 
     modes = frozenset(("dense",))
 
@@ -296,7 +296,7 @@ def test_while_the_reranker_works_the_likely_winners_kv_is_loaded_and_losers_are
     read, loaded = [], threading.Event()
 
     class Waiting(WordReranker):
-        """Wants the KV of the likely winners to come while it judges, and then reverses the order."""
+        """Waits until the likely winners' KV is loaded, and then reverses the order."""
 
         def score(self, question, texts):
             assert loaded.wait(600), "nothing was loaded while the reranker worked"
@@ -323,8 +323,8 @@ def test_while_the_reranker_works_the_likely_winners_kv_is_loaded_and_losers_are
     assert len(likely) == 2
     assert len(winners) == 2
     later = [ids for group in rest for ids in group]
-    assert len([ids for ids in later if ids not in likely]) >= 1  # the winner that was not likely
-    assert not [ids for ids in later if ids in likely]  # the one that was is not read twice
+    assert len([ids for ids in later if ids not in likely]) >= 1  # the unexpected winner
+    assert not [ids for ids in later if ids in likely]  # the expected winner is not read twice
     assert (answer.kv.hits, answer.kv.misses) == (2, 0)
 
 
@@ -399,7 +399,7 @@ def test_colbert_scores_dense_candidates_by_late_interaction():
 
 @pytest.mark.parametrize("mode", ["colbert", "hybrid"])
 def test_a_chunk_that_dense_ranks_low_is_found_in_the_pool(mode):
-    """ "valves" three times makes c the dense winner; river and town are as many matches of d."""
+    """ "valves" three times makes c the dense winner; d matches river and town."""
     narrow = searcher().candidates("valves town river", mode=mode, count=1, pool=1)
     wide = searcher().search("valves town river", mode=mode, top_k=1, candidates=5, rerank=False)
     assert len(narrow) == len(wide) == 1
@@ -413,7 +413,7 @@ def test_a_chunk_that_dense_ranks_low_is_found_in_the_pool(mode):
 @pytest.mark.parametrize("words", ["sparse", "bm25"])
 @pytest.mark.parametrize("fusion", ["relative", "rrf"])
 def test_hybrid_fuses_dense_and_words_and_every_chunk_has_its_cosine(words, fusion):
-    """Where there are no sparse vectors, the words are BM25's."""
+    """Without sparse vectors, the lexical scores are BM25's."""
     search = searcher(kinds=("dense", "sparse") if words == "sparse" else ("dense",), fusion=fusion)
     lists = [search.candidates("valves river", mode=mode, count=2) for mode in ("dense", words)]
     found = search.candidates("valves river", mode="hybrid", count=2)
@@ -534,20 +534,20 @@ def answers(kind: str, index: Any) -> list[Any]:
 
 
 def fresh(kind: str, store: Store, tmp_path: Path) -> list[Any]:
-    """What an index finds that is built now, of all chunks."""
+    """The answers of an index that is built now from all chunks."""
     return answers(
         kind, KINDS[kind](Derived(store, tmp_path / "elsewhere" / str(store.generation), lambda write: None))
     )
 
 
 def no_rebuild(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
-    """From now on, nothing may read all chunks or vectors."""
+    """From now on, reading all chunks or vectors fails the test."""
     for name in ("vectors", "chunks", "places"):
         monkeypatch.setattr(store, name, lambda *_, name=name: pytest.fail(f"all {name} are read"))
 
 
 def test_mapped_files_that_are_cut(store, tmp_path):
-    """In a child, which a page that is not there would end."""
+    """In a child process, which access to a missing page would kill."""
     fill(store, 20)
     expected = {kind: fresh(kind, store, tmp_path) for kind in KINDS}
 
@@ -557,7 +557,7 @@ def test_mapped_files_that_are_cut(store, tmp_path):
     def cut() -> None:
         with Store.open(store.directory.parent) as own:
             require(derived(own))
-            asked = derived(own)  # maps what the first one has saved
+            asked = derived(own)  # maps the saved files
             for length in (0, 4096, 1):
                 require(asked)
                 for path in (tmp_path / "index" / "derived").glob("*/data-*/*"):
@@ -570,7 +570,7 @@ def test_mapped_files_that_are_cut(store, tmp_path):
 
 @every_kind
 def test_any_changes_by_any_process_are_followed_and_equal_a_fresh_build(kind, store, tmp_path):
-    """Two processes ask now and then, one of them cannot save, and who wrote is killed before the indexes follow."""
+    """Two processes search now and then, one of which cannot save; the writer is killed before the indexes follow."""
     rng = random.Random(5)
     fill(store, 12)
     one, other = derived(store), derived(store, readonly=True)
@@ -595,7 +595,7 @@ def test_any_changes_by_any_process_are_followed_and_equal_a_fresh_build(kind, s
 
 @every_kind
 def test_how_far_it_is_is_told_and_who_is_told_may_end_it(kind, store, tmp_path, monkeypatch):
-    """An index that is built, and one that takes up changes, is as it was when that was ended."""
+    """If the callback raises during a build or an update, the index is as before."""
     monkeypatch.setattr("ragkv.index.search._BATCH", 4)
     asked, result = derived(store), list[tuple[int, int]]()
 
@@ -605,7 +605,7 @@ def test_how_far_it_is_is_told_and_who_is_told_may_end_it(kind, store, tmp_path,
             raise InterruptedError
 
     fill(store, 9, chunks=2)
-    for _ in range(2):  # all of it, then what changed
+    for _ in range(2):  # first a build, then an update
         with pytest.raises(InterruptedError):
             KINDS[kind](asked, notify=end)
         size = result[0][1]
@@ -615,7 +615,7 @@ def test_how_far_it_is_is_told_and_who_is_told_may_end_it(kind, store, tmp_path,
         assert result == [*((done, size) for done in range(0, size, 4)), (size, size)]
         assert answers(kind, KINDS[kind](asked)) == fresh(kind, store, tmp_path)
         result.clear()
-        KINDS[kind](asked, notify=end)  # nothing to do, and nothing to tell
+        KINDS[kind](asked, notify=end)  # no changes, so no progress
         assert result == []
         for number in range(5):
             write(store, f"d{number}", [f"common w{number} again", "w1"], salt=1)
@@ -627,7 +627,7 @@ def test_a_change_reads_only_the_chunks_that_changed(kind, store, tmp_path, monk
     asked = derived(store)
     KINDS[kind](asked)
     write(store, "d7", [f"common w{n} again" for n in range(10)], salt=1)
-    write(store, "d8", [f"common w8 w{n}" for n in range(9)])  # but for one, as it was, vectors too if the seed is
+    write(store, "d8", [f"common w8 w{n}" for n in range(9)])  # unchanged except for one chunk, including its vectors
     store.delete_document("d9")
     expected = fresh(kind, store, tmp_path)
     no_rebuild(monkeypatch, store)
@@ -668,7 +668,7 @@ def test_an_index_that_is_too_far_behind_or_ahead_is_built_again(kind, store, tm
     assert answers(kind, KINDS[kind](asked)) == fresh(kind, store, tmp_path)
     store._live().write(
         lambda txn: txn.put("meta", b"generation", (2).to_bytes(8, "big"))
-    )  # an older copy was put back
+    )  # as if an older copy had been restored
     write(store, "d1", ["common w7"], salt=2)
     assert answers(kind, KINDS[kind](asked)) == fresh(kind, store, tmp_path)
     assert answers(kind, KINDS[kind](derived(store))) == fresh(kind, store, tmp_path)
@@ -676,7 +676,7 @@ def test_an_index_that_is_too_far_behind_or_ahead_is_built_again(kind, store, tm
 
 @every_kind
 def test_an_index_that_is_being_saved_is_not_saved_by_another(kind, store, tmp_path):
-    """Each would delete the other's files. Who could not save goes on with what it has, and the next one follows."""
+    """Each would delete the other's files. The process that cannot save keeps working, and the next one saves."""
     fill(store, 3)
     folder = store.directory.parent / "derived" / kind
     KINDS[kind](derived(store))

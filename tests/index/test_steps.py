@@ -1,4 +1,4 @@
-"""Questions over several steps: the queries that a model writes, when they end, and what the answer is read from."""
+"""Questions in several steps: the queries that a model writes, when the steps end, and the context of the answer."""
 
 import asyncio
 from itertools import chain, zip_longest
@@ -30,7 +30,7 @@ def rag(tmp_path_factory, model_folder):
     }
     settings = {"chunk_tokens": 128, "top_k": 3, "steps": STEPS}
     with indexed(tmp_path_factory.mktemp("steps"), texts, model=model_folder, **settings) as made:
-        made.model.eos_ids = frozenset()  # random weights: no answer ends by chance
+        made.model.eos_ids = frozenset()  # random weights: prevent an early end of an answer
         yield made
 
 
@@ -52,7 +52,7 @@ def test_rankings_are_interleaved_and_each_gives_what_none_has_given():
 
     assert interleaved(["ab", "cd"], 9, str) == slowly(["ab", "cd"], 9) == list("acbd")
     assert interleaved(["abc", "de", "f"], 4, str) == slowly(["abc", "de", "f"], 4) == list("adfb")
-    assert interleaved(["abc", "axy"], 2, str) == ["a", "x"]  # the second's turn is not spent on what is there
+    assert interleaved(["abc", "axy"], 2, str) == ["a", "x"]  # the second list's turn is not spent on a duplicate
     assert (interleaved([], 3, str), interleaved(["", "a"], 3, str), interleaved(["aa"], 3, str)) == ([], ["a"], ["a"])
 
 
@@ -81,8 +81,8 @@ def test_the_model_writes_queries_and_all_that_was_found_is_read(rag, monkeypatc
         (["None."], 0),  # `enough`
         (["  \"'Halden?' ", ""], 1),
         (["Halden", "HALDEN!"], 1),  # asked before
-        ([LEADER, TOWN, "Halden"], 3),  # as many as there may be
-        (["river"], 1),  # finds what the question has found
+        ([LEADER, TOWN, "Halden"], 3),  # the maximum
+        (["river"], 1),  # finds nothing new
         (["Xyzzy"], 1),  # finds nothing
     ],
 )
@@ -133,7 +133,7 @@ def test_together_as_one_by_one(rag, monkeypatch):
         for each in asked
     ]
     assert [told(each) for each in one_by_one] == [told(each) for each in alone]
-    # no room for the KV of a second question: it waits, also between its steps
+    # no memory for a second question's KV: it waits, also between its steps
     script()
     monkeypatch.setattr(rag.index.runtime.pool, "budget", 1)
     assert [told(each) for each in rag.query_many(asked, max_new_tokens=4)] == [told(each) for each in alone]

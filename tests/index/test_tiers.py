@@ -1,4 +1,4 @@
-"""Indexes that share KV through a tier: what one has encoded, another one loads, with the same answers."""
+"""Indexes that share KV through a tier: KV encoded by one is loaded by another, with the same answers."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ QUESTION = "Who founded Halden Works?"
 
 @pytest.fixture
 def make(tmp_path, model_folder):
-    """Makes an index over a tier in a folder."""
+    """Creates indexes over a tier in a folder."""
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text)
 
@@ -51,7 +51,7 @@ def test_what_one_index_has_encoded_another_one_loads(make, tmp_path):
         assert answers[0].text == answers[1].text
         assert (answers[1].kv.hits, answers[1].kv.misses) == (2, 0)
         second.settle()
-        assert second.stats().kv_records == 3  # with the prompt's prefix
+        assert second.stats().kv_records == 3  # including the prompt's prefix
         report = third.ingest(files)
         assert (report.kv_encoded, report.kv_reused) == (0, 2)
         registry = CollectorRegistry()
@@ -67,14 +67,14 @@ def test_an_on_demand_index_writes_what_a_question_encodes(make, tmp_path):
         one.settle()
         assert len(objects(tmp_path)) == 2
         shutil.rmtree(tmp_path / "objects")
-        report = one.warm(one.wanted(documents=["*"]))  # what is stored is written to the tier again
+        report = one.warm(one.wanted(documents=["*"]))  # stored KV is written to the tier again
         one.settle()
         assert (report.present, len(objects(tmp_path))) == (2, 2)
 
 
 @pytest.mark.parametrize("how", ["deleted", "changed", "evicted", "unreachable"])
 def test_unbounded_disk_lmcache_4664_1454_900_4817(make, tmp_path, how):
-    """KV of a document that is gone leaves the tier, also if it had left the index before, or the tier was away."""
+    """A deleted document's KV leaves the tier, also if it was evicted before, or if the tier was unavailable."""
     with make("index") as rag:
         rag.ingest([tmp_path / name for name in TEXTS])
         rag.query(QUESTION, engine="block")
