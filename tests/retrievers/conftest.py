@@ -12,7 +12,7 @@ WORDS = (
     "Der Fluss fließt durch die Stadt. 東京は日本の首都です。 Москва столица России. "
     "The price of copper rose again, and the mill in the north closed its doors. "
 )
-WIDTH, POSITIONS = 32, 514  # as bge-reranker-base: 512 tokens, since positions count from 2
+WIDTH, POSITIONS = 32, 514  # as in bge-reranker-base: 512 tokens, because positions start at 2
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +55,14 @@ def _config(tokenizer: Any, **more: Any) -> Any:
         num_attention_heads=2,
         max_position_embeddings=POSITIONS,
         type_vocab_size=1,
-        initializer_range=0.3,  # large enough for texts to differ
+        initializer_range=0.3,  # large enough for different scores
         **more,
     )
 
 
 @pytest.fixture(scope="session")
 def embedder_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bge-m3's layout."""
+    """A model in bge-m3's layout."""
     from transformers import XLMRobertaModel
 
     torch.manual_seed(3)
@@ -76,7 +76,7 @@ def embedder_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def reranker_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """bge-reranker-v2-m3's layout."""
+    """A model in bge-reranker-v2-m3's layout."""
     from transformers import XLMRobertaForSequenceClassification
 
     torch.manual_seed(4)
@@ -88,7 +88,7 @@ def reranker_folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="session")
 def sentence_folder(embedder_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """sentence-transformers' layout: mean pooling, a prompt before questions."""
+    """A model in sentence-transformers' layout: mean pooling, and a prompt before questions."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 

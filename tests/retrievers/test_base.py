@@ -24,7 +24,7 @@ ROUNDING = 1e-12
 
 
 def test_worked_example():
-    """By hand: (0.6 + 1) / 2 = 0.8; arctan(1) = pi/4, so 2/pi * pi/4 = 0.5; sigmoid(ln 3) = 3/4."""
+    """(0.6 + 1) / 2 = 0.8; arctan(1) = pi/4, so 2/pi * pi/4 = 0.5; sigmoid(ln 3) = 3/4."""
     dense, sparse, rerank = normalise_retrieval(0.6, "dense"), normalise_retrieval(1.0, "sparse"), math.log(3)
     assert dense == pytest.approx(0.8, abs=1e-15)
     assert normalise_retrieval(0.6, "colbert") == dense
@@ -98,7 +98,7 @@ def hits(ids: list[str] | str) -> list[Hit]:
 
 
 def test_fused_ranks_by_hand():
-    """1/61 + 1/62 for a and b, 1/63 for c and d: ties by id."""
+    """1/61 + 1/62 for a and b, 1/63 for c and d; ties are ordered by id."""
     fused = reciprocal_rank_fusion([hits("abd"), hits("bac")])
     assert [hit.chunk_id for hit in fused] == ["a", "b", "c", "d"]
     assert [hit.score for hit in fused] == [1 / 61 + 1 / 62] * 2 + [1 / 63] * 2
@@ -156,6 +156,6 @@ def test_no_scale_nor_order_of_lists_changes_relative_scores(found, factor, shif
     spans = [max(scores) - min(scores) for one in moved if (scores := [hit.score for hit in one])]
     again = relative_score_fusion(rng.sample(moved, len(moved)))
     assert {hit.chunk_id for hit in again} == set(fused)
-    if all(span > 1 for span in spans):  # else rounding makes scores equal
+    if all(span > 1 for span in spans):  # otherwise rounding makes scores equal
         for hit in again:
             assert hit.score == pytest.approx(fused[hit.chunk_id], abs=1e-6)

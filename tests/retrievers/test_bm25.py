@@ -34,7 +34,7 @@ def built(chunks: list[tuple[str, str]]) -> BM25:
 
 
 def test_scores_are_lucenes_formula_also_when_loaded(tmp_path):
-    """Sum over terms of ln(1 + (N - df + .5) / (df + .5)) * tf / (tf + k1 (1 - b + b l / L)), by hand."""
+    """Sum over terms of ln(1 + (N - df + .5) / (df + .5)) * tf / (tf + k1 (1 - b + b l / L))."""
     index = built([("x", "b b c"), ("y", "b d d d d"), ("z", "a")])
     index.save(tmp_path)
     loaded = BM25.load(tmp_path)
@@ -104,8 +104,8 @@ def test_saving_again_replaces_and_leaves_nothing_behind(tmp_path):
     built([("new", "zebra cat")]).save(tmp_path)
     assert [hit.chunk_id for hit in BM25.load(tmp_path).search("cat", 5)] == ["new"]
     assert len(list(tmp_path.glob("data-*"))) == 1
-    assert held.search("cat", 5) == built(CHUNKS).search("cat", 5)  # its mapped files live on until it goes
-    BM25.load(tmp_path).save(tmp_path)  # onto the files that it reads from
+    assert held.search("cat", 5) == built(CHUNKS).search("cat", 5)  # its mapped files exist until it is freed
+    BM25.load(tmp_path).save(tmp_path)  # replaces the files that it reads from
     assert [hit.chunk_id for hit in BM25.load(tmp_path).search("cat", 5)] == ["new"]
 
 
@@ -119,7 +119,7 @@ def test_words_of_another_unicode_version_are_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", ["a word that occurs zero times", "a length more than there are chunks"])
 def test_numbers_that_cannot_be_are_refused(tmp_path, monkeypatch, what):
-    """Whoever wrote the files has given them the right checksums, and the chunks the right length altogether."""
+    """The checksums are right, and so is the sum of the chunks' lengths."""
     write = BM25._write
 
     def wrong(self: BM25, data: Any, folder: Path, name: str) -> None:
@@ -153,7 +153,7 @@ IDS = [f"chunk-{number}" for number in range(30)]
 texts = st.lists(st.sampled_from(WORDS), max_size=9).map(" ".join)
 
 
-# A step writes some chunks, replaced if they are there, and deletes others; `merge` as the commands that write do it.
+# A step writes (adds or replaces) some chunks and deletes others; `merge` as in the commands that write.
 steps = st.lists(
     st.tuples(st.dictionaries(st.sampled_from(IDS), texts, max_size=12), st.sets(st.sampled_from(IDS)), st.booleans()),
     min_size=1,
@@ -162,7 +162,7 @@ steps = st.lists(
 
 
 def oracle(chunks: dict[str, str], question: str) -> dict[str, float]:
-    """bm25s' own scores of the chunks that share a word with the question."""
+    """bm25s' scores of the chunks that share a word with the question."""
     vocabulary = {word: number for number, word in enumerate(sorted({w for t in chunks.values() for w in tokenise(t)}))}
     known = [vocabulary[word] for word in tokenise(question) if word in vocabulary]
     if not known:
@@ -190,7 +190,7 @@ def test_any_sequence_of_changes_gives_the_numbers_of_a_fresh_build_and_of_bm25s
         for k, among in ((1, None), (40, None), (40, some)):
             hits = index.search(question, k, among=among)
             assert hits == fresh.search(question, k, among=among)
-        with pytest.MonkeyPatch.context() as few:  # only the rows of some chunks are scored
+        with pytest.MonkeyPatch.context() as few:  # score only some chunks' rows
             few.setattr("ragkv.retrievers.bm25._FEW", 1)
             assert index.search(question, 40, among=some) == hits
             assert index.search(question, 1, among=some) == hits[:1]
@@ -219,7 +219,7 @@ def test_what_is_kept_of_words_is_bounded_and_the_last_ones_stay(monkeypatch):
     made: list[bytes] = []
     honest = index._scores._weights
     monkeypatch.setattr(index._scores, "_weights", lambda key: made.append(key) or honest(key))
-    for n in (19, 17, 18, 19, 17, 0, 17, 19):  # only the one asked for longest ago makes room
+    for n in (19, 17, 18, 19, 17, 0, 17, 19):  # only the least recently used word is evicted
         assert index.search(f"word{n}", 5) == expected[n]
     assert len(made) == 1
     assert index.search("word18", 5) == expected[18]
@@ -227,7 +227,7 @@ def test_what_is_kept_of_words_is_bounded_and_the_last_ones_stay(monkeypatch):
 
 
 def test_one_thread_at_a_time_keeps_words(monkeypatch):
-    """Else two would count the same word twice, and drop others for it."""
+    """Otherwise two threads would count a word twice, and evict others for it."""
     index = BM25()
     index.build([("a", "red blue"), ("b", "red green")], 1)
     expected = index.search("red blue", 2)
@@ -255,7 +255,7 @@ def test_one_thread_at_a_time_keeps_words(monkeypatch):
     ],
 )
 def test_one_thread_at_a_time_changes_an_index(second, ids):
-    """Else what the one has added would be gone with what the other puts in its place."""
+    """Otherwise one thread's update would be lost when the other replaces the state."""
     index = BM25()
     index.build([("a", "red blue")], 1)
     alone = Alone(lambda: second(index))
@@ -319,7 +319,7 @@ def test_an_index_that_was_saved_again_is_opened_without_reading_what_is_known(t
     assert followed._state.segments[0].data is large.data
     assert not [name for name in read if name.startswith(large.name)]
     assert followed.search("common new word7", 300) == other.search("common new word7", 300)
-    # what changed on the disk is read again, and found damaged
+    # a changed file is read again, and found damaged
     path = next(tmp_path.glob(f"data-*/{large.name}.rows.npy"))
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -1,4 +1,4 @@
-"""bge-m3's layout beside FlagEmbedding's own scores, and every text that a user may bring."""
+"""bge-m3's layout against FlagEmbedding's scores, and arbitrary texts."""
 
 import shutil
 import threading
@@ -50,7 +50,7 @@ def lexical(a: Mapping[str, float], b: Mapping[str, float]) -> float:
 
 
 def late(question: np.ndarray, passage: np.ndarray) -> float:
-    """ColBERT: the mean over the question's tokens of the best match among the passage's."""
+    """ColBERT: the mean over the question's tokens of the best match in the passage."""
     return float((question @ passage.T).max(1).mean())
 
 
@@ -73,7 +73,7 @@ def test_stored_vectors_score_as_flagembedding_does(embedder, reference):
             scores["sparse"].append(lexical(asked.sparse[0], passages.sparse[index]))
             scores["colbert"].append(late(asked.colbert[0], passages.colbert[index]))
     for mode, found in scores.items():
-        assert np.std(found) > 0.01  # the comparison is of numbers that differ
+        assert np.std(found) > 0.01  # the compared scores differ
         np.testing.assert_allclose(found, expected[mode], atol=1e-4, err_msg=mode)
 
 
@@ -132,7 +132,7 @@ def test_long_text_is_cut_where_the_limit_says(embedder, embedder_folder, caplog
     text = "The price of copper rose again, and the mill closed. " * 950
     assert len(text) > 50_000
     found = embedder.embed_documents([text, "mill"])
-    assert len(found.colbert[0]) == 511  # all 512 tokens but <s>
+    assert len(found.colbert[0]) == 511  # all 512 tokens except <s>
     assert "1 of 2 texts cut off after 512 tokens" in caplog.text
     short = BGEM3(str(embedder_folder), device="cpu", max_tokens=20).embed_documents([text])
     assert len(short.colbert[0]) == 19
@@ -161,7 +161,7 @@ def test_fifty_threads_at_once(embedder):
 def test_only_what_is_asked_for_is_computed(modes, embedder, embedder_folder):
     fewer = BGEM3(str(embedder_folder), device="cpu", modes=modes)
     assert fewer.modes == modes
-    assert fewer.fingerprint == embedder.fingerprint  # the vectors are the same ones
+    assert fewer.fingerprint == embedder.fingerprint  # the vectors are the same
     found, every = fewer.embed_documents([*PASSAGES, ""]), embedder.embed_documents([*PASSAGES, ""])
     for mode in ("dense", "sparse", "colbert"):
         if mode not in modes:
@@ -326,7 +326,7 @@ def test_static_vectors_have_no_length_limit(tokenizer, tmp_path):
 
 @pytest.mark.parametrize(("pooling", "tail"), [("cls", ""), ("lasttoken", "dense, normalised")])
 def test_another_pooling_and_what_follows_it(sentence_folder, tmp_path, pooling, tail):
-    """All of it is sentence-transformers' own: ragkv gives it the texts, and takes the vectors as they come."""
+    """All pooling is done by sentence-transformers: ragkv passes the texts and returns the vectors unchanged."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 

@@ -1,4 +1,4 @@
-"""Names to models, fingerprints without loading, plug-ins."""
+"""Resolution of names, fingerprints without loading, plug-ins."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def copy(embedder_folder: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(embedder_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub cache that holds the embedder as HUB; returns the snapshot's folder."""
+    """A hub cache with the embedder under the name HUB; returns the snapshot's folder."""
     from huggingface_hub import constants
 
     cache = tmp_path / "hub"
@@ -59,7 +59,7 @@ def test_the_layout_decides(embedder_folder, sentence_folder, reranker_folder):
 
 
 def test_heads_win_over_modules_json(sentence_folder, embedder_folder, tmp_path):
-    """BAAI/bge-m3 itself holds both."""
+    """BAAI/bge-m3 has both."""
     both = shutil.copytree(sentence_folder, tmp_path / "both")
     for head in layout.HEADS:
         shutil.copy(embedder_folder / head, both / head)
@@ -134,7 +134,7 @@ print(embedder_fingerprint({str(embedder_folder)!r}, 100), *(m for m in ("torch"
     "file", ["model.safetensors", "sparse_linear.pt", "colbert_linear.pt", "tokenizer.json", "unheard_of.json"]
 )
 def test_a_changed_file_is_another_embedder(file, copy, embedder_folder):
-    assert embedder_fingerprint(str(copy)) == embedder_fingerprint(str(embedder_folder))  # wherever it lies
+    assert embedder_fingerprint(str(copy)) == embedder_fingerprint(str(embedder_folder))  # in any location
     stamp = embedder_stamp(str(copy))
     data = bytearray((copy / file).read_bytes()) if (copy / file).exists() else bytearray(b"1")
     data[-1] ^= 1
@@ -183,7 +183,7 @@ def test_a_config_without_positions_wants_a_limit(copy):
     config = json.loads((copy / "config.json").read_text())
     del config["max_position_embeddings"]
     (copy / "config.json").write_text(json.dumps(config))
-    assert embedder_fingerprint(str(copy)) == embedder_fingerprint(str(copy), 512)  # what the tokenizer recommends
+    assert embedder_fingerprint(str(copy)) == embedder_fingerprint(str(copy), 512)  # the tokenizer's recommended length
     tokenizer = json.loads((copy / "tokenizer_config.json").read_text())
     del tokenizer["model_max_length"]
     (copy / "tokenizer_config.json").write_text(json.dumps(tokenizer))
@@ -192,7 +192,7 @@ def test_a_config_without_positions_wants_a_limit(copy):
 
 
 class Letters:
-    """A plug-in's embedder: how often each vowel occurs."""
+    """A plug-in's embedder: counts of each vowel."""
 
     name, modes = "letters", frozenset({"dense"})
 

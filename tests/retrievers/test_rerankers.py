@@ -1,4 +1,4 @@
-"""The cross-encoder beside transformers' own forward pass, and FlagEmbedding's own scores."""
+"""The cross-encoder against transformers' forward pass and FlagEmbedding's scores."""
 
 import shutil
 import threading
@@ -36,14 +36,14 @@ def short(reranker_folder: Path) -> CrossEncoder:
 
 @pytest.fixture(scope="module")
 def plain(reranker_folder: Path) -> Any:
-    """One pair at a time through transformers, the text cut so that the pair fits."""
+    """Score one pair at a time with transformers; the text is truncated to fit."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model = AutoModelForSequenceClassification.from_pretrained(reranker_folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(reranker_folder)
 
     def score(question: str, text: str, limit: int = 512) -> float:
-        # in lists: of two bare strings, transformers takes an empty second one for none
+        # as lists: transformers ignores an empty second string
         pair = tokenizer([question], [text], truncation="only_second", max_length=limit, return_tensors="pt")
         with torch.inference_mode():
             return float(model(**pair).logits)
@@ -64,7 +64,7 @@ def test_scores_are_flagembeddings(reranker, reranker_folder):
     flag = FlagReranker(str(reranker_folder), devices="cpu", max_length=512, normalize=False)
     texts = [
         text for text in TEXTS if text and "🚀" not in text
-    ]  # it writes tokens out as text: <unk> comes back other
+    ]  # FlagEmbedding decodes tokens to text, which changes <unk>
     np.testing.assert_allclose(
         reranker.score(QUESTION, texts), flag.compute_score([(QUESTION, text) for text in texts]), atol=1e-4
     )
@@ -131,7 +131,7 @@ def test_wrong_options(wrong, reranker_folder):
 def test_what_is_no_reranker(embedder_folder, reranker_folder, tmp_path, tokenizer):
     with pytest.raises(ModelLoadError, match=r"no classification head .*XLMRobertaModel"):
         CrossEncoder(str(embedder_folder), device="cpu")
-    # transformers would make it up at random.
+    # transformers would initialise it at random.
     copy = shutil.copytree(reranker_folder, tmp_path / "copy")
     shutil.copy(embedder_folder / "model.safetensors", copy / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"lacks weights \(classifier"):

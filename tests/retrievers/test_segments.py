@@ -1,4 +1,4 @@
-"""What dense and sparse indexes share: any order of updates equals a fresh build, on disk and among threads too."""
+"""What dense and sparse indexes share: any order of updates equals a fresh build, also on disk and with threads."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "sq8": lambda: DenseIndex(DenseConfig(factory="SQ8", exact_below=20)),
     "sparse": SparseIndex,
 }
-EXACT = ("flat", "ivf", "sparse")  # the others may miss something, and may do nothing else
+EXACT = ("flat", "ivf", "sparse")  # the others are approximate: they may miss hits, but must not be wrong otherwise
 every_kind = pytest.mark.parametrize("kind", KINDS)
-two_kinds = pytest.mark.parametrize("kind", ["ivf", "sparse"])  # for what `Segmented` decides, whatever its data are
+two_kinds = pytest.mark.parametrize("kind", ["ivf", "sparse"])  # for `Segmented` itself
 
 
 def vectors_of(kind: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def queries(kind: str) -> list[Any]:
 
 
 def slow_search(kind: str, ids: set[str], query: Any, k: int) -> list[Hit]:
-    """By the definition, in float64."""
+    """Slow reference by the definition, in float64."""
     if kind == "sparse":
         scores = {i: sum(w * SPARSE[i].get(token, 0.0) for token, w in query.items()) for i in ids}
         scores = {i: score for i, score in scores.items() if score > 0}
@@ -111,7 +111,7 @@ def assert_right(kind: str, index: Any, ids: set[str], *, fresh: Any = None) -> 
             hits = index.search(query, k, among=among)
             expected = slow_search(kind, ids if among is None else ids & some, query, POOL)
             scores = {hit.chunk_id: hit.score for hit in expected}
-            assert all(hit.score == pytest.approx(scores[hit.chunk_id], abs=1e-6) for hit in hits)  # and no removed id
+            assert all(hit.score == pytest.approx(scores[hit.chunk_id], abs=1e-6) for hit in hits)  # no removed id
             assert hits == sorted(hits, key=lambda hit: (-hit.score, hit.chunk_id))
             assert len({hit.chunk_id for hit in hits}) == len(hits) <= k
             if kind in EXACT or among is not None:
@@ -123,7 +123,7 @@ def assert_right(kind: str, index: Any, ids: set[str], *, fresh: Any = None) -> 
                 assert hits or not expected
 
 
-# A step adds or removes a run of the pool: some runs are long enough to make, hide and merge approximate indexes.
+# A step adds or removes a range of the pool; some ranges are long enough to build, hide and merge approximate indexes.
 steps = st.lists(
     st.tuples(st.booleans(), st.integers(0, POOL - 1), st.sampled_from([1, 3, 30, 120, POOL])), min_size=1, max_size=9
 )
@@ -136,7 +136,7 @@ def test_any_order_of_updates_equals_a_fresh_build(kind, steps):
     index, vectors, there = KINDS[kind](), vectors_of(kind), set[str]()
     for number, (adding, start, length) in enumerate(steps):
         run = IDS[start : start + length]
-        if adding:  # what is there already is replaced: removed and added in one update
+        if adding:  # existing ids are replaced: removed and added in one update
             again = run[: len(run) // 2]
             new = [chunk_id for chunk_id in run if chunk_id in again or chunk_id not in there]
             index.update([(i, vectors[i]) for i in new], again, generation=number, embedder="e")
@@ -239,7 +239,7 @@ def test_a_loaded_index_equals_the_saved_one_and_goes_on(kind, tmp_path):
     for query in queries(kind):
         assert loaded.search(query, 9) == index.search(query, 9)
     assert_right(kind, loaded, there)
-    for number in range(3):  # updates of mapped segments, saved onto the files that they read from
+    for number in range(3):  # update mapped segments, and replace the files that they are read from
         run = IDS[200 + 40 * number : 240 + 40 * number]
         loaded.update([(i, vectors[i]) for i in run], IDS[40 : 44 + number], generation=6, embedder="e")
         loaded.save(tmp_path)
@@ -262,7 +262,7 @@ def test_saving_again_links_what_has_not_changed(kind, tmp_path):
     index.update([(i, vectors[i]) for i in IDS[250:260]], IDS[20:25], generation=2, embedder="e")
     index.save(tmp_path)
     assert large() == first
-    shutil.rmtree(next(tmp_path.glob("data-*")))  # another process has replaced what could be linked
+    shutil.rmtree(next(tmp_path.glob("data-*")))  # another process has deleted the files to link
     index.save(tmp_path)
     assert_right(kind, type(index).load(tmp_path), set(IDS[:20] + IDS[25:260]))
 
@@ -337,7 +337,7 @@ def test_a_save_that_is_killed_leaves_the_old_index_or_the_new_one(step, tmp_pat
     loaded = DenseIndex.load(tmp_path)
     assert loaded.generation == (2 if new else 1)
     assert_right("ivf", loaded, set(IDS[50:200] if new else IDS[:200]))
-    loaded.save(tmp_path)  # and what the other left goes
+    loaded.save(tmp_path)  # deletes the other's leftovers
     assert len(list(tmp_path.glob("data-*"))) == 1
     assert_right("ivf", DenseIndex.load(tmp_path), set(loaded.chunk_ids()))
 
@@ -358,7 +358,7 @@ NAMES = [f"c{n}" for n in range(12)]
 
 
 def fill(kind: str) -> tuple[Any, Callable[[Any], object]]:
-    """An index of 12 chunks in two segments, and a search in it."""
+    """An index of 12 chunks in two segments, and a function that searches it."""
     index: Any
     question: Any
     vectors: list[Any]
@@ -378,7 +378,7 @@ def fill(kind: str) -> tuple[Any, Callable[[Any], object]]:
 
 @dataclass(frozen=True)
 class Saved:
-    """An index that was saved in `folder`, two folders below `root`, and what is done with it."""
+    """An index saved in `folder`, two folders below `root`, and operations on it."""
 
     kind: type[Any]
     search: Callable[[Any], object]
@@ -398,13 +398,13 @@ class Saved:
         return found
 
     def files(self, end: str) -> list[Path]:
-        """Those of its larger segment, and of no other: each segment is read for itself."""
+        """The files of its larger segment: segments are read independently."""
         manifest = self.manifest()
         other = manifest["segments"][1]
         return [self.data / name for name in manifest["files"] if name.endswith(end) and not name.startswith(other)]
 
     def copy(self, root: Path) -> Saved:
-        """Another one, with somebody's file beside the folders."""
+        """A copy, with an unrelated file beside its folders."""
         made = replace(self, root=root)
         shutil.rmtree(made.folder, ignore_errors=True)
         shutil.copytree(self.folder, made.folder)
@@ -413,7 +413,7 @@ class Saved:
         return made
 
     def reseal(self, manifest: Any = None, *, files: bool = True) -> None:
-        """Write a manifest, its checksums those of the files that it names as far as they are there."""
+        """Write a manifest with right checksums for those of its files that exist."""
         manifest = self.manifest() if manifest is None else manifest
         if files and isinstance(manifest, dict) and isinstance(manifest.get("files"), dict):
             for name in manifest["files"]:
@@ -423,7 +423,7 @@ class Saved:
         (self.folder / "manifest.json").write_text(json.dumps(manifest))
 
     def surroundings(self) -> dict[str, tuple[int, bytes]]:
-        """Every file that is not of the index, with its links and content."""
+        """Every file outside the index, with its link count and content."""
         return {
             str(path): (path.lstat().st_nlink, path.read_bytes()) if path.is_file() else (0, b"")
             for path in sorted(self.root.rglob("*"))
@@ -431,7 +431,9 @@ class Saved:
         }
 
     def use(self) -> str:
-        """What comes of opening, searching, changing and saving; nothing but RetrievalError may, nothing outside."""
+        """The outcome of loading, searching, updating and saving; only RetrievalError is allowed, and no effect
+        outside.
+        """
         before = self.surroundings()
         try:
             index = self.kind.load(self.folder)
@@ -447,7 +449,9 @@ class Saved:
         return outcome
 
     def refuse(self, path: Path, *contents: bytes) -> None:
-        """Require that each of these contents of a file, under right checksums, is damage; then put it back."""
+        """Check that each of these contents of a file, with right checksums, is detected as damage; then restore the
+        file.
+        """
         honest = path.read_bytes()
         for content in contents:
             path.write_bytes(content)
@@ -470,7 +474,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is killed, so nothing has to reach the disk."""
+    """Nothing is killed here, so nothing needs to reach the disk."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -487,7 +491,9 @@ def npy(array: np.ndarray, **options: Any) -> bytes:
 
 @pytest.mark.parametrize("name", [".", "..", "../../../outside/precious", "", "x" * 17, "0123456789abcdef\n"])
 def test_a_segments_name_leads_nowhere(arena, name):
-    """The attack: all that begins with "." is the segment's own, linked to where its name leads, and deleted there."""
+    """The attack: every file that begins with "." would belong to the segment, be linked to where its name leads, and
+    be deleted there.
+    """
     manifest = arena.manifest()
     old = manifest["segments"][0]
     table = json.loads((arena.data / "table.json").read_text())
@@ -569,7 +575,7 @@ def test_mutated_json_is_damage_or_harmless(made, tmp_path):
 
 @pytest.mark.usefixtures("no_sync")
 def test_mutated_arrays_are_damage_or_harmless(made, tmp_path):
-    """Numbers of the arrays, and whole arrays of other types and lengths."""
+    """Changed numbers in arrays, and arrays of other types and lengths."""
     rng = np.random.default_rng(2)
     for path in made.files(".npy"):
         source = np.load(path)
@@ -591,7 +597,7 @@ def test_mutated_arrays_are_damage_or_harmless(made, tmp_path):
 @pytest.mark.parametrize(
     ("file", "change"),
     [
-        ("text", lambda array: np.full_like(array, 0xFF)),  # no UTF-8
+        ("text", lambda array: np.full_like(array, 0xFF)),  # not UTF-8
         ("text", lambda array: np.concatenate([array[:1], np.frombuffer("😀".encode(), "u1"), array[5:]])),  # cut
         ("cuts", lambda array: array[::-1].copy()),
         ("keys", lambda array: array[::-1].copy()),
@@ -609,7 +615,7 @@ def test_mutated_arrays_are_damage_or_harmless(made, tmp_path):
 def test_arrays_that_contradict_each_other_are_damage(arena, file, change):
     for path in arena.files(f".{file}.npy"):
         changed = change(np.load(path))
-        if changed.dtype.kind != "f":  # weights of 0 are no damage: nothing is found by them
+        if changed.dtype.kind != "f":  # weights of 0 are allowed: they find nothing
             arena.refuse(path, npy(changed))
     assert arena.use() == "used"
 
@@ -619,7 +625,7 @@ def test_arrays_of_pickles_of_holes_and_of_more_than_the_file_are_damage(arena):
     huge = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head
     for path in arena.files(".npy"):
         arena.refuse(path, npy(np.array([{}], dtype=object), allow_pickle=True), huge)
-    # A terabyte that takes no room on the disk would be read for an hour, to know its checksum.
+    # A sparse file of a terabyte would take an hour to checksum.
     os.truncate(arena.files("")[0], 1 << 40)
     assert arena.use() == "damaged"
 
@@ -637,7 +643,7 @@ def test_the_head_of_a_flat_index_is_checked_byte_by_byte(arena):
 
 
 def test_an_approximate_index_of_somebody_else_is_not_given_to_faiss(arena, tmp_path, monkeypatch):
-    """Changed, without a mark, with a mark of another file or of another user: FAISS sees none of it."""
+    """Changed, without a mark, with a mark for another file or another user: FAISS never reads the file."""
     near = sorted(arena.data.glob("*.near"))
     if not near:
         pytest.skip("has none")
@@ -685,7 +691,7 @@ def test_a_factory_that_takes_gigabytes_is_refused(factory):
 
 
 def test_a_factory_that_ends_the_process_is_refused():
-    """FAISS divides by zero, or crashes, with some of these: in a child here, if it were given one."""
+    """FAISS divides by zero or crashes with some of these, so they are tested in a child process."""
     factories = ["IVF4,FlatPanorama0", "IVF4,FlatPanorama8", "IVF1,PQ0", "PCA0,Flat", "HNSW0", "HNSW1"]
     factories += ["IVF8_HNSW1,Flat", "HNSW8_0+PQ8", "IVF4(HNSW0),Flat"]
 
@@ -726,7 +732,7 @@ HEADS = [
     indirect=["made"],
 )
 def test_whatever_describes_an_array_is_damage(arena, head):
-    """All kinds read their arrays by the same function: `make test` has each head on one of them."""
+    """All kinds read arrays with the same function; `make test` tests each header with one kind."""
     for number, path in enumerate(arena.files(".npy")):
         version = 1 + number % 3
         size = struct.pack("<H" if version == 1 else "<I", len(head))

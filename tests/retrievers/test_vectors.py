@@ -1,4 +1,4 @@
-"""Dense, sparse and ColBERT search beside slow searches by the definition."""
+"""Dense, sparse and ColBERT search against slow reference searches."""
 
 import math
 import tracemalloc
@@ -37,7 +37,7 @@ def test_flat_equals_a_numpy_search():
         hits = index.search(query, 25)
         assert [hit.chunk_id for hit in hits] == numpy_search(vectors, query, 25)
         assert [hit.score for hit in hits] == pytest.approx(sorted(vectors @ query, reverse=True)[:25], abs=1e-6)
-        some = [f"c{at:05}" for at in range(0, 3000, 100)]  # ranks all over the place
+        some = [f"c{at:05}" for at in range(0, 3000, 100)]  # at any rank
         assert [hit.chunk_id for hit in index.search(query, 9, among=some)] == [
             f"{name}" for name in numpy_search(vectors, query, 3000) if name in some
         ][:9]
@@ -51,7 +51,7 @@ def test_approximate_indexes_find_nearly_everything_with_exact_scores(factory, t
     vectors = unit_vectors(2000, 32)
     index = built(vectors, DenseConfig(factory=factory, nprobe=16, exact_below=500, ef_search=200))
     (segment,) = index._state.segments
-    assert segment.data.near is not None  # not found by the exact search that small segments get
+    assert segment.data.near is not None  # it is not found by the exact search of small segments
     index.update([], [f"c{at:05}" for at in range(300)], generation=2, embedder="e")
     index.save(tmp_path)
     found = 0
@@ -92,16 +92,16 @@ def test_ivf_is_trained_again_when_it_has_grown():
         index.update(rows, [], generation=start, embedder="e")
         near = index._state.segments[0].data.near
         lists.append((len(index), None if near is None else near.ntotal))
-    assert lists[0] == (250, None)  # 312 vectors are the least to train 8 lists on
+    assert lists[0] == (250, None)  # 312 vectors are the minimum to train 8 lists
     trained = [rows for _, rows in lists if rows is not None]
-    assert 2 <= len(set(trained)) < len(trained)  # again, and not every time
+    assert 2 <= len(set(trained)) < len(trained)  # more than once, but not every time
     for here, rows in lists[1:]:
         assert rows is not None
         assert here <= 1.25 * rows + 250
 
 
 def test_ties_are_broken_by_id_even_when_thousands_tie(tmp_path):
-    """Thousands of one-word chunks: the same few vectors again and again."""
+    """Thousands of one-word chunks with the same few vectors."""
     words = unit_vectors(4, 24)
     for config in (DenseConfig(), DenseConfig(factory="IVF4,Flat", nprobe=4, exact_below=100)):
         index = DenseIndex(config)
@@ -287,7 +287,7 @@ def test_scores_are_those_of_the_definition(dtype, batch_rows, monkeypatch):
 
 
 def test_colbert_by_hand():
-    """Two query tokens; the best of the document is 0.6 for one and 0.8 for the other: mean 0.7."""
+    """Two query tokens, whose best matches in the document are 0.6 and 0.8: mean 0.7."""
     query = np.eye(3, dtype=np.float32)[:2]
     document = np.array([[0.6, -0.8, 0], [0, 0.8, 0.6], [-1, 0, 0]], dtype=np.float32)
     assert colbert_scores(query, [document]) == pytest.approx([0.7])
