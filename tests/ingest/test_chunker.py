@@ -18,7 +18,7 @@ def words(text: str) -> int:
 
 
 def pieces(text: str) -> int:
-    """Like a tokenizer: words in parts of at most four characters, punctuation and line ends on their own."""
+    """Tokenizer-like pieces: words in parts of at most four characters; punctuation and newlines separately."""
     return sum(-(-len(run) // 4) for run in re.findall(r"\w+|[^\w\s]|\n", text))
 
 
@@ -117,7 +117,7 @@ def test_the_smallest_texts_and_limits():
 
 
 def test_a_section_that_just_fits_is_one_chunk():
-    """What keeps a heading with the words below it costs tokens of its own; text that fits is not cut for it."""
+    """Keeping a heading with the text below it costs additional tokens, but text that fits is not split for it."""
     source = markdown(("A", "# A\n\nbb cc"))
     assert [chunk.text for chunk in check(source, utf8, 10)] == ["# A\n\nbb cc"]
     assert len(check(source, utf8, 9)) > 1
@@ -180,7 +180,7 @@ def row_of(numbers: range) -> str:
 
 
 def test_a_heading_is_that_of_the_sections_that_the_chunk_touches():
-    """A chunk that begins where a section ends does not touch it, nor does one that ends where the next begins."""
+    """A chunk that begins where a section ends does not touch it; nor does one that ends where a section begins."""
     body = row_of(range(17))
     source = markdown(("Guide > A", "one\ntwo.\n\n"), ("Guide > B", f"{body}\n"))
     assert headings(source, 17) == [("Guide > A", "one\ntwo."), ("Guide > B", body)]
@@ -191,7 +191,7 @@ def test_a_heading_is_that_of_the_sections_that_the_chunk_touches():
 
 
 def test_sections_that_share_a_chunk_share_their_heading():
-    """What all of them stand under; where that is nothing, the place where the chunk begins."""
+    """Their common ancestor heading; without one, that of the start of the chunk."""
     assert headings(markdown(("G > A", "a\n"), ("G > B", "b\n")), 9) == [("G", "a\nb")]
     assert headings(markdown(("A > X", "a\n"), ("B > X", "b\n")), 9) == [("A > X", "a\nb")]
     assert headings(markdown((None, "a\n"), ("B", "b\n")), 9) == [("B", "a\nb")]
@@ -207,7 +207,7 @@ def test_sections_that_share_a_chunk_share_their_heading():
     ]
     assert [chunk.heading for chunk in check(source, words, 5)] == ["Guide", "Guide > Use", "End"]
     assert [chunk.heading for chunk in check(source, words, 100)] == ["Guide"]
-    # Three sections of two lines: the third does not fit, so the cut is before it and not inside it.
+    # Three sections of two lines: the third does not fit, so the cut is before it, not inside it.
     source = markdown(("A", "a1\na2\n"), ("B", "b1\nb2\n"), ("C", "c1\nc2\n"), ("D", "d1\nd2\n"))
     assert [text for _, text in headings(source, 5)] == ["a1\na2\nb1\nb2", "c1\nc2\nd1\nd2"]
 
@@ -215,9 +215,9 @@ def test_sections_that_share_a_chunk_share_their_heading():
 @pytest.mark.parametrize(
     ("text", "limit", "expected"),
     [
-        ("aaa bbb ccc ddd", 10, ["aaa bbb", "ccc ddd"]),  # at the last white space that leaves the half
-        ("aaa bbb ccc", 7, ["aaa bbb", "ccc"]),  # white space follows what fits: nothing is given up
-        ("ab " + "x" * 17, 10, ["ab xxxxxxx", "x" * 10]),  # white space too early: inside the word
+        ("aaa bbb ccc ddd", 10, ["aaa bbb", "ccc ddd"]),  # at the last white space in the second half
+        ("aaa bbb ccc", 7, ["aaa bbb", "ccc"]),  # the text that fits ends at white space
+        ("ab " + "x" * 17, 10, ["ab xxxxxxx", "x" * 10]),  # the white space is too early, so the word is split
         ("x" * 25, 10, ["x" * 10, "x" * 10, "x" * 5]),
     ],
 )
@@ -231,7 +231,7 @@ def test_what_semchunk_gives_up_is_cut_at_words(text, limit, expected, monkeypat
 
 @given(st.text("ab x\n", max_size=120), st.integers(2, 12))
 def test_the_limit_holds_for_counters_that_are_not_monotone(text, limit):
-    """A tokenizer may need more tokens for a shorter text: here one that ends in x takes twice as many."""
+    """A tokenizer may need more tokens for a shorter text: here a text that ends in x counts twice."""
 
     def count(part: str) -> int:
         return len(part) * (2 if part.endswith("x") and len(part) > 1 else 1)
@@ -243,7 +243,7 @@ def test_the_limit_holds_for_counters_that_are_not_monotone(text, limit):
 
 
 def test_a_very_long_text_is_cut_in_pieces_at_their_best_last_place(monkeypatch):
-    """A piece of 40 characters ends at the last paragraph, else line, sentence or word, of its second half."""
+    """A piece of 40 characters ends after the last paragraph, else line, sentence or word, in its second half."""
     monkeypatch.setattr("ragkv.ingest.chunker.WINDOW", 40)
     paragraphs = "a" * 22 + "\n\n" + "b" * 6 + "\n\n" + "c" * 3 + "\nd e. " + "f" * 30
     assert texts(plain(paragraphs), 100)[0] == "a" * 22 + "\n\n" + "b" * 6
@@ -253,5 +253,5 @@ def test_a_very_long_text_is_cut_in_pieces_at_their_best_last_place(monkeypatch)
     assert texts(plain(early), 100)[0] == "a b\n\n" + "c" * 35
     assert texts(plain("x" * 100), 100) == ["x" * 40, "x" * 40, "x" * 20]
     assert texts(plain("x" * 40), 100) == ["x" * 40]
-    # a section that is longer than a piece shares no chunk with the one behind it
+    # a section longer than a piece shares no chunk with the next section
     assert texts(markdown(("A", "x" * 60 + "\n"), ("B", "end\n")), 100) == ["x" * 40, "x" * 20, "end"]

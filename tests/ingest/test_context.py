@@ -1,4 +1,4 @@
-"""The `context` encoding: what chunks see of their document, exactly, and that nothing stale is ever read."""
+"""The `context` encoding: what chunks see of their document, exactly, and that stale KV is never read."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ QUESTION = "Who founded it?"
 
 
 def created(folder: Path, model: object, *, context: int, chunk_tokens: int = 96, **settings) -> RagKV:
-    """With exact KV, because it is compared with transformers' own."""
+    """An index with exact KV, for comparison with transformers."""
     settings = {"engines": ("ape",), "codec": "raw", **settings}
     return RagKV.create(
         folder,
@@ -47,7 +47,7 @@ def created(folder: Path, model: object, *, context: int, chunk_tokens: int = 96
 
 
 def scored(rag: RagKV, name: str) -> list[ScoredChunk]:
-    """All chunks of a document, in its order."""
+    """All chunks of a document, in order."""
     [stored] = [each for each in rag.store.documents() if each.document.source == name]
     return [
         ScoredChunk(chunk=chunk, source=name, retrieval_score=1.0, rerank_score=None, score=0.5)
@@ -56,20 +56,20 @@ def scored(rag: RagKV, name: str) -> list[ScoredChunk]:
 
 
 def keys(rag: RagKV, name: str) -> dict[str, bytes]:
-    """The key of the KV that a question reads, by the text of each chunk of a document."""
+    """For each chunk text of a document, the key of the KV that a question reads."""
     chunks = [each.chunk for each in scored(rag, name)]
     found = rag.kv_loader.identities(Encoding.CONTEXT, chunks)
     return {chunk.text: identity.key() for chunk, identity in zip(chunks, found, strict=True)}
 
 
 def dense(rag: RagKV, ids: tuple[int, ...], count: int):
-    """Keys and values `(kv_heads, count, head_dim)` of the last tokens by transformers' own forward."""
+    """transformers' keys and values `(kv_heads, count, head_dim)` of the last tokens."""
     with rag.model.plain() as plain:
         cache = plain(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
     return [(layer.keys[0, :, -count:], layer.values[0, :, -count:]) for layer in cache.layers]
 
 
-def same(one, other, tolerance=5e-5):  # processors sum in other orders; a key is off by 1.1e-5 on one with AMX
+def same(one, other, tolerance=5e-5):  # the order of sums differs between processors; with AMX, a key differs by 1.1e-5
     torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
 
 
@@ -79,7 +79,7 @@ def first_scores(rag: RagKV, engine, chunks: list[ScoredChunk]):
 
 
 def over(rag: RagKV, chunks: list[ScoredChunk]):
-    """The question's scores by full attention."""
+    """The question's logits by full attention."""
     return first_scores(rag, make_engine("full", {}), chunks)
 
 
@@ -129,7 +129,7 @@ def test_the_window_is_the_last_tokens_before_the_chunk(prompt):
 
 
 def test_what_two_chunks_share_is_seen_once(prompt):
-    """Given chunks may overlap or lie within each other."""
+    """Given chunks may overlap or contain each other."""
     text = "One two three four five."
     chunks = chunks_of(prompt, (0, text[:13]), (4, text[4:18]), (8, text[8:13]), (8, text[8:]))
     assert seen(prompt, chunks, 1000) == text[:8]
@@ -156,7 +156,7 @@ def test_the_line_names_what_stands_in_no_text_that_is_seen(prompt):
 
 @pytest.mark.parametrize("context", [1, 40, 250])
 def test_stored_kv_is_that_of_one_plain_pass(tmp_path, model_folder, context):
-    """Over prefix, line, window and chunk, of which the chunk's own rows are kept."""
+    """Over prefix, title line, window and chunk; only the chunk's own rows are stored."""
     (tmp_path / "works.md").write_text("# Old Works\n\n" + TEXT)
     with created(tmp_path / "index", model_folder, context=context) as rag:
         rag.ingest(tmp_path / "works.md")
@@ -178,7 +178,7 @@ def test_stored_kv_is_that_of_one_plain_pass(tmp_path, model_folder, context):
 
 
 def test_a_document_in_its_order_is_full_attention(tmp_path, model_folder):
-    """Where the window reaches back to its start; with a shorter one it is not."""
+    """If the window reaches back to the document's start; with a shorter window it is not."""
     (tmp_path / "works.txt").write_text(TEXT)
     found = {}
     for context in (0, 40, 250):
@@ -225,7 +225,7 @@ def test_engines_read_it_in_place_of_prefixed_kv(tmp_path, model_folder, engine)
 
 @pytest.fixture
 def counted(monkeypatch) -> list[int]:
-    """The chunks that are encoded: how many tokens of its document each of them sees."""
+    """Records the encoded chunks: how many tokens of its document each one sees."""
     from ragkv.index import kv_loader, maintenance
     from ragkv.ingest import ingester
 
@@ -241,7 +241,7 @@ def counted(monkeypatch) -> list[int]:
 
 
 def test_an_edit_encodes_only_the_chunks_that_saw_it(tmp_path, model_folder, counted):
-    """Chunks of 30 tokens with a window of 40: the edited one, and the two behind it."""
+    """Chunks of 30 tokens with a window of 40: the edited chunk and the next two."""
     words = [f"Part {n} is about town number {n}." for n in range(10, 18)]
 
     def document(name: str, parts: list[str]) -> ReadyDocument:
@@ -263,8 +263,8 @@ def test_an_edit_encodes_only_the_chunks_that_saw_it(tmp_path, model_folder, cou
         assert (report.kv_encoded, report.kv_reused) == (3, len(words) - 3)
         after = keys(rag, "a")
         assert [text for text in edited if before.get(text) != after[text]] == edited[3:6]
-        assert rag.stats().kv_records == len(words)  # the old KV went with the old version
-        # the same text elsewhere saw something else, unless nothing stands before it
+        assert rag.stats().kv_records == len(words)  # the old version's KV is deleted with it
+        # the same text elsewhere sees other tokens, except at the start of a document
         report = rag.add_chunks([document("b", words[:1] + words[2:4])])
         assert (report.kv_encoded, report.kv_reused) == (2, 1)
         assert len(set(keys(rag, "b").values()) - set(keys(rag, "a").values())) == 2
@@ -277,7 +277,7 @@ def test_an_edit_encodes_only_the_chunks_that_saw_it(tmp_path, model_folder, cou
 
 
 def test_missing_kv_is_made_with_what_its_chunk_saw(tmp_path, model_folder, counted):
-    """By a question, by warm and by repair: what an ingest would have stored, and `gc` finds nothing to drop."""
+    """By a question, by warm and by repair: the same KV as by an ingest, and `gc` finds nothing to delete."""
     (tmp_path / "works.md").write_text("# Old Works\n\n" + TEXT)
     with created(tmp_path / "whole", model_folder, context=40, chunk_tokens=64) as rag:
         rag.ingest(tmp_path / "works.md")
@@ -322,7 +322,7 @@ def test_missing_kv_is_made_with_what_its_chunk_saw(tmp_path, model_folder, coun
 
 
 def test_a_changed_setting_is_encoded_anew_and_never_read_stale(tmp_path, model_folder):
-    """As after a change of the prompt: each question encodes what it needs until the next ingest."""
+    """As after a change of the prompt, each question encodes what it needs until the next ingest."""
     source = tmp_path / "works.txt"
     source.write_text(TEXT)
     index = tmp_path / "index"
@@ -335,13 +335,13 @@ def test_a_changed_setting_is_encoded_anew_and_never_read_stale(tmp_path, model_
     with RagKV.open(index, device="cpu") as rag:
         asked = scored(rag, "works.txt")
         answer = rag.query(QUESTION, engine="ape", chunks=asked[:3], max_new_tokens=1)
-        assert (answer.kv.hits, answer.kv.misses) == (1, 2)  # nothing stands before the first
+        assert (answer.kv.hits, answer.kv.misses) == (1, 2)  # the first chunk sees only the prefix in either case
         rag.settle()
         report = rag.ingest(source)
         assert (report.updated, report.kv_encoded, report.kv_reused) == ([str(source)], len(asked) - 3, 3)
         assert len(old & rag.wanted(documents=["works.txt"]).keys()) == 1
         assert rag.ingest(source).unchanged == [str(source)]
-        # an engine that somebody made without the index's setting reads prefixed KV, as it says
+        # an engine without the index's setting reads prefixed KV
         request, use = rag.request(make_engine("ape", {}), QUESTION, asked[:3])
         assert use.misses == 2
         assert {chunk.kv.encoded_at for chunk in request.chunks} == {len(request.prefix_ids)}
@@ -353,14 +353,14 @@ def test_text_that_is_not_from_the_index_sees_the_prefix_alone(tmp_path, model_f
         rag.ingest(tmp_path / "works.txt")
         [_, chunk, *_] = scored(rag, "works.txt")
         own = rag.chunk("It lies in Tarn.", chunk_id="mine")
-        renamed = rag.chunk("It lies in Varn.", chunk_id=chunk.chunk.chunk_id)  # the id of a chunk with other words
+        renamed = rag.chunk("It lies in Varn.", chunk_id=chunk.chunk.chunk_id)  # the id of a chunk with other text
         found = rag.kv_loader.identities(Encoding.CONTEXT, [own, chunk.chunk, renamed])
         assert [identity.encoding.value for identity in found] == ["prefixed", "context", "prefixed"]
         assert found[2].prefix_ids == rag.index.prefix_ids
 
 
 def test_ranks_answer_as_one_process(tmp_path, model_folder):
-    """Each rank knows where the others' chunks were encoded, though it has none of what they saw."""
+    """Each rank knows the positions at which the others' chunks were encoded, but not the text that they saw."""
     (tmp_path / "works.txt").write_text(TEXT)
     with created(tmp_path / "index", model_folder, context=40, chunk_tokens=64, top_k=4) as rag:
         rag.ingest(tmp_path / "works.txt")
@@ -385,7 +385,7 @@ def test_ranks_answer_as_one_process(tmp_path, model_folder):
 
 
 def test_what_is_evaluated_is_what_the_index_reads(tmp_path, model_folder):
-    """The stored KV, and nothing encoded; without the setting, the KV of chunks that saw the prefix."""
+    """The stored KV, without encoding; without the setting, KV of chunks that saw only the prefix."""
     (tmp_path / "works.txt").write_text(TEXT)
     with created(tmp_path / "index", model_folder, context=40, chunk_tokens=64) as rag:
         rag.ingest(tmp_path / "works.txt")
@@ -438,7 +438,7 @@ def test_a_model_that_cannot_move_chunks_is_refused_by_name(tmp_path):
 
 
 def test_tokens_that_the_model_lacks_are_refused_before_they_are_encoded(tmp_path, model_folder):
-    """An index may come from anyone: also what stands before a chunk that is asked for is checked."""
+    """An index may be untrusted: the text before a requested chunk is checked too."""
     (tmp_path / "works.txt").write_text(TEXT)
     with created(tmp_path / "index", model_folder, context=40, chunk_tokens=64, kv="on-demand") as rag:
         rag.ingest(tmp_path / "works.txt")
@@ -482,7 +482,7 @@ def test_a_window_that_the_model_has_no_positions_for_is_refused(tmp_path, model
 
 
 def test_a_plan_counts_what_chunks_see(tmp_path, model_folder):
-    """Chunks of 78 tokens or so: with a window of 40, all but the first of each document see 40 tokens."""
+    """Chunks of about 78 tokens: with a window of 40, all but the first of a document see 40 tokens."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name + TEXT)
     settings = {"model": str(model_folder), "device": "cpu", "engines": ("ape",), "chunk_tokens": 96}

@@ -1,4 +1,4 @@
-"""An ingest can be ended between any two batches of work, in all that it does with a long document."""
+"""An ingest can be stopped between any two batches of work on a long document."""
 
 import pytest
 import words
@@ -14,12 +14,12 @@ TEXT = b"".join(b"Company %d makes bolts of kind %d.\n\n" % (number, number) for
 
 
 class EnoughError(Exception):
-    """Asked for."""
+    """Raised on purpose."""
 
 
 @pytest.fixture
 def rag(tmp_path, monkeypatch):
-    """The bundled model, with an embedder; one batch is a few chunks."""
+    """The bundled model with an embedder, and batches of a few chunks."""
     words.install(monkeypatch)
     settings = {"embedder": "words", "reranker": "words", "kv": "on-demand", "chunk_tokens": 64}
     monkeypatch.setattr(heartbeat, "EVERY", 500)
@@ -30,7 +30,7 @@ def rag(tmp_path, monkeypatch):
 
 @pytest.fixture
 def embedded(rag, monkeypatch):
-    """The texts of each call of the embedder, which the ingest goes on from."""
+    """Records the texts of each call of the embedder."""
     calls, whole = [], ingester.chunk_vectors
 
     def watched(embedder, chunks, kinds):
@@ -130,7 +130,7 @@ def test_overlapping_chunks_under_their_own_ids(tmp_path, model_folder):
         report = rag.add_chunks([ready(text, ("b", 0, text), content_hash="2")])
         assert (report.updated, report.kv_encoded) == (["doc"], 1)
         assert rag.store.chunk("a") is None
-        # a question that began before keeps nothing under an id that means other tokens by now
+        # a question with the old chunk stores nothing under an id that has other tokens now
         scored = ScoredChunk(chunk=old, source="doc", retrieval_score=1.0, rerank_score=None, score=0.5)
         assert rag.query("Who founded it?", engine="block", max_new_tokens=1, chunks=[scored]).kv.misses == 1
         assert not rag.store.has_kv(rag.kv_loader.identity(Encoding.STANDALONE, old.token_ids))
@@ -141,7 +141,7 @@ def test_overlapping_chunks_under_their_own_ids(tmp_path, model_folder):
 def test_a_document_takes_over_the_kv_of_one_that_changes_in_the_same_ingest(
     tmp_path, model_folder, monkeypatch, together
 ):
-    """In one transaction, and in two."""
+    """In one transaction and in two."""
     monkeypatch.setattr(ingester, "TOGETHER_BYTES", together)
     (folder := tmp_path / "notes").mkdir()
     (folder / "a.txt").write_text("Mill 1 makes flour.")

@@ -1,4 +1,4 @@
-"""Engine apb on an index and on files: whole documents in blocks, stored, appended to, damaged."""
+"""Engine apb on an index and on files: whole documents in blocks that are stored, extended and damaged."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ragkv.types import Encoding
 BLOCKS = 60
 QUESTION = f"What stands after {book(1)}?"
 UNEVEN = {"apb": {**LENGTHS, "block": 12}}
-"""Blocks that begin and end within chunks."""
+"""Block sizes that do not align with chunks."""
 SHORT, FEW = book(6), 4
 """A text, and its number of such blocks."""
 
@@ -31,14 +31,16 @@ def model(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> str:
 
 
 def made(folder: Path, model: str, **settings: Any) -> RagKV:
-    """With exact KV: a new block that reads rounded ones differs in its last bits from one made with them."""
+    """An index with exact KV: a new block over rounded KV would differ in the last bits from one encoded with the
+    others.
+    """
     settings = {"engines": ("apb",), "chunk_tokens": CHUNK, "codec": "raw", "tuning": UNEVEN, **settings}
     return RagKV.create(folder, model=model, **settings)
 
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The blocks that are encoded, by number."""
+    """Records the numbers of the encoded blocks."""
     from ragkv.model.apb.document import LongDocument
 
     ran: list[int] = []
@@ -64,7 +66,7 @@ def test_a_book_is_stored_in_blocks_and_answers(tmp_path, model, counted):
         again = rag.query(QUESTION, engine="apb", max_new_tokens=6)
     assert again.text == answer.text
     assert (again.kv.hits, again.kv.misses) == (FEW, 0)
-    # nothing stored: the first question makes it all, and the next finds it
+    # the first question encodes all blocks, and the next one finds them
     with made(tmp_path / "bare", model, engines=("block",)) as rag:
         rag.ingest(source)
         first = rag.query(QUESTION, engine="apb", max_new_tokens=6)
@@ -116,7 +118,7 @@ def test_questions_about_a_file_encode_it_for_themselves(model, counted, caplog)
         assert stream.answer.kv.misses == FEW + 1
         assert counted == list(range(FEW))
     assert "one block" not in caplog.text
-    # below the length where APB wins, and nothing said: plain attention, as `full` reads it
+    # by default, a document below the length at which APB is faster is read with full attention
     with Contexts(loaded, [("book", SHORT)], IndexConfig()) as files:
         streams = [files.stream("Where is the reef?", engine=name, max_new_tokens=6) for name in ("apb", "full")]
         for each in streams:
@@ -130,7 +132,7 @@ def test_questions_about_a_file_encode_it_for_themselves(model, counted, caplog)
 
 
 def planned(rag: RagKV) -> Blocks:
-    """The blocks of the one document that the index holds."""
+    """The planned blocks of the index's only document."""
     index = rag.index
     assert index.blocks is not None
     compressor = compressor_for(index.blocks.compressor, index.model)
@@ -150,12 +152,12 @@ def test_a_book_that_grows_by_a_block_encodes_one(tmp_path, model):
     with made(tmp_path / "index", model, tuning={"apb": LENGTHS}) as rag:
         short = rag.ingest(source)
         assert planned(rag).layout.blocks == BLOCKS
-        assert (short.kv_encoded, short.kv_reused) == (BLOCKS + 1, 0)  # the anchor too
+        assert (short.kv_encoded, short.kv_reused) == (BLOCKS + 1, 0)  # including the anchor
         source.write_text(book(BLOCKS))
         whole = rag.ingest(source)
         old = planned(rag)
         assert (old.layout.tokens, old.layout.blocks) == (BLOCKS * BLOCK, BLOCKS)
-        assert (whole.kv_encoded, whole.kv_reused) == (1, BLOCKS)  # the last block was not full
+        assert (whole.kv_encoded, whole.kv_reused) == (1, BLOCKS)  # the last block was incomplete
         source.write_text(book(BLOCKS + 1))
         more = rag.ingest(source)
         assert (more.kv_encoded, more.kv_reused, more.tokens) == (1, BLOCKS + 1, BLOCK)

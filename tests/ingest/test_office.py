@@ -1,4 +1,4 @@
-"""Spreadsheets, slides, books, OpenDocument texts, mail and DOCX: what is read, and what is refused."""
+"""Spreadsheets, slides, e-books, OpenDocument texts, mail and DOCX: what is read, and what is refused."""
 
 import io
 import zipfile
@@ -167,7 +167,7 @@ def test_what_unpacks_to_too_much_is_refused_while_it_is_unpacked(monkeypatch, l
         parse(media_type_of("odt"), odt("<p>Kesk</p>" * 200_000))
 
 
-# ---- DOCX: files that python-docx wrote, and by hand what it cannot write
+# ---- DOCX: files written by python-docx, and by hand what it cannot write
 
 
 W = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
@@ -180,7 +180,7 @@ def saved(document: object) -> bytes:
 
 
 def package(body: str, **parts: str) -> bytes:
-    """A package of one document, and of parts that it names by their kind."""
+    """A package of one document and of the given parts."""
     relations = "".join(f'<Relationship Id="{k}" Type="x/{k}" Target="{k}.xml"/>' for k in parts)
     space = 'xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006"'
     return archive(
@@ -302,7 +302,7 @@ WHOLE = report()
 @settings(max_examples=60)
 @given(st.randoms(use_true_random=False))
 def test_damaged_docx_is_read_or_refused(rng):
-    """Of the package's bytes, and of the XML within, which the checksum of the package would hide."""
+    """Damage in the package's bytes, and in the XML inside, with valid package checksums."""
     data = bytearray(WHOLE)
     if rng.random() < 0.6:
         with zipfile.ZipFile(io.BytesIO(WHOLE)) as good:

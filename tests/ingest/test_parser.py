@@ -251,7 +251,7 @@ def test_pdf_encrypted_with_aes(tmp_path, monkeypatch):
     locked = pdf([["x"]], password="owner", user="user", method="AES_256")
     assert reason(tmp_path, "b.pdf", locked) == "PDF is protected with a password; save it without one"
 
-    def lacking(*_: object) -> object:  # what pypdf does without the library
+    def lacking(*_: object) -> object:  # pypdf's behaviour without the library
         raise DependencyError("cryptography>=3.1 is required for AES algorithm")
 
     monkeypatch.setattr("pypdf.PdfReader", lacking)
@@ -362,7 +362,7 @@ print(json.dumps([found, [skip.path.name for skip in skipped]]))
 
 
 def test_another_package_adds_loaders(tmp_path):
-    """Found by its installed metadata, in a fresh process; whatever is wrong with it costs its own files only."""
+    """Found by its installed metadata in a new process; its errors only affect its own files."""
     documents = tmp_path / "documents"
     documents.mkdir()
     for name in ("a.recipe", "b.log", "c.htm", "d.extra", "e.late", "f.absent", "g.crash", "h.wrong", "i.gap", "j.txt"):
@@ -374,8 +374,8 @@ def test_another_package_adds_loaders(tmp_path):
     missing_capabilities = "lacks something (No module named 'their_missing_module'); install it"
     assert found == {
         "a.recipe": ["application/x-recipe", "recipe", "Soup", "Soup", ["step 2: burnt"]],
-        "b.log": "no recipe",  # and not for .txt, whatever the system calls the type of .log
-        "c.htm": ["text/html", "theirs", None, None, []],  # theirs, not ours
+        "b.log": "no recipe",  # and not as .txt, whatever MIME type the system has for .log
+        "c.htm": ["text/html", "theirs", None, None, []],  # the plug-in's loader takes precedence
         "d.extra": "It needs the boiler; pip install boiler",
         "e.late": f"its loader their_loader:read_late {missing_capabilities}",
         "f.absent": f"its loader their_missing_module:read {missing_capabilities}",
@@ -411,7 +411,7 @@ def test_the_example_of_the_documentation():
 def table_pdf(
     rows: list[list[str]], *, lines: str = "ALL", pages: int = 1, rotate: int = 0, repeat: bool = False
 ) -> bytes:
-    """A sentence, a table and a sentence on each page. `lines` are fpdf2's borders of the table."""
+    """Pages with a sentence, a table and a sentence. `lines` are fpdf2's borders of the table."""
     document = FPDF(format=(148, 210))
     document.set_font("helvetica", size=10)
     for page in range(pages):
@@ -424,7 +424,7 @@ def table_pdf(
     if rotate:
         whole = PdfWriter(clone_from=io.BytesIO(document.output()))
         for each in whole.pages:
-            each.rotate(rotate).transfer_rotation_to_content()  # drawn askew, and turned upright for the reader
+            each.rotate(rotate).transfer_rotation_to_content()  # drawn rotated, and displayed upright
             each.rotate(360 - rotate)
         whole.write(found := io.BytesIO())
         return found.getvalue()
@@ -454,7 +454,7 @@ PRICE_ROWS = [
 def test_a_pdfs_table_becomes_rows_in_their_place(tmp_path, lines, rotate):
     source = read(tmp_path, "a.pdf", table_pdf(PRICES, lines=lines, rotate=rotate))
     parts = [(s.heading, source.text[s.start : s.end].strip(), s.alone, s.page) for s in source.sections]
-    if lines == "SINGLE_TOP_LINE":  # one rule: nothing says that it is a table
+    if lines == "SINGLE_TOP_LINE":  # a single line does not mark a table
         assert all(not alone for *_, alone, _ in parts)
         return
     assert parts == [
@@ -478,7 +478,7 @@ def test_tables_of_three_rules_as_papers_have_them(tmp_path):
     for top in (40, 120):
         for y in (0, 12, 33):
             document.line(60, top + y, 140, top + y)
-        document.line(60, top + 6, 105, top + 6)  # below a name of two columns
+        document.line(60, top + 6, 105, top + 6)  # below a header of two columns
         cells = [(5, "", "both", ""), (10, "animal", "kind", "price"), (17, "gnu", "stuffed and", "92.50")]
         for y, *texts in [*cells, (21, "", "brushed", ""), (26, "", "plain", "13.65"), (31, "emu", "frozen", "8.99")]:
             for x, text in zip((61, 85, 125), texts, strict=True):
@@ -522,7 +522,7 @@ def test_without_pdfplumber_or_with_damage_a_table_is_text(tmp_path, monkeypatch
 
 
 def squeezed(*lines: str) -> bytes:
-    """A page whose font claims a space of a full em, while its words stand a quarter apart, without one."""
+    """A page whose font declares spaces of a full em, while its words are a quarter em apart, without spaces."""
     shown = b" ".join(b"[(%s)] TJ T*" % b") -280 (".join(map(str.encode, line.split())) for line in lines)
     content = b"BT /F 11 Tf 14 TL 50 700 Td " + shown + b" ET"
     return bomb.pdf(
@@ -538,7 +538,7 @@ def test_spaces_that_pypdf_loses_are_pdfiums(tmp_path, monkeypatch):
     lines = "The mill at Varn makes flour of oats and the river", "drives its wheel in every month but one of the year."
     data = squeezed(*lines)
     assert read(tmp_path, "a.pdf", data).text == " ".join(lines)
-    other = "What pdfium sees is something else\n" + lines[1]  # a line that both see gets its spaces
+    other = "What pdfium sees is something else\n" + lines[1]  # spaces are only added to lines that both libraries read
     monkeypatch.setattr("pypdfium2.PdfTextPage.get_text_range", lambda self: other)
     assert read(tmp_path, "a.pdf", data).text == f"{lines[0].replace(' ', '')} {lines[1]}"
     monkeypatch.setitem(sys.modules, "pypdfium2", None)
@@ -551,14 +551,14 @@ LETTER = "The mill at Varn was sold to Ann Lee in the spring of 1912."
 
 
 def scanned(text: str = LETTER) -> bytes:
-    """A page with this text as a PNG, at 200 dots an inch."""
+    """A page with this text as a PNG, at 200 dpi."""
     page = pypdfium2.PdfDocument(pdf([[text]]))[0].render(scale=200 / 72, grayscale=True).to_pil()
     page.save(found := io.BytesIO(), "PNG", dpi=(200, 200))
     return found.getvalue()
 
 
 def scans(picture: bytes, times: int = 2) -> bytes:
-    """A typed page, `times` that are this picture, and a blank one."""
+    """A page of text, the picture on `times` pages, and a blank page."""
     document = FPDF(format=(148, 210))
     document.set_font("helvetica", size=11)
     document.add_page()
@@ -588,7 +588,7 @@ def test_scanned_pages_and_images_are_read(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("tesseract") is None, reason="tesseract is not installed")
 def test_scanned_words_have_boxes(tmp_path):
-    """Those of the lines that a chunk holds a word of, on the upright page; a typed page has none."""
+    """Boxes of the lines of which a chunk contains a word, on the upright page; a page of text has none."""
     page = FPDF(format=(148, 210))
     page.add_page()
     page.set_font("helvetica", size=11)
@@ -601,7 +601,7 @@ def test_scanned_words_have_boxes(tmp_path):
     picture = pypdfium2.PdfDocument(bytes(page.output()))[0].render(scale=200 / 72, grayscale=True).to_pil()
     picture.save(upright := io.BytesIO(), "PNG")
     exif = picture.getexif()
-    exif[0x0112] = 6  # of a camera that was held on its side
+    exif[0x0112] = 6  # from a camera in portrait orientation
     picture.rotate(90, expand=True).save(turned := io.BytesIO(), "PNG", exif=exif)
     for name, data, number in (("a.png", turned.getvalue(), None), ("a.pdf", scans(upright.getvalue(), times=1), 2)):
         source = read(tmp_path, name, data)

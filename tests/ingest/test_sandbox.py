@@ -1,4 +1,4 @@
-"""Files that were made to take the machine with them: each is read or skipped with a reason, in bounded memory."""
+"""Malicious files: each is read, or skipped with a reason, in bounded memory."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def reader() -> Iterator[SourceReader]:
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[SourceReader]:
-    """For files that another limit ends: however slow the machine is, it is not the time."""
+    """A reader for files that hit another limit: the time limit is out of reach on any machine."""
     with SourceReader(replace(LIMITS, seconds=3600)) as made:
         yield made
 
@@ -69,20 +69,20 @@ def test_a_bomb(name, reader, patient, tmp_path):
 
 
 def test_too_much_memory_and_too_long_cost_one_file(tmp_path):
-    # Lists of nothing: 60 bytes each of three.
+    # Empty lists: three bytes each take 60 bytes of memory.
     (tmp_path / "a.json").write_bytes(b"[" + b"[]," * 1_500_000 + b"[]]")
-    # Attributes that are each compared with all before: minutes, where another file takes a fifth of a second.
+    # Attributes that are each compared with all before: minutes, where other files take a fifth of a second.
     (tmp_path / "b.html").write_bytes(b"<p " + b" ".join(b"a%d=1" % n for n in range(100_000)) + b">words</p>")
     (tmp_path / "c.html").write_text(VALVES)
     tight = replace(LIMITS, characters=16_000_000, memory=64 << 20, seconds=3600)
-    brief = replace(LIMITS, seconds=0)  # and the second that each file may take
+    brief = replace(LIMITS, seconds=0)  # plus the second that every file gets
     for name, limits, reason in (
         ("a.json", tight, "takes more than 64 MiB of memory to read, which is ingest.max_memory"),
         ("b.html", brief, "takes more than 0 s of computing to read: raise ingest.max_seconds"),
     ):
         with SourceReader(limits) as reader:
             assert read(reader, tmp_path / name) == reason
-            reader._limits = replace(LIMITS, seconds=3600)  # however slow the machine is, this one is read
+            reader._limits = replace(LIMITS, seconds=3600)  # long enough on any machine
             found = read(reader, tmp_path / "c.html")
         assert isinstance(found, SourceText)
         assert "valves" in found.text
@@ -114,7 +114,7 @@ def test_half_an_answer_is_none(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for a process that is not its child")
 def test_the_process_ends_with_the_one_that_started_it(tmp_path):
-    """A killed ingest leaves no process that goes on reading."""
+    """A killed ingest leaves no reader process."""
     (tmp_path / "a.html").write_bytes(b"<p " + b" ".join(b"a%d=1" % n for n in range(1_000_000)) + b">words</p>")
     path, limits = tmp_path / "a.html", replace(LIMITS, memory=1 << 30, seconds=3600)
     request = {"path": str(path), "name": "a.html", "media_type": "text/html", "size": path.stat().st_size}
@@ -145,7 +145,7 @@ def test_the_same_is_read_as_in_this_process(tmp_path):
 
 
 def test_a_file_may_be_allowed_more_bytes_than_there_is_memory(tmp_path):
-    """A small file is read whatever `max_file` says; taking memory for the limit left every file out."""
+    """A small file is read with any `max_file`; allocating that much at once made every file fail."""
     (tmp_path / "a.md").write_text("The mill is old.")
     for limits in (replace(LIMITS, file=1 << 62), replace(LIMITS, file=512 << 20, memory=128 << 20)):
         with SourceReader(limits) as reader:

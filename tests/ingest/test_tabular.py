@@ -51,10 +51,10 @@ def test_excels_own_mark_of_the_delimiter(tmp_path):
     ("first", "below", "header"),
     [
         ("name,city", "Halden,Varn", True),
-        ("name,1990,1991", "Halden,5,6", True),  # a column for each year
-        (",name,size", "0,Halden,5", True),  # a frame's index
+        ("name,1990,1991", "Halden,5,6", True),  # one column per year
+        (",name,size", "0,Halden,5", True),  # the index column of a data frame
         ("Halden,1907", "Bolt,1912", False),
-        ("Halden,Varn", "Bolt,Varn", False),  # a name that is a value, too
+        ("Halden,Varn", "Bolt,Varn", False),  # a header name that also occurs as a value
         ("1990,1991", "5,6", False),
         ("2020-01-02,up", "2020-01-03,down", False),
         (",,x", "1,2,3", False),
@@ -99,7 +99,7 @@ def test_huge_fields_and_what_the_limit_was(tmp_path):
 
 
 def test_a_chunk_is_a_row_or_a_part_of_one(tmp_path):
-    """Also of rows that are short: the chunks of the others are the same when one is put between them."""
+    """Also with short rows: the other rows' chunks stay the same when one is inserted."""
     lines = ["name,note"] + [f"n{i},{'long words ' * (80 if i == 3 else 1)}" for i in range(6)]
 
     def chunks(lines: list[str]) -> list[tuple[str | None, str]]:
@@ -197,8 +197,8 @@ def test_json_documents_of_rows(tmp_path):
     records = [{"text": "one"}, "two", {"a": "three"}]
     expected = [("row 1", "one"), ("row 2", "two"), ("row 3", "a: three")]
     assert rows(read(tmp_path, "a.json", json.dumps(records, indent=1))) == expected
-    assert rows(read(tmp_path, "b.jsonl", json.dumps(records))) == expected  # by its name, lines
-    assert rows(read(tmp_path, "c.json", lines(*records))) == expected  # by its name, a document
+    assert rows(read(tmp_path, "b.jsonl", json.dumps(records))) == expected  # its name says lines
+    assert rows(read(tmp_path, "c.json", lines(*records))) == expected  # its name says one document
     held = {"version": 1, "data": [{"text": "one"}, {"a": "three"}]}
     assert rows(read(tmp_path, "d.json", json.dumps(held))) == [("row 1", "one"), ("row 2", "a: three")]
     assert rows(read(tmp_path, "e.json", json.dumps({"text": "one", "by": "x"}))) == [("row 1", "by: x\n\none")]
