@@ -1,4 +1,4 @@
-"""The command as a user types it, an index of two documents, a file of questions."""
+"""Fixtures of the commands' tests: an index of two documents, and a file of questions."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ragkv.ingest.sandbox import SourceReader, read_source
 
 @pytest.fixture(autouse=True)
 def nobodys_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variables and no user file of whoever runs the tests."""
+    """Without environment variables or the user file of the person who runs the tests."""
     for name in VARIABLES.values():
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
@@ -38,7 +38,7 @@ def documents(tmp_path) -> Path:
 
 @pytest.fixture
 def index(tmp_path, documents, model_folder) -> Path:
-    """Two chunks, each with its KV in two encodings."""
+    """An index of two chunks, each with KV in two encodings."""
     tuning = {"block": {"over": "standalone"}}
     with RagKV.create(
         tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128, tuning=tuning
@@ -57,13 +57,13 @@ def questions(tmp_path) -> Path:
 
 @pytest.fixture
 def read_here(monkeypatch) -> None:
-    """Files are read in this process: another one, for each ingest that needs it, takes a third of a second."""
+    """Read files in this process: starting one per ingest takes a third of a second."""
     monkeypatch.setattr(SourceReader, "read", lambda reader, source: read_source(source, reader._limits))
 
 
 @pytest.fixture
 def no_model(monkeypatch) -> None:
-    """Nothing may load it."""
+    """Loading a model fails the test."""
 
     def load(_: Index) -> None:
         raise AssertionError("the model was loaded")

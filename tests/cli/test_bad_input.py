@@ -1,5 +1,6 @@
-"""What people get wrong: one sentence on stderr that says what to do, exit code 1 or 2, nothing on stdout,
-no traceback, and nothing half-written."""
+"""User errors: one sentence on stderr that says what to do, exit code 1 or 2, nothing on stdout, no traceback, and no
+partial writes.
+"""
 
 import io
 import json
@@ -38,7 +39,7 @@ EACH = ("query Who?", "ls", "stats", "verify", "repair", "gc", "delete x", "back
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
-    """An index that has been asked before, so that no question has to keep anything; and things that are none."""
+    """An index that has answered before, so that a question stores nothing; and paths that are not indexes."""
     folder = tmp_path_factory.mktemp("place")
     documents = folder / "documents"
     documents.mkdir()
@@ -47,8 +48,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[
     with RagKV.create(folder / "made", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
         rag.ingest(documents)
         rag.query("Who founded Halden Works?", max_new_tokens=1)
-        rag.backup(folder / "index")  # not as long as the map, so quick to copy
-    with RagKV.open(folder / "index") as rag:  # a backup holds nothing derived: questions make it, and --where its part
+        rag.backup(folder / "index")  # smaller than the map, so quick to copy
+    with RagKV.open(folder / "index") as rag:  # a backup has no derived indexes; questions build them
         rag.query("Who founded Halden Works?", max_new_tokens=1, where=["source=*"])
     with RagKV.create(folder / "hollow", model=str(model_folder)) as rag, pytest.raises(RetrievalError):
         rag.query("Who founded Halden Works?")
@@ -168,7 +169,7 @@ TABLE: list[tuple[str, int, str]] = [
     (INTO + " --context-tokens -1", 2, "encoding.context is a number of tokens from 0 to 65536"),
     (INTO + " --dtype float8", 2, "dtype must be one of"),
     (INTO + " --retrieval dense", 2, "needs an embedder"),
-    # text from a pipe, which here is none
+    # no text is piped
     (PIPED + " --prune", 2, "- is not a folder"),
     (PIPED + " -", 2, "give - once"),
     (PIPED + " --type xls", 2, "No loader reads the type 'xls'; choose one of csv,"),
@@ -207,7 +208,7 @@ TABLE: list[tuple[str, int, str]] = [
     (CONTEXT + " --context {folder}/strange/long.txt", 2, "positions; give less context"),
     (CONTEXT + " --engine pced --max-rows 2", 2, "needs 3 rows at a time, but --max-rows is 2"),
     (CONTEXT + " --engine turbo", 2, "Unknown engine 'turbo'"),
-    # what is asked
+    # questions
     (ASK + " --engine warp", 2, "Unknown engine 'warp'; choose one of all, apb, ape, blend, block, full"),
     (ASK + " --model mini", 1, "was made by model"),
     (ASK + " --retrieval psychic", 2, "--retrieval must be one of"),
@@ -227,7 +228,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("chat --index {index} --engine warp", 2, "Unknown engine 'warp'"),
     ("chat --index {index}", 2, "not UTF-8 text"),
     ("chat --index {index} --top-k 0", 2, "--top-k must be at least 1, not 0"),
-    # what is looked at, or dropped
+    # inspection and deletion
     ("show zyzzyva --index {index}", 2, "No chunk's id begins with 'zyzzyva'"),
     ("show halden.md:7 --index {index}", 2, "halden.md ends with chunk 0 (the first is 0); there is no 7"),
     ("show nobody.md:0 --index {index}", 2, "No document is called 'nobody.md'"),
@@ -240,7 +241,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("delete bolt.txt --index {index}", 2, "Deleting 1 document needs --yes when stdin is not a terminal."),
     ("delete --where title=X --yes --index {index}", 2, "No document matches --where"),
     ("config show --index {index} --codec int4", 1, "was made with codec = half, not int4"),
-    # what is changed, made ahead and served
+    # configuration, warming and serving
     (SET + "kv_budget=much", 2, "must be a number of bytes"),
     (SET + "kv=sometimes", 2, "must be one of all, on-demand"),
     (SET + "codec=raw", 2, "which config set does not change: ingest into another --index with --codec raw."),
@@ -282,7 +283,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("doctor --index {folder}/none", 2, "There is no index at"),
     ("doctor --quick", 2, "There is no index at"),
     (DOCTOR + " --health --quick", 2, "--health compares nothing"),
-    # what is planned, measured and tuned
+    # planning, measuring and tuning
     ("plan --zipf 1", 2, "--zipf needs --index DIR or --chunks"),
     ("plan --zipf 1 --questions x --index {index}", 2, "give one of them"),
     ("plan a.txt --index {index}", 2, "leave PATH"),
@@ -328,7 +329,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("eval retrieval {folder}/plain.jsonl --index {index}", 1, "No chunk of the index is relevant"),
     ("models {folder}/none", 1, "No model folder at"),
     ("models {model} --families all", 2, "not both"),
-    # what is trained
+    # training
     (FINETUNE + " --full-weights", 2, "either --lora-rank or --full-weights"),
     (FINETUNE + " --sink all", 2, "sink must be one of"),
     (FINETUNE + " --bos never", 2, "prompt.bos must be one of auto, none"),
@@ -350,7 +351,7 @@ TABLE: list[tuple[str, int, str]] = [
 
 
 def state(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file with its size and when it was written; locks come and go."""
+    """Every file with its size and modification time, without locks."""
     paths = (Path(parent, name) for parent, _, names in os.walk(folder) for name in names if "lock" not in name)
     return {str(path): ((stat := path.stat()).st_size, stat.st_mtime_ns) for path in paths}
 

@@ -1,4 +1,4 @@
-"""`ragkv query --questions`: rows in, rows out, resumed, refused by line."""
+"""`ragkv query --questions`: input and output lines, resuming, errors by line."""
 
 import fcntl
 import json
@@ -48,14 +48,14 @@ def test_every_question_is_answered_as_one_by_one(ragkv, ask, index, tmp_path):
     alone = json.loads(alone.out)
     same = ("question", "answer", "engine", "finish_reason", "sources", "decoding")
     assert {key: found[1][key] for key in same} == {key: alone[key] for key in same}
-    assert found[2]["kv"]["memory_hits"] == found[2]["kv"]["hits"] > 0  # the first one read them
+    assert found[2]["kv"]["memory_hits"] == found[2]["kv"]["hits"] > 0  # the first question loaded them
 
 
 def test_it_goes_on_where_it_was(ask, tmp_path):
     output = tmp_path / "answers.jsonl"
     assert ask(ROWS[:1]).code == 0
     with output.open("a") as file:
-        file.write('{"id": 2, "question": "What does B')  # killed while it wrote
+        file.write('{"id": 2, "question": "What does B')  # killed during a write
     kept = output.read_text().splitlines()[0]
     summary = json.loads(ask(ROWS, "--json").out)
     assert (summary["kept"], summary["answered"], summary["failed"]) == (1, 2, [])
@@ -157,7 +157,7 @@ MANY = [{"id": number, "question": f"{ROWS[number % 2]['question']} – {number}
 
 @pytest.mark.slow
 def test_killed_in_the_middle_of_a_line_and_resumed(ask, index, tmp_path):
-    """After some whole lines and so many bytes of the next: nothing, half a key, half a character, all but its end."""
+    """After some complete lines and a part of the next: nothing, half a key, half a character, all but the newline."""
     assert ask(MANY).code == 0
     output = tmp_path / "answers.jsonl"
     whole = output.read_bytes().splitlines()
@@ -173,7 +173,7 @@ def test_killed_in_the_middle_of_a_line_and_resumed(ask, index, tmp_path):
         assert code == -signal.SIGKILL, message
         done += left
         assert [json.loads(line)["id"] for line in output.read_bytes().split(b"\n")[:done]] == [*range(done)]
-    assert json.loads(ask(MANY, "--json").out)["answered"] in (12 - done, 11 - done)  # the last was whole but its end
+    assert json.loads(ask(MANY, "--json").out)["answered"] in (12 - done, 11 - done)  # all but the newline
     result = [{key: row[key] for key in ("id", "question", "answer", "sources")} for row in lines(output)]
     assert result == [{key: json.loads(row)[key] for key in result[0]} for row in whole]
 

@@ -1,4 +1,4 @@
-"""`ragkv chat` at a terminal and in a pipe, on the bundled model."""
+"""`ragkv chat` at a terminal and in a pipe, with the bundled model."""
 
 import io
 import json
@@ -56,7 +56,7 @@ def test_a_follow_up_finds_what_an_earlier_turn_named(chat, engine):
     for answer in answers:
         assert [source["document"] for source in answer["sources"]] == ["corvo.txt"]
         assert answer["engine"] == engine
-        assert answer["kv"]["misses"] == 0  # the past stands after the documents
+        assert answer["kv"]["misses"] == 0  # the history comes after the documents
     assert "Periis Zelosman" in answers[0]["answer"]
 
 
@@ -99,7 +99,7 @@ def test_a_pipe_gets_answers_and_nothing_else(chat):
 
 def test_what_fails_is_said_and_the_conversation_goes_on(chat):
     ran = chat("/engine warp", "zyzzyva", "/sources", "/conjure", "Who founded Halden Works?", options=("--json",))
-    assert ran.code == 2  # the last failure's
+    assert ran.code == 2  # the last error's
     lines = [json.loads(line) for line in ran.out.splitlines()]
     assert ["error" in line for line in lines] == [True, True, True, True, False]
     for message in ("Unknown engine 'warp'", "No chunk of the index matches", "no answer yet", "/help lists them"):
@@ -119,7 +119,7 @@ def test_commands_at_a_terminal(chat, index):
     assert "full answers from now on" in ran.err
     assert "mapreduce" in ran.err
     mistaken = chat("/engine warp", terminal=True)
-    assert (mistaken.code, "Unknown engine 'warp'" in mistaken.err) == (0, True)  # somebody is there to correct it
+    assert (mistaken.code, "Unknown engine 'warp'" in mistaken.err) == (0, True)  # a user at a terminal can correct it
 
 
 @pytest.mark.parametrize("presses", [1, 2])
@@ -136,7 +136,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(chat, monkeypatch, presses):
 
     monkeypatch.setattr(Runtime, "tokens", interrupted)
     before = signal.getsignal(signal.SIGINT)
-    ran = chat("Who founded Dorn Glass?", "Who founded Halden Works?", terminal=True)  # the first is not remembered
+    ran = chat("Who founded Dorn Glass?", "Who founded Halden Works?", terminal=True)  # the first is forgotten
     assert ran.code == 0, ran.err
     assert "cancelled; the conversation continues" in ran.err
     first, second = ran.out.splitlines()
@@ -151,7 +151,7 @@ def test_ctrl_c_ends_a_pipe(chat, monkeypatch):
         yield
 
     monkeypatch.setattr(Runtime, "tokens", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background tests inherit SIG_IGN
     try:
         assert chat("Who founded Dorn Glass?", "Who founded Halden Works?").code == 130
     finally:

@@ -1,4 +1,4 @@
-"""The command as a user types it: output on stdout, one sentence on stderr, exit codes 0, 1 and 2."""
+"""Commands: output on stdout, one sentence on stderr, exit codes 0, 1 and 2."""
 
 import errno
 import json
@@ -83,7 +83,7 @@ def test_an_answer_by_a_schema_or_a_sentence_about_it(ragkv, index, tmp_path):
 
 @pytest.mark.parametrize(("codec", "most"), [("int8", 0.3), ("int4", 0.17)])
 def test_lossy_codecs_answer_from_less(ragkv, documents, tmp_path, model_folder, codec, most):
-    """The random model is float32, so the share of its bytes is half of that of bf16."""
+    """The random model is float32, so its share is half of that of bf16."""
     index = tmp_path / codec
     made = ragkv("ingest", documents, "--index", index, "--model", model_folder, "--codec", codec)
     assert made.code == 0
@@ -142,8 +142,9 @@ def test_what_the_system_refuses_is_a_sentence(ragkv, index, monkeypatch, error,
 
 
 def test_the_installed_command_answers(index):
-    """Once in a process of its own: entry point, streams and exit code, and that no vector search is loaded for words.
-    Modules are counted, never times."""
+    """Once in a new process: entry point, streams, exit code, and no import of vector search for a lexical query.
+    Modules are counted, never times.
+    """
     command = [Path(sys.executable).parent / "ragkv", "query", "Who founded Halden Works?", "--index", index, "--json"]
     words, counted = ("--max-new-tokens", "2", "--retrieval", "bm25"), {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run([*command, *words], capture_output=True, text=True, check=True, env=counted)
@@ -199,7 +200,7 @@ def test_a_reader_that_leaves_is_no_failure(words):
 
 
 def test_numba_sends_a_terminal_no_escape_sequence():
-    """It would set up colorama, which resets the terminal's colours at the end."""
+    """numba would initialise colorama, which resets the terminal's colours at exit."""
     pytest.importorskip("colorama")
     pytest.importorskip("numba")
     code = "import contextlib, sys; from ragkv.cli.main import main; sys.argv[1:] = ['--version']\n"
@@ -220,7 +221,7 @@ def test_numba_sends_a_terminal_no_escape_sequence():
 
 @pytest.mark.parametrize("closed", ["1>&-", pytest.param("1>&- 2>&-", marks=pytest.mark.nightly), "0<&- 1>&- 2>&-"])
 def test_closed_streams_lead_nowhere(tmp_path, closed):
-    """The next files that are opened do not get their numbers, and with them what is printed."""
+    """Files that are opened later do not get their descriptors, and with them the output."""
     keys = tmp_path / "keys"
     line = f'"$@" {closed}'
     done = subprocess.run(

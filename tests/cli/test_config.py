@@ -1,4 +1,4 @@
-"""`ragkv config`, that what it says is what the other commands do, the user file, and where each value comes from."""
+"""`ragkv config`, that its values are those the other commands use, the user file, and each value's origin."""
 
 import json
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from ragkv.errors import ConfigError
 
 @pytest.fixture(autouse=True)
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user file that is not there yet; its path."""
+    """The path of a user file that does not exist yet."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "xdg" / "ragkv").mkdir(parents=True)
@@ -24,7 +24,7 @@ def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def empty(tmp_path: Path, model_folder: Path) -> Path:
-    """An index of nothing."""
+    """An empty index."""
     RagKV.create(tmp_path / "empty", model=str(model_folder), codec="zstd").close()
     return tmp_path / "empty"
 
@@ -75,14 +75,14 @@ def test_an_index_says_what_it_was_built_with(ragkv, own_file, monkeypatch, empt
     assert found["device"] == ("cpu", "file")
     assert found["codec"] == ("zstd", "index")
     assert found["model"][1] == found["prompt.system"][1] == "index"
-    assert found["decoding.temperature"] == (None, "default")  # what the file says is for new indexes
+    assert found["decoding.temperature"] == (None, "default")  # the file's value only applies to new indexes
     assert found["top_k"] == (3, "environment")
     assert result(ragkv, "--top-k", 4)["top_k"] == (4, "flag")
     shown = ragkv("config", "show")
     assert "RAGKV_MODEL=other/model contradicts the index" in shown.err
-    assert len(shown.out.splitlines()) == 1 + len(found)  # a pipe has no width, so nothing is folded
+    assert len(shown.out.splitlines()) == 1 + len(found)  # no line is wrapped in a pipe
     changed = ragkv("config", "show", "--changed").out
-    assert "candidates" in changed  # it is written in ragkv.toml
+    assert "candidates" in changed  # it is saved in ragkv.toml
     assert "decoding.temperature" in shown.out
     assert "decoding.temperature" not in changed
 
@@ -128,7 +128,7 @@ def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, 
     )
     shown = ragkv("config", "show", "--index", empty, "--codec", "raw")
     assert (shown.code, "leave --codec out" in shown.sentence) == (1, True)
-    assert ragkv("ingest", tmp_path / "a.txt", "--index", empty, "--codec", "zstd").code == 0  # a flag goes first
+    assert ragkv("ingest", tmp_path / "a.txt", "--index", empty, "--codec", "zstd").code == 0  # a flag takes precedence
 
 
 def test_an_index_without_documents_is_shown_as_ingest_would_make_it_anew(ragkv, empty):
@@ -174,7 +174,7 @@ def test_what_it_may_say(tmp_path):
     assert (read.settings["engines"], read.settings["prompt"].system) == (("ape",), "Be brief.")
     watch = written(tmp_path, '[[watch]]\nindex = "notes-index"\nfolder = "notes"\nprune = true\n').watch
     assert [(each.index, each.folder, each.prune) for each in watch] == [("notes-index", "notes", True)]
-    # an embedder may come from the flag, so a mode that needs one is no mistake yet
+    # an embedder may come from a flag, so a mode that needs one is not an error yet
     assert written(tmp_path, 'retrieval = "dense"').settings == {"retrieval": "dense"}
 
 

@@ -1,4 +1,4 @@
-"""What others wrote is shown and not obeyed, on whatever way it comes to stdout and stderr."""
+"""Untrusted text is shown with its control characters escaped, on every path to stdout and stderr."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from ragkv.util.display import json_text, one_line, visible
 
 ESCAPES = "\x1b]52;c;SGk=\x07"
 KEPT = "\u00ad\u200b\u200c\u200d"
-"""Soft hyphen, zero-width space and joiners: of the spelling of Thai, Persian, Hindi and emoji."""
+"""Soft hyphen, zero-width space and joiners, which Thai, Persian, Hindi and emoji need."""
 
 
 def test_every_control_and_bidi_character_is_written_out():
@@ -145,12 +145,12 @@ def test_notes_and_errors_are_lines(monkeypatch):
     assert err.getvalue().splitlines() == [
         r"a\nb [/x] :bug: \x1b]52;c;SGk=\x07",
         "a",
-        r"        b\x1b]52;c;SGk=\x07",  # a tab as rich shows it
+        r"        b\x1b]52;c;SGk=\x07",  # a tab as rich expands it
         r"ragkv: Bad \x1b]52;c;SGk=\x07\r\n name.",
     ]
 
 
-@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second is that of stdout in the C locale
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # stdout uses the second in the C locale
 def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch, errors):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", errors=errors))
@@ -165,7 +165,7 @@ def test_an_encoding_that_lacks_a_character_is_no_traceback(monkeypatch, errors)
 
 
 class Kept(Progress):
-    """A bar that is drawn once more at its end, and not taken away."""
+    """A progress bar that is redrawn at its end, and kept."""
 
     def __init__(self, *columns: Any, **options: Any) -> None:
         super().__init__(*columns, **options | {"transient": False})

@@ -1,4 +1,4 @@
-"""`ragkv query --context`: questions about whole files, without an index."""
+"""`ragkv query --context`: questions about whole files without an index."""
 
 import json
 
@@ -64,7 +64,7 @@ def test_what_a_person_reads(about, tmp_path):
     done = about(QUESTION, "--quiet", "--stream")
     assert (done.err, done.code) == ("", 0)
     done = about(QUESTION, model="mini")
-    assert MINI_NOTE not in done.err  # it was asked for
+    assert MINI_NOTE not in done.err  # --model mini was given
 
 
 def test_settings_of_the_user_file_hold(about, ragkv, documents, tmp_path, monkeypatch):

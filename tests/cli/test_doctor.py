@@ -1,4 +1,4 @@
-"""`ragkv doctor` as a user types it, what `ragkv stats` says afterwards, and `ragkv tune`."""
+"""`ragkv doctor`, what `ragkv stats` shows afterwards, and `ragkv tune`."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from ragkv.store import Store
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "400")  # a temporary folder's name may be long, and tables are cut to the width
+    monkeypatch.setenv("COLUMNS", "400")  # wide enough for the path of a temporary folder, because tables are cut
 
 
 def test_a_report_for_people(ragkv, index):
@@ -114,7 +114,7 @@ def test_the_table_the_winner_and_the_config(ragkv, index, questions):
     assert "1 question without a gold answer left out" in ran.err
     for part in ("full", "as it was", "best", "prefix", "temperature", "scale", "0 of 1", "--holdout validates"):
         assert part in ran.out
-    # nothing is right with a random model: a tie of all, and the setting that changes least
+    # a random model gets nothing right: all tie, and the setting with the fewest changes wins
     assert "Wrote" in ran.out
     assert load_config(index).tuning["ape"] == {"temperature": 1.0, "scale": 1.0}
     again = tune(ragkv, index, questions)

@@ -1,4 +1,4 @@
-"""`ragkv eval retrieval`, on an index and on benchmarks, `ragkv eval answers` and `ragkv eval tasks`, as typed."""
+"""`ragkv eval retrieval` on an index and on benchmarks, `ragkv eval answers` and `ragkv eval tasks`."""
 
 import json
 
@@ -14,7 +14,7 @@ from ragkv.runtime import Runtime
 
 @pytest.fixture
 def embedder(monkeypatch) -> CountingEmbedder:
-    """What `--embedder words` means; `--reranker words` counts the question's words in a text."""
+    """The embedder `--embedder words`; `--reranker words` counts the question's words in a text."""
     made = CountingEmbedder()
     words.install(monkeypatch, embedder=lambda **_: made)
     return made
@@ -36,7 +36,7 @@ def test_own_questions_are_asked_of_the_index(ragkv, index, judged):
     found = ragkv("eval", "retrieval", judged, "--index", index, "--modes", "bm25", "--k", "1,2,3,4,5,6,7,8,9")
     assert found.code == 0, found.err
     header, row = found.out.splitlines()
-    assert len(row) > 100  # no figure is cut off where there is no terminal
+    assert len(row) > 100  # not truncated without a terminal
     assert header.split() == ["engine", *(f"recall@{k}" for k in range(1, 10)), "mrr@9", "ndcg@9"]
     assert row.split() == ["bm25", *["1.000", "±.00"] * 11]
     assert "judged: 2 questions" in found.err
@@ -98,12 +98,12 @@ def test_a_benchmark_is_measured_in_every_mode_of_the_embedder(ragkv, tmp_path, 
     assert found.code == 0, found.err
     recall = {row["engine"]: row["value"] for row in json.loads(found.out) if row["metric"] == "recall@5"}
     assert list(recall) == ["dense", "sparse", "colbert", "hybrid", "bm25"]
-    # four passages: the dense ones rank all of them, the lexical ones those that share a word with the question
+    # of four passages, dense search ranks all, and lexical search those that share a word with the question
     assert recall["dense"] == recall["colbert"] == recall["hybrid"] == 1
     assert recall["bm25"] == recall["sparse"] == pytest.approx((1 + 1 / 2 + 1) / 3)
     assert len(embedder.texts) == 4
     assert ragkv(*command).out == found.out
-    assert len(embedder.texts) == 4  # all were in the work folder
+    assert len(embedder.texts) == 4  # all vectors were in the work folder
 
 
 def test_without_an_embedder_there_is_bm25_and_a_word_about_it(ragkv, tmp_path, monkeypatch):
@@ -117,7 +117,7 @@ def test_without_an_embedder_there_is_bm25_and_a_word_about_it(ragkv, tmp_path, 
 
 def test_the_reranker_is_measured_beside_the_plain_mode(ragkv, tmp_path, monkeypatch):
     class LongWords:
-        """Relevant is what shares a word of five letters or more."""
+        """A text is relevant if it shares a word of five letters or more."""
 
         name = "long words"
 
@@ -133,11 +133,11 @@ def test_the_reranker_is_measured_beside_the_plain_mode(ragkv, tmp_path, monkeyp
         assert found.code == 0, found.err
         return {row["engine"]: row["value"] for row in json.loads(found.out) if row["metric"] == f"mrr@{k}"}
 
-    # BM25 puts "Varn is a town" before the flour, for its "is"; the reranker turns them round
+    # BM25 ranks "Varn is a town" before the flour, because of "is"; the reranker swaps them
     assert engines() == {"bm25": pytest.approx(5 / 6), "bm25+rerank": 1}
     assert engines("--rerank") == {"bm25+rerank": 1}
     assert engines("--no-rerank") == {"bm25": pytest.approx(5 / 6)}
-    # at k = 1 the right one is among two candidates, and not the first
+    # at k = 1 the right passage is among the two candidates, but not the first
     assert engines("--rerank", "--candidates", 1, k=1) == {"bm25+rerank": pytest.approx(2 / 3)}
     assert engines("--rerank", "--candidates", 2, k=1) == {"bm25+rerank": 1}
 
@@ -176,7 +176,7 @@ def test_the_vectors_of_the_corpus_are_those_that_the_modes_need(ragkv, tmp_path
     assert {path.name.split(".", 1)[1] for path in work.rglob("*.np*")} == {"dense.npy"}
     asked.clear()
     assert ragkv(*command, "--modes", "bm25").code == 0
-    assert asked == {}  # words alone: the embedder is not even loaded
+    assert asked == {}  # a lexical search does not load the embedder
 
 
 SMALL = "secret-code(words=5)"

@@ -1,4 +1,4 @@
-"""`ragkv finetune block` and `data` as a user types them."""
+"""`ragkv finetune block` and `ragkv finetune data`."""
 
 import json
 import tomllib

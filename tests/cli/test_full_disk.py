@@ -1,5 +1,6 @@
-"""A disk that fills up during an ingest: one sentence, an index that answers with what was committed, and the same
-command finishes once there is room."""
+"""A disk that fills up during an ingest: a one-sentence error, an index that answers from the committed documents, and
+a rerun that completes once there is space.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +19,7 @@ from ragkv.store.record import Manifest
 
 DOCUMENTS = 4
 MEBIBYTES = {"tmpfs": 4, "limit": 6}
-"""Room for some of the documents: on a disk only what is written counts, in a file its whole length."""
+"""Room for some of the documents: a disk counts written pages, a quota the file's length."""
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +36,12 @@ def undisturbed(documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     index = tmp_path_factory.mktemp("undisturbed") / "index"
     with RagKV.create(index, model="mini", engines=("block",)) as rag:
         rag.ingest(documents)
-        rag.query("Who founded Halden00 Works?")  # which keeps the prefix's KV
+        rag.query("Who founded Halden00 Works?")  # which stores the prefix's KV
     return index
 
 
 def content(index: Path) -> tuple[dict[str, Any], dict[bytes, Any]]:
-    """Everything that an ingest brings, by id; KV by key."""
+    """The content of an ingest by id, and KV by key."""
     with Store.open(index, readonly=True) as store:
         rows = {
             stored.document.document_id: (stored.document, stored.recipe, store.text(stored.document.document_id))
@@ -92,7 +93,7 @@ def test_a_full_disk(way: str, documents: Path, undisturbed: Path, tmp_path: Pat
     for key, kv in tensors.items():
         other = expected_tensors[key]
         for one, two in zip((*kv.keys, *kv.values), (*other.keys, *other.values), strict=True):
-            torch.testing.assert_close(one, two)  # another batch rounds otherwise
+            torch.testing.assert_close(one, two)  # another batch size rounds differently
 
 
 SETTING = """

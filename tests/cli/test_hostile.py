@@ -1,4 +1,4 @@
-"""Indexes that somebody else made: every command ends with an answer or a sentence, and touches nothing outside."""
+"""Untrusted indexes: every command ends with a result or an error sentence, and has no effect outside."""
 
 import os
 import random
@@ -33,7 +33,7 @@ def attack(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Atta
 
 @pytest.fixture
 def largest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What was asked of the memory for KV, which `tracemalloc` does not see."""
+    """Records the largest requests of memory for KV, which `tracemalloc` does not see."""
     asked: list[int] = [0]
     fresh = record.huge_memory
 
@@ -66,7 +66,7 @@ def commands(index: Path, copy: Path) -> list[tuple[object, ...]]:
 
 
 def some(found: list[tuple[object, ...]], seed: str) -> list[tuple[object, ...]]:
-    """All commands by night, four otherwise; the question that saves a retrieval index is always among them."""
+    """Nightly all commands, otherwise four; the question that saves a retrieval index is always included."""
     return found if NIGHTLY else [*random.Random(seed).sample(found, 3), found[4]]
 
 
@@ -109,8 +109,9 @@ def test_changed_rows_end_as_answers_or_sentences(
 
 @pytest.mark.parametrize("kind", ["shapes", "segments", "codecs"])
 def test_crafted_records_are_found_missed_and_mended(attack: Attack, ragkv: Run, tmp_path: Path, kind: str) -> None:
-    """A record that is not what its model makes: `verify` says so, with `--quick` too where its manifest is wrong; a
-    question encodes its chunk anew and answers as ever; `repair` leaves nothing to find."""
+    """A record that its model does not produce: `verify` reports it, with `--quick` too if its manifest is wrong; a
+    question encodes its chunk again with the usual answer; after `repair` nothing is reported.
+    """
     index, asked = tmp_path / "index", ("query", QUESTION, "--engine", "ape", "--max-new-tokens", "4", "--quiet")
     attack.write(index, Change("none"))
     assert ragkv("verify", "--index", index).code == 0

@@ -1,4 +1,4 @@
-"""Documents, names, models and questions full of control characters: none of them reaches a terminal or a pipe raw."""
+"""Documents, names, models and questions with control characters: none reaches a terminal or a pipe unescaped."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from nightly import NIGHTLY
 from ragkv import RagKV
 from ragkv.config import PromptConfig
 
-# the clipboard, a reset, a title, concealed text, a cleared screen, C1's CSI, bidi and invisible marks, markup, emoji
+# clipboard access, reset, title, concealed text, cleared screen, C1's CSI, bidi and invisible marks, markup, emoji
 EVIL = (
     "\x1b]52;c;SGk=\x07 \x1bc\x1b]0;owned\x1b\\\x1b[8m\x1b[2J\x9b31m\x7f\x08\r\u202egpj\u2066\u2069\u200f\u061c\u2028"
     "\u2029\ufeff\U000e0041[red]R[/red][/link][link=x]L :bug: "
@@ -22,7 +22,7 @@ EVIL = (
 WORDS = f"# Heading {EVIL}\n\nHalden Works was founded by {EVIL} Mira Oskel in 1907.\tA tab.\n"
 TEXT = json.dumps({"title": f"Title {EVIL}", "text": WORDS})
 OURS = re.compile(r"\x1b\[(?:[0-7]|3[0-79]|38;[25](?:;\d+)+|[349]\d|;)*m|\x1b\[(?:2K|1A|\?25[lh])")
-"""What rich draws: colours and weights, never concealed; a bar's line cleared, the line before it, the cursor."""
+"""Sequences that rich writes: colours and weights (never concealed), clearing a bar's line, moving up, the cursor."""
 RAW = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
@@ -30,7 +30,7 @@ RAW = re.compile(
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
-    """Everything with a name of the worst kind; in the folder, a file whose name is not even UTF-8."""
+    """An index in which every name is hostile; one file name is not UTF-8."""
     folder = tmp_path_factory.mktemp("place")
     evil = EVIL.replace("/", "")
     documents = folder / f"docs {evil}\n"
@@ -53,7 +53,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[
 
 
 def commands(place: dict[str, Path], way: str) -> list[dict[str, Any]]:
-    """Every command that shows what somebody else wrote; `way` names what is written, so that both runs can be."""
+    """Every command that shows untrusted text; `way` names the output, so that both runs can exist."""
     folder, index, evil = place["folder"], ["--index", str(place["index"])], EVIL.replace("/", "")
     ask = [*index, "--max-new-tokens", "24", "--engine"]
     lines: list[list[str]] = [
@@ -130,7 +130,7 @@ def test_no_command_hands_a_control_character_on(place, tmp_path, monkeypatch):
         for stream in ("out", "err"):
             text = result[stream].encode("latin-1").decode("utf-8")
             if terminal:
-                text = OURS.sub("", text.replace("\r\n", "\n")).replace("\r", "")  # a bar goes back to its line's begin
+                text = OURS.sub("", text.replace("\r\n", "\n")).replace("\r", "")  # a bar rewrites its line
             assert RAW.findall(text) == [], (line, stream, text)
             seen += "\\x1b" in text or "\\u001b" in text
             if "--json" in line and stream == "out" and result["code"] == 0:
@@ -149,7 +149,7 @@ def test_no_command_hands_a_control_character_on(place, tmp_path, monkeypatch):
     }
     index = place["index"]
     rows = piped[f"ls --index {index} --quiet"].splitlines()
-    assert len(rows) == 2, rows  # a document is a row, whatever its name holds
+    assert len(rows) == 2, rows  # one row per document, whatever its name
     found = json.loads(piped[f"ls --index {index} --json"])["documents"]
     assert any(one["source"].endswith("\nsecond row.jsonl") and EVIL.replace("/", "") in one["source"] for one in found)
     [answers] = place["folder"].glob("made *.jsonl")

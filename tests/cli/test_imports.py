@@ -1,4 +1,4 @@
-"""What a command loads: importing torch takes longer than most commands run. Modules are counted, never times."""
+"""The modules that a command imports: importing torch takes longer than most commands. No times are compared."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ print(json.dumps(loaded))
 
 
 def loaded(*commands: list[str], heavy: list[str] = HEAVY) -> list[list[object]]:
-    """After each of the commands, run one after another in a process: its exit code, its error, the heavy modules."""
+    """Run commands one after another in a process; returns each one's exit code, error and imported heavy modules."""
     words = [sys.executable, "-c", PROGRAM, json.dumps(heavy), json.dumps(commands)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -64,13 +64,13 @@ def test_commands_that_look_at_an_index_load_no_torch(
 
 
 def test_a_command_loads_no_other_command(index: Path) -> None:
-    """And nothing that only a server, a progress bar or a version needs."""
+    """And no module that only a server, a progress bar or a version needs."""
     others = ["bench", "evaluate", "finetune", "doctor", "ingest", "plan", "serve", "chat"]
     needless = [*(f"ragkv.cli.{name}" for name in others), "http.client", "rich.progress", "markdown_it", "ssl"]
     commands = [["ls", "--index", str(index)], ["config", "show", "--index", str(index)]]
     assert loaded(*commands, heavy=[*HEAVY, *needless]) == [[0, "", []]] * 2
     rendering = ["http.client", "ssl", "rich.progress", "importlib.metadata", "ragkv.ingest", "ragkv.store"]
-    package = ["numpy", "lmdb", "llama_index"]  # `import ragkv` alone is light
+    package = ["numpy", "lmdb", "llama_index"]  # `import ragkv` by itself imports little
     assert loaded(["--help"], heavy=[*HEAVY, *rendering, *package]) == [[0, "", []]]
 
 

@@ -1,4 +1,4 @@
-"""`ragkv ingest`: from a pipe, without writing, with what it leaves out said, and interrupted."""
+"""`ragkv ingest` from a pipe, dry runs, reported skips, and interruptions."""
 
 import hashlib
 import io
@@ -33,7 +33,7 @@ def test_the_box_of_ocr_is_in_the_source_and_shown(ragkv, model_folder, tmp_path
 
 @pytest.fixture
 def pipe(ragkv, monkeypatch):
-    """The command with these bytes on its stdin."""
+    """Run the command with these bytes on stdin."""
 
     def run(data: bytes, *arguments: object):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -43,7 +43,7 @@ def pipe(ragkv, monkeypatch):
 
 
 def state(folder: Path) -> dict[str, str]:
-    """Every file of the index but the table of readers, which reading changes."""
+    """Every file of the index except LMDB's reader table, which reading changes."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in folder.rglob("*")
@@ -52,7 +52,7 @@ def state(folder: Path) -> dict[str, str]:
 
 
 def test_chunks_that_saw_their_document(ragkv, tmp_path, model_folder):
-    """Asked for at an ingest, kept by the index, and shown by what counts."""
+    """Enabled at an ingest, kept by the index, and shown by the commands that count."""
     text = "".join(f"Part {n}. It is made by company number {n}.\n\n" for n in range(8))
     (tmp_path / "parts.txt").write_text(text)
     index = tmp_path / "index"
@@ -69,7 +69,7 @@ def test_chunks_that_saw_their_document(ragkv, tmp_path, model_folder):
     assert stats["context_cost"] == round(1 + 40 * stats["chunks"] / stats["tokens"], 1) > 1
     shown = ragkv("stats", "--index", index).out
     assert f"at most {stats['context_cost']} times the tokens to encode" in shown
-    assert encodings.keys() == {"context", "prefixed"}  # nothing stands before the first
+    assert encodings.keys() == {"context", "prefixed"}  # the first chunk sees only the prefix
     assert ragkv("query", "Who makes it?", "--index", index, "--engine", "pced", "--max-new-tokens", 1).code == 0
     plan = ragkv("plan", tmp_path / "parts.txt", *chosen, "--context-tokens", 40, "--seconds", 1).out
     assert "is encoded behind" in plan
@@ -86,7 +86,7 @@ def test_stdin_is_a_document_that_its_name_updates(ragkv, pipe, index):
     assert json.loads(pipe(text, *command).out)["unchanged"] == ["stdin:corvo.md"]
     newer = text.replace(b"Ida", b"Ann")
     assert json.loads(pipe(newer, *command).out)["updated"] == ["stdin:corvo.md"]
-    retyped = json.loads(pipe(newer, *command, "--type", "txt").out)  # the same bytes, read as something else
+    retyped = json.loads(pipe(newer, *command, "--type", "txt").out)  # the same bytes, read as another type
     assert retyped["updated"] == ["stdin:corvo.md"]
     pipe(newer, *command)
     asked = ragkv("query", "Who founded Corvo Mills?", "--index", index, "--max-new-tokens", 1, "--json")

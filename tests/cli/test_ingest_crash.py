@@ -1,4 +1,4 @@
-"""`ragkv ingest`, killed and interrupted at any moment, comes to the same index in the end."""
+"""`ragkv ingest`, killed and interrupted at any moment, finally gives the same index."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from clichild import run_script
 
 
 def ingestcrash(**options: int) -> dict[str, int]:
-    """What the harness counted; it ends with a traceback where something was lost or left half done."""
+    """The harness's counts; it fails with a traceback if anything was lost or left incomplete."""
     count: dict[str, int] = json.loads(run_script("ingestcrash", *(f"--{name}={n}" for name, n in options.items())))
     return count
 

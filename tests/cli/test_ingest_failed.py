@@ -1,4 +1,4 @@
-"""A failed or mistyped `ragkv ingest` leaves what was there before, and nothing that the next one stumbles over."""
+"""A failed or mistyped `ragkv ingest` leaves everything as before, and nothing that disturbs the next one."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from ragkv.store.environment import WriterLock
 
 
 class Broken(words.WordEmbedder):
-    """An embedder that loads, and fails on every document."""
+    """An embedder that loads, and fails for every document."""
 
     modes = frozenset(("dense",))
 
@@ -80,7 +80,7 @@ def test_an_unforeseen_error_leaves_nothing(ingest, tmp_path, monkeypatch):
 
 def test_the_same_command_makes_the_index_afterwards(ingest, tmp_path, monkeypatch):
     index = tmp_path / "index"
-    index.mkdir()  # it was there, and stays
+    index.mkdir()  # it existed before, so it is kept
     with monkeypatch.context() as patched:
         patched.setattr(LanguageModel, "encode", interrupt)
         assert ingest(index).code == 130
@@ -90,7 +90,7 @@ def test_the_same_command_makes_the_index_afterwards(ingest, tmp_path, monkeypat
 
 
 def test_what_was_stored_stays(ingest, tmp_path, documents, monkeypatch):
-    """One document is in the index, or the KV of one that is not complete: the next run goes on from there."""
+    """A document in the index, or KV of an incomplete one: the next run continues from there."""
     index, write = tmp_path / "index", Store.write_changes
     (documents / "long.txt").write_text("Bolt Ltd makes valves of copper. " * 40)
     monkeypatch.setattr("ragkv.ingest.ingester.BATCH_TOKENS", 16)
@@ -110,7 +110,7 @@ def test_what_was_stored_stays(ingest, tmp_path, documents, monkeypatch):
 
 
 def test_memory_is_a_setting(ingest, tmp_path, monkeypatch):
-    """Pages of the store are given back when they take half of it; a wrong amount is refused at once."""
+    """The store releases mapped pages beyond half of the limit; an invalid amount is refused at once."""
     refused = ingest(tmp_path / "index", "--memory", "much")
     assert (refused.code, (tmp_path / "index").exists()) == (2, False)
     assert "ingest.memory must be a number of bytes" in refused.err
@@ -120,7 +120,7 @@ def test_memory_is_a_setting(ingest, tmp_path, monkeypatch):
     monkeypatch.setattr("ragkv.ingest.ingester.mapped_bytes", lambda: next(payload))
     monkeypatch.setattr(Store, "give_back_pages", lambda store: given.append(store))
     assert ingest(tmp_path / "index", "--memory", "128MiB").code == 0
-    assert not given  # 40 MiB more than at first
+    assert not given  # only 40 MiB more than at the start
     assert ingest(tmp_path / "other", "--memory", "64MiB").code == 0
     assert given
 
@@ -131,7 +131,7 @@ def test_an_index_that_somebody_else_writes_to_or_had_before_stays(tmp_path, mod
     assert not rollback.remove()
     RagKV.create(folder, model=str(model_folder)).close()
     with WriterLock(folder / "store").hold("another's ingest"), ThreadPoolExecutor(1) as pool:
-        assert not pool.submit(rollback.remove).result()  # a thread of its own does not share this one's lock
+        assert not pool.submit(rollback.remove).result()  # another thread does not share this thread's lock
     assert (folder / "ragkv.toml").exists()
     CreationRollback(folder).remove()
     assert (folder / "ragkv.toml").exists()
@@ -147,7 +147,7 @@ def test_an_emptied_index_takes_another_model(ragkv, index, documents, model_fol
     assert ragkv(*asked, "--max-new-tokens", 1).code == 0
     assert ragkv("delete", "*", "--yes", "--index", index).code == 0
     assert ragkv(*command, "--model", broken).code == 1
-    assert load_config(index).model == str(model_folder)  # as it was
+    assert load_config(index).model == str(model_folder)  # unchanged
     assert ragkv(*command, "--model", folder, "--engines", "block").code == 0
     answered = ragkv(*asked, "--max-new-tokens", 1)
     assert answered.code == 0, answered.err
@@ -168,7 +168,7 @@ def test_from_python(tmp_path, model_folder, documents):
         with pytest.raises((ModelLoadError, ConfigError)):
             RagKV.create(tmp_path / "new", **settings)
         assert not (tmp_path / "new").exists()
-    with RagKV.create(tmp_path / "new", model=model_folder) as first:  # a Path will do
+    with RagKV.create(tmp_path / "new", model=model_folder) as first:  # a Path is accepted
         assert first.config.model == str(model_folder)
         with pytest.raises(ConfigError, match="already"):
             RagKV.create(tmp_path / "new", model=model_folder)

@@ -1,4 +1,4 @@
-"""`ragkv ingest --long-documents apb`: lengths that are given, what is too short for it, and text that is appended."""
+"""`ragkv ingest --long-documents apb`: given lengths, documents that are too short, and appended text."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_appending_to_a_book_encodes_one_block(ragkv, tmp_path, model, source):
         return json.loads(asked.out)
 
     index, fresh = tmp_path / "index", tmp_path / "fresh"
-    assert ingested(index)["kv_encoded"] == BLOCKS + 1  # the anchor too
+    assert ingested(index)["kv_encoded"] == BLOCKS + 1  # including the anchor
     with source.open("a") as stream:
         stream.write(book(BLOCKS + 1).removeprefix(book(BLOCKS)))
     report = ingested(index)
@@ -57,10 +57,10 @@ def test_what_is_too_short_is_said_once(ragkv, tmp_path, model, source):
     assert json.loads(one.out)["one_block"] == [str(source)]
     assert json.loads(one.out)["kv_encoded"] == 1
     again = ragkv(*command, source)
-    assert "one block" not in again.err  # nothing was made
+    assert "one block" not in again.err  # nothing was encoded
     for name in ("more", "yet-more"):
         (tmp_path / f"{name}.txt").write_text(name + book(20))
-    (tmp_path / "note.txt").write_text("A chunk.")  # is one block for another reason
+    (tmp_path / "note.txt").write_text("A chunk.")  # one block for another reason
     several = ragkv(*command, *tmp_path.glob("*.txt"))
     assert several.err.count("2 documents are one block each") == 1
     assert "note.txt is" not in several.err

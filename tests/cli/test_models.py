@@ -1,4 +1,4 @@
-"""`ragkv models`: the recorded table, families tried anew, and one model described."""
+"""`ragkv models`: the recorded table, families tried again, and the description of one model."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`ragkv plan` as a user types it."""
+"""`ragkv plan`."""
 
 import inspect
 import json
@@ -59,7 +59,7 @@ def test_text_and_json_say_the_same(plan):
     assert [codec["codec"] for codec in found["codecs"]] == ["raw", "zstd", "half", "q8", "int8", "int4"]
     parts = [value for name, value in found["seconds"].items() if name != "total"]
     assert sum(parts) == pytest.approx(found["seconds"]["total"], abs=0.01)
-    # random Llama of the tests: 3 layers, 2 KV heads of 16, float32
+    # the tests' random Llama: 3 layers, 2 KV heads of 16, float32
     assert found["codecs"][0]["bytes_per_million_tokens"] == 2 * 3 * 2 * 16 * 4 * 1_000_000
 
 

@@ -1,4 +1,4 @@
-"""An index that may not be written answers all the same; one on a network file system is refused with the reason."""
+"""A read-only index answers; an index on a network file system is refused with the reason."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ QUESTION = "Who founded Halden Works?"
 
 @pytest.fixture
 def index(model_folder: Path) -> Iterator[Path]:
-    """An index in a folder that every user may enter, with all KV but for engine `block`."""
+    """An index in a folder that every user may enter, with all KV except for engine `block`."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     shutil.copytree(model_folder, folder / "model")

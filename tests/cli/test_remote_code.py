@@ -1,4 +1,4 @@
-"""A checkpoint that brings Python code: never run, never asked about, told in one sentence; `y` waits on stdin."""
+"""A checkpoint with Python code: never run, never prompted for, and one sentence in the error; `y` waits on stdin."""
 
 import io
 import json
@@ -45,7 +45,7 @@ AUTO_MAP = {
 
 
 class Trap:
-    """Copies of the mini models that carry `hostile.py`, and the file that it would make."""
+    """Copies of the mini models with `hostile.py`, and the file that running it would create."""
 
     def __init__(self, folder: Path, ragkv: Callable[..., Result]) -> None:
         self.folder = folder
@@ -56,7 +56,7 @@ class Trap:
         self.document.write_text("Halden Works was founded by Ann.")
 
     def model(self, source: Path, *, known: bool) -> Path:
-        """`known`: its model_type is one that transformers has code for."""
+        """`known`: transformers has code for its model_type."""
         copy = self.folder / f"{source.name}-{known}"
         shutil.copytree(source, copy)
         self.edit(copy / "config.json", auto_map=AUTO_MAP, **({} if known else {"model_type": "hostile"}))
@@ -88,7 +88,7 @@ class Trap:
 
 @pytest.fixture
 def trap(tmp_path: Path, ragkv: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Trap:
-    """Whoever asks on stdin fails; he would be answered yes."""
+    """Prompting on stdin fails the test; the answer would be yes."""
 
     def asked(*_: object) -> str:
         raise AssertionError("a question on stdin")
@@ -112,7 +112,7 @@ def test_an_index_whose_model_turned_hostile_is_refused(trap):
     trap.code(model)
     asked = trap.run("query", "Who founded Halden Works?", "--index", trap.index)
     assert asked.code == 1
-    assert "made by another version of model" in asked.err  # seen before any of its files is loaded
+    assert "made by another version of model" in asked.err  # noticed before any of its files is loaded
     assert trap.run("doctor", "--index", trap.index).code != 0
 
 
@@ -165,7 +165,7 @@ def test_modules_of_other_packages_and_elsewhere_are_refused(trap, kind, path, s
 )
 @pytest.mark.parametrize("source", [embedder_path, reranker_path])
 def test_an_attention_from_the_hub_is_refused(tmp_path, source, file, message):
-    """transformers would fetch such a kernel and run it, where the package `kernels` is installed."""
+    """transformers would download such a kernel and run it if the package `kernels` is installed."""
     folder = tmp_path / "model"
     shutil.copytree(source(), folder)
     held = json.loads((folder / file).read_text()) if (folder / file).exists() else {}

@@ -1,4 +1,4 @@
-"""`ragkv show` and `ragkv ls`: what an index keeps, told without a model."""
+"""`ragkv show` and `ragkv ls`: the content of an index, shown without a model."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def index(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     (folder / "notes").mkdir()
     long = " ".join(
         f"Halden{n} Works was founded by Mira{n} Oskel." for n in range(60)
-    )  # 16 chunks and more: two ids begin alike
+    )  # more than 16 chunks: two ids have a common prefix
     (folder / "notes" / "halden.md").write_text(f"# Halden Works\n\n{long}\n")
     (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
     (folder / "copy.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
@@ -46,7 +46,7 @@ def test_a_chunk_with_all_that_is_kept_of_it(ragkv, index):
     with RagKV.open(index, readonly=True) as rag:
         halden = [chunk for chunk in rag.store.chunks() if chunk.document_id.endswith("halden.md")]
         text = rag.store.text(halden[0].document_id)
-    assert len(halden) > 16  # so that two ids begin alike
+    assert len(halden) > 16  # so that two ids have a common prefix
     assert text is not None
     chunk = halden[1]
     assert (found["chunk_id"], found["ordinal"], found["text"]) == (chunk.chunk_id, 1, chunk.text)
@@ -69,7 +69,7 @@ def test_for_people(ragkv, index):
     assert shown.code == 0, shown.err
     for part in ("chunk 0", "KV, standalone", "zstd", "after a prefix of", "before", "none", "# Halden Works"):
         assert part in shown.out
-    assert all(line[0] != " " for line in shown.out.split("# Halden Works")[0].splitlines() if line)  # nothing folded
+    assert all(line[0] != " " for line in shown.out.split("# Halden Works")[0].splitlines() if line)  # not wrapped
     plain = ragkv("show", "bolt.txt:0", "--index", index, "--quiet").out
     assert plain == "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.\n"
     assert "shared by 2 chunks" in " ".join(ragkv("show", "bolt.txt:0", "--index", index).out.split())
@@ -115,7 +115,7 @@ def test_ls_goes_page_by_page_and_reads_no_more_than_it_shows(ragkv, index, monk
         while after is not None:
             read.clear()
             page = json.loads(ragkv("ls", *choice, "--index", index, "--limit", 1, "--after", after, "--json").out)
-            assert choice or len(read) <= 3  # and that of --after, and one to see whether there are more
+            assert choice or len(read) <= 3  # --after's document, and one to see whether there are more
             assert len(page["documents"]) == 1
             found += page["documents"]
             after = page["after"]
@@ -123,9 +123,9 @@ def test_ls_goes_page_by_page_and_reads_no_more_than_it_shows(ragkv, index, monk
     shown = ragkv("ls", "--index", index, "--limit", 2)
     assert f"--after {every['documents'][1]['document']}" in shown.err
     assert "halden.md" not in shown.out
-    named = ragkv("ls", "--index", index, "--after", "copy.txt", "--quiet")  # as the list shows it
+    named = ragkv("ls", "--index", index, "--after", "copy.txt", "--quiet")  # as listed
     assert named.out.splitlines() == [every["documents"][2]["document"]]
-    assert "3 documents" in ragkv("ls", "--index", index, "--after", "*.txt").err  # of several, none is meant
+    assert "3 documents" in ragkv("ls", "--index", index, "--after", "*.txt").err  # ambiguous
     assert "no more documents (of 3)" in ragkv("ls", "--index", index, "--after", "~").err
     assert ragkv("ls", "--index", index, "--limit", -1).code == 2
 
@@ -135,7 +135,7 @@ def test_ls_and_stats_with_conditions_read_no_other_documents(ragkv, index, monk
     shutil.rmtree(index / "derived" / "fields")
     assert [ragkv(*asked, "--index", index, "--json").out for asked in CONDITIONS] == expected
     with RagKV.open(index, device="cpu") as rag:
-        rag.retrieve("x", where=["source=*.md"])  # it makes the index of fields again
+        rag.retrieve("x", where=["source=*.md"])  # rebuilds the index of fields
     monkeypatch.setattr(Store, "documents", lambda *_, **__: pytest.fail("all documents are read"))
     assert [ragkv(*asked, "--index", index, "--json").out for asked in CONDITIONS] == expected
     with RagKV.open(index, device="cpu") as rag:

@@ -1,5 +1,6 @@
-"""The whole command tree: every command has --json and --quiet, an example, and a help text for each of its options;
-what is completed, and where colours go."""
+"""The whole command tree: every command has --json and --quiet, an example, and help for each option; completion and
+colours.
+"""
 
 import os
 import pty
@@ -23,7 +24,7 @@ COMMAND = Path(sys.executable).parent / "ragkv"
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Every command that does something, by its words."""
+    """All commands that do something, as word sequences."""
     group = group or typer.main.get_command(app)
     context = typer.Context(group)
     for name in group.list_commands(context):
@@ -65,7 +66,7 @@ def test_debug_may_stand_before_and_after_the_command(ragkv, tmp_path):
     for arguments in (("--debug", "stats"), ("stats", "--debug"), ("config", "show", "--debug")):
         with pytest.raises(ConfigError):
             ragkv(*arguments, "--index", tmp_path)
-    shown = ragkv("show", "--index", tmp_path, "--", "--debug")  # there it is a chunk's name
+    shown = ragkv("show", "--index", tmp_path, "--", "--debug")  # after `--` it is a chunk's name
     assert (shown.code, shown.sentence.startswith("ragkv: ")) == (2, True)
 
 
@@ -104,11 +105,11 @@ def test_no_colour_and_no_bar_where_nobody_looks(ragkv, tmp_path):
     assert failed.err.startswith("ragkv: ")
     assert "\x1b" not in failed.err
     with percent_bar(silent=False) as show:
-        assert show is None  # stderr is no terminal here
+        assert show is None  # stderr is not a terminal here
 
 
 def at_a_terminal(*arguments: object, **environment: str) -> tuple[subprocess.Popen[bytes], int]:
-    """The command with its stderr at a terminal of its own, which is the second of the pair."""
+    """Run the command with its stderr at a new terminal, the second of the pair."""
     ours, theirs = pty.openpty()
     known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""docs/tutorial.md, typed as it stands: the page shows what the commands print."""
+"""docs/tutorial.md, executed as written: its output blocks show what the commands print."""
 
 import json
 import re
@@ -17,14 +17,14 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIES = re.compile(
     r"\d[\d,.]* (?:ms|s\b|tokens/s|questions/s)"  # times and rates
     r"|(?<=load )\d+|(?<=saved seconds) +[\d.]+"
-    r"|(?<=kv hits) +\d+"  # how many questions were asked before
-    r"|^\[\d\](?= .*\(score )"  # equal scores are in the order of ids, which depend on the path
-    r"|(?<=file bytes|used bytes|free bytes) +[\d.]+"  # pages of LMDB that are free for now count too
-    r"|\d+(?= read from the store)"  # the runtime may still have them in memory
+    r"|(?<=kv hits) +\d+"  # depends on the questions asked before
+    r"|^\[\d\](?= .*\(score )"  # equal scores are ordered by ids, which depend on the path
+    r"|(?<=file bytes|used bytes|free bytes) +[\d.]+"  # LMDB's free pages count too
+    r"|\d+(?= read from the store)"  # the runtime may still hold them in memory
 )
 
 UNHURRIED = {"plan": ["--seconds", "100000"]}
-"""What a command is given besides: a plan would leave out what a slow machine has no time for."""
+"""Additional options of commands: a plan would skip what a slow machine has no time for."""
 
 
 def lines(text: str) -> list[str]:
@@ -32,7 +32,7 @@ def lines(text: str) -> list[str]:
 
 
 def first_words(plan: str) -> list[str]:
-    """Of the lines of a plan, without what it says about an unsteady machine."""
+    """The first words of a plan's lines, without the note about an unsteady machine."""
     return re.findall(r"^\w+", plan.partition("Do not trust")[0], re.MULTILINE)
 
 
@@ -41,7 +41,7 @@ def blocks(language: str = "") -> list[str]:
 
 
 def commands() -> Iterator[tuple[list[str], str]]:
-    """Each `ragkv` command of the page with what is shown below it."""
+    """Each `ragkv` command of the page with the output shown below it."""
     for block in blocks():
         for typed in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             command, _, shown = typed.partition("\n")
@@ -50,7 +50,7 @@ def commands() -> Iterator[tuple[list[str], str]]:
 
 
 def without_path(answer: dict[str, object]) -> dict[str, object]:
-    """An answer in JSON with its first source, without times, and without the id that depends on the file's path."""
+    """A JSON answer with its first source, without times and without the id that depends on the file's path."""
     [first, *_] = answer["sources"]  # type: ignore[misc]
     return {**answer, "sources": [{**first, "chunk_id": ""}], "timing_ms": [*answer["timing_ms"]]}  # type: ignore[misc]
 
@@ -58,8 +58,8 @@ def without_path(answer: dict[str, object]) -> dict[str, object]:
 @pytest.mark.slow
 def test_the_tutorial_shows_what_is_printed(ragkv, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ragkv.planning.calibration.ROUNDS", 1)  # the times vary; only what is measured is compared
-    monkeypatch.setenv("RAGKV_DTYPE", "bfloat16")  # elsewhere a processor without units for it takes float32
+    monkeypatch.setattr("ragkv.planning.calibration.ROUNDS", 1)  # times vary; only the counts are compared
+    monkeypatch.setenv("RAGKV_DTYPE", "bfloat16")  # the default on a processor without bfloat16 units is float32
     shutil.copytree(ROOT / "examples" / "corpus", "corpus")
     questions = (ROOT / "examples" / "questions.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     Path("some.jsonl").write_text("".join(questions[:4]), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The commands that keep an index well: what they print, what they leave, and how they end."""
+"""The maintenance commands: output, effects and exit codes."""
 
 import json
 import os
@@ -25,13 +25,13 @@ BEGAN = time.time()
 
 
 def edit(index: Path, change: Callable[[Transaction], object]) -> None:
-    """Change rows behind the store's back."""
+    """Modify rows without the store's knowledge."""
     with Store.open(index) as store:
         store._live().write(change)
 
 
 def flip(txn: Transaction, table: str, prefix: bytes = b"") -> None:
-    """One bit of the first row's value."""
+    """Flip one bit of the first row's value."""
     key, found = next(txn.scan(table, prefix))
     value = bytearray(bytes(found))
     value[len(value) // 2] ^= 1
@@ -39,7 +39,7 @@ def flip(txn: Transaction, table: str, prefix: bytes = b"") -> None:
 
 
 def ask(ragkv: Any, index: Path, *more: str) -> dict[str, Any]:
-    """An answer without what differs from run to run."""
+    """An answer without values that differ between runs."""
     found = ragkv("query", QUESTION, "--index", index, "--max-new-tokens", 8, "--json", *more)
     assert found.code == 0, found.err
     answer = json.loads(found.out)
@@ -85,7 +85,7 @@ def test_damage_is_told_repaired_and_answered_from(ragkv, index, table):
     assert json.loads(done.out)["found"] == payload["findings"]
     assert ragkv("verify", "--index", index).code == 0
     after = ask(ragkv, index, "--engine", "pced")
-    if table == "chunks":  # a chunk's heading stands nowhere else: the next ingest of its file finds it again
+    if table == "chunks":  # a chunk's heading is stored nowhere else: the next ingest of its file restores it
         for answer in (before, after):
             for source in answer["sources"]:
                 del source["heading"]
@@ -108,7 +108,7 @@ def test_repaired_tensors_are_the_old_ones(ragkv, index):
             assert new is not None
             assert new.encoded_at == old.encoded_at
             for a, b in zip((*new.keys, *new.values), (*old.keys, *old.values), strict=True):
-                # batches of other sizes add in another order, which may tip the codec's rounding
+                # other batch sizes sum in another order, which may change the codec's rounding
                 torch.testing.assert_close(a, b, atol=1e-5, rtol=2**-10)
 
 
@@ -166,7 +166,7 @@ def test_where_two_models_made_kv_nobody_knows_and_nothing_is_read(ragkv, index)
 
 
 def test_gc_drops_orphans_old_prefixes_and_stale_folders(ragkv, index):
-    ask(ragkv, index, "--engine", "block")  # keeps the prefix and builds the retrieval index
+    ask(ragkv, index, "--engine", "block")  # stores the prefix and builds the retrieval index
     text = (index / "ragkv.toml").read_text()
     (index / "ragkv.toml").write_text(text.replace("in one or two sentences", "briefly"))
     ask(ragkv, index, "--engine", "block")
@@ -177,7 +177,7 @@ def test_gc_drops_orphans_old_prefixes_and_stale_folders(ragkv, index):
     left = index / "derived" / "bm25" / "data-ofadeadsave"
     left.mkdir()
     (left / "x").write_bytes(b"12345")
-    assert json.loads(ragkv("gc", "--index", index, "--dry-run", "--json").out)["derived"] == 0  # may be at work
+    assert json.loads(ragkv("gc", "--index", index, "--dry-run", "--json").out)["derived"] == 0  # may be in use
     os.utime(left, (time.time() - 7200,) * 2)
     expected = {"records": 1, "segments": 0, "index_records": 1, "derived": 1, "derived_bytes": 5}
     dry = json.loads(ragkv("gc", "--index", index, "--dry-run", "--json").out)
@@ -245,7 +245,7 @@ def test_delete_by_name_path_id_and_pattern(ragkv, index, documents, no_model):
     with RagKV.open(index) as rag:
         assert rag.retrieve("valves", retrieval="bm25") == []
     found = json.loads(ragkv("verify", "--index", index, "--json").out)
-    assert (found["ok"], found["derived"]["bm25"]) == (True, "current")  # the delete has hidden it there too
+    assert (found["ok"], found["derived"]["bm25"]) == (True, "current")  # the delete hid it there too
     assert json.loads(ragkv("stats", "--index", index, "--json").out)["documents"] == 1
     gone = ragkv("delete", "bolt.txt", "--index", index, "--yes")
     assert (gone.code, gone.out) == (2, "")

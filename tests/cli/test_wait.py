@@ -1,4 +1,4 @@
-"""Two ingests into one index: the second waits and says for whom, or fails at once with `--no-wait`."""
+"""Two ingests into one index: the second names the holder and waits, or fails at once with `--no-wait`."""
 
 import os
 import re
@@ -21,7 +21,7 @@ with Store.open(sys.argv[1]) as store, store.writing("ragkv ingest docs/"):
     print("holding", flush=True)
     sys.stdin.read()
 """
-TIME = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d"  # with the day when it was before midnight
+TIME = r"(\d{4}-\d\d-\d\d )?\d\d:\d\d"  # with the date if it was before midnight
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_no_wait_names_the_holder(ragkv, index, tmp_path):
 def test_the_second_waits_and_a_killed_first_lets_it_go_on(index, tmp_path):
     holder = CliChild(index, program=HOLDER)
     with ExitStack() as stack:
-        stack.callback(holder.process.kill)  # or a failure here would wait for ever
+        stack.callback(holder.process.kill)  # otherwise a failure here would wait forever
         assert holder.line() == "holding\n"
         waiting = rf"waiting for PID {holder.process.pid} \(ragkv ingest docs/, since {TIME}\) …\n"
         children = [CliChild("ingest", tmp_path / "halden.md", "--index", index) for _ in range(2)]
@@ -88,7 +88,7 @@ def test_a_first_ingest_waits_without_a_line_of_the_log(ragkv, documents, tmp_pa
 
 @pytest.mark.slow
 def test_two_first_ingests_make_one_index(tmp_path, model_folder):
-    """Both find no index; one makes it, the other goes on with it."""
+    """Both find no index; one creates it, and the other uses it."""
     (tmp_path / "a.md").write_text("Halden Works was founded by Mira Oskel in 1907.")
     (tmp_path / "b.md").write_text("Corvo Mills was founded by Ida Brandt in Varn.")
     command = ("--index", tmp_path / "index", "--model", model_folder, "--quiet")

@@ -1,4 +1,4 @@
-"""`ragkv ingest --kv`, `ragkv warm`, `ragkv config set kv_budget=…` and `ragkv plan --index`, as they are typed."""
+"""`ragkv ingest --kv`, `ragkv warm`, `ragkv config set kv_budget=…` and `ragkv plan --index`."""
 
 import json
 
@@ -22,7 +22,7 @@ def lazy(ragkv, tmp_path):
 
 
 def read(ragkv, *arguments):
-    """The JSON of a command that succeeds."""
+    """The JSON output of a successful command."""
     message = ragkv(*arguments, "--json")
     assert message.code == 0, message.err
     return json.loads(message.out)

@@ -1,4 +1,4 @@
-"""`ragkv ingest --watch` and `[[watch]]` of `ragkv serve`: an index stays like its folders."""
+"""`ragkv ingest --watch` and `[[watch]]` of `ragkv serve`: an index follows its folders."""
 
 import json
 import os
@@ -29,7 +29,7 @@ PATIENCE = 600
 
 
 def content(rag: RagKV) -> list[object]:
-    """The documents with their texts, and the store's KV: what two indexes of the same files have in common."""
+    """The documents with their texts, and the store's KV, to compare two indexes of the same files."""
     documents = [(each.document, each.source, each.chunks, each.kv_bytes) for each in rag.document_stats()]
     texts = [(chunk.chunk_id, chunk.text, chunk.token_ids) for chunk in rag.store.chunks()]
     return [documents, texts, rag.stats().kv_records, rag.stats().orphans]
@@ -44,7 +44,7 @@ def until(holds) -> None:
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch) -> None:
-    """A walk begins, and a group of changes is complete, after a 20th of the time that users wait."""
+    """Scan and settle delays are a twentieth of the defaults."""
     whole, soon = watchfiles.watch, {"rust_timeout": 50}
     monkeypatch.setattr(watchfiles, "watch", lambda *folders, **settings: whole(*folders, **settings | soon))
     monkeypatch.setattr(watch, "SETTLE_MILLISECONDS", watch.SETTLE_MILLISECONDS // 20)
@@ -58,18 +58,18 @@ from ragkv.ingest import watch
 watch.SETTLE_MILLISECONDS //= 20
 main()
 """
-"""The command in a process of its own, in as much of a hurry."""
+"""The command in a new process, with the same short delays."""
 
 
 class Soon(threading.Event):
-    """Waits for a 20th of the time, too."""
+    """Also waits for a twentieth of the time."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return super().wait(timeout and timeout / 20)
 
 
 def save(path: Path, text: str) -> None:
-    """As an editor does, so that nobody reads a part of it."""
+    """Save atomically, as an editor does."""
     (path.parent / ".saved").write_text(text)
     (path.parent / ".saved").replace(path)
 
@@ -89,7 +89,7 @@ def rag(tmp_path, model_folder):
 
 
 def test_a_walk_reads_a_file_once_and_a_huge_one_never(rag, folder, monkeypatch):
-    """What cannot be read is a change too: the ingest says why it is left out."""
+    """A change to an unreadable file counts: the ingest reports why it is skipped."""
     (folder / "huge.txt").write_text("x" * 4096)
     (folder / "shut.txt").write_text("Nobody reads this.")
     hashed, digest = [], SourceFile.digest
@@ -117,7 +117,7 @@ def test_a_walk_reads_a_file_once_and_a_huge_one_never(rag, folder, monkeypatch)
 
 @pytest.mark.parametrize("moved", ["file", "folder"])
 def test_what_is_as_before_after_an_ingest_that_saw_something_else_is_ingested_again(rag, tmp_path, moved):
-    """The first ingest reads another sentence, or finds no file; the next walk finds what the first one found."""
+    """The first ingest reads other content, or finds no file; the next scan sees the original state again."""
     (folder := tmp_path / "notes" / "mills").mkdir(parents=True)
     (file := folder / "0.txt").write_text("Mill 0 makes flour.")
     os.utime(file, (0, 0))
@@ -145,7 +145,7 @@ def test_what_is_as_before_after_an_ingest_that_saw_something_else_is_ingested_a
 
 @pytest.fixture
 def followed(rag):
-    """`followed(folder, prune=True)` follows in a thread; returns the list of reports."""
+    """`followed(folder, prune=True)` follows the folder in a thread; returns the list of reports."""
     stop, threads, reports = Soon(), [], []
 
     def begin(*folders, prune=True, notify=reports.append):
@@ -167,7 +167,7 @@ def followed(rag):
 
 
 def changed(folder: Path, draw: random.Random) -> None:
-    """One change as people and programs make them."""
+    """One change of the kinds that people and programs make."""
     files, folders = sorted(folder.rglob("*.txt")), [folder, *sorted(p for p in folder.rglob("*") if p.is_dir())]
     at = draw.choice(folders) / f"{draw.randrange(40)}.txt"
     kind = draw.choice(["write", "write", "edit", "replace", "delete", "move", "folder", "moved folder", "empty"])
@@ -203,7 +203,7 @@ def test_after_many_changes_the_index_equals_a_new_one(folder, rag, followed, tm
     draw = random.Random(7)
     for number in range(CHANGES):
         changed(folder, draw)
-        if number % 40 == 39:  # what came before is ingested before the next changes
+        if number % 40 == 39:  # earlier changes are ingested before the next
             (folder / "mark.txt").write_text(f"Mark {number}.")
             until(lambda: f"Mark {number}." in [chunk.text for chunk in rag.store.chunks()])  # noqa: B023
     (folder / "last.txt").write_text("The last one.")
@@ -226,7 +226,7 @@ def test_deletions_need_prune_and_unreadable_files_are_named(folder, rag, follow
     (folder / "2.txt").write_text("Mill 2 makes oats.")
     until(lambda: any(each.updated for each in reports))
     assert rag.stats().documents == 8
-    assert sum(len(each.skipped) for each in reports) == 2  # each once
+    assert sum(len(each.skipped) for each in reports) == 2  # once each
 
 
 @pytest.mark.parametrize("gone", ["emptied", "removed"])
@@ -308,7 +308,7 @@ def test_the_server_does_the_work_while_it_is_up(folder, rag):
         jobs = httpx.get(f"{server.root}/api/indexes/own/jobs").json()["jobs"]
         assert [(job["state"], job["files"]) for job in jobs] == [("done", ["0.txt"]), ("done", ["new.txt"])]
         refused = httpx.post(f"{server.root}/api/indexes/own/changes", json={"sources": [], "gone": []})
-        assert refused.status_code == 404  # only at the index's socket
+        assert refused.status_code == 404  # only at the index's local socket
     (folder / "1.txt").unlink()
     assert json.loads(child.line())["pruned"] == [str(folder / "1.txt")]
     assert child.end(signal.SIGINT)[0] == 0

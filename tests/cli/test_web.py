@@ -1,4 +1,4 @@
-"""Pages of the web, from a server on this machine: `ragkv ingest http://…`."""
+"""Web pages from a local server: `ragkv ingest http://…`."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ BOLT = PAGE.format("Bolt Ltd", "Bolt Ltd makes valves and was founded by Ann Lee
 
 
 class Site(dict[str, Any]):
-    """Path to body, or to (status, headers, body); `asked` are the paths of all requests, `heads` their headers."""
+    """Path to body, or to (status, headers, body); `asked` has the paths of all requests, `heads` their headers."""
 
     address = ""
 
@@ -60,7 +60,7 @@ def site() -> Iterator[Site]:
         def log_message(self, *_: object) -> None: ...
 
     class Server(ThreadingHTTPServer):
-        def handle_error(self, *_: object) -> None: ...  # the reader hangs up on what is too large or too slow
+        def handle_error(self, *_: object) -> None: ...  # the reader closes large or slow connections
 
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -132,7 +132,7 @@ def test_a_page_that_has_not_changed_is_not_sent_again(site, command, tmp_path, 
     site |= {"/a.html": (304, {}, ""), "/b.html": (304, {}, ""), "/c.html": (304, {}, "")}
     report = json.loads(command(words).out)
     assert len(report["unchanged"]) == 2
-    assert [skip["reason"] for skip in report["skipped"]] == ["the server answers 304"]  # it was asked for the page
+    assert [skip["reason"] for skip in report["skipped"]] == ["the server answers 304"]  # unconditional
     asked = [(head["If-None-Match"], head["If-Modified-Since"]) for head in site.heads]
     assert [each for each in asked if any(each)] == [('"1"', None), (None, "yesterday")]
     site["/a.html"] = (200, {"ETag": '"2"'}, HALDEN.replace("1907", "1908"))
@@ -162,7 +162,7 @@ def test_private_networks_are_refused(site, command, tmp_path, monkeypatch):
         assert done.code == 1
         assert "in a private network: add --allow-private if it is yours." in done.err
     assert not (tmp_path / "index").exists()
-    # A public name that the DNS answers with an address of this machine, and one that changes its mind.
+    # A public name that resolves to this machine, and one whose address changes.
     answers = iter(["127.0.0.1"])
     monkeypatch.setattr(web.socket, "getaddrinfo", lambda host, port, **_: [(2, 1, 6, "", (next(answers), port))])
     with pytest.raises(IngestError, match=r"example\.org is in a private network"):
@@ -196,7 +196,7 @@ def test_pages_stay_below_what_was_named(site, pages):
         "1 of its pages are below http://example.org/: add --within http://example.org/"
     ]
     assert len(pages("/docs/s.xml", within=[f"{site.address}/"])) == 7  # `..` is not another page
-    assert outcome(pages("/docs/1")[0]) == "text/html"  # a page that the user names may redirect on its host
+    assert outcome(pages("/docs/1")[0]) == "text/html"  # a page given by the user may redirect within its host
     [*some] = pages("/docs/s.xml", max_pages=2)
     assert len(some) == 2
     assert "4 more pages are listed: raise --max-pages" in reasons(some)
@@ -215,7 +215,7 @@ def test_sitemaps_of_sitemaps_packed_or_damaged(site, pages):
     site["/1.xml"] = site["/1.xml"][:-20]
     found = pages("/index.xml")
     assert [each.name for each in found] == [f"{site.address}/b.html"]
-    assert not found[0].remote.is_gone(f"{site.address}/a.html")  # it may stand in the damaged one
+    assert not found[0].remote.is_gone(f"{site.address}/a.html")  # it may be in the damaged sitemap
     bomb = '<!DOCTYPE x [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;">]><urlset><loc>http://x/&b;</loc></urlset>'
     site["/bomb.xml"] = bomb
     with pytest.raises(IngestError, match="Nothing to ingest"):
