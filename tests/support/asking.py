@@ -1,4 +1,4 @@
-"""Requests over token ids, as the pipeline would hand them to an engine, and greedy runs of them."""
+"""Requests over token ids, as the pipeline passes them to an engine, and greedy runs of them."""
 
 import torch
 
@@ -7,7 +7,7 @@ from ragkv.runtime import Stream, runtime_of
 from ragkv.types import Encoding
 
 PREFIX = [0, 40, 41, 42, 43]
-CHUNKS = [[50, 51, 52, 53], [60, 61, 62, 63, 64, 65, 66], [70, 1, 71]]  # one holds the eos token as text
+CHUNKS = [[50, 51, 52, 53], [60, 61, 62, 63, 64, 65, 66], [70, 1, 71]]  # one contains the eos token as text
 SUFFIX = [80, 81, 82]
 SCORES = [0.31, 0.82, 0.57]
 STEPS = 6
@@ -37,13 +37,13 @@ def request(model, engine, chunks=None, scores=None, suffix=None, prefix=None) -
 
 
 def run(model, name, *, steps=STEPS, tuning=None, trace=None, **changes):
-    """`greedy` by an engine's name."""
+    """Run `greedy` with an engine by name."""
     engine = make_engine(name, {name: tuning or {}})
     return greedy(Stream(runtime_of(model), engine, request(model, engine, **changes)), steps, trace)
 
 
 def greedy(stream, steps=STEPS, trace=None):
-    """Greedy ids and winners, end tokens not heeded; every step's scores `(vocab,)` are appended to `trace`."""
+    """Greedy ids and winners, ignoring end tokens; every step's scores `(vocab,)` are appended to `trace`."""
     ids, winners = [], []
     for _ in range(steps):
         if trace is not None:
@@ -65,7 +65,7 @@ def forced(model, engine, tokens, **changes):
 
 
 def teacher_forced(model, parts, name, tuning=None) -> torch.Tensor:
-    """`forced` along the response of an `ExampleTokens`."""
+    """`forced` for the response of an `ExampleTokens`."""
     asked = {
         "chunks": parts.chunks,
         "scores": [0.5] * len(parts.chunks),
@@ -76,8 +76,9 @@ def teacher_forced(model, parts, name, tuning=None) -> torch.Tensor:
 
 
 def continues(model, tuning):
-    """Require that transformers' own `generate` goes on from the cache of engine block as the engine does, and leaves
-    the stored keys as they are. Returns how many tokens the cache has."""
+    """Check that transformers' `generate` continues from the cache of engine block like the engine, and leaves the
+    stored keys unchanged. Returns the number of tokens in the cache.
+    """
     engine = make_engine("block", {"block": tuning})
     asked = request(model, engine)
     before = [k.clone() for k in asked.chunks[1].kv.keys]
@@ -94,6 +95,6 @@ def continues(model, tuning):
 
 
 def requests(model, engine) -> list[Request]:
-    """Every question of `QUESTIONS` about every context of `CONTEXTS`."""
+    """A request for every question of `QUESTIONS` over every context of `CONTEXTS`."""
     pairs = [(chunks, suffix) for chunks in CONTEXTS for suffix in QUESTIONS]
     return [request(model, engine, chunks=c, scores=[0.5] * len(c), suffix=suffix) for c, suffix in pairs]

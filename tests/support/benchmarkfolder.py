@@ -1,4 +1,4 @@
-"""Small BEIR and LOFT folders, and an embedder that keeps what it was asked."""
+"""Small BEIR and LOFT folders, and an embedder that records its input."""
 
 import json
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def loft_folder(folder: Path, name: str = "test_queries.jsonl") -> Path:
 
 
 class CountingEmbedder(WordEmbedder):
-    """`WordEmbedder` that keeps the texts which it was given."""
+    """A `WordEmbedder` that records the texts that it embeds."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

@@ -1,4 +1,4 @@
-"""Files of some kilobytes that want gigabytes or hours of whoever reads them; one for each way that is known."""
+"""Files of a few kilobytes that would cost a reader gigabytes or hours, one for each known kind."""
 
 import io
 import json
@@ -12,7 +12,7 @@ W = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
 def docx(
     body: str, *, head: str = "", repeat: int = 1, tail: str = "", parts: Mapping[str, str] | None = None
 ) -> bytes:
-    """A DOCX whose body is `head`, `body` so many times, `tail`."""
+    """A DOCX whose body is `head`, `body` this many times, and `tail`."""
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as package:
         for name, text in (parts or {}).items():
@@ -147,4 +147,4 @@ BOMBS: Mapping[str, Callable[[], bytes]] = {
     "zeros.txt": lambda: bytes(65 << 20),
     "latin.txt": lambda: b"caf\xe9 words " * 80_000,
 }
-"""By name, whose suffix says what each is said to be."""
+"""By file name; the suffix gives the claimed type."""

@@ -1,4 +1,4 @@
-"""A command of ragkv in a process of its own, which imports nothing anew: it is forked from one that has everything."""
+"""A ragkv command in a separate process without import time: forked from a process that has imported everything."""
 
 import gc
 import os
@@ -49,21 +49,21 @@ HEAVY = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.xlm_roberta.modeling_xlm_roberta",
 )
-"""What most commands import, from the standard library to the models; what is absent is passed over."""
+"""Modules that most commands import, from the standard library to the models; missing ones are skipped."""
 
 
 def forkserver():
-    """The context of processes that have these modules already."""
+    """The context of processes that have imported these modules."""
     context = get_context("forkserver")
     context.set_forkserver_preload(list(HEAVY))
     return context
 
 
 def begin_forkserver() -> None:
-    """Let the first of these processes be a fork of this one, which has collected the tests and with them the modules.
+    """Fork the fork server from this process, which has imported the modules while it collected the tests.
 
-    A fresh interpreter, as multiprocessing would start, imports them for seven seconds, in each process that runs
-    tests. To be called where nothing is patched and no warning is an error.
+    multiprocessing would start a new interpreter, which imports them for seven seconds, in each process that runs
+    tests. Call this where nothing is patched and no warning is an error.
     """
 
     def fork(_: object, arguments: Sequence[str], kept: Sequence[int]) -> int:
@@ -76,7 +76,9 @@ def begin_forkserver() -> None:
 
 
 def _serve(program: str, kept: Sequence[int]) -> NoReturn:
-    """Be the process that is forked from, without our files: it learns our end from one that nobody has open then."""
+    """Run as the fork server without this process's files: it detects our end by a pipe that nothing else may hold
+    open.
+    """
     code = 1
     try:
         for before, after in pairwise((2, *sorted(kept), 1 << 20)):
@@ -89,9 +91,9 @@ def _serve(program: str, kept: Sequence[int]) -> NoReturn:
 
 
 class CliChild:
-    """`ragkv WORDS`: `say` writes to its stdin, `line` reads the next line of its stdout, `end` waits for it.
+    """A process that runs `ragkv WORDS`: `say` writes to its stdin, `line` reads from its stdout, `end` waits for it.
 
-    Or another `program`, which finds the words in `sys.argv`.
+    It can run another `program`, which gets the words in `sys.argv`.
     """
 
     def __init__(self, *words, program: str = PROGRAM) -> None:
@@ -112,13 +114,13 @@ class CliChild:
         self._stdin.flush()
 
     def line(self) -> str:
-        """The next line; what it has said on stderr is the error when it has ended."""
+        """The next line of stdout; if the process has ended, an error with its stderr."""
         line = self._stdout.readline()
         assert line, self.stderr.read()
         return line
 
     def end(self, number=None) -> tuple[int, str, str]:
-        """Its exit code after this signal, or after the end of its stdin; what else it said on stdout and stderr."""
+        """The exit code after this signal, or after the end of stdin, and the rest of stdout and stderr."""
         if number is not None:
             os.kill(self.process.pid, number)
         self._stdin.close()
@@ -129,7 +131,7 @@ class CliChild:
 
 
 def run_script(name: str, *words, stdin: str = "") -> str:
-    """What `tests/support/NAME.py` prints as a program; it has to end well."""
+    """Run `tests/support/NAME.py` as a program, which must succeed; returns its output."""
     path = str(Path(__file__).with_name(f"{name}.py"))
     child = CliChild(*words, program=f"import runpy; runpy.run_path({path!r}, run_name='__main__')")
     if stdin:
@@ -140,9 +142,9 @@ def run_script(name: str, *words, stdin: str = "") -> str:
 
 
 def one_thread() -> None:
-    """torch computes with one thread here and in forks of this process.
+    """Make torch use one thread here and in forks of this process.
 
-    A fork replaces torch's pool at its first use; two threads that use it first, at once, would see none
+    A fork replaces torch's thread pool at its first use. Two threads that use it first at the same time would see none
     ("pool INTERNAL ASSERT FAILED"), so the fork does it before it has a second thread.
     """
     import torch
@@ -152,15 +154,15 @@ def one_thread() -> None:
 
 
 def _file(connection, mode):
-    """The end of a pipe as a file of its own."""
+    """The end of a pipe as a file object."""
     with connection:
         return os.fdopen(os.dup(connection.fileno()), mode, encoding="utf-8")
 
 
 def _run(program, words, variables, into, out, err):
     os.environ.clear()
-    os.environ.update(variables)  # those of this test, not of the one that had the first process
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup has all of its children ignore
+    os.environ.update(variables)  # this test's, not those of the test that started the first process
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup makes all of its children ignore it
     os.dup2(into.fileno(), 0)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
@@ -169,6 +171,6 @@ def _run(program, words, variables, into, out, err):
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
     sys.argv = ["ragkv", *words]
-    gc.freeze()  # or each collection would copy the pages of all that was there before
+    gc.freeze()  # otherwise each collection would copy the pages of all inherited objects
     one_thread()
     exec(program, {"__name__": "__main__"})

@@ -1,8 +1,8 @@
-"""The `ragkv` command many times in processes of their own, for the price of one import.
+"""Many runs of the `ragkv` command in separate processes for the price of one import.
 
-`fork_command` runs `ragkv ARGUMENTS` in a child of this process, which has loaded everything and opened no store.
-As a program: `command.py WAY '[["stats", "--index", "x"], ...]' INDEX` prints a JSON list of `{code, out, err}`; the
-commands share the models of the index, which is mounted read-only, or whose permissions hold for root too.
+`fork_command` runs `ragkv ARGUMENTS` in a child of this process, which has imported everything and opened no store. As
+a program: `command.py WAY '[["stats", "--index", "x"], ...]' INDEX` prints a JSON list of `{code, out, err}`. The
+commands share the models of the index, which is mounted read-only, or whose permissions apply to root too.
 """
 
 import json
@@ -35,7 +35,7 @@ dict(typer.main.get_command(app).commands)  # imports all commands
 
 
 def run_command(arguments: list[str], prepare: Callable[[], object]) -> NoReturn:
-    """Be `ragkv ARGUMENTS`, after `prepare`, in this fork, and end with its exit code: 70 after a traceback."""
+    """Run `ragkv ARGUMENTS` in this fork after `prepare`, and exit with its code, or 70 after a traceback."""
     code = 70
     try:
         prepare()
@@ -47,19 +47,19 @@ def run_command(arguments: list[str], prepare: Callable[[], object]) -> NoReturn
     except BaseException:
         traceback.print_exc()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has ended; nothing may keep us from saying so
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing may interrupt the output of a finished command
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
 def fork_command(*arguments: object) -> Result:
-    """What it came to; `code` is negative when a signal ended it."""
+    """Run a command in a fork; `code` is negative if a signal ended it."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in ("out", "err")]
 
         def prepare() -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
             for number, path in enumerate(paths, 1):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), number)
 

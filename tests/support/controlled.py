@@ -1,4 +1,4 @@
-"""Tokenizers of every kind with control tokens of every kind among their ids, built on the spot."""
+"""Tokenizers of every kind, with control tokens of every kind, built on demand."""
 
 import functools
 from typing import Any
@@ -23,7 +23,7 @@ KINDS = [
 DECLARED = ["<s>", "</s>", "<unk>", "<pad>", "<|system|>", "<|user|>"]
 ADDED = ["<think>", "<tool_call>", "[INST]", "<｜User｜>", "▁<PRE>", "END"]
 UNDECLARED = ["<|assistant|>"]
-"""A piece of the vocabulary that nothing marks but its look."""
+"""A piece of the vocabulary that only looks like a control token."""
 SPACES = ["  ", "    ", "\n\n"]
 NAMES = [*DECLARED, *ADDED, *UNDECLARED]
 LETTERS = [chr(i) for i in range(33, 127)]
@@ -34,8 +34,8 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 def controlled(kind: str, *, flags: frozenset[str] = frozenset(), inside: bool = True) -> Any:
     """A transformers tokenizer of `kind`, with `NAMES` as its control tokens.
 
-    `flags` are those of the added tokens (`lstrip`, `rstrip`, `single_word`, `normalized`). With `inside` all names are
-    pieces of the model's own vocabulary, else only `DECLARED`.
+    `flags` are those of the added tokens (`lstrip`, `rstrip`, `single_word`, `normalized`). With `inside`, all names
+    are pieces of the model's own vocabulary, otherwise only `DECLARED`.
     """
     names = [*DECLARED, *UNDECLARED, *(ADDED if inside else [])]
     words = ["the", "cat", "sat", "system", "think", "tool", "user", "end"]
@@ -51,14 +51,14 @@ def controlled(kind: str, *, flags: frozenset[str] = frozenset(), inside: bool =
 
 @functools.cache
 def tokens_of(kind: str) -> Tokens:
-    """Of the tokenizer of this kind, or of the bundled model's ("mini")."""
+    """The tokens of the tokenizer of this kind, or of the bundled model's ("mini")."""
     return Tokens(AutoTokenizer.from_pretrained(resolve(kind).location) if kind == "mini" else controlled(kind))
 
 
 def _bare(kind: str, names: list[str], words: list[str]) -> Tokenizer:
     if kind.startswith("byte-level BPE"):
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-        whole = kind.endswith("whole words")  # as Llama 3: a word of the vocabulary is never looked up in parts
+        whole = kind.endswith("whole words")  # as in Llama 3: a word of the vocabulary is never split
         bare = Tokenizer(
             models.BPE(
                 vocab={t: i for i, t in enumerate([*names, *letters, "th", "the", "</", "Ġ<"])},
@@ -82,7 +82,7 @@ def _bare(kind: str, names: list[str], words: list[str]) -> Tokenizer:
         prepend, strip = [normalizers.Prepend("▁")] * prefixed, [decoders.Strip(" ", 1, 0)] * prefixed
         bare.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
         bare.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    elif kind == "BPE that drops":  # what is not in its vocabulary; the merges spell the names
+    elif kind == "BPE that drops":  # drops text outside its vocabulary; the merges spell the names
         merges = {name[:at]: (name[: at - 1], name[at - 1]) for name in names for at in range(2, len(name) + 1)}
         vocabulary = [*names, *(part for part in merges if part not in names), "▁", *LETTERS, "th", "the"]
         bare = Tokenizer(

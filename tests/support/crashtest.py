@@ -1,11 +1,11 @@
-"""Kills writers and looks at what they leave: RocksDB's db_crashtest for the store.
+"""Kill writers and check what they leave: RocksDB's db_crashtest for the store.
 
-    python tests/support/crashtest.py --seed 1 --random 100 --fresh 20 --rounds 5
+python tests/support/crashtest.py --seed 1 --random 100 --fresh 20 --rounds 5
 
-This process imports everything and opens no store. It forks a writer, which says over a pipe what it is about to do
-and what is done; the writer is killed from outside at a random moment, or kills itself at a named point; then a
-forked checker compares the store with what was acknowledged. The operation in flight may be there or not, but
-whole. Then the next writer goes on with the same store.
+This process imports everything and opens no store. It forks a writer, which announces and acknowledges each operation
+over a pipe. The writer is killed from outside at a random moment, or kills itself at a named point. A forked checker
+then compares the store with the acknowledged operations: the operation in flight may be present or absent, but not
+partial. Then the next writer continues with the same store.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ragkv.util.plugins import kernel_module
 
 MAP_BYTES = 128 << 10
 POINTS: dict[str, tuple[object, str, str]] = {
-    # name: what is wrapped, and whether the writer dies before or after the call, or in its first argument's
+    # name: the wrapped function, and whether the writer dies before or after the call, or inside its callback
     "create: directory made": (environment.Database, "acquire", "before"),
     "create: environment made": (environment.Database, "_create_tables", "before"),
     "create: between two tables": (environment.Database, "_table", "before"),
@@ -59,7 +59,7 @@ POINTS: dict[str, tuple[object, str, str]] = {
     "resize: in it": (environment.RWLock, "reopen", "before"),
     "resize: after": (environment.FileMap, "resize", "after"),
 }
-"""Where a writer kills itself, at the n-th call. No hook in the product: the writer wraps its own methods."""
+"""Points at whose n-th call a writer kills itself. The product has no hooks: the writer wraps its own methods."""
 
 
 def die() -> NoReturn:
@@ -68,7 +68,7 @@ def die() -> NoReturn:
 
 
 def arm(point: str, calls: int) -> None:
-    """Make this process kill itself at the point's `calls`-th call."""
+    """Make this process kill itself at this call of the point."""
     owner, name, when = POINTS[point]
     original: Callable[..., Any] = getattr(owner, name)
 
@@ -96,7 +96,7 @@ def write(path: Path, say: Callable[[object], None], first: int, count: int) -> 
     say({"started": os.getpid()})
     with Store.create(path, map_size=MAP_BYTES, codec=codec, exist_ok=True) as store, store.writing("w", timeout=5):
         say({"opened": True})
-        store.set_budget(None)  # an eviction may have been killed before it said so
+        store.set_budget(None)  # a writer may have been killed before it reported an eviction
         for number in range(first, first + count):
             todo = operation(number)
             say({"begin": todo})
@@ -104,7 +104,7 @@ def write(path: Path, say: Callable[[object], None], first: int, count: int) -> 
 
 
 def check(path: Path, say: Callable[[object], None], allowed: list[Expected]) -> None:
-    """The checker: which of the allowed states is found, or all that is wrong."""
+    """The checker: which of the allowed states is found, or all differences."""
     with Store.create(path, exist_ok=True) as store, store.writing("check", timeout=5):
         found, seen = problems(store), observe(store)
     views = [state.view() for state in allowed]
@@ -119,7 +119,7 @@ def _difference(seen: dict[str, Any], view: dict[str, Any]) -> str:
 
 @dataclass
 class Child:
-    """A forked process, and the lines that it says."""
+    """A forked process, and the lines that it sends."""
 
     pid: int
     pipe: int
@@ -145,7 +145,7 @@ class Child:
         os._exit(0)
 
     def listen(self, until: float, word: str | None = None) -> bool:
-        """Read lines until a moment; False at the child's end. Returns at once when `word` was said."""
+        """Read lines until a deadline; False at the child's end. Returns at once when `word` was received."""
         while (left := until - time.monotonic()) > 0 and not (word and any(word in line for line in self.lines)):
             if select.select([self.pipe], [], [], left)[0]:
                 data = os.read(self.pipe, 65536)
@@ -156,7 +156,7 @@ class Child:
         return True
 
     def end(self, signal_number: int | None = None) -> int:
-        """Its exit status, after all that it said was read; killed first when a signal is given."""
+        """Kill the process if a signal is given, read its remaining lines, and return its exit status."""
         if signal_number is not None:
             os.kill(self.pid, signal_number)
         if self.listen(time.monotonic() + 600):
@@ -167,12 +167,12 @@ class Child:
 
 
 class Harness:
-    """One store, through any number of killed writers."""
+    """One store, and any number of killed writers."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path = path
         self.expected = Expected()
-        self.number = 1 + seed * 100_000 % 10_000_000  # float32 holds it exactly
+        self.number = 1 + seed * 100_000 % 10_000_000  # exact in float32
         self.count: Counter[str] = Counter()
 
     def kill_at_random(self, draw: random.Random) -> None:
@@ -183,14 +183,14 @@ class Harness:
         self._look(child.end(signal.SIGKILL), child, f"random, after {word}")
 
     def kill_at(self, point: str, calls: int) -> bool:
-        """False when the writer came to its end without reaching the point so often."""
+        """Kill a writer at a point; False if it ended without reaching the point this often."""
         child = Child.fork(write, self.path, self.number, 30, point=(point, calls))
         code = child.end()
         self._look(code, child, point)
         return code == -signal.SIGKILL
 
     def go_on(self) -> None:
-        """A writer that nobody kills."""
+        """Run a writer that is not killed."""
         child = Child.fork(write, self.path, self.number, 8)
         self._look(child.end(), child, "undisturbed")
 
@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="kills at each named point, a new store for each")
     options = parser.parse_args()
     if kernel := kernel_module("ragkv.store.read_kernel"):
-        kernel.copy_checked([], np.empty(0, np.uint8))  # loads it, or each process that reads KV would
+        kernel.copy_checked([], np.empty(0, np.uint8))  # compile it here, not in each process that reads KV
     draw = random.Random(options.seed)
     folder = Path(tempfile.mkdtemp())
     total: Counter[str] = Counter()

@@ -1,6 +1,6 @@
-"""What crosses between the host and `pretend`'s device, each with the line that caused it, and what CUDA does there.
+"""Transfers between the host and `pretend`'s device, each with the line that caused it, following CUDA's rules.
 
-That is: which tensors it refuses, and when the host must wait.
+These rules state which tensors are refused, and when the host must wait.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ragkv.runtime import graphs
 
 
 class Crossing(NamedTuple):
-    """One time that host and device met. `place` is `ragkv/…/file.py:line`, `function` the function of that line.
+    """A transfer between host and device. `place` is `ragkv/…/file.py:line`, `function` the function of that line.
 
-    `op` is torch's name of what was done, `bytes` what crossed, of `dtype` and `shape`. `blocking`: the host waits
-    for all that the device still has to do; a copy with `non_blocking=True` does not. `step` is the forward pass,
-    from 1; what follows a pass counts as its own.
+    `op` is torch's name of the operation, `bytes` the amount, with `dtype` and `shape`. `blocking`: the host waits for
+    all pending work of the device; a copy with `non_blocking=True` does not. `step` is the number of the forward pass,
+    from 1, including what follows it.
     """
 
     place: str
@@ -38,7 +38,7 @@ class Crossing(NamedTuple):
 
 @dataclass
 class Waits:
-    """Everything that crossed: `reads` by the host and `uploads` to the device, in order."""
+    """All transfers in order: `reads` by the host and `uploads` to the device."""
 
     reads: list[Crossing] = field(default_factory=list)
     uploads: list[Crossing] = field(default_factory=list)
@@ -46,12 +46,12 @@ class Waits:
 
     @property
     def blocking(self) -> list[Crossing]:
-        """Where the host waited for the device: a plain copy to it waits too (CUDA copies, then synchronises)."""
+        """Transfers for which the host waited: a plain upload waits too (CUDA copies, then synchronises)."""
         return [crossing for crossing in (*self.reads, *self.uploads) if crossing.blocking]
 
     @property
     def steps(self) -> list[Waits]:
-        """The same by forward pass; the first of the list is what came before any."""
+        """The transfers by forward pass; the first item has those before any pass."""
         return [self._of(step) for step in range(self.step + 1)]
 
     def _of(self, step: int) -> Waits:
@@ -64,14 +64,15 @@ _counting: list[Waits] = []
 
 @contextmanager
 def counting(model: Any = None) -> Iterator[Waits]:
-    """Counts what crosses within the block, in all threads.
+    """Record the transfers within the block, in all threads.
 
-    `model`, a LanguageModel or any module, begins a new step whenever it is called, or what was captured of it is run.
+    A call of `model`, a LanguageModel or any module, begins a new step, and so does a replay of what was captured of
+    it.
     """
     waits, run = Waits(), graphs._Captured.run
 
     def begin(*_: Any) -> None:
-        waits.step += not _get_current_dispatch_mode_stack()  # what is recorded is not run
+        waits.step += not _get_current_dispatch_mode_stack()  # recording is not running
 
     def replay(*given: Any) -> torch.Tensor:
         begin()
@@ -91,13 +92,13 @@ def counting(model: Any = None) -> Iterator[Waits]:
 
 
 def count_read(op: str, tensor: torch.Tensor, *, blocking: bool = True) -> None:
-    """The host got these numbers of the device."""
+    """The host reads from the device."""
     for waits in _counting:
         waits.reads.append(_crossing(op, tensor, blocking, waits.step))
 
 
 def count_upload(op: str, tensor: torch.Tensor, *, blocking: bool = True) -> None:
-    """The device got these numbers of the host."""
+    """The host uploads to the device."""
     for waits in _counting:
         waits.uploads.append(_crossing(op, tensor, blocking, waits.step))
 
@@ -109,7 +110,7 @@ def _crossing(op: str, tensor: torch.Tensor, blocking: bool, step: int) -> Cross
 
 
 def caller() -> tuple[str, str]:
-    """The nearest line of ragkv or transformers that led here, or else of whatever is not torch; and its function."""
+    """The calling line of ragkv or transformers, otherwise the nearest one outside torch; and its function."""
     frame, nearest = sys._getframe(1), ("?", "?")
     while frame is not None:
         module = frame.f_globals.get("__name__", "?")
@@ -124,20 +125,21 @@ def caller() -> tuple[str, str]:
 
 
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
-# ops that take a 0-dim tensor of the host, beside those that torch tags as pointwise
+# ops that take a 0-dim tensor of the host, in addition to those that torch tags as pointwise
 _BY_VALUE = {"fill_", "fill", "masked_fill", "masked_fill_", "index_put", "index_put_", "_index_put_impl_"}
-# the last one makes sure on the host that its shares are probabilities
+# multinomial checks on the host that its input is a distribution
 _WAITING = {"_local_scalar_dense", "equal", "multinomial"}
 _WAITING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 generators: set[int] = set()
-"""Addresses of the generators that were made for the device: torch hands them on in new Python objects."""
+"""Addresses of the device's generators: torch passes them on in new Python objects."""
 
 
 def refuse_strangers(name: str, op: Any, args: Any, kwargs: Any, leaves: list[Any]) -> None:
-    """Raise where CUDA raises: tensors of the host beside those of the device, but for what CUDA takes from there.
+    """Raise where CUDA raises: for host tensors beside device tensors, unless CUDA accepts them.
 
-    That is a 0-dim tensor among numbers, which is passed by value, and the indices of an indexing, which are copied.
+    CUDA accepts a 0-dim tensor as a scalar, which is passed by value, and the indices of an indexing op, which are
+    copied.
     """
     if name in _INDEXING:
         for index in args[1]:
@@ -164,9 +166,9 @@ def refuse_strangers(name: str, op: Any, args: Any, kwargs: Any, leaves: list[An
 
 
 def waits_for_numbers(name: str, op: Any, args: Any, kwargs: Any) -> bool:
-    """Whether the host must know numbers of the device to go on: for a Python number, or for the result's shape."""
+    """Whether the host needs numbers from the device to continue: for a Python number, or for the result's shape."""
     if name in _INDEXING:
         masked = any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-        return masked and (len(args) < 3 or args[2].numel() != 1)  # one number behind a mask is a masked_fill
+        return masked and (len(args) < 3 or args[2].numel() != 1)  # assigning one number behind a mask is a masked_fill
     payload = kwargs.get("output_size") is not None  # repeat_interleave
     return name in _WAITING or not (payload or _WAITING_TAGS.isdisjoint(op.tags))

@@ -1,8 +1,8 @@
-"""Requests of every engine over one bank of chunks, drawn at random; their answers alone, and in a crowd.
+"""Random requests of every engine over one bank of chunks, answered alone and in a batch.
 
-What is asked of a crowd is what is asked of one: the same tokens, logits within 1e-4. Requests come at steps of their
-own, some are cancelled, and the runtime is given little room, so that questions are cut and rows wait. What is asked
-of one is what the paper's equations give (`literal`).
+In a batch, each request must give the same tokens as alone, and logits within 1e-4. Requests come at different steps,
+some are cancelled, and the runtime has little memory, so that prefills are split and rows wait. Alone, a request must
+give what the paper's equations give (`literal`).
 """
 
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ TUNINGS: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
 
 
 class Common(Engine):
-    """`full`, but what stands before the question is prefilled once for all who ask for the same."""
+    """`full`, but the tokens before the question are prefilled once for all requests that share them."""
 
     name = "common"
     encoding = None
@@ -66,19 +66,19 @@ class Common(Engine):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One request: what it reads of the bank, by which engine, and how it behaves in a crowd."""
+    """One request: its chunks, its engine, and its behaviour in a batch."""
 
     engine: tuple[str, tuple[tuple[str, Any], ...]]
     prefix: bool = True
     chunks: tuple[int, ...]
-    """Numbers in the bank, -1 for a chunk without tokens."""
+    """Numbers in the bank; -1 for a chunk without tokens."""
     suffix: tuple[int, ...]
     steps: int
     temperature: float = 0.0
     at: int = 0
-    """The step at which it is asked."""
+    """The step at which it is submitted."""
     leaves: int | None = None
-    """After so many tokens it is cancelled."""
+    """It is cancelled after this many tokens."""
 
     @property
     def content(self) -> tuple[Any, ...]:
@@ -105,7 +105,7 @@ PREFIX = (0, 40, 41, 42, 43, 44, 45)
 
 @cache
 def _bank(model: Any, encoding: Encoding, prefix: bool) -> tuple[Any, list[Any]]:
-    """(the prefix's KV, every chunk's)."""
+    """(the prefix's KV, the chunks' KV)."""
     before = model.encode([PREFIX])[0] if prefix else None
     after = before if encoding is Encoding.PREFIXED else None
     return before, [model.encode([ids], prefix=after)[0] for ids in _texts()]
@@ -145,7 +145,7 @@ def request(model: Any, one: Asked) -> Request:
 
 @dataclass
 class Recorder:
-    """A stopping criterion that ends nothing and keeps the scores that each token was chosen from."""
+    """A stopping criterion that never stops, and records the scores of each step."""
 
     scores: list[torch.Tensor] = field(default_factory=list)
 
@@ -163,7 +163,7 @@ _ALONE: dict[Any, tuple[list[Any], list[torch.Tensor]]] = {}
 
 
 def alone(model: Any, one: Asked) -> tuple[list[Any], list[torch.Tensor]]:
-    """The tokens and their scores of a request that nobody else is beside."""
+    """The tokens and scores of a request that runs alone."""
     key = (id(model), one.content)
     if key not in _ALONE:
         recorder = Recorder()
@@ -174,7 +174,7 @@ def alone(model: Any, one: Asked) -> tuple[list[Any], list[torch.Tensor]]:
 
 
 def literal(model: Any, one: Asked) -> list[torch.Tensor]:
-    """The scores of every greedy step by transformers' own forward (`oracle`), end tokens not heeded; no mapreduce."""
+    """Every greedy step's scores by transformers' forward pass (`oracle`), ignoring end tokens; not for mapreduce."""
     name, tuning = one.engine[0], dict(one.engine[1])
     prefix = list(PREFIX) if one.prefix else []
     chunks, scores = [[] if i < 0 else list(_texts()[i]) for i in one.chunks], [_score(i) for i in one.chunks]
@@ -202,7 +202,7 @@ def literal(model: Any, one: Asked) -> list[torch.Tensor]:
 def together(
     model: Any, limiter: list[Asked], **limits: int
 ) -> tuple[Runtime, list[tuple[Job, list[Any], list[torch.Tensor]]]]:
-    """The same requests in one runtime: (job, tokens, scores) of each, all of them over."""
+    """The same requests in one runtime, to their end: (job, tokens, scores) of each."""
     runtime = Runtime(model, **limits)
     found: list[tuple[Job, list[Any], list[torch.Tensor]] | None] = [None] * len(limiter)
     step = 0

@@ -1,11 +1,11 @@
-"""Damages a small store, one place at a time, and reads and writes it in child processes, whose deaths are noticed.
+"""Damage a small store in one place at a time, and read and write it in child processes, so that crashes are detected.
 
-    python tests/support/damage.py [--heads] [--deep] [--sample N] [--seed S] [--part K/N]
+python tests/support/damage.py [--heads] [--deep] [--sample N] [--seed S] [--part K/N]
 
-prints JSON: how often each outcome came, and what must never come. Every case is tried on a store that is open for
-reading, and on one that is open for writing and written to. All bytes are tried, or with `--heads` all bits of the
-heads of pages; of these only `--sample` many, or each N-th. `--deep`: many documents with long ids, whose pages have
-few entries, and of which many are deleted.
+prints JSON: the number of each outcome, and outcomes that must never occur. Every case is tested on a store that is
+opened for reading, and on one that is opened for writing and written to. All bytes are tested, or with `--heads` all
+bits of the pages' headers; of these, only `--sample` many, or every N-th. `--deep`: many documents with long ids, whose
+pages have few entries, and of which many are deleted.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from ragkv.types import Chunk, Document
 
 PAGE = mmap.PAGESIZE
 BATCH = 40
-SECONDS = 600  # for one batch: whoever needs longer runs in a circle
+SECONDS = 600  # for one batch: longer means an endless loop
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """What is done to the file: `flip` the bits `value` of byte `at`, `cut` it there, or zero the `sector` there."""
+    """Damage to the file: `flip` the bits `value` of byte `at`, `cut` it there, or zero the `sector` there."""
 
     kind: str
     at: int
@@ -55,7 +55,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Content:
-    """A document as the store should have it."""
+    """A document as it should be in the store."""
 
     document: Document
     text: str
@@ -96,15 +96,16 @@ DEEP = {name: Content.make(name, [(n, n + 1)]) for n in range(60) for name in [f
 
 
 def make_store(path: Path) -> None:
-    """Documents in raw and zstd records, and free pages; the last two transactions have the same documents, so that
-    a flip that brings the last but one back is no damage."""
+    """Documents in raw and zstd records, and free pages. The last two transactions have the same documents, so that a
+    flip that restores the last but one is not damage.
+    """
     with Store.create(path, map_size=256 << 10) as store:
         for name in STORED[:2]:
             CONTENTS[name].write(store)
     with Store.open(path, codec=Zstd()) as store:
         for name in STORED[2:]:
             CONTENTS[name].write(store)
-        # As many references as fill a tree of their own.
+        # enough references for a subtree.
         key, names = identity(7, 8).key(), [f"elsewhere#{n}" for n in range(50)]
         store._live().write(lambda txn: [txn.put("references", key, digest(name)) for name in names])
         store.delete_document("gone")
@@ -124,7 +125,7 @@ def excused() -> Iterator[None]:
 
 
 def read(store: Store) -> None:
-    """Every read there is: what comes is right, or nothing comes, or an error that says so."""
+    """Read everything: each value is right, missing, or an error about the damage."""
     for name, content in CONTENTS.items():
         with excused():
             stored = store.document(name)
@@ -174,7 +175,7 @@ def sound(store: Store) -> bool:
 
 
 def attempt(path: Path, data: bytes, case: Case) -> str:
-    """`refused` (at open), `read`, `written`, or `not written` (an error said why)."""
+    """`refused` (at open), `read`, `written`, or `not written` (with an error that says why)."""
     damage(data, case, path)
     try:
         store = Store.open(path, readonly=not case.write)
@@ -224,7 +225,7 @@ def damage(data: bytes, case: Case, path: Path) -> None:
 
 
 def child(data: bytes, cases: list[Case], folder: Path, pipe: int) -> None:
-    """Tries the cases and tells each outcome, so that a death is that of the first case without one."""
+    """Test the cases and report each outcome, so that a crash belongs to the first case without one."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.alarm(SECONDS)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -238,7 +239,7 @@ def child(data: bytes, cases: list[Case], folder: Path, pipe: int) -> None:
 
 
 def outcomes(data: bytes, cases: list[Case], folder: Path) -> Iterator[tuple[Case, str]]:
-    """Of every case, in forked children of `BATCH` cases each."""
+    """The outcome of every case, in forked children of `BATCH` cases each."""
     todo = collections.deque(cases)
     while todo:
         batch = [todo[n] for n in range(min(BATCH, len(todo)))]
@@ -267,7 +268,7 @@ def all_cases(data: bytes, used: int, rng: random.Random) -> list[Case]:
 
 
 def head_cases(used: int) -> list[Case]:
-    """Every bit of the head and the first pointers of every page."""
+    """Every bit of the header and the first pointers of every page."""
     return [
         Case("flip", page + at, 1 << bit, write)
         for page in range(0, used, PAGE)
@@ -278,7 +279,7 @@ def head_cases(used: int) -> list[Case]:
 
 
 def sampled(cases: list[Case], count: int, rng: random.Random) -> list[Case]:
-    """Half of them flips in the heads and pointers of pages, an eighth cuts and lost sectors."""
+    """Half of them flips in the headers and pointers of pages, an eighth cuts and lost sectors."""
     heads = [case for case in cases if case.kind == "flip" and case.at % PAGE < 48]
     others = [case for case in cases if case.kind != "flip"]
     rest = [case for case in cases if case.kind == "flip" and case.at % PAGE >= 48]
@@ -290,7 +291,7 @@ def sampled(cases: list[Case], count: int, rng: random.Random) -> list[Case]:
 
 
 def quick_folder() -> str | None:
-    """Memory to write the many files to, where there is room in it; else wherever temporary files go."""
+    """A folder in memory for the many files if there is room; otherwise the folder for temporary files."""
     shared = "/dev/shm"
     if not os.access(shared, os.W_OK | os.X_OK) or shutil.disk_usage(shared).free < 64 << 20:
         return None

@@ -1,8 +1,7 @@
-"""What a store must hold after a list of operations: plain dicts that did the same.
+"""The expected content of a store after a list of operations, kept in plain dicts.
 
-An operation is a JSON object, so that a writer can say over a pipe what it is about to do. Everything in it is
-drawn from its own number, and so is the content that it writes: what is found in a store tells which operation
-wrote it.
+An operation is a JSON object, so that a writer can announce it over a pipe. It and the content that it writes are drawn
+from its number, so content in a store identifies the operation that wrote it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Operation = dict[str, Any]
 
 
 def operation(number: int, kind: str | None = None) -> Operation:
-    """The operation of this number; nothing about it depends on the store."""
+    """The operation with this number; it does not depend on the store."""
     draw = random.Random(number)
     kind = kind or draw.choices(["write", "delete", "stage", "put", "keep", "meta", "evict"], [8, 3, 3, 3, 1, 1, 3])[0]
     operation = {"number": number, "kind": kind, "name": draw.choice(NAMES)}
@@ -48,7 +47,7 @@ def operation(number: int, kind: str | None = None) -> Operation:
 
 
 def kv_of(of: KVIdentity, number: int) -> ChunkKV:
-    """Up to 120 KB that nothing else equals; its first item is the number of the operation that wrote it."""
+    """Up to 120 KB of unique content; the first item is the number of the operation that wrote it."""
     layers, tokens = 1 + number % 3, len(of.chunk_ids)
     seed = int.from_bytes(of.key()[:8], "big") ^ number
     items = np.random.Generator(np.random.PCG64(seed)).random((layers, 2, 2, tokens, 64), np.float32)
@@ -66,7 +65,7 @@ def chunks_of(name: str, tokens: list[Any]) -> list[Chunk]:
 
 
 def perform(store: Store, operation: Operation) -> bool | None:
-    """Do it; what the store answered."""
+    """Run the operation; returns the store's result."""
     number, name = operation["number"], operation["name"]
     match operation["kind"]:
         case "write":
@@ -105,7 +104,7 @@ def perform(store: Store, operation: Operation) -> bool | None:
 
 @dataclass
 class Expected:
-    """The dicts. `records` tell by identity the number of the operation whose KV is kept."""
+    """The dicts. `records` maps an identity to the number of the operation whose KV is stored."""
 
     documents: dict[str, tuple[list[Any], int]] = field(default_factory=dict)
     needs: dict[str, set[KVIdentity]] = field(default_factory=dict)
@@ -115,7 +114,7 @@ class Expected:
     generation: int = 0
 
     def after(self, operation: Operation) -> tuple[Expected, bool | None]:
-        """The next state, and what the store answers."""
+        """The next state, and the store's result."""
         new = copy.deepcopy(self)
         number, name = operation["number"], operation["name"]
         tokens = [tuple(ids) for ids in operation.get("tokens", ())]
@@ -149,7 +148,7 @@ class Expected:
                 new.index.add(identity(*tokens[0]))
             case "meta":
                 new.meta[name] = [number, operation["value"]]
-            case "evict":  # all that chunks need; what the index alone needs, and what is staged, stays
+            case "evict":  # all KV that chunks need; KV of the index itself and staged KV stays
                 gone = set().union(*new.needs.values())
                 new.records = {of: by for of, by in new.records.items() if of not in gone}
                 new.index -= gone
@@ -157,8 +156,9 @@ class Expected:
         return new, None
 
     def during(self, operation: Operation) -> Iterator[Expected]:
-        """Every state that may be found when the writer died in the operation: before, after, and for staged
-        KV, which comes in batches, those between."""
+        """Every state that is possible if the writer died in the operation: before, after, and for staged KV, which
+        comes in batches, those between.
+        """
         yield self
         if operation["kind"] == "stage":
             for done in range(1, len(operation["tokens"])):
@@ -174,7 +174,7 @@ class Expected:
             self.records.pop(of, None)
 
     def view(self) -> dict[str, Any]:
-        """In the form of `observe`."""
+        """The state in the form of `observe`."""
         needs = {(digest(chunk).hex(), of.key().hex()) for chunk, wanted in self.needs.items() for of in wanted}
         needs |= {(INDEX_OWNER.hex(), of.key().hex()) for of in self.index}
         return {
@@ -189,7 +189,7 @@ class Expected:
 
 
 def observe(store: Store) -> dict[str, Any]:
-    """What the store holds, each record by the number of the operation that wrote all of it."""
+    """The store's content, each record by the number of the operation that wrote all of it."""
     with store._live().read() as txn:
         manifests = [Manifest.parse(value) for _, value in txn.scan("kv")]
         owners = {key for key, _ in txn.scan("needs")}

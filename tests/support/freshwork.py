@@ -1,4 +1,4 @@
-"""Work for a fresh process (`ragkv.benchmarks.speed.report`), which is forked from one that has imported this."""
+"""Work for a new process (`ragkv.benchmarks.speed.report`), which is forked from one that has imported this module."""
 
 import os
 import signal

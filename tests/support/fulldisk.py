@@ -1,9 +1,9 @@
-"""Ingests into a place that is too small, asks, makes room, and ingests again; prints what each command said, as JSON.
+"""Ingest into a place that is too small, ask, make room, and ingest again; prints each command's output as JSON.
 
-    python tests/support/fulldisk.py tmpfs|limit MEBIBYTES INDEX DOCUMENTS COPY
+python tests/support/fulldisk.py tmpfs|limit MEBIBYTES INDEX DOCUMENTS COPY
 
-`tmpfs` mounts a small file system over INDEX's parent, in a mount namespace of its own, and what it leaves there is
-copied to COPY; `limit` sets a quota on the size of files, and runs anywhere.
+`tmpfs` mounts a small file system over INDEX's parent in a separate mount namespace, and copies the result to COPY;
+`limit` sets a quota on file sizes, and works everywhere.
 """
 
 import json
@@ -21,12 +21,12 @@ from namespace import enter
 
 from ragkv.store import Store
 
-# The store's first map is 64 MiB, which the limit would refuse at once.
+# The store's initial map of 64 MiB would exceed the limit at once.
 Store.create.__func__.__kwdefaults__["map_size"] = 1 << 20  # type: ignore[attr-defined]
 
 
 def ragkv(*arguments: object, most: int = resource.RLIM_INFINITY) -> dict[str, Any]:
-    """Run a command in a fork of this process, with files of at most so many bytes."""
+    """Run a command in a fork of this process, with files of at most this many bytes."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
     try:
         return asdict(fork_command(*arguments))
@@ -49,7 +49,7 @@ def main() -> None:
     if way == "tmpfs":
         subprocess.run(["mount", "-o", "remount,size=256m", index.parent], check=True)
     result["room"] = ragkv(*ingest)
-    # On the full disk, what a question makes anew (the prefix's KV) may not be kept.
+    # On the full disk, new KV of a question (the prefix's) may not be stored.
     result["again"] = ragkv("query", "Who founded Halden00 Works?", "--index", index, "--json")
     if way == "tmpfs":
         shutil.copytree(index, sys.argv[5])

@@ -1,4 +1,4 @@
-"""The server's app behind its guard, what is sent to it and what comes back, without a socket."""
+"""Calls of the server's app behind its guard, without a socket."""
 
 import json
 
@@ -11,12 +11,12 @@ from ragkv.server.settings import ServerLimits
 
 
 def guarded(app, *, keys=None, hosts=None, responded=lambda *_: None, **limits):
-    """`app` as it stands in the server; `limits` are those of the guard."""
+    """`app` with the server's guard and these limits."""
     return Guard(app, keys=keys, hosts=hosts, limits=ServerLimits(**{**PATIENT, **limits}), responded=responded)
 
 
 def post_scope(path, kind="application/json"):
-    """The scope of an ASGI call: a POST of this type."""
+    """The scope of an ASGI call: a POST of this content type."""
     return {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
         "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
@@ -26,8 +26,8 @@ def post_scope(path, kind="application/json"):
 
 
 def posted(path, body, gone):
-    """An ASGI call of `path` with this body, as JSON: its scope, receive and send, and the list of what is sent. The
-    client goes away when `gone` is set.
+    """An ASGI call of `path` with this body, as JSON: scope, receive, send, and the list of sent messages. The client
+    disconnects when `gone` is set.
     """
     requests, sent = iter([{"type": "http.request", "body": json.dumps(body).encode()}]), []
 
@@ -44,13 +44,13 @@ def posted(path, body, gone):
 
 
 def events(response):
-    """Pairs of name and data of a stream; comments are left out."""
+    """Pairs of event name and data of a stream, without comments."""
     blocks = [block.split("\n") for block in response.text.split("\n\n") if block and not block.startswith(":")]
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
 
 
 class Lengths:
-    """An embedder and a reranker by the length of a text."""
+    """An embedder and a reranker based on the length of a text."""
 
     modes = frozenset({"dense"})
 

@@ -1,6 +1,6 @@
-"""A model that goes so far in an answer and no further until that answer is cancelled.
+"""A model that holds an answer at some point until the answer is cancelled.
 
-Whether the cancelling thread or the computing one is quicker is then no matter of the machine.
+So it does not matter whether the cancelling or the computing thread is faster.
 """
 
 import threading
@@ -9,7 +9,7 @@ from ragkv.index.answer import AnswerStream
 
 
 def call_at_third_piece(then, put=setattr):
-    """Call `then` with every answer that comes to its third piece; `put` may be monkeypatch's."""
+    """Call `then` with every answer at its third event; `put` may be monkeypatch's setattr."""
     whole = AnswerStream._run
 
     def run(self):
@@ -22,7 +22,7 @@ def call_at_third_piece(then, put=setattr):
 
 
 class HeldModel:
-    """`steps` counts the model's; from the `last` on, each waits for a cancel. `begun` is set at that one."""
+    """`steps` counts the model's steps; from `last` on, each waits for a cancel. `begun` is set at that step."""
 
     def __init__(self, rag, monkeypatch, *, last):
         self.steps = 0

@@ -1,6 +1,6 @@
-"""A small index changed row by row as a hostile author would, every checksum made right again.
+"""A small index, modified row by row as by a hostile author, with right checksums.
 
-`Attack` holds the index's rows; `mutated` gives seeded changes of one kind of row, as what to put under which key.
+`Attack` holds the index's rows; `mutated` gives seeded changes of one kind of row as values by key.
 """
 
 import json
@@ -47,7 +47,7 @@ Row = tuple[str, bytes, bytes | None]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was done, in words, and the rows to put (None: to delete)."""
+    """A description of the change, and the rows to write (None: delete)."""
 
     what: str
     rows: tuple[Row, ...] = ()
@@ -68,7 +68,7 @@ class Attack:
             (index / "store" / left).unlink(missing_ok=True)
 
     def write(self, index: Path, change: Change) -> None:
-        """The index at `index`, with a change."""
+        """Write the index to `index` with a change."""
         shutil.rmtree(index, ignore_errors=True)
         (index / "store").mkdir(parents=True)
         (index / "ragkv.toml").write_text(change.config or self.config, "utf-8", "surrogatepass")
@@ -136,7 +136,7 @@ class Attack:
                 yield Change("shape", (("meta", key, b"[]"),))
 
     def _manifests(self, rng: random.Random, count: int) -> Iterator[Change]:
-        """Fields of the head, of a layer, of a segment."""
+        """Fields of the header, of a layer, of a segment."""
         for _ in range(count):
             key, value = rng.choice(self.rows["kv"])
             body = bytearray(value[:-8])
@@ -169,7 +169,7 @@ class Attack:
             yield Change(f"codec: {what}", (("kv", key, add_checksum(*parts)),))
 
     def _shapes(self, rng: random.Random, count: int) -> Iterator[Change]:
-        """Whole and consistent manifests of other layers: one less, other heads, none."""
+        """Complete and consistent manifests of other layers: one fewer, other heads, none."""
         for key, value in self.rows["kv"][:2]:
             fields = list(_HEAD.unpack_from(value))
             layers, segments = fields[7], fields[8]
@@ -195,7 +195,7 @@ class Attack:
                 yield Change(what, (("kv", key, add_checksum(_HEAD.pack(*fields), middle, *packed, *cuts)),))
 
     def _segments(self, rng: random.Random, count: int) -> Iterator[Change]:
-        """A record that claims gigabytes, and payloads of every codec that are none."""
+        """A record that claims gigabytes, and invalid payloads of every codec."""
         key, value = rng.choice(self.rows["kv"])
         for claim, number in ((1 << 32) - 1, 1), (1 << 20, 1), (1 << 20, 40 << 10):
             yield Change(f"{number} segments of {claim}", tuple(bomb(key, value, claim, number)))
@@ -247,7 +247,7 @@ class Attack:
 
 
 def bomb(key: bytes, manifest: bytes, claim: int, number: int) -> Iterator[Row]:
-    """A record of zeros: `number` zstd segments that say that they hold `claim` bytes each, in a layer that does."""
+    """A record of zeros: `number` zstd segments that claim `claim` bytes each, in a layer with the same claim."""
     fields = list(_HEAD.unpack_from(manifest))
     tokens = fields[5]
     item = 4 if fields[2] == 3 else 2
@@ -266,7 +266,7 @@ def bomb(key: bytes, manifest: bytes, claim: int, number: int) -> Iterator[Row]:
 
 
 def _swapped(key: bytes, manifest: bytes, payload: bytes, codec: str) -> Iterator[Row]:
-    """The first segment's payload another one, under its own checksum."""
+    """The first segment with another payload, under its right checksum."""
     fields = list(_HEAD.unpack_from(manifest))
     start = _HEAD.size + fields[9]
     text = json.dumps({"id": codec}).encode()

@@ -1,4 +1,4 @@
-"""An index over a few short texts, which most tests of questions begin with."""
+"""An index over a few short texts, with which most tests of questions begin."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from ragkv import RagKV
 
 
 def indexed(folder: Path, texts: Mapping[str, str], **settings: Any) -> RagKV:
-    """`folder / "index"` over these texts, by file name in `folder`, on the processor; whoever calls closes it."""
+    """`folder / "index"` over these texts, by file name in `folder`, on the CPU; the caller closes it."""
     files = [folder / name for name in texts]
     for path, text in zip(files, texts.values(), strict=True):
         path.parent.mkdir(parents=True, exist_ok=True)

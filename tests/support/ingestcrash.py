@@ -1,9 +1,9 @@
-"""Kills `ragkv ingest` and compares what the last, undisturbed run leaves with an index that never was disturbed.
+"""Kill `ragkv ingest` and compare the result of the last, undisturbed run with an index that was never disturbed.
 
 python tests/support/ingestcrash.py --kills 20 --seed 1
 
-A command sends the signal to itself at the n-th of `EVENTS`, so that no kill depends on how fast the machine is; in
-long runs some come a moment later, from another thread.
+A command sends the signal to itself at the n-th of `EVENTS`, so no kill depends on the machine's speed; in long runs
+some come a moment later, from another thread.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from ragkv.store.tables import INDEX_OWNER, parse_document
 QUESTION = "Who founded the company?"
 EVENTS = ((Ingester, "_add"), (Ingester, "_commit"), (Store, "stage_kv"), (Store, "write_changes"))
 SEEN = mmap.mmap(-1, 8)
-"""The events of a command, before and after each call; shared with the process that it is."""
+"""Counts a command's events, before and after each call; shared with the command's process."""
 
 
 def arm(at: int, number: signal.Signals, delay: float = 0) -> None:
-    """From now on commands send themselves this signal at their event `at`, or `delay` seconds after it."""
+    """From now on, commands send themselves this signal at event number `at`, or `delay` seconds after it."""
     SEEN[:] = bytes(8)
 
     def tick() -> None:
@@ -65,7 +65,7 @@ METHODS = [getattr(owner, name) for owner, name in EVENTS]
 
 
 def corpus(folder: Path, documents: int) -> None:
-    """Long enough for several batches of encoding and of documents; the same every time."""
+    """Documents for several batches of encoding and of commits; always the same."""
     folder.mkdir()
     draw = random.Random(3)
     words = ["valve", "bolt", "mill", "works", "founded", "company", "Varn", "Halden", "Oskel", "made", "sells"]
@@ -75,13 +75,13 @@ def corpus(folder: Path, documents: int) -> None:
 
 
 def contents(index: Path) -> dict[str, Any]:
-    """All that the index holds, byte by byte, but for the times."""
+    """The index's content, byte by byte, without times."""
     held: dict[str, Any] = {}
     with Store.open(index, readonly=True) as store:
         assert not problems(store), problems(store)
         assert not list(store.orphans())
         with store._live().read() as txn:
-            own = set(txn.values("needs", INDEX_OWNER))  # the prefix's, which a question keeps
+            own = set(txn.values("needs", INDEX_OWNER))  # the prefix's KV, which a question stores
             for table in ("texts", "chunks", "places", "kv", "segments"):
                 rows = {key.hex(): bytes(value) for key, value in txn.scan(table) if key[:32] not in own}
                 held |= {f"{table} {key}": hashlib.sha256(row).hexdigest() for key, row in rows.items()}
@@ -91,7 +91,7 @@ def contents(index: Path) -> dict[str, Any]:
 
 
 def child(work: Any, *arguments: Any) -> Any:
-    """What `work` gives, computed in a process of its own: this one never opens a store."""
+    """Compute `work` in a separate process: this one never opens a store."""
     process = Child.fork(lambda first, say, *rest: say(work(first, *rest)), *arguments)
     assert process.end() == 0, process.lines
     return process.lines[0]
@@ -103,13 +103,13 @@ def check(index: Path) -> list[str]:
 
 
 def held(index: Path) -> int:
-    """How many documents are there."""
+    """The number of documents in the index."""
     with Store.open(index, readonly=True) as store:
         return store.stats().documents
 
 
 def same(index: Path, calm: Path) -> None:
-    """Both hold the same, byte by byte."""
+    """Check that both have the same content, byte by byte."""
     left, right = (child(contents, path) for path in (index, calm))
     differ = {key for key in left.keys() | right.keys() if left.get(key) != right.get(key)}
     assert not differ, f"{len(differ)} rows of {len(right)} differ: {sorted(differ)[:9]}"
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=12)
     options = parser.parse_args()
     preload("mini")
-    ingester.BATCH_TOKENS = 128  # many commits, for the children
+    ingester.BATCH_TOKENS = 128  # many commits in the children
     draw, count = random.Random(options.seed), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         documents, index, calm = Path(folder) / "documents", Path(folder) / "index", Path(folder) / "calm"
@@ -142,7 +142,7 @@ def main() -> None:
             late = options.kills >= 10 and left[-1] is signal.SIGKILL and draw.random() < 0.5
             arm(draw.randrange(events // 4, events // 2), left[-1], draw.uniform(0, 0.2) if late else 0)
             done = fork_command(*ingest, index)
-            if done.code == 0:  # it had less to do than that: begin anew
+            if done.code == 0:  # it ended before the event: start again
                 same(index, calm)
                 shutil.rmtree(index)
                 count["comparisons"] += 1

@@ -1,4 +1,4 @@
-"""`ragkv query --questions` that kills itself: after so many answers, and so many bytes of the next."""
+"""`ragkv query --questions` that kills itself after a number of answers and a number of bytes of the next."""
 
 __all__ = ["KILLED"]
 
@@ -20,4 +20,4 @@ def killed(self, text):
 question_files.AnswerFile._write = killed
 main.main()
 """
-"""A program for `CliChild`; its first words are the two numbers."""
+"""A program for `CliChild`; the first two words are these numbers."""

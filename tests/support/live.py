@@ -14,11 +14,11 @@ CHAT = "/v1/chat/completions"
 PATIENCE = 600.0
 """Seconds after which a test that waits for the server fails."""
 PATIENT = dict.fromkeys(("head_seconds", "body_seconds", "upload_seconds", "unread_seconds"), PATIENCE)
-"""Limits of a server that no client of a test is too slow for, however busy the machine is."""
+"""Limits that no client of a test can exceed, however busy the machine is."""
 
 
 class Live:
-    """Where it listens: `url` ends with /v1, `root` does not. `stop` does what SIGTERM does."""
+    """The server's address: `url` ends with /v1, `root` does not. `stop` has the effect of SIGTERM."""
 
     def __init__(self, root, stop):
         self.root = root
@@ -27,13 +27,15 @@ class Live:
         self.address = (urlsplit(root).hostname, urlsplit(root).port)
 
     def connect(self):
-        """A connection, which a test that waits in vain ends."""
+        """A connection with a timeout that ends a hung test."""
         return socket.create_connection(self.address, timeout=PATIENCE)
 
     def send(self, data, *, half=False):
-        """All that the server answers to these bytes until it hangs up; `half`: nothing more will come."""
+        """Send these bytes and return the complete response until the server closes; `half`: shut down the sending
+        side.
+        """
         with self.connect() as connection:
-            with suppress(OSError):  # it may answer and hang up before it has read all
+            with suppress(OSError):  # the server may respond and close before it has read everything
                 connection.sendall(data)
                 if half:
                     connection.shutdown(socket.SHUT_WR)
@@ -41,7 +43,7 @@ class Live:
 
 
 def received(connection):
-    """Everything that comes until the other side ends the connection, or resets it."""
+    """Everything received until the other side closes or resets the connection."""
     found = bytearray()
     try:
         while data := connection.recv(1 << 16):
@@ -52,12 +54,12 @@ def received(connection):
 
 
 def get(path, headers=""):
-    """The bytes of a request, after which the server hangs up."""
+    """The bytes of a GET request after which the server closes the connection."""
     return f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\r\n".encode()
 
 
 def post(body, headers="", *, length=True, kind="application/json", close=True):
-    """The bytes of a chat's request."""
+    """The bytes of a chat request."""
     counted = f"content-length: {len(body)}\r\n" if length else ""
     end = "connection: close\r\n" if close else ""
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\n{counted}{end}{headers}\r\n"
@@ -66,7 +68,7 @@ def post(body, headers="", *, length=True, kind="application/json", close=True):
 
 @contextmanager
 def live(indexes, **settings):
-    """Serve these indexes; they are closed at the end, as those of `ragkv serve` are."""
+    """Serve these indexes, and close them at the end, as `ragkv serve` does."""
     made, result = [], Queue()
     settings = {"limits": ServerLimits(**PATIENT), **settings}
 

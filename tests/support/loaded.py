@@ -1,4 +1,4 @@
-"""Models that are loaded and checked once per process, where a test only asks them."""
+"""Models that are loaded and checked once per process, for tests that only ask questions."""
 
 import copy
 import sys
@@ -16,15 +16,15 @@ from ragkv.index.index import load_models
 from ragkv.model import self_check
 
 ASKING = frozenset({"ragkv.index.index", "ragkv.cli.query", "ragkv.evaluation.answers", "ragkv.planning.calibration"})
-"""Modules that ask a model and leave its weights as they are."""
+"""Modules that use a model without changing its weights."""
 
 
 def loaded_once(load: Callable[..., Any]) -> Callable[..., Any]:
-    """`load`, which gives `ASKING` what it gave before for the same options and a folder that is unchanged.
+    """Wrap `load`, so that `ASKING` gets the same model again for the same options and an unchanged folder.
 
-    Loading and the self-check take longer than most questions of the tests. A language model is its own object each
-    time (its runtime and limits are those of one index), and only the weights are shared. Whoever trains, and the tests
-    of loading, call what is inside.
+    Loading and the self-check take longer than most questions of the tests. Each call returns a new language model
+    (with its own runtime and limits), and only the weights are shared. Training and the tests of loading call `load`
+    itself.
     """
     kept: dict[str, Any] = {}
 
@@ -56,7 +56,7 @@ def share_models(patch: pytest.MonkeyPatch) -> None:
 
 
 def preload(*named: str) -> None:
-    """Load what the commands of processes that are forked from this one will ask: of an index, or of a model."""
+    """Load the models of these indexes, or these models, for commands that are forked from this process."""
     share_models(pytest.MonkeyPatch())
     for name in named:
         index = (Path(name) / CONFIG_FILE).exists()

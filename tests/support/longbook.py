@@ -1,4 +1,4 @@
-"""A book whose blocks are known to the token: a tiny model that reads bytes, and paragraphs of one block each."""
+"""A book whose blocks are known exactly: a tiny model with byte tokens, and paragraphs of one block each."""
 
 import random
 import shutil
@@ -12,11 +12,11 @@ BLOCK = 8
 LENGTHS = {"block": BLOCK, "anchor": 4, "passing": 2}
 CHUNK = 4 * BLOCK
 """Tokens of a chunk: four blocks."""
-_END = "\n\n"  # as between two chunks of a prompt, so that a paragraph is a block wherever it stands
+_END = "\n\n"  # as between two chunks of a prompt, so that a paragraph is a block in any position
 
 
 def tiny_model(folder: Path, like: Path) -> Path:
-    """A random Llama of two layers for texts of a few thousand bytes, with the tokenizer of the folder `like`."""
+    """A random two-layer Llama for texts of a few thousand bytes, with the tokenizer of the folder `like`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
@@ -28,7 +28,7 @@ def tiny_model(folder: Path, like: Path) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4096,
-        initializer_range=0.2,  # else its answers are alike whatever it reads
+        initializer_range=0.2,  # large enough for answers to depend on the input
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
@@ -39,7 +39,7 @@ def tiny_model(folder: Path, like: Path) -> Path:
 
 
 def book(blocks: int, seed: int = 5) -> str:
-    """A text of so many blocks; a longer one begins with it."""
+    """A text of this many blocks; a longer one begins with it."""
     drawn = random.Random(seed)
     words = ("".join(drawn.choices("abcdefgh", k=BLOCK - len(_END))) for _ in range(blocks))
     return _END.join(words)

@@ -1,4 +1,4 @@
-"""A small tokenizer of the mini model's kind, trained in a second."""
+"""A small tokenizer like the mini model's, trained in a second."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Plain data changed as a hostile author would: types swapped, numbers huge, negative or none, lists repeated, nested
-deeply, keys missing and added. Seeded, so that a failure can be looked at again.
+"""Mutations of plain data as by a hostile author: swapped types, numbers that are huge, negative or zero, repeated
+lists, deep nesting, missing and added keys. Seeded, so that a failure can be reproduced.
 """
 
 import copy
@@ -11,7 +11,7 @@ __all__ = ["deep", "mutants", "places"]
 
 
 def deep(levels: int = 500) -> Any:
-    """Nested as deeply as `json.dumps` writes."""
+    """Nested as deeply as `json.dumps` allows."""
     value: Any = 0
     for _ in range(levels):
         value = [value]
@@ -19,7 +19,7 @@ def deep(levels: int = 500) -> Any:
 
 
 def values(rng: random.Random) -> list[Any]:
-    """What stands in the place of anything."""
+    """Values that replace anything."""
     return [
         None,
         True,
@@ -64,7 +64,7 @@ def values(rng: random.Random) -> list[Any]:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths to everything inside a JSON value, the first few entries of lists only."""
+    """Paths to everything inside a JSON value, but only the first few entries of lists."""
     yield path
     if isinstance(value, dict):
         for key in value:
@@ -75,7 +75,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def mutants(value: Any, rng: random.Random, count: int) -> Iterator[tuple[str, Any]]:
-    """`count` changed copies of a JSON value, each with words on what was done."""
+    """`count` mutated copies of a JSON value, each with a description of the change."""
     found = list(places(value))
     for _ in range(count):
         path = rng.choice(found)

@@ -1,6 +1,6 @@
-"""A process of its own, in a mount namespace in which it is root, or without the power to write what it may not.
+"""A process in a mount namespace in which it is root, or root without the power to ignore permissions.
 
-Many containers give no namespace, and some only one of the two.
+Many containers allow no namespace, and some only one of the two kinds.
 """
 
 import ctypes
@@ -17,8 +17,9 @@ WRITE_ALL, READ_ALL = 1 << 1, 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 
 @functools.cache
 def namespace() -> tuple[str, ...] | None:
-    """What stands before a command that may mount file systems; None where nobody may. Tried on /mnt, which is there
-    again when the trial ends."""
+    """The prefix of a command that may mount file systems; None if that is not allowed. Tested by mounting over /mnt in
+    the namespace.
+    """
     own, users = ("unshare", "--mount"), ("unshare", "--user", "--map-root-user", "--mount")
     if shutil.which("unshare") is None:
         return None
@@ -30,7 +31,7 @@ def namespace() -> tuple[str, ...] | None:
 
 
 def enter() -> None:
-    """This process, which has one thread, may mount file systems from now on: `namespace` was not None."""
+    """Let this single-threaded process mount file systems from now on; requires that `namespace` is not None."""
     user, group = os.getuid(), os.getgid()
     if user or _call("unshare", NEW_MOUNTS):
         if _call("unshare", NEW_MOUNTS | NEW_USER):
@@ -42,7 +43,7 @@ def enter() -> None:
 
 
 def obey_permissions() -> None:
-    """Root, too, may write and read only what its permissions say from now on."""
+    """Make file permissions apply to this process even as root."""
     sets = (ctypes.c_uint32 * 6)()
     if _call("capget", (ctypes.c_uint32 * 2)(CAPABILITIES, 0), sets):
         raise OSError("capabilities cannot be read")

@@ -1,7 +1,7 @@
-"""Slow literal references, written from the papers' equations: whole sequences, dense masks, transformers' own forward.
+"""Slow literal references from the papers' equations: whole sequences, dense masks, transformers' forward pass.
 
-Nothing of ragkv's engines or attention is used here. Each engine has a function that decodes greedily and returns
-(token ids, winners or None); the next token's scores `(vocab,)` of every step are appended to `trace`.
+They use nothing of ragkv's engines or attention. Each engine has a function that decodes greedily and returns (token
+ids, winners or None); every step's scores `(vocab,)` are appended to `trace`.
 """
 
 import math
@@ -28,7 +28,7 @@ def full(model, prefix, chunks, suffix, steps, *, trace=None):
 
 
 def block(model, prefix, chunks, suffix, steps, *, weights=None, trace=None, **settings):
-    """Block placement, `reading` with these settings; `weights` receives every layer's attention of the first step."""
+    """Block placement: `reading` with these settings; `weights` receives every layer's attention of the first step."""
     out: Ids = []
     for _ in range(steps):
         logits = reading(model, prefix, chunks, [*suffix, *out], weights=None if out else weights, **settings)[-1]
@@ -51,12 +51,12 @@ def reading(
 ) -> Tensor:
     """Logits `(n, vocab)` of `own` tokens after blocks, in one dense sequence.
 
-    The prompt as stored comes first: every block sees itself only (Block-Attention Figure 1), and over "prefixed" KV a
-    copy of the prefix right before it, where it stood when the chunk was encoded. The tokens at positions `fresh` come
-    once more (Blend), then `own`. These see at each position before theirs the fresh token if there is one, else the
-    stored one, and no copies. Without `reencode` every block has positions from 0 (the ablation "w/o-pos"). Of
-    `vectors`, the one with number i stands where a chunk has the id -1-i (KV Packet). `weights` receives every layer's
-    attention, of the prompt's tokens without the copies.
+    The stored prompt comes first: every block sees only itself (Block-Attention Figure 1), and for "prefixed" KV also a
+    copy of the prefix right before it, at the position at which the chunk was encoded. The tokens at positions `fresh`
+    follow again (Blend), then `own`. These see, at each earlier position, the fresh token if there is one, otherwise
+    the stored one, and no copies. Without `reencode` every block has positions from 0 (the ablation "w/o-pos"). Where a
+    chunk has the id -1-i, the input is vector i of `vectors` (KV Packet). `weights` receives every layer's attention,
+    of the prompt's tokens without the copies.
     """
     model.set_attn_implementation(NAME)
     blocks = [part for part in [prefix, *chunks] if part]
@@ -76,7 +76,7 @@ def reading(
     visible[m:, n:m] = False
     visible[m:, :n] &= ~torch.isin(torch.arange(n), torch.tensor(fresh, dtype=torch.long))
     seen: dict[int, Tensor] = {}
-    nothing = torch.zeros(len(at), dtype=torch.bool)  # is reweighed
+    nothing = torch.zeros(len(at), dtype=torch.bool)  # no group weights
     plan = {"visible": visible, "behind": at[:, None] - at, "context": nothing, "first": len(at)}
     plan |= {"T": 1.0, "S": 1.0, "factor": 1.0, "weights": seen}
     given: dict[str, Any] = {"input_ids": torch.tensor([tokens])}
@@ -92,9 +92,9 @@ def reading(
 
 
 def pced(model, prefix, chunks, suffix, scores, steps, *, gamma=2.5, beta="per_expert", rule="max", trace=None):
-    """PCED Eqs. 2-3 with N+1 separate plain forwards; β by AdaCAD at the first token, fixed thereafter.
+    """PCED Eqs. 2-3 with N+1 separate plain forward passes; β by AdaCAD at the first token, constant after it.
 
-    `released` leaves AdaCAD's divergence unsummed; `moe` and `poe` are Table 7's rules over softmax(β-contrasted).
+    `released` uses AdaCAD's divergence without the sum; `moe` and `poe` are Table 7's rules over softmax(β-contrasted).
     """
     strengths: list[Any] = []
     out: Ids = []
@@ -139,7 +139,7 @@ def _jsd(a, b):
 
 
 def ape(model, prefix, chunks, suffix, steps, *, temperature, scale, mode="power", trace=None):
-    """APE Eq. 5 with dense masks and reused positions; the exponent is S·T, as §4.4 searches it.
+    """APE Eq. 5 with dense masks and reused positions; the exponent is S·T, as in the search of §4.4.
 
     In `log` mode the context's sum Z enters as S·Z^T.
     """
@@ -178,7 +178,7 @@ def ape(model, prefix, chunks, suffix, steps, *, temperature, scale, mode="power
 
 
 def attention(query, key, value, scale, *, softcap=None, causal=False):
-    """`(out, logsumexp)` in float64; several query heads share one of keys and values."""
+    """`(out, logsumexp)` in float64; several query heads share a key head."""
     group = query.shape[1] // key.shape[1]
     key, value = (each.double().repeat_interleave(group, 1) for each in (key, value))
     scores = query.double() @ key.mT * scale
@@ -204,7 +204,7 @@ def _dense(module, query, key, value, mask, *, scaling, oracle, **rest):
     if mask.window is not None:
         visible = visible & (oracle["behind"] < mask.window)
     weights = scores.exp() * visible
-    # Eq. 5, for rows of the question and after: a' = exp(s / T), and its sum to the power S
+    # Eq. 5, for the rows from the question on: a' = exp(s / T), and its sum to the power S
     first, context = oracle["first"], oracle["context"]
     sharp = (scores[:, :, first:] / oracle["T"]).exp() * (context & visible[first:])
     total = sharp.sum(-1, keepdim=True)
@@ -212,7 +212,7 @@ def _dense(module, query, key, value, mask, *, scaling, oracle, **rest):
     rescaled = torch.where(total > 0, share, 0.0)
     weights[:, :, first:] = torch.where(context, rescaled, weights[:, :, first:])
     whole = weights.sum(-1, keepdim=True)
-    if (sink := rest.get("s_aux")) is not None:  # a score beside those of the keys
+    if (sink := rest.get("s_aux")) is not None:  # an additional score beside those of the keys
         whole = whole + sink.double().exp()[:, None, None]
     weights = weights / whole
     if oracle.get("weights") is not None:
@@ -222,5 +222,5 @@ def _dense(module, query, key, value, mask, *, scaling, oracle, **rest):
 
 
 AttentionInterface.register(NAME, _dense)
-# a layer's window is what its mask would be made with: not every family names it in the attention call as well
+# the window of the layer's mask: not every family passes it in the attention call as well
 AttentionMaskInterface.register(NAME, lambda local_size=None, **_: SimpleNamespace(window=local_size))

@@ -1,4 +1,4 @@
-"""A program run as a user types it, in this process: exit code and both streams."""
+"""Run a program's main function in this process: exit code and both streams."""
 
 import io
 import logging
@@ -16,12 +16,12 @@ class Result:
 
     @property
     def sentence(self):
-        """The last line on stderr: the error."""
+        """The last line on stderr, which is the error."""
         return self.err.strip().splitlines()[-1] if self.err.strip() else ""
 
 
 class Terminal(io.StringIO):
-    """A stream at a terminal."""
+    """A stream that claims to be a terminal."""
 
     encoding = "utf-8"
 
@@ -30,7 +30,7 @@ class Terminal(io.StringIO):
 
 
 def typed(main, capsys, monkeypatch):
-    """`main` as a function of the words that follow the program's name."""
+    """`main` as a function of the words after the program's name."""
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""Work in other processes: a fresh interpreter, also beside a package with entry points of its own, and a fork."""
+"""Work in other processes: a new interpreter, optionally with a package that has entry points, and a fork."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def run_beside(folder: Path, name: str, source: str, points: str, code: str, *arguments: object) -> tuple[str, str]:
-    """What `code` prints and logs where a package of one module and these entry points is installed in `folder`."""
+    """The output of `code` with a package of one module and these entry points installed in `folder`."""
     (folder / f"{name}.py").write_text(source)
     metadata = folder / f"{name}-1.0.dist-info"
     metadata.mkdir()
@@ -21,8 +21,8 @@ def run_beside(folder: Path, name: str, source: str, points: str, code: str, *ar
 
 
 def run_fresh(code: str, *arguments: object, **variables: str) -> tuple[str, str]:
-    """What `code` prints and logs; it has to end well."""
-    quiet = ("-W", "ignore::DeprecationWarning")  # Python's own, of a fork beside threads
+    """The output of `code` in a new interpreter, which must succeed."""
+    quiet = ("-W", "ignore::DeprecationWarning")  # Python warns about a fork with threads
     command = [sys.executable, *quiet, "-c", code, *map(str, arguments)]
     run = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
@@ -30,9 +30,11 @@ def run_fresh(code: str, *arguments: object, **variables: str) -> tuple[str, str
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """How a forked process ends that does this: 0, 1 after an exception, which it prints, or the signal, negative."""
+    """The exit status of a forked process that runs this: 0, 1 after an exception (which it prints), or minus the
+    signal.
+    """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # about a fork with threads
         pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -1,6 +1,6 @@
-"""A plain kernel for `aten::_flash_attention_forward` on processors: FlashAttention's shapes, rules and oddities.
+"""A plain CPU kernel for `aten::_flash_attention_forward` with FlashAttention's shapes, rules and quirks.
 
-What the CUDA kernel refuses is refused, and a query that sees no key has the logsumexp +inf as it has there.
+It refuses what the CUDA kernel refuses, and gives a query that sees no key the logsumexp +inf, as CUDA does.
 """
 
 import functools
@@ -8,7 +8,7 @@ import functools
 import torch
 
 calls: list[torch.Size] = []
-"""The shape of each call's queries since a test cleared it."""
+"""The shape of the queries in each call since a test cleared the list."""
 
 
 def _rows(bounds, at):
@@ -35,7 +35,7 @@ def attend(
     block_table=None,
     num_splits=None,
 ):
-    """As torch's `flash_api.cpp` has it, in fp32."""
+    """The computation of torch's `flash_api.cpp`, in fp32."""
     assert not any((dropout_p, return_debug_mask, alibi_slopes, block_table, num_splits))
     calls.append(query.shape)
     left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
@@ -52,7 +52,7 @@ def attend(
     sequences = len(cum_seq_q) - 1
     assert cum_seq_k.shape == cum_seq_q.shape
     assert seqused_k is None or seqused_k.shape == (sequences,)
-    if max_q == 1 and heads > kv_heads and left == right == -1:  # heads become queries, one sequence to a token
+    if max_q == 1 and heads > kv_heads and left == right == -1:  # heads become queries, one sequence per token
         assert len(query) == sequences
     out, lse = torch.full_like(query, torch.nan), torch.full((heads, len(query)), torch.nan)
     for at in range(sequences):
@@ -64,7 +64,7 @@ def attend(
         assert used == len(keys) <= max_k
         keys, values = (t.float().repeat_interleave(heads // kv_heads, 1) for t in (keys, values))
         scores = torch.einsum("nhd,mhd->hnm", query[rows].float(), keys) * scale
-        behind = torch.arange(used - n, used)[:, None] - torch.arange(used)  # aligned to the end
+        behind = torch.arange(used - n, used)[:, None] - torch.arange(used)  # aligned at the end
         if left >= 0:
             scores = scores.masked_fill(behind > left, -torch.inf)
         if right >= 0:
@@ -78,7 +78,7 @@ def attend(
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Make it the operator's kernel on processors, once per process; it lives as long as what is returned."""
+    """Register it as the CPU kernel of the operator, once per process; it exists as long as the returned object."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", attend, "CPU")
     return library

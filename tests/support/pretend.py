@@ -1,9 +1,8 @@
-"""A device without a device: every op runs on the CPU, but what an accelerator forbids or waits for is seen.
+"""A simulated device: every op runs on the CPU, but operations that an accelerator forbids or waits for are detected.
 
-`pretend:0` is torch's PrivateUse1 backend, written in Python. Its tensors hold a CPU tensor and say that they are
-elsewhere; an op that is given some of them runs on what they hold. Host and device tensors that meet in one op raise,
-as on CUDA, and so do tensors of `pretend:0` and `pretend:1`. What crosses between host and device is counted
-(`crossing`):
+`pretend:0` is torch's PrivateUse1 backend, written in Python. Its tensors wrap a CPU tensor and claim to be on the
+device; an op on them runs on the wrapped tensors. Host and device tensors in one op raise, as on CUDA, and so do those
+of `pretend:0` and `pretend:1`. Transfers between host and device are recorded (`crossing`):
 
     with pretend.counting(model) as waits:    # the fixture `pretend_device` names the device
         ...
@@ -31,22 +30,22 @@ from ragkv.runtime import graphs
 __all__ = ["counting", "device"]
 
 DEVICE = "pretend:0"
-# torch would make these by resizing an empty tensor, which a wrapper cannot follow
+# torch would create these by resizing an empty tensor, which a wrapper cannot follow
 _FACTORIES = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm")
-# torch.tensor(list, device=…) calls these past __torch_dispatch__
+# torch.tensor(list, device=…) calls these without __torch_dispatch__
 _LIFTING = ("copy_", "lift_fresh")
 _HOST = torch.device("cpu")
 
 
 class PretendTensor(torch.Tensor):
-    """A tensor that says it is on the device; `held` is the CPU tensor with its numbers."""
+    """A tensor that claims to be on the device; `held` is the CPU tensor with its numbers."""
 
     held: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, real: torch.Tensor, device: torch.device | str = DEVICE) -> PretendTensor:
-        with torch.inference_mode(False):  # torch marks a view of a plain tensor, but only on a plain tensor
+        with torch.inference_mode(False):  # torch only marks views of plain tensors as views
             made = torch.Tensor._make_wrapper_subclass(
                 cls,
                 real.size(),
@@ -70,7 +69,7 @@ class PretendTensor(torch.Tensor):
 
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
-    if graphs._composite(op):  # under inference_mode an op comes as it was called, not yet in its parts
+    if graphs._composite(op):  # under inference_mode a composite op is not decomposed yet
         return op.decompose(*args, **kwargs)
     name = op._schema.name.removeprefix("aten::")
     real_args, real_kwargs = _held(args), {key: _held(value) for key, value in kwargs.items()}
@@ -88,20 +87,20 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     if waits_for_numbers(name, op, args, kwargs):
         first = next(_leaves(out))
         count_read(name, first if isinstance(first, torch.Tensor) else torch.tensor(first))
-    # an op in place, or one that had nothing to do, returns what it was given
+    # an in-place op, or one without effect, returns its input
     given = {id(leaf.held): leaf for leaf in leaves if isinstance(leaf, PretendTensor)}
     return _wrapped(op, out, given, _place(target, leaves))
 
 
 def _place(target: torch.device | None, leaves: list[Any]) -> torch.device:
-    """Where an op's result is: where it was asked for, else where what it was given is."""
+    """The device of an op's result: the requested one, else that of its inputs."""
     if target is not None and target.type == "pretend":
         return torch.device("pretend", target.index or 0)
     return next((leaf.device for leaf in leaves if isinstance(leaf, PretendTensor)), torch.device(DEVICE))
 
 
 def _held(value: Any) -> Any:
-    """An argument of an op as it is given to the CPU; an op's arguments are values, and lists and tuples of them."""
+    """An op's argument with the CPU tensors; arguments are values, and lists and tuples of them."""
     if isinstance(value, PretendTensor):
         return value.held
     if isinstance(value, torch.device):
@@ -139,7 +138,7 @@ _Generator = torch.Generator
 
 
 class _Generators(type):
-    """`torch.Generator` while the device is in use: torch's own cannot be made for a backend written in Python."""
+    """Replaces `torch.Generator` while the device is in use: torch has none for a backend written in Python."""
 
     def __call__(cls, device: Any = "cpu") -> torch.Generator:
         if torch.device(device).type != "pretend":
@@ -154,10 +153,10 @@ class _Generators(type):
 
 @functools.cache
 def _register() -> list[torch.library.Library]:
-    """Once per process, for torch knows no way back. The registrations live as long as what is returned."""
+    """Register the backend, once per process: torch cannot undo it. It exists as long as the returned object."""
     accelerator = torch._C._accelerator_getAccelerator()
     _setup_privateuseone_for_python_backend("pretend")
-    # it is not the machine's accelerator: who asks for that is told what is true without this module
+    # it must not appear as the machine's accelerator
     torch._C._accelerator_getAccelerator = lambda: accelerator
     fallback, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     fallback.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
@@ -170,14 +169,14 @@ def _register() -> list[torch.library.Library]:
 
 @contextmanager
 def device() -> Iterator[str]:
-    """The device's name, which torch understands from now on."""
+    """The device's name, which torch accepts from now on."""
     if torch.accelerator.is_available():
         pytest.skip("the machine has a real device, which another backend in the same process would disturb")
     _register()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Generator", _Generators("Generator", (), {}))
         packedkernel.register()
-        patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which needs a real device
+        patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # the original needs a real device
         patch.setattr(varlen, "DEVICES", {"pretend"})
         recordedgraph.use(patch)
         patch.setattr(varlen, "DTYPES", {torch.float32})

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: real gloo groups over an in-memory store, without a process for each."""
+"""Ranks as threads of one process: real gloo groups over an in-memory store."""
 
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -10,17 +10,17 @@ import torch.distributed as dist
 from ragkv.distributed.group import Handshake, Peers, RankGroup
 
 WAIT = 600.0
-"""Seconds: generous, for what never comes in a test that passes."""
+"""Seconds: a generous limit that only ends a hung test."""
 
 
 def in_threads(work: Callable[..., Any], given: Collection[Any]) -> list[Any]:
-    """What `work` returns of each of these, in a thread each; the first error is raised when all have ended."""
+    """Run `work` for each item in a thread; returns the results, or raises the first error after all have ended."""
     with ThreadPoolExecutor(len(given)) as pool:
         return list(pool.map(work, given))
 
 
 def on_ranks(size: int, work: Callable[[RankGroup], Any], *, timeout: float = WAIT) -> list[Any]:
-    """What `work` returns on each of `size` ranks; the first error of any is raised."""
+    """Run `work` on each of `size` ranks; returns the results, or raises the first error."""
     store = dist.HashStore()
     found: list[Any] = [None] * size
     errors: list[BaseException] = []

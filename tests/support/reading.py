@@ -1,4 +1,4 @@
-"""Read bytes as `ragkv ingest` reads a file, or say why it does not."""
+"""Read bytes as `ragkv ingest` reads a file, or return the reason for skipping it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ def reason(folder: Path, name: str, data: bytes | str) -> str:
 
 
 def outcome(source: SourceFile, read: Callable[[SourceFile], SourceText] = read_source) -> SourceText | str:
-    """What is read, or the reason."""
+    """The text, or the reason."""
     try:
         return read(source)
     except UnreadableSource as error:

@@ -1,8 +1,8 @@
-"""CUDA graphs without CUDA, for `ragkv.runtime.graphs`: what is launched between `begin` and `end` is recorded.
+"""CUDA graphs without CUDA, for `ragkv.runtime.graphs`: the ops between `begin` and `end` are recorded.
 
-What a recorded piece made is overwritten at its end, as if it had not run, and a replay calls the same ops on the same
-tensors: so what was computed outside of the pieces, or reads memory that another pass has changed, gives NaN or a wrong
-number.
+The outputs of a recorded piece are overwritten at its end, as if it had not run, and a replay calls the same ops on the
+same tensors. So anything that was computed outside of the pieces, or reads memory that another pass has changed, gives
+NaN or a wrong number.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from ragkv.runtime import graphs
 
 
 def use(patch: pytest.MonkeyPatch) -> None:
-    """Whole steps are run again, and pieces replayed."""
+    """Rerun whole steps, and replay pieces."""
     patch.setattr(graphs, "Capture", RecordedCapture)
 
 
@@ -32,7 +32,7 @@ class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        """(op, args, kwargs, the tensors that it makes)"""
+        """(op, args, kwargs, the tensors that it creates)"""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -59,7 +59,7 @@ class _Recording(TorchDispatchMode):
 
 
 class RecordedCapture:
-    """As `graphs.Capture`."""
+    """A recording replacement for `graphs.Capture`."""
 
     shares = True
 

@@ -1,4 +1,4 @@
-"""A row of a benchmark, whose figures are rounded: is its ratio theirs, however small or large they came out?"""
+"""Check the ratio in a benchmark's row with rounded figures."""
 
 from typing import Any
 

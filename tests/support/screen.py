@@ -1,7 +1,7 @@
-"""What `ragkv` writes to a terminal and to a pipe, command by command, in processes forked from this one.
+"""What `ragkv` writes to a terminal and to a pipe, for commands in forks of this process.
 
-As a program: a JSON list of `{"arguments": […], "stdin": "…", "terminal": …}` on stdin; prints a list of `{"code",
-"out", "err"}`. Bytes are told as Latin-1 text. Its arguments are indexes whose models the commands share.
+As a program: reads a JSON list of `{"arguments": […], "stdin": "…", "terminal": …}` from stdin; prints a list of
+`{"code", "out", "err"}`, with bytes as Latin-1 text. Its arguments are indexes whose models the commands share.
 """
 
 import json
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from typing import Any
 
-from command import run_command  # it loads everything before the forks
+from command import run_command  # imports everything before the forks
 from loaded import preload
 
 
@@ -33,7 +33,7 @@ def run(arguments: list[str], stdin: str, *, terminal: bool) -> dict[str, Any]:
         for read in select.select(waiting, [], [])[0]:
             try:
                 data = os.read(read, 65536)
-            except OSError:  # how a terminal says that nobody has it open any more
+            except OSError:  # a terminal that nobody has open any more
                 data = b""
             found[read] += data
             if not data:
@@ -45,7 +45,7 @@ def run(arguments: list[str], stdin: str, *, terminal: bool) -> dict[str, Any]:
 
 
 def _take(*streams: int) -> None:
-    """Have these as the standard streams."""
+    """Make these the standard streams."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115

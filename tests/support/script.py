@@ -1,4 +1,4 @@
-"""Engines that need no model: their scores are made up."""
+"""Engines with made-up scores, which need no model."""
 
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ NOTHING = Request(prefix_ids=(), chunks=(), suffix_ids=())
 
 
 class Script(Engine):
-    """Proposes the ids it was given, whatever was chosen; `asked` counts how often it was asked."""
+    """Proposes the given ids, whatever was chosen; `asked` counts the calls."""
 
     name, encoding, Config = "script", None, FullConfig
 
@@ -32,8 +32,9 @@ class Script(Engine):
 
 
 def written(monkeypatch: Any, engines: Sequence[str], texts: Mapping[str, Sequence[str]]) -> list[tuple[str, int]]:
-    """Have engines write the next of these texts to a prompt that holds the words before it, whatever they read; the
-    model answers all else. Returns what was asked so, and how many chunks were read: it grows."""
+    """Make engines write the next of these texts to a prompt that contains the text before it; the model answers
+    everything else. Returns a growing list of these prompts and the numbers of chunks that were read.
+    """
     asked: list[tuple[str, int]] = []
     left = {words: list(each) for words, each in texts.items()}
     for name in engines:
@@ -57,9 +58,9 @@ def written(monkeypatch: Any, engines: Sequence[str], texts: Mapping[str, Sequen
 def by_hand(
     program: Generator[Any, Any, Any], read: Any, *, choose: Any = None, leave: Any = None, steps: int = -1
 ) -> Any:
-    """Run a program with `read(Read) -> logits (rows, vocab)`; `choose(Choose) -> id`, the best one unless told.
+    """Run a program with `read(Read) -> logits (rows, vocab)` and `choose(Choose) -> id`, by default the best one.
 
-    `leave(Leave)` is told of rows that go. Ends after `steps` tokens, or with what the program returns.
+    `leave(Leave)` is called for released rows. Ends after `steps` tokens, or with the program's return value.
     """
     answer: Any = None
     try:

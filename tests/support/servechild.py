@@ -1,4 +1,4 @@
-"""A server in a process of its own, which holds still where a test wants to kill it."""
+"""A server in a separate process that pauses where a test wants to kill it."""
 
 import threading
 from pathlib import Path
@@ -10,8 +10,8 @@ __all__ = ["ServeChild"]
 
 
 class ServeChild:
-    """`run_server` over the index in `folder`. With `commits`, ingests hold still after so many, and answers after
-    their second piece. `stop_seconds` and `grace` as the server's.
+    """`run_server` over the index in `folder`. With `commits`, ingests pause after this many commits, and answers after
+    their second event. `stop_seconds` and `grace` are the server's.
     """
 
     def __init__(self, folder: Path, commits: int | None = None, *, stop_seconds: int = 20, grace: float = 600) -> None:
@@ -25,7 +25,7 @@ class ServeChild:
         self.live = Live(self.heard(), self.process.terminate)
 
     def heard(self):
-        """The next that it says: its address, then "held" when the ingest holds still."""
+        """Its next message: its address, then "held" when the ingest pauses."""
         return self._pipe.recv()
 
     def kill(self) -> None:
@@ -34,7 +34,7 @@ class ServeChild:
         self.process.join()
 
     def stop(self) -> int:
-        """As SIGTERM does; the exit code."""
+        """Send SIGTERM; returns the exit code."""
         self.process.terminate()
         self.process.join()
         return self.process.exitcode
@@ -52,7 +52,7 @@ def _serve(there, folder, commits, stop_seconds, grace):
 
     torch.set_num_threads(1)
     if commits is not None:
-        ingester.BATCH_TOKENS = 64  # a document or two
+        ingester.BATCH_TOKENS = 64  # one or two documents
         _hold(ingester.Ingester, "_commit", commits, lambda: there.send("held"))
         call_at_third_piece(lambda answer: threading.Event().wait())
     app.GRACE = grace
@@ -64,7 +64,7 @@ def _serve(there, folder, commits, stop_seconds, grace):
 
 
 def _hold(owner, name, calls, then):
-    """The call after so many of this method never returns."""
+    """After `calls` calls of this method, the next one never returns."""
     whole, left = getattr(owner, name), [calls]
 
     def counted(self, *arguments):

@@ -1,7 +1,7 @@
-"""Everything that can be wrong with a store, looked for row by row: `problems(store)` names what it finds.
+"""Every inconsistency that a store can have, found row by row: `problems(store)` lists them.
 
-Deliberately slow and literal, and independent of the store's own bookkeeping; it reads the tables themselves. The
-crash tests call nothing else to judge a store, so a check of the store's own can take its place, or stand beside it.
+Deliberately slow and literal, and independent of the store's own bookkeeping; it reads the tables directly. The crash
+tests use only this to judge a store.
 """
 
 import json
@@ -16,7 +16,7 @@ Pairs = set[tuple[bytes, bytes]]
 
 
 def problems(store: Store) -> list[str]:
-    """One line for each thing that is wrong; empty for a clean store."""
+    """One line per problem; empty for a consistent store."""
     with store._live().read() as txn:
         tables = {
             name: {key: bytes(value) for key, value in txn.scan(name)}
@@ -43,7 +43,7 @@ def problems(store: Store) -> list[str]:
 
 
 def _documents(tables: dict[str, Table]) -> Iterator[str]:
-    """A document has its text and all its chunks in order; none of these is there without it."""
+    """A document has its text and all its chunks in order; without a document, none of these exist."""
     names, places = set(), {}
     for key, value in tables["documents"].items():
         stored = parse_document(value)
@@ -74,7 +74,7 @@ def _documents(tables: dict[str, Table]) -> Iterator[str]:
 
 
 def _references(tables: dict[str, Table], pairs: dict[str, Pairs]) -> Iterator[str]:
-    """`references` and `needs` mirror each other, between chunks and records that are there."""
+    """`references` and `needs` mirror each other, for existing chunks and records."""
     if {(chunk, key) for key, chunk in pairs["references"]} != pairs["needs"]:
         yield "references and needs differ"
     for key, owner in pairs["references"]:
@@ -85,7 +85,7 @@ def _references(tables: dict[str, Table], pairs: dict[str, Pairs]) -> Iterator[s
 
 
 def _records(tables: dict[str, Table]) -> Iterator[str]:
-    """Every record decodes, all its checksums match, and no segment is left without a record."""
+    """Every record decodes, all its checksums match, and every segment has a record."""
     known = set()
     for key, value in tables["kv"].items():
         manifest = Manifest.parse(value)
@@ -102,7 +102,7 @@ def _records(tables: dict[str, Table]) -> Iterator[str]:
 
 
 def _counters(tables: dict[str, Table], pairs: dict[str, Pairs]) -> Iterator[str]:
-    """The counters are what a count of the rows gives, and the list of unreferenced KV is complete."""
+    """The counters equal a count of the rows, and the list of unreferenced KV is complete."""
     needed = {key for key, owner in pairs["references"] if owner != INDEX_OWNER}
     sums: dict[tuple[str, ...], list[int]] = {}
     for key, value in tables["kv"].items():

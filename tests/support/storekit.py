@@ -1,4 +1,4 @@
-"""Small, deterministic documents, chunks and KV for every test of the store."""
+"""Small, deterministic documents, chunks and KV for the tests of the store."""
 
 import lzma
 import shutil
@@ -62,7 +62,7 @@ def equal(left, right):
 
 
 def write(store, name, *token_ids, content_hash="00", kv=True):
-    """A document of one chunk per tuple of ids; with `kv`, each with its standalone record and its vectors."""
+    """Write a document of one chunk per tuple of ids; with `kv`, each with its standalone record and its vectors."""
     chunks = [chunk(name, ordinal, ids) for ordinal, ids in enumerate(token_ids)]
     identities = {chunk.chunk_id: identity(*chunk.token_ids) for chunk in chunks if kv}
     store.write_document(
@@ -88,12 +88,12 @@ def vectors_of(chunk):
 
 
 def kv_of(identity):
-    """A KV that is a function of the identity, so that a test can tell whose it was given."""
+    """KV that is a function of the identity, so that a test can see whose it is."""
     return make_kv(len(identity.chunk_ids), seed=int.from_bytes(identity.key()[:4], "big"))
 
 
 def unpack(fixture: Path, folder: Path) -> Path:
-    """The store of an earlier format, from `tests/store/fixtures`, as an index in `folder`."""
+    """Unpack the store of an earlier format from `tests/store/fixtures` as an index in `folder`."""
     (folder / "store").mkdir()
     with lzma.open(fixture / "data.mdb.xz") as packed, (folder / "store" / "data.mdb").open("wb") as data:
         shutil.copyfileobj(packed, data)

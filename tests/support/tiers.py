@@ -1,4 +1,4 @@
-"""A real redis-server, a TCP proxy before it that stalls or damages what it passes on, and an S3 server with faults."""
+"""A real redis-server, a TCP proxy that stalls or damages replies, and an S3 server with faults."""
 
 import re
 import shutil
@@ -14,7 +14,7 @@ import pytest
 
 
 class RedisServer:
-    """A redis-server of its own, without files; `start` again after `kill` is a server without data."""
+    """A redis-server without files; `start` after `kill` gives a server without data."""
 
     def __init__(self, *options: str) -> None:
         if shutil.which("redis-server") is None:
@@ -42,8 +42,7 @@ class RedisServer:
 
 
 class Proxy:
-    """Passes on to a port of this machine. `flip`: change every so-manyth byte of the replies; `stalled`: pass on
-    nothing."""
+    """A proxy to a local port. `flip`: change one byte in this many of the replies; `stalled`: forward nothing."""
 
     def __init__(self, port: int) -> None:
         self._target, self.flip, self.stalled = port, 0, threading.Event()
@@ -98,8 +97,9 @@ class Proxy:
 
 
 class S3Server(ThreadingHTTPServer):
-    """As much of S3 as obstore asks of it, over `objects` by path. `fault` is what is wrong with it; `held` lets the
-    requests of a server that hangs end."""
+    """The parts of S3 that obstore uses, over `objects` by path. `fault` selects the fault; `held` lets the requests of
+    a hanging server end.
+    """
 
     daemon_threads = True
 
@@ -120,7 +120,7 @@ class S3Server(ThreadingHTTPServer):
 
 class _S3(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else the body waits 40 ms for the head's acknowledgement
+    disable_nagle_algorithm = True  # otherwise the body waits 40 ms for the header's acknowledgement
     server: S3Server
 
     def do_GET(self) -> None:
@@ -131,7 +131,7 @@ class _S3(BaseHTTPRequestHandler):
         if fault == "resets":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
             self.connection.close()
-            self.close_connection = True  # or the next request is waited for, on a connection that is still there
+            self.close_connection = True  # otherwise the handler waits for the next request
         elif fault.isdecimal():
             self.reply(int(fault), b"<Error><Code>Wrong</Code></Error>")
         elif self.command == "PUT":
@@ -139,7 +139,7 @@ class _S3(BaseHTTPRequestHandler):
             if not there:
                 objects[name] = body
             self.reply(412 if there else 200)
-        elif self.command == "POST":  # a list of what to delete
+        elif self.command == "POST":  # a list of keys to delete
             keys = re.findall(r"<Key>(.*?)</Key>", body.decode())
             for key in keys:
                 objects.pop(f"{name.rstrip('/')}/{key}", None)
@@ -152,7 +152,7 @@ class _S3(BaseHTTPRequestHandler):
             changed = {
                 "shortened": value[:-1],
                 "flips": value[:-9] + bytes([value[-9] ^ 1]) + value[-8:],
-                "stale": next((other for key, other in objects.items() if key != name), value),  # whole and sealed
+                "stale": next((other for key, other in objects.items() if key != name), value),  # valid
                 "a page": b"<html>Sign in</html>",
             }
             self.reply(200, changed.get(fault, value), more=fault == "truncates")
@@ -168,7 +168,7 @@ class _S3(BaseHTTPRequestHandler):
         self.close_connection |= more
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Suppress the log."""
 
 
 for _method in ("do_PUT", "do_POST"):

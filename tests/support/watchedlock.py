@@ -1,11 +1,11 @@
-"""A lock that tells when somebody has to wait for it: so that a test need not wait for what must not happen."""
+"""A lock that reports when a thread has to wait for it, so that no test has to sleep to see that nothing happens."""
 
 import threading
 from collections.abc import Callable
 
 
 class WatchedLock:
-    """In place of a `threading.Lock`; `on_wait` is called before a thread waits."""
+    """Replaces a `threading.Lock`; `on_wait` is called before a thread waits."""
 
     def __init__(self, on_wait: Callable[[], object]) -> None:
         self._lock = threading.Lock()
@@ -21,10 +21,10 @@ class WatchedLock:
 
 
 class Alone:
-    """Work of which two threads do one at a time: `enter` is called within it.
+    """Work that only one thread at a time may do: it calls `enter` inside.
 
-    The first thread that enters starts a second one, and stays until that one waits for `lock`, or has entered as well,
-    or has gone past the lock without a look at it.
+    The first thread that enters starts a second one, and stays until that one waits for `lock`, has entered too, or has
+    passed without using the lock.
     """
 
     def __init__(self, second: Callable[[], object]) -> None:
@@ -44,7 +44,7 @@ class Alone:
         assert self._moved.wait(600)
 
     def end(self) -> None:
-        """Require that the second thread has waited for the first one."""
+        """Check that the second thread has waited for the first one."""
         self._second.join(600)
         assert not self._second.is_alive()
         assert self.waited

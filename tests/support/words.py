@@ -1,4 +1,4 @@
-"""An embedder and a reranker whose vectors one can work out by hand: a dimension per word, a point per equal word."""
+"""An embedder and a reranker whose results can be computed by hand: a dimension per word, a point per equal word."""
 
 import hashlib
 import zlib
@@ -63,7 +63,7 @@ class WordReranker:
 
 
 class _Point:
-    """As an entry point, without an installed package."""
+    """An entry point without an installed package."""
 
     def __init__(self, made: object) -> None:
         self._made = made
@@ -73,7 +73,7 @@ class _Point:
 
 
 def install(monkeypatch, embedder: object = WordEmbedder, reranker: object = WordReranker) -> None:
-    """Make "words" a plug-in's name for both."""
+    """Register both as plug-ins under the name "words"."""
     from ragkv.retrievers import embedders, rerankers
 
     monkeypatch.setattr(embedders.EMBEDDERS, "added", {"words": _Point(embedder)})
