@@ -1,4 +1,4 @@
-"""An index on the random model, with a few documents; a codec that loses bits."""
+"""An index with the random model and a few documents; a lossy codec."""
 
 import shutil
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def documents(tmp_path: Path) -> Path:
 @pytest.fixture
 def rag(tmp_path: Path, documents: Path, model_folder: Path) -> Iterator[RagKV]:
     settings = {"device": "cpu", "chunk_tokens": 128, "top_k": 2}
-    # raw: what the index reads is compared with what the model makes, bit for bit
+    # raw: the index's KV is compared with the model's, bit for bit
     with RagKV.create(tmp_path / "index", model=str(model_folder), codec="raw", **settings) as made:
         made.ingest(documents)
         yield made
@@ -41,7 +41,7 @@ def rag(tmp_path: Path, documents: Path, model_folder: Path) -> Iterator[RagKV]:
 
 @dataclass(frozen=True, slots=True)
 class Coarse(codecs.Codec):
-    """A lossy codec: fp32 with the lower half of every number cut off."""
+    """A lossy codec: fp32 without the lower half of every number."""
 
     id: ClassVar[str] = "coarse"
 
@@ -64,7 +64,7 @@ def coarse(monkeypatch) -> str:
 
 @pytest.fixture
 def other_model(tmp_path: Path, model_folder: Path) -> Path:
-    """Another checkpoint than the index's: the same shapes, weights half as large."""
+    """Another checkpoint: the same shapes, weights half as large."""
     folder = tmp_path / "other-model"
     shutil.copytree(model_folder, folder)
     weights = load_file(folder / "model.safetensors")

@@ -1,6 +1,6 @@
-"""Candidates on tasks: answers are the pipeline's own, nothing is asked twice, figures are those of the answers.
+"""Candidates on tasks: answers equal the pipeline's, nothing is computed twice, figures follow from the answers.
 
-What is compared is what a query runs on, bit for bit; chunks at hand are scored as an index would score them.
+Requests are compared with a query's, bit for bit; given chunks are scored as an index would score them.
 """
 
 import itertools
@@ -79,7 +79,7 @@ def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
         "mapreduce": {"summary_tokens": 4},
     }
     everyone = asked(ENGINES, retrievals=["bm25"], codecs=["raw", "int8"])
-    assert len(everyone) == 12  # full and single have no KV that a codec could change
+    assert len(everyone) == 12  # full and single read no KV, so codecs do not apply
     found = {
         (result.candidate.label, result.candidate.codec, result.example.question): result
         for result in run_candidates([TASK], everyone)
@@ -96,7 +96,7 @@ def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
                         ScoredChunk(chunk=chunks[at], source="", retrieval_score=0.0, rerank_score=None, score=score)
                         for at, score in reversed(_bm25(question))
                     ]
-                    for tokens in (1, 6):  # what the first one encodes goes through the codec for the second
+                    for tokens in (1, 6):  # KV that the first call encodes passes the codec before the second
                         answer = rag.query(
                             question, engine=candidate.engine, chunks=scored, max_new_tokens=tokens, keep=True
                         )
@@ -284,7 +284,7 @@ def test_a_long_text_is_read_in_blocks_as_query_reads_a_file(model_folder, asked
     assert len(own.chunks) == -(-len(text.token_ids) // 20) > 4
     assert [block.token_ids for block in request.chunks] == [block.token_ids for block in own.chunks]
     same = [bit_equal(one.stored(), other.stored()) for one, other in zip(request.chunks, own.chunks, strict=True)]
-    assert all(same) if codec == "raw" else not any(same)  # a codec that loses bits
+    assert all(same) if codec == "raw" else not any(same)  # int8 is lossy
 
 
 def test_answers_by_other_retaining_heads_are_asked_again(tmp_path, model_folder, asked, monkeypatch):
@@ -308,7 +308,7 @@ QUESTION = "Who founded Halden Works?"
 
 
 def reader_of(rag, **settings) -> tuple[Reader, list[ContextChunk]]:
-    """A reader of the index, and the chunks that the question finds."""
+    """A reader of the index, and the chunks retrieved for the question."""
     source = IndexSource(rag, **settings)
     loaded = source.model(rag.config.model)
     placed = source.chunks(loaded, Task.of([Question(text=QUESTION)]).examples[0], source.candidate("full"))
@@ -328,7 +328,7 @@ def test_a_request_is_the_one_that_a_query_gets(rag, name):
         assert made.prefix is None
         return
     assert bit_equal(made.prefix, own.prefix)
-    for mine, theirs in zip(made.chunks, own.chunks, strict=True):  # batches differ, so the last bits may
+    for mine, theirs in zip(made.chunks, own.chunks, strict=True):  # other batch sizes, so other last bits
         torch.testing.assert_close(mine.kv.keys, theirs.kv.keys, atol=1e-5, rtol=1e-5)
         assert mine.kv.encoded_at == theirs.kv.encoded_at
 
@@ -383,7 +383,7 @@ def test_kl_is_the_textbook_s():
     sure = torch.full((50,), -torch.inf)
     sure[3] = 0.0
     assert next_token_kl(sure, q) == pytest.approx(-float(q[3]), abs=1e-6)
-    assert next_token_kl(p, sure) < 100  # finite where a token is impossible
+    assert next_token_kl(p, sure) < 100  # finite where a token has probability 0
 
 
 def test_an_engine_follows_itself_without_a_difference(rag):
@@ -449,7 +449,7 @@ def test_scores_are_those_of_an_index(tmp_path, model_folder, monkeypatch):
             assert ranked[-1][0] == 2
             own = {each.chunk.text: each.score for each in found}
             assert {TEXTS[index]: score for index, score in ranked} == dict.fromkeys(TEXTS, 0.0) | own
-            # a hybrid's order is that of ranks
+            # a hybrid ranks by fused ranks
             assert ranked == sorted(ranked, key=lambda pair: pair[1]) or mode == "hybrid"
 
 

@@ -1,4 +1,4 @@
-"""The examination: its figures are those of the streams themselves, and it leaves the index alone."""
+"""`ragkv doctor`: its figures follow from the streams, and it leaves the index unchanged."""
 
 import json
 from dataclasses import asdict, replace
@@ -40,7 +40,7 @@ def examine(rag, questions=ASKED, **options):
 
 
 def along(first, second, ends):
-    """Of each token of the first stream's answer, the KL to the second one's scores and whether that chose it too."""
+    """For each token of the first stream's answer, the KL to the second's scores, and whether that chose it too."""
     for _ in range(STEPS):
         token = first.best()
         p, q = (stream.scores.log_softmax(-1) for stream in (first, second))
@@ -88,7 +88,7 @@ def row_of(label, verdict, first_token, kv_bytes=1, **options):
             [("ape", "poor", 0.1), ("single", "fair", 0.25)],
             "answers are fair beside full attention, and its first token",
         ),
-        ([("ape", "good", 1.5), ("pced", "not enough to tell", 0.1)], "--engine full"),  # one slower, one unknown
+        ([("ape", "good", 1.5), ("pced", "not enough to tell", 0.1)], "--engine full"),  # slower; unknown
         ([("ape", "poor", 0.1)], "--engine full"),
     ],
 )
@@ -111,7 +111,7 @@ def test_the_engines_of_the_index_and_those_that_could_replace_them(rag):
     assert [row.label for row in quality.engines] == labels
     ape, block, _, _, alone, seeing = quality.engines
     assert (seeing.options, seeing.settings) == ({"context": 256}, block.settings)
-    assert seeing.kl != block.kl  # these chunks saw what stands before them
+    assert seeing.kl != block.kl  # its chunks saw the text before them
     assert (alone.engine, alone.options, alone.settings["over"]) == ("block", {"over": "standalone"}, "standalone")
     assert (block.options, block.settings["over"]) == ({}, "prefixed")
     assert block.kl != alone.kl
@@ -138,7 +138,7 @@ def test_ape_with_one_chunk_and_nothing_tuned_is_full_attention(rag):
     [row] = examine(rag, engines=["ape", "full"], top_k=1).engines
     assert row.kl < 1e-6
     assert (row.top1, row.answers, row.verdict) == (1.0, 1.0, "not enough to tell")
-    assert row.ci95["top1"][0] < 0.5  # of two questions
+    assert row.ci95["top1"][0] < 0.5  # from two questions
     assert row.settings["temperature"] == 1.0
 
 
@@ -271,7 +271,7 @@ def test_progress_ends_where_it_said(rag):
         ASKED, source="", seed=0, on_progress=lambda *step: result.append(step)
     )
     assert result[0] == (0, 8, "full")
-    # no question has enough turns before it, so the step of a conversation is passed over
+    # no question has enough previous turns, so the conversation step is skipped
     assert [done for done, _, _ in result] == [0, 1, 2, 4, 5, 6, 8]
     assert {what for _, _, what in result} == {"full", "block", "block, raw", ""}
 
@@ -342,11 +342,11 @@ def test_accuracy_decides_once_enough_questions_are_answered_right(rag, monkeypa
     assert few.accuracy == enough.accuracy == 1.0
     assert (few.by, enough.by) == ("agreement", "accuracy")
     assert enough.ci95["loss"] == (-1.0, 1.0)
-    assert (few.verdict, enough.verdict) == ("not enough to tell", "not enough to tell")  # of one question
+    assert (few.verdict, enough.verdict) == ("not enough to tell", "not enough to tell")  # from one question
 
 
 def test_a_hundred_right_answers_are_enough_and_three_are_not(rag, monkeypatch):
-    """The same answers, and so the same figures: only their number differs."""
+    """The same answers, so the same figures: only the number of questions differs."""
     lossless = Comparison(kl=(0.0,), agreed=(True,), through=RoundTrip(codec=Zstd(), raw_bytes=1))
 
     def run(tasks, candidates, **_):
@@ -370,7 +370,7 @@ def test_a_hundred_right_answers_are_enough_and_three_are_not(rag, monkeypatch):
     few, many = (doctor.examine(asked * n, source="", seed=0) for n in (3, 100))
     assert (few.engines[0].top1, few.engines[0].verdict) == (1.0, "not enough to tell")
     assert (many.engines[0].top1, many.engines[0].verdict) == (1.0, "good")
-    assert [quality.codecs[0].verdict for quality in (few, many)] == ["good", "good"]  # every bit comes back
+    assert [quality.codecs[0].verdict for quality in (few, many)] == ["good", "good"]  # lossless
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_a_hundred_right_answers_are_enough_and_three_are_not(rag, monkeypatch):
         ("fair", "accuracy", "prompt"),
         ("poor", "accuracy", "search"),
         ("poor", "agreement", "search"),
-        ("good", "agreement", None),  # mini agrees with itself, and is wrong in half of a real conversation
+        ("good", "agreement", None),  # mini agrees with itself, but half of its answers in conversations are wrong
         ("fair", "agreement", None),
         (UNKNOWN, "accuracy", None),
     ],

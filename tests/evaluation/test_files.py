@@ -1,4 +1,4 @@
-"""Files of LOFT, LongBench, RULER, BEIR and of one's own become tasks; long texts are cut, and nothing is lost."""
+"""Files of LOFT, LongBench, RULER, BEIR and the user become tasks; long texts are split without loss."""
 
 import json
 import logging
@@ -249,7 +249,7 @@ def test_ruler_needle(tmp_path):
     lines = [GRASS, GRASS, NEEDLE, GRASS]
     row = ruler_row(NIAH_HEAD + "\n".join(lines) + "\n" + NIAH_ASK, ["5437923"], " The special magic number for it is")
     path = tmp_path / "niah_single_1" / "validation.jsonl"
-    write_lines(path, [row, row])  # `index` is the place of the answer there, the same in both
+    write_lines(path, [row, row])  # `index` is the answer's position there, the same in both
     [task] = load_tasks(path, chunk_tokens=20, count_tokens=words)
     assert (task.name, task.metric, task.max_new_tokens) == ("ruler/niah_single_1", "string_match_all", 128)
     assert [example.example_id for example in task.examples] == ["1", "2"]
@@ -391,7 +391,7 @@ def test_a_limit_draws_by_seed_in_the_order_of_the_file(tmp_path):
         draws.append([int(example.example_id) for example in task.examples])
     assert all(len(set(ids)) == 10 and ids == sorted(ids) for ids in draws)
     assert len({tuple(ids) for ids in draws}) == 20
-    assert {number for ids in draws for number in ids} == set(range(1, 41))  # none is left out for ever
+    assert {number for ids in draws for number in ids} == set(range(1, 41))  # every one is drawn sometimes
     [again] = load_tasks(tmp_path / "mine.jsonl", limit=10, seed=7)
     assert [int(example.example_id) for example in again.examples] == draws[7]
     assert len(load_tasks(tmp_path / "mine.jsonl", limit=99)[0].examples) == 40
@@ -434,7 +434,7 @@ def test_both_layouts_say_the_same(tmp_path, make):
     assert {judgement.question_id: judgement.question for judgement in task.judgements} == QUESTIONS
     assert [passage.passage_id for passage in task.passages] == ["d1", "d2", "d3", "d4"]
     assert task.passages[0].text == "Halden Works Halden Works makes wall clocks in Tarn."
-    assert task.passages[2].text == "Corvo Mills sells flour in Tarn and in Varn."  # no title, no blank before it
+    assert task.passages[2].text == "Corvo Mills sells flour in Tarn and in Varn."  # no title, and no space before it
     assert (list(task.unjudged), list(task.notes)) == ([], [])
     assert all(judgement.excluded is None for judgement in task.judgements)
 
@@ -590,7 +590,7 @@ def test_another_split_is_named_where_there_is_one(tmp_path):
 
 def test_the_layout_can_be_said_and_must_be_known(tmp_path):
     folder = beir_folder(tmp_path)
-    loft_folder(folder)  # both lie here, and the corpus is LOFT's
+    loft_folder(folder)  # both are here, and the corpus is LOFT's
     assert len(read_benchmark(folder, layout="loft").judgements) == 3
     with pytest.raises(ConfigError, match='"_id" must be an id'):
         read_benchmark(folder)

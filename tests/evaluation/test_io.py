@@ -1,4 +1,4 @@
-"""Specs and questions are read as they are written, and errors quote what cannot be read."""
+"""Specs and questions are parsed as written, and errors quote the invalid part."""
 
 import pytest
 from hypothesis import given
@@ -99,4 +99,4 @@ def test_made_questions_are_beginnings_of_sentences_of_the_index(rag):
         assert len(beginning) > 8
         assert beginning in texts
         assert question.answers == ()
-    assert len(made_questions(rag.store, 100, seed=1)) == 6  # as many as there are sentences
+    assert len(made_questions(rag.store, 100, seed=1)) == 6  # the number of sentences

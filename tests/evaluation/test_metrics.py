@@ -1,4 +1,4 @@
-"""Metrics are those of the benchmarks' own code; samples and intervals, against formulas and simulation."""
+"""Metrics equal the benchmarks' own code; samples and intervals are compared with formulas and simulation."""
 
 import itertools
 import random
@@ -53,7 +53,7 @@ def test_no_metric_judges_without_a_gold_answer(name):
         ("contains", "It was Ann.", ("Ann Lee",), 0.0),
         # google-deepmind/loft evaluation/utils.py
         ("subspan_em", "The answer is Zurich, of course.", ("Bern", "the Zurich"), 1.0),
-        ("subspan_em", "Zürich", ("Zurich",), 0.0),  # NFD leaves the mark behind as a character
+        ("subspan_em", "Zürich", ("Zurich",), 0.0),  # NFD keeps the mark as a separate character
         ("subspan_em", "Zu\u0308rich it is", ("Zürich",), 1.0),
         ("subspan_em", "1,907 people", ("1907",), 1.0),
         ("subspan_em", "Gotham", ("Batman of Gotham",), 0.0),
@@ -61,10 +61,10 @@ def test_no_metric_judges_without_a_gold_answer(name):
         ("exact_match", "Halden Works in Tarn", ("Halden Works",), 0.0),
         ("f1", "Mira Oskel founded it", ("Mira Oskel",), 2 * (2 / 4) * 1 / (2 / 4 + 1)),
         ("f1", "no no no", ("no no",), 2 * (2 / 3) * 1 / (2 / 3 + 1)),
-        ("f1", "", ("",), 0.0),  # nothing shared, even where both are empty
-        ("subspan_em", "It says so in [2].", ("2",), 1.0),  # a citation is no list of answers
+        ("f1", "", ("",), 0.0),  # nothing in common, even if both are empty
+        ("subspan_em", "It says so in [2].", ("2",), 1.0),  # a citation is not a list of answers
         ("subspan_em", "TITLE: Zug\n**Final Answer: ['Bern', 'Zug']**", ("Bern",), 1.0),
-        ("subspan_em", "TITLE: Zug\nFinal Answer: ['Bern', 'Zug']", ("Zug",), 0.0),  # of a list, the first counts
+        ("subspan_em", "TITLE: Zug\nFinal Answer: ['Bern', 'Zug']", ("Zug",), 0.0),  # the first item counts
         ("subspan_em", "Final Answer: [1907]", ("1907",), 1.0),
         ("subspan_em", "Final Answer: []", ("Bern",), 0.0),
         ("subspan_em", "Final Answer: [Bern]", ("Bern",), 0.0),  # not a list of texts: LOFT reads nothing
@@ -111,11 +111,11 @@ def test_worked_examples(name, prediction, answers, expected):
     ("prediction", "gold", "expected"),
     [
         ("It asks for a Date", "Date", 1.0),
-        ("\nDate\nQuestion: Location", "Date", 1.0),  # the first line alone counts
+        ("\nDate\nQuestion: Location", "Date", 1.0),  # only the first line counts
         ("Date or Location", "Date", 0.5),
         ("Location", "Date", 0.0),
         ("date", "Date", 0.0),
-        ("Other location", "Other location", 1.0),  # "Other" is a part of the gold label: it does not count against it
+        ("Other location", "Other location", 1.0),  # a part of the gold label does not count against it
         ("Other location in City", "Other location", 0.5),
         ("", "Date", 0.0),
     ],
@@ -126,10 +126,10 @@ def test_classification(prediction, gold, expected):
 
 
 def test_classification_passes_over_the_label_after_one_that_it_removes():
-    """LongBench removes from the list that it walks over; published figures have it so."""
+    """LongBench removes items from the list that it iterates over; published figures include this."""
     parts_first = example("abc", classes=("a", "b", "c", "abc"))
-    assert score("classification", "abc", parts_first) == 1 / 2  # "a" and "c" go, "b" is passed over
-    assert score("classification", "abc", example("abc", classes=("a", "abc", "b"))) == 1.0  # passes over the gold one
+    assert score("classification", "abc", parts_first) == 1 / 2  # "a" and "c" are removed, "b" is skipped
+    assert score("classification", "abc", example("abc", classes=("a", "abc", "b"))) == 1.0  # the gold label is skipped
 
 
 def test_classification_says_that_it_needs_labels():
@@ -163,7 +163,7 @@ def test_loft_sees_no_case_article_or_punctuation(prediction, golds, article):
     golds=st.lists(st.text("bcd", min_size=1, max_size=3), min_size=1, max_size=4),
 )
 def test_multi_value_assignment_is_the_best_of_all(values, golds):
-    """Against every way to give golds different values; only texts with no article in them."""
+    """Compared with all assignments of values to golds, for texts without articles."""
     values = [value for value in values if value != "a"]
     best = any(
         all(gold in value or value in gold for gold, value in zip(golds, chosen, strict=True))
@@ -174,7 +174,7 @@ def test_multi_value_assignment_is_the_best_of_all(values, golds):
 
 
 def test_an_assignment_of_hundreds_of_values_needs_no_deep_recursion():
-    """A chain in which each new gold value pushes all those before it to their other choice."""
+    """A chain in which each new gold value moves all earlier ones to their other choice."""
     golds = [f"v{i}e" for i in range(600)]
     values = [f"v{i}e v{i + 1}e" for i in range(600)]  # gold i fits values i - 1 and i
     assert score("loft_multi", ";".join(values), example(*golds)) == 1.0
@@ -191,8 +191,8 @@ ENGLISH = st.lists(SENTENCES.map(" ".join), min_size=1, max_size=4).map(". ".joi
         ("the cat sat on the mat.", "the cat was on the mat.", 0.7999999950000002),  # 5 different words each
         ("Police killed the gunman. The end", "the gunman police killed. It was the end.", 0.4615384565680473),
         ("a b c d", "d c b a", 0.24999999500000009),
-        ("a b a b", "b a b a", 0.999999995),  # b a b is common: all different words
-        ("one. two three. ", "two. one three", 0.8571428522448981),  # the blank after the last stop is a word
+        ("a b a b", "b a b a", 0.999999995),  # b a b is common: all distinct words
+        ("one. two three. ", "two. one three", 0.8571428522448981),  # the space after the last full stop is a word
         ("It rains", "It rains", 0.999999995),
         ("...", "a", 0.0),
         ("a", "", 0.0),
@@ -235,12 +235,12 @@ def test_a_sentence_of_thousands_of_words_has_a_score():
 @pytest.mark.parametrize(("n", "least"), [(3, 0.408), (8, 0.704), (60, 0.952), (100, 0.971)])
 def test_without_a_fault_the_number_of_questions_decides(n, least):
     assert share_interval([1] * n) == (pytest.approx(least, abs=1e-3), 1.0)
-    assert share_interval([64] * n, [64] * n) == share_interval([1] * n)  # tokens of one answer go together
+    assert share_interval([64] * n, [64] * n) == share_interval([1] * n)  # the tokens of an answer are one cluster
     assert share_interval([0] * n) == (0.0, pytest.approx(1 - least, abs=1e-3))
 
 
 def test_paired_differences_are_those_of_bonett_and_price():
-    """(b + 1 - c - 1) / (n + 2), and its standard error but for n / (n - 1)."""
+    """(b + 1 - c - 1) / (n + 2), and its standard error except for n / (n - 1)."""
     n, b, c = 60, 7, 2
     p, q = (b + 1) / (n + 2), (c + 1) / (n + 2)
     value, error = p - q, 1.96 * ((p + q - (p - q) ** 2) / (n + 1)) ** 0.5
@@ -263,7 +263,7 @@ def test_a_mean_without_a_bound_leaves_room_for_the_worst():
 
 @pytest.mark.parametrize(("share", "n"), [(0.95, 100), (0.85, 60), (0.8, 100)])
 def test_a_share_below_the_limit_is_seldom_called_sure(share, n):
-    """What a verdict does wrong: the lower end lies above the true share."""
+    """The rate of wrong verdicts: the lower end is above the true share."""
     draw = random.Random(5)
     wrong = sum(share_interval([draw.random() < share for _ in range(n)])[0] > share for _ in range(2000))
     assert wrong / 2000 < 0.05
@@ -292,7 +292,7 @@ def test_the_interval_is_seeded_and_holds_the_mean():
 
 
 def test_the_interval_covers_the_truth_about_95_times_in_100():
-    """Coverage on samples of a known mean: far from 95 % would be an interval of something else."""
+    """Coverage for samples of a known mean: far from 95 % would be another interval."""
     rng = np.random.default_rng(0)
     samples = rng.random((200, 60))  # mean 0.5
     covered = sum(low <= 0.5 <= high for low, high in (bootstrap_mean([row.tolist()], 0).ci95 for row in samples))
@@ -307,7 +307,7 @@ cuts = st.integers(1, 14)
 
 def test_the_worked_example():
     ranked, relevance = ["b", "x", "a", "c"], {"a": 3, "b": 1, "d": 2, "x": 0}
-    # relevant are a, b and d; b stands at rank 1, a at rank 3, d nowhere
+    # relevant: a, b and d; b is at rank 1, a at rank 3, d is missing
     assert recall_at(ranked, relevance, 1) == pytest.approx(1 / 3)
     assert recall_at(ranked, relevance, 2) == pytest.approx(1 / 3)
     assert recall_at(ranked, relevance, 4) == pytest.approx(2 / 3)

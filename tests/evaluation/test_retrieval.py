@@ -1,4 +1,4 @@
-"""Retrieval is measured on an index and on a benchmark's corpus, whose vectors are kept for the next run."""
+"""Retrieval is measured on an index and on a benchmark's corpus, whose vectors are stored for the next run."""
 
 import json
 import os
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_made_again(tmp_path, kind, damage):
 
 @pytest.mark.parametrize("writes", [0, 1, 7])
 def test_a_killed_run_goes_on_where_it_was(tmp_path, writes):
-    """Killed between writing a file and its rename: the whole files count, the torn one does not."""
+    """Killed between writing a file and its rename: complete files count, the partial one does not."""
     passages = [Passage(passage_id=f"p{i}", text=f"passage {i}") for i in range(40)]
 
     def run() -> None:
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_no_torn_file(tmp_path, monkeypatch):
 
 @pytest.fixture
 def judged(rag, tmp_path):
-    """The task of some lines, with relevant chunks as the sources that they come from."""
+    """The task of these lines, with relevant chunks given as their sources."""
 
     def read(*lines: dict):
         path = tmp_path / "mine.jsonl"
@@ -323,7 +323,7 @@ def test_a_name_that_several_documents_end_with_is_refused(rag, documents, judge
     rag.ingest(documents)
     _, found = judged({"question": "a", "document": "more/bolt.txt"})
     assert found["1"] == ["Another Bolt makes nuts in Tarn."]
-    _, found = judged({"question": "a", "document": "bolt.txt"})  # the source of one, the end of another: its own name
+    _, found = judged({"question": "a", "document": "bolt.txt"})  # an exact source comes before a suffix
     assert found["1"] == _texts(rag, "bolt.txt")
     (documents / "less").mkdir()
     (documents / "less" / "bolt.txt").write_text("A third Bolt.")

@@ -1,4 +1,4 @@
-"""Generated tasks have the answers that their chunks state, and are made again by their seed."""
+"""Generated tasks have the answers that their chunks state, and are reproduced from their seed."""
 
 import re
 from collections import Counter

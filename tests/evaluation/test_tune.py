@@ -1,4 +1,4 @@
-"""The greedy search: it takes the paper's path, goes on where it was, and writes nothing but its result."""
+"""The greedy search: it takes the paper's path, resumes, and writes only its result."""
 
 import random
 from dataclasses import asdict, replace
@@ -21,7 +21,7 @@ def tuner_of(rag, path, **options) -> Tuner:
 
 @pytest.fixture
 def landscape(rag, tmp_path, monkeypatch):
-    """A tuner whose answers are a table's: `judge(question number, setting)`."""
+    """A tuner with answers from a table: `judge(question number, setting)`."""
 
     def make(judge, count: int):
         tuner = tuner_of(rag, tmp_path / "unused.jsonl")
@@ -39,7 +39,7 @@ def landscape(rag, tmp_path, monkeypatch):
 
 
 def by_hand(judge, count, now, prefixes):
-    """The same search, literally: every candidate asked everything."""
+    """The same search without pruning: every candidate answers every question."""
 
     def best(settings):
         def cost(s):
@@ -57,7 +57,7 @@ def test_giving_up_never_changes_what_is_found(landscape):
     seed = 0
 
     def judge(number, setting):
-        """A world by its seed: some settings are good, some hopeless."""
+        """A random landscape by seed: some settings are good, some hopeless."""
         if setting is None:
             return True
         level = random.Random(f"{seed} {setting}").choice([0.0, 0.3, 0.8, 0.9])
@@ -101,7 +101,7 @@ def test_the_path_is_prefix_then_temperature_then_scale(landscape):
 def test_an_index_that_says_nothing_is_searched_from_the_default(landscape):
     tuner, questions, calls = landscape(lambda number, setting: True, 1)
     assert tuner.now == APESetting(prefix_newlines=0, temperature=1.0, scale=1.0)
-    assert len(tuner.search(questions, prefixes=(0, 2)).trials) == 2 + 9 + 9  # the index's own is the first prefix's
+    assert len(tuner.search(questions, prefixes=(0, 2)).trials) == 2 + 9 + 9  # the own one is the first prefix's
     assert len(calls) == len(set(calls))
 
 
@@ -123,7 +123,7 @@ def test_the_index_s_own_setting_wins_where_the_path_misses_it(landscape):
 
 
 def test_answers_are_those_of_the_engine_at_each_setting(rag, tmp_path):
-    """One setting at a time against an index that is configured with it."""
+    """One setting at a time, compared with an index that is configured with it."""
     question = ASKED[0].text
     tuner = tuner_of(rag, tmp_path / "journal.jsonl", max_new_tokens=6)
     for setting in (
@@ -170,13 +170,13 @@ def test_a_stopped_search_goes_on_where_it_was(rag, tmp_path, monkeypatch):
     with path.open("a") as torn:
         torn.write('{"key": "half a li')
     first = search()
-    all_of_them = 1 + 1 + 2 + 18  # the interrupted one, full, prefixes (the index's own among them), T and S
+    all_of_them = 1 + 1 + 2 + 18  # the interrupted one, full, prefixes (including the index's own), T and S
     assert len(asked) == all_of_them
     assert search() == first
     assert len(asked) == all_of_them
-    search(ASKED)  # one question more: only that one is asked
+    search(ASKED)  # only the new question is asked
     assert asked[all_of_them:] == [ASKED[1].text] * (all_of_them - 1)
-    search(tokens=2)  # longer answers are other answers
+    search(tokens=2)  # another answer length means other answers
     assert len(asked) == 3 * all_of_them - 2
     assert rag.stats() == before
 
