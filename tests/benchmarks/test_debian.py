@@ -1,4 +1,4 @@
-"""`benchmarks/debian`: gold answers stand in gold passages, passages in documents, and every work has its terms."""
+"""`benchmarks/debian`: gold answers occur in gold passages, passages in documents, and every work has its terms."""
 
 import json
 import runpy

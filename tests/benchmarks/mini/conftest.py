@@ -1,4 +1,4 @@
-"""A small tokenizer and a small model configuration, so that the training tests take seconds."""
+"""A small tokenizer and a small model configuration, so that training tests take seconds."""
 
 import pytest
 from minitokenizer import tokenizer

@@ -1,4 +1,4 @@
-"""The tokenizer and the training rows of mini: what is asked, what is answered, and what each token weighs."""
+"""mini's tokenizer and training rows: questions, answers, and the loss weight of each token."""
 
 import random
 import re
@@ -30,7 +30,7 @@ from ragkv.worlds.world import UNANSWERABLE, World
 
 
 def spoken(tokenizer, sample):
-    """Of every question: itself, its answer, what of the answer weighs nothing and what weighs as gold."""
+    """For each question: itself, its answer, the answer's parts without weight, and those weighted as gold."""
     found = []
     for segment in sorted({s for s, asks in zip(sample.segments, sample.asks, strict=True) if asks}):
         row = [i for i, s in enumerate(sample.segments) if s == segment]
@@ -65,7 +65,7 @@ def test_retrieved_passages_speak_of_what_is_asked(tokenizer):
         chosen = retrieved(random.Random(seed), world, texts, 6)
         assert len(chosen) == len(set(chosen)) == 6
         assert set(chosen) <= set(texts)
-        questions = random.Random(seed).sample(world.questions, 2)  # what `retrieved` draws first
+        questions = random.Random(seed).sample(world.questions, 2)  # the first draw of `retrieved`
         for question in questions:
             if any(question.support[-1] in text for text in texts):
                 assert any(question.support[-1] in text for text in chosen)
@@ -91,7 +91,7 @@ def test_a_mixed_row_asks_every_kind_and_answers_from_its_passages(tokenizer, ha
             stand = [sentence in read for sentence in sentences]
             if answer == UNANSWERABLE:
                 kinds.add("unanswerable")
-            elif answer.endswith(f" ... {UNANSWERABLE}"):  # an answer that was begun ends where its value would stand
+            elif answer.endswith(f" ... {UNANSWERABLE}"):  # an answer that has begun ends where its value would be
                 *known, _ = answer.removesuffix(f" ... {UNANSWERABLE}").split(". ")
                 assert all(f"{sentence}." in read for sentence in known)
                 assert gold.rstrip().endswith("...")
@@ -168,7 +168,7 @@ def test_an_answer_is_a_shot_of_the_thing_or_else_of_its_kind(tokenizer, chunks)
             [shot] = _SHOT.findall(answer)
             assert shot in shots
             assert gold.strip() == shot[2]
-            assert "\n" not in answer  # the metric reads the first line
+            assert "\n" not in answer  # the metric reads only the first line
             assert shot[0] == asked if asked in things else _KIND[shot[0]] == _KIND[asked]
             found.add(asked in things)
     assert found == {True, False}

@@ -1,4 +1,4 @@
-"""`python -m ragkv.benchmarks.mini`, as typed; what it measures and exports."""
+"""`python -m ragkv.benchmarks.mini`: what it measures and exports."""
 
 import json
 

@@ -68,12 +68,12 @@ def test_prose_is_asked_by_a_piece_of_its_own_text():
     assert len(step.passages) == len(step.asks) == 12
     assert [ask.answers for ask in step.asks] == [(place,) for place in range(12)]
     standing = [ask.question in step.passages[place] for place, ask in enumerate(step.asks)]
-    assert 0 < sum(standing) < 12  # in some the sentence stands, in most it was taken out
+    assert 0 < sum(standing) < 12  # the sentence is present in some, and removed in most
 
 
 @pytest.fixture(scope="module")
 def short_texts():
-    """Little prose: reading the whole of it takes longer than the training."""
+    """A little prose: reading all of it takes longer than the training."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retrieval, "english_texts", lambda _: english_texts(100_000))
         yield
@@ -123,7 +123,7 @@ def test_the_reranker_learns_from_the_embedder_and_is_loaded_as_it_was_trained(t
     result = []
     model = train_reranker(config, embedder, tokenizer, tmp_path, on_progress=result.append)
     assert [t["step"] for t in result] == [1, 2, 3, 4, 5, 6]
-    again = train_reranker(config, embedder, tokenizer, tmp_path)  # at its end already
+    again = train_reranker(config, embedder, tokenizer, tmp_path)  # already at its end
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     export_reranker(model, tokenizer, tmp_path / "model", notes={})
     pairs = [("who?", "Mira Oskel."), ("who?", "a town")]
@@ -136,7 +136,7 @@ def test_the_reranker_learns_from_the_embedder_and_is_loaded_as_it_was_trained(t
 
 @pytest.mark.slow
 def test_the_shipped_models_beat_bm25_where_words_differ(monkeypatch):
-    """A smaller world than the four of docs/mini.md, and fewer candidates for the reranker."""
+    """With a smaller world than the four of docs/mini.md, and fewer candidates for the reranker."""
     monkeypatch.setattr(retrieval, "RERANKED", 10)
     rows = measure_retrieval(embedder_path(), reranker_path(), seeds=[0], size=12, asks=40)
     few = {row.system: row for row in rows if row.slice == "few"}

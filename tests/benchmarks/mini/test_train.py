@@ -1,4 +1,4 @@
-"""Training: attention of packed rows, stages, processes that share rows, and a stopped run that goes on."""
+"""Training: attention of packed rows, stages, processes that share rows, and resuming an interrupted run."""
 
 import os
 import random
@@ -28,7 +28,7 @@ from ragkv.finetune.block import visible
 
 
 class KilledError(Exception):
-    """Stands for kill -9 in the middle of a run."""
+    """Simulates kill -9 in the middle of a run."""
 
 
 def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
@@ -50,13 +50,13 @@ def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
         train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=die)
     resumed = train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=record)
     assert seen == straight
-    train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=die)  # at its end already
+    train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=die)  # already at its end
     with pytest.raises(ValueError, match="move it away"):
         train_mini(replace(tiny, hidden=32), tokenizer, tmp_path / "cut")
     before = build_model(tiny, tokenizer).state_dict()
     for name, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[name]), name
-        assert not torch.equal(value, before[name]), name  # every weight learns
+        assert not torch.equal(value, before[name]), name  # every weight changes
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -69,11 +69,11 @@ def test_processes_that_share_the_rows_take_the_same_steps(tokenizer, tiny, tmp_
     assert torch.get_num_threads() == threads
     for name, value in alone.items():
         apart, moved = (shared[name] - value).abs().mean(), (start[name] - value).abs().mean()
-        assert apart < 0.02 * moved, name  # AdamW makes whole steps of gradients that are but rounding
+        assert apart < 0.02 * moved, name  # AdamW makes full steps even if gradients are only rounding errors
 
 
 def test_a_fresh_model_has_induction_heads(tokenizer):
-    """Layer 1 attends to the token after the earlier occurrence, many times more than evenly spread attention."""
+    """Layer 1 attends to the token after the earlier occurrence, many times more than uniform attention."""
     model = build_model(MiniTrainConfig(), tokenizer).eval()
     model.set_attn_implementation("eager")
     once = torch.randperm(len(tokenizer) - 6, generator=torch.Generator().manual_seed(0))[:64] + 6
@@ -133,7 +133,7 @@ def packed_logits(model, batch, **seen):
 
 
 def alone(model, sample, segment):
-    """Logits of one question by forwards without any 4-D mask, (question tokens, vocab)."""
+    """Logits of one question by forward passes without a 4-D mask, (question tokens, vocab)."""
     segments, tokens = torch.tensor(sample.segments), torch.tensor(sample.tokens)
     context = ~torch.tensor(sample.asks)
     question = tokens[segments == segment]
@@ -144,7 +144,7 @@ def alone(model, sample, segment):
             return logits[0, -len(question) :]
         cache = DynamicCache(config=model.config)
         start, parts = 0, []
-        for part in range(int(segments[context].max()) + 1):  # the prefix and every chunk, each alone in its place
+        for part in range(int(segments[context].max()) + 1):  # the prefix and every chunk, each alone at its position
             ids = tokens[segments == part][None]
             own = DynamicCache(config=model.config)
             model(input_ids=ids, position_ids=torch.arange(start, start + ids.shape[1])[None], past_key_values=own)
@@ -181,7 +181,7 @@ _WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.25, 2.0])
 
 
 def _gradients(peer):
-    """Those of all rows, of which `peer` has its own."""
+    """The gradients of all rows, split among peers."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     own = list(peer.rows(len(_ROWS)))

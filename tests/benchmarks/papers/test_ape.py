@@ -1,4 +1,4 @@
-"""Searches for T and S (greedy, over the steps of `ragkv tune`) and for γ, on questions that no table asks."""
+"""Searches for T and S (greedy, over the steps of `ragkv tune`) and for γ, on questions that no table uses."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def answered(line: TableRow, score: float) -> ExampleResult:
 
 
 class Answers:
-    """In place of a model: the score is a function of T and S, or of other options. Notes what was asked."""
+    """Replaces a model: the score is a function of T and S, or of other options. Records the calls."""
 
     def __init__(self, score: Callable[..., float], options: Sequence[str] = ("temperature", "scale")) -> None:
         self.score = score
@@ -51,7 +51,7 @@ def test_the_best_t_then_the_best_s_at_it():
     found, explanation = search_ape(answers)
     assert (found.temperature, found.scale) == (0.7, 0.4)
     assert answers.asked[:10] == [(t / 10, 1.0) for t in range(10, 0, -1)]
-    assert answers.asked[10:] == [(0.7, s / 10) for s in range(9, 0, -1)]  # (0.7, 1) was tried
+    assert answers.asked[10:] == [(0.7, s / 10) for s in range(9, 0, -1)]  # (0.7, 1) was tested before
     assert "T = 0.7 and S = 0.4" in explanation
     assert "100.0 % with both" in explanation
 
@@ -63,7 +63,7 @@ def test_hopeless_settings_are_given_up_and_the_result_is_the_same(monkeypatch):
     found, _ = search_ape(answers)
     assert (found.temperature, found.scale) == (0.6, 0.5)
     counts = Counter(answers.asked)
-    assert counts[0.6, 0.5] == counts[0.6, 1.0] == counts[1.0, 1.0] == 3  # the last is told of
+    assert counts[0.6, 0.5] == counts[0.6, 1.0] == counts[1.0, 1.0] == 3  # the last is reported
     assert counts[0.1, 1.0] == 1
 
 
@@ -92,7 +92,7 @@ SHOWN = [name for name, one in TABLES.items() if any(line.engine.startswith("ape
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_every_table_with_ape_has_the_plain_and_the_searched_pair(name):
-    """No line is left at the default, of which a page would not say what it is."""
+    """No row uses the default setting, which a page would not explain."""
     table = TABLES[name]
     assert table.prepare is not None
 

@@ -1,4 +1,4 @@
-"""The figures of `blend-1` and `blend-2` are those of the evaluation's own comparison with full attention."""
+"""The figures of `blend-1` and `blend-2` equal the evaluation's own comparison with full attention."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def test_lines_that_are_led_together_are_those_that_are_led_alone(model_folder, 
     assert result.figure("full", "gap recovered").value == pytest.approx(1.0)
     assert result.figure("full", "first token").value == pytest.approx(1.0)
 
-    again = run_table(table, options)  # nothing is asked twice
+    again = run_table(table, options)  # nothing is computed twice
     assert again.cells == result.cells
     text = to_markdown(result)
     assert "- gap recovered: 3 questions of `secret-code(words=4)`, 3 chunks, share of the KL" in text
@@ -77,4 +77,4 @@ def test_a_ratio_keeps_its_mean_and_its_spread():
     shares = blend._shares([1.0, 3.0], [2.0, 2.0])
     assert fmean(shares) == pytest.approx(1.0)
     assert shares == pytest.approx([0.5, 1.5])
-    assert blend._shares([1.0, 2.0, 6.0], [2.0, 4.0, 12.0]) == pytest.approx([0.5] * 3)  # the same of each: no spread
+    assert blend._shares([1.0, 2.0, 6.0], [2.0, 4.0, 12.0]) == pytest.approx([0.5] * 3)  # equal shares: no spread

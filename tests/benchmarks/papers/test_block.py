@@ -1,4 +1,4 @@
-"""Figures over fine-tuning steps are those of the file that the training wrote, which examples/block_steps.py is."""
+"""Figures over fine-tuning steps equal those of the file that the training (examples/block_steps.py) wrote."""
 
 import json
 import runpy

@@ -1,4 +1,4 @@
-"""The report of the papers' headline figures, in a very small form: a processor, two layers, a few tokens."""
+"""The report of the papers' headline figures at a tiny size: a CPU, two layers, a few tokens."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def test_every_paper_has_rows_and_the_first_line_says_that_no_gpu_was_used(tmp_p
 
 
 def test_what_has_no_time_left_is_named_and_what_fails_does_not_stop_the_rest():
-    clock = itertools.count()  # a second passes with each look
+    clock = itertools.count()  # each reading is a second later
 
     def fails():
         raise torch.OutOfMemoryError("CUDA out of memory\nand more")

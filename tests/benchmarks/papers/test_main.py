@@ -1,4 +1,4 @@
-"""`python -m ragkv.benchmarks.papers`, as typed."""
+"""`python -m ragkv.benchmarks.papers`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Pictures show the figures, and the same figures give the same bytes."""
+"""Plots show the figures, and the same figures give the same bytes."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -53,7 +53,7 @@ def test_labels_and_the_command_below(drawn, labels, tmp_path):
     ElementTree.fromstring(written)
     assert "<dc:date>" not in written
     assert {drawn.title, "3 questions", f"made by: {command}", *labels} <= said_in(written)
-    assert len(list(tmp_path.iterdir())) == 2  # nothing half-written is left
+    assert len(list(tmp_path.iterdir())) == 2  # no partial files
 
 
 def test_the_same_bytes_each_time(tmp_path):
@@ -62,7 +62,7 @@ def test_the_same_bytes_each_time(tmp_path):
 
 
 def said_in(svg: str) -> set[str]:
-    """Lines of text: letters are drawn as paths, each text with itself as a comment before it, -- in it as - -."""
+    """The plot's texts: letters are drawn as paths, and a comment before each text contains it, with -- as - -."""
     return {
         line.strip().replace("- -", "--")
         for found in re.findall(r"<!--(.*?)-->", svg, re.DOTALL)

@@ -1,4 +1,4 @@
-"""A table is filled, drawn and written; its page can be judged again without measuring."""
+"""A table is measured, drawn and written; its page can be judged again without measuring."""
 
 import json
 from pathlib import Path
@@ -41,7 +41,7 @@ from ragkv.evaluation.metrics import Example, Task
 
 @pytest.fixture
 def small() -> Table:
-    """A small table for a random model, whose answers say nothing."""
+    """A small table for a random model with meaningless answers."""
     return Table(
         name="small",
         title="A small table",
@@ -73,7 +73,7 @@ def small() -> Table:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """What one test has answered, the next need not ask."""
+    """Answers are shared between tests."""
     return tmp_path_factory.mktemp("work")
 
 
@@ -132,7 +132,7 @@ def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fill(work=tmp_path)
     first = fill(work=tmp_path)
-    # 5 questions of 4 lines, one of which asks what another asks; the batch that was stopped is asked again
+    # 5 questions of 4 rows, one of which shares its answers with another; the interrupted batch is repeated
     assert asked == 15 + 2
     assert fill(work=tmp_path).cells == first.cells
     assert fill(work=tmp_path, limit=1).figure("All", "code").n == 1
@@ -155,7 +155,7 @@ def test_markdown(fill):
     assert "seed 2; ragkv " in text
     assert "| All (mean) > All (mean) | not shown | +0.0 points (-52.2 to +52.2) | X 3 to 3 |" in text
     assert "| tuned (code) > All (code) | not measured |  | X 4 to 3 |" in text
-    assert "What differs" not in text  # nothing does not hold
+    assert "What differs" not in text  # no verdict fails
     noted = to_markdown(fill(), "All is what it is.\n")
     assert noted.endswith("## What differs, and why\n\nAll is what it is.\n")
 
@@ -200,7 +200,7 @@ ORIGIN = Origin(
 
 
 def filled(table: Table, **more: object) -> TableResult:
-    """Every cell measured, each with a value of its own."""
+    """Every cell measured, each with a different value."""
     places = [Cell(line.label, column.label) for line in table.lines for column in table.columns]
     cells = {
         cell: Figure(value=at / len(places), ci95=(at / len(places) / 2, 1.0), n=5) for at, cell in enumerate(places)
@@ -224,7 +224,7 @@ def test_what_is_drawn_is_what_was_measured(name):
         assert list(curve.x) == sorted(set(curve.x))
         assert len(curve.x) > 1
         assert set(curve.y) <= values
-    if name not in ("pced-4", "pced-5"):  # there, lines without a number are told in the table alone
+    if name not in ("pced-4", "pced-5"):  # their rows without a number appear only in the table
         assert {value for curve in shown.picture.curves for value in curve.y} == values
 
 
@@ -300,7 +300,7 @@ Old notes.
 
 
 def result(low, high, *, relation=">", within=0.0, identical=False):
-    """A statement whose verdict is no longer that of the rule."""
+    """A statement with a verdict that contradicts the rule."""
     value = (low + high) / 2
     return {
         "left": {"line": "a", "column": "x"},

@@ -1,4 +1,4 @@
-"""A table's lines, columns and orders fit each other, and an order is judged by the interval of its difference."""
+"""A table's rows, columns and orders fit together, and an order is judged by the interval of its difference."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_every_table_can_be_asked(name):
     one = find_table(name)
     assert one.name == name
     for line in one.lines:
-        candidate = line.candidate("mini", None)  # raises for an engine, an option or a codec that there is not
+        candidate = line.candidate("mini", None)  # raises for an unknown engine, option or codec
         assert engine_class(candidate.engine).name == candidate.engine
         assert (candidate.codec, candidate.retrieval, candidate.rerank) == (line.codec, line.retrieval, line.rerank)
     for column in one.columns:
@@ -48,14 +48,14 @@ def test_every_table_can_be_asked(name):
             task = column.make(seed=1, limit=1)
             assert len(task.examples) == 1
             assert len(task.examples[0].chunks) == column.chunks
-    assert one.orders or name == "pced-2"  # which shows one answer
+    assert one.orders or name == "pced-2"  # pced-2 shows one answer
     assert all(order.source for order in one.orders)
     assert len(set(map(str, one.orders))) == len(one.orders)
 
 
 @pytest.mark.parametrize("name", [name for name, one in TABLES.items() if one.paper])
 def test_the_papers_lines_are_in_the_table(name):
-    """By the paper's name, or as several lines that are called after it."""
+    """Under the paper's name, or as several rows named after it."""
     one = TABLES[name]
     labels = [line.label for line in one.lines]
     for line in {line for paper in one.paper for line in paper.values}:

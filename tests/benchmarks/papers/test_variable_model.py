@@ -1,4 +1,4 @@
-"""examples/variable_model.py: what its rows teach, and the table that its model and heads fill."""
+"""examples/variable_model.py: what its training rows teach, and the table of its model and heads."""
 
 import random
 import runpy
@@ -38,7 +38,7 @@ def test_rows_name_the_values_of_references_as_they_are_read(script):
         lines = [(VariableLine(payload[at], payload[at + 1], ""), message[at + 1]) for at in range(begin, end, 2)]
         assert message[begin:end:2] == [""] * len(lines)
         both.add(begin)
-        if begin == 2:  # no question before the list: every reference is named, whoever is asked for
+        if begin == 2:  # without a question before the list, all references are labelled
             assert all((value == "") == line.content.isdigit() for line, value in lines)
         else:
             assert payload[0] == payload[-2]
@@ -53,7 +53,7 @@ def test_rows_of_a_batch_are_filled_up(script):
     assert ids.shape == labels.shape
     assert ids.shape[0] == 12
     assert (labels[ids == script.IDS[script.PAD]] == script.SILENT).all()
-    assert len({row.index(script.IDS[BEGIN[0]]) for row in ids.tolist()}) == 2  # with the question before, and without
+    assert len({row.index(script.IDS[BEGIN[0]]) for row in ids.tolist()}) == 2  # with and without the question first
 
 
 def test_the_table_has_blocks_of_the_papers_proportions():

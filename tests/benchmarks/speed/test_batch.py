@@ -1,4 +1,4 @@
-"""`ragkv bench ippd` compares like with like."""
+"""`ragkv bench ippd` compares equal work."""
 
 import pytest
 
@@ -22,7 +22,7 @@ SMALL = IPPDShape(
 
 @pytest.fixture
 def model(make_model, monkeypatch):
-    """One whose answers are all of one length."""
+    """A model whose answers all have the same length."""
     made = make_model("llama")
     monkeypatch.setattr(made.module.generation_config, "eos_token_id", None)
     monkeypatch.setattr(made, "eos_ids", frozenset())

@@ -1,4 +1,4 @@
-"""The benchmark of whole indexes, and that of dense and sparse indexes alone."""
+"""The benchmarks of whole indexes, and of dense and sparse indexes alone."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def test_an_unknown_part_is_one_sentence(ragkv):
 
 @pytest.mark.parametrize("more", [["--json"], []])
 def test_the_command(ragkv, monkeypatch, measured, more):
-    """On the indexes that are there already."""
+    """With existing indexes."""
     folder, _ = measured
     defaults = index.measure_index.__defaults__
     monkeypatch.setattr(index.measure_index, "__defaults__", (*defaults[:-1], here))

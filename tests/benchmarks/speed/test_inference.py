@@ -1,4 +1,4 @@
-"""The benchmarks of prefill and decoding have their rows, each beside a baseline."""
+"""The benchmarks of prefill and decoding have their rows, each with a baseline."""
 
 import json
 
@@ -17,7 +17,7 @@ from ragkv.runtime import Stream, runtime_of
 
 
 def test_both_sides_continue_with_the_same_tokens():
-    """The baseline's cache holds what the engine reads: in fp32 the greedy tokens are the same."""
+    """The baseline's cache has the KV that the engine reads: in fp32 the greedy tokens are equal."""
     few = {"vocab_size": 4000, "hidden_size": 96, "num_hidden_layers": 3, "initializer_range": 0.1}
     lm, engine = random_llama("float32", "cpu", {**inference.SHAPE, **few}), BlockAttention()
     request = random_request(lm, 300)
@@ -46,7 +46,7 @@ def test_every_figure_stands_beside_its_baseline():
 
 @pytest.fixture
 def quick(make_model, monkeypatch):
-    """A tiny model, and clocks that never stand still."""
+    """A tiny model, and clocks that advance at every reading."""
     monkeypatch.setattr(inference, "random_llama", lambda *_: make_model("llama"))
     monkeypatch.setattr(inference, "WARM", 16)
     for module in (inference, report):
@@ -63,7 +63,7 @@ def test_rows_are_told_beside_their_baselines():
         assert {name, f"{name}: operations"} <= rows.keys()
     assert rows["apb, 96 tokens vs full"]["baseline"] == "full"
     assert rows["apb, 96 tokens vs full"]["baseline_value"] == rows["star, 96 tokens vs full"]["baseline_value"]
-    # the slower of two ranks has 4 of 8 blocks, and what is passed on grows from block to block
+    # the slower of two ranks has 4 of 8 blocks, and the KV passed on grows from block to block
     share = rows["apb on 2 ranks, 96 tokens vs apb: operations"]
     assert 1.5 < share["ratio"] < 2
 

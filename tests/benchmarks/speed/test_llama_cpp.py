@@ -1,4 +1,4 @@
-"""`ragkv bench llama-cpp`: with a stand-in for llama.cpp, and with llama.cpp itself where it is installed."""
+"""`ragkv bench llama-cpp`: with a stand-in for llama.cpp, and with llama.cpp itself if it is installed."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ def weights_of(file: Path):
 
 
 class StandIn:
-    """Reads the GGUF file with transformers; a state file holds the tokens that were read."""
+    """Reads the GGUF file with transformers; a state file contains the tokens read so far."""
 
     def __init__(self, file: Path, cells: int, *, flash: bool, kv: str = "f16") -> None:
         assert flash or kv == "f16"
@@ -54,7 +54,7 @@ class StandIn:
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
-    """A tiny model whose heads are as wide as a Q8_0 block, and clocks that never stand still."""
+    """A tiny model with heads as wide as a Q8_0 block, and clocks that advance at every reading."""
     shape = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 2}
     report.make_language_model(tmp_path / "model", **shape)
 

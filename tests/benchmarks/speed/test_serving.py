@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    """The mixed load ends after so many looks at the clock, however long they take."""
+    """The mixed load ends after a number of clock readings, however long they take."""
     stopwatches(monkeypatch, serving)
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks of store and codecs measure what they say: every row stands beside a baseline; raw is its own."""
+"""The benchmarks of store and codecs measure what they claim: every row has a baseline; raw is its own."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_an_engine_without_stored_kv_is_refused(model_folder: Path) -> None:
 
 
 def test_the_store_s_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The same measurement on little: this is about the report, not about the speed."""
+    """A small measurement: this tests the report, not the speed."""
     for name, value in {"LAYERS": 2, "TOKENS": 64, "CHUNKS": 2, "CHURN_ROUNDS": 1}.items():
         monkeypatch.setattr(bench, name, value)
     result = CliRunner().invoke(command, ["store", "--quick", "--json", "--folder", str(tmp_path)])
