@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: they share their models, and none is lost because the machine is busy."""
+"""Ranks as threads of one process: they share their models, and none is considered lost on a busy machine."""
 
 import functools
 

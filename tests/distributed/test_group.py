@@ -1,4 +1,6 @@
-"""Ranks whose store ends with rank 0, as without torchrun: each still learns why, or that nothing more is asked."""
+"""Ranks whose store ends with rank 0, as without torchrun: each still gets the error, or learns that no question
+follows.
+"""
 
 import gc
 import threading
@@ -20,7 +22,7 @@ from ragkv.runtime import RuntimeLimits
 
 
 class Store:
-    """A store that does something before it is asked for some key."""
+    """A store that calls a function before a certain key is checked."""
 
     def __init__(self, store, word, before):
         self._store, self._word, self._before = store, word, before
@@ -35,7 +37,7 @@ class Store:
 
 
 def serving():
-    """A store that ends with whoever holds it, and its port."""
+    """A store that ends when it is freed, and its port."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
     return [store], store.port
 
@@ -54,7 +56,7 @@ def test_every_rank_names_the_difference_before_the_store_ends():
         except RanksError as error:
             message[0] = str(error)
         gc.collect()
-        others_turn.set()  # it has ended, and the store with it
+        others_turn.set()  # the first rank and its store have ended
 
     def second():
         store = Store(client(port), "hello/0", lambda: others_turn.wait(WAIT))
@@ -125,7 +127,7 @@ def test_ranks_that_do_not_report_are_named(monkeypatch):
 
 
 class Part:
-    """What ranks need of a part to meet."""
+    """The part of a backend that ranks need to meet."""
 
     config = IndexConfig(model="m")
     model = SimpleNamespace(device=torch.device("cpu"))
@@ -178,7 +180,7 @@ def test_the_end_is_learnt_before_the_store_ends(monkeypatch):
 
     in_threads(call, (first, second))
     assert asked == [{"question": "q"}, {"end": True}]
-    for limits in agreed:  # the least of all ranks' own, so that all take the same steps
+    for limits in agreed:  # the minimum of all ranks' limits, so that all take the same steps
         assert (limits["batch_tokens"], limits["max_rows"], limits["own_tokens"]) == (7, 2, 50)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that are processes: what is said when one is killed, hangs or has another model, and that one comes back."""
+"""Ranks as processes: the errors if one is killed, hangs or has another model, and its return."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def index(tmp_path_factory, model_folder):
 
 
 class Ranks:
-    """Processes that meet in a store of this one, as those of torchrun do; or in rank 0's, with `own_store`."""
+    """Processes that meet in a store of this process, as under torchrun, or in rank 0's, with `own_store`."""
 
     def __init__(self, size, *, own_store=False):
         store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
@@ -54,7 +54,7 @@ class Ranks:
         return self.running[-1]
 
     def message(self, child):
-        """Its exit code and what it has printed."""
+        """A process's exit code and output."""
         self.running.remove(child)
         code, out, err = child.end()
         assert "Traceback" not in err
@@ -75,7 +75,7 @@ def ranks_of(size, **more):
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_a_rank_that_is_killed_or_hangs_is_named(index, sign):
     folder, wanted = index
-    limit = 5 if sign == signal.SIGSTOP else WAIT  # what is killed is noticed at once
+    limit = 5 if sign == signal.SIGSTOP else WAIT  # a killed process is noticed at once
     with ranks_of(2) as ranks:
         first, second = ranks.start(0, folder, grace=0, timeout=limit), ranks.start(1, folder)
         if sign == signal.SIGKILL:
@@ -121,7 +121,7 @@ def test_torchrun(index):
     folder, wanted = index
     made = by_torchrun(folder)
     assert made.returncode == 0, made.stderr
-    assert json.loads(made.stdout)["answer"] == wanted  # words for a terminal show control characters as escapes
+    assert json.loads(made.stdout)["answer"] == wanted  # the terminal output escapes control characters
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""An ingest by workers: what they make and what the command commits is what a local ingest stores."""
+"""An ingest by workers stores the same as a local ingest."""
 
 import pickle
 
@@ -41,7 +41,7 @@ def workers():
 
 
 class Workers:
-    """A `Make` in this process, as Ray runs it: pickled sources, in another order, some of them twice."""
+    """A `Make` in this process that behaves like Ray: pickled sources, another order, some of them twice."""
 
     def __init__(self, rag, lost=False):
         self.maker, self.lost, self.made = DocumentMaker(rag.config.to_toml(), "cpu"), lost, 0
@@ -71,7 +71,7 @@ def test_workers_store_what_a_local_ingest_stores(make, files, workers, kv):
         assert sorted(report.added) == sorted(expected.added)
         assert [(skip.path, skip.reason) for skip in report.skipped] == [(s.path, s.reason) for s in expected.skipped]
         assert report.kv_encoded == 2
-        assert ray.query("Who founded Bolt Ltd?", engine="block").kv.misses == 0  # in the index, or in the tier
+        assert ray.query("Who founded Bolt Ltd?", engine="block").kv.misses == 0  # in the index or in the tier
         again = ray.ingest(files, make=cluster)
         assert (len(again.unchanged), again.added, again.kv_encoded) == (2, [], 0)
 
@@ -96,7 +96,7 @@ def test_what_is_missing_is_named(make, monkeypatch):
         raise AssertionError("there is no Ray")
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray Data's own, of Ray 2.60
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from Ray Data 2.60
 def test_on_ray_itself(make, files):
     pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
     with make("ray") as rag, ray_maker(rag.config, "local", device="cpu") as made:

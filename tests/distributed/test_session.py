@@ -1,4 +1,4 @@
-"""Ranks that answer together find and say what one process with one index, or the whole texts, does."""
+"""Ranks that answer together give the results of one process with one index, or with the whole texts."""
 
 import gc
 
@@ -23,7 +23,7 @@ FACTS = {
     "orrin": "Orrin Labs makes lamps. Orrin Labs was founded by Jo Marsh.",
     "sella": "Sella Yards builds boats. Sella Yards was founded by Ida Brandt.",
 }
-SHARDS = [["halden", "orrin", "sella"], [], ["bolt", "kesk"]]  # one is empty, none of equal size
+SHARDS = [["halden", "orrin", "sella"], [], ["bolt", "kesk"]]  # one is empty, and all sizes differ
 QUESTION = "Who founded Kesk Mills?"
 MODES = ["bm25", "dense", "sparse", "colbert", "hybrid"]
 
@@ -42,7 +42,7 @@ def places(tmp_path_factory):
 
 
 def together(indexes, work, *, shards=True):
-    """What `work(session)` returns on each rank; with the errors of those that failed."""
+    """The results of `work(session)` on each rank, and the errors of those that failed."""
     store, size = dist.HashStore(), len(indexes)
 
     def run(rank):
@@ -125,13 +125,13 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
 def same_but_for_noise(theirs, mine):
     assert [each[:2] for each in theirs] == [each[:2] for each in mine]
     for one, other in zip(theirs, mine, strict=True):
-        assert one[2:5] == pytest.approx(other[2:5], abs=1e-5)  # batches of other sizes round differently
+        assert one[2:5] == pytest.approx(other[2:5], abs=1e-5)  # other batch sizes round differently
         assert one[5] == pytest.approx(other[5], abs=1e-5)
-        assert one[5].get("bm25") == other[5].get("bm25")  # to the last bit
+        assert one[5].get("bm25") == other[5].get("bm25")  # bit for bit
 
 
 def test_one_index_is_split_by_hash(whole, monkeypatch):
-    # hashes depend on where the files lie: few chunks may have one owner
+    # ids depend on the files' path: a few chunks may all belong to one rank
     order = sorted(chunk.chunk_id for chunk in whole.store.chunks())
     monkeypatch.setattr(sharding, "rank_of", lambda chunk_id, size: order.index(chunk_id) % size)
     drawn = {"engine": "block", "max_new_tokens": 12, "decoding": {"temperature": 1.5, "seed": 3}}
@@ -156,8 +156,9 @@ def test_a_rank_with_other_settings_is_refused_by_name(places, shards, whole):
 
 
 def test_a_rank_that_leaves_is_named_by_all(whole):
-    """Its connections stay open, as those of a process that only stands still: what the others had begun with it ends
-    neither well nor badly, and must not keep them, wherever Python happens to free it."""
+    """Its connections stay open, as when a process only hangs: pending operations neither succeed nor fail, and must
+    not block the other ranks, whenever Python frees the group.
+    """
     store, size, sentences, open_still = dist.HashStore(), 3, {}, []
 
     def run(rank):

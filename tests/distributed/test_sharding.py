@@ -1,4 +1,4 @@
-"""What lies on several ranks: chunks, an index's shards, and APB's blocks; the answers are those of one process."""
+"""Chunks, shards of an index, and APB's blocks on several ranks; the answers equal those of one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ SCORES = [0.31, 0.82, 0.57, 0.12, 0.44]
 
 
 def shared_out(request, owners, rank):
-    """The request as `rank` has it: the chunks of other ranks are only told of."""
+    """The request of `rank`: for other ranks' chunks it only has the lengths."""
 
     def seen(chunk, owner):
         kv = chunk.kv
@@ -56,7 +56,7 @@ def shared_out(request, owners, rank):
 
 
 def led(runtime, engine, request):
-    """Greedy ids, winners and every step's scores, end tokens not heeded."""
+    """Greedy ids, winners and every step's scores, ignoring end tokens."""
     scores = []
     return *asking.greedy(Stream(runtime, engine, request), STEPS, scores), torch.stack(scores)
 
@@ -81,7 +81,7 @@ def compare_answers(model, size, owners):
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_answers_over_ranks_are_those_of_one_process(make_model, family):
-    compare_answers(make_model(family), 3, [2, 0, 2, 0, 2])  # rank 1 holds nothing
+    compare_answers(make_model(family), 3, [2, 0, 2, 0, 2])  # rank 1 has no chunks
 
 
 @pytest.mark.nightly
@@ -117,7 +117,7 @@ def row_of(long_document, blocks):
 
 
 def compare_blocks(long_document, size, known=lambda rank: ()):
-    """The bytes that each rank passed on; `known(rank)` are the blocks that it is given."""
+    """The bytes that each rank passed on; `known(rank)` are the blocks that it has already."""
     oracle = list(SequentialExecutor().run(long_document))
     wanted = long_document.model.step([row_of(long_document, oracle)], [QUESTION_IDS])
 
@@ -155,10 +155,10 @@ def test_blocks_on_ranks_are_those_of_one_process(make_model, family):
 @pytest.mark.parametrize(
     ("size", "known", "passed"),
     [
-        (2, [(0, 1, 2)] * 2, [2, 2]),  # block 2 is passed on to the one that is encoded
-        (2, [(2, 3)] * 2, [1, 1]),  # nothing is encoded in the second round
+        (2, [(0, 1, 2)] * 2, [2, 2]),  # the encoded block needs block 2
+        (2, [(2, 3)] * 2, [1, 1]),  # the second round encodes nothing
         (3, [(0, 1, 2, 3)] * 3, [0, 0, 0]),
-        (2, [(0, 1, 2), (3,)], [1, 1]),  # what rank 0 has of rank 1's blocks is of no use there
+        (2, [(0, 1, 2), (3,)], [1, 1]),  # rank 0 has no use for its copies of rank 1's blocks
     ],
 )
 def test_known_blocks_are_not_encoded_again_but_passed_on(make_model, monkeypatch, size, known, passed):
@@ -170,7 +170,7 @@ def test_known_blocks_are_not_encoded_again_but_passed_on(make_model, monkeypatc
     )
     assert compare_blocks(long_document, size, known.__getitem__) == [each * rounds for rounds in passed]
     given = {h for rank, blocks in enumerate(known) for h in blocks if h % size == rank}
-    assert sorted(encoded) == sorted([0, 1, 2, 3] + [h for h in range(4) if h not in given])  # the oracle has them all
+    assert sorted(encoded) == sorted([0, 1, 2, 3] + [h for h in range(4) if h not in given])  # the oracle encodes all
 
 
 def test_a_block_passes_on_what_it_has(make_model):
@@ -184,7 +184,7 @@ def test_a_block_passes_on_what_it_has(make_model):
     ("cut", "tokens"),
     [
         (CUT, 61),  # one token in the last block
-        (CUT, 20),  # one block: all ranks but the first are empty
+        (CUT, 20),  # one block: only the first rank has work
         (BlockLengths(block=20, anchor=6, passing=18), 47),
         (BlockLengths(block=16, anchor=16, passing=5), 75),  # block 0 passes nothing on
         (BlockLengths(block=16, anchor=16, passing=0), 75),  # Star
@@ -210,7 +210,7 @@ BLOCKS = 30 + 22 + 1
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, model_folder) -> Path:
-    """Two books and a note; a checkpoint beside them."""
+    """Two books and a note, with a checkpoint."""
     folder = tmp_path_factory.mktemp("books")
     tiny_model(folder / "model", model_folder)
     for name, text in {"one": long_text(30), "other": long_text(22, 6), "note": NOTE}.items():
@@ -228,7 +228,7 @@ def made(places, folder, *names, engines=("apb",), **settings) -> RagKV:
 
 @pytest.fixture(scope="module")
 def whole(places):
-    """All of them in one index, and the answer of one process."""
+    """All documents in one index, and the answer of one process."""
     with made(places, places / "whole", "one", "other", "note") as rag:
         answer = rag.query(QUESTION, **ASKED)
         assert (answer.kv.hits, answer.kv.misses) == (BLOCKS, 0)
@@ -238,7 +238,7 @@ def whole(places):
 
 @pytest.fixture
 def encoded(monkeypatch) -> list[int]:
-    """The blocks that are encoded on all ranks, by number."""
+    """Records the numbers of the blocks encoded on all ranks."""
     ran: list[int] = []
     encode = LongDocument.encode
     monkeypatch.setattr(
@@ -248,7 +248,7 @@ def encoded(monkeypatch) -> list[int]:
 
 
 def ask(indexes, *, shards=False):
-    """Each rank's answer, and the blocks that its engine was given."""
+    """Each rank's answer, and the blocks passed to its engine."""
 
     def work(group):
         index = indexes[group.rank]
@@ -276,7 +276,7 @@ def test_each_rank_loads_its_part_of_the_blocks(whole, encoded):
     here = [{at for at, kv in enumerate(kvs) if kv.here} for _, kvs in found]
     assert not here[0] & here[1]
     assert here[0] | here[1] == set(range(BLOCKS))
-    assert min(map(len, here)) >= 26  # every second one of the books, and perhaps the note
+    assert min(map(len, here)) >= 26  # half of the books' blocks, perhaps also the note
     for answer, _ in found:
         assert (answer.kv.hits, answer.kv.misses, answer.kv.tokens) == (BLOCKS, 0, wanted.kv.tokens)
     assert not encoded
@@ -291,7 +291,7 @@ def test_what_is_not_stored_is_encoded_once_and_kept(whole, places, tmp_path, en
         assert sorted(encoded) == sorted([*range(30), *range(22)])
         encoded.clear()
         bare.settle()
-        again = ask([bare.index] * 2)  # other parts than before
+        again = ask([bare.index] * 2)  # another partition than before
         same_answers(again, wanted)
         assert (again[0][0].kv.hits, encoded) == (BLOCKS, [])
         assert bare.query(QUESTION, **ASKED).kv.misses == 0
@@ -317,7 +317,7 @@ def test_a_longer_book_encodes_its_new_blocks_alone_and_what_is_damaged(places, 
         encoded.clear()
         source.write_text(long_text(23))
         rag.ingest(source)
-        damaged = len(rag.index.prefix_ids) + 3 * LENGTHS["block"]  # its choice of what it passes on
+        damaged = len(rag.index.prefix_ids) + 3 * LENGTHS["block"]  # the block's passed-on selection
         read = sharding.stored_block
         monkeypatch.setattr(
             sharding, "stored_block", lambda kv, *rest: None if kv.encoded_at == damaged else read(kv, *rest)
@@ -363,7 +363,7 @@ def test_a_document_that_is_too_long_is_refused_by_all_ranks(places, tmp_path, m
         stream = AnswerStream(backend, validate_task(index.config, QUESTION, **ASKED))
         with pytest.raises(UsageError, match="too many") as error:
             list(stream)
-        group.gather(torch.zeros(1))  # they are still together
+        group.gather(torch.zeros(1))  # the ranks are still in step
         return str(error.value)
 
     assert len(set(on_ranks(2, work))) == 1
