@@ -1,4 +1,4 @@
-"""A small tokenizer, so that the training tests take seconds."""
+"""A small tokenizer, so that training tests take seconds."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ __all__ = ["small_folder", "tokenizer"]
 
 @pytest.fixture(scope="session")
 def small_folder(make_folder: Any) -> Path:
-    """A checkpoint of two layers: every training here loads it, and most of a load is the self-check."""
+    """A checkpoint of two layers: every training test loads it, and most of a load is the self-check."""
     return make_folder("llama-long")

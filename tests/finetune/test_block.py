@@ -1,4 +1,6 @@
-"""Block fine-tuning of a small random model: it learns, resumes onto the same weights, writes what `--model` takes."""
+"""Block fine-tuning of a small random model: it learns, resumes to the same weights, and writes a valid `--model`
+folder.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def weights(folder):
 
 
 def first_scores(model, config):
-    """The scores of the first example's first token by the engine `block`, read as the checkpoint says."""
+    """The scores of the first example's first token by the engine `block`, with the checkpoint's settings."""
     [parts, *_] = tokenise(model, read_examples(config.data, config.prompt))
     return teacher_forced(model, parts._replace(response=()), "block")[0]
 
@@ -70,7 +72,7 @@ def test_a_tuned_model_is_an_ordinary_one_that_says_how_it_is_read(config, small
     tuned = load_model(str(config.output), device="cpu")
     engine = make_engine("block", {})
     assert engine.warning(tuned) is None
-    # what `on_step` answered with last, adapter beside the weights, is what was merged and written
+    # the merged weights give the last scores of `on_step`, when the adapter was separate
     torch.testing.assert_close(first_scores(tuned, config), seen[4], atol=1e-4, rtol=0)
     assert (seen[4] - seen[0]).abs().max() > 0.1
     assert (config.output / "adapter" / "adapter_model.safetensors").exists()
@@ -103,7 +105,7 @@ def test_an_interrupted_run_ends_at_the_same_weights(config, lora_rank):
     for name, weight in whole.items():
         torch.testing.assert_close(resumed[name], weight, atol=0, rtol=0, msg=name)
     if lora_rank is not None:
-        assert finetune_block(cut)["loss_last"] == done["loss_last"]  # finished: nothing to do but to write it again
+        assert finetune_block(cut)["loss_last"] == done["loss_last"]  # finished: it is only written again
         assert finetune_block(replace(cut, steps=1, resume=False))["steps_done"] == 1
 
 

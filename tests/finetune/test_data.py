@@ -1,4 +1,4 @@
-"""What a line to learn from becomes: blocks, a row that gives the engines' logits, and passages of a world."""
+"""Training examples: blocks, a row that gives the engines' logits, and passages of a world."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parts_of(model, **changes):
 
 
 def row_logits(model, rows):
-    """Those of the first row's last columns, the other rows beside it."""
+    """Logits of the first row's last columns, with the other rows in the batch."""
     columns = collate(rows)
     model.module.set_attn_implementation(NAME)
     try:
@@ -63,7 +63,7 @@ CASES = [
     ("mistral-sliding", "prefix", True),
     ("mistral-sliding", "none", False),
     ("gemma2", "prefix", True),
-    ("qwen2-moe-sliding", "prefix", True),  # windows in the mask alone
+    ("qwen2-moe-sliding", "prefix", True),  # windows only in the mask
     ("phimoe-sliding", "none", True),
     ("gemma3", "prefix", True),
     ("phi4-partial", "prefix", True),
@@ -88,11 +88,11 @@ def test_a_packed_question_is_answered_as_if_asked_alone(make_model, block):
     model = make_model("mistral-sliding")
     first, second = parts_of(model), parts_of(model, prompt="Who made it, and why?", response="Ann Bo.")
     packed = first._replace(others=((second.suffix, second.response),))
-    longer = lay_out(parts_of(model, prompt="Who? " * 30), block=False)  # so that the row is padded
+    longer = lay_out(parts_of(model, prompt="Who? " * 30), block=False)  # to pad the row
     alone = [row_logits(model, [lay_out(one, block=block, over="prefixed")]) for one in (first, second)]
     row = lay_out(packed, block=block, over="prefixed")
     for rows in ([row], [row, longer]):
-        found = row_logits(model, rows)  # from before the first answer to the end of the row
+        found = row_logits(model, rows)  # from before the first answer token to the end of the row
         torch.testing.assert_close(found[: len(alone[0])], alone[0], atol=1e-5, rtol=0)
         torch.testing.assert_close(found[-len(alone[1]) :], alone[1], atol=1e-5, rtol=0)
 
@@ -101,7 +101,7 @@ def test_a_packed_question_is_answered_as_if_asked_alone(make_model, block):
 def test_rows_are_what_the_engines_read(make_model, family, sink, reencode):
     model = make_model(family)
     parts = parts_of(model)
-    longer = lay_out(parts_of(model, prompt="Who made it, and why?"), block=False)  # so that the row is padded
+    longer = lay_out(parts_of(model, prompt="Who made it, and why?"), block=False)  # to pad the row
     block = lay_out(parts, block=True, sink=sink, reencode=reencode)
     preset = "block" if reencode else "no-positions"
     expected = teacher_forced(model, parts, "block", {"sink": sink, "preset": preset})
@@ -109,7 +109,7 @@ def test_rows_are_what_the_engines_read(make_model, family, sink, reencode):
 
     full = lay_out(parts, block=False, sink=sink, reencode=reencode)
     expected = teacher_forced(model, parts, "full")
-    for rows in ([full], [full, longer]):  # alone it is plainly causal
+    for rows in ([full], [full, longer]):  # without padding it is plainly causal
         assert collate(rows)["causal"] is (len(rows) == 1)
         torch.testing.assert_close(row_logits(model, rows), expected, atol=1e-4, rtol=0)
     if sink == "prefix" and reencode:
@@ -192,7 +192,7 @@ def test_rows_without_a_bos_are_those_with_one_but_for_it(make_model):
 
 
 def test_only_the_template_writes_control_tokens_before_an_answer(make_model):
-    """A header that goes on when the answer is known (`<think></think>`) is the template's, the answer is not."""
+    """A header that continues once the answer is known (`<think></think>`) is the template's; the answer is not."""
     tokens = make_model("llama").tokens
     ids = _response_ids(tokens, "<pad>\n", " Ann<eos>")
     assert [i for i in ids if i < 3] == [2]
@@ -307,7 +307,7 @@ def test_passages_are_of_the_chunkers_size_and_answerable_questions_stand_in_the
     world = World.generate(seed)
     texts = passages(random.Random(seed), tokenizer, world)
     sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    assert max(sizes) <= 96 + 8  # a broken line may spell a word in more tokens
+    assert max(sizes) <= 96 + 8  # a split line may spell a word with more tokens
     assert sorted(sizes)[len(sizes) // 2] >= 30
     assert all(text == text.strip() and text for text in texts)
     found = answerable(world, texts[:4])

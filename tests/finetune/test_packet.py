@@ -1,4 +1,4 @@
-"""Training of packets: rows as the engine reads them, and a training that stops, goes on and learns."""
+"""Training of packets: rows as the engine reads them, stopping, resuming and learning."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_rows_are_what_the_engine_reads(make_model: Any, tmp_path: Path, family:
     [parts, longer] = tokenise(
         model, [parse_example(json.dumps(LINE | {"prompt": q}), "f", prompt) for q in ("Who?", "Who made it, and why?")]
     )
-    rows = [training._row(each) for each in (parts, longer)]  # of two lengths, so that one is padded
+    rows = [training._row(each) for each in (parts, longer)]  # two lengths, so one is padded
     expected = torch.cat([teacher_forced(model, each, "block", {"packet": str(path)})[:-1] for each in (parts, longer)])
     torch.testing.assert_close(training.logits(rows).detach(), expected, atol=1e-4, rtol=0)
     assert not torch.allclose(training.logits([training._row(parts, plain=True)]), expected[: len(parts.response)])

@@ -1,4 +1,4 @@
-"""Retaining heads: labels and loss by their formulas, and a training that stops, goes on and learns."""
+"""Retaining heads: labels and loss by their formulas, and a training that stops, resumes and learns."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def test_labels_are_the_highest_logits_of_the_group():
 
 
 def test_a_lesson_is_of_the_response_alone(make_model):
-    """Labels come from the queries after the prompt, and what heads see is what they see when blocks are encoded."""
+    """Labels come from the queries after the prompt, and the heads get the inputs that they get when blocks are
+    encoded.
+    """
     model = make_model("llama")
     seen: dict[int, Any] = {}
 
