@@ -1,4 +1,4 @@
-"""The mini model on a corpus that a test can read, the command beside it, and what the dispatcher was told."""
+"""The mini model on a readable corpus, the equivalent command, and the events of the dispatcher."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ def questions() -> list[str]:
 
 @pytest.fixture(scope="session")
 def rag(tmp_path_factory) -> Iterator[RagKV]:
-    """Not to be written to."""
+    """Tests must not write to it."""
     with RagKV.create(tmp_path_factory.mktemp("llama") / "index", **MODELS, device="cpu") as made:
         made.ingest(*(EXAMPLES / "corpus" / question["document"] for question in QUESTIONS[:3]), CATALOGUE)
         yield made
@@ -40,7 +40,7 @@ def own(tmp_path) -> Iterator[RagKV]:
 
 @pytest.fixture
 def command(rag, capsys, monkeypatch) -> Callable[..., dict[str, Any]]:
-    """What `ragkv query --json` says of a question to the same index."""
+    """The result of `ragkv query --json` for a question to the same index."""
     ragkv = typed(main, capsys, monkeypatch)
     return lambda *words: json.loads(ragkv("query", *words, "--index", rag.folder, "--json").out)
 

@@ -1,4 +1,4 @@
-"""Nodes that LlamaIndex made, on their way into the store and back; again, changed, deleted."""
+"""LlamaIndex' nodes are stored and returned unchanged; ingested again, changed, deleted."""
 
 import asyncio
 import pickle
@@ -28,7 +28,7 @@ def documents(halden: str = HALDEN) -> list[Document]:
 
 
 def pipeline(step: RagKVIngest) -> IngestionPipeline:
-    """Named by place, as `SentenceSplitter`'s own ids are random."""
+    """With ids by position, because `SentenceSplitter`'s own are random."""
     splitter = SentenceSplitter(chunk_size=40, chunk_overlap=6, id_func=lambda i, doc: f"{doc.id_}-{i}")
     return IngestionPipeline(transformations=[splitter, step])
 
@@ -70,7 +70,7 @@ def test_again_changed_and_deleted(own):
     same, moved = pipeline(step), HALDEN.replace("Varn", "Oskau")
     same.run(documents=documents(moved))
     assert (step.report.updated, step.report.unchanged) == (["halden"], ["bolt"])
-    assert 0 < step.report.kv_encoded < step.report.chunks  # the sentences before it are the same
+    assert 0 < step.report.kv_encoded < step.report.chunks  # the sentences before it are unchanged
     assert step.report.kv_reused > 0
     assert "Oskau" in own.store.text("halden")
     assert own.verify().ok
@@ -78,7 +78,7 @@ def test_again_changed_and_deleted(own):
     assert step.delete("bolt")
     assert not step.delete("bolt")
     assert {c.document_id for c in own.store.chunks()} == {"halden"}
-    same.run(documents=documents(moved))  # a deletion is not hidden by the pipeline's cache
+    same.run(documents=documents(moved))  # the pipeline's cache does not hide a deletion
     assert (step.report.added, step.report.unchanged) == (["bolt"], ["halden"])
 
 
@@ -118,10 +118,10 @@ def test_a_worker_gets_the_folder_and_opens_it(own):
     ("result", "kept", "text"),
     [
         ((0, 6), (0, 6), "one,\n\ntwo."),
-        ((3, 0), (0, 6), "one,\n\ntwo."),  # contradict each other: none is kept
+        ((3, 0), (0, 6), "one,\n\ntwo."),  # contradictory: none is used
         ((None, 2), (8, 2), "\n\ntwo.\n\none,"),
         ((None, None), (0, 6), "one,\n\ntwo."),
-        ((0, 90_000), (0, 6), "one,\n\ntwo."),  # all gap
+        ((0, 90_000), (0, 6), "one,\n\ntwo."),  # almost only a gap
         ((-1, 0), (6, 0), "two.\n\none,"),
     ],
 )

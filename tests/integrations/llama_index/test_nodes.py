@@ -50,7 +50,7 @@ def one(key, value, operator="=="):
 
 @pytest.mark.parametrize("operator", list(FilterOperator))
 def test_an_operator_is_that_of_llama_indexs_own_store(operator):
-    """What raises there for a chunk does not match here; what never could match is refused."""
+    """Where LlamaIndex raises for a chunk, ragkv does not match; a filter that can never match is refused."""
     tried = 0
     for key, value in itertools.product(KEYS, VALUES):
         filters = among(one(key, value, operator))
@@ -101,7 +101,7 @@ def test_what_can_mean_nothing_is_refused(part, message):
 
 @pytest.fixture
 def firms(own):
-    """Twelve chunks that a question finds alike, of three documents."""
+    """Twelve chunks with equal scores, of three documents."""
     source = [{NodeRelationship.SOURCE: RelatedNodeInfo(node_id=f"doc-{i}")} for i in range(3)]
     RagKVIngest(own)(
         [

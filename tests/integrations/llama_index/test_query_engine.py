@@ -1,4 +1,4 @@
-"""The query engine by itself: answers as the command's, sources, metadata, events, streams, and an event loop."""
+"""The query engine: the command's answers, sources, metadata, events, streams, and an event loop."""
 
 import asyncio
 import copy
@@ -32,7 +32,7 @@ SEQUENCE = [
 
 
 class FixedLLM(CustomLLM):
-    """Answers with `says[key]` for the first key that its prompt holds; without one a test must fail."""
+    """Answers with `says[key]` for the first key in its prompt; fails without one."""
 
     says: dict[str, str]
 
@@ -102,7 +102,7 @@ def test_streams(rag, command, result, questions):
 
 
 def test_async_leaves_the_loop_free(rag, result, questions, monkeypatch):
-    """Every answer waits in its second step for the loop, which would never come if it were blocked."""
+    """In its second step, every answer waits for the event loop, so a blocked loop would hang."""
     honest, steps, go_on = rag.model.step, [], threading.Event()
 
     def held(*arguments, **more):
@@ -159,7 +159,7 @@ def test_retrieve_and_synthesize_apart(rag, questions):
     assert str(response) == rag.query(questions[1], top_k=3).text
     assert [n.node_id for n in response.source_nodes] == [*(n.node_id for n in nodes), "note"]
     assert str(asyncio.run(engine.asynthesize(bundle, nodes))) == str(response)
-    asked = engine.synthesize(QueryBundle(questions[0]), nodes)  # other nodes than its own retrieval
+    asked = engine.synthesize(QueryBundle(questions[0]), nodes)  # not the nodes that it retrieves itself
     assert str(asked) == rag.query(questions[0], chunks=rag.retrieve(questions[1], top_k=3)).text
 
 
@@ -218,7 +218,7 @@ def test_query_engine_tool(rag, command, result, questions):
 def test_condense_question_chat_engine(rag, command, result, questions):
     llm = FixedLLM(says={"And what does it make?": questions[2]})
     first, second = (command(question, "--engine", "ape")["answer"] for question in (questions[1], questions[2]))
-    memory = ChatMemoryBuffer.from_defaults(token_limit=4000)  # the default one leaves its SQLite connection open
+    memory = ChatMemoryBuffer.from_defaults(token_limit=4000)  # the default one does not close its SQLite connection
     chat = CondenseQuestionChatEngine.from_defaults(RagKVQueryEngine(rag, engine="ape"), llm=llm, memory=memory)
     assert str(chat.chat(questions[1])) == first
     reply = chat.chat("And what does it make?")
@@ -240,7 +240,7 @@ FILTERS = MetadataFilters(filters=[MetadataFilter(key="page", value=None, operat
 
 
 class Lengths:
-    """A reranker of the user's own."""
+    """A reranker of the user."""
 
     name = "lengths"
 
@@ -290,7 +290,7 @@ def test_a_pickle_holds_settings_and_nothing_that_is_open(rag, questions):
     before = len(pickle.dumps(engine))
     engine.query(questions[0])
     data = pickle.dumps(engine)
-    assert len(data) == before  # neither model nor KV came along
+    assert len(data) == before  # neither model nor KV is included
     held = {argument for _, argument, _ in pickletools.genops(data) if isinstance(argument, str)}
     assert str(rag.folder.absolute()) in held
     assert not any(name.startswith(("ragkv.store", "ragkv.model.language_model", "torch", "_thread")) for name in held)
@@ -302,7 +302,7 @@ def test_an_index_that_is_gone_is_a_sentence(tmp_path, monkeypatch):
         data = pickle.dumps(RagKVRetriever(made))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    with pickle.loads(data).rag as back:  # an absolute path travels
+    with pickle.loads(data).rag as back:  # the absolute path is included
         assert back.folder == tmp_path / "there"
     (tmp_path / "there" / "ragkv.toml").unlink()
     with pytest.raises(ConfigError, match="There is no index at"):
@@ -317,6 +317,6 @@ def test_a_reranker_is_loaded_again_by_its_name(monkeypatch):
     back = again(named)
     assert asked == [("some/reranker", {"device": "cpu", "max_tokens": 99})] * 2
     assert (back.model_name, back.top_n, back.score_kind) == ("lengths", 2, "sparse")
-    serialised = RagKVRerank.from_dict(named.to_dict(), device="cpu")  # LlamaIndex's own way
+    serialised = RagKVRerank.from_dict(named.to_dict(), device="cpu")  # as LlamaIndex calls it
     assert asked[-1] == ("lengths", {"device": "cpu", "max_tokens": None})
     assert (serialised.top_n, serialised.score_kind) == (2, "sparse")

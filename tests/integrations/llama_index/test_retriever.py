@@ -1,4 +1,4 @@
-"""ragkv's retriever and reranker, and any retriever of LlamaIndex in front of ragkv's engines."""
+"""ragkv's retriever and reranker, and LlamaIndex' retrievers with ragkv's engines."""
 
 import asyncio
 import math
@@ -42,7 +42,7 @@ class WordEmbedding(BaseEmbedding):
 
 
 class Letters:
-    """A reranker by how often a text has the letter that the question begins with."""
+    """A reranker by the number of times a text contains the question's first letter."""
 
     name = "letters"
 
@@ -124,7 +124,7 @@ def test_what_a_reranker_refuses():
 
 
 def test_a_vector_store_in_front(own):
-    """Nodes that were stored start from their KV; nothing is encoded."""
+    """Stored nodes use their stored KV; nothing is encoded."""
     nodes = [TextNode(text=text, id_=f"fact-{i}") for i, text in enumerate(FACTS)]
     RagKVIngest(own)(nodes)
     retriever = VectorStoreIndex(nodes, embed_model=WordEmbedding()).as_retriever(similarity_top_k=3)
@@ -135,7 +135,7 @@ def test_a_vector_store_in_front(own):
     found = retriever.retrieve(WHO)
     assert [n.score for n in response.source_nodes] == [n.score for n in found]
     assert response.source_nodes[0].metadata["fused_score"] == pytest.approx((found[0].score + 1) / 2)
-    assert "fused_score" not in nodes[1].metadata  # the vector store's own are left as they were
+    assert "fused_score" not in nodes[1].metadata  # the vector store's own nodes are unchanged
     chunks = [s for n in found for s in own.retrieve(FACTS[int(n.node_id[-1])], top_k=1)]
     assert str(response) == own.query(WHO, engine="block", chunks=chunks).text
 
