@@ -1,4 +1,4 @@
-"""The plan for many machines: what is scaled, and what the simulation must keep."""
+"""The plan for many machines: what is scaled, and invariants of the simulation."""
 
 import json
 import math
@@ -65,7 +65,7 @@ def test_hot_chunks_are_found_more_often_and_stay_spread():
     even, hot = simulate(**{**SIMULATED, "zipf": 0.0}), simulate(**{**SIMULATED, "zipf": 1.4})
     assert hot.memory_hits > 0.5 > 0.2 > even.memory_hits
     assert hot.median_seconds < even.median_seconds
-    assert hot.p99_seconds < 0.5  # one chunk has a fifth of all questions, which would keep its node busy for ever
+    assert hot.p99_seconds < 0.5  # one chunk is read by a fifth of all questions, which would overload its node
     assert simulate(**{**SIMULATED, "nodes": 1, "lost": 0}).answered == 4000
 
 

@@ -1,4 +1,4 @@
-"""What a sample says of all files, against what reading all of them says."""
+"""Estimates from a sample, compared with reading all files."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ def count(paths: list[Path], sample_bytes: int, seed: int = 0, **time: Any) -> p
 
 @pytest.fixture
 def many(tmp_path) -> Path:
-    """120 files of text and Markdown, from one line to some hundred."""
+    """120 files of text and Markdown, of one line up to some hundred."""
     generator = random.Random(3)
     folder = tmp_path / "many"
     folder.mkdir()
@@ -37,7 +37,7 @@ def many(tmp_path) -> Path:
 
 @pytest.fixture
 def book(tmp_path) -> Path:
-    """One text of many parts."""
+    """One text with many parts."""
     generator = random.Random(5)
     lines = [" ".join(generator.choices(WORDS, k=generator.randrange(3, 30))) for _ in range(2000)]
     path = tmp_path / "book.md"
@@ -125,7 +125,7 @@ def test_a_sample_is_cut_short_too_and_one_file_is_always_read(many):
     for size in (60_000, 1 << 30):
         found = count([many], size, seconds=0, now=steady())
         assert (found.cut_short, found.read_sources) == (True, 1)
-        assert found.chunks.spread > found.chunks.value  # of one file nobody knows how far it is off
+        assert found.chunks.spread > found.chunks.value  # one file gives no estimate of the error
 
 
 def test_nothing_to_read(tmp_path):

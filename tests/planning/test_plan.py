@@ -1,4 +1,4 @@
-"""What is predicted of an ingest with mini, against the ingest: chunks and bytes; what times say of a machine."""
+"""Predicted chunks and bytes of an ingest with mini, compared with the ingest; and the use of measured times."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def settings(model_folder):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A trial of one slice, as large on any machine, by a clock of its own: this is about counts."""
+    """One trial of a fixed size with a fake clock, because only counts are tested."""
     for name, value in {"BATCH_TOKENS": 700, "ROUNDS": 1}.items():
         monkeypatch.setattr(f"ragkv.planning.calibration.{name}", value)
     monkeypatch.setattr("ragkv.planning.plan.perf_counter", steady())
@@ -42,7 +42,7 @@ def test_chunks_and_bytes_come_true(quick, tmp_path):
     with RagKV.create(tmp_path / "index", codec="int8", engines=("block",), **SETTINGS) as rag:
         report = rag.ingest(CORPUS)
         stats = rag.stats()
-    assert plan.trial_tokens < stats.tokens / 2  # a part of it speaks for all of it
+    assert plan.trial_tokens < stats.tokens / 2  # the trial is only a part
     corpus = plan.corpus
     assert (corpus.documents.value, corpus.chunks.value, corpus.tokens.value) == (
         len(report.added),
@@ -126,10 +126,10 @@ def test_the_first_steps_have_no_total_and_nothing_is_written(quick, documents, 
 @pytest.mark.parametrize(
     ("rates", "token"),
     [
-        ((1000, 40), 58),  # 1.105 s behind after two tokens, and makes up 20 ms with each one after them
-        ((1000, 20), None),  # as slow a token: it stays behind
+        ((1000, 40), 58),  # 1.105 s behind after two tokens; each further token makes up 20 ms
+        ((1000, 20), None),  # no faster per token: it never catches up
         ((4000, 40), 2),  # the chunks are laid out before the second token
-        ((4001, 20), 1),  # its prefill alone is sooner
+        ((4001, 20), 1),  # its prefill alone is faster
     ],
 )
 def test_another_runtime_overtakes_with_the_right_token(rates, token):
@@ -174,7 +174,7 @@ def test_repeats_have_a_median_and_both_ends():
     [
         ((2.0,), 0),
         ((1.0, 2.0, 1.5), 1 / 1.5),
-        ((1.0, 1.0, 1.0, 1.1, 7.0), 0.1),  # one of five may stray
+        ((1.0, 1.0, 1.0, 1.1, 7.0), 0.1),  # one outlier of five is allowed
         ((1.0, 1.0, 1.0, 2.0, 2.0), 1.0),
         ((0.0, 0.0, 0.0), 0),
     ],
