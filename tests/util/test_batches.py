@@ -1,4 +1,4 @@
-"""Batches hold every item once, in order, and end at their limits."""
+"""Batches contain every item once, in order, and respect their limits."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a notebook shows: a parser reads the HTML, and hostile text is only ever text in it."""
+"""HTML for notebooks: it parses, and hostile text is only ever text in it."""
 
 import re
 from html.parser import HTMLParser
@@ -29,7 +29,7 @@ TAGS = {"div", "span", "details", "summary", "table", "thead", "tbody", "tr", "t
 
 
 class Read(HTMLParser):
-    """The text and the titles of HTML; ValueError for a tag or an attribute that it should not have."""
+    """The text and the titles of HTML; ValueError for a tag or an attribute that is not allowed."""
 
     def __init__(self, html):
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,4 @@
-"""Files of a hostile folder: what is no regular file of its own is not read, written through or waited for."""
+"""Files in a hostile folder: only regular files are read and written, and nothing blocks."""
 
 import os
 import stat
@@ -101,7 +101,7 @@ def test_json_fails_as_a_value_error(text):
 
 
 def test_a_link_that_comes_after_the_look_is_not_followed(tmp_path, monkeypatch):
-    """Somebody makes it between the look and the opening."""
+    """The link is created between the check and the opening."""
     target, link = tmp_path / "other", tmp_path / "keys"
     link.symlink_to(target)
     monkeypatch.setattr(files, "require_plain", lambda _: True)

@@ -1,4 +1,4 @@
-"""How compiled kernels are kept, and on which processors and threads they run."""
+"""How compiled kernels are cached, and on which processors and threads they run."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _writing(number):
 
 
 def test_two_processes_keep_variants_of_a_kernel_at_once(tmp_path, monkeypatch):
-    """Neither sees what the other one writes: the second one's index is the last, and the first one's code."""
+    """Neither sees the other's files: the second one's index is written last, and the first one's code."""
     files, late = pytest.importorskip("numba.core.caching").IndexDataCacheFile, []
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     with monkeypatch.context() as patch:
@@ -97,14 +97,14 @@ def test_two_processes_keep_variants_of_a_kernel_at_once(tmp_path, monkeypatch):
 
 
 def test_a_kernel_is_kept_in_the_users_cache_folder(tmp_path, monkeypatch):
-    """Not beside the module, where a file would be left behind by `pip uninstall`, and hide an editable install."""
+    """Not next to the module, where `pip uninstall` would leave a file behind that hides an editable install."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kernels.compiled(_nothing)
     (folder,) = (tmp_path / "ragkv" / "numba").iterdir()
     assert {path.suffix for path in folder.rglob("*.nb?")} == {".nbi", ".nbc"}
     assert numba.config.CACHE_DIR == ""
-    monkeypatch.setattr(kernels, "__file__", __file__)  # another version of what numba does not look at
+    monkeypatch.setattr(kernels, "__file__", __file__)  # a changed file that numba does not check
     kernels._version.cache_clear()
     kernels.compiled(_nothing)
     kernels._version.cache_clear()
@@ -137,7 +137,7 @@ def test_each_unit_of_work_is_done_once(counting, units, threads):
 
 
 def until(done):
-    """Wait, however long it takes, within reason."""
+    """Wait for a condition, with a generous limit."""
     end = time.monotonic() + 600
     while not done():
         assert time.monotonic() < end
@@ -145,7 +145,7 @@ def until(done):
 
 
 class Waiting(ThreadPoolExecutor):
-    """Helpers begin when they are let."""
+    """A pool whose helpers only start when they are released."""
 
     def __init__(self):
         super().__init__(1)
@@ -168,7 +168,7 @@ def team():
 
 
 def counts_of(team, counting, units, helpers=2, during=None):
-    """How often each unit was done."""
+    """How often each unit was computed."""
     counts = torch.zeros(units, dtype=torch.int64)
     data = kernels._array(4)(0, units, 1, counts.data_ptr())
 
@@ -182,7 +182,7 @@ def counts_of(team, counting, units, helpers=2, during=None):
 
 
 def test_a_helper_that_has_begun_is_waited_for(team, counting):
-    """All units are its own: the launcher begins when there are none left, or while it is amid its work."""
+    """The launcher starts after the helper has taken all units, or while it is computing them."""
     state, awake, begun = team._first + kernels._STATE, team._first + kernels._AWAKE, []
 
     def wait():
@@ -207,12 +207,12 @@ def test_a_launch_that_is_interrupted_waits_for_its_helpers(team, counting):
             counts_of(team, counting, 3_000_000, 1, interrupted)
         assert team._memory[state] == kernels._IDLE
         assert counts_of(team, counting, 9) == [1] * 9
-    team._pool.shutdown()  # as when the interpreter ends
+    team._pool.shutdown()  # as at interpreter exit
     assert counts_of(team, counting, 9) == [1] * 9
 
 
 def test_an_interrupt_before_the_wait_does_not_spare_it(team, counting, monkeypatch):
-    """The launcher's own work is done, and a helper is amid its own."""
+    """The launcher has finished its own units, and a helper is still computing."""
     state, awake = team._first + kernels._STATE, team._first + kernels._AWAKE
     counts, clock = torch.zeros(3_000_000, dtype=torch.int64), iter([0.0])
     data = kernels._array(4)(0, len(counts), 1, counts.data_ptr())
@@ -240,7 +240,7 @@ def test_nobody_begins_when_the_launcher_has_ended(counting, monkeypatch):
     assert [team._memory[team._first + kernels._LINE * at] for at in (0, 1)] == [kernels._IDLE] * 2
     assert counts_of(team, counting, 5) == [1] * 5
     assert len(waiting.asked) == 2  # they count as awake
-    waiting.let()  # what they were asked for is gone
+    waiting.let()  # their launch has ended
     waiting.shutdown()
     assert [team._memory[team._first + kernels._LINE * at + kernels._AWAKE] for at in (0, 1)] == [0, 0]
 
@@ -289,13 +289,13 @@ def test_no_more_are_asked_than_the_machine_has_room_for(team, counting):
 
 
 def test_fewer_helpers_on_a_busy_machine(team, monkeypatch):
-    """After two windows in a row in which two were late, or the thread often lost its processor."""
+    """After two windows in a row with two late helpers, or in which the thread often lost its processor."""
     monkeypatch.setattr(kernels, "_CALM", 3)
     clock, taken = iter(range(1, 1000)), [0]
     monkeypatch.setattr(kernels, "taken_away", lambda: taken[0])
 
     def window(helpers, late=0, lost=0, last=None):
-        """One more window, with a launch for each that is late; how many helpers are asked from then on."""
+        """Simulate one more window with this many late launches; returns the number of helpers asked from then on."""
         taken[0] += lost
         for _ in range(late):
             team._note(helpers, True, team._since)
@@ -308,7 +308,7 @@ def test_fewer_helpers_on_a_busy_machine(team, monkeypatch):
     assert [window(2, late=2), window(1, lost=often)] == [1, 0]
     assert [window(0) for _ in range(7)] == [0, 0, 1, 1, 1, 2, 2]
     assert [window(2, lost=often), window(2, late=3, last=0), window(1)] == [2, 1, 1]
-    with ThreadPoolExecutor(1) as other:  # whose losses are others
+    with ThreadPoolExecutor(1) as other:  # another thread's losses are counted separately
         assert other.submit(window, 1, 0, often).result() == 1
         assert other.submit(window, 1, 0, often).result() == 1
         assert other.submit(window, 1, 0, often).result() == 0
@@ -328,7 +328,7 @@ def test_a_forked_process_has_threads_of_its_own(counting):
 
 
 def test_a_process_may_be_forked_while_a_kernel_is_made(counting):
-    """By another thread, which the child does not have."""
+    """By another thread, which does not exist in the child."""
     begun, end = threading.Event(), threading.Event()
 
     @kernels.once
@@ -349,7 +349,7 @@ def test_a_process_may_be_forked_while_a_kernel_is_made(counting):
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_work_that_no_thread_has_begun_is_an_error(threads):
-    """A thread without memory for its sums returns at once."""
+    """A thread that cannot allocate its sums returns at once."""
     with pytest.raises(MemoryError):
         kernels.run(kernels.compiled(_nothing), 5, threads)
 
@@ -369,7 +369,7 @@ def test_as_many_threads_as_the_work_is_worth(monkeypatch):
     ids=str,
 )
 def test_a_kernels_memory_is_its_own_until_its_work_is_done(module, name, given, monkeypatch):
-    """numba frees an array after its last use by name, and does not know of uses by its address."""
+    """numba frees an array after its last use by name, and does not see uses by address."""
     made = pytest.importorskip(module, exc_type=ImportError)
     monkeypatch.setattr(kernels, "compiled", lambda kernel, *_, **__: kernel)
     found = run_frontend(getattr(made, name).__wrapped__(*given), emit_dels=True)

@@ -1,4 +1,4 @@
-"""The one registry of plug-ins: names, duplicates, and packages that cannot be imported."""
+"""The registry of plug-ins: names, duplicates, and packages that cannot be imported."""
 
 import logging
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Installed = Callable[..., PluginRegistry]
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
-    """A registry beside packages that add `(name, value)`s; their modules are in `tmp_path`."""
+    """A registry with packages that add `(name, value)`s; their modules are in `tmp_path`."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def make(*added: tuple[str, str], **options: object) -> PluginRegistry:
@@ -84,7 +84,7 @@ def test_an_error_that_says_what_to_do_is_kept(installed, tmp_path):
 
 
 def test_an_engine_that_cannot_be_imported_is_one_sentence(tmp_path, monkeypatch, caplog):
-    """Beside a package that names it in its metadata, as pip installs one."""
+    """In a package that declares it in its metadata, as pip installs one."""
     metadata = tmp_path / "theirs-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
@@ -92,7 +92,7 @@ def test_an_engine_that_cannot_be_imported_is_one_sentence(tmp_path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("ragkv.engines.base.ENGINES", PluginRegistry("ragkv.engines"))
     assert "broken" in engine_names()
-    assert engine_class("full") is FullAttention  # ours stays
+    assert engine_class("full") is FullAttention  # ragkv's own is used
     with pytest.raises(ConfigError, match=r"Engine 'broken' is installed but cannot be loaded \(No module named"):
         engine_class("broken")
     assert "two engines for full: ragkv.engines.full:FullAttention is used, not theirs:Full" in caplog.text

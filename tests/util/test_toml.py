@@ -1,4 +1,4 @@
-"""Whatever an index is made with reads back as it was, and a `ragkv.toml` of a stranger is read within bounds."""
+"""An index's settings are read back unchanged, and an untrusted `ragkv.toml` is read within limits."""
 
 import errno
 import math
@@ -73,7 +73,7 @@ DECODINGS = st.builds(
     stop=st.lists(TEXTS.filter(bool), max_size=3),
     stop_ids=st.lists(st.integers(0, (1 << 63) - 1), max_size=3),
     thinking=st.sampled_from(("off", "on")) | st.integers(1, 1000),
-    **dict.fromkeys(("schema", "regex", "grammar"), st.none()),  # one at most, and without `stop`: see below
+    **dict.fromkeys(("schema", "regex", "grammar"), st.none()),  # at most one, and not with `stop`: see below
 )
 TIERS = st.builds(
     TierConfig,
@@ -118,7 +118,7 @@ CONFIGS = st.builds(
     embedder=TEXTS.filter(lambda text: text != "none"),
     reranker=TEXTS,
     rerank=st.booleans(),
-    vectors=st.permutations(VECTORS).map(tuple),  # all of them, so that every mode can be served
+    vectors=st.permutations(VECTORS).map(tuple),  # all of them, so that every mode is possible
     fusion=st.sampled_from(("relative", "rrf")),
     retrieval=st.sampled_from(MODES),
     candidates=st.integers(1, (1 << 63) - 1),
@@ -137,7 +137,7 @@ CONFIGS = st.builds(
 
 
 def result(value: Any) -> str:
-    """Equal for what is equal, NaN too; the order of a table's keys is none of it."""
+    """Equal strings for equal values, including NaN and tables with another key order."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {result(value[key])}" for key in sorted(value)) + "}"
     if isinstance(value, IndexConfig):
@@ -201,7 +201,7 @@ def test_what_toml_cannot_say_is_refused_when_it_is_set(settings, says):
 @pytest.mark.parametrize("name", ["max_characters", "max_seconds"])
 @pytest.mark.parametrize("value", ["60", 1.5, True, None, 1 << 63])
 def test_limits_of_documents_are_checked_when_they_are_set(name, value):
-    """A text ended in TypeError; 1.5 and True made an index that could not be opened again."""
+    """A string gave a TypeError; 1.5 and True gave an index that could not be opened again."""
     with pytest.raises(ConfigError, match=rf"ingest\.{name}"):
         IngestConfig(**{name: value})
 
@@ -258,7 +258,7 @@ def test_what_does_not_change_in_a_file_stays_as_it_was_written(tmp_path):
 
 
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No new file can be written, as on a full disk."""
+    """New files cannot be written, as on a full disk."""
     sync = os.fsync
 
     def fail(descriptor: int) -> None:
@@ -357,9 +357,9 @@ def test_what_is_no_file_is_said_at_once(tmp_path):
 
 
 def test_what_is_odd_and_right_is_read(tmp_path):
-    (tmp_path / CONFIG_FILE).write_bytes(b'\xef\xbb\xbfmodel = "mini"\r\n')  # as Windows' editors write it
+    (tmp_path / CONFIG_FILE).write_bytes(b'\xef\xbb\xbfmodel = "mini"\r\n')  # as written by editors on Windows
     assert load_config(tmp_path).model == "mini"
-    many = "One. Two. 'Three'. " * 9000  # a prompt may hold more dots than any key
+    many = "One. Two. 'Three'. " * 9000  # a prompt may have more dots than any key
     (tmp_path / CONFIG_FILE).write_text(IndexConfig(prompt=PromptConfig(system=many)).to_toml())
     assert load_config(tmp_path).prompt.system == many
     (tmp_path / CONFIG_FILE).write_text(f'[prompt]\nsystem = """\n{many}"""\n')
