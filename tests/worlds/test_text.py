@@ -1,4 +1,4 @@
-"""Lists of variables are programs: what a line stands for follows from the lines before it alone."""
+"""Lists of variables are programs: a line's value only depends on the lines before it."""
 
 import random
 from collections import Counter
@@ -11,7 +11,7 @@ SEEDS = range(12)
 
 
 def run(drawn: VariableList) -> list[str]:
-    """What each line stands for, by running the list from its text."""
+    """The value of each line, by evaluating the list from its text."""
     begin, *lines = drawn.texts()
     assert begin == " ".join(BEGIN)
     now: dict[str, str] = {}
@@ -31,13 +31,13 @@ def test_lines_stand_for_what_the_program_gives_them(seed):
     assert len(drawn.lines) == 160
     assert drawn == variable_list(random.Random(seed), 160)
     assert drawn != variable_list(random.Random(seed + 100), 160)
-    # only variables with one value are asked for
+    # questions ask only for variables with one value
     times = Counter(line.name for line in drawn.lines)
     assert max(times.values()) == 2
     once = {line.name for line in drawn.lines if times[line.name] == 1}
     assert {line.name for line in drawn.known} == once
     assert set(drawn.known) <= set(drawn.lines)
-    # terms stand at the head and change in the end
+    # terms are at the start and change at the end
     head, rest = drawn.lines[:4], drawn.lines[4:]
     assert {line.family for line in head} == {TERM}
     again = [at for at, line in enumerate(rest, start=4) if line.family == TERM]
@@ -64,5 +64,5 @@ def test_who_follows_references_at_the_end_finds_another_value():
 def test_lists_without_references_and_very_short_ones():
     assert not any(line.refers for line in variable_list(random.Random(0), 160, refer=0).lines)
     assert len(variable_list(random.Random(0), 2).lines) == 2
-    assert variable_list(random.Random(0), 10_000).lines  # until all names are used up
+    assert variable_list(random.Random(0), 10_000).lines  # until all names are used
     assert (VariableLine("bell3", "term1", "104").family, asked("bell3")) == ("bell", "?bell3")

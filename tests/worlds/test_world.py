@@ -1,4 +1,4 @@
-"""Worlds are the ground truth of every accuracy figure: they must be reproducible, consistent and split cleanly."""
+"""Worlds are the ground truth of every accuracy figure: they are reproducible, consistent and split cleanly."""
 
 import random
 from collections import Counter
@@ -22,7 +22,7 @@ SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 
 def name_words(world: World) -> set[str]:
-    """Composed words of a world's names; the second word of a company ("Works") is ordinary English."""
+    """Composed words in a world's names; a company's second word ("Works") is ordinary English."""
     words: set[str] = set()
     for document in world.documents:
         parts = document.title.split()
@@ -32,7 +32,7 @@ def name_words(world: World) -> set[str]:
 
 
 def test_generate_is_the_same_in_another_process():
-    """Each process has a seed of its own for its hashes, which decide the order of a set."""
+    """Each process has another hash seed, which determines the order of sets."""
     code = "from ragkv.worlds.world import World; print(repr(World.generate(3, split='heldout')), end='')"
     assert run_fresh(code, PYTHONHASHSEED="random") == (repr(World.generate(3, split="heldout")), "")
 
