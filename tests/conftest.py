@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start, too: a second thread spins
+os.environ["OMP_NUM_THREADS"] = "1"  # also for processes that tests start: a second thread spins
 
 import pytest
 import torch
@@ -23,35 +23,35 @@ from nightly import NIGHTLY
 
 OTHERS_VARIABLES = (
     *("COLUMNS", "LINES", "TERMINAL_WIDTH", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE"),
-    *("TTY_INTERACTIVE", "GITHUB_ACTIONS"),  # rich and typer take it for a terminal with colours
+    *("TTY_INTERACTIVE", "GITHUB_ACTIONS"),  # make rich and typer assume a terminal with colours
     *("PYTHONWARNINGS", "PYTHONDEVMODE", "PYTHONVERBOSE", "PYTHONIOENCODING", "PYTHONOPTIMIZE", "PYTHONSAFEPATH"),
     *("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY", "HF_ENDPOINT", "TORCH_LOGS", "GIT_DIR", "GIT_WORK_TREE"),
-    *("GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY"),  # a hook that runs the tests has them
+    *("GIT_INDEX_FILE", "GIT_PREFIX", "GIT_OBJECT_DIRECTORY"),  # set when a git hook runs the tests
     "PYTHONDONTWRITEBYTECODE",  # each process that a test starts would compile all of ragkv
     *(name for name in os.environ if name.startswith("RAGKV_") and name != "RAGKV_NIGHTLY"),
 )
-"""What whoever runs the tests may have set, and what would change what a command says or does."""
+"""Variables that the developer may have set, and that would change a command's output or behaviour."""
 for name in OTHERS_VARIABLES:
     os.environ.pop(name, None)
 sys.dont_write_bytecode = False
-os.environ["RAGKV_DEFAULT_MODEL"] = "mini"  # also where smollm2 is installed
+os.environ["RAGKV_DEFAULT_MODEL"] = "mini"  # even if smollm2 is installed
 
-# In memory, where there is plenty of it: on a disk the tests that write indexes wait for it.
+# Use a memory file system if it has enough space: on a disk, tests that write indexes wait for it.
 SHARED_MEMORY, PLENTY = Path("/dev/shm"), 8 << 30
 if "TMPDIR" not in os.environ and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > PLENTY:
     os.environ["TMPDIR"] = tempfile.tempdir = str(SHARED_MEMORY)
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / "ragkv-kernels"))  # not the user's folder
 
-# A process starts with the signals that its parent ignored or held back. In the background (`nohup make test &`) that
-# is Ctrl-C, and the tests that interrupt a command would wait for one that never ends.
+# A process inherits ignored and blocked signals from its parent. In the background (`nohup make test &`) that is
+# Ctrl-C, and tests that interrupt a command would wait forever.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGCHLD, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 os.umask(0o022)
 
-# No example has a time to keep to, and all runs but the nightly ones try the same examples: what a change is refused
-# for, that change has done.
+# Examples have no deadline, and all runs except nightly ones use the same examples, so a failure is due to the change
+# under test.
 settings.register_profile(
     "ragkv",
     max_examples=100 if NIGHTLY else 40,
@@ -62,13 +62,13 @@ settings.register_profile(
 )
 settings.load_profile("ragkv")
 
-gc.set_threshold(200_000, 20, 100)  # next to nothing that is made while tests are collected is garbage
-one_thread()  # tiny tensors: a second thread only waits, and badly so beside other processes
+gc.set_threshold(200_000, 20, 100)  # almost nothing that is allocated during collection is garbage
+one_thread()  # for tiny tensors, a second thread only waits, which slows other processes down
 
 VOCABULARY = 320
-LAYERS = 4  # enough for every layer type to occur: SmolLM3 drops RoPE in each fourth; Gemma 3 is global in each sixth
-FAR = 9  # a chunk far before still changes the answer where each layer has a window of 8
-FEW = 3  # of "llama", which most tests ask, for whatever it says
+LAYERS = 4  # for every layer type: SmolLM3 drops RoPE in every fourth layer, Gemma 3 is global in every sixth
+FAR = 9  # a chunk this far back still changes the answer if each layer has a window of 8
+FEW = 3  # layers of "llama", which most tests use
 
 
 def _shape(**more: Any) -> dict[str, Any]:
@@ -150,15 +150,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# used by name, not part of the matrix
+# used by name, not in the matrix
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    # windows that only the mask knows: the attention call names none
+    # windows only in the mask: the attention call has none
     "qwen2-moe-sliding": (
         "Qwen2Moe",
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2} | EXPERTS,
     ),
     "phimoe-sliding": ("Phimoe", {"sliding_window": 8, "num_hidden_layers": FAR, **EXPERTS}),
-    # a score beside those of the keys, in every row of every layer, windows or none
+    # an additional score beside those of the keys, in every row and layer, with and without windows
     "gpt-oss": (
         "GptOss",
         {
@@ -169,19 +169,19 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             **_rope("default"),
         },
     ),
-    # soft caps without windows: only then are rows of one batch laid side by side
+    # soft caps without windows: only then are rows of a batch laid out side by side
     "gemma2-unwindowed": (
         "Gemma2",
         {
             "sliding_window": 8,
             "layer_types": ["full_attention"] * LAYERS,
             "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 2.0,  # these scores are small: Gemma's own cap of 50 would hardly touch them
+            "attn_logit_softcapping": 2.0,  # the scores are small: Gemma's own cap of 50 would have little effect
         },
     ),
-    # in half types, rounding sends single tokens to other experts
+    # in half types, rounding routes single tokens to other experts
     "deepseek3-experts": ("DeepseekV3", {**LATENT, **YARN, "first_k_dense_replace": 1}),
-    # the last four layers read the keys and values of the two before them
+    # the last four layers share the keys and values of the two before them
     "gemma3n": (
         "Gemma3nText",
         {
@@ -202,7 +202,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @functools.cache
 def random_model(family: str, dtype: str = "float32") -> Any:
-    """A transformers model of `family` with seeded random weights, large enough to make logits differ."""
+    """A transformers model of `family` with seeded random weights, large enough for logits to differ."""
     import transformers
 
     prefix, changes = (FAMILIES | OTHERS)[family]
@@ -214,18 +214,18 @@ def random_model(family: str, dtype: str = "float32") -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim > 1:
-                sharp = family == "llama" and "self_attn.q_proj" in name  # so that what few layers read changes as much
+                sharp = family == "llama" and "self_attn.q_proj" in name  # so that the few layers have enough effect
                 weight.normal_(0, 0.6 if sharp else 0.15)
             elif name.endswith("bias"):
                 weight.normal_(0, 0.1)
-    if dtype == "rounded":  # the bf16 model's weights, computed with in fp32
+    if dtype == "rounded":  # the bf16 model's weights, computed in fp32
         return model.to(torch.bfloat16).to(torch.float32)
     return model.to(getattr(torch, dtype))
 
 
 @functools.cache
 def byte_tokenizer() -> Any:
-    """A byte-level tokenizer with three control tokens and a chat template: no file, no training."""
+    """A byte-level tokenizer with three control tokens and a chat template; needs no files or training."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -259,22 +259,22 @@ def language_model(family: str, dtype: str = "float32", device: str = "cpu") -> 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Once all is imported, and pytest's own ways with warnings and logs during collection have ended."""
+    """Start the fork server after collection: modules are imported, and pytest has restored warnings and logs."""
     result = yield
-    if session.items:  # not in the process that only hands tests out
+    if session.items:  # not in xdist's controller
         begin_forkserver()
     return result
 
 
 def pytest_collection_finish() -> None:
-    """What is loaded by now stays, and the collector need not look through it again and again."""
+    """Objects from before this point stay, so exclude them from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The exhaustive tests are for `make test-all`, and are left out rather than skipped: there are a thousand."""
+    """Deselect the exhaustive tests, which `make test-all` runs, instead of skipping them: there are a thousand."""
     exhaustive = [item for item in items if not NIGHTLY and item.get_closest_marker("nightly")]
     if exhaustive:
         config.hook.pytest_deselected(items=exhaustive)
@@ -288,19 +288,19 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 UNLIKE = ("cohere2", "deepseek3", "gemma2", "gemma3", "llama", "mistral-sliding", "qwen3-yarn", "smollm3")
-"""Families that have every mechanism among them: windows, soft caps, ropes of all kinds, none, latent attention."""
+"""Families that together have every mechanism: windows, soft caps, RoPE of all kinds, no RoPE, latent attention."""
 
 
 @pytest.fixture(params=[pytest.param(f, marks=[pytest.mark.nightly] * (f not in UNLIKE)) for f in sorted(FAMILIES)])
 def unlike_family(request: pytest.FixtureRequest) -> str:
-    """For what is exact in each family if it is in these: the others are tried by `make test-all`."""
+    """For tests that need only these families; `make test-all` runs the others."""
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nobodys_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Neither the key nor the settings of whoever runs the tests are made or used."""
+    """Neither use nor create the developer's key or settings."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
@@ -323,7 +323,7 @@ def make_model() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Of a family, a checkpoint folder on disk in Hugging Face layout, as a user would name one."""
+    """A checkpoint folder of a family in Hugging Face layout."""
 
     @functools.cache
     def made(family: str) -> Path:
@@ -343,13 +343,13 @@ def model_folder(make_folder: Callable[[str], Path]) -> Path:
 
 @pytest.fixture
 def folder(model_folder: Path, tmp_path: Path) -> Path:
-    """A copy of that folder, for a test that changes it."""
+    """A copy of that folder for tests that change it."""
     return Path(shutil.copytree(model_folder, tmp_path / "model"))
 
 
 @pytest.fixture
 def steps_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[Any, Any]]]:
-    """Of a model, a list to which every later step appends its rows and their token ids."""
+    """For a model, a list to which every later step appends its rows and their token ids."""
 
     def watched(model: Any) -> list[tuple[Any, Any]]:
         steps, step = [], model.step
@@ -366,21 +366,21 @@ def steps_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[tuple[Any,
 
 @pytest.fixture
 def without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention as it is computed without numba."""
+    """Use the attention path without numba."""
     monkeypatch.setattr("ragkv.attention.in_place._kernels", lambda: None)
     monkeypatch.setattr("ragkv.attention.batch.flash_takes", lambda *_: False)
 
 
 @pytest.fixture(params=["kernels", "no kernels"])
 def kernels(request: pytest.FixtureRequest) -> None:
-    """Attention with ragkv's kernels for processors, and without."""
+    """With ragkv's CPU kernels for attention, and without."""
     if request.param == "no kernels":
         request.getfixturevalue("without_kernel")
 
 
 @pytest.fixture(scope="module")
 def pretend_device() -> Iterator[str]:
-    """`pretend:0`, a device without a device (`support/pretend.py`): count what crosses with `pretend.counting`."""
+    """`pretend:0`, a simulated device (`support/pretend.py`); count transfers with `pretend.counting`."""
     import pretend
 
     with pretend.device() as name:

@@ -1,4 +1,4 @@
-"""The pages say what the code is: generated ones are up to date, links lead somewhere, every page is in the menu."""
+"""The docs match the code: generated pages are up to date, links resolve, and the menu has every page."""
 
 import re
 import runpy
@@ -25,17 +25,17 @@ NO_MODULES = {
     "ragkv.json",
     *(f"ragkv.{group}" for group in ("codecs", "embedders", "loaders", "rerankers")),
 }
-"""Names of files, and groups of entry points."""
+"""File names, and groups of entry points."""
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def prose(page: Path) -> str:
-    """The page without its blocks of code and its code in lines."""
+    """The page without code blocks and inline code."""
     return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings that GitHub and the site agree on."""
+    """The anchors of a page's headings on which GitHub and the site agree."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     heads = [re.sub(r"[^\w\s-]", "", head.lower()).strip() for head in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
     return {re.sub(r"\s", "-", head) for head in heads} & {re.sub(r"[\s-]+", "-", head) for head in heads}
@@ -83,9 +83,9 @@ def test_the_python_page_names_what_there_is():
 
 
 def named_file(words: list[str]) -> tuple[Path, list[str]]:
-    """The source file of a dotted name after `ragkv.`, and what of the name is in it."""
+    """The source file of a dotted name after `ragkv.`, and the rest of the name inside it."""
     for count in range(len(words), 0, -1):
-        for base in (ROOT / "ragkv", ROOT):  # store, ingest, … stand beside the package
+        for base in (ROOT / "ragkv", ROOT):  # store, ingest, … are next to the package
             path = base.joinpath(*words[:count])
             for file in (path.with_suffix(".py"), path / "__init__.py"):
                 if file.exists():
@@ -94,13 +94,11 @@ def named_file(words: list[str]) -> tuple[Path, list[str]]:
 
 
 def missing_names(file: Path) -> list[str]:
-    """What a page, or a source file's prose, names and there is not."""
+    """Names in a page, or in a source file's prose, that do not exist."""
     text = file.read_text(encoding="utf-8")
     missing = [path for path in PATH.findall(text) if not (ROOT / path).exists()]
     for found in NAME.finditer(text):
-        if found[0] in NO_MODULES or (
-            file.suffix == ".py" and text[found.start() - 1] != "`"
-        ):  # code is checked by mypy
+        if found[0] in NO_MODULES or (file.suffix == ".py" and text[found.start() - 1] != "`"):  # mypy checks code
             continue
         source, rest = named_file(found[1][1:].split("."))
         if rest and not re.search(rf"\b{rest[0]}\b", source.read_text(encoding="utf-8")):

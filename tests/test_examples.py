@@ -1,4 +1,4 @@
-"""The shipped mini on the shipped corpus: what the README promises."""
+"""The bundled mini on the example corpus gives what the README promises."""
 
 import json
 import runpy
@@ -44,7 +44,7 @@ def test_the_corpus_has_every_format_and_every_document_is_asked_about_or_read(r
     ],
 )
 def test_answers_hold_a_gold_answer(rag, engine, least):
-    """A margin below what the README reports: two or three questions of the 40; `make test` asks every second one."""
+    """A margin below the README's figures: two or three of the 40 questions; `make test` asks every second one."""
     accuracy = runpy.run_path(str(EXAMPLES / "accuracy.py"))["accuracy"]
     right = [ok for oks in accuracy(rag, QUESTIONS if NIGHTLY else QUESTIONS[::2], engine).values() for ok in oks]
     assert sum(right) / len(right) >= least
@@ -53,7 +53,7 @@ def test_answers_hold_a_gold_answer(rag, engine, least):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["block", pytest.param("pced", marks=pytest.mark.nightly)])
 def test_questions_one_after_another_are_answered_as_alone(rag, engine):
-    """mini was never trained on conversations, so earlier turns are used for the search alone."""
+    """mini was not trained on conversations, so earlier turns are used only for the search."""
     talk, wrong = rag.conversation(), []
     for question in QUESTIONS[: 20 if NIGHTLY else 8]:
         text = question["question"]
@@ -65,7 +65,7 @@ def test_questions_one_after_another_are_answered_as_alone(rag, engine):
 
 @pytest.fixture
 def small(tmp_path):
-    """One document, and what is asked about it."""
+    """One document, and a question about it."""
     (tmp_path / "corpus").mkdir()
     shutil.copy(EXAMPLES / "corpus" / "companies" / "linodyne-paper.md", tmp_path / "corpus")
     (tmp_path / "questions.jsonl").write_text(json.dumps(QUESTIONS[0]))
@@ -79,7 +79,7 @@ def result(capsys, *arguments: object) -> str:
 
 
 def test_accuracy_as_typed(capsys, small):
-    """Every option of the README's commands, of one question a corpus."""
+    """All options of the README's commands, with one question per corpus."""
     asked = ("--engines", "block", "--limit", 1, "--dtype", "float32", "--top-k", 2)
     assert "block  1 hop    1 of   1  100.0%" in result(capsys, *small, *asked)
     found = json.loads(result(capsys, *asked, "--retrieval", "bm25", "--worlds", 1, "--hops", 1, "--json"))

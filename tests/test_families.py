@@ -1,7 +1,8 @@
-"""Every decoder family of the installed transformers is answered exactly or refused with a reason: never anything else.
+"""Every decoder family of the installed transformers is answered exactly or refused with a reason.
 
-The oracle is `ragkv.evaluation.families`: dense, uncached forwards of transformers beside ragkv's engines. A sample of
-the mechanisms runs here; `make test-all` judges all families, as `make models` does (ten minutes on one core).
+The oracle is `ragkv.evaluation.families`: dense, uncached forward passes of transformers, compared with ragkv's
+engines. A sample of the mechanisms runs here; `make test-all` judges all families, as `make models` does (ten minutes
+on one core).
 """
 
 import pytest
@@ -25,7 +26,7 @@ MUST = (
     "dbrx phi persimmon fuyu stablelm nemotron gemma4_unified_text moshi modernbert-decoder falcon gptj "
     "gpt_neox_japanese flint gemma3n_text deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 longcat_flash youtu axk1"
 )
-"""Families that must stay accepted; those that the installed transformers does not have yet are left out."""
+"""Families that must stay accepted; those that the installed transformers does not have yet are skipped."""
 
 SAMPLE = {
     "qwen2_moe": "windows in the mask alone, on some layers",
@@ -45,7 +46,7 @@ SAMPLE = {
 }
 
 ELSEWHERE = ("qwen2_moe", "phimoe", "gemma2", "gemma3_text", "cohere2", "gpt_oss")
-"""Those of `conftest`: the tests of engines and runtime are exact on them."""
+"""Families of `conftest`, on which the tests of engines and runtime are exact."""
 
 KEPT = {
     "gpt2": "no rotary positions",
@@ -69,14 +70,14 @@ REFUSED = {
     "doge": "uses its attention mask as a tensor",
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own about its default configurations
+pytestmark = pytest.mark.filterwarnings("ignore")  # from transformers, about its default configurations
 
-BIG = 40_000_000  # parameters: what cannot be shrunk is left to the refusals that read no weight
+BIG = 40_000_000  # parameters: families without a small model are only tested for refusal without loading weights
 ALL_EXACT = dict.fromkeys(ENGINES, "exact")
 
 
 def examined(family, tokenizer, *, steps=4, **changes):
-    """The verdict on a small model of the family, and what it is for each engine."""
+    """The verdict on a small model of the family, and the result for each engine."""
     if family not in families.families():
         pytest.skip("not in this version of transformers")
     verdict = examine(family, families.small_model(family, **changes), tokenizer, steps=steps)
@@ -147,7 +148,7 @@ def test_an_encoder_is_as_deep_as_its_decoder_only_where_the_familys_own_is():
 
 def test_a_family_is_judged_with_every_rope_type_that_it_may_be_given(monkeypatch):
     examined = families.FamilyVerdict(family="any", errors=dict.fromkeys(ENGINES, 0.0))
-    monkeypatch.setattr(families, "examine", lambda *_, **__: examined)  # which models are tried is the question
+    monkeypatch.setattr(families, "examine", lambda *_, **__: examined)  # this tests which models are tried
     phi3, llama, opt = (families.judge(family) for family in ("phi3", "llama", "opt"))
     assert llama.ropes == families.ROPE_TYPES
     assert phi3.ropes == ("default", "longrope")
@@ -243,7 +244,7 @@ def test_full_writes_the_tokens_that_transformers_generates(family, tokenizer):
     settings.eos_token_id = settings.forced_eos_token_id = None
     settings.pad_token_id = 0
     with torch.inference_mode():
-        # Moshi's cached steps differ from its own forward
+        # Moshi's cached steps differ from its own forward pass
         found = plain.generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False, use_cache=family != "moshi")
     assert [token.token_id for token in written] == found[0, len(ids) :].tolist()
 

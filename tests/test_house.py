@@ -1,4 +1,4 @@
-"""The rooms: what lies in the package, that imports make no circle, and that the picture of them is up to date."""
+"""The package's structure: its folders, no import cycles, and an up-to-date diagram."""
 
 import graphlib
 import re
@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DRAWING = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))
 MODULES = {"config", "decoding", "errors", "pipeline", "types"}
-"""What lies in `ragkv/` beside the rooms: the facade, and the words that users import too."""
+"""Modules in `ragkv/` besides the packages: the facade, and names that users import."""
 
 
 @pytest.fixture(scope="module")
 def rooms() -> dict[str, set[str]]:
-    """What each room imports."""
+    """The packages that each package imports."""
     graph: dict[str, set[str]] = DRAWING["room_graph"]()
     return graph
 
@@ -32,7 +32,7 @@ def test_no_circle_of_imports_not_even_for_types_or_in_functions():
         for name, path in modules.items()
     }
     assert len(graph) > 100
-    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the modules of a circle
+    list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the modules of a cycle
 
 
 def test_the_package_is_rooms_and_little_else():

@@ -1,4 +1,4 @@
-"""The import paths and names of the public API before the modules were merged still work, and say what to write now."""
+"""The public API's old import paths and names still work, and the warning names the new ones."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What is installed is what lies in the folders, and nothing is importable under a bare name."""
+"""The wheel contains what the folders contain, and nothing is importable without the `ragkv` prefix."""
 
 import re
 import runpy
@@ -19,9 +19,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAPPED = PROJECT["tool"]["setuptools"]["package-dir"]
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 NOT_INSTALLED = ("ragkv.benchmarks.mini", "ragkv.benchmarks.papers")
-"""In the repository alone: how the bundled model is trained, and the papers' tables."""
+"""Only in the repository: training of the bundled model, and the papers' tables."""
 SCRIPTS = {ROOT / "benchmarks" / name for name in ("debian", "mutation", "smollm2")}
-"""Folders of scripts for those who have the repository."""
+"""Folders of scripts that are only in the repository."""
 
 
 def test_packages_are_the_folders_with_an_init_but_for_what_is_not_installed():
@@ -48,7 +48,7 @@ def test_nothing_that_is_installed_imports_what_is_not():
 
 
 def test_an_extra_is_installed_from_the_checkout_wherever_it_is_written_of():
-    """There is no package index that has ragkv, so `pip install ragkv[…]` cannot work."""
+    """ragkv is on no package index, so `pip install ragkv[…]` cannot work."""
     assert install_hint("mcp", "serve") == "run pip install -e '.[mcp,serve]' in ragkv's checkout"
     folders = ("ragkv", "store", "retrievers", "cli", "ingest", "benchmarks", "examples", "docs")
     texts = [path for name in folders for form in ("*.py", "*.md") for path in (ROOT / name).rglob(form)]
@@ -106,7 +106,7 @@ def test_every_module_lies_in_a_package():
 
 
 def test_no_bare_names(tmp_path):
-    """Outside the checkout only `ragkv.store`, never `store`, can be imported; and what an editable install finds."""
+    """Outside the checkout, `ragkv.store` can be imported, but not `store`; and an editable install has the rest."""
     names = sorted(set(MAPPED.values()) - {"ragkv"})
     code = f"""
 from importlib.util import find_spec
@@ -155,7 +155,7 @@ def test_every_dependency_is_justified():
 
 @pytest.mark.parametrize("extra", ["serve", "mcp"])
 def test_the_tests_run_with_what_users_get(extra):
-    """`.ci/run` tests the oldest versions of these two; each requirement is one version from which on."""
+    """`.ci/run` tests the oldest versions of these two extras; each requirement is a minimum version."""
     extras = PROJECT["project"]["optional-dependencies"]
     assert [each for each in extras[extra] if each not in extras["dev"]] == []
     assert [each for each in extras[extra] if not re.fullmatch(r"[A-Za-z0-9_-]+>=[0-9.]+", each)] == []

@@ -1,4 +1,4 @@
-"""From files to answers through the Python interface, on a random model of the real loading path."""
+"""From files to answers with the Python API, on a random model that is loaded like a real one."""
 
 import shutil
 import time
@@ -34,7 +34,7 @@ def documents(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory, model_folder: Path):
-    """An index that is asked and not changed."""
+    """An index that tests only query."""
     folder = tmp_path_factory.mktemp("kept")
     with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
         made.ingest(written(folder / "documents"))
@@ -83,8 +83,8 @@ def test_streamed_pieces_are_the_answer(kept):
 
 
 def test_ape_block_and_pced_never_read_the_text_again(kept, monkeypatch):
-    """They generate from stored KV: chunk tokens never go through the model."""
-    lengths = []  # of what each row reads in each step
+    """They read stored KV: chunk tokens never go through the model."""
+    lengths = []  # tokens that each row reads in each step
     honest = kept.model.step
 
     def counted(sequences, ids, **more):
@@ -93,7 +93,7 @@ def test_ape_block_and_pced_never_read_the_text_again(kept, monkeypatch):
 
     monkeypatch.setattr(kept.model, "step", counted)
     question = len(kept.prompt.suffix_ids(kept.model.tokens, "Who founded Halden Works?"))
-    kept.query("Who founded Halden Works?", engine="ape", max_new_tokens=1)  # also keeps the prefix's KV
+    kept.query("Who founded Halden Works?", engine="ape", max_new_tokens=1)  # also stores the prefix's KV
     for engine in ("ape", "block", "pced"):
         lengths.clear()
         kept.query("Who founded Halden Works?", engine=engine, max_new_tokens=3)
@@ -183,7 +183,7 @@ def test_a_changed_model_is_refused_until_documents_are_ingested_again(tmp_path,
         with pytest.raises(KVMismatchError, match="ragkv ingest"):
             rag.query("Who founded Halden Works?")
         rag.ingest(documents / "bolt.txt")
-        with pytest.raises(KVMismatchError, match="all of its documents"):  # the other is in the old model's tokens
+        with pytest.raises(KVMismatchError, match="all of its documents"):  # the other has the old model's tokens
             rag.query("Who founded Halden Works?")
         report = rag.ingest(documents)
         assert (len(report.updated), len(report.unchanged), report.kv_encoded, report.kv_reused) == (1, 1, 1, 0)
@@ -288,8 +288,8 @@ def test_what_one_query_loaded_the_next_finds_in_memory(rag, engine, monkeypatch
 
     first = ask()
     assert (first.kv.hits, first.kv.misses, first.kv.memory_hits) == (2, 0, 0)
-    ask()  # the prefix's KV was encoded by the first, and comes from the store once
-    with RagKV.open(rag.folder, device="cpu") as other:  # another object, the same process
+    ask()  # the first stored the prefix's KV, which is read once
+    with RagKV.open(rag.folder, device="cpu") as other:  # another object in the same process
         monkeypatch.setattr(type(rag.store), "get_many", lambda *_, **__: pytest.fail("read from the store"))
         again = ask(other)
     assert (again.kv.hits, again.kv.misses, again.kv.memory_hits) == (2, 0, 2)
@@ -323,13 +323,13 @@ def test_deleted_documents_leave_memory_too(rag, documents):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_no_read_transaction_is_open_while_an_answer_is_computed(kept, engine, monkeypatch):
-    """A reader that lasts as long as a generation would keep LMDB from using any page again (docs/design.md)."""
+    """A read transaction as long as a generation would keep LMDB from reusing pages (docs/design.md)."""
     readers = []
     honest = kept.model.step
 
     def watched(*args, **kwargs):
         end = time.monotonic() + 600
-        # what is written behind an answer reads for a moment; a reader of the answer itself would stay
+        # a write after an answer reads briefly; a reader of the answer itself would stay open
         while (now := kept.store._live()._map.env.readers()) != "(no active readers)\n" and time.monotonic() < end:
             time.sleep(0.001)
         readers.append(now)
@@ -339,7 +339,7 @@ def test_no_read_transaction_is_open_while_an_answer_is_computed(kept, engine, m
     for _ in range(2):  # from the store, then from memory
         kept.query("Who founded Halden Works?", engine=engine, max_new_tokens=4)
     with kept.store._live().read():
-        assert kept.store._live()._map.env.readers() != "(no active readers)\n"  # it would show
+        assert kept.store._live()._map.env.readers() != "(no active readers)\n"  # a reader would be visible
     assert len(readers) >= 4
     assert set(readers) == {"(no active readers)\n"}
 
@@ -352,7 +352,7 @@ def test_a_create_that_was_killed_at_any_step_is_taken_up(tmp_path, documents, m
 
     index = tmp_path / "index"
     (index / "store").mkdir(parents=True)
-    if moment == "file begun":  # one page of the two that LMDB begins with
+    if moment == "file begun":  # one of the two pages that LMDB writes first
         lmdb.open(str(tmp_path / "other"), subdir=False).close()
         (index / "store" / "data.mdb").write_bytes((tmp_path / "other").read_bytes()[:4096])
     elif moment == "tables not made":

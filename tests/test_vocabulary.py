@@ -1,4 +1,4 @@
-"""Names of classes, functions, variables and attributes are the field's words (CONTRIBUTING.md, "How we write")."""
+"""Names of classes, functions, variables and attributes use the field's terms (CONTRIBUTING.md, "How we write")."""
 
 import ast
 import re
@@ -57,7 +57,7 @@ WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
 
 
 def words(identifier: str) -> set[str]:
-    """The words of a name in snake_case or CamelCase in the singular too, and the name without underscores."""
+    """The words of a name in snake_case or CamelCase, also in the singular, and the name without underscores."""
     found = {word.lower() for word in WORD.findall(identifier)} | {identifier.replace("_", "").lower()}
     return found | {word.removesuffix("s") for word in found}
 
@@ -71,7 +71,7 @@ def identifiers(file: Path) -> Iterator[tuple[int, str]]:
 
 def test_no_name_has_a_withdrawn_word():
     assert len(FILES) > 150
-    suspected = [  # the others need not be read token by token
+    suspected = [  # no need to tokenise the others
         file
         for file in FILES
         if any(words(name) & WITHDRAWN for name in set(re.findall(r"\w+", file.read_text("utf-8"))))
