@@ -101,7 +101,7 @@ def test_the_path_is_prefix_then_temperature_then_scale(landscape):
 def test_an_index_that_says_nothing_is_searched_from_the_default(landscape):
     tuner, questions, calls = landscape(lambda number, setting: True, 1)
     assert tuner.now == APESetting(prefix_newlines=0, temperature=1.0, scale=1.0)
-    assert len(tuner.search(questions, prefixes=(0, 2)).trials) == 2 + 9 + 9  # the own one is the first prefix's
+    assert len(tuner.search(questions, prefixes=(0, 2)).trials) == 2 + 9 + 9  # the first prefix is the index's
     assert len(calls) == len(set(calls))
 
 

@@ -144,7 +144,7 @@ def chat(call):
 
 @pytest.fixture
 def torn(monkeypatch):
-    """Answers fail after their second event."""
+    """Answers fail after their second text."""
 
     def tear(answer):
         raise RetrievalError("It broke.")
@@ -154,7 +154,7 @@ def torn(monkeypatch):
 
 @pytest.fixture
 def stopped(monkeypatch):
-    """Answers pause after their second event, until the returned event is set or they are cancelled."""
+    """Answers pause after their second text, until the returned event is set or they are cancelled."""
     resume = threading.Event()
 
     def stop(answer):

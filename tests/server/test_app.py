@@ -364,7 +364,7 @@ def test_too_many_requests_are_told_to_come_again(chat, limiter):
 
 @pytest.mark.parametrize(("stream", "after"), [(False, 0), (True, 0), (True, 2)])
 def test_a_client_that_goes_away_frees_its_rows(app, rag, limiter, stream, after):
-    """After this many events of the response, or before the first."""
+    """After this many ASGI messages of the response, or before the first."""
     body = {
         "model": "two", "stream": stream, "max_tokens": 2000, "messages": [{"role": "user", "content": QUESTION}],
     }  # fmt: skip

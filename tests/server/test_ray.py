@@ -54,7 +54,7 @@ def replica(options):
 
 
 class Handle:
-    """A Ray Serve handle to one replica; its first `losses` calls are lost after a number of events."""
+    """A Ray Serve handle to one replica; its first `losses` calls are lost after a number of body chunks."""
 
     def __init__(self, replica, losses=()):
         self.replica, self.losses, self.calls, self.answer, self.remote = replica, list(losses), [], self, self._call
@@ -95,7 +95,7 @@ class Stream:
 
 @pytest.fixture
 def ask(options, replica):
-    """Ask a front whose replica is lost after a number of events; returns the response and the handle."""
+    """Ask a front whose replica is lost after a number of body chunks; returns the response and the handle."""
     with warnings.catch_warnings():  # from pydantic
         warnings.simplefilter("ignore")
         pytest.importorskip("ray.serve", reason="needs Ray: pip install -e '.[ray]'")

@@ -9,7 +9,7 @@ from ragkv.index.answer import AnswerStream
 
 
 def call_at_third_piece(then, put=setattr):
-    """Call `then` with every answer at its third event; `put` may be monkeypatch's setattr."""
+    """Call `then` with every answer when it has its third text; `put` may be monkeypatch's setattr."""
     whole = AnswerStream._run
 
     def run(self):

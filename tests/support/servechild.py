@@ -11,7 +11,7 @@ __all__ = ["ServeChild"]
 
 class ServeChild:
     """`run_server` over the index in `folder`. With `commits`, ingests pause after this many commits, and answers after
-    their second event. `stop_seconds` and `grace` are the server's.
+    their second text. `stop_seconds` and `grace` are the server's.
     """
 
     def __init__(self, folder: Path, commits: int | None = None, *, stop_seconds: int = 20, grace: float = 600) -> None:
