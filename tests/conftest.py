@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -314,6 +315,21 @@ def models_are_loaded_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         share_models(patch)
         yield
+
+
+@pytest.fixture(autouse=True)
+def runtime_warnings() -> Iterator[list[str]]:
+    """What the runtime has warned of since the test began; who provokes a warning clears it.
+
+    Nothing else shows that a pass failed: it is repeated for each request, with the same answers.
+    """
+    found: list[str] = []
+    handler, runtime = logging.Handler(logging.WARNING), logging.getLogger("ragkv.runtime")
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    runtime.addHandler(handler)
+    yield found
+    runtime.removeHandler(handler)
+    assert found == []
 
 
 @pytest.fixture(scope="session")

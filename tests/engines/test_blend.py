@@ -306,8 +306,8 @@ def test_beside_other_engines_in_small_steps(make_model):
             assert runtime.idle
 
 
-def test_a_pass_that_failed_is_read_again(make_model, monkeypatch):
-    """The KV of a failed pass is overwritten: the answer equals that of an undisturbed one."""
+def test_a_pass_that_failed_is_read_again(make_model, monkeypatch, runtime_warnings):
+    """The numbers of a broken pass are overwritten: the answer is that of an undisturbed one."""
     model, attend = make_model("llama-deep"), Step.attend
     engine = make_engine("blend", {"blend": {"ratio": 0.5}})
     other = make_engine("block", {})
@@ -332,6 +332,8 @@ def test_a_pass_that_failed_is_read_again(make_model, monkeypatch):
         assert [t.token_id for t in runtime.tokens(jobs[0])] == expected
         assert failed
         list(runtime.tokens(jobs[1]))
+    assert len(runtime_warnings) == 2
+    runtime_warnings.clear()
 
 
 def test_settings(make_model):
