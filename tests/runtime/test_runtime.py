@@ -1013,6 +1013,15 @@ def test_a_crowd_gets_the_answers_of_one_by_one(family, crowd, batch_tokens, max
     assert runtime.idle
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@drawn(8)
+@given(crowd=st.lists(drawn_requests(), min_size=4, max_size=9))
+def test_no_pass_of_a_crowd_in_half_types_fails(dtype, crowd, make_model):
+    """Kernels give results of several types; a pass that cannot merge them is a warning (`runtime_warnings`)."""
+    _, found = together(make_model("qwen3", dtype), crowd)
+    assert all(job.error is None for job, *_ in found)
+
+
 @several
 @drawn(8)
 @given(one=drawn_requests())

@@ -43,6 +43,8 @@ TUNINGS: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("mapreduce", (("instruction", "sum"), ("summary_tokens", 3))),
     ("mapreduce", (("instruction", "{question}"), ("summary_tokens", 2))),
     ("common", ()),
+    ("ippd", ()),
+    ("ippd-stacked", ()),
 )
 
 
