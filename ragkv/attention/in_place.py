@@ -384,7 +384,8 @@ class _Slots:
         self._slots, self._places = torch.tensor([slots, lengths])
         self._rows = np.zeros((len(slots), _COLUMNS), np.int64)  # to be added to that of a whole first slot
         self._rows[:, _TOKENS] = np.array(lengths) + 1 - self._block.capacity
-        self._numbers, self._strides = np.array(slots), (0, 0)
+        self._numbers = np.array(slots)
+        self._strides: tuple[int, ...] = ()
 
     def append(self, call: LayerCall) -> Integers:
         """Write the new tokens; returns the rows of each sequence's own KV."""
