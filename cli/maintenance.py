@@ -418,7 +418,7 @@ def pack(
 
 
 def unpack(
-    file: Annotated[Path, typer.Argument(help="A file that ragkv pack wrote.", metavar="FILE")],
+    file: Annotated[str, typer.Argument(help="A file that ragkv pack wrote, or its URL (s3://…).", metavar="FILE")],
     index: Annotated[Path, typer.Option(help="A new or empty folder for the index.", metavar="FOLDER")],
     trust: Annotated[
         Path | None, typer.Option(help="Refuse all packs but those signed by this Ed25519 public key.", metavar="KEY")

@@ -220,6 +220,8 @@ def query(
         raise UsageError(
             "--questions needs --output, and --output needs --questions: the answers are written to a file."
         )
+    if str(output) == "-":
+        raise UsageError("Answers are written to a file, not to stdout; name one, as in --output answers.jsonl.")
     if stream and questions is not None:
         raise UsageError("--stream is for one question; leave it out.")
     if stream and as_json:

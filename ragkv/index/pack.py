@@ -236,8 +236,9 @@ def _opened(path: Path | str) -> Iterator[Callable[[int], bytes]]:
     """A function that reads the next bytes of a file, or of an object by its URL."""
     with ExitStack() as held:
         try:
-            if "://" in str(path):
-                place, _, name = str(path).rpartition("/")
+            path = str(path).removeprefix("file://")
+            if "://" in path:
+                place, _, name = path.rpartition("/")
                 read = ObjectTier(place, timeout=_CONNECT_SECONDS).reader(name)
             elif Path(path).is_file():  # a pipe would block
                 read = _reading(held.enter_context(Path(path).open("rb")), path)

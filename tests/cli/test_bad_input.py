@@ -264,8 +264,11 @@ TABLE: list[tuple[str, int, str]] = [
     (SERVE + " --index none", 2, "There is no index at"),
     (SERVE + " --new-key ann", 2, "--keys FILE"),
     (SERVE + " --keys /dev/null", 2, "cannot be read"),
+    ("query --index {index} --questions questions.jsonl --output -", 2, "not to stdout"),
     ("pack - --index {index}", 2, "not to stdout"),
     ("unpack {documents}/bolt.txt --index {documents}/bolt.txt", 2, "is a file; name a folder"),
+    ("unpack file://{documents}/nowhere/a.ragkv --index new", 2, "There is no pack at /"),
+    ("unpack memory://bucket/a.ragkv --index new", 2, "There is no pack at memory://bucket/a.ragkv"),
     # what is judged
     (DOCTOR + " --codecs ,", 2, "--codecs is empty"),
     (DOCTOR + " --plot quality.pdf", 2, "--plot writes .svg or .png"),
