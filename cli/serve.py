@@ -38,7 +38,7 @@ from ragkv.cli.options import (
 from ragkv.config import byte_count, load_config, one_of
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
 from ragkv.server.local import LocalClient, UnservedError, connect, is_free, peer_uid
-from ragkv.util.files import key_file
+from ragkv.util.files import key_file, refusal
 
 _RAY = "On a Ray cluster"
 
@@ -324,7 +324,7 @@ def start(arguments: Sequence[str], log: Path) -> dict[str, Any]:
         log.parent.mkdir(parents=True, exist_ok=True)
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise RagkvError(f"The server's log {log} cannot be written: {error.strerror or error}.") from error
+        raise RagkvError(f"The server's log {log} cannot be written: {refusal(error)}.") from error
     try:
         before = os.fstat(output).st_size
         server = subprocess.Popen(

@@ -34,7 +34,7 @@ from ragkv.ingest.encoding import (
 from ragkv.ingest.parser import ParseLimits, Unreadable, check_text, limited
 from ragkv.ingest.parser import limits as limits_in_force
 from ragkv.ingest.sandbox import SourceReader, SourceText, UnreadableSource
-from ragkv.ingest.source import Skipped, SourceFile, find_sources, is_folder, os_reason
+from ragkv.ingest.source import Skipped, SourceFile, find_sources, leads_to_folder, os_reason
 from ragkv.model.prompt import Prompt
 from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
@@ -412,7 +412,7 @@ def missing_sources(
     """
     found = {source.document_id for source in sources}
     roots = [path.resolve() for path in paths if isinstance(path, Path) and path.is_dir()]
-    closed = [skip.path for skip in skipped if isinstance(skip.path, Path) and is_folder(skip.path, denied=True)]
+    closed = [skip.path for skip in skipped if isinstance(skip.path, Path) and leads_to_folder(skip.path, denied=True)]
     remotes = {id(source.remote): source.remote for source in sources if source.remote is not None}.values()
     return [
         document_id

@@ -22,6 +22,7 @@ from typing import Protocol, TypeAlias
 from ragkv.errors import UsageError
 from ragkv.ingest.parser import TEXT, Unreadable, is_foreign, media_type_of, type_names
 from ragkv.ingest.text import decode, sniff_delimiter
+from ragkv.util.files import refusal
 
 _READ_BYTES = 1 << 20  # bytes
 _ADDRESS = re.compile(r"(https?|ftps?|s3|gs|file):/{1,2}(.*)", re.IGNORECASE | re.DOTALL)
@@ -194,7 +195,7 @@ def _walk(folder: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path
             yield from _walk(path, seen, skipped)
 
 
-def is_folder(path: Path, *, denied: bool) -> bool:
+def leads_to_folder(path: Path, *, denied: bool) -> bool:
     """Whether there is a folder, perhaps behind a link; `denied` if the system does not say."""
     try:
         return path.is_dir()
@@ -230,7 +231,7 @@ def unsupported(path: Path) -> str:
 
 def os_reason(error: OSError) -> str:
     """Why the system refused a file, as a phrase for `Skipped`."""
-    return "permission denied" if isinstance(error, PermissionError) else (error.strerror or str(error)).lower()
+    return "permission denied" if isinstance(error, PermissionError) else refusal(error).lower()
 
 
 def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:

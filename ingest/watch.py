@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ragkv.ingest.ingester import missing_sources
-from ragkv.ingest.source import Skipped, SourceFile, find_sources, is_folder
+from ragkv.ingest.source import Skipped, SourceFile, find_sources, leads_to_folder
 from ragkv.store import Store
 from ragkv.util import batches
 
@@ -98,7 +98,7 @@ class FolderWatcher:
 
     def _walk(self) -> tuple[FolderChanges, _Walk]:
         began = time.time_ns()
-        present = [folder for folder in self._folders if is_folder(folder, denied=False)]
+        present = [folder for folder in self._folders if leads_to_folder(folder, denied=False)]
         sources, skipped = find_sources(present)
         last, found, changed = self._last or _Walk(), _Walk(skipped=frozenset(skipped)), []
         for source in sources:

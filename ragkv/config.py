@@ -490,7 +490,7 @@ def load_config(folder: Path) -> IndexConfig:
             f"An index is a folder, and {folder} is a file or below one; name another --index."
         ) from error
     except OSError as error:  # a link, a pipe
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from error
     return config_in(path, found)
 
 

@@ -45,7 +45,7 @@ from ragkv.store import (
 from ragkv.store.maintenance.eviction import used
 from ragkv.store.tables import digest
 from ragkv.types import Chunk, Encoding
-from ragkv.util.files import read_plain, remove_tree, write_plain
+from ragkv.util.files import read_plain, refusal, remove_tree, write_plain
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
@@ -206,7 +206,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
         with renamed(partial, path):
             yield partial
     except OSError as error:
-        raise StoreError(f"{path} cannot be written ({error.strerror or error})") from error
+        raise StoreError(f"{path} cannot be written ({refusal(error)})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after a success it may have been renamed
         with suppress(OSError):  # not empty

@@ -247,7 +247,7 @@ def _opened(path: Path | str) -> Iterator[Callable[[int], bytes]]:
         except FileNotFoundError as error:
             raise UsageError(f"There is no pack at {path}; ragkv pack writes one.") from error
         except OSError as error:
-            raise UsageError(f"{path} cannot be read ({error.strerror or error}).") from error
+            raise UsageError(f"{path} cannot be read ({refusal(error)}).") from error
         yield read
 
 
@@ -258,7 +258,7 @@ def _reading(file: BinaryIO, path: Path | str) -> Callable[[int], bytes]:
         try:
             return file.read(size)
         except OSError as error:
-            raise StoreError(f"{path} cannot be read ({error.strerror}).") from error
+            raise StoreError(f"{path} cannot be read ({refusal(error)}).") from error
 
     return read
 

@@ -59,7 +59,7 @@ from ragkv.store import DocumentStats, KVRecord, Store, StoredDocument
 from ragkv.store.counters import Version
 from ragkv.store.tables import VECTOR_KINDS, document_key
 from ragkv.types import Chunk, Document, ScoredChunk
-from ragkv.util.files import is_folder, make_folder, parse_json, read_plain
+from ragkv.util.files import is_folder, make_folder, parse_json, read_plain, refusal
 
 if TYPE_CHECKING:
     from ragkv.retrievers import Embedder, Embedding, Reranker
@@ -568,7 +568,7 @@ def follow_collection(index: Index, *, whole: bool = False, notify: OnCount | No
         except SavedElsewhereError:
             return 0
         except OSError as error:
-            raise RetrievalError(f"{folder} cannot be locked ({error.strerror or error}).") from error
+            raise RetrievalError(f"{folder} cannot be locked ({refusal(error)}).") from error
 
 
 def collection_state(index: Index, *, quick: bool) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ragkv.config import NONE, PromptConfig, one_of
 from ragkv.errors import MissingExtraError, ModelLoadError, install_hint
 from ragkv.mini import lm_path, smollm2_adapter_path
+from ragkv.util.files import refusal
 
 if TYPE_CHECKING:
     import torch
@@ -274,7 +275,7 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
             return Checkpoint(name=name, location=str(folder), local=True, recommended=_recommended(folder))
         a_file = folder.exists()
     except OSError as error:  # no permission for a parent folder, or a name that is too long
-        raise ModelLoadError(f"The model folder {name!r} cannot be accessed: {error.strerror or error}.") from error
+        raise ModelLoadError(f"The model folder {name!r} cannot be accessed: {refusal(error)}.") from error
     if a_file and marks == _MARKS[:1] and folder.suffix.lower() == ".gguf" and folder.is_file():
         return Checkpoint(name=name, location=str(folder.parent), local=True, file=folder.name)
     if a_file:

@@ -25,7 +25,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from ragkv.errors import ConfigError
-from ragkv.util.files import read_plain, replace_plain
+from ragkv.util.files import read_plain, refusal, replace_plain
 
 FORMAT = "ragkv-packet-1"
 _FACTS = ("model", "sink", "over")
@@ -119,10 +119,9 @@ def load_packet(path: str) -> Packet:
     try:
         found = Path(path).expanduser().stat()
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"The packet at {path} cannot be read ({reason}); train one by ragkv finetune packet, or remove packet "
-            "from [tuning.block]."
+            f"The packet at {path} cannot be read ({refusal(error)}); train one by ragkv finetune packet, or remove "
+            "packet from [tuning.block]."
         ) from error
     return _loaded(path, found.st_mtime_ns, found.st_size, found.st_ino)
 

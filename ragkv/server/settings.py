@@ -190,8 +190,7 @@ def reserve(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:  # an invalid host name is a UnicodeError
         if made is not None:
             made.close()
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{host} port {port} cannot be listened on: {reason}.") from error
+        raise UsageError(f"{host} port {port} cannot be listened on: {refusal(error)}.") from error
     return made
 
 

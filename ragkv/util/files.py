@@ -169,7 +169,7 @@ def sync_path(path: Path) -> None:
 
 
 def refusal(error: Exception) -> str:
-    """Why a file could not be read or written, without the number and the path that the system's errors have."""
+    """Why the system refused a file or an address, without the number and the path that its errors have."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -262,7 +262,7 @@ def read_text(path: Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from error
+        raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} cannot be read: it is not UTF-8 text ({error.reason}).") from error
     if len(data) > LONGEST:
