@@ -582,7 +582,7 @@ def decode_segments(
     return True
 
 
-POOL_BYTES = 256 << 20
+POOL_BYTES = 512 << 20
 """The most unused memory to keep for reuse."""
 
 _SMALLEST = 1 << 20  # malloc reuses the memory of smaller ones
