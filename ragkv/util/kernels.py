@@ -337,6 +337,10 @@ _POLLS = 5_000
 _LATE, _CALM = 1e-4, 2000
 """A helper is late if the launching thread waits for it `_LATE` seconds longer than its own share took; `_CALM` is a
 number of kernels."""
+_LONG = 2e-3
+"""Seconds of this thread's own share from which a kernel is worth all helpers on a busy machine too: one that is
+preempted takes only a part of it.
+"""
 _WINDOW, _USED, _OFTEN = 0.05, 0.8, 50
 """Every `_WINDOW` seconds: were helpers late, or did this thread get less than `_USED` of a processor and lose it more
 than `_OFTEN` times a second? If so twice in a row, the machine counts as busy.
@@ -360,7 +364,7 @@ class _Team:
     and waking a thread takes a quarter of that. One thread uses the team at a time; a thread that launches a kernel
     while the team is taken runs it alone. On a busy machine a helper may be preempted in the middle of its work, or
     displace the thread that it should help. Then only half of the helpers are used, until `_CALM` kernels have run
-    undisturbed.
+    undisturbed, except for a kernel that took `_LONG` the last time.
     """
 
     def __init__(self, size: int) -> None:
@@ -369,6 +373,7 @@ class _Team:
         self._mailboxes = ctypes.addressof(self._memory) + 8 * self._first
         self._size, self._most, self._calm = size, size, 0
         self._since, self._late, self._asked, self._busy, self._seen = 0.0, 0, 0, False, (0, 0.0, 0)
+        self._took: dict[int, float] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(max(1, size), thread_name_prefix="ragkv-kernel")
         self._loop, self._request, self._join = (
@@ -381,7 +386,7 @@ class _Team:
             call(place)
             return
         try:
-            helpers = min(helpers, self._most)
+            helpers = min(helpers, self._size if self._took.get(kernel, 0.0) > _LONG else self._most)
             data = _array(4)(self._mailboxes, helpers, kernel, place)
             for at in range(helpers):
                 awake = self._first + _LINE * at + _AWAKE
@@ -396,6 +401,7 @@ class _Team:
                 ended = time.perf_counter()
             finally:  # also after an interrupt: a helper may be in the middle of its work
                 self._join(request)  # the first call here, because Python delivers an interrupt after a call
+            self._took[kernel] = ended - started
             self._note(helpers, time.perf_counter() - ended > _LATE + ended - started, ended)
         finally:
             self._lock.release()

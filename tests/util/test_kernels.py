@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import re
@@ -278,14 +279,12 @@ def test_many_threads_launch_kernels_at_once(counting):
     assert not failures
 
 
-def test_no_more_are_asked_than_the_machine_has_room_for(team, counting):
-    for most in (0, 1):
+def test_no_more_are_asked_than_the_machine_has_room_for_unless_the_kernel_is_long(team, counting, monkeypatch):
+    for long, most, asked in ((math.inf, 0, [False, False]), (math.inf, 1, [True, False]), (0.0, 0, [True, True])):
+        monkeypatch.setattr(kernels, "_LONG", long)
         team._most = most
         assert counts_of(team, counting, 5) == [1] * 5
-        assert [team._memory[team._first + kernels._LINE * at + kernels._KERNEL] > 0 for at in (0, 1)] == [
-            most > 0,
-            False,
-        ]
+        assert [team._memory[team._first + kernels._LINE * at + kernels._KERNEL] > 0 for at in (0, 1)] == asked
 
 
 def test_fewer_helpers_on_a_busy_machine(team, monkeypatch):
