@@ -13,6 +13,14 @@ pytestmark = pytest.mark.slow
 openai = pytest.importorskip("openai")
 ASKED = {"messages": [{"role": "user", "content": "Who founded Halden Works?"}], "max_tokens": 6}
 
+SEARCHED = """
+import gc
+from ragkv.server import app
+app.run_server = lambda *_: print(len(gc.get_objects(2)))
+from ragkv.cli.main import main; main()
+"""
+"""A server that ends as it begins, with the number of old objects that collections search."""
+
 
 @pytest.fixture(scope="module")
 def url(folder, key):
@@ -53,6 +61,12 @@ def test_openai_is_told_errors(client, url):
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=url, api_key="no").models.list()
     assert [model.id for model in client.models.list()] == ["ragkv/two", "ragkv/again"]
+
+
+def test_no_garbage_collection_searches_what_was_loaded_before_the_first_question(folder):
+    served = CliChild("serve", "--port", 0, "--device", "cpu", "--index", folder, program=SEARCHED)
+    assert served.line() == "0\n"
+    assert served.end()[0] == 0
 
 
 @pytest.mark.nightly
