@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
-from ragkv.util.files import open_plain
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from ragkv.util.files import open_plain
 
 _POSTINGS_ARRAYS = {"words": ("S16",), "starts": ("int64",), "rows": ("int32",)}
 _HEAD = re.compile(rb"\{'descr': '([<>|a-zA-Z0-9]{2,9})', 'fortran_order': False, 'shape': \(([0-9]{1,15}),\), \} *\n?")
@@ -35,8 +34,6 @@ _BLOCK = 1 << 21  # postings that a merge moves at once
 
 def term_hashes(words: Iterable[str]) -> NDArray[Any]:
     """The hashes of words, `(words,)` of type S16, in the order of the words."""
-    import numpy as np
-
     made = (hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=16).digest() for word in words)
     return np.frombuffer(b"".join(made), dtype="S16")
 
@@ -57,8 +54,6 @@ class Postings:
         cls, words: Sequence[str], at: NDArray[np.int32], rows: NDArray[np.int32], numbers: NDArray[Any]
     ) -> Self:
         """The postings of columns: the word `words[at[i]]` is in `rows[i]`. Rows are ascending within each word."""
-        import numpy as np
-
         keys = term_hashes(words)
         order = np.argsort(keys, kind="stable")
         place = np.empty(len(keys), dtype=np.int32)
@@ -75,8 +70,6 @@ class Postings:
 
         Words without a kept row are dropped. Each posting is moved to its final place, so nothing is sorted.
         """
-        import numpy as np
-
         counts = [part._counts(kept) for part, kept in parts]  # (words of the part,)
         left = [part.words[count > 0] for (part, _), count in zip(parts, counts, strict=True)]
         words = np.unique(np.concatenate(left))
@@ -100,8 +93,6 @@ class Postings:
 
     def _blocks(self) -> Iterator[tuple[slice, slice, NDArray[np.int64]]]:
         """Runs of words of about `_BLOCK` postings: the words, their postings, and the cuts between these."""
-        import numpy as np
-
         last = len(self.words)
         bounds = np.searchsorted(self.starts, np.arange(0, len(self.rows), _BLOCK), side="right") - 1
         for low, high in pairwise([*np.unique(bounds).tolist(), last]):
@@ -110,8 +101,6 @@ class Postings:
 
     def _counts(self, kept: NDArray[np.bool_]) -> NDArray[np.int64]:
         """(words,): the number of postings of each word in kept rows."""
-        import numpy as np
-
         counts = np.diff(self.starts)
         if not kept.all():
             for words, postings, cuts in self._blocks():
@@ -130,8 +119,6 @@ class Postings:
         numbers: NDArray[Any],
     ) -> None:
         """Write the postings of kept rows to `rows` and `numbers`, the `count[w]` ones of word `w` from `to[w]` on."""
-        import numpy as np
-
         for words, postings, _ in self._blocks():
             there = kept[self.rows[postings]]
             each = count[words]
@@ -142,8 +129,6 @@ class Postings:
 
     def find(self, keys: NDArray[Any]) -> list[slice]:
         """The slice of postings of each word key, empty for an unknown word."""
-        import numpy as np
-
         if not len(self.words):
             return [slice(0, 0)] * len(keys)
         at = np.searchsorted(self.words, keys)
@@ -154,8 +139,6 @@ class Postings:
 
     def write(self, folder: Path, name: str) -> None:
         """Write the files `name.<part>` for all `PARTS`."""
-        import numpy as np
-
         for part in (*_POSTINGS_ARRAYS, "numbers"):
             np.save(folder / f"{name}.{part}.npy", getattr(self, part))
 
@@ -165,8 +148,6 @@ class Postings:
 
         `ValueError` unless every word has postings, and all their rows are below `rows`.
         """
-        import numpy as np
-
         kinds = {**_POSTINGS_ARRAYS, "numbers": numbers}
         self = cls(**{part: mapped_array(folder / f"{name}.{part}.npy", kind) for part, kind in kinds.items()})
         starts, there = self.starts, self.rows
@@ -188,8 +169,6 @@ def best_rows(
 
     `scores` is overwritten unless all rows are `allowed`.
     """
-    import numpy as np
-
     if allowed is not None:
         scores *= allowed
     least = np.partition(scores, -k)[-k] if k < len(scores) else np.float32(0)
@@ -202,8 +181,6 @@ def mapped_array(path: Path, kinds: tuple[str, ...]) -> NDArray[Any]:
 
     The result is a plain array over the map, because slicing a `np.memmap` takes ten times longer.
     """
-    import numpy as np
-
     with os.fdopen(open_plain(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if np.lib.format.read_magic(file) != (1, 0):
@@ -232,8 +209,6 @@ def id_key(chunk_id: str) -> bytes:
 
 def keys_of(chunk_ids: Iterable[str]) -> NDArray[Any]:
     """The keys of chunk ids, `(ids,)` of type S16, in the order of the ids."""
-    import numpy as np
-
     return np.frombuffer(b"".join(map(id_key, chunk_ids)), dtype="S16")
 
 
@@ -249,8 +224,6 @@ def require_texts(text: NDArray[np.uint8], cuts: NDArray[np.int64]) -> None:
 
 def find_sorted(wanted: NDArray[Any], among: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Find the values `wanted` in the ascending array `among`: their indices in `wanted` and in `among`."""
-    import numpy as np
-
     if not len(among) or not len(wanted):
         return np.empty(0, np.int64), np.empty(0, np.int64)
     at = np.searchsorted(among, wanted)
@@ -279,8 +252,6 @@ class IdTable:
     @classmethod
     def of(cls, chunk_ids: Sequence[str]) -> Self:
         """The table of these ids, one per row; no id may occur twice (`repeated`)."""
-        import numpy as np
-
         encoded = [chunk_id.encode("utf-8", "surrogatepass") for chunk_id in chunk_ids]
         cuts = np.zeros(len(encoded) + 1, dtype=np.int64)
         np.cumsum([len(each) for each in encoded], out=cuts[1:])
@@ -289,8 +260,6 @@ class IdTable:
     @classmethod
     def joined(cls, parts: Sequence[tuple[IdTable, NDArray[np.bool_]]]) -> Self:
         """Concatenate several tables, with the rows that each mask keeps."""
-        import numpy as np
-
         texts, lengths, keys = [], [], []
         for id_table, kept in parts:
             length = np.diff(id_table.cuts)
@@ -305,15 +274,11 @@ class IdTable:
 
     @classmethod
     def _sorted(cls, text: NDArray[np.uint8], cuts: NDArray[np.int64], keys: NDArray[Any]) -> Self:
-        import numpy as np
-
         order = np.argsort(keys, kind="stable")
         return cls(text=text, cuts=cuts, keys=keys[order], order=order.astype(np.int32))
 
     def repeated(self) -> str | None:
         """An id that occurs twice, or None."""
-        import numpy as np
-
         same = np.flatnonzero(self.keys[1:] == self.keys[:-1])
         return self[int(self.order[same[0]])] if len(same) else None
 
@@ -323,8 +288,6 @@ class IdTable:
 
     def marked(self, keys: NDArray[Any]) -> NDArray[np.bool_]:
         """(rows,): which rows have one of these ascending keys."""
-        import numpy as np
-
         marked = np.zeros(len(self), dtype=np.bool_)
         # look up the shorter side in the longer one
         places = find_sorted(keys, self.keys)[1] if len(keys) < len(self) else find_sorted(self.keys, keys)[0]
@@ -333,16 +296,12 @@ class IdTable:
 
     def write(self, folder: Path, name: str) -> None:
         """Write the files `name.<part>` for all `PARTS`."""
-        import numpy as np
-
         for part in _ARRAYS:
             np.save(folder / f"{name}.{part}.npy", getattr(self, part))
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Self:
         """Map what `write` wrote; `ValueError` unless each row has a decodable id and its own key."""
-        import numpy as np
-
         self = cls(**{part: mapped_array(folder / f"{name}.{part}.npy", (kind,)) for part, kind in _ARRAYS.items()})
         rows, cuts = len(self), self.cuts
         if len(self.keys) != rows or len(cuts) != rows + 1:
@@ -371,8 +330,6 @@ class IdSet:
     @classmethod
     def of(cls, chunks: Iterable[str | bytes]) -> Self:
         """The chunks with these ids or digests of ids; unknown ones are ignored by `mask`."""
-        import numpy as np
-
         keys = b"".join(id_key(each) if isinstance(each, str) else each[:KEY_BYTES] for each in chunks)
         return cls(np.unique(np.frombuffer(keys, dtype="S16")))
 

@@ -19,22 +19,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
-from ragkv.retrievers.arrays import Postings, best_rows, mapped_array, term_hashes
+import numpy as np
+from numpy.typing import NDArray
+
+from ragkv.retrievers.arrays import IdSet, Postings, best_rows, mapped_array, term_hashes
 from ragkv.retrievers.base import Hit
 from ragkv.retrievers.segments import IndexSegment, SegmentedIndex
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from ragkv.retrievers.arrays import IdSet
-
-    _Weights: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
-    """The rows of a segment that have a word, and what it adds to their scores."""
-
-
+_Weights: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""The rows of a segment that have a word, and what it adds to their scores."""
 _COUNTS = ("uint8", "uint16", "uint32")
 _LENGTHS = "lengths.npy"
 _BLOCK = 1 << 21  # postings that are sorted at once
@@ -110,7 +105,7 @@ class CorpusStatistics:
         return CorpusStatistics(chunks=self.chunks + other.chunks, words=self.words + other.words, having=having)
 
 
-class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
+class BM25(SegmentedIndex[str, Sequence[Mapping[str, _Weights]], _Words]):
     """The index that needs no model. Scores are those of Lucene's BM25, in float32.
 
     A chunk without words is never found, but counts in the number of chunks and in their mean length.
@@ -142,8 +137,6 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
         return self
 
     def _gather(self, vectors: Iterator[str], others: Sequence[_Words]) -> _Words:
-        import numpy as np
-
         lengths = array("I")
         blocks: list[tuple[Postings, int]] = []
         while not blocks or blocks[-1][1]:
@@ -153,8 +146,6 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
 
     def _block(self, texts: Iterator[str], lengths: array[int]) -> tuple[Postings, int]:
         """The postings of the next texts and the number of texts, 0 at the end; appends their lengths to `lengths`."""
-        import numpy as np
-
         vocabulary: dict[str, int] = {}
         words, counts, sizes = array("i"), array("I"), array("i")
         for text in texts:
@@ -173,8 +164,6 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
         return Postings.collect(list(vocabulary), at, rows, numbers.astype(kind)), len(sizes)
 
     def _merge(self, parts: Sequence[tuple[_Words, NDArray[np.bool_]]]) -> _Words:
-        import numpy as np
-
         return _Words(
             postings=Postings.merged([(data.postings, kept) for data, kept in parts]),
             lengths=np.concatenate([data.lengths[kept] for data, kept in parts]),
@@ -208,8 +197,6 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
         *,
         exact: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        import numpy as np
-
         if allowed is not None and len(few := np.flatnonzero(allowed)) * _FEW < len(allowed):
             found, best = best_rows(_scores_of(few, segment.name, query), k, None)
             return few[found], best
@@ -220,8 +207,6 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
         return best_rows(scores, k, allowed)
 
     def _write(self, data: _Words, folder: Path, name: str) -> None:
-        import numpy as np
-
         data.postings.write(folder, name)
         np.save(folder / f"{name}.{_LENGTHS}", data.lengths)
 
@@ -237,8 +222,6 @@ class BM25(SegmentedIndex[str, "Sequence[Mapping[str, _Weights]]", _Words]):
 
 def _scores_of(few: NDArray[np.int64], name: str, query: Sequence[Mapping[str, _Weights]]) -> NDArray[np.float32]:
     """(few,): the scores of these rows of the segment called `name`, summed in the same order as for all rows."""
-    import numpy as np
-
     scores = np.zeros(len(few), dtype=np.float32)
     for word in query:
         if name in word:
@@ -256,8 +239,6 @@ class _Scores:
     """
 
     def __init__(self, segments: Sequence[IndexSegment[_Words]], whole: CorpusStatistics | None = None) -> None:
-        import numpy as np
-
         self.segments = segments
         self._whole = whole
         self._lock = threading.Lock()
@@ -291,8 +272,6 @@ class _Scores:
 
     def _places(self, key: bytes) -> tuple[list[slice], int]:
         """The places of the word in each segment, and the number of visible chunks that have it."""
-        import numpy as np
-
         asked = np.array([key], dtype="S16")
         places, count = [], 0
         for segment in self.segments:
@@ -305,8 +284,6 @@ class _Scores:
         return places, count
 
     def _weights(self, key: bytes) -> dict[str, _Weights]:
-        import numpy as np
-
         places, count = self._places(key)
         if not count:
             return {}

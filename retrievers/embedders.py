@@ -23,6 +23,9 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
 from ragkv.mini import embedder_path, reranker_path
 from ragkv.model.checkpoint import DESCRIPTIONS, WEIGHTS, digest_files, pick_device, require_on_hub, resolve
@@ -32,8 +35,6 @@ from ragkv.util.display import first_sentence
 from ragkv.util.plugins import PluginRegistry
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -393,8 +394,6 @@ def padded(rows: Sequence[Sequence[int]], pad: int, device: Any) -> dict[str, Te
 
 def require_numbers(name: str, *arrays: NDArray[np.float32] | None) -> None:
     """RetrievalError for NaN and infinity, so that a fault never becomes a stored vector or a rank."""
-    import numpy as np
-
     if not all(array is None or np.isfinite(array).all() for array in arrays):
         raise RetrievalError(f"Model {name!r} gave infinite or undefined numbers; run it on the CPU or fetch it again.")
 
@@ -472,8 +471,6 @@ class BGEM3(CheckpointModel):
 
     def embed_documents(self, texts: Sequence[str]) -> Embedding:
         """The vectors of `texts`, in order. Texts are truncated to `max_tokens` with a logged warning."""
-        import numpy as np
-
         texts = list(texts)
         rows: list[Any] = [None] * len(texts)
         filled = [i for i, text in enumerate(texts) if not blank(text)]
@@ -572,8 +569,6 @@ class BGEM3(CheckpointModel):
 
     def _nothing(self) -> tuple[Any, dict[str, float], Any]:
         """The vectors of an empty text, which is never the best match."""
-        import numpy as np
-
         return np.zeros(self._width, np.float32), {}, np.zeros((0, self._width), np.float32)
 
 
@@ -630,8 +625,6 @@ class SentenceEmbedder(CheckpointModel):
             model.max_seq_length = self.max_tokens
 
     def _embed(self, texts: Sequence[str], *, question: bool) -> Embedding:
-        import numpy as np
-
         texts = list(texts)
         filled = [i for i, text in enumerate(texts) if not blank(text)]
         dense = np.zeros((len(texts), self._width), np.float32)

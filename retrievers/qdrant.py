@@ -25,6 +25,9 @@ from itertools import islice, product
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import numpy as np
+import xxhash
+
 from ragkv.config import QdrantConfig
 from ragkv.errors import ConfigError, RetrievalError, extra
 from ragkv.retrievers.arrays import IdSet, id_key
@@ -59,8 +62,6 @@ class Point:
 
     def stamp(self) -> str:
         """A digest of all of it."""
-        import xxhash
-
         digest = xxhash.xxh3_128(repr((self.chunk_id, sorted(self.terms))).encode())
         for kind, vector in sorted(self.vectors.items()):
             weights = isinstance(vector, Mapping)
@@ -299,8 +300,6 @@ class QdrantIndex:
 
 def _score(query: Any, vector: Any) -> float:
     """The score as computed by `DenseIndex` and `SparseIndex`, with the same operations in the same order."""
-    import numpy as np
-
     if not isinstance(query, Mapping):
         return float(np.float32((vector.astype(np.float64) * query.astype(np.float64)).sum()))
     total = np.float32(0)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ragkv.errors import ConfigError, ModelLoadError
 from ragkv.model.checkpoint import pick_device
 from ragkv.model.prompt import harden, readable
@@ -116,8 +118,6 @@ class CrossEncoder(CheckpointModel):
         return logits
 
     def _require_finite(self, logits: list[float]) -> None:
-        import numpy as np
-
         require_numbers(self.name, np.asarray(logits, np.float32))
 
 

@@ -27,7 +27,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from ragkv.errors import RetrievalError
 from ragkv.retrievers.arrays import IdSet, IdTable, keys_of
@@ -43,10 +47,6 @@ from ragkv.util.files import (
     sync_path,
     write_plain,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 MANIFEST = "manifest.json"
 _DATA = re.compile(r"data-[0-9a-f]{16}")
@@ -209,8 +209,6 @@ def whole_number(found: Any) -> int:
 
 def _digest(path: Path) -> str:
     """The xxh3 of a file, read through a map, so that its pages are cached for the index that maps it next."""
-    import xxhash
-
     with os.fdopen(open_plain(path), "rb") as file:
         if not require_solid(path, os.fstat(file.fileno())).st_size:  # nothing to map
             return xxhash.xxh3_128(b"").hexdigest()
@@ -259,8 +257,6 @@ class IndexSegment(Generic[D]):
 
     def hiding(self, hidden: NDArray[np.bool_], rows: Any) -> Self:
         """The same segment with exactly these rows hidden: those that are in `hidden`, and `rows`."""
-        import numpy as np
-
         hidden = hidden.copy()
         hidden[rows] = True
         return replace(self, hidden=hidden, living=len(hidden) - int(np.count_nonzero(hidden)))
@@ -355,8 +351,6 @@ class Segmented(ABC, Generic[V, D]):
         self, added: Iterable[tuple[str, V]], segments: Sequence[IndexSegment[D]], blank: Collection[str]
     ) -> tuple[IndexSegment[D] | None, set[str]]:
         """A segment of the added vectors, None if there are none; and the ids of blank vectors."""
-        import numpy as np
-
         ids: list[str] = []
         empty: list[str] = []
 
@@ -402,8 +396,6 @@ class Segmented(ABC, Generic[V, D]):
         return tidy
 
     def _join(self, segments: Sequence[IndexSegment[D]]) -> IndexSegment[D]:
-        import numpy as np
-
         living = sum(segment.living for segment in segments)
         return IndexSegment(
             id_table=IdTable.joined([(segment.id_table, ~segment.hidden) for segment in segments]),
@@ -512,8 +504,6 @@ class Segmented(ABC, Generic[V, D]):
         return self
 
     def _opened(self, data: Path, name: str) -> IndexSegment[D]:
-        import numpy as np
-
         id_table = IdTable.read(data, name)
         rows = len(id_table)
         return IndexSegment(
@@ -615,8 +605,6 @@ class SegmentedIndex(Segmented[V, D], Generic[V, Q, D]):
 
 def _hidden(rows: Any, count: int) -> tuple[NDArray[np.bool_], list[int]]:
     """No row of `count`, and the rows that a table hides; `ValueError` when it names rows that are not there."""
-    import numpy as np
-
     if not isinstance(rows, list) or not all(type(row) is int and 0 <= row < count for row in rows):
         raise ValueError("it hides rows that it does not have")
     return np.zeros(count, dtype=np.bool_), rows

@@ -31,7 +31,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ragkv.errors import ConfigError, RetrievalError
 from ragkv.retrievers.arrays import Postings, best_rows, term_hashes
@@ -39,12 +42,8 @@ from ragkv.retrievers.segments import IndexSegment, SegmentedIndex
 from ragkv.util import batches
 from ragkv.util.files import has_keyed_checksum, keyed_checksum, open_plain, require_plain, write_plain
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    _Asked: TypeAlias = tuple[NDArray[Any], NDArray[np.float32]]
-    """The hashes of a question's tokens and their weights."""
+_Asked: TypeAlias = tuple[NDArray[Any], NDArray[np.float32]]
+"""The hashes of a question's tokens and their weights."""
 
 _POINTS_PER_CENTROID = 39  # with fewer, FAISS warns on stderr that its clusters are poor
 _CODES = 256  # centroids of one byte, in product and residual quantisers
@@ -172,7 +171,6 @@ class Vectors:
     def rows(self) -> NDArray[np.float32]:
         """(rows, d), a read-only view of FAISS's memory, valid as long as this object lives."""
         import faiss
-        import numpy as np
 
         if not self.flat.ntotal:
             return np.empty((0, self.flat.d), dtype=np.float32)
@@ -268,7 +266,7 @@ class DenseConfig:
         make(self.factory, dimension)
 
 
-class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Vectors]):
+class DenseIndex(SegmentedIndex[NDArray[np.float32], NDArray[np.float32], Vectors]):
     """The index over unit vectors `(d,)`; scores are cosines. Zero vectors are accepted and never found."""
 
     name = "dense"
@@ -290,7 +288,6 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
 
     def _gather(self, vectors: Iterator[NDArray[np.float32]], others: Sequence[Vectors]) -> Vectors:
         import faiss
-        import numpy as np
 
         dimension = others[0].flat.d if others else None
         flat: Any = None
@@ -336,8 +333,6 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
     def _query(
         self, query: NDArray[np.float32], segments: Sequence[IndexSegment[Vectors]]
     ) -> NDArray[np.float32] | None:
-        import numpy as np
-
         if is_zero_dense(query, "The question's vector") or not segments:
             return None
         width = segments[0].data.flat.d
@@ -359,7 +354,6 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """`exact` skips the approximate index, which finds too few if few rows are allowed."""
         import faiss
-        import numpy as np
 
         data = segment.data
         living = int(data.flat.ntotal if allowed is None else allowed.sum())
@@ -409,8 +403,6 @@ class DenseIndex(SegmentedIndex["NDArray[np.float32]", "NDArray[np.float32]", Ve
 
 def is_zero_dense(vector: NDArray[Any], what: str) -> bool:
     """True for a zero vector (of an empty text), False for a unit vector; `RetrievalError` for any other."""
-    import numpy as np
-
     if vector.ndim != 1:
         raise RetrievalError(f"{what} has the shape {vector.shape}; an index holds one vector (d,) for each chunk.")
     square = float(np.dot(vector, vector)) if vector.dtype == np.float32 else float(np.square(vector, dtype="f8").sum())
@@ -424,7 +416,7 @@ def is_zero_dense(vector: NDArray[Any], what: str) -> bool:
 _WEIGHTS = ("float32",)
 
 
-class SparseIndex(SegmentedIndex[Mapping[str, float], "_Asked", Postings]):
+class SparseIndex(SegmentedIndex[Mapping[str, float], _Asked, Postings]):
     """The index over mappings of token to weight. A chunk without a token of the question is no hit."""
 
     name = "sparse"
@@ -434,8 +426,6 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], "_Asked", Postings]):
         return is_zero_sparse(vector, f"Chunk {chunk_id!r}")
 
     def _gather(self, vectors: Iterator[Mapping[str, float]], others: Sequence[Postings]) -> Postings:
-        import numpy as np
-
         numbers: dict[str, int] = {}
         tokens, weights, lengths = array("i"), array("f"), array("i")
         for vector in vectors:
@@ -453,8 +443,6 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], "_Asked", Postings]):
         return Postings.merged(parts)
 
     def _query(self, query: Mapping[str, float], segments: Sequence[IndexSegment[Postings]]) -> _Asked | None:
-        import numpy as np
-
         if is_zero_sparse(query, "The question"):
             return None
         return term_hashes(query), np.array(list(query.values()), dtype=np.float32)
@@ -468,8 +456,6 @@ class SparseIndex(SegmentedIndex[Mapping[str, float], "_Asked", Postings]):
         *,
         exact: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        import numpy as np
-
         data, (words, weights) = segment.data, query
         scores = np.zeros(len(segment.id_table), dtype=np.float32)
         for posting, weight in zip(data.find(words), weights, strict=True):
@@ -506,8 +492,6 @@ def colbert_scores(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> li
     query: (tokens, d); documents: each (tokens, d), of any float type, computed in float32. The scores are those of
     FlagEmbedding's `colbert_score`; without rows, the score is -1. `RetrievalError` if dimensions differ.
     """
-    import numpy as np
-
     query = _rows(query)
     rows = [_rows(document) for document in documents]
     scores = np.full(len(rows), _NOTHING, dtype=np.float32)
@@ -536,8 +520,6 @@ def _rows(vectors: NDArray[Any]) -> NDArray[Any]:
 
 def _batch(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """(documents,): the scores of documents that are not empty."""
-    import numpy as np
-
     lengths = [len(document) for document in documents]
     stacked = np.empty((sum(lengths), query.shape[1]), dtype=np.float32)
     np.concatenate(documents, out=stacked, casting="same_kind")
