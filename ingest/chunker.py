@@ -21,7 +21,7 @@ from operator import attrgetter
 from ragkv.errors import ConfigError
 from ragkv.ingest.parser import HEADING_SEPARATOR, Section
 from ragkv.ingest.sandbox import SourceText
-from ragkv.types import Box, Document
+from ragkv.types import Box, Chunk, Document
 
 TokenCounter = Callable[[str], int]
 
@@ -34,14 +34,32 @@ _GLUE = "\ufffc"  # neither white space nor punctuation, and in no tokenizer sho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChunk:
-    """A span of a text; `page`, `heading` and `box` are for its citation."""
+    """A part of a text, from the character `start` on; `page`, `heading` and `box` are for its citation."""
 
-    start: int
-    end: int
     text: str
-    page: int | None
-    heading: str | None
+    start: int
+    page: int | None = None
+    heading: str | None = None
     box: Box | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
+
+    def of(self, document: Document, ordinal: int, name: str, token_ids: tuple[int, ...]) -> Chunk:
+        """The chunk as the store holds it, with the id `name`."""
+        return Chunk(
+            chunk_id=name,
+            document_id=document.document_id,
+            ordinal=ordinal,
+            text=self.text,
+            token_ids=token_ids,
+            start=self.start,
+            end=self.end,
+            page=self.page,
+            heading=self.heading,
+            box=self.box,
+        )
 
 
 def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: int) -> list[TextChunk]:
@@ -64,9 +82,8 @@ def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: in
             touched = [section.heading for section in group[first:last]]
             chunks.append(
                 TextChunk(
-                    start=start,
-                    end=end,
                     text=source.text[start:end],
+                    start=start,
                     page=group[0].page,
                     heading=_common_heading(touched),
                     box=_box_around(group[first:last], start, end),

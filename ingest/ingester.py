@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 from ragkv.errors import IngestError, StoreError, UsageError
-from ragkv.ingest.chunker import chunk_id, split_text
+from ragkv.ingest.chunker import TextChunk, chunk_id, split_text
 from ragkv.ingest.encoding import (
     Blocks,
     Encoder,
@@ -39,7 +39,7 @@ from ragkv.model.prompt import Prompt
 from ragkv.retrievers import Embedder
 from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
 from ragkv.store.data_file import mapped_bytes
-from ragkv.types import Box, Chunk, Document, Encoding
+from ragkv.types import Chunk, Document, Encoding
 from ragkv.util import batches
 from ragkv.util.display import as_html, card, details, table
 
@@ -73,15 +73,10 @@ class WorkHeartbeat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReadyChunk:
+class ReadyChunk(TextChunk):
     """A chunk with the caller's id, at `start` in its document's text. It may overlap other chunks."""
 
     chunk_id: str
-    text: str
-    start: int
-    page: int | None = None
-    heading: str | None = None
-    box: Box | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,24 +106,6 @@ class ReadyDocument:
             seen.add(chunk.chunk_id)
         if not name or not self.chunks:
             raise UsageError(f"Document {name!r} needs an id and at least one chunk.")
-
-    def cut(self, token_ids: Sequence[tuple[int, ...]]) -> list[Chunk]:
-        """The chunks as the store holds them, given the token ids of each."""
-        return [
-            Chunk(
-                chunk_id=chunk.chunk_id,
-                document_id=self.document.document_id,
-                ordinal=ordinal,
-                text=chunk.text,
-                token_ids=ids,
-                start=chunk.start,
-                end=chunk.start + len(chunk.text),
-                page=chunk.page,
-                heading=chunk.heading,
-                box=chunk.box,
-            )
-            for ordinal, (chunk, ids) in enumerate(zip(self.chunks, token_ids, strict=True))
-        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -639,7 +616,10 @@ class Ingester:
         if self._store.is_current(document.document_id, document.content_hash, self._digest):
             report.unchanged.append(document.document_id)
             return None
-        chunks = ready.cut([self._ids(chunk.text) for chunk in ready.chunks])
+        chunks = [
+            chunk.of(document, ordinal, chunk.chunk_id, self._ids(chunk.text))
+            for ordinal, chunk in enumerate(ready.chunks)
+        ]
         return self._prepared(document, ready.text, chunks, len(ready.text))
 
     def _from_source(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> _Prepared | None:
@@ -688,18 +668,8 @@ class Ingester:
     def _cut(self, document: Document, text: SourceText) -> Iterator[Chunk]:
         found = split_text(text, count_tokens=lambda t: len(self._ids(t)), max_tokens=self._recipe.chunk_tokens)
         for ordinal, chunk in enumerate(found):
-            yield Chunk(
-                chunk_id=chunk_id(document, ordinal, chunk.start, chunk.end),
-                document_id=document.document_id,
-                ordinal=ordinal,
-                text=chunk.text,
-                token_ids=self._ids(chunk.text),
-                start=chunk.start,
-                end=chunk.end,
-                page=chunk.page,
-                heading=chunk.heading,
-                box=chunk.box,
-            )
+            name = chunk_id(document, ordinal, chunk.start, chunk.end)
+            yield chunk.of(document, ordinal, name, self._ids(chunk.text))
 
     def _ids(self, text: str) -> tuple[int, ...]:
         """A chunk's tokens."""

@@ -209,17 +209,10 @@ def _encode_again(packed: Path, folder: Path, device: str | None) -> int:
     index = create_index(folder, settings, device=device)
     try:
         with Store.open(packed, readonly=True) as store:
-            documents = []
+            documents, kept = [], [each.name for each in fields(ReadyChunk)]
             for stored in store.documents():
                 chunks = [
-                    ReadyChunk(
-                        chunk_id=one.chunk_id,
-                        text=one.text,
-                        start=one.start,
-                        page=one.page,
-                        heading=one.heading,
-                        box=one.box,
-                    )
+                    ReadyChunk(**{name: getattr(one, name) for name in kept})
                     for one in store.chunks(stored.document.document_id)
                 ]
                 if chunks:
