@@ -25,7 +25,7 @@ from posixpath import dirname, join, normpath
 from typing import Any, cast
 from urllib.parse import unquote
 
-from ragkv.ingest.parser import Parsed, Unreadable, check_text, join_sections, sections_under
+from ragkv.ingest.parser import Parsed, Unreadable, check_text, join_rows, join_sections, sections_under
 from ragkv.ingest.text import clean, decode, read_html, table_rows
 
 _PARTS = 5000  # of an archive: sheets, slides, chapters
@@ -36,18 +36,21 @@ _DAY_ZERO = datetime(1899, 12, 30)  # a time without a date is on it
 _DATE_FORMATS = {*range(14, 23), *range(45, 48)}  # numFmtId, ECMA-376 part 1, 18.8.30
 
 
-def _all(element: Any, name: str) -> Iterator[Any]:
-    return (found for found in element.iter() if local_name(found) == name)
-
-
 def _text(element: Any, name: str = "t") -> str:
-    return "".join(found.text or "" for found in _all(element, name))
+    return "".join(found.text or "" for found in element.iter(f"{{*}}{name}"))
+
+
+def _markdown(rows: Sequence[list[str]]) -> str:
+    """A table, whose first row is its head."""
+    width = max(map(len, rows))
+    shown = [f"| {' | '.join(row + [''] * (width - len(row)))} |" for row in rows]
+    return "\n".join([shown[0], "|" + "---|" * width, *shown[1:]])
 
 
 def _listed(package: Package, main: str, element: str, kind: str) -> Iterator[tuple[Any, str]]:
     """The parts that elements of the main part name, in their order."""
     known = {name: path for name, each, path in relations(package, main) if each == kind}
-    for found in _all(package.xml(main), element):
+    for found in package.xml(main).iter(f"{{*}}{element}"):
         name = next((value for key, value in found.attrib.items() if key.endswith("}id")), "")
         if name in known:
             yield found, known[name]
@@ -64,7 +67,7 @@ def read_xlsx(data: bytes) -> Parsed:
         for sheet, part in _listed(package, workbook, "sheet", "worksheet"):
             name = attribute(sheet, "name")
             cells: list[tuple[int, list[str]]] = []
-            for row in _all(package.xml(part), "row"):
+            for row in package.xml(part).iter("{*}row"):
                 fields: list[str] = []
                 for cell in row:
                     at = _column(attribute(cell, "r"), len(fields))
@@ -77,7 +80,7 @@ def read_xlsx(data: bytes) -> Parsed:
                 if any(fields):
                     cells.append((int(number) if number.isdecimal() else len(cells) + 1, fields))
             rows += [(f"{name}, {place}", text) for place, text in table_rows(cells)] if cells else []
-    text, sections = join_sections((text, {"heading": place, "alone": True}) for place, text in rows)
+    text, sections = join_rows(rows)
     return Parsed(text=text, sections=sections)
 
 
@@ -93,7 +96,10 @@ def _column(reference: str, following: int) -> int:
 def _date_styles(parts: Sequence[Any]) -> list[bool]:
     """Whether the cells of each style hold dates."""
     own = {
-        attribute(f, "numFmtId") for part in parts for f in _all(part, "numFmt") if _is_date(attribute(f, "formatCode"))
+        attribute(f, "numFmtId")
+        for part in parts
+        for f in part.iter("{*}numFmt")
+        if _is_date(attribute(f, "formatCode"))
     }
     formats = [xf for part in parts for styles in part if local_name(styles) == "cellXfs" for xf in styles]
     ids = [attribute(xf, "numFmtId") for xf in formats]
@@ -140,7 +146,7 @@ def read_pptx(data: bytes) -> Parsed:
 def _slide(element: Any) -> Iterator[str]:
     for child in element:
         if local_name(child) == "tr":
-            yield " | ".join(" ".join(" ".join(_text(p) for p in _all(cell, "p")).split()) for cell in child)
+            yield " | ".join(" ".join(" ".join(_text(p) for p in cell.iter("{*}p")).split()) for cell in child)
         elif local_name(child) == "p":
             if not any(attribute(field, "type") == "slidenum" for field in child):
                 yield _text(child)
@@ -153,11 +159,11 @@ def read_epub(data: bytes) -> Parsed:
     chapters: list[tuple[str, dict[str, Any]]] = []
     left_out: list[str] = []
     with opened(data, "EPUB", _PARTS) as package:
-        main = next((attribute(f, "full-path") for f in _all(package.xml("META-INF/container.xml"), "rootfile")), "")
+        main = next((attribute(f, "full-path") for f in package.xml("META-INF/container.xml").iter("{*}rootfile")), "")
         package_file = package.xml(main)
-        title = next((" ".join("".join(found.itertext()).split()) for found in _all(package_file, "title")), None)
-        items = {attribute(item, "id"): attribute(item, "href") for item in _all(package_file, "item")}
-        for number, item in enumerate(_all(package_file, "itemref"), start=1):
+        title = next((" ".join("".join(found.itertext()).split()) for found in package_file.iter("{*}title")), None)
+        items = {attribute(item, "id"): attribute(item, "href") for item in package_file.iter("{*}item")}
+        for number, item in enumerate(package_file.iter("{*}itemref"), start=1):
             href = normpath(join(dirname(main), unquote(items.get(attribute(item, "idref"), ""))))
             try:
                 chapter = read_html(package.read(href), whole=True)
@@ -176,7 +182,7 @@ def read_epub(data: bytes) -> Parsed:
 def read_odt(data: bytes) -> Parsed:
     """Headings, paragraphs, lists and tables as Markdown; deleted text of tracked changes is left out."""
     with opened(data, "ODT", _PARTS) as package:
-        body = next(_all(package.xml("content.xml"), "body"), None)
+        body = next(package.xml("content.xml").iter("{*}body"), None)
     lines: list[str] = []
     headings: list[tuple[int, int, str]] = []
     position = 0
@@ -203,13 +209,11 @@ def _blocks(element: Any) -> Iterator[tuple[int, str]]:
         elif name == "table":
             rows = [
                 [words for cell in row for words in [_cell(cell, notes)] * _repeat(cell)]
-                for row in _all(child, "table-row")
+                for row in child.iter("{*}table-row")
             ]
             rows = [row for row in rows if any(row)]
             if rows:
-                width = max(map(len, rows))
-                shown = [f"| {' | '.join(row + [''] * (width - len(row)))} |" for row in rows]
-                yield 0, "\n".join([shown[0], "|" + "---|" * width, *shown[1:]])
+                yield 0, _markdown(rows)
         elif name == "list-item":
             yield from ((level, f"- {line}") for level, line in _blocks(child))
         elif name != "tracked-changes":
@@ -218,7 +222,7 @@ def _blocks(element: Any) -> Iterator[tuple[int, str]]:
 
 
 def _cell(cell: Any, notes: list[str]) -> str:
-    return " ".join(" ".join(_words(paragraph, notes).split()) for paragraph in _all(cell, "p"))
+    return " ".join(" ".join(_words(paragraph, notes).split()) for paragraph in cell.iter("{*}p"))
 
 
 def _repeat(cell: Any) -> int:
@@ -418,17 +422,8 @@ def attribute(element: Any, name: str) -> str:
     return next((str(value) for key, value in element.attrib.items() if key.rpartition("}")[2] == name), "")
 
 
-def _find(element: Any, *path: str) -> Any:
-    """The element below, by local names, or None."""
-    for name in path:
-        element = next((below for below in element if local_name(below) == name), None)
-        if element is None:
-            return None
-    return element
-
-
-def _val(element: Any, *path: str) -> str:
-    found = _find(element, *path)
+def _val(element: Any, path: str) -> str:
+    found = element.find(path)
     return "" if found is None else attribute(found, "val")
 
 
@@ -446,14 +441,14 @@ def _styles(parts: list[Any]) -> tuple[dict[str, int | None], dict[str, bool]]:
         at = name
         while at in found and at not in chain and len(chain) < _CHAIN:
             chain.append(at)
-            at = _val(found[at], "basedOn")
+            at = _val(found[at], "{*}basedOn")
         levels[name] = next((level for s in chain if (level := _style_level(found[s])) is not None), None)
-        lists[name] = any(_find(found[s], "pPr", "numPr") is not None for s in chain)
+        lists[name] = any(found[s].find("{*}pPr/{*}numPr") is not None for s in chain)
     return levels, lists
 
 
 def _style_level(style: Any) -> int | None:
-    name = _val(style, "name").lower()
+    name = _val(style, "{*}name").lower()
     if name == "title":
         return 0
     if re.fullmatch(r"toc \d|table of figures", name):
@@ -464,7 +459,7 @@ def _style_level(style: Any) -> int | None:
 
 
 def _outline(element: Any) -> int | None:
-    level = _val(element, "pPr", "outlineLvl")
+    level = _val(element, "{*}pPr/{*}outlineLvl")
     return int(level) + 1 if level.isdecimal() and int(level) < 9 else None
 
 
@@ -507,7 +502,7 @@ class _Reader:
     def _paragraph(self, paragraph: Any) -> Iterator[tuple[str, str, int | None]]:
         if not len(paragraph):
             return
-        style = _val(paragraph, "pPr", "pStyle")
+        style = _val(paragraph, "{*}pPr/{*}pStyle")
         level = _outline(paragraph) or self._levels.get(style)
         text = "\n".join(" ".join(line.split()) for line in "".join(self._words(paragraph)).split("\n")).strip()
         if text and level != -1:
@@ -527,11 +522,11 @@ class _Reader:
                 yield "note", f"[{key[1]}] {words}", None
 
     def _item(self, paragraph: Any, style: str, text: str) -> tuple[str, str, int | None]:
-        numbering = _find(paragraph, "pPr", "numPr")
-        listed = self._lists.get(style, False) if numbering is None else _val(numbering, "numId") != "0"
+        numbering = paragraph.find("{*}pPr/{*}numPr")
+        listed = self._lists.get(style, False) if numbering is None else _val(numbering, "{*}numId") != "0"
         if not listed:
             return "text", text, None
-        depth = _val(paragraph, "pPr", "numPr", "ilvl")
+        depth = _val(paragraph, "{*}pPr/{*}numPr/{*}ilvl")
         indent = "  " * min(int(depth), 8) if depth.isdecimal() else ""
         return "list", f"{indent}- " + text.replace("\n", f"\n{indent}  "), None
 
@@ -558,28 +553,26 @@ class _Reader:
         """A table as Markdown. A cell that is merged with the one above repeats its text, so each row is complete."""
         rows: list[list[str]] = []
         for row in _below(table, "tr"):
-            if _find(row, "trPr", "del") is not None:
+            if row.find("{*}trPr/{*}del") is not None:
                 continue
             cells: list[str] = []
             for cell in _below(row, "tc"):
                 words = " ".join(" ".join(text for _, text, _ in self._blocks(cell)).split()).replace("|", r"\|")
-                merged = _find(cell, "tcPr", "vMerge")
+                merged = cell.find("{*}tcPr/{*}vMerge")
                 if merged is not None and attribute(merged, "val") != "restart" and rows and len(cells) < len(rows[-1]):
                     words = rows[-1][len(cells)]
                     self._spend(len(words))
-                span = _val(cell, "tcPr", "gridSpan")
+                span = _val(cell, "{*}tcPr/{*}gridSpan")
                 cells += [words] + [""] * (min(int(span), 64) - 1 if span.isdecimal() else 0)
             rows.append(cells)
         rows = [row for row in rows if any(row)]
         if not rows:
             return
-        if max(map(len, rows)) == 1:  # a frame around text
+        if (width := max(map(len, rows))) == 1:  # a frame around text
             yield "text", "\n\n".join(row[0] for row in rows), None
             return
-        width = max(map(len, rows))
         self._spend(3 * width * len(rows))
-        lines = [f"| {' | '.join(row + [''] * (width - len(row)))} |" for row in rows]
-        yield "table", "\n".join([lines[0], "|" + "---|" * width, *lines[1:]]), None
+        yield "table", _markdown(rows), None
 
 
 def _below(element: Any, name: str) -> Iterator[Any]:
