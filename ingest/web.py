@@ -75,14 +75,10 @@ def read_sitemap(data: bytes) -> Parsed:
     return Parsed(text="\n".join(each for each in found if each), title=etree.QName(root).localname)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fetched:
-    """`address` is that after redirects, `kind` one of ragkv's media types; `validators` are for the next request."""
-
-    address: str
-    kind: str
-    data: bytes
-    validators: Mapping[str, str] = field(default_factory=dict)
+def _page(address: str, media_type: str, data: bytes | None = None, size: int = 0, **more: Any) -> SourceFile:
+    """The source of a page; with its `data`, the address is that after redirects."""
+    name: dict[str, Any] = {"path": Path(address), "document_id": address, "name": address}
+    return SourceFile(**name, media_type=media_type, data=data, size=size if data is None else len(data), **more)
 
 
 @dataclass(slots=True)
@@ -122,7 +118,7 @@ class Web:
     """The scopes of the sitemaps that were read completely."""
     _gone: set[str] = field(default_factory=set)
     _sites: dict[tuple[str, str, int], _Site] = field(default_factory=dict)
-    _last: tuple[str, _Fetched] | None = None
+    _last: tuple[str, SourceFile] | None = None
 
     def __post_init__(self) -> None:
         if self.max_pages < 1:
@@ -154,10 +150,7 @@ class Web:
         if not pages:
             reasons = "; ".join(f"{skip.path}: {skip.reason}" for skip in self.skipped[:3])
             raise IngestError(f"Nothing to ingest: {reasons or 'no address is listed'}.", self.skipped)
-        return [
-            SourceFile(path=Path(page), document_id=page, name=page, media_type=TEXT, size=_NOMINAL, remote=self)
-            for page in pages[: self.max_pages]
-        ]
+        return [_page(page, TEXT, size=_NOMINAL, remote=self) for page in pages[: self.max_pages]]
 
     def get(self, source: SourceFile, known: Mapping[str, str] | None) -> SourceFile | None:
         """The source with its bytes and type; None if the server answers that the version with the validators `known`
@@ -168,8 +161,8 @@ class Web:
             if self._last is None or self._last[0] != address:
                 self._last = (address, self._fetch(address, self._scopes_of(address), known))
             found = self._last[1]
-            if found.address != address and found.address in self._listed:
-                raise Unreadable(f"it redirects to {found.address}, which is listed itself")
+            if found.document_id != address and found.document_id in self._listed:
+                raise Unreadable(f"it redirects to {found.document_id}, which is listed itself")
         except Unreadable as error:
             status = error.status if isinstance(error, _HTTPStatusError) else 0
             if status == 304 and known:
@@ -177,14 +170,7 @@ class Web:
             if status in (404, 410):
                 self._gone.add(address)
             raise UnreadableSource(source.name, str(error)) from None
-        return replace(
-            source,
-            media_type=found.kind,
-            size=len(found.data),
-            data=found.data,
-            remote=None,
-            validators=found.validators,
-        )
+        return replace(found, path=source.path, document_id=address, name=source.name)
 
     def is_gone(self, document_id: str) -> bool:
         """Whether this document's page is gone: the server says so, or a completely read sitemap no longer lists
@@ -202,7 +188,7 @@ class Web:
     def _add(self, address: str) -> None:
         """Add a page, or the pages of a sitemap."""
         found = self._fetch(address, [*self._scopes, _host_scope(address)])
-        if found.kind != _SITEMAP:
+        if found.media_type != _SITEMAP:
             self._listed[address] = ""
             self._last = (address, found)
             robots = self._site(address).robots
@@ -217,16 +203,7 @@ class Web:
             while waiting:
                 name, found = waiting.pop(0)
                 try:
-                    text = reader.read(
-                        SourceFile(
-                            path=Path(name),
-                            document_id=name,
-                            name=name,
-                            media_type=_SITEMAP,
-                            size=len(found.data),
-                            data=found.data,
-                        )
-                    )
+                    text = reader.read(found)
                 except UnreadableSource as error:
                     self.skipped.append(Skipped(path=name, reason=error.reason))
                     whole = False
@@ -239,7 +216,7 @@ class Web:
                         done.add(each)
                         try:
                             below = self._fetch(each, self._scopes)
-                            if below.kind != _SITEMAP:
+                            if below.media_type != _SITEMAP:
                                 raise Unreadable("it is no sitemap")
                             waiting.append((each, below))
                         except Unreadable as error:
@@ -267,7 +244,7 @@ class Web:
             reason = f"{count:,} of its pages are below {scope}: add --within {scope}"
             self.skipped.append(Skipped(path=sitemap, reason=reason))
 
-    def _fetch(self, address: str, scopes: Sequence[str], known: Mapping[str, str] | None = None) -> _Fetched:
+    def _fetch(self, address: str, scopes: Sequence[str], known: Mapping[str, str] | None = None) -> SourceFile:
         """Fetch an address by its site's rules; raises Unreadable with the reason."""
         for _ in range(_REDIRECTS + 1):
             if not any(_is_below(address, scope) for scope in scopes):
@@ -281,7 +258,7 @@ class Web:
             if (wait := site.asked + delay - time.monotonic()) > 0:
                 time.sleep(wait)
             found = self._ask(address, site, _MOST_BYTES, known=known)
-            if isinstance(found, _Fetched):
+            if isinstance(found, SourceFile):
                 return found
             address = _normal(urljoin(address, found))
         raise Unreadable(f"it redirects more than {_REDIRECTS} times")
@@ -295,8 +272,8 @@ class Web:
         try:
             for _ in range(_REDIRECTS + 1):
                 found = self._ask(here, site, _ROBOTS_BYTES, cut=True)
-                if isinstance(found, _Fetched):
-                    rules.parse(found.data.decode("utf-8", "replace").splitlines())
+                if isinstance(found, SourceFile):
+                    rules.parse(found.read().decode("utf-8", "replace").splitlines())
                     return rules
                 here = _normal(urljoin(here, found))
                 if not _is_below(here, _host_scope(address)):
@@ -344,11 +321,11 @@ class Web:
         *,
         cut: bool = False,
         known: Mapping[str, str] | None = None,
-    ) -> _Fetched | str:
+    ) -> SourceFile | str:
         """One request, in a thread, because a server can send headers slowly for ever: the page, or a redirect."""
         if site.failures >= _FAILURES:
             raise Unreadable("the host did not answer before")
-        answer: list[_Fetched | str | BaseException] = []
+        answer: list[SourceFile | str | BaseException] = []
 
         def work() -> None:
             try:
@@ -371,7 +348,7 @@ class Web:
         return found
 
 
-def _request(address: str, pool: Any, most: int, *, cut: bool, known: Mapping[str, str] | None) -> _Fetched | str:
+def _request(address: str, pool: Any, most: int, *, cut: bool, known: Mapping[str, str] | None) -> SourceFile | str:
     """GET an address: the page with its type, or the address that it redirects to.
 
     Raises Unreadable for a status, a type or a size that is not supported, and the errors of urllib3. With `cut`, a
@@ -410,7 +387,7 @@ def _request(address: str, pool: Any, most: int, *, cut: bool, known: Mapping[st
     return replace(_typed(address, kind, charset[1] if charset else None, bytes(data), most), validators=given)
 
 
-def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int) -> _Fetched:
+def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int) -> SourceFile:
     """The response with its type by header, else by the address's suffix, else by its bytes."""
     if data[:2] == b"\x1f\x8b":  # a gzipped sitemap: here gzip is the file's format, not the transfer encoding
         unpacking = zlib.decompressobj(47)
@@ -421,7 +398,7 @@ def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int)
         if len(data) > most:
             raise Unreadable(f"larger than {most:,} bytes")
     if re.search(rb"<(?:\w+:)?(?:urlset|sitemapindex)[\s>]", data[:4096]):
-        return _Fetched(address=address, kind=_SITEMAP, data=data)
+        return _page(address, _SITEMAP, data)
     suffix = posixpath.splitext(urlsplit(address).path)[1]
     known = media_type_of("text/html" if kind == "application/xhtml+xml" else kind) if "/" in kind else None
     if known in (None, TEXT):
@@ -430,7 +407,7 @@ def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int)
     if charset and known is not None and known.startswith("text/") and charset.lower() not in ("utf-8", "utf8"):
         with suppress(LookupError, ValueError):  # for a wrong charset, the reader's guess is better
             data = data.decode(charset).encode("utf-8")
-    return _Fetched(address=address, kind=known or TEXT, data=data)
+    return _page(address, known or TEXT, data)
 
 
 def _normal(address: str) -> str:
