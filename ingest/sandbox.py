@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
 
@@ -109,6 +109,8 @@ def _reason(source: SourceFile, reason: str) -> str:
 
 
 LENGTH = struct.Struct("=Q")
+_SENT = ("text", "content_hash", "title")
+_SECTION = [each.name for each in fields(Section)]
 
 
 def main() -> None:
@@ -156,14 +158,9 @@ def _answer(request: dict[str, Any], requests: BinaryIO) -> dict[str, Any]:
         text = read_source(source, to)
     except UnreadableSource as error:
         return {"reason": error.reason, "held": _memory()[1]}
-    return {
-        "text": text.text,
-        "content_hash": text.content_hash,
-        "title": text.title,
-        "sections": [list(asdict(section).values()) for section in text.sections],
-        "left_out": text.left_out,
-        "held": _memory()[1],
-    }
+    sections = [list(asdict(section).values()) for section in text.sections]
+    sent = {name: getattr(text, name) for name in _SENT}
+    return {**sent, "sections": sections, "left_out": text.left_out, "held": _memory()[1]}
 
 
 def _limit(kind: int, soft: int) -> None:
@@ -238,23 +235,12 @@ class SourceReader:
             self.close()
         if "reason" in answer:
             raise UnreadableSource(source.name, answer["reason"])
-        return SourceText(
-            text=answer["text"],
-            content_hash=answer["content_hash"],
-            title=answer["title"],
-            sections=tuple(
-                Section(
-                    start=start,
-                    end=end,
-                    page=page,
-                    heading=heading,
-                    alone=alone,
-                    lines=tuple((at, tuple(box)) for at, box in lines),
-                )
-                for start, end, page, heading, alone, lines in answer["sections"]
-            ),
-            left_out=tuple(answer["left_out"]),
-        )
+        sections = []
+        for *values, lines in answer["sections"]:
+            places = tuple((at, tuple(box)) for at, box in lines)
+            sections.append(Section(**dict(zip(_SECTION, [*values, places], strict=True))))
+        found = {name: answer[name] for name in _SENT}
+        return SourceText(**found, sections=tuple(sections), left_out=tuple(answer["left_out"]))
 
     def close(self) -> None:
         """End the process at once; the next file starts another."""
