@@ -5,12 +5,17 @@ from typing import TYPE_CHECKING, Any
 from ragkv._moved import moved_names
 from ragkv.ingest.chunker import find_chunk
 from ragkv.ingest.ingester import (
+    Ingester,
+    IngestFingerprint,
     IngestProgress,
     IngestReport,
     MadeDocument,
     Make,
     ReadyChunk,
     ReadyDocument,
+    batches_of,
+    chunk_vectors,
+    encode_identities,
     preview,
     require_readable,
 )
@@ -19,7 +24,6 @@ from ragkv.ingest.source import Skipped, SourceFile, from_bytes
 from ragkv.ingest.text import decode
 
 if TYPE_CHECKING:
-    from ragkv.ingest.ingester import Ingester, IngestFingerprint, batches_of, chunk_vectors, encode_identities
     from ragkv.ingest.web import from_web
 
 __all__ = [
@@ -52,15 +56,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import modules that need torch or the web lazily: the process that reads files imports this package too."""
+    """Import the module of the web lazily: the process that reads files imports this package too."""
     if name == "from_web":
         from ragkv.ingest.web import from_web
 
         return from_web
-    if name in ("Ingester", "IngestFingerprint", "batches_of", "chunk_vectors", "encode_identities"):
-        from ragkv.ingest import ingester
-
-        return getattr(ingester, name)
     return _moved(name)
 
 

@@ -31,6 +31,7 @@ from ragkv.index.answer import AnswerBackend, AnswerStream, validate_task
 from ragkv.index.contexts import Contexts
 from ragkv.index.index import Index, runtime_limits
 from ragkv.model.prompt import render
+from ragkv.runtime import Runtime, RuntimeLimits
 from ragkv.types import Encoding
 from ragkv.util.plugins import join_ray
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from ragkv.model.language_model import LanguageModel
-    from ragkv.runtime import Runtime, RuntimeLimits
 
 _OWN = {"runtime", "ingest", "kv", "kv_budget", "memory_budget", "codec", "index_factory", "engines", "chunk_tokens"}
 """Settings that may differ between ranks, because they do not change answers."""
@@ -200,8 +200,6 @@ class Session:
 
     def join(self) -> None:
         """Meet the others, and load the model; RanksError if that fails."""
-        from ragkv.runtime import Runtime
-
         handshake = Handshake(same=self.part.facts())
         self._peers = peers = Peers.meet(self._store, self.rank, self.size, handshake, timeout=self._patience)
         try:

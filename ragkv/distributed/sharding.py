@@ -26,6 +26,7 @@ from ragkv.attention.batch import Ranks
 from ragkv.attention.kv import ChunkKV
 from ragkv.config import Mode
 from ragkv.distributed.group import RankGroup
+from ragkv.engines import ContextChunk, Engine, Request
 from ragkv.errors import RagkvError, RanksError, RetrievalError, UsageError
 from ragkv.index.answer import AnswerTask, IndexBackend
 from ragkv.index.index import Index
@@ -33,18 +34,16 @@ from ragkv.index.kv_loader import After, DocumentBlocks, KVLoader, Prefetch, eac
 from ragkv.index.search import Finder, Found, Searcher
 from ragkv.ingest.encoding import Blocks, make_blocks, stored_block, with_choice
 from ragkv.model.apb.document import EncodedBlock, LongDocument, PassedKV, compressor_for
-from ragkv.retrievers import BM25, Hit, VectorSearch
+from ragkv.retrievers import BM25, Hit, Reranker, VectorSearch
 from ragkv.retrievers.arrays import IdSet
 from ragkv.retrievers.base import best_hits
 from ragkv.retrievers.bm25 import CorpusStatistics
+from ragkv.store import KVIdentity
 from ragkv.types import Chunk, Document, Encoding, KVUse, ScoredChunk, box_from_json
 
 if TYPE_CHECKING:
-    from ragkv.engines import ContextChunk, Engine, Request
     from ragkv.model.apb.compressors import Compressor
-    from ragkv.retrievers import Reranker
     from ragkv.runtime import Runtime
-    from ragkv.store import KVIdentity
 
 Among = Collection[str] | IdSet | None
 
@@ -345,8 +344,6 @@ class ShardedBackend(IndexBackend):
     def request(
         self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
     ) -> tuple[Request, KVUse]:
-        from ragkv.engines import Request
-
         index = self._index
         index.require_known_tokens(scored)
         prefix = None if task.engine.encoding is None else self._prefix(after)
@@ -372,8 +369,6 @@ class ShardedBackend(IndexBackend):
         self, task: AnswerTask, scored: Sequence[ScoredChunk], after: After
     ) -> tuple[list[ContextChunk], KVUse]:
         """Each chunk, with its KV if it is on this rank; and the use of the KV that this rank has loaded."""
-        from ragkv.engines import ContextChunk
-
         encoding, mine = task.engine.reads, self._mine(scored)
         kvs, use = self._kv_loader.chunks(encoding, mine, keep=task.keep, after=after)
         here = {s.chunk.chunk_id: kv for s, kv in zip(mine, kvs, strict=True)}
@@ -484,8 +479,6 @@ class ShardedBackend(IndexBackend):
 
     def _given(self, score: float, blocks: Sequence[Any], rank: int, one: DocumentBlocks | None) -> list[ContextChunk]:
         """The blocks of a document that is on one rank; on the other ranks, placeholders."""
-        from ragkv.engines import ContextChunk
-
         if one is not None:
             return [replace(each, kv=replace(each.stored(), owner=rank)) for each in one.given]
         return [

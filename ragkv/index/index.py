@@ -37,7 +37,18 @@ from ragkv.ingest import IngestFingerprint
 from ragkv.ingest.encoding import LINE_TOKENS
 from ragkv.model.checkpoint import MINI, pick_device, resolve
 from ragkv.model.prompt import Prompt, render
-from ragkv.retrievers import DenseConfig, ScoreKind, embedder_fingerprint, embedder_modes, embedder_stamp
+from ragkv.retrievers import (
+    DenseConfig,
+    Embedder,
+    Reranker,
+    ScoreKind,
+    embedder_fingerprint,
+    embedder_modes,
+    embedder_stamp,
+    load_embedder,
+    load_reranker,
+)
+from ragkv.retrievers.qdrant import QdrantCollection
 from ragkv.store import Problem, Store, Use
 from ragkv.store.record import KVIdentity
 from ragkv.store.tier import Fetched, SharedTiers
@@ -49,8 +60,6 @@ if TYPE_CHECKING:
     from ragkv.engines.apb import APBConfig
     from ragkv.model.language_model import LanguageModel
     from ragkv.model.packet import Packet
-    from ragkv.retrievers import Embedder, Reranker
-    from ragkv.retrievers.qdrant import QdrantCollection
     from ragkv.runtime import Runtime, RuntimeLimits
     from ragkv.types import KVShape
 
@@ -225,8 +234,6 @@ def validate_vectors(config: IndexConfig, *, fetch: bool) -> IndexConfig:
 
 def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None:
     """Load the embedder of an index; None for an index without vectors."""
-    from ragkv.retrievers import load_embedder
-
     if config.embedder == NONE:
         return None
     modes = cast("tuple[ScoreKind, ...]", config.vectors)
@@ -239,8 +246,6 @@ def load_embedder_of(config: IndexConfig, device: str | None) -> Embedder | None
 
 def load_reranker_of(config: IndexConfig, device: str | None) -> Reranker | None:
     """Load the cross-encoder of an index; None for an index without one."""
-    from ragkv.retrievers import load_reranker
-
     return None if config.reranker == NONE else load_reranker(config.reranker, device=str(pick_device(device)))
 
 
@@ -578,8 +583,6 @@ class Index:
     @property
     def collection(self) -> QdrantCollection:
         """The vectors in Qdrant of an index whose `ragkv.toml` names one, connected at the first use."""
-        from ragkv.retrievers.qdrant import QdrantCollection
-
         with self._lock:
             if self._collection is None:
                 self.require_open()
