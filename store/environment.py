@@ -617,7 +617,7 @@ class Database:
         while True:
             try:
                 if not self._map.is_new and not self._stamp.holds():
-                    self._check(log_progress(self._map.data))
+                    self.check_pages(log_progress(self._map.data))
                 self._map.tables = self._create_tables() if create else self._open_tables()
                 return
             except lmdb.MapResizedError:  # another process grew the map since the header was read
@@ -626,35 +626,24 @@ class Database:
                 self._map.resize(0)
 
     def check_pages(self, on_progress: PageProgress | None = None) -> PageReport:
-        """Check every page of the newest snapshot, and the list of free pages; `CorruptStoreError` for damage."""
-        while True:
-            me = object()
-            try:
-                self._map.rwlock.enter(me)
-                with translated(self.directory):
-                    return self._check(on_progress)
-            except lmdb.MapResizedError:
-                pass  # another process grew the map
-            finally:
-                self._map.rwlock.leave(me)
-            self._map.resize(None)
+        """Check every page of the newest snapshot, and the list of free pages; `CorruptStoreError` for damage.
 
-    def _check(self, on_progress: PageProgress | None) -> PageReport:
-        """While a transaction holds a snapshot, its pages and those of later snapshots are not overwritten, except for
-        the two meta pages. Without a lock table no writer knows of the snapshot, so damage only counts if no process
-        wrote meanwhile."""
-        for attempt in range(_ATTEMPTS):
-            stamp = self._stamp.at_rest()
-            with self._map.snapshot():
-                before = self._map.env.info()["last_txnid"]
-                try:
-                    report = check_pages(self._map.data, on_progress)
-                except CorruptStoreError:
-                    if self._map.env.info()["last_txnid"] == before or attempt == _ATTEMPTS - 1:
-                        raise
-                else:
-                    self._stamp.write(stamp)
-                    return report
+        While a transaction holds a snapshot, its pages and those of later snapshots are not overwritten, except for the
+        two meta pages. Without a lock table no writer knows of the snapshot, so damage only counts if no process wrote
+        meanwhile.
+        """
+        with translated(self.directory):
+            for attempt in range(_ATTEMPTS):
+                stamp = self._stamp.at_rest()
+                with self._map.begin(write=False) as txn:
+                    try:
+                        report = check_pages(self._map.data, on_progress)
+                    except CorruptStoreError:
+                        if self._map.env.info()["last_txnid"] == txn.number() or attempt == _ATTEMPTS - 1:
+                            raise
+                    else:
+                        self._stamp.write(stamp)
+                        return report
         raise AssertionError("the last attempt returns or raises")
 
     def _create_tables(self) -> dict[str, Any]:
