@@ -65,6 +65,7 @@ from ragkv.store.tables import (
     digest,
     document_digest,
     document_key,
+    for_each,
     parse_chunk,
     parse_document,
     parse_text,
@@ -652,12 +653,7 @@ class Store:
             gone = [key for key in given if txn.get("kv", key) is None]
         if gone and not delete(gone):
             return None
-
-        def apply(txn: Transaction) -> None:
-            for key in given:
-                txn.delete("meta", TOMBSTONE + key)
-
-        self._write(apply)
+        self._write(for_each(given, lambda txn, key: txn.delete("meta", TOMBSTONE + key)))
         return len(gone)
 
     buried = RenamedMember("tombstones")
@@ -708,20 +704,14 @@ class Store:
         """
         count = 0
         for batch in batches(self._encode(records), lambda record: record.stored_bytes, STAGE_BYTES):
-            self._stage(batch)
+            need = sum(record.stored_bytes for record in batch)
+            self._write(for_each(batch, Transaction.put_record), need=need)
             count += len(batch)
         return count
 
     def orphans(self) -> Iterator[bytes]:
         """Keys of the records that no chunk needs."""
         return orphans(self._live())
-
-    def _stage(self, batch: Sequence[EncodedRecord]) -> None:
-        def apply(txn: Transaction) -> None:
-            for record in batch:
-                txn.put_record(record)
-
-        self._write(apply, need=sum(record.stored_bytes for record in batch))
 
     # Upkeep (docs/operations.md)
 

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -59,6 +59,7 @@ TOMBSTONE = b"tombstone/"
 """The prefix, in `meta`, of keys of KV that no chunk needs any more and that is still to be deleted from the tiers."""
 
 _KEY_LIMIT = 511
+T = TypeVar("T")
 
 
 def digest(identifier: str) -> bytes:
@@ -267,6 +268,16 @@ class Transaction:
             self.put("meta", TOMBSTONE + key, b"")
 
 
+def for_each(items: Collection[T], work: Callable[[Transaction, T], object]) -> Callable[[Transaction], None]:
+    """A function for `Database.write`, which may call it several times: `work` for each item, in one transaction."""
+
+    def apply(txn: Transaction) -> None:
+        for item in items:
+            work(txn, item)
+
+    return apply
+
+
 def shape_key(model: str) -> bytes:
     """The key in `meta` of the shape of a model's KV, by the model's fingerprint."""
     return b"shape/" + digest(model)
@@ -321,7 +332,6 @@ _CHUNK: Mapping[str, tuple[type, ...]] = {
     "page": (int, type(None)),
     "heading": (str, type(None)),
 }
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,8 @@ from ragkv.store.counters import counters_of
 from ragkv.store.environment import Database
 from ragkv.store.maintenance.verify import chunk_named, find_record
 from ragkv.store.record import EncodedRecord
-from ragkv.store.tables import INDEX_OWNER, Transaction, UseRow
+from ragkv.store.tables import INDEX_OWNER, Transaction, UseRow, for_each
+from ragkv.util import batches
 from ragkv.util.files import parse_json
 
 K = TypeVar("K", bound=Hashable)
@@ -254,16 +255,14 @@ def forget_gone(database: Database, *, dry_run: bool = False) -> int:
             gone.append(key)
         return 0
 
+    def forget(txn: Transaction, key: bytes) -> None:
+        if is_gone(txn, key):
+            txn.delete("uses", key)
+            txn.add_tombstone(key)
+
     database.walk("uses", visit)
-    for start in range(0, 0 if dry_run else len(gone), _USE_BATCH):
-
-        def apply(txn: Transaction, start: int = start) -> None:
-            for key in gone[start : start + _USE_BATCH]:
-                if is_gone(txn, key):
-                    txn.delete("uses", key)
-                    txn.add_tombstone(key)
-
-        database.write(apply)
+    for batch in batches(() if dry_run else gone, lambda _: 1, _USE_BATCH):
+        database.write(for_each(batch, forget))
     return len(gone)
 
 

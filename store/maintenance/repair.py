@@ -53,6 +53,7 @@ from ragkv.store.tables import (
     digest,
     document_digest,
     document_key,
+    for_each,
     pack_chunk,
     pack_document,
     pack_text,
@@ -387,7 +388,9 @@ class _Repairer:
             if problem.table in ("references", "needs"):
                 self._repair_reference(problem.owner, problem.key)
         self._drop_damaged("uses", check_uses, problems)  # these records then count as never used
-        self._list([problem.key for problem in problems if problem.table == "unreferenced"])
+        if listed := [problem.key for problem in problems if problem.table == "unreferenced"]:
+            self._write(for_each(listed, update_unreferenced))
+            self._report.rows += len(listed)
         if any(problem.table == "counters" for problem in problems):
             self._write(recount)
 
@@ -401,17 +404,6 @@ class _Repairer:
     def _write(self, apply: Callable[[Transaction], T], need: int = 0) -> T | None:
         """Run one transaction; none in a dry run."""
         return None if self._report.dry_run else self._database.write(apply, need=need)
-
-    def _list(self, keys: Sequence[bytes]) -> None:
-        """Update the list of unreferenced KV for these keys."""
-
-        def apply(txn: Transaction) -> None:
-            for key in keys:
-                update_unreferenced(txn, key)
-
-        if keys:
-            self._write(apply)
-        self._report.rows += len(keys)
 
     def _repair_fact(self, key: bytes) -> None:
         def apply(txn: Transaction) -> None:
@@ -465,14 +457,8 @@ class _Repairer:
     ) -> None:
         """Drop the rows of a table that `check` still finds damaged."""
         keys = [problem.key for problem in problems if problem.table == table]
-
-        def apply(txn: Transaction) -> None:
-            for key in keys:
-                if any(check(txn, key)):
-                    txn.delete(table, key)
-
         if keys:
-            self._write(apply)
+            self._write(for_each(keys, lambda txn, key: any(check(txn, key)) and txn.delete(table, key)))
             self._report.rows += len(keys)
 
     def _repair_records(self, problems: Sequence[Problem], *, encode: bool) -> None:
@@ -494,7 +480,8 @@ class _Repairer:
             else:
                 wanted[problem.key] = (identity, set(chunks))
         lost = {key: owners for key, owners in unwanted.items() if key not in wanted}
-        self._forget(lost)
+        if lost:
+            self._write(for_each(lost.items(), lambda txn, one: txn.evict(*one)))
         self._report.dropped_records += len(lost)
         progress = Counter(self._notify, "encode", sum(i.tokens for i, _ in wanted.values()), "tokens")
         for batch in batches(wanted.values(), lambda entry: entry[0].tokens, _BATCH_TOKENS):
@@ -503,31 +490,20 @@ class _Repairer:
             self._report.encoded += len(batch)
             progress.add(sum(identity.tokens for identity, _ in batch))
 
-    def _forget(self, lost: Mapping[bytes, set[bytes]]) -> None:
-        """Drop records and their references; `lost` has each record's known owners."""
-
-        def apply(txn: Transaction) -> None:
-            for key, owners in lost.items():
-                txn.evict(key, owners)
-
-        if lost:
-            self._write(apply)
-
     def _encode(self, batch: Sequence[tuple[KVIdentity, set[bytes]]]) -> None:
         identities = [identity for identity, _ in batch]
         made = zip(identities, self._repair_source.encode(identities), strict=True)
         records = {identity: encode_record(kv, identity, self._codec) for identity, kv in made}
 
-        def apply(txn: Transaction) -> None:
-            for identity, owners in batch:
-                there = [owner for owner in owners if txn.get("places", owner) is not None]
-                if not there:
-                    continue  # the documents were deleted in the meantime
+        def put(txn: Transaction, one: tuple[KVIdentity, set[bytes]]) -> None:
+            identity, owners = one
+            there = [owner for owner in owners if txn.get("places", owner) is not None]
+            if there:  # else the documents were deleted in the meantime
                 txn.put_record(records[identity])
-                for owner in there:
-                    txn.refer(owner, records[identity].key)
+            for owner in there:
+                txn.refer(owner, records[identity].key)
 
-        self._write(apply, need=sum(record.stored_bytes for record in records.values()))
+        self._write(for_each(batch, put), need=sum(record.stored_bytes for record in records.values()))
 
     def _repair_reference(self, owner: bytes, key: bytes) -> None:
         """Put a pair into both tables if both ends exist with the same tokens, else into neither."""
