@@ -346,27 +346,6 @@ _BATCH_BYTES = 64 << 20  # dirty pages are kept in memory until their transactio
 _ROOM = 64 << 20
 
 
-def rewrite(source: Transaction, folder: Path, *, size: int, advance: Callable[[int], object]) -> None:
-    """Write the entries of `source`, about `size` bytes, into a new environment in `folder`, and sync it.
-
-    `advance` is called with the bytes of each batch. `lmdb.Error` if there is no room.
-    """
-    map_size = 2 * size + _ROOM  # a limit, not bytes on the disk
-    with closing(
-        lmdb.open(os.fsencode(folder), map_size=map_size, max_dbs=len(TABLES), sync=False, metasync=False, lock=False)
-    ) as target:
-        for name in source.tables:
-            several = TABLES[name]
-            table = target.open_db(name.encode(), dupsort=several, dupfixed=several)
-            if name == "changes":  # only useful to the source's retrieval indexes, and it names deleted documents
-                continue
-            for batch in batches(source.scan(name), _entry_bytes, _BATCH_BYTES):
-                with target.begin(write=True, db=table) as txn, txn.cursor() as cursor:
-                    cursor.putmulti(batch, dupdata=True, append=not several)
-                advance(sum(map(_entry_bytes, batch)))
-        target.sync(True)
-
-
 def _entry_bytes(entry: tuple[bytes, memoryview]) -> int:
     return len(entry[0]) + len(entry[1])
 
@@ -414,9 +393,22 @@ def copy_store(database: Database, folder: Path, *, compact: bool, on_progress: 
 
 
 def _rewrite(database: Database, folder: Path, size: int, progress: Counter) -> None:
-    with database.read() as txn:
+    """Write the entries of a snapshot, about `size` bytes, into a new environment in `folder`, and sync it."""
+    map_size = 2 * size + _ROOM  # a limit, not bytes on the disk
+    options: dict[str, Any] = {"map_size": map_size, "max_dbs": len(TABLES), "sync": False, "metasync": False}
+    with database.read() as source:
         try:
-            rewrite(txn, folder, size=size, advance=progress.add)
+            with closing(lmdb.open(os.fsencode(folder), lock=False, **options)) as target:
+                for name in source.tables:
+                    several = TABLES[name]
+                    table = target.open_db(name.encode(), dupsort=several, dupfixed=several)
+                    if name == "changes":  # for the source's retrieval indexes only, and it names deleted documents
+                        continue
+                    for batch in batches(source.scan(name), _entry_bytes, _BATCH_BYTES):
+                        with target.begin(write=True, db=table) as txn, txn.cursor() as cursor:
+                            cursor.putmulti(batch, dupdata=True, append=not several)
+                        progress.add(sum(map(_entry_bytes, batch)))
+                target.sync(True)
         except lmdb.Error as error:
             if is_full(error, folder):
                 raise StoreFullError(f"{folder} cannot be written ({error}): make room and try again") from error
