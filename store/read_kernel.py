@@ -17,10 +17,9 @@ import numpy as np
 import xxhash
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from ragkv.util.kernels import ARGUMENTS, LONG, argument, claimed, compiled, function, integers, once, run
+from ragkv.util.kernels import ARGUMENTS, LONG, argument, claimed, compiled, emits, function, integers, once, run
 
 Bytes = NDArray[np.uint8]
 
@@ -44,28 +43,20 @@ def _exported() -> int:
 _XXH3 = _exported()
 
 
-@intrinsic
-def _digest(context: Any, hashes: Any, place: Any, nbytes: Any) -> Any:
+@emits(types.int64, types.int64, types.int64, types.int64)
+def _digest(b: Any, hashes: Any, place: Any, nbytes: Any) -> Any:
     """Call the function at `hashes` on some bytes."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(LONG, (LONG, LONG))
-        return b.call(b.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
-
-    return types.int64(types.int64, types.int64, types.int64), generate
+    kind = ir.FunctionType(LONG, (LONG, LONG))
+    return b.call(b.inttoptr(hashes, kind.as_pointer()), [place, nbytes])
 
 
-@intrinsic
-def _copied(context: Any, target: Any, source: Any, nbytes: Any) -> Any:
+@emits(types.int64, types.int64, types.int64, types.int64)
+def _copied(b: Any, target: Any, source: Any, nbytes: Any) -> Any:
     """Copy some bytes; returns the address behind the last of them."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        place, flag = ir.IntType(8).as_pointer(), ir.IntType(1)
-        copy = function(b, "llvm.memcpy.p0.p0.i64", ir.VoidType(), place, place, LONG, flag)
-        b.call(copy, [b.inttoptr(arguments[0], place), b.inttoptr(arguments[1], place), arguments[2], flag(0)])
-        return b.add(arguments[0], arguments[2])
-
-    return types.int64(types.int64, types.int64, types.int64), generate
+    place, flag = ir.IntType(8).as_pointer(), ir.IntType(1)
+    copy = function(b, "llvm.memcpy.p0.p0.i64", ir.VoidType(), place, place, LONG, flag)
+    b.call(copy, [b.inttoptr(target, place), b.inttoptr(source, place), nbytes, flag(0)])
+    return b.add(target, nbytes)
 
 
 def _check_and_copy(data):

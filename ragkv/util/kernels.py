@@ -181,124 +181,93 @@ def address(context: Any, array: Any) -> Any:
     return types.int64(array), generate
 
 
-@intrinsic
-def reals(context: Any, place: Any) -> Any:
+def emits(result: Any, *given: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function that kernels can call, with these types of its result and its arguments, of one that gets LLVM's
+    builder and the arguments' values, and returns the result's value."""
+
+    def made(generate: Callable[..., Any]) -> Any:
+        @functools.wraps(generate)  # numba drops the first parameter, which is its own context here
+        def typed(*_arguments: Any) -> Any:
+            return result(*given), lambda _context, b, _signature, values: generate(b, *values)
+
+        return intrinsic(typed)
+
+    return made
+
+
+@emits(types.CPointer(types.float32), types.int64)
+def reals(b: Any, place: Any) -> Any:
     """View the memory at an address as float32 numbers."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        return b.inttoptr(arguments[0], FLOAT.as_pointer())
-
-    return types.CPointer(types.float32)(types.int64), generate
+    return b.inttoptr(place, FLOAT.as_pointer())
 
 
-@intrinsic
-def integers(context: Any, place: Any) -> Any:
+@emits(types.CPointer(types.int64), types.int64)
+def integers(b: Any, place: Any) -> Any:
     """View the memory at an address as int64 numbers."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        return b.inttoptr(arguments[0], LONG.as_pointer())
-
-    return types.CPointer(types.int64)(types.int64), generate
+    return b.inttoptr(place, LONG.as_pointer())
 
 
-@intrinsic
-def octets(context: Any, place: Any) -> Any:
+@emits(types.CPointer(types.uint8), types.int64)
+def octets(b: Any, place: Any) -> Any:
     """View the memory at an address as uint8 numbers."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        return b.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return types.CPointer(types.uint8)(types.int64), generate
+    return b.inttoptr(place, ir.IntType(8).as_pointer())
 
 
-@intrinsic
-def float_of(context: Any, bits: Any) -> Any:
+@emits(types.float32, types.int32)
+def float_of(b: Any, bits: Any) -> Any:
     """The float32 with these bits."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        return b.bitcast(arguments[0], FLOAT)
-
-    return types.float32(types.int32), generate
-
-
-@intrinsic
-def argument(context: Any, data: Any, index: Any) -> Any:
-    """Element `index` of a kernel's argument array."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        return load(b, b.add(arguments[0], b.mul(arguments[1], LONG(8))), LONG, 8)
-
-    return types.int64(types.int64, types.int64), generate
+    return b.bitcast(bits, FLOAT)
 
 
 def _word(b: Any, place: Any, index: Any) -> Any:
     return b.inttoptr(b.add(place, b.mul(index, LONG(8))), LONG.as_pointer())
 
 
-@intrinsic
-def atomic_load(context: Any, place: Any, index: Any) -> Any:
+@emits(types.int64, types.int64, types.int64)
+def argument(b: Any, data: Any, index: Any) -> Any:
+    """Element `index` of a kernel's argument array."""
+    return b.load(_word(b, data, index), align=8)
+
+
+@emits(types.int64, types.int64, types.int64)
+def atomic_load(b: Any, place: Any, index: Any) -> Any:
     """Atomic load of an int64 that other threads write (sequentially consistent)."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        return b.load_atomic(_word(b, *arguments), "seq_cst", 8)
-
-    return types.int64(types.int64, types.int64), generate
+    return b.load_atomic(_word(b, place, index), "seq_cst", 8)
 
 
-@intrinsic
-def atomic_store(context: Any, place: Any, index: Any, value: Any) -> Any:
+@emits(types.void, types.int64, types.int64, types.int64)
+def atomic_store(b: Any, place: Any, index: Any, value: Any) -> None:
     """Atomic store of an int64: threads that see it also see all earlier writes of this thread."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        b.store_atomic(arguments[2], _word(b, *arguments[:2]), "seq_cst", 8)
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    b.store_atomic(value, _word(b, place, index), "seq_cst", 8)
 
 
-@intrinsic
-def compare_and_swap(context: Any, place: Any, index: Any, old: Any, new: Any) -> Any:
+@emits(types.boolean, types.int64, types.int64, types.int64, types.int64)
+def compare_and_swap(b: Any, place: Any, index: Any, old: Any, new: Any) -> Any:
     """Compare and swap an int64; whether it was `old`."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        place, index, old, new = arguments
-        return b.extract_value(b.cmpxchg(_word(b, place, index), old, new, "seq_cst", "seq_cst"), 1)
-
-    return types.boolean(types.int64, types.int64, types.int64, types.int64), generate
+    return b.extract_value(b.cmpxchg(_word(b, place, index), old, new, "seq_cst", "seq_cst"), 1)
 
 
-@intrinsic
-def call_kernel(context: Any, kernel: Any, place: Any) -> Any:
+@emits(types.void, types.int64, types.int64)
+def call_kernel(b: Any, kernel: Any, place: Any) -> None:
     """Call a kernel by its address."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), (LONG,))
-        b.call(b.inttoptr(arguments[0], kind.as_pointer()), [arguments[1]])
-
-    return types.void(types.int64, types.int64), generate
+    kind = ir.FunctionType(ir.VoidType(), (LONG,))
+    b.call(b.inttoptr(kernel, kind.as_pointer()), [place])
 
 
-@intrinsic
-def pause(context: Any) -> Any:
+@emits(types.void)
+def pause(b: Any) -> None:
     """Tell the processor that this thread spin-waits."""
-
-    def generate(_context: Any, b: Any, _signature: Any, _arguments: Any) -> Any:
-        if features():
-            b.call(function(b, "llvm.x86.sse2.pause", ir.VoidType()), [])
-        else:  # on ARM, "yield"
-            b.call(function(b, "llvm.aarch64.hint", ir.VoidType(), INT), [INT(1)])
-
-    return types.void(), generate
+    if features():
+        b.call(function(b, "llvm.x86.sse2.pause", ir.VoidType()), [])
+    else:  # on ARM, "yield"
+        b.call(function(b, "llvm.aarch64.hint", ir.VoidType(), INT), [INT(1)])
 
 
-@intrinsic
-def claimed(context: Any, data: Any) -> Any:
+@emits(types.int64, types.int64)
+def claimed(b: Any, data: Any) -> Any:
     """Claim the next chunk of work units (`run`); returns its first unit."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        chunk = load(b, at(b, arguments[0], 8 * CHUNK), LONG, 8)
-        return b.atomic_rmw("add", b.inttoptr(arguments[0], LONG.as_pointer()), chunk, "monotonic")
-
-    return types.int64(types.int64), generate
+    chunk = load(b, at(b, data, 8 * CHUNK), LONG, 8)
+    return b.atomic_rmw("add", b.inttoptr(data, LONG.as_pointer()), chunk, "monotonic")
 
 
 UNITS, CHUNK, ARGUMENTS = 1, 2, 3
