@@ -39,7 +39,7 @@ from ragkv.server.errors import ApiError, stopping_error, too_many
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
 from ragkv.store import Store
-from ragkv.util.files import make_folder, open_plain, parse_json, read_plain, remove_tree, replace_plain
+from ragkv.util.files import make_folder, open_plain, read_plain, remove_tree, replace_plain
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -135,19 +135,6 @@ class IngestJob:
         """The job for clients."""
         return self.facts.model_dump()
 
-    def row(self) -> dict[str, Any]:
-        """The job for the journal."""
-        return {"job": self.to_json(), "before": {} if self.over else self.before}
-
-    @classmethod
-    def of_row(cls, row: Any) -> IngestJob:
-        """The job of a journal's row; ValueError if the row is malformed."""
-        try:
-            before = {str(name): str(digest) for name, digest in row["before"].items()}
-            return cls(JobStatus.model_validate(row["job"]), before=before)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError("no job") from error
-
 
 def _report_facts(report: IngestReport) -> ReportReply:
     payload = report.to_json()
@@ -176,7 +163,16 @@ def committed(store: Store, sources: Sequence[SourceFile], before: Mapping[str, 
     return report
 
 
-FORMAT = 1
+class _JournalRow(BaseModel):
+    job: JobStatus
+    before: dict[str, str]
+
+
+class _Journal(BaseModel):
+    format: Literal[1]
+    jobs: list[_JournalRow]
+
+
 _MOST_BYTES = 16 << 20
 _MOST_JOBS = 64
 """More than a queue holds at any time."""
@@ -208,13 +204,11 @@ class JobStore:
         """The jobs as last saved; none, with a warning, if the journal cannot be read."""
         path = self._folder / "journal.json"
         try:
-            found = parse_json(read_plain(path, limit=_MOST_BYTES))
-            if found["format"] != FORMAT:
-                raise ValueError("its format is another")
-            return [IngestJob.of_row(row) for row in found["jobs"][-_MOST_JOBS:]]
+            found = _Journal.model_validate_json(read_plain(path, limit=_MOST_BYTES))
+            return [IngestJob(row.job, before=row.before) for row in found.jobs[-_MOST_JOBS:]]
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError) as error:
             logger.warning("%s is not used, and will be rewritten: %s", path, type(error).__name__)
             return []
 
@@ -229,9 +223,10 @@ class JobStore:
     def save(self, jobs: Sequence[IngestJob]) -> None:
         """Write the state of these jobs to the journal; StoreError if that fails."""
         self._require_held()
-        content = json.dumps({"format": FORMAT, "jobs": [job.row() for job in jobs]}).encode()
+        rows = [_JournalRow(job=job.facts, before={} if job.over else job.before) for job in jobs]
+        content = json.dumps(_Journal(format=1, jobs=rows).model_dump())
         try:
-            replace_plain(self._folder / "journal.json", content)
+            replace_plain(self._folder / "journal.json", content.encode())
         except OSError as error:
             raise refused(self._folder, error) from error
 
