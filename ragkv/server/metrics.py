@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,6 +18,7 @@ from ragkv.types import Answer
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
+M = TypeVar("M")
 QUEUE = 16
 """The number of requests that may wait for a place."""
 PATIENCE_SECONDS = 1.0
@@ -47,27 +48,24 @@ class ConcurrencyLimiter:
         self._trackers: set[RequestTracker] = set()
         self._stopped = False
         self.registry = CollectorRegistry()
-        labels = ["model_name"]
-        self._running = self._gauge("num_requests_running", "Answers that are being generated.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that have no token yet.")
-        self._first = self._histogram("time_to_first_token_seconds", "From the request to its first token.")
-        self._whole = self._histogram("e2e_request_latency_seconds", "From the request to its last token.")
-        self._prompt = Counter("ragkv:prompt_tokens", "Tokens of prompts.", labels, registry=self.registry)
-        self._made = Counter("ragkv:generation_tokens", "Tokens generated.", labels, registry=self.registry)
-        self._done = Counter(
-            "ragkv:request_success", "Finished answers.", [*labels, "finished_reason"], registry=self.registry
-        )
-        self._looked = Counter("ragkv:prefix_cache_queries", "Chunks needed.", labels, registry=self.registry)
-        self._stored = Counter("ragkv:prefix_cache_hits", "Chunks whose KV was stored.", labels, registry=self.registry)
+        made = self._metric
+        self._running = made(Gauge, "num_requests_running", "Answers that are being generated.")
+        self._waiting = made(Gauge, "num_requests_waiting", "Requests that have no token yet.")
+        first, last = "From the request to its first token.", "From the request to its last token."
+        self._first = made(Histogram, "time_to_first_token_seconds", first, buckets=_SECONDS)
+        self._whole = made(Histogram, "e2e_request_latency_seconds", last, buckets=_SECONDS)
+        self._prompt = made(Counter, "prompt_tokens", "Tokens of prompts.")
+        self._made = made(Counter, "generation_tokens", "Tokens generated.")
+        self._done = made(Counter, "request_success", "Finished answers.", "finished_reason")
+        self._looked = made(Counter, "prefix_cache_queries", "Chunks needed.")
+        self._stored = made(Counter, "prefix_cache_hits", "Chunks whose KV was stored.")
         self._responses = Counter(
             "ragkv:http_requests",
             "HTTP requests by the status of their response; 499: the client went away.",
             ["method", "handler", "status"],
             registry=self.registry,
         )
-        self._jobs = Counter(
-            "ragkv:ingest_jobs", "Ingest jobs that have ended.", [*labels, "state"], registry=self.registry
-        )
+        self._jobs = made(Counter, "ingest_jobs", "Ingest jobs that have ended.", "state")
 
     def job_ended(self, name: str, state: str) -> None:
         """Count an ingest job of the index `name`: done, failed, cancelled or interrupted."""
@@ -140,11 +138,8 @@ class ConcurrencyLimiter:
         """All metrics in Prometheus' format."""
         return generate_latest(self.registry)
 
-    def _gauge(self, name: str, says: str) -> Gauge:
-        return Gauge(f"ragkv:{name}", says, ["model_name"], registry=self.registry)
-
-    def _histogram(self, name: str, says: str) -> Histogram:
-        return Histogram(f"ragkv:{name}", says, ["model_name"], buckets=_SECONDS, registry=self.registry)
+    def _metric(self, kind: Callable[..., M], name: str, says: str, *labels: str, **more: Any) -> M:
+        return kind(f"ragkv:{name}", says, ["model_name", *labels], registry=self.registry, **more)
 
 
 class IndexMetrics:
