@@ -12,7 +12,6 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import accumulate, islice, zip_longest
 from math import log
 from pathlib import Path
@@ -195,9 +194,9 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
         return await asyncio.get_running_loop().run_in_executor(limiter.asks, _prepared, rag, body)
 
     @routes.get("/indexes", response_model=IndexListing)
-    async def indexes() -> Json:
+    def indexes() -> Json:
         """The indexes, and what may be asked of each."""
-        return Json({"indexes": await asyncio.to_thread(all_facts, served.available())})
+        return Json({"indexes": all_facts(served.available())})
 
     @routes.post("/indexes/{name}/query", response_model=AnswerReply, responses=EVENTS)
     async def query(name: str, body: QueryRequest, request: Request) -> Response:
@@ -234,7 +233,7 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
         return Json({"chunks": [{**each.to_json(), "url": url_of(each)} for each in found]})
 
     @routes.get("/indexes/{name}/documents", response_model=DocumentListing)
-    async def documents(
+    def documents(
         index: Annotated[str, PathParameter(alias="name")],
         limit: Limit = 100,
         after: str = "",
@@ -242,12 +241,11 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
         where: Annotated[FailFastList[str], Query()] = [],  # noqa: B006 - FastAPI copies it
     ) -> Json:
         """The documents in the order of their ids; `name` is a part of their source's name, or a pattern (`*.md`)."""
-        page = partial(document_page, served.index(index), pattern, where, after=after, limit=limit)
-        return Json(await asyncio.to_thread(page))
+        return Json(document_page(served.index(index), pattern, where, after=after, limit=limit))
 
     # an id is usually a path: its slashes are percent-encoded, unlike those of the route
     @routes.get("/indexes/{name}/documents/{document_id:path}/chunks", response_model=ChunkPage)
-    async def chunks(
+    def chunks(
         name: str, document_id: str, request: Request, limit: Limit = 100, after: Annotated[int, Query(ge=-1)] = -1
     ) -> Json:
         """A document's chunks in order, those behind the ordinal `after`."""
@@ -255,18 +253,18 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
         if not request.scope.get("raw_path", b"/chunks").endswith(
             b"/chunks"
         ):  # the id itself ends in an encoded "/chunks"
-            return await _document(rag, f"{document_id}/chunks")
-        return Json(await asyncio.to_thread(_chunk_page, rag, document_id, after, limit))
+            return _document(rag, f"{document_id}/chunks")
+        return Json(_chunk_page(rag, document_id, after, limit))
 
     @routes.get("/indexes/{name}/documents/{document_id:path}", response_model=DocumentText)
-    async def document(name: str, document_id: str) -> Json:
+    def document(name: str, document_id: str) -> Json:
         """One document."""
-        return await _document(served.index(name), document_id)
+        return _document(served.index(name), document_id)
 
     @routes.get("/indexes/{name}/chunks/{chunk_id:path}", response_model=ShownChunk)
-    async def chunk(name: str, chunk_id: str) -> Json:
+    def chunk(name: str, chunk_id: str) -> Json:
         """One chunk, as sources link to it."""
-        found = await asyncio.to_thread(served.index(name).store.chunk, chunk_id)
+        found = served.index(name).store.chunk(chunk_id)
         if found is None:
             raise ApiError(404, "There is no such chunk; its document may have changed.", code="not_found")
         return Json(ShownChunk.of(found).model_dump())
@@ -303,8 +301,8 @@ def _searched(rag: RagKV, body: SearchRequest) -> list[Source]:
     return [source_of(scored) for scored in rag.retrieve(**body.model_dump())]
 
 
-async def _document(rag: RagKV, document_id: str) -> Json:
-    found = await asyncio.to_thread(document_facts, rag, document_id)
+def _document(rag: RagKV, document_id: str) -> Json:
+    found = document_facts(rag, document_id)
     if found is None:
         raise _no_document()
     return Json(found)
@@ -530,19 +528,18 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
         return Json(_job_reply(job), 202, headers={"location": f"/api/indexes/{quote(name)}/jobs/{identifier}"})
 
     @routes.post("/indexes/{name}/changes", status_code=202, include_in_schema=False)
-    async def follow(name: str, changes: ChangesBody, request: Request) -> Json:
+    def follow(name: str, changes: ChangesBody, request: Request) -> Json:
         """Ingest files of this machine in place: only for commands of the server's user, at the index's socket."""
         if LocalRequest.of(request) is None:
             raise ApiError(404, "Not Found", code="not_found")
-        queue = await asyncio.to_thread(manager.queue, name)
-        return Json(_job_reply(await asyncio.to_thread(queue.follow, await asyncio.to_thread(changes.found))), 202)
+        return Json(_job_reply(manager.queue(name).follow(changes.found())), 202)
 
     @routes.delete("/indexes/{name}/documents/{document_id:path}", response_model=Deletion)
-    async def delete(name: str, document_id: str) -> Json:
+    def delete(name: str, document_id: str) -> Json:
         """Delete a document with all that only it needed. Answers on their way keep what they have."""
         rag = manager.writable(name)
         try:
-            found = await asyncio.to_thread(rag.delete, document_id, timeout=1, on_wait=lambda _: None)
+            found = rag.delete(document_id, timeout=1, on_wait=lambda _: None)
         except StoreBusyError as error:
             message = "Documents are being added to the index: delete again when that has ended."
             raise ApiError(409, message, code="busy", headers={"retry-after": "10"}) from error
@@ -551,30 +548,25 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
         return Json({"deleted": document_id})
 
     @routes.get("/indexes/{name}/jobs", response_model=JobListing)
-    async def jobs(name: str) -> Json:
+    def jobs(name: str) -> Json:
         """The ingest jobs, of those that have ended the last 32."""
-        return Json({"jobs": [job.to_json() for job in await asyncio.to_thread(manager.jobs, name)]})
+        return Json({"jobs": [job.to_json() for job in manager.jobs(name)]})
 
     @routes.get("/indexes/{name}/jobs/{job_id}", response_model=JobReply)
-    async def job(name: str, job_id: str) -> Json:
+    def job(name: str, job_id: str) -> Json:
         """One job."""
-        return Json(_job_reply(await _job(name, job_id)))
+        return Json(_job_reply(manager.queue(name).job(job_id)))
 
     @routes.get("/indexes/{name}/jobs/{job_id}/events", response_class=Response, responses=_EVENTS)
-    async def events(name: str, job_id: str) -> Response:
+    def events(name: str, job_id: str) -> Response:
         """A job's progress and its end, as server-sent events."""
-        events = with_comments(_events(await _job(name, job_id)))
+        events = with_comments(_events(manager.queue(name).job(job_id)))
         return StreamingResponse(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     @routes.delete("/indexes/{name}/jobs/{job_id}", response_model=JobReply)
-    async def cancel(name: str, job_id: str) -> Json:
+    def cancel(name: str, job_id: str) -> Json:
         """End a job; what it has committed stays. The one that runs ends between two batches of its work."""
-        queue = await asyncio.to_thread(manager.queue, name)
-        return Json(_job_reply(await asyncio.to_thread(queue.cancel, job_id)))
-
-    async def _job(name: str, job_id: str) -> IngestJob:
-        queue = await asyncio.to_thread(manager.queue, name)
-        return await asyncio.to_thread(queue.job, job_id)
+        return Json(_job_reply(manager.queue(name).cancel(job_id)))
 
     return routes
 
