@@ -55,6 +55,13 @@ class Result:
     tokens: int = 0
 
 
+def _answer_of(result: Result) -> Answer:
+    if result.error is not None:
+        raise result.error
+    assert result.answer is not None
+    return result.answer
+
+
 class Answers(Iterator[Result]):
     """An iterator of the results of many questions in order of completion; leaving its context cancels the rest.
 
@@ -105,13 +112,8 @@ class Answers(Iterator[Result]):
 
     def in_order(self) -> list[Answer]:
         """All answers in question order; the first error ends the rest and is raised."""
-        found: dict[int, Answer] = {}
         with self:
-            for result in self:
-                if result.error is not None:
-                    raise result.error
-                assert result.answer is not None
-                found[result.number] = result.answer
+            found = {result.number: _answer_of(result) for result in self}
         return [found[number] for number in sorted(found)]
 
     def _run(self) -> Generator[Result]:
@@ -234,13 +236,8 @@ class AsyncAnswers:
 
     async def in_order(self) -> list[Answer]:
         """Like `Answers.in_order`."""
-        found: dict[int, Answer] = {}
         async with self:
-            async for result in self:
-                if result.error is not None:
-                    raise result.error
-                assert result.answer is not None
-                found[result.number] = result.answer
+            found = {result.number: _answer_of(result) async for result in self}
         return [found[number] for number in sorted(found)]
 
     def _run(self) -> AsyncGenerator[Result]:
