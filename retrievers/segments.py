@@ -37,6 +37,7 @@ from ragkv.errors import RetrievalError
 from ragkv.retrievers.arrays import IdSet, IdTable, keys_of
 from ragkv.retrievers.base import Hit, best_hits
 from ragkv.util.files import (
+    closing_descriptor,
     is_folder,
     make_folder,
     open_plain,
@@ -88,16 +89,14 @@ def save_index(
 @contextmanager
 def alone(folder: Path, name: str) -> Iterator[None]:
     """Hold the lock for saving the index in `folder`; `SavedElsewhereError` if another holds it."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with closing_descriptor(opened) as descriptor:
         with suppress(OSError):  # without locks in the file system the last save wins
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise SavedElsewhereError(f"The {name} index in {folder} is being saved by another process.") from None
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _written(

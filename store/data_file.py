@@ -37,7 +37,7 @@ import lmdb.verify as lmdb_verify
 from ragkv.errors import CorruptStoreError, StoreError, StoreGoneError
 from ragkv.store.codecs import DamagedError
 from ragkv.store.tables import TABLES, VALUE_BYTES
-from ragkv.util.files import is_folder, key_file, open_plain, read_plain, require_plain
+from ragkv.util.files import closing_descriptor, is_folder, key_file, open_plain, read_plain, require_plain
 
 HEAD_BYTES = 16
 """Bytes of the head of a page of LMDB."""
@@ -287,14 +287,12 @@ class Reserve:
         """
         if end <= self._end:
             return
-        descriptor = os.open(self._data, os.O_RDWR)
-        try:
-            os.posix_fallocate(descriptor, used, end - used)
-        except OSError as error:
-            if error.errno not in _CANNOT:
-                raise
-        finally:
-            os.close(descriptor)
+        with closing_descriptor(os.open(self._data, os.O_RDWR)) as descriptor:
+            try:
+                os.posix_fallocate(descriptor, used, end - used)
+            except OSError as error:
+                if error.errno not in _CANNOT:
+                    raise
         self._end = end
 
 
@@ -623,11 +621,8 @@ class TrustStamp:
         try:
             path = self._path()
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT, 0o600)
-            try:
+            with closing_descriptor(open_plain(path, os.O_WRONLY | os.O_CREAT, 0o600)) as descriptor:
                 os.pwrite(descriptor, stamp.encode().ljust(_STAMP_BYTES), 0)
-            finally:
-                os.close(descriptor)
         except (OSError, RuntimeError) as error:
             if not self._warned:
                 logger.info(

@@ -21,7 +21,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlencode
@@ -30,6 +30,7 @@ import ragkv
 from ragkv import errors
 from ragkv.errors import IngestError, RagkvError
 from ragkv.types import Answer
+from ragkv.util.files import closing_descriptor
 
 if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
@@ -71,10 +72,10 @@ _HELD = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 class LocalSocket:
     """A server's socket: it listens until `close`."""
 
-    def __init__(self, folder: int, lock: int, listening: socket.socket) -> None:
+    def __init__(self, folder: int, listening: socket.socket, held: ExitStack) -> None:
         self._folder = folder
-        self._lock = lock
         self.listening = listening
+        self._held = held
 
     @classmethod
     def make(cls, index: Path) -> LocalSocket:
@@ -85,29 +86,22 @@ class LocalSocket:
         """
         with suppress(FileExistsError):
             (index / FOLDER).mkdir(0o700)
-        folder = os.open(index / FOLDER, _ENTER)
-        try:
+        with ExitStack() as stack:
+            folder = stack.enter_context(closing_descriptor(os.open(index / FOLDER, _ENTER)))
             if os.fstat(folder).st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "it belongs to another user", str(index / FOLDER))
             os.fchmod(folder, 0o700)
             lock = os.open(_LOCK, _HELD | os.O_CREAT, 0o600, dir_fd=folder)
-            try:
-                _hold(lock)
-                return cls(folder, lock, _listen(index, folder))
-            except BaseException:
-                os.close(lock)
-                raise
-        except BaseException:
-            os.close(folder)
-            raise
+            stack.enter_context(closing_descriptor(lock))
+            _hold(lock)
+            return cls(folder, _listen(index, folder), stack.pop_all())
 
     def close(self) -> None:
         """Stop listening: remove the socket, then release the lock."""
         with suppress(OSError):  # the index is gone, or may not be written any more
             os.unlink(_SOCKET, dir_fd=self._folder)
         self.listening.close()
-        os.close(self._lock)
-        os.close(self._folder)
+        self._held.close()
 
 
 def connect(index: Path, *, seconds: float) -> socket.socket | None:
@@ -140,12 +134,8 @@ def connect(index: Path, *, seconds: float) -> socket.socket | None:
 def is_free(index: Path) -> bool:
     """Whether no server holds the index's socket."""
     try:
-        with _private(index) as folder:
-            lock = os.open(_LOCK, _HELD, dir_fd=folder)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            finally:
-                os.close(lock)
+        with _private(index) as folder, closing_descriptor(os.open(_LOCK, _HELD, dir_fd=folder)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
@@ -166,14 +156,11 @@ def peer_uid(connection: socket.socket) -> tuple[int | None, int]:
 @contextmanager
 def _private(index: Path) -> Iterator[int]:
     """A descriptor of the folder; `OSError` unless this user owns it and no other user may enter it."""
-    folder = os.open(index / FOLDER, _ENTER)
-    try:
+    with closing_descriptor(os.open(index / FOLDER, _ENTER)) as folder:
         found = os.fstat(folder)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise PermissionError(errno.EPERM, "it is not private to this user", str(index / FOLDER))
         yield folder
-    finally:
-        os.close(folder)
 
 
 def _address(index: Path, folder: int) -> str:
@@ -215,13 +202,9 @@ def _hold(lock: int, *, tries: int = 40) -> None:
 
 def _remove_stale(folder: int) -> None:
     """Remove the socket that refused, unless a server is about to replace it."""
-    with suppress(OSError):
-        lock = os.open(_LOCK, _HELD, dir_fd=folder)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(_SOCKET, dir_fd=folder)
-        finally:
-            os.close(lock)
+    with suppress(OSError), closing_descriptor(os.open(_LOCK, _HELD, dir_fd=folder)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(_SOCKET, dir_fd=folder)
 
 
 ANSWER_SECONDS = 15.0

@@ -28,8 +28,8 @@ import secrets
 import shutil
 import stat
 import tomllib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,15 @@ def is_folder(path: Path) -> bool:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:
         return False
+
+
+@contextmanager
+def closing_descriptor(descriptor: int) -> Iterator[int]:
+    """Close a file descriptor at the end of the block."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
@@ -161,11 +170,8 @@ def remove_tree(path: Path) -> None:
 
 def sync_path(path: Path) -> None:
     """Sync a file's bytes, or a folder's names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    with closing_descriptor(os.open(path, os.O_RDONLY)) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def refusal(error: Exception) -> str:
