@@ -41,13 +41,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory, model_folder: Path):
         yield made
 
 
-@pytest.fixture
-def rag(tmp_path, documents, model_folder):
-    with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
-        made.ingest(documents)
-        yield made
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_answer_and_all_that_belongs_to_it(kept, engine):
     answer = kept.query("Who founded Halden Works?", engine=engine, top_k=2, max_new_tokens=5)
@@ -74,14 +67,6 @@ def test_an_answer_and_all_that_belongs_to_it(kept, engine):
     assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens", "memory_hits"}
 
 
-def test_streamed_pieces_are_the_answer(kept):
-    stream = kept.stream("Who founded Halden Works?", engine="block", max_new_tokens=12)
-    with pytest.raises(ValueError, match="not finished"):
-        _ = stream.answer
-    assert "".join(stream).strip() == stream.answer.text
-    assert stream.answer.text == kept.query("Who founded Halden Works?", engine="block", max_new_tokens=12).text
-
-
 def test_ape_block_and_pced_never_read_the_text_again(kept, monkeypatch):
     """They read stored KV: chunk tokens never go through the model."""
     lengths = []  # tokens that each row reads in each step
@@ -104,44 +89,23 @@ def test_ape_block_and_pced_never_read_the_text_again(kept, monkeypatch):
     assert lengths[0][0] > question + 50
 
 
-def test_a_miss_is_encoded_stored_and_counted(tmp_path, documents, model_folder):
-    settings = {"engines": ("block",), "tuning": STANDALONE, "chunk_tokens": 128}
-    with RagKV.create(tmp_path / "index", model=str(model_folder), **settings) as rag:
-        rag.ingest(documents)
-        records = rag.stats().kv_records
-        first = rag.query("Who founded Halden Works?", engine="ape", top_k=2, max_new_tokens=6)
-        assert (first.kv.hits, first.kv.misses) == (0, 2)
-        rag.settle()
-        assert rag.stats().kv_records > records
-        assert rag.stats().orphans == 0
-        again = rag.query("Who founded Halden Works?", engine="ape", top_k=2, max_new_tokens=6)
-        assert (again.kv.hits, again.kv.misses) == (2, 0)
-        assert again.text == first.text
-
-
-def test_a_second_ingest_does_nothing_and_loads_no_model(tmp_path, documents, model_folder):
+def test_an_ingest_encodes_only_what_has_changed_and_else_loads_no_model(tmp_path, documents, model_folder):
     index = tmp_path / "index"
     with RagKV.create(index, model=str(model_folder), chunk_tokens=128) as rag:
         first = rag.ingest(documents)
-        assert len(first.added) == 2
-        assert first.kv_encoded == 2
+        assert (len(first.added), first.kv_encoded) == (2, 2)
     with RagKV.open(index) as rag:
         second = rag.ingest(documents)
         assert (len(second.unchanged), second.kv_encoded, second.tokens) == (2, 0, 0)
         assert rag.index._model is None
-
-
-def test_one_changed_file_encodes_its_chunks_alone(rag, documents):
-    (documents / "bolt.txt").write_text("Bolt Ltd makes springs. Bolt Ltd was founded by Ann Lee in Varn.")
-    report = rag.ingest(documents)
-    assert [Path(p).name for p in report.updated] == ["bolt.txt"]
-    assert [Path(p).name for p in report.unchanged] == ["halden.md"]
-    assert report.kv_encoded == 1
-    assert rag.stats().chunks == 2
-    assert rag.stats().orphans == 0
-    [best, *_] = rag.retrieve("springs")
-    assert "springs" in best.chunk.text
-    assert rag.retrieve("valves") == []
+        (documents / "bolt.txt").write_text("Bolt Ltd makes springs. Bolt Ltd was founded by Ann Lee in Varn.")
+        report = rag.ingest(documents)
+        assert [Path(p).name for p in report.updated] == ["bolt.txt"]
+        assert [Path(p).name for p in report.unchanged] == ["halden.md"]
+        assert report.kv_encoded == 1
+        assert (rag.stats().chunks, rag.stats().orphans) == (2, 0)
+        assert "springs" in rag.retrieve("springs")[0].chunk.text
+        assert rag.retrieve("valves") == []
 
 
 def test_an_ingest_that_is_ended_at_its_search_indexes_has_lost_nothing(tmp_path, documents, model_folder):
@@ -249,56 +213,6 @@ def test_an_index_of_before_goes_on_over_standalone_chunk_kv(tmp_path, documents
             assert (found.text == answer) == (written == "")
 
 
-def test_a_changed_prompt_makes_prefixed_kv_anew_and_keeps_standalone(tmp_path, documents, model_folder):
-    index = tmp_path / "index"
-    with RagKV.create(index, model=str(model_folder), chunk_tokens=128, tuning=STANDALONE) as rag:
-        assert len(rag.ingest(documents).added) * len(rag.index.encodings) == rag.stats().kv_records == 4
-    text = (index / CONFIG_FILE).read_text()
-    (index / CONFIG_FILE).write_text(text.replace("in one or two sentences", "in verse"))
-    with RagKV.open(index) as rag:
-        block = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=1)
-        assert (block.kv.hits, block.kv.misses) == (2, 0)
-        ape = rag.query("Who founded Halden Works?", engine="ape", max_new_tokens=1)
-        assert (ape.kv.hits, ape.kv.misses) == (0, 2)
-
-
-def test_a_damaged_record_is_a_miss_and_is_made_again(rag):
-    import lmdb
-
-    answer = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=4)
-    folder = rag.folder
-    rag.close()
-    with lmdb.open(str(folder / "store"), max_dbs=16) as environment:
-        table = environment.open_db(b"segments")
-        with environment.begin(write=True, db=table) as transaction:
-            for key, value in list(transaction.cursor()):
-                transaction.put(key, bytes([value[0] ^ 1]) + value[1:])
-    with RagKV.open(folder) as again:
-        hurt = again.query("Who founded Halden Works?", engine="block", max_new_tokens=4)
-        assert hurt.kv.misses == 2
-        assert hurt.text == answer.text
-        healed = again.query("Who founded Halden Works?", engine="block", max_new_tokens=4)
-        assert (healed.kv.hits, healed.kv.misses) == (2, 0)
-
-
-@pytest.mark.parametrize("engine", ["ape", "block", "pced"])
-def test_what_one_query_loaded_the_next_finds_in_memory(rag, engine, monkeypatch):
-    def ask(of=rag):
-        return of.query("Who founded Halden Works?", engine=engine, top_k=2, max_new_tokens=6)
-
-    first = ask()
-    assert (first.kv.hits, first.kv.misses, first.kv.memory_hits) == (2, 0, 0)
-    ask()  # the first stored the prefix's KV, which is read once
-    with RagKV.open(rag.folder, device="cpu") as other:  # another object in the same process
-        monkeypatch.setattr(type(rag.store), "get_many", lambda *_, **__: pytest.fail("read from the store"))
-        again = ask(other)
-    assert (again.kv.hits, again.kv.misses, again.kv.memory_hits) == (2, 0, 2)
-    assert (again.text, again.kv.bytes, again.kv.tokens) == (first.text, first.kv.bytes, first.kv.tokens)
-    use = rag.memory_use()
-    assert use.bytes == first.kv.bytes + rag.kv_loader.prefix().nbytes
-    assert (use.entries, use.evictions) == (3, 0)
-
-
 def test_without_a_budget_every_query_reads(tmp_path, documents, model_folder, monkeypatch):
     settings = {"device": "cpu", "chunk_tokens": 128, "memory_budget": "0"}
     with RagKV.create(tmp_path / "index", model=str(model_folder), **settings) as rag:
@@ -310,15 +224,6 @@ def test_without_a_budget_every_query_reads(tmp_path, documents, model_folder, m
     monkeypatch.setenv("RAGKV_MEMORY_BUDGET", "1MiB")
     with RagKV.open(tmp_path / "index", device="cpu") as rag:
         assert rag.memory_use().budget == 1 << 20
-
-
-def test_deleted_documents_leave_memory_too(rag, documents):
-    rag.query("Who founded Halden Works?", engine="block", top_k=2, max_new_tokens=1)
-    before = rag.memory_use()
-    (documents / "bolt.txt").unlink()
-    rag.ingest(documents, prune=True)
-    after = rag.memory_use()
-    assert (after.entries, after.drops) == (before.entries - 1, before.drops + 1)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
