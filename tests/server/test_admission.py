@@ -58,20 +58,6 @@ def test_more_than_a_few_are_told_to_come_again():
     asyncio.run(run())
 
 
-def test_nobody_waits_for_ever():
-    async def run():
-        limiter = ConcurrencyLimiter(1, patience=0.0)
-        first = limiter.enter("a")
-        with pytest.raises(ApiError) as refused:
-            await limiter.admit("a")
-        assert refused.value.status == 429
-        first.leave()
-        assert limiter.inside == 0
-        await limiter.admit("a")
-
-    asyncio.run(run())
-
-
 def test_every_response_is_counted_by_its_status(app, limiter, call_on):
     def ask(method, path, **more):
         return call_on(app, method, path, around=lambda app: guarded(app, responded=limiter.responded), **more)

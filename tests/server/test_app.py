@@ -16,7 +16,6 @@ from guarded import Lengths, guarded, posted
 
 from ragkv import RagKV
 from ragkv.index.answer import AnswerStream
-from ragkv.server.errors import ApiError
 from ragkv.types import ScoredChunk
 
 QUESTION = "Who founded Halden Works?"
@@ -345,13 +344,6 @@ def test_what_an_answer_needed_and_what_was_stored_of_it_are_counted(limiter):
     limiter.enter("two").finished(answer, prompt=7, generated=4)
     for name, value in (("prefix_cache_queries", 5), ("prefix_cache_hits", 2), ("generation_tokens", 4)):
         assert f'ragkv:{name}_total{{model_name="two"}} {value}.0'.encode() in limiter.text()
-
-
-def test_who_comes_when_it_stops_is_told(limiter):
-    limiter.stop()
-    with pytest.raises(ApiError) as result:
-        limiter.enter("two")
-    assert result.value.status == 503
 
 
 def test_too_many_requests_are_told_to_come_again(chat, limiter):
