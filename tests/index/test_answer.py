@@ -84,29 +84,6 @@ def test_a_stop_string_cuts_the_answer(rag):
     assert stream.answer.finish_reason == "stop"
 
 
-def test_cancelled_from_another_thread_while_a_token_is_computed(rag, monkeypatch):
-    whole = rag.query(QUESTION, engine="ape", max_new_tokens=60)
-    stream = rag.stream(QUESTION, engine="ape", max_new_tokens=60)
-    honest, steps = rag.model.step, []
-
-    def counted(sequences, ids, **more):
-        steps.append(ids)
-        if len(steps) == 6:
-            other = threading.Thread(target=stream.cancel)
-            other.start()
-            other.join()
-        return honest(sequences, ids, **more)
-
-    monkeypatch.setattr(rag.model, "step", counted)
-    text = "".join(stream)
-    assert len(steps) == 6  # the token being computed is the last one
-    assert stream.answer.finish_reason == "cancelled"
-    assert stream.answer.text == text.strip()
-    assert whole.text.startswith(stream.answer.text)
-    assert [s.document for s in stream.answer.sources] == [s.document for s in whole.sources]
-    assert stream.answer.kv.hits == 3
-
-
 def test_cancelled_before_it_began_or_left_early(rag, monkeypatch):
     stream = rag.stream(QUESTION, max_new_tokens=60)
     stream.cancel()
