@@ -176,19 +176,6 @@ def test_another_embedder_is_refused_until_all_is_embedded_anew(rag, documents, 
         assert best.stages["dense"] > 0.5
 
 
-def test_an_index_without_an_embedder_says_so(tmp_path, documents, model_folder):
-    with make(tmp_path / "index", model_folder, embedder="none", reranker="none") as rag:
-        rag.ingest(documents)
-        assert rag.config.retrieval == "bm25"
-        assert rag.retrieve("valves")[0].source == "bolt.txt"
-        with pytest.raises(RetrievalError, match="without an embedder"):
-            rag.retrieve("valves", retrieval="dense")
-        with pytest.raises(RetrievalError, match="no reranker"):
-            rag.retrieve("valves", rerank=True)
-    with pytest.raises(ConfigError, match="needs an embedder"):
-        make(tmp_path / "other", model_folder, embedder="none", retrieval="dense")
-
-
 def test_an_index_from_before_embedders_opens_as_it_was(tmp_path, documents, model_folder):
     with make(tmp_path / "index", model_folder, embedder="none", reranker="none") as rag:
         rag.ingest(documents)
