@@ -48,7 +48,7 @@ LIMITS = "[ingest]\nmax_characters = 1\n"
         ("mode", 2, "sparse"),
         ("first chunk", 1, "failed on a text"),
         ("limits of the user file", 1, "ingest.max_characters"),
-        ("Ctrl-C", 130, "interrupted"),
+        ("Ctrl-C", 130, "interrupted before the first document was complete; run the same command to go on.\n"),
         ("Ctrl-C while models load", 130, "interrupted"),
     ],
 )
