@@ -199,6 +199,8 @@ TABLE: list[tuple[str, int, str]] = [
     (MANY, 2, "--questions needs --output"),
     (ASK + " --output a", 2, "--questions needs --output"),
     (MANY + " --output a --stream", 2, "--stream is for one question"),
+    (MANY.replace("questions.jsonl", "garbled/ragkv.toml") + " --output a", 2, "line 1: not valid JSON"),
+    (MANY.replace("questions.jsonl", "strange/empty.txt") + " --output a", 2, "holds no question"),
     (CONTEXT + " --index i", 2, "--index is for searching an index"),
     (CONTEXT + " --top-k 3", 2, "--top-k is for searching an index"),
     (CONTEXT + " --where source=x", 2, "--where is for searching an index"),

@@ -101,14 +101,6 @@ def test_bad_lines_are_named_and_stop_nothing(ask, tmp_path):
         assert what in failed["error"]
 
 
-@pytest.mark.parametrize(("rows", "what"), [(["no json"], "line 1: not valid JSON"), ([], "holds no question")])
-def test_a_file_without_a_question_is_refused(ask, tmp_path, rows, what):
-    done = ask(rows)
-    assert done.code == 2
-    assert what in done.err
-    assert not (tmp_path / "answers.jsonl").exists()
-
-
 def test_a_line_has_options_and_a_context_of_its_own(ragkv, ask, index, tmp_path):
     rows = [
         {"question": ROWS[0]["question"], "engine": "block", "max_new_tokens": 5},
