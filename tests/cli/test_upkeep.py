@@ -131,17 +131,6 @@ def test_a_lost_document_is_named_and_comes_back_without_encoding(ragkv, index, 
     assert ask(ragkv, index, "--engine", "block") == before
 
 
-def test_a_mended_chunk_is_read_again_from_its_file(ragkv, index, documents):
-    with RagKV.open(index, readonly=True) as rag:
-        before = list(rag.store.chunks())
-    edit(index, lambda txn: [flip(txn, "chunks", key) for key in list(txn.keys("chunks"))])
-    assert ragkv("repair", "--index", index).code == 0
-    again = json.loads(ragkv("ingest", documents, "--index", index, "--json").out)
-    assert (len(again["updated"]), again["kv_encoded"]) == (2, 0)
-    with RagKV.open(index, readonly=True) as rag:
-        assert list(rag.store.chunks()) == before
-
-
 def test_the_model_that_was_forgotten_is_the_one_that_made_the_kv(ragkv, index):
     with RagKV.open(index, readonly=True) as rag:
         before = rag.store.get_meta("model")
