@@ -1,12 +1,10 @@
-import io
 import os
 from pathlib import Path
 
-import docx
 import pytest
-from fpdf import FPDF
 from hypothesis import given
 from hypothesis import strategies as st
+from reading import docx_of, pdf_of
 
 from ragkv.errors import UsageError
 from ragkv.ingest import from_bytes
@@ -148,25 +146,9 @@ def test_a_file_that_tells_no_size_is_read_up_to_the_most(tmp_path):
     assert len(source.read(1000)) == 1000
 
 
-def office() -> bytes:
-    out = io.BytesIO()
-    document = docx.Document()
-    document.add_heading("Guide", 1)
-    document.save(out)
-    return out.getvalue()
-
-
-def portable() -> bytes:
-    document = FPDF()
-    document.add_page()
-    document.set_font("helvetica")
-    document.cell(text="Guide")
-    return bytes(document.output())
-
-
 KINDS = [
-    ("pdf", portable()),
-    ("docx", office()),
+    ("pdf", pdf_of("Guide")),
+    ("docx", docx_of("Guide")),
     ("html", b"\n<!DOCTYPE html><p>Guide</p>"),
     ("html", '<?xml version="1.0"?><!-- x --><html><p>Guide</p></html>'.encode("utf-16")),
     ("jsonl", b'{"text": "Guide"}\n{"text": "b"}\n'),

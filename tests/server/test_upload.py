@@ -1,18 +1,16 @@
 """Uploading documents, ingest jobs and deletion, without a socket."""
 
 import dataclasses
-import io
 import json
 import logging
 import shutil
 import threading
 from urllib.parse import quote
 
-import docx
 import pytest
-from fpdf import FPDF
 from guarded import events, guarded
 from heldmodel import HeldModel
+from reading import docx_of, pdf_of
 
 from ragkv import RagKV
 from ragkv.errors import StoreBusyError
@@ -79,26 +77,12 @@ def left(rag):
     return {path.name for path in (rag.folder / "jobs").iterdir()} - {"journal.json", "lock"}
 
 
-def office():
-    document = docx.Document()
-    document.add_paragraph("Kesk Mills makes flour.")
-    document.save(out := io.BytesIO())
-    return out.getvalue()
-
-
-def portable():
-    document = FPDF()
-    document.add_page()
-    document.set_font("helvetica")
-    document.cell(text="Kesk Mills makes flour.")
-    return bytes(document.output())
-
-
 def test_files_of_every_kind_become_documents_as_an_ingest_keeps_them(own, send, ended, call):
     page = b"<html><head><title>Kesk</title></head><body><h1>Mills</h1><p>" + TEXT * 40 + b"</p></body></html>"
     files = [
         ("a.txt", TEXT), ("notes/b.md", b"# Kesk\n\n" + TEXT), ("c.html", page),
-        ("d.pdf", portable()), ("e.docx", office()), ("f.csv", b"name,makes\nKesk Mills,flour\n"),
+        ("d.pdf", pdf_of(TEXT.decode())), ("e.docx", docx_of(TEXT.decode())),
+        ("f.csv", b"name,makes\nKesk Mills,flour\n"),
         ("g.jsonl", b'{"text": "Kesk Mills makes flour."}\n'), ("h", b'{"text": "Kesk Mills makes flour."}'),
     ]  # fmt: skip
     job = ended(send(*files))

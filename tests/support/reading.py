@@ -1,9 +1,12 @@
-"""Read bytes as `ragkv ingest` reads a file, or return the reason for skipping it."""
+"""Read bytes as `ragkv ingest` reads a file, or return the reason for skipping it; small files to read."""
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
+import docx
 import pytest
+from fpdf import FPDF
 
 from ragkv.ingest.sandbox import SourceText, UnreadableSource, read_source
 from ragkv.ingest.source import SourceFile, find_sources
@@ -33,3 +36,18 @@ def outcome(source: SourceFile, read: Callable[[SourceFile], SourceText] = read_
 def rows(source: SourceText) -> list[tuple[str | None, str]]:
     """(heading, text) of every section, without the blank lines between them."""
     return [(section.heading, source.text[section.start : section.end].strip()) for section in source.sections]
+
+
+def docx_of(text: str) -> bytes:
+    document = docx.Document()
+    document.add_paragraph(text)
+    document.save(out := io.BytesIO())
+    return out.getvalue()
+
+
+def pdf_of(text: str) -> bytes:
+    document = FPDF()
+    document.add_page()
+    document.set_font("helvetica")
+    document.cell(text=text)
+    return bytes(document.output())
