@@ -73,19 +73,15 @@ def generated(model, decoding):
     return whole[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("decoding", SAMPLED, ids=lambda d: f"seed{d.seed}")
-def test_full_draws_what_generate_draws(decoding, make_model):
+GREEDY = [Decoding(repetition_penalty=penalty) for penalty in (1.3, 3.0, 0.5)]
+
+
+@pytest.mark.parametrize("decoding", [*SAMPLED, *GREEDY], ids=lambda d: f"seed{d.seed}-{d.repetition_penalty}")
+def test_full_writes_what_generate_writes(decoding, make_model):
     model = make_model("llama")
-    assert answer(model, "full", decoding) == generated(model, decoding)
-
-
-@pytest.mark.parametrize("penalty", [1.3, 3.0, 0.5])
-def test_greedy_with_a_repetition_penalty_is_generates(penalty, make_model):
-    model, decoding = make_model("llama"), Decoding(repetition_penalty=penalty)
     found = answer(model, "full", decoding)
     assert found == generated(model, decoding)
-    if penalty == 3.0:
-        assert found != answer(model, "full")
+    assert decoding.repetition_penalty < 3 or found != answer(model, "full")
 
 
 @pytest.mark.parametrize("name", ["ape", "block", "pced"])
@@ -306,6 +302,7 @@ def whole(text: str, stops: list[str]) -> str:
 @example(["ab", "ab", "an"], ["aban"])
 @example(["aab"], ["ab"])
 @example(["abcd"], ["abcde", "bc"])
+@example([*"xab#cd#e"], ["ab#d", "#e", "b#cx"])
 def test_stop_strings_cut_the_same_however_the_text_is_split(pieces, stops):
     gate = StopGate(stops)
     shown = ""
@@ -381,13 +378,6 @@ def test_a_stop_string_that_only_the_end_completes():
     assert message() == ("at 字", "length")
     assert message(stop=("字",)) == ("at", "stop")
     assert message(stop=("字!",)) == ("at 字", "length")
-
-
-def test_a_stop_string_is_looked_for_in_all_texts_that_wait(make_model):
-    """Several stop strings; one begins in the middle of another's beginning."""
-    model = make_model("llama")
-    tokens = script(model, "xab#cd#e", stop=["ab#d", "#e", "b#cx"])
-    assert ("".join(t.text for t in tokens), tokens[-1].finish_reason) == ("xab#cd", "stop")
 
 
 @pytest.mark.parametrize("name", ["full", "ape", "pced"])
