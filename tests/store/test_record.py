@@ -524,9 +524,8 @@ def test_a_manifest_cut_short_is_refused(end):
 BASE = KVIdentity(model="ab", encoding=Encoding.PREFIXED, prefix_ids=(1, 2), chunk_ids=(3, 4))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_another_field_is_another_key():
+    others = (
         replace(BASE, model="ac"),
         replace(BASE, encoding=Encoding.STANDALONE, prefix_ids=()),
         replace(BASE, prefix_ids=(1, 5)),
@@ -534,11 +533,8 @@ BASE = KVIdentity(model="ab", encoding=Encoding.PREFIXED, prefix_ids=(1, 2), chu
         replace(BASE, chunk_ids=(3, 5)),
         replace(BASE, chunk_ids=(4, 3)),
         replace(BASE, prefix_ids=(1, 2, 3), chunk_ids=(4,)),
-    ],
-    ids=["model", "encoding", "prefix", "no-prefix", "chunk", "order", "boundary"],
-)
-def test_another_field_is_another_key(other):
-    assert other.key() != BASE.key()
+    )
+    assert len({each.key() for each in (BASE, *others)}) == 1 + len(others)
 
 
 def test_the_schema_version_is_in_the_key(monkeypatch):
@@ -551,8 +547,6 @@ def test_the_key_is_stable_and_strict():
     assert BASE.key().hex() == "73023fd860768c82087dd1e3e3940f11a80474844e09f82e7c29577a1b4a73eb"
     with pytest.raises(ValueError, match="standalone"):
         replace(BASE, encoding=Encoding.STANDALONE)
-    prefixed = replace(BASE, prefix_ids=())
-    assert prefixed.key() != replace(prefixed, encoding=Encoding.STANDALONE).key()
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32])
