@@ -49,21 +49,9 @@ def unhurried(rag, monkeypatch):
     monkeypatch.setattr(rag.index.runtime._stepper._pace, "tokens", 1 << 20)
 
 
-@pytest.fixture
-def steps(rag, monkeypatch):
-    """The number of rows in each forward pass."""
-    counted, step = [], rag.model.step
-
-    def counting(sequences, *arguments, **options):
-        counted.append(len(sequences))
-        return step(sequences, *arguments, **options)
-
-    monkeypatch.setattr(rag.model, "step", counting)
-    return counted
-
-
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_answers_of_one_by_one_in_order_and_in_fewer_steps(rag, engine, steps):
+def test_the_answers_of_one_by_one_in_order_and_in_fewer_steps(rag, engine, steps_of):
+    steps = steps_of(rag.model)
     alone = [rag.query(question, engine=engine, max_new_tokens=4) for question in QUESTIONS]
     one_by_one, _ = len(steps), steps.clear()
     found = rag.query_many(QUESTIONS, engine=engine, max_new_tokens=4)
@@ -219,20 +207,15 @@ def test_closing_the_index_ends_them_all(rag):
         assert own.index.runtime.pool.leased == 0
 
 
-def test_limits_that_are_set_hold_strictly(rag, monkeypatch):
+def test_limits_that_are_set_hold_strictly(rag, steps_of):
     """With a separate model, so that it gets a new runtime."""
     with RagKV.open(rag.folder, device="cpu", max_rows=2, batch_tokens=40) as own:
         own.model.eos_ids = frozenset()
-        counted, step = [], own.model.step
-
-        def counting(sequences, ids, **options):
-            counted.append((len(sequences), sum(map(len, ids))))
-            return step(sequences, ids, **options)
-
         own.kv_loader.prefix()  # encoded separately
-        monkeypatch.setattr(own.model, "step", counting)
+        steps = steps_of(own.model)
         found = own.query_many(QUESTIONS[:4], engine="full", max_new_tokens=3)
         assert [a.text for a in found] == [rag.query(q, engine="full", max_new_tokens=3).text for q in QUESTIONS[:4]]
+        counted = [(len(sequences), sum(map(len, ids))) for sequences, ids in steps]
         rows, tokens = zip(*(each for each in counted if each != (1, 1)), strict=True)
         assert (max(rows), max(tokens)) == (2, 40)
         with pytest.raises(UsageError, match=r"needs 4 rows at a time, but --max-rows is 2; raise it to 4"):
