@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from indexed import indexed, write_texts
 
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE
@@ -15,29 +16,18 @@ from ragkv.ingest import from_bytes
 ENGINES = ["full", "ape", "blend", "block", "pced"]
 
 
-def written(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "halden.md").write_text(
-        "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n\n## Seat\n\nIt is based in Tarn.\n"
-    )
-    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    return folder
-
-
 STANDALONE = {"block": {"over": "standalone"}}
 
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
-    return written(tmp_path / "documents")
+    return write_texts(tmp_path / "documents")
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory, model_folder: Path):
     """An index that tests only query."""
-    folder = tmp_path_factory.mktemp("kept")
-    with RagKV.create(folder / "index", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
-        made.ingest(written(folder / "documents"))
+    with indexed(tmp_path_factory.mktemp("kept"), model=model_folder, chunk_tokens=128) as made:
         yield made
 
 
@@ -67,26 +57,20 @@ def test_an_answer_and_all_that_belongs_to_it(kept, engine):
     assert set(found["kv"]) == {"hits", "misses", "bytes", "tokens", "memory_hits"}
 
 
-def test_ape_block_and_pced_never_read_the_text_again(kept, monkeypatch):
+def test_ape_block_and_pced_never_read_the_text_again(kept, steps_of):
     """They read stored KV: chunk tokens never go through the model."""
-    lengths = []  # tokens that each row reads in each step
-    honest = kept.model.step
-
-    def counted(sequences, ids, **more):
-        lengths.append([len(each) for each in ids])
-        return honest(sequences, ids, **more)
-
-    monkeypatch.setattr(kept.model, "step", counted)
+    steps = steps_of(kept.model)
     question = len(kept.prompt.suffix_ids(kept.model.tokens, "Who founded Halden Works?"))
     kept.query("Who founded Halden Works?", engine="ape", max_new_tokens=1)  # also stores the prefix's KV
     for engine in ("ape", "block", "pced"):
-        lengths.clear()
+        steps.clear()
         kept.query("Who founded Halden Works?", engine=engine, max_new_tokens=3)
-        assert set(lengths[0]) == {question}
-        assert {length for step in lengths[1:] for length in step} <= {1}
-    lengths.clear()
+        first, *later = ([len(each) for each in ids] for _, ids in steps)
+        assert set(first) == {question}
+        assert {length for lengths in later for length in lengths} <= {1}
+    steps.clear()
     kept.query("Who founded Halden Works?", engine="full", max_new_tokens=1)
-    assert lengths[0][0] > question + 50
+    assert len(steps[0][1][0]) > question + 50
 
 
 def test_an_ingest_encodes_only_what_has_changed_and_else_loads_no_model(tmp_path, documents, model_folder):

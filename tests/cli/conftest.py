@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from indexed import write_texts
 from outcome import Result, typed
 
 from ragkv import RagKV
@@ -29,11 +30,7 @@ def ragkv(capsys, monkeypatch) -> Callable[..., Result]:
 
 @pytest.fixture
 def documents(tmp_path) -> Path:
-    folder = tmp_path / "documents"
-    folder.mkdir()
-    (folder / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
-    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    return folder
+    return write_texts(tmp_path / "documents")
 
 
 @pytest.fixture

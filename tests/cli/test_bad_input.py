@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from benchmarkfolder import beir_folder
+from indexed import write_texts
 
 from ragkv import RagKV
 from ragkv.errors import RetrievalError
@@ -41,10 +42,7 @@ EACH = ("query Who?", "ls", "stats", "verify", "repair", "gc", "delete x", "back
 def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[str, Path]:
     """An index that has answered before, so that a question stores nothing; and paths that are not indexes."""
     folder = tmp_path_factory.mktemp("place")
-    documents = folder / "documents"
-    documents.mkdir()
-    (documents / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
-    (documents / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
+    documents = write_texts(folder / "documents")
     with RagKV.create(folder / "made", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
         rag.ingest(documents)
         rag.query("Who founded Halden Works?", max_new_tokens=1)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from indexed import indexed
 from outcome import Result, Terminal
 from script import written
 
-from ragkv import RagKV
 from ragkv.runtime import Runtime
 
 COMPANIES = {
@@ -26,14 +26,13 @@ COMPANIES = {
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chat")
-    for name, (founder, town) in COMPANIES.items():
-        text = f"{name} was founded by {founder}. {name} is based in {town}."
-        (folder / f"{name.split()[0].lower()}.txt").write_text(text)
-    made = RagKV.create(folder / "index", device="cpu", embedder="none", reranker="none", engines=("block", "ape"))
-    with made as rag:
-        rag.ingest(*sorted(folder.glob("*.txt")))
-    return folder / "index"
+    texts = {
+        f"{name.split()[0].lower()}.txt": f"{name} was founded by {founder}. {name} is based in {town}."
+        for name, (founder, town) in COMPANIES.items()
+    }
+    settings = {"embedder": "none", "reranker": "none", "engines": ("block", "ape")}
+    with indexed(tmp_path_factory.mktemp("chat"), texts, **settings) as rag:
+        return rag.folder
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import watchfiles
 from clichild import CliChild
+from indexed import write_texts
 from live import live
 from nightly import NIGHTLY
 
@@ -76,10 +77,7 @@ def save(path: Path, text: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    (folder := tmp_path / "notes").mkdir()
-    for number in range(8):
-        (folder / f"{number}.txt").write_text(f"Mill {number} makes flour.")
-    return folder
+    return write_texts(tmp_path / "notes", {f"{number}.txt": f"Mill {number} makes flour." for number in range(8)})
 
 
 @pytest.fixture

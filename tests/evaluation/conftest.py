@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from indexed import write_texts
 from safetensors.torch import load_file, save_file
 
 from ragkv import RagKV
@@ -23,11 +24,7 @@ TEXTS = {
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
-    folder = tmp_path / "documents"
-    folder.mkdir()
-    for name, text in TEXTS.items():
-        (folder / name).write_text(text)
-    return folder
+    return write_texts(tmp_path / "documents", TEXTS)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 import words
 from benchmarkfolder import CountingEmbedder
+from indexed import indexed
 
 from ragkv import RagKV
 from ragkv.config import MODES, IndexConfig
@@ -436,12 +437,9 @@ SEARCHED = "Who founded Halden Works in Varn?"
 
 def test_scores_are_those_of_an_index(tmp_path, model_folder, monkeypatch):
     words.install(monkeypatch)
-    for number, text in enumerate(TEXTS):
-        (tmp_path / f"{number}.txt").write_text(text)
-    settings = {"model": str(model_folder), "embedder": "words", "reranker": "words", "chunk_tokens": 128}
+    settings = {"model": model_folder, "embedder": "words", "reranker": "words", "chunk_tokens": 128}
     scorer = Scorer(embedder="words", reranker="words", device="cpu")
-    with RagKV.create(tmp_path / "index", device="cpu", **settings) as rag:
-        rag.ingest(*(tmp_path / f"{number}.txt" for number in range(len(TEXTS))))
+    with indexed(tmp_path, {f"{number}.txt": text for number, text in enumerate(TEXTS)}, **settings) as rag:
         for mode, rerank in itertools.product(MODES, (False, True)):
             found = rag.retrieve(SEARCHED, top_k=len(TEXTS), retrieval=mode, rerank=rerank)
             ranked = scorer.rank(SEARCHED, TEXTS, mode, rerank=rerank)

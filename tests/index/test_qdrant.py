@@ -8,6 +8,7 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 import words
+from indexed import PAIR, write_texts
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
@@ -21,11 +22,9 @@ from ragkv.retrievers.arrays import id_key
 from ragkv.retrievers.qdrant import Point
 from ragkv.server.metrics import IndexMetrics
 
-TEXTS = {
-    "halden.md": "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n",
-    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+TEXTS = PAIR | {
     "sub/tarn.md": "# Tarn\n\nTarn lies on the river Ister. Its mayor is Ann Lee.\n",
-    "sub/same.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+    "sub/same.txt": PAIR["bolt.txt"],
     "empty.txt": "?!",
 }
 QUESTIONS = ("Who founded Halden Works?", "Ann Lee of Bolt Ltd", "the river Ister", "zither")
@@ -34,11 +33,7 @@ WHERE = ((), ("source=bolt.txt",), ("source=*.md",), ("source=tarn.md", "source=
 
 @pytest.fixture
 def documents(tmp_path):
-    for name, text in TEXTS.items():
-        path = tmp_path / "documents" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return tmp_path / "documents"
+    return write_texts(tmp_path / "documents", TEXTS)
 
 
 @pytest.fixture

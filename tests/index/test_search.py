@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import words
+from indexed import PAIR, write_texts
 from package import in_child
 from words import WordEmbedder, WordReranker
 
@@ -29,20 +30,12 @@ from ragkv.store import ChunkVectors, Store
 from ragkv.types import Chunk, Document
 from ragkv.util.files import dump_toml, read_toml
 
-FILES = {
-    "halden.md": "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n",
-    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
-    "sub/tarn.md": "# Tarn\n\nTarn lies on the river Ister. Its mayor is Ann Lee.\n",
-}
+FILES = PAIR | {"sub/tarn.md": "# Tarn\n\nTarn lies on the river Ister. Its mayor is Ann Lee.\n"}
 
 
 @pytest.fixture
 def documents(tmp_path: Path) -> Path:
-    folder = tmp_path / "documents"
-    for name, text in FILES.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    return folder
+    return write_texts(tmp_path / "documents", FILES)
 
 
 def make(folder: Path, model_folder, **settings) -> RagKV:

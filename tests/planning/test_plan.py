@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import words
+from indexed import PAIR, write_texts
 from steady import steady
 
 from ragkv import RagKV
@@ -17,11 +18,7 @@ SETTINGS = {"model": "mini", "dtype": "float32", "embedder": "none", "reranker":
 
 @pytest.fixture
 def documents(tmp_path) -> Path:
-    folder = tmp_path / "documents"
-    folder.mkdir()
-    (folder / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n" * 4)
-    (folder / "bolt.txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    return folder
+    return write_texts(tmp_path / "documents", PAIR | {"halden.md": PAIR["halden.md"] * 4})
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from guarded import guarded
 from heldmodel import call_at_third_piece
+from indexed import PAIR, write_texts
 from live import PATIENCE
 
 from ragkv import RagKV
@@ -35,10 +36,8 @@ def patient_commands():
 
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory):
-    documents = tmp_path_factory.mktemp("documents")
-    (documents / "halden.md").write_text("# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n")
-    (documents / "a [b](c).txt").write_text("Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.")
-    return documents
+    texts = {"halden.md": PAIR["halden.md"], "a [b](c).txt": PAIR["bolt.txt"]}
+    return write_texts(tmp_path_factory.mktemp("documents"), texts)
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from heldmodel import HeldModel
+from indexed import write_texts
 from live import live
 
 from ragkv import Decoding, RagKV
@@ -717,9 +718,7 @@ def test_files_are_dropped_watched_asked_about_and_deleted(page, rag):
 def test_folders_are_chosen_and_dropped_and_a_file_replaces_its_document(page, rag, tmp_path):
     """Files keep their paths; hidden files are skipped; more than the server takes at once are sent in parts."""
     kept = {"kesk.md": "Kesk Mills employs 4711 people.", "deep/varn.md": "Varn Docks."}
-    for name, text in {**kept, ".git/config": "No.", "deep/.env": "No."}.items():
-        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "notes" / name).write_text(text)
+    write_texts(tmp_path / "notes", {**kept, ".git/config": "No.", "deep/.env": "No."})
     page.get_by_role("link", name="Documents").click()
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="Choose a folder").click()

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
+from indexed import indexed
 
 from ragkv import RagKV
 from ragkv.server.app import make_app
@@ -14,6 +15,7 @@ from ragkv.server.jobs import JobManager
 from ragkv.server.schemas import ServedIndexes
 
 QUESTION = "Who founded Halden Works?"
+ORLA = {"orla.txt": "Halden Works was founded by Orla Brandt."}
 ASKED = {"question": QUESTION, "max_new_tokens": 6}
 CHAT = {"model": "lost", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 4}
 REQUESTS = [
@@ -119,13 +121,9 @@ def test_an_index_that_goes_away_under_a_request_is_named_by_no_path(serving, lo
 def test_a_replaced_index_is_answered_from_what_is_there_now(serving, lost, tmp_path, model_folder, begun):
     if begun:
         assert serving(*REQUESTS[10][:2], **REQUESTS[10][2]).status_code == 202
-    documents = tmp_path / "documents"
-    documents.mkdir()
-    (documents / "orla.txt").write_text("Halden Works was founded by Orla Brandt.")
-    with RagKV.create(tmp_path / "new", model=str(model_folder), device="cpu", chunk_tokens=128) as made:
-        made.ingest(documents)
+    with indexed(tmp_path / "new", ORLA, model=model_folder, chunk_tokens=128) as made:
         expected = made.query(QUESTION, max_new_tokens=6)
-    copy = shutil.copytree(tmp_path / "new", tmp_path / "copy")
+    copy = shutil.copytree(tmp_path / "new" / "index", tmp_path / "copy")
     while copy.exists():  # the running job may recreate files in the folder
         shutil.rmtree(lost, ignore_errors=True)
         with suppress(OSError):
@@ -147,13 +145,11 @@ def test_a_replaced_index_is_answered_from_what_is_there_now(serving, lost, tmp_
 
 def test_an_index_whose_model_has_changed_since_is_not_taken(serving, lost, tmp_path, model_folder):
     model = shutil.copytree(model_folder, tmp_path / "model")
-    with RagKV.create(tmp_path / "new", model=str(model), device="cpu") as made:
-        (tmp_path / "orla.txt").write_text("Halden Works was founded by Orla Brandt.")
-        made.ingest(tmp_path / "orla.txt")
+    indexed(tmp_path / "new", ORLA, model=model).close()
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
     shutil.rmtree(lost)
-    shutil.copytree(tmp_path / "new", lost)
+    shutil.copytree(tmp_path / "new" / "index", lost)
     for _ in range(2):
         all_refused(serving, tmp_path)
         settle()

@@ -8,13 +8,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from indexed import indexed
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from words import install
 
-from ragkv import RagKV
 from ragkv.errors import NothingFoundError
 from ragkv.types import ScoredChunk
 
@@ -89,10 +89,8 @@ def test_kv_that_a_question_encodes_has_a_span(rag, spans):
 
 def test_a_reranker_has_a_span_between_search_and_prefill(spans, tmp_path, model_folder, monkeypatch):
     install(monkeypatch)
-    (tmp_path / "a.txt").write_text("Halden Works was founded by Mira Oskel.")
-    settings = {"device": "cpu", "engines": ("ape",), "reranker": "words", "candidates": 7}
-    with RagKV.create(tmp_path / "index", model=str(model_folder), **settings) as rag:
-        rag.ingest(tmp_path / "a.txt")
+    settings = {"model": model_folder, "engines": ("ape",), "reranker": "words", "candidates": 7}
+    with indexed(tmp_path, {"a.txt": "Halden Works was founded by Mira Oskel."}, **settings) as rag:
         answer = rag.query(QUESTION, max_new_tokens=2)
     assert answer.sources[0].rerank_score is not None
     found, parents = spans()

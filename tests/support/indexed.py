@@ -6,13 +6,24 @@ from typing import Any
 
 from ragkv import RagKV
 
+PAIR = {
+    "halden.md": "# Halden Works\n\nHalden Works was founded by Mira Oskel in 1907.\n",
+    "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
+}
+"""Two documents of one chunk each."""
 
-def indexed(folder: Path, texts: Mapping[str, str], **settings: Any) -> RagKV:
+
+def write_texts(folder: Path, texts: Mapping[str, str] = PAIR) -> Path:
+    """`folder`, with these texts by file name."""
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def indexed(folder: Path, texts: Mapping[str, str] = PAIR, **settings: Any) -> RagKV:
     """`folder / "index"` over these texts, by file name in `folder`, on the CPU; the caller closes it."""
-    files = [folder / name for name in texts]
-    for path, text in zip(files, texts.values(), strict=True):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_texts(folder, texts)
     made = RagKV.create(folder / "index", **{"device": "cpu", **settings, "model": str(settings.get("model", "mini"))})
-    made.ingest(*files)
+    made.ingest(*(folder / name for name in texts))
     return made
