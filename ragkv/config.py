@@ -506,6 +506,7 @@ def config_in(path: Path, values: Mapping[str, Any]) -> IndexConfig:
 def save_config(folder: Path, config: IndexConfig) -> None:
     """Replace the index's configuration atomically, so that a reader sees the old file or the new one.
 
+    Hold the folder's lock (`locked`) if other processes may do the same, from the reading of what is changed.
     An existing file is edited: unchanged settings keep their place and form, and all comments stay. On a full disk the
     file is overwritten in place, because a smaller KV budget may be what frees the disk.
     """

@@ -15,6 +15,7 @@ from ragkv.errors import RetrievalError, UsageError
 from ragkv.evaluation.answers import Candidate, IndexSource, run_candidates
 from ragkv.evaluation.io import Progress, Question, ResultCache, digest_of
 from ragkv.evaluation.metrics import Task
+from ragkv.util.files import locked
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -244,16 +245,17 @@ def split(questions: Sequence[Question], seed: int) -> tuple[list[Question], lis
 
 def write_setting(folder: Path, setting: APESetting) -> None:
     """Write a setting into the index's `ragkv.toml` atomically, and keep everything else in it."""
-    config = load_config(folder)
-    ape = {**config.tuning.get("ape", {}), "temperature": setting.temperature, "scale": setting.scale}
-    save_config(
-        folder,
-        replace(
-            config,
-            tuning={**config.tuning, "ape": ape},
-            prompt=replace(config.prompt, prefix_newlines=setting.prefix_newlines),
-        ),
-    )
+    with locked(folder):
+        config = load_config(folder)
+        ape = {**config.tuning.get("ape", {}), "temperature": setting.temperature, "scale": setting.scale}
+        save_config(
+            folder,
+            replace(
+                config,
+                tuning={**config.tuning, "ape": ape},
+                prompt=replace(config.prompt, prefix_newlines=setting.prefix_newlines),
+            ),
+        )
 
 
 def search_stage(

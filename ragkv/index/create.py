@@ -30,7 +30,7 @@ from ragkv.model.checkpoint import MINI, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 from ragkv.store.environment import LOCK_FILE, WriterLock
 from ragkv.types import Capability
-from ragkv.util.files import remove_tree
+from ragkv.util.files import locked, remove_tree
 
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
@@ -124,7 +124,7 @@ def create_index(
     rollback = CreationRollback(folder)
     store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
     try:
-        with store.writing("making the index", timeout=10):
+        with store.writing("making the index", timeout=10), locked(folder):
             # another process may have created or filled the index meanwhile
             if not store.empty if old else (folder / CONFIG_FILE).exists():
                 raise taken
@@ -213,16 +213,18 @@ def change_settings(folder: Path, settings: Mapping[str, Any]) -> int:
     """
     from ragkv.engines import engine_class
 
-    config = load_config(folder)
-    for name, value in settings.items():
-        table, _, key = name.rpartition(".")
-        if table:
-            key, value = table, replace(getattr(config, table), **{key: value})
-        config = replace(config, **{key: value})
-    engine_class(config.default_engine)
-    with Store.open(folder, codec=codec_from_config({"id": config.codec})) as store:
-        save_config(folder, config)
-        return store.set_budget(config.budget)
+    load_config(folder)  # refuses what is no index
+    with locked(folder):
+        config = load_config(folder)
+        for name, value in settings.items():
+            table, _, key = name.rpartition(".")
+            if table:
+                key, value = table, replace(getattr(config, table), **{key: value})
+            config = replace(config, **{key: value})
+        engine_class(config.default_engine)
+        with Store.open(folder, codec=codec_from_config({"id": config.codec})) as store:
+            save_config(folder, config)
+            return store.set_budget(config.budget)
 
 
 def is_empty(folder: Path) -> bool:

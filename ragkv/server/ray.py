@@ -48,7 +48,7 @@ from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.middleware import Guard, guard_app
 from ragkv.server.schemas import OWNER, ServedIndexes
 from ragkv.server.settings import Keys, ServerLimits, ServerSettings, reserve
-from ragkv.util.files import make_folder, user_folder
+from ragkv.util.files import locked, make_folder, user_folder
 from ragkv.util.plugins import join_ray
 from ragkv.util.telemetry import export_spans, request_id
 
@@ -112,7 +112,7 @@ def snapshot(pack: str, digest: str, tiers: tuple[TierConfig, ...] = ()) -> Iter
     base = user_folder("XDG_CACHE_HOME", ".cache") / "ragkv" / "packs"
     make_folder(base)
     folder = base / f"{digest[:32]}-{hashlib.blake2b(repr(tiers).encode(), digest_size=4).hexdigest()}"
-    with _locked(base):
+    with locked(base):
         for other in base.iterdir():
             if other != folder and other.is_dir():
                 _delete_unused(other)
@@ -131,16 +131,9 @@ def snapshot(pack: str, digest: str, tiers: tuple[TierConfig, ...] = ()) -> Iter
     try:
         yield folder
     finally:
-        with _locked(base):
+        with locked(base):
             used.close()
             _delete_unused(folder)
-
-
-@contextmanager
-def _locked(base: Path) -> Iterator[None]:
-    with (base / "lock").open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _delete_unused(folder: Path) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import datetime
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -172,6 +173,17 @@ def sync_path(path: Path) -> None:
     """Sync a file's bytes, or a folder's names, to the disk."""
     with closing_descriptor(os.open(path, os.O_RDONLY)) as descriptor:
         os.fsync(descriptor)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock (flock) of a folder, for which other threads and processes wait."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def refusal(error: Exception) -> str:

@@ -1,6 +1,8 @@
 """`ragkv config`, that its values are those the other commands use, the user file, and each value's origin."""
 
+import fcntl
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from ragkv import RagKV
 from ragkv.cli.options import FLAGS, VARIABLES, UserFile, user_file
 from ragkv.config import IndexConfig, StepsConfig, load_config
 from ragkv.errors import ConfigError
+from ragkv.evaluation.tune import APESetting, write_setting
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +118,23 @@ def test_what_stored_kv_does_not_depend_on_is_changed(ragkv, empty):
     assert (config.prompt.question, config.steps) == (
         "Q: {question}", StepsConfig(count=2, rewrite=True, query="{written}"),
     )  # fmt: skip
+
+
+def test_changes_at_the_same_time_wait_for_each_other(ragkv, monkeypatch, empty):
+    saved = []
+
+    def save(folder: Path, config: IndexConfig) -> None:
+        other = os.open(folder, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+        saved.append(config)
+
+    for module in ("index.create", "evaluation.tune"):
+        monkeypatch.setattr(f"ragkv.{module}.save_config", save)
+    ragkv("config", "set", "steps.count=2", "--index", empty)
+    write_setting(empty, APESetting(prefix_newlines=0, temperature=0.9, scale=0.9))
+    assert len(saved) == 2
 
 
 def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, monkeypatch, empty, tmp_path):

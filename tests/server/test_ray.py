@@ -141,10 +141,10 @@ def test_a_node_unpacks_once_and_the_last_user_deletes(pack, folder, monkeypatch
             assert rag.retrieve(ASKED["question"])
         assert first.exists()
     assert len(calls) == 1
-    assert [each.name for each in base.iterdir()] == ["lock"]
+    assert not list(base.iterdir())
     with pytest.raises(UsageError, match="replaced meanwhile"), snapshot(pack, "0" * 64):
         raise AssertionError("it is another one")
-    assert [each.name for each in base.iterdir()] == ["lock"]
+    assert not list(base.iterdir())
 
 
 @pytest.mark.parametrize("losses", [(), (0,), (1, 0)])
@@ -251,7 +251,7 @@ def test_on_ray_itself(pack, rag, tmp_path):
         finally:
             server.send_signal(signal.SIGINT)
         assert server.wait(600) == 0
-    assert [each.name for each in (tmp_path / "ragkv" / "packs").iterdir()] == ["lock"]
+    assert not list((tmp_path / "ragkv" / "packs").iterdir())
 
 
 def replicas_of(command):
