@@ -232,7 +232,7 @@ def refuse_links(directory: Path, names: Iterable[str]) -> None:
 def refuse_network(directory: Path) -> None:
     """`StoreError` for NFS, SMB and the like: LMDB's locks and its map work on one machine only."""
     mounts = Path("/proc/self/mountinfo")
-    kind = file_system(directory, mounts.read_text()) if mounts.exists() else None
+    kind = file_system(directory, os.fsdecode(mounts.read_bytes())) if mounts.exists() else None
     if kind is not None and (kind in _NETWORK or _NETWORK_FUSE.fullmatch(kind)):
         raise StoreError(f"{directory} is on a network file system ({kind}): put the index on a local disk")
 
@@ -240,10 +240,10 @@ def refuse_network(directory: Path) -> None:
 def file_system(directory: Path, mountinfo: str) -> str | None:
     """The type of the file system that holds `directory`, from Linux's mountinfo; None when no mount does."""
     kinds: dict[Path, str] = {}
-    for line in mountinfo.splitlines():
+    for line in mountinfo.split("\n")[:-1]:  # not `splitlines`: a mount's name may hold what it takes for a line's end
         left, _, right = line.partition(" - ")
-        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split()[4])
-        kinds[Path(point)] = right.split()[0]  # a later mount hides an earlier one
+        point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), left.split(" ")[4])
+        kinds[Path(point)] = right.split(" ")[0]  # a later mount hides an earlier one
     path = directory.resolve()
     return next((kinds[place] for place in (path, *path.parents) if place in kinds), None)
 

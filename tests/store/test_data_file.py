@@ -22,7 +22,8 @@ MOUNTS = r"""21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
 32 30 0:42 / /mnt/team/local rw master:3 - tmpfs none rw
 33 21 0:43 / /over rw - ext4 /dev/vdb rw
 34 21 0:44 / /over rw - fuse.sshfs me@far: rw
-"""
+35 21 0:45 / /mnt/ODD rw - nfs4 nas:/odd rw
+""".replace("ODD", "caf\udce9\u2028de\u00a0la")
 
 
 @pytest.fixture
@@ -99,6 +100,7 @@ def test_another_lmdb_version_is_refused(data):
         ("/mnt/team/local/index", "tmpfs"),
         ("/mnt/with space/x", "cifs"),
         ("/over/x", "fuse.sshfs"),
+        ("/mnt/caf\udce9\u2028de\u00a0la/x", "nfs4"),
     ],
 )
 def test_file_system_is_that_of_the_nearest_mount(path, kind):
