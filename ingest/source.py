@@ -170,29 +170,21 @@ def require_existing(paths: Sequence[Path | SourceFile]) -> None:
             raise UsageError(f"No such file or folder: {path}.")
 
 
-def _walk(folder: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path]:
-    """Yield what is below `folder`, sorted by name; a real folder is entered once, so loops of links end."""
-    if (real := os.path.realpath(folder)) in seen:
-        return
-    seen.add(real)
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError as error:
-        skipped.append(Skipped(path=folder, reason=os_reason(error)))
-        return
-    for path in entries:
-        if path.name.startswith("."):
-            continue
+def _walk(root: Path, seen: set[str], skipped: list[Skipped]) -> Iterator[Path]:
+    """Yield what is below `root`, sorted by name; a real folder is entered once, so loops of links end."""
+    waiting = [root]
+    while waiting:  # not by recursion: folders may be nested more deeply than that goes
+        path = waiting.pop()
         try:
-            is_folder = path.is_dir()
-            is_index = is_folder and (path / "store" / "data.mdb").is_file()  # perhaps the one that is made
+            if not path.is_dir():
+                yield path
+                continue
+            is_index = path != root and (path / "store" / "data.mdb").is_file()  # perhaps the one that is made
+            if not is_index and (real := os.path.realpath(path)) not in seen:
+                seen.add(real)
+                waiting += sorted((each for each in path.iterdir() if not each.name.startswith(".")), reverse=True)
         except OSError as error:
             skipped.append(Skipped(path=path, reason=os_reason(error)))
-            continue
-        if not is_folder:
-            yield path
-        elif not is_index:
-            yield from _walk(path, seen, skipped)
 
 
 def leads_to_folder(path: Path, *, denied: bool) -> bool:

@@ -1,4 +1,5 @@
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,16 @@ def test_a_folder_below_the_longest_path_is_left_out(tmp_path, monkeypatch):
         Path("d" * 250).mkdir()
         os.chdir("d" * 250)
     assert list(reasons(tmp_path).values()) == ["file name too long"]
+
+
+def test_folders_may_be_nested_more_deeply_than_calls(tmp_path):
+    write(tmp_path, "d/" * 300 + "a.txt", "e.txt")
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(300)
+    try:
+        assert names(tmp_path) == ["d/" * 300 + "a.txt", "e.txt"]
+    finally:
+        sys.setrecursionlimit(limit)
 
 
 def test_explicit_file_is_taken_whatever_its_name(tmp_path):
