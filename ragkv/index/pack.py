@@ -85,7 +85,7 @@ def write_pack(
                 store.drop_meta("qdrant")  # another index than that of the collection
             while keys := store.tombstones():
                 store.purge_tombstones(keys, lambda _: True)
-            for one in found:
+            for one in store.documents():  # also what another process has added since
                 if one.document.document_id not in chosen:
                     store.delete_document(one.document.document_id)
             store.collect(in_use=lambda _: True)

@@ -14,6 +14,7 @@ from indexed import indexed
 
 from ragkv import RagKV
 from ragkv.errors import KVMismatchError, RagkvError, StoreError, UsageError
+from ragkv.index.maintenance import copy_index
 from ragkv.index.pack import MAGIC, unpack
 
 TEXTS = {
@@ -70,6 +71,17 @@ def test_a_pack_of_chosen_documents_holds_nothing_of_the_others(rag, tmp_path):
     packed = (tmp_path / "pack").read_bytes()
     assert b"Ann Lee" in packed
     assert b"Mira Oskel" not in packed
+
+
+def test_a_document_that_is_ingested_meanwhile_is_not_packed(rag, tmp_path, monkeypatch):
+    def copy(*given, **more):
+        (tmp_path / "late.txt").write_text("Late Mill was founded by Tom Varn.")
+        rag.ingest(tmp_path / "late.txt")
+        return copy_index(*given, **more)
+
+    monkeypatch.setattr("ragkv.index.pack.copy_index", copy)
+    assert rag.pack(tmp_path / "pack", names=["*bolt*"]).documents == 1
+    assert b"Late Mill" not in (tmp_path / "pack").read_bytes()
 
 
 def test_one_flipped_byte_anywhere_is_refused(rag, tmp_path, keys):
