@@ -135,9 +135,10 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
     derived, derived_bytes = 0, 0
     # first, because it frees space on a full disk
     for path in stale_derived(index.derived, lambda since: store.changes(since) is not None):
-        derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
-        if not dry_run:
-            remove_tree(path)
+        with suppress(FileNotFoundError):  # a question that saves deletes it too
+            derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
+            if not dry_run:
+                remove_tree(path)
     found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
     found.derived, found.derived_bytes = derived, derived_bytes
     if index.tiers is not None:

@@ -357,12 +357,13 @@ def stale_derived(folder: Path, follows: Callable[[Version], bool]) -> Iterator[
         generation, mark = manifest.get("generation"), manifest.get("mark")
         known = isinstance(generation, int) and isinstance(mark, str) and follows(Version(generation, mark))
         behind = bool(manifest) and not known
-        if behind and index.lstat().st_mtime < settled:
-            yield index
-            continue
-        for data in index.glob("data-*"):
-            if data.name != manifest.get("data") and data.lstat().st_mtime < settled:
-                yield data
+        with suppress(FileNotFoundError):  # a process that saves deletes what it has replaced
+            if behind and index.lstat().st_mtime < settled:
+                yield index
+                continue
+            for data in index.glob("data-*"):
+                if data.name != manifest.get("data") and data.lstat().st_mtime < settled:
+                    yield data
 
 
 class Derived:

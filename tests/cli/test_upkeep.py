@@ -181,6 +181,14 @@ def test_gc_drops_orphans_old_prefixes_and_stale_folders(ragkv, index):
     assert ask(ragkv, index, "--engine", "block")["kv"]["misses"] == 0
 
 
+def test_gc_while_a_question_deletes_the_same(ragkv, index, monkeypatch):
+    left = index / "derived" / "bm25" / "data-ofadeadsave"
+    left.mkdir(parents=True)
+    os.utime(left, (time.time() - 7200,) * 2)
+    monkeypatch.setattr("ragkv.index.maintenance._weight", lambda path: shutil.rmtree(path) or 0)
+    assert ragkv("gc", "--index", index).code == 0
+
+
 @pytest.mark.parametrize("command", ["backup", "compact"])
 def test_a_copy_answers_like_the_index(ragkv, index, tmp_path, command):
     before = ask(ragkv, index)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -699,3 +700,11 @@ def test_gc_leaves_an_index_that_can_be_brought_up_to_date(store, monkeypatch):
     for odd in (-1, 10**400, None, "1", 1.5, True):
         manifest.write_text(json.dumps({"generation": odd, "mark": ""}))
         assert list(stale_derived(folder, lambda since: store.changes(since) is not None)) in ([folder / "bm25"], [])
+
+
+def test_an_index_that_another_process_deletes_meanwhile_is_no_garbage(store, monkeypatch):
+    fill(store, 3)
+    derived(store).bm25()
+    folder = store.directory.parent / "derived"
+    monkeypatch.setattr("ragkv.index.search.SETTLED_SECONDS", -(10**9))
+    assert list(stale_derived(folder, lambda _: shutil.rmtree(folder / "bm25"))) == []
