@@ -283,10 +283,13 @@ class LocalClient:
         sources = [{"path": s.document_id, "name": s.name, "media_type": s.media_type} for s in changes.sources]
         body = {"sources": sources, "gone": list(changes.gone)}
         job = self._json("POST", "/api/indexes/_/changes", body, seconds=SILENT_SECONDS)["job"]
-        for _, data in self._events(*self._ask("GET", f"/api/indexes/_/jobs/{job['id']}/events", None)):
-            job = job if data is None else data["job"]
-            if job["ended"] is not None:
-                break
+        try:
+            for _, data in self._events(*self._ask("GET", f"/api/indexes/_/jobs/{job['id']}/events", None)):
+                job = job if data is None else data["job"]
+                if job["ended"] is not None:
+                    break
+        except RagkvError as error:  # the server is gone
+            raise IngestError(str(error)) from error
         if job["state"] != "done":
             raise IngestError(f"The server's job is {job['state']}: {job['error'] or 'it was ended'}")
         return IngestReport.from_json(job["report"])

@@ -1,5 +1,6 @@
 """`ragkv ingest --watch` and `[[watch]]` of `ragkv serve`: an index follows its folders."""
 
+import io
 import json
 import os
 import random
@@ -22,6 +23,7 @@ from ragkv import RagKV
 from ragkv.errors import StoreFullError
 from ragkv.ingest import SourceFile, watch
 from ragkv.server.jobs import JobManager
+from ragkv.server.local import LocalClient
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
 
@@ -337,3 +339,20 @@ def test_a_full_disk_does_not_end_it(folder, index, monkeypatch, ragkv):
     shown = ragkv("ingest", folder, "--index", index, "--watch", "--device", "cpu")
     assert shown.code == 0
     assert "The disk is full. The next check of the folders tries again." in shown.err
+
+
+def test_the_end_of_a_server_in_the_middle_of_its_work_does_not_end_it(folder, index, monkeypatch, ragkv):
+    answers = iter([(io.BytesIO(), io.BytesIO()), KeyboardInterrupt()])
+
+    def ask(*_):
+        if isinstance(found := next(answers), KeyboardInterrupt):
+            raise found
+        return found
+
+    monkeypatch.setattr(LocalClient, "_json", lambda *_, **more: {"job": {"id": "1", "ended": None}})
+    monkeypatch.setattr(LocalClient, "_ask", ask)
+    monkeypatch.setattr(watch, "WALK_TICKS", 1)
+    shown = ragkv("ingest", folder, "--index", index, "--watch", "--device", "cpu")
+    assert shown.code == 0
+    assert "ended before its work was done" in shown.err
+    assert "The next check of the folders tries again." in shown.err
