@@ -109,8 +109,9 @@ def test_file_system_is_that_of_the_nearest_mount(path, kind):
 
 def test_network_file_systems_are_refused(tmp_path, monkeypatch):
     Store.create(tmp_path).close()
-    for kind in ("nfs4", "fuse.sshfs"):
-        monkeypatch.setattr("ragkv.store.data_file.file_system", lambda _, mounts, kind=kind: mounts and kind)
+    for kind in (b"nfs4", b"fuse.sshfs"):
+        mounts = b"21 1 254:0 / / rw - " + kind + b" nas:/home rw\n22 21 0:40 / /caf\xe9 rw - tmpfs none rw\n"
+        monkeypatch.setattr(Path, "read_bytes", lambda _, mounts=mounts: mounts)
         with pytest.raises(StoreError, match="local disk"):
             Store.open(tmp_path)
 
