@@ -56,6 +56,8 @@ class DocumentChange:
     def __post_init__(self) -> None:
         name = self.document.document_id
         ids = {chunk.chunk_id for chunk in self.chunks}
+        if not name:
+            raise StoreError("a document needs an id that is not empty")
         if len(ids) != len(self.chunks) or any(chunk.document_id != name for chunk in self.chunks):
             raise StoreError(f"the chunks of {name!r} are not all its own, each with its own id")
         if not self.references.keys() <= ids:
@@ -167,7 +169,7 @@ def _described(document: Document) -> Document:
 
 def drop_document(txn: Transaction, document_id: str) -> bool:
     """Delete a document and what only it needed; False if there is none."""
-    if not txn.delete("documents", document_key(document_id)):
+    if not (document_id and txn.delete("documents", document_key(document_id))):
         return False
     released, content = _drop(txn, digest(document_id))
     touched = content.differing(_Content({}, {}))

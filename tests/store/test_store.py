@@ -42,6 +42,9 @@ def test_what_is_not_there_and_ids_of_any_kind(store):
     assert store.get_kv(identity(1)) is None
     assert not store.has_kv(identity(1))
     assert not store.delete_document("x")
+    assert store.document("") is None
+    assert not store.delete_document("")
+    assert list(store.document_stats([""])) == []
     assert store.get_meta("x") is None
     assert list(store.chunks()) == list(store.documents()) == list(store.chunks("x")) == []
     names = ["x" * 10_000, "x" * 10_001, "é\0\n", "\udcff", "x" * 511, "x" * 510]
