@@ -22,6 +22,7 @@ from typing import Protocol, TypeAlias
 from ragkv.errors import UsageError
 from ragkv.ingest.parser import TEXT, Unreadable, is_foreign, media_type_of, type_names
 from ragkv.ingest.text import decode, sniff_delimiter
+from ragkv.util.display import one_line
 from ragkv.util.files import refusal
 
 _READ_BYTES = 1 << 20  # bytes
@@ -255,9 +256,9 @@ def from_bytes(data: bytes | Path, *, name: str = "stdin", media_type: str | Non
     `data` may be the path of a file with the bytes, which must not change until the ingest has read it.
 
     `media_type` is a suffix ("md") or a media type; without it, the name's suffix decides, else the bytes. Raises
-    UsageError for a name that is blank, too long or not printable, and for a type that no loader reads.
+    UsageError for a name that is blank, too long or holds control characters, and for a type that no loader reads.
     """
-    if not name.strip() or len(name) > 500 or not name.isprintable():
+    if not name.strip() or len(name) > 500 or one_line(name) != name:
         raise UsageError("A document's name must be 1 to 500 printable characters; choose another --name.")
     found = media_type_of(media_type) if media_type is not None else None
     if media_type is not None and found is None:

@@ -71,6 +71,7 @@ from ragkv.server.streaming import (
     with_comments,
 )
 from ragkv.types import Answer, Source
+from ragkv.util.display import one_line
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -364,7 +365,7 @@ def plain_name(raw: bytes) -> str:
         name = raw.decode()
     except UnicodeDecodeError as error:
         raise ApiError(400, "A file's name is not UTF-8.", param="files") from error
-    strange = not name.isprintable() or "\\" in name or _DRIVE.match(name)
+    strange = one_line(name) != name or "\\" in name or _DRIVE.match(name)
     if strange or len(name) > _LONGEST_NAME or any(part.strip() in ("", ".", "..") for part in name.split("/")):
         message = (
             f"A file may be called `report.pdf` or `notes/report.pdf`, in at most {_LONGEST_NAME} printable "

@@ -212,7 +212,7 @@ def test_beside_files(tmp_path):
     assert skipped == []
 
 
-@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\x00", "x" * 501, "caf\udce9"])
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\x00", "a\u202eb", "x" * 501, "caf\udce9"])
 def test_names_that_nobody_could_type_again(name):
     with pytest.raises(UsageError, match="printable"):
         from_bytes(b"x", name=name)

@@ -126,6 +126,13 @@ def test_what_cannot_be_read_is_told_by_its_name(own, send, ended, limiter):
     assert 'ragkv:ingest_jobs_total{model_name="own",state="failed"} 1.0' in limiter.text().decode()
 
 
+def test_names_are_spelt_as_their_languages_spell_them(own, send, ended):
+    """With an ideographic space, a joiner, an emoji of two, a narrow space, and a letter that Python does not know."""
+    spelt = ["報告\u3000書.txt", "می\u200cخواهم.txt", "👩\u200d👧.txt", "n\u00a05\u202f.txt", "\U0001fae9.txt"]
+    assert ended(send(*[(name, TEXT) for name in spelt]))["state"] == "done"
+    assert names(own) >= set(spelt)
+
+
 def test_names_that_are_paths_are_refused(own, call):
     around = own.folder.parent.parent
     before = sorted(path for path in around.rglob("*") if "jobs" not in path.parts)
@@ -378,7 +385,8 @@ def test_a_document_is_deleted(own, call, send, ended):
     ended(send(("notes/a.txt", TEXT)))
     path = f"{DOCUMENTS}/{quote('stdin:notes/a.txt', safe='')}"
     assert call("DELETE", path).json() == {"deleted": "stdin:notes/a.txt"}
-    assert call("DELETE", path).status_code == call("GET", path).status_code == 404
+    for gone in (path, f"{DOCUMENTS}/"):  # an empty id is no document's either
+        assert call("DELETE", gone).status_code == call("GET", gone).status_code == 404
     assert "notes/a.txt" not in names(own)
 
 
