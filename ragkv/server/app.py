@@ -411,7 +411,7 @@ def run_server(
             "stop_seconds": settings.stop_seconds + 2 * GRACE,
         }
         return [
-            (LocalApp(app, name, served, limiter, about, stop), local_socket.listening)
+            (LocalApp(app, name, local_socket, served, limiter, about, stop), local_socket.listening)
             for name, local_socket in sockets.items()
         ]
 

@@ -96,6 +96,13 @@ class LocalSocket:
             _hold(lock)
             return cls(folder, _listen(index, folder), stack.pop_all())
 
+    def is_in(self, index: Path) -> bool:
+        """Whether this index is the one that the socket was made in, which may have been moved and replaced."""
+        try:
+            return os.path.samestat(os.fstat(self._folder), (index / FOLDER).lstat())
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Stop listening: remove the socket, then release the lock."""
         with suppress(OSError):  # the index is gone, or may not be written any more

@@ -33,7 +33,7 @@ from ragkv.config import load_config
 from ragkv.errors import RagkvError
 from ragkv.model.checkpoint import pick_device
 from ragkv.server.errors import ApiError, Json, to_api_error
-from ragkv.server.local import identity
+from ragkv.server.local import LocalSocket, identity
 from ragkv.server.settings import Keys, ServerLimits
 from ragkv.util.telemetry import Span, take_request_id
 
@@ -308,7 +308,8 @@ _THIS = "/api/indexes/_/"
 class LocalApp:
     """The server's app at the socket of the index `name`, for processes of the server's user.
 
-    There, the index is also called `_`. The header `Ragkv-Expects` has the version and settings with which the command
+    There, the index is also called `_`, unless it was moved and the server answers from another one in its place: then
+    the response is 409. The header `Ragkv-Expects` has the version and settings with which the command
     itself would answer. If the server's differ, the response is 409 before anything is done. Two routes exist only
     here: `DELETE /local/answers/ID` ends the answer to the request that had this `id` in the header, and
     `DELETE /local/server` stops the server and returns the facts `about` it.
@@ -318,6 +319,7 @@ class LocalApp:
         self,
         app: ASGIApp,
         name: str,
+        local_socket: LocalSocket,
         served: ServedIndexes,
         limiter: ConcurrencyLimiter,
         about: Mapping[str, Any],
@@ -325,6 +327,7 @@ class LocalApp:
     ) -> None:
         self._app = app
         self._name = name
+        self._socket = local_socket
         self._served = served
         self._limiter = limiter
         self._about = about
@@ -348,6 +351,11 @@ class LocalApp:
             await self._ask(scope, receive, send)
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
+        expected = Headers(scope=scope).get("ragkv-expects")
+        if expected is not None or scope["path"].startswith(_THIS):
+            rag = self._served.index(self._name)
+            if not self._socket.is_in(rag.folder):
+                raise _another_way()
         if scope["path"].startswith(_THIS):
             name = f"/api/indexes/{self._name}/"
             path, raw = (
@@ -355,11 +363,9 @@ class LocalApp:
                 scope["raw_path"].replace(_THIS.encode(), name.encode(), 1),
             )
             scope = {**scope, "path": path, "raw_path": raw}
-        expected = Headers(scope=scope).get("ragkv-expects")
         if expected is None:
             await self._app(scope, receive, send)
             return
-        rag = self._served.index(self._name)
         loop = asyncio.get_running_loop()
         fields = await loop.run_in_executor(self._limiter.asks, _require_same, rag, expected)
         local = self._running[fields["id"]] = LocalRequest(rag.folder)
@@ -367,6 +373,11 @@ class LocalApp:
             await self._app({**scope, "ragkv.local": local}, receive, send)
         finally:
             self._running.pop(fields["id"], None)
+
+
+def _another_way() -> ApiError:
+    """The command does its own work then."""
+    return ApiError(409, "This server would not answer as the command does.", code="another_way")
 
 
 def _require_same(rag: RagKV, expected: str) -> dict[str, Any]:
@@ -381,7 +392,7 @@ def _require_same(rag: RagKV, expected: str) -> dict[str, Any]:
             and isinstance(fields["id"], str)
         ):
             return fields
-    raise ApiError(409, "This server would not answer as the command does.", code="another_way")
+    raise _another_way()
 
 
 def _opened_with(rag: RagKV, device: str | None = None, **limits: int) -> bool:

@@ -258,6 +258,18 @@ def test_another_user_is_not_answered(served, folder, monkeypatch):
         LocalClient(folder, {}).engines()
 
 
+def test_a_moved_index_is_not_answered_from_the_one_in_its_place(index, folder):
+    with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True) as server:
+        assert LocalClient(index).engines()
+        moved = index.rename(index.with_name("moved"))
+        shutil.copytree(folder, index, ignore=shutil.ignore_patterns(FOLDER, "jobs"))
+        while b"200 OK" not in server.send(get("/api/indexes/index/documents")):  # until it is open
+            continue
+        for asked in (LocalClient.engines, lambda client: client.documents([], after="", limit=1)):
+            with pytest.raises(UnservedError):
+                asked(LocalClient(moved))
+
+
 def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
     (index / FOLDER).write_text("something else")
     with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True) as server:
