@@ -478,6 +478,22 @@ def test_conversations_are_there_after_a_reload(page, rag):
     shown(talks.locator("option")).to_have_text(["In which town is the company?"])
 
 
+def test_what_another_tab_adds_to_a_conversation_is_not_overwritten(page):
+    ask(page, QUESTION)
+    page.evaluate(
+        """() => {
+            const [talk] = JSON.parse(sessionStorage.getItem("ragkv-conversations-1"));
+            talk.turns.push({ ...talk.turns[0], question: "Elsewhere?" });
+            sessionStorage.setItem("ragkv-conversations-1", JSON.stringify([talk]));
+        }"""
+    )
+    for question in (HOPS, "Who founded the company?"):  # the second time, what is kept is this tab's own
+        ask(page, question)
+    kept = page.evaluate("JSON.parse(sessionStorage.getItem('ragkv-conversations-1'))")
+    questions = [[turn["question"] for turn in talk["turns"]] for talk in kept]
+    assert questions == [[QUESTION, HOPS, "Who founded the company?"], [QUESTION, "Elsewhere?"]]
+
+
 def test_kept_conversations_that_cannot_be_read_do_no_harm(page):
     for kept in ("{", "null", '[3, {"index": "corpus"}, {"id": "1", "index": "gone", "turns": []}]'):
         page.evaluate("kept => sessionStorage.setItem('ragkv-conversations-1', kept)", kept)

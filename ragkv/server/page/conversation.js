@@ -14,6 +14,7 @@ const MOST_TURNS = 256;
 const MOST_CHARACTERS = 200_000;
 const MOST_OF_SOURCE = 500; // characters of a chunk that are kept; the rest is the server's
 let current = null;
+let known = ""; // what was kept of it when this tab last read or wrote it
 let onOpen = () => {};
 
 /** Wire the conversations; `opened` is called with the turns of the one that is shown from now on. */
@@ -87,6 +88,7 @@ const titleOf = ({ name, turns }) => plain(name ?? turns[0]?.question ?? "New co
 
 function open(conversation) {
   current = conversation;
+  known = JSON.stringify(current);
   byId("follow").checked = false;
   show();
   onOpen(current);
@@ -157,7 +159,11 @@ function kept() {
 const isConversation = (each) => typeof each?.id === "string" && typeof each.index === "string" && Array.isArray(each.turns);
 
 function save() {
-  write([current, ...kept().filter(({ id }) => id !== current.id)].slice(0, MOST_KEPT));
+  const all = kept();
+  const held = all.find(({ id }) => id === current.id);
+  if (held && JSON.stringify(held) !== known) current.id = fresh(current.index).id; // another tab has gone on with it
+  known = JSON.stringify(current);
+  write([current, ...all.filter(({ id }) => id !== current.id)].slice(0, MOST_KEPT));
 }
 
 /** Keep these, without the oldest where the browser has no room. */
