@@ -1,8 +1,9 @@
 // Elements, and what is told of them. Whatever others wrote goes in as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-// control characters, and those that turn the direction of text: a file's name could show as another one
-const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
+// control characters, and those that turn the direction of text: a file's name could show as another one; joiners stay,
+// because Persian, Hindi and emoji are spelt with them
+const UNSEEN = /[\u0000-\u001f\u007f-\u009f\u061c\u180e\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 
 export const byId = (id) => document.getElementById(id);
 
