@@ -315,6 +315,18 @@ def test_ids_are_those_of_the_text_part_by_part(tokenizer):
     assert suffix.count(tokens.eos_id) == 1  # the template's end of turn, not text
 
 
+def test_which_texts_of_the_prompt_may_hold_control_tokens(tokenizer):
+    """As docs/settings.md says: not those that are tokenised together with a document or a question."""
+    tokens = with_template(tokenizer, TURNS)
+    config = PromptConfig(system="a<pad>", context="b<pad>", separator="<pad>", question="<pad>Q: {question}<pad>")
+    prompt, pad = render(config, tokens), tokenizer.pad_token_id
+    assert prompt.prefix_ids(tokens).count(pad) == 2
+    assert prompt.chunk_ids(tokens, "One.") == tokens.encode("One.<pad>")
+    asked = tokens.encode("<pad>Q: Who?")
+    assert pad not in asked
+    assert prompt.suffix_ids(tokens, "Who?")[: len(asked) + 1] == (*asked, pad)
+
+
 @pytest.mark.parametrize("newlines", [0, 2, 12, 42])
 def test_newlines_are_counted_in_tokens_where_they_merge_in_text(newlines, tokenizer):
     merging = Tokens(controlled("byte-level BPE"))
