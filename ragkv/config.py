@@ -372,6 +372,13 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 """Evaluating a class's annotations takes longer than reading the file."""
 
 
+def build_tables(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, with a dict in the place of one of the tables of `cls` built as that table."""
+    hints = _hints(cls)
+    tables = {name for name, value in values.items() if isinstance(value, dict) and is_dataclass(hints.get(name))}
+    return {name: build_config(hints[name], value, name) if name in tables else value for name, value in values.items()}
+
+
 def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
     """A config dataclass from a table of plain values; `source` names the table in errors."""
     known = {f.name for f in fields(cls)}

@@ -18,9 +18,8 @@ from ragkv.config import (
     MODELS,
     NEW_CONFIG_FILE,
     IndexConfig,
-    PromptConfig,
     RuntimeConfig,
-    build_config,
+    build_tables,
     load_config,
     save_config,
 )
@@ -160,8 +159,7 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     """
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
     settings |= {name: lasting(value) for name in MODELS if isinstance(value := settings.get(name), str)}
-    if isinstance(words := settings.get("prompt"), dict):
-        settings["prompt"] = build_config(PromptConfig, words, "prompt")
+    settings = build_tables(IndexConfig, settings)
     block = (settings.get("tuning") or {}).get("block") or {}
     if isinstance(packet := block.get("packet"), str):
         settings["tuning"] = {**settings["tuning"], "block": {**block, "packet": lasting(packet)}}
