@@ -178,12 +178,9 @@ def sync_path(path: Path) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock (flock) of a folder, for which other threads and processes wait."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closing_descriptor(os.open(folder, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
 def refusal(error: Exception) -> str:
