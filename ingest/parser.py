@@ -28,6 +28,8 @@ from ragkv.errors import RagkvError
 from ragkv.types import Box
 from ragkv.util.plugins import PluginRegistry
 
+logger = logging.getLogger(__name__)
+
 
 class Unreadable(Exception):  # noqa: N818 - a state, as `Skipped` is
     """Why a document cannot be read, as a phrase for the user. `read_source` adds the document's name."""
@@ -266,8 +268,6 @@ _PARSERS = {
     "application/jsonl": "text:read_jsonl",
     "application/json": "text:read_json",
 }
-
-logger = logging.getLogger(__name__)
 
 
 def _media_type(name: str) -> str:

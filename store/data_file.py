@@ -39,6 +39,8 @@ from ragkv.store.codecs import DamagedError
 from ragkv.store.tables import TABLES, VALUE_BYTES
 from ragkv.util.files import closing_descriptor, is_folder, key_file, open_plain, read_plain, require_plain
 
+logger = logging.getLogger(__name__)
+
 HEAD_BYTES = 16
 """Bytes of the head of a page of LMDB."""
 
@@ -353,8 +355,6 @@ def give_back(file: Path) -> int:
 
 PageProgress = Callable[[int, int], None]
 """Called with the number of checked pages and of all pages."""
-
-logger = logging.getLogger(__name__)
 
 _NODE = struct.Struct("=4H")  # data size or child (low, high), flags, key size
 _KEY_LIMIT = 511

@@ -67,6 +67,8 @@ from ragkv.store.data_file import (
 from ragkv.store.tables import ADDED, TABLES, Transaction
 from ragkv.util.files import NotPlainError, open_plain, parse_json, refusal, require_plain
 
+logger = logging.getLogger(__name__)
+
 
 class RWLock:
     """A lock that transactions share, and that resizing, forking and closing take exclusively.
@@ -165,9 +167,6 @@ def is_full(error: Exception, directory: Path) -> bool:
     with suppress(OSError):
         free = shutil.disk_usage(directory).free
     return os.strerror(errno.EIO) in str(error) and free < _MIB
-
-
-logger = logging.getLogger(__name__)
 
 
 class FileMap:

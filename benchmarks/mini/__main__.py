@@ -55,6 +55,8 @@ from ragkv.finetune.data import Progress, passages
 from ragkv.worlds.text import Cloze, clozes, english_sentences, reference_texts
 from ragkv.worlds.world import QuestionKind, World
 
+logger = logging.getLogger(__name__)
+
 LayoutName = Literal["full", "block", "single"]
 Kind = Literal[QuestionKind, "cloze"]
 
@@ -167,9 +169,6 @@ def greedy_answers(
     )
     answers: list[str] = tokenizer.batch_decode(found[:, tokens.shape[1] :], skip_special_tokens=True)
     return answers
-
-
-logger = logging.getLogger(__name__)
 
 
 def build_mini(config: MiniTrainConfig, output: Path, *, on_progress: Progress | None = None) -> list[dict[str, Any]]:

@@ -44,6 +44,8 @@ from ragkv.retrievers import load_embedder, load_reranker
 from ragkv.worlds.text import module_docstrings
 from ragkv.worlds.world import Split, World, paraphrases, shared_words
 
+logger = logging.getLogger(__name__)
+
 MAX_TOKENS = 512
 """The longest text, with special tokens. Positions start after the padding id, as in XLM-R."""
 SPECIAL_IDS = 5
@@ -663,9 +665,6 @@ def _matches(asked: TrainingVectors, read: TrainingVectors, pairs: Sequence[tupl
         found[row, 1 : 1 + len(question)] = cosines.amax(1).clamp(min=0)
         found[row, start : start + len(passage_best)] = passage_best.clamp(min=0)
     return found
-
-
-logger = logging.getLogger(__name__)
 
 
 def export_embedder(

@@ -72,6 +72,8 @@ from ragkv.finetune.block import visible
 from ragkv.finetune.data import PAD_SEGMENT, Progress
 from ragkv.finetune.retaining_heads import save_checkpoint
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
@@ -530,7 +532,6 @@ _WATCHED = {
     "relation_accuracy": RELATION_WEIGHT,
     "gold_accuracy": GOLD_WEIGHT,
 }
-logger = logging.getLogger(__name__)
 
 
 def build_model(config: MiniTrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:

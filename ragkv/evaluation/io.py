@@ -29,6 +29,8 @@ from ragkv.util.files import is_folder, make_folder, open_plain, parse_json, rea
 if TYPE_CHECKING:
     from ragkv.store import Store
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class FileRow:
@@ -89,9 +91,6 @@ def rows(path: Path, what: str) -> Iterator[FileRow]:
         if not isinstance(values, dict):
             raise ConfigError(f"{where}: a line is an object in braces.")
         yield FileRow(values, where)
-
-
-logger = logging.getLogger(__name__)
 
 
 def digest_of(value: Any) -> str:

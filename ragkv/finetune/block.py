@@ -68,6 +68,8 @@ from ragkv.model.loading import open_checkpoint, quiet_loading
 from ragkv.model.self_check import load_model
 from ragkv.util.files import is_folder, make_folder, parse_json, read_plain, remove_tree, replace_plain
 
+logger = logging.getLogger(__name__)
+
 METADATA = "ragkv.json"
 """The file in a tuned model's folder that records how it was made."""
 RUNS = "checkpoints"
@@ -462,9 +464,6 @@ def _attention(
 
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, visible_window)
-
-
-logger = logging.getLogger(__name__)
 
 
 class RowTrainer(Trainer):  # type: ignore[misc]

@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from ragkv.runtime import Runtime, RuntimeLimits
     from ragkv.types import KVShape
 
+logger = logging.getLogger(__name__)
+
 _MOST_NEWLINES = 1000  # as in `PromptConfig`
 _PARTS = {"prefix", "before_question", "after_question", "separator"}
 
@@ -379,7 +381,6 @@ USES = 256
 WAITING_BYTES = 256 << 20
 """The most KV that may wait to be stored; then finished answers wait, so that a slow disk does not fill the memory."""
 
-logger = logging.getLogger(__name__)
 _all: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
 
 

@@ -64,6 +64,8 @@ from ragkv.util.files import is_folder, make_folder, parse_json, read_plain, ref
 if TYPE_CHECKING:
     from ragkv.retrievers import Embedder, Embedding, Reranker
 
+logger = logging.getLogger(__name__)
+
 _FUSIONS: Mapping[Fusion, Callable[[Sequence[Sequence[Hit]]], list[Hit]]] = {
     "relative": relative_score_fusion,
     "rrf": reciprocal_rank_fusion,
@@ -317,7 +319,6 @@ _BATCH = 1024  # chunks read from the store at once
 SETTLED_SECONDS = 3600
 """A folder without a manifest's reference that is older than this is not being written any more."""
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 

@@ -46,6 +46,8 @@ from ragkv.attention.partial import LayerCall
 from ragkv.attention.rope import Rotary
 from ragkv.errors import UnsupportedModelError
 
+logger = logging.getLogger(__name__)
+
 # arguments that do not change what is visible: shapes, and how transformers builds the mask
 _BUILDING = frozenset(
     {
@@ -507,9 +509,6 @@ def _sliced(rotation: Rotation) -> Rotation:
         return torch.cat([rotation(states[..., :width], cos, sin), states[..., width:]], -1)
 
     return first
-
-
-logger = logging.getLogger(__name__)
 
 
 def adapt(model: Any) -> None:

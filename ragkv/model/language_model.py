@@ -46,6 +46,8 @@ from ragkv.types import Capability, KVShape
 from ragkv.util import batches
 from ragkv.util.plugins import kernel_module
 
+logger = logging.getLogger(__name__)
+
 _SPANS = ("window", "attention_chunk", "index_topk")  # parts of attribute names that limit how many tokens are seen
 _LAYER_COUNTS = frozenset({"max_window_layers"})  # the number of layers with a window, not its length
 
@@ -149,8 +151,6 @@ def _holders(model: nn.Module) -> Iterator[object]:
         yield holder
         waiting += [value for value in vars(holder).values() if hasattr(value, "get_text_config")]
 
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Run = Callable[["LanguageModel", Step, Tensor, Tensor, Tensor], Tensor]

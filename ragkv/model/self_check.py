@@ -44,6 +44,8 @@ from ragkv.model.stateful import ResumeOptions, StatefulModel
 from ragkv.types import Capability
 from ragkv.util.display import first_sentence
 
+logger = logging.getLogger(__name__)
+
 PREFIX, CHUNKS, QUESTION = 5, (9, 7), 4
 """Tokens of the prefix, of the two chunks and of the question."""
 
@@ -476,8 +478,6 @@ def _typical(found: Tensor, expected: Tensor, moving: Tensor) -> float:
 def _name(model: LanguageModel) -> str:
     return f"Model {model.checkpoint.name!r} ({model.config.model_type})"
 
-
-logger = logging.getLogger(__name__)
 
 _PREFIX, _CHUNKS, _QUESTION = 5, (9, 16, 9, 64), 16
 _LONG = 270

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
     from ragkv.model.language_model import LanguageModel
 
+logger = logging.getLogger(__name__)
+
 
 class TokenStream:
     """The tokens of one request as they are generated. Closing or dropping it cancels the rest."""
@@ -185,8 +187,6 @@ def limits_for(
         strict=batch_tokens is not None or max_rows is not None,
     )
 
-
-logger = logging.getLogger(__name__)
 
 _all: weakref.WeakSet[Runtime] = weakref.WeakSet()
 

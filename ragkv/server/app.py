@@ -43,6 +43,8 @@ from ragkv.server.settings import ServerLimits, ServerSettings, reserve, trim_me
 if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
+logger = logging.getLogger(__name__)
+
 
 def make_app(
     served: ServedIndexes, limiter: ConcurrencyLimiter, manager: JobManager, *, footer: bool = False
@@ -149,8 +151,6 @@ GRACE = 5
 """Seconds in which an interrupted answer can still send its last event."""
 _TRIM_TICKS = 300
 """Ticks of 0.1 seconds after which freed memory is returned to the system."""
-
-logger = logging.getLogger(__name__)
 
 
 class LastSecond:

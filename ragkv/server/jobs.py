@@ -44,6 +44,8 @@ from ragkv.util.files import make_folder, open_plain, read_plain, remove_tree, r
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
+logger = logging.getLogger(__name__)
+
 MOST_FILES = 64
 """Files in one upload."""
 State = Literal["queued", "running", "done", "failed", "cancelled", "interrupted"]
@@ -176,8 +178,6 @@ class _Journal(BaseModel):
 _MOST_BYTES = 16 << 20
 _MOST_JOBS = 64
 """More than a queue holds at any time."""
-
-logger = logging.getLogger(__name__)
 
 
 class JobStore:

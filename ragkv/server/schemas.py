@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
     from ragkv.types import Document
 
+logger = logging.getLogger(__name__)
+
 
 PageBox = Annotated[
     Sequence[float],
@@ -306,8 +308,6 @@ class QuestionOptions(BaseModel):
 
 
 OWNER = "ragkv"
-
-logger = logging.getLogger(__name__)
 
 
 class ModelChoice(NamedTuple):

@@ -37,6 +37,8 @@ from typing import Any
 
 from ragkv.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 _SOLID = 64 << 20
 _HOLLOW = 64
 """At least 1/`_HOLLOW` of a file of more than `_SOLID` bytes must be on the disk. A sparse file, which takes hardly any
@@ -195,8 +197,6 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
-
-logger = logging.getLogger(__name__)
 
 _BYTES = 32
 
