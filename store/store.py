@@ -704,14 +704,16 @@ class Store:
         """
         count = 0
         for batch in batches(self._encode(records), lambda record: record.stored_bytes, STAGE_BYTES):
-            need = sum(record.stored_bytes for record in batch)
-            self._write(for_each(batch, Transaction.put_record), need=need)
+            self._stage(batch)
             count += len(batch)
         return count
 
     def orphans(self) -> Iterator[bytes]:
         """Keys of the records that no chunk needs."""
         return orphans(self._live())
+
+    def _stage(self, batch: Sequence[EncodedRecord]) -> None:
+        self._write(for_each(batch, Transaction.put_record), need=sum(record.stored_bytes for record in batch))
 
     # Upkeep (docs/operations.md)
 
