@@ -22,7 +22,6 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from ragkv.types import MOST
 from ragkv.util import kernels
@@ -30,12 +29,14 @@ from ragkv.util.kernels import (
     FAST,
     FLOAT,
     INT,
+    LITERAL,
     LONG,
     POLYNOMIAL,
     address,
     argument,
     at,
     claimed,
+    emits,
     float_of,
     integers,
     reals,
@@ -90,89 +91,66 @@ def _by_kind(b: Any, code: Any, kinds: str, generate: Callable[[str], None]) -> 
     b.position_at_end(end)
 
 
-@intrinsic(prefer_literal=True)
+@emits(types.void, *[types.int64] * 5, *[LITERAL] * 4)
 def _scores(
-    context: Any, out: Any, query: Any, key: Any, stride: Any, code: Any, kinds: Any, width: Any, rows: Any, keys: Any
-) -> Any:
+    b: Any, out: Any, query: Any, key: Any, stride: Any, code: Any, kinds: str, width: int, rows: int, keys: int
+) -> None:
     """Write q·k of 1, 2 or 4 keys, `stride` bytes apart, for each of `rows` queries `(rows, width)`, to as many columns
     of a `(rows, BLOCK)` matrix.
     """
-    d, n, count = width.literal_value, rows.literal_value, keys.literal_value
 
-    def generated(b: Any, name: str, out: Any, query: Any, key: Any, stride: Any) -> None:
+    def generate(name: str) -> None:
         size = kernels.SIZES[name]
-        starts = _starts(b, key, stride, count, d * size)
-        lanes = kernels.vector_width(d)
-        sums: list[list[Any]] = [[None] * count for _ in range(n)]
-        for i in range(0, d, lanes):
+        starts = _starts(b, key, stride, keys, width * size)
+        lanes = kernels.vector_width(width)
+        sums: list[list[Any]] = [[None] * keys for _ in range(rows)]
+        for i in range(0, width, lanes):
             numbers = [widened(b, at(b, start, i * size), name, lanes) for start in starts]
-            for row in range(n):
-                one = widened(b, at(b, query, 4 * (row * d + i)), "float32", lanes)
+            for row in range(rows):
+                one = widened(b, at(b, query, 4 * (row * width + i)), "float32", lanes)
                 for k, each in enumerate(numbers):
                     product = b.fmul(one, each, flags=FAST)
                     sums[row][k] = product if i == 0 else b.fadd(sums[row][k], product, flags=FAST)
-        scales = ir.Constant(kernels.floats(count), [1.0] * count)
+        scales = ir.Constant(kernels.floats(keys), [1.0] * keys)
         for k, start in enumerate(starts if name == "int8" else ()):
-            largest = b.extract_element(widened(b, at(b, start, d), "bfloat16", 1), INT(0))
+            largest = b.extract_element(widened(b, at(b, start, width), "bfloat16", 1), INT(0))
             scales = b.insert_element(scales, b.fmul(largest, FLOAT(1 / MOST)), INT(k))
-        for row in range(n):
+        for row in range(rows):
             total = kernels.summed(b, sums[row])
             total = b.fmul(total, scales, flags=FAST) if name == "int8" else total
             kernels.store(b, total, at(b, out, 4 * BLOCK * row), 4)
 
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        _by_kind(b, arguments[4], kinds.literal_value, lambda name: generated(b, name, *arguments[:4]))
-
-    return types.void(out, query, key, stride, types.int64, kinds, width, rows, keys), generate
+    _by_kind(b, code, kinds, generate)
 
 
-@intrinsic(prefer_literal=True)
-def _number(context: Any, start: Any, index: Any, kind: Any) -> Any:
+@emits(types.float32, types.int64, types.int64, LITERAL)
+def _number(b: Any, start: Any, index: Any, kind: str) -> Any:
     """Load element `index` of an array of this kind at an address."""
-    name = kind.literal_value
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        start, index = arguments[:2]
-        one = widened(b, b.add(start, b.mul(index, LONG(kernels.SIZES[name]))), name, 1)
-        return b.extract_element(one, INT(0))
-
-    return types.float32(start, index, kind), generate
+    one = widened(b, b.add(start, b.mul(index, LONG(kernels.SIZES[kind]))), kind, 1)
+    return b.extract_element(one, INT(0))
 
 
-@intrinsic(prefer_literal=True)
+@emits(types.void, *[types.int64] * 5, *[LITERAL] * 4)
 def _add(
-    context: Any,
-    out: Any,
-    weights: Any,
-    value: Any,
-    stride: Any,
-    code: Any,
-    kinds: Any,
-    width: Any,
-    rows: Any,
-    keys: Any,
-) -> Any:
+    b: Any, out: Any, weights: Any, value: Any, stride: Any, code: Any, kinds: str, width: int, rows: int, keys: int
+) -> None:
     """Accumulate `keys` values, `stride` bytes apart, into `(rows, width)`, weighted by columns of `(rows, BLOCK)`."""
-    d, n, count = width.literal_value, rows.literal_value, keys.literal_value
 
-    def generated(b: Any, name: str, out: Any, weights: Any, value: Any, stride: Any) -> None:
+    def generate(name: str) -> None:
         size = kernels.SIZES[name]
-        starts = _starts(b, value, stride, count, d * size)
-        lanes = kernels.vector_width(d)
-        for i in range(0, d, lanes):
+        starts = _starts(b, value, stride, keys, width * size)
+        lanes = kernels.vector_width(width)
+        for i in range(0, width, lanes):
             numbers = [widened(b, at(b, start, i * size), name, lanes) for start in starts]
-            for row in range(n):
-                place = at(b, out, 4 * (row * d + i))
+            for row in range(rows):
+                place = at(b, out, 4 * (row * width + i))
                 total = widened(b, place, "float32", lanes)
                 for key, each in enumerate(numbers):
                     weight = kernels.load(b, at(b, weights, 4 * (BLOCK * row + key)), FLOAT, 4)
                     total = b.fadd(total, b.fmul(repeated(b, weight, lanes), each, flags=FAST), flags=FAST)
                 kernels.store(b, total, place, 4)
 
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        _by_kind(b, arguments[4], kinds.literal_value, lambda name: generated(b, name, *arguments[:4]))
-
-    return types.void(out, weights, value, stride, types.int64, kinds, width, rows, keys), generate
+    _by_kind(b, code, kinds, generate)
 
 
 @numba.njit(fastmath=set(FAST))

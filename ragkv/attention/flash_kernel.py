@@ -17,7 +17,6 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from ragkv.types import MOST
 from ragkv.util import kernels
@@ -25,6 +24,7 @@ from ragkv.util.kernels import (
     FAST,
     FLOAT,
     INT,
+    LITERAL,
     LONG,
     POLYNOMIAL,
     SIZES,
@@ -32,6 +32,7 @@ from ragkv.util.kernels import (
     argument,
     at,
     claimed,
+    emits,
     float_of,
     floats,
     integers,
@@ -66,9 +67,9 @@ def _sum(b: Any, kind: str, total: Any, one: Any, vector: Any) -> Any:
     return b.call(dot, [total, b.bitcast(one, wide), b.bitcast(vector, wide)])
 
 
-@intrinsic(prefer_literal=True)
+@emits(types.void, *[types.int64] * 9, LITERAL, LITERAL)
 def _multiply(
-    context: Any,
+    b: Any,
     out: Any,
     out_step: Any,
     left: Any,
@@ -78,134 +79,101 @@ def _multiply(
     steps: Any,
     count: Any,
     fresh: Any,
-    wide: Any,
-    kind: Any,
-) -> Any:
-    """`out` `(count, 16 * wide)` = or, unless `fresh`, += `left` `(count, steps)` · `right` `(steps, 16 * wide)`; a
-    step of bfloat16 is two numbers. There are 1 to `_ROWS` rows; strides are in bytes.
+    vectors: int,
+    kind: str,
+) -> None:
+    """`out` `(count, 16 * vectors)` = or, unless `fresh`, += `left` `(count, steps)` · `right` `(steps, 16 * vectors)`.
+    A step of bfloat16 is two numbers. There are 1 to `_ROWS` rows; strides are in bytes.
     """
-    vectors, name = wide.literal_value, kind.literal_value
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        out, out_step, left, left_step, right, right_step, steps, count, fresh = arguments[:9]
-        number = FLOAT if name == "float32" else INT
-        vector = ir.VectorType(number, 16)
-        end = b.append_basic_block()
-        switch = b.switch(count, end)
-        for rows in range(1, _ROWS + 1):
-            block = b.append_basic_block()
-            switch.add_case(LONG(rows), block)
-            b.position_at_end(block)
-            outs = [b.add(out, b.mul(out_step, LONG(row))) for row in range(rows)]
-            lefts = [b.add(left, b.mul(left_step, LONG(row))) for row in range(rows)]
-            nothing = ir.Constant(floats(16), [0.0] * 16)
-            is_fresh = b.icmp_signed("!=", fresh, LONG(0))
-            starts = [
-                b.select(is_fresh, nothing, load(b, at(b, place, _LINE * i), floats(16), 4))
-                for place in outs
-                for i in range(vectors)
-            ]
-            before, body, after = b.block, b.append_basic_block(), b.append_basic_block()
-            b.branch(body)
-            b.position_at_end(body)
-            i = b.phi(LONG)
-            sums = [b.phi(floats(16)) for _ in starts]
-            row_of = b.add(right, b.mul(i, right_step))
-            those = [load(b, at(b, row_of, _LINE * j), vector, 4) for j in range(vectors)]
-            more = []
-            for row, place in enumerate(lefts):
-                one = kernels.repeated(b, load(b, b.add(place, b.mul(i, LONG(4))), number, 4), 16)
-                more += [_sum(b, name, sums[row * vectors + j], one, those[j]) for j in range(vectors)]
-            following = b.add(i, LONG(1))
-            for phi, start, new in [(i, LONG(0), following), *zip(sums, starts, more, strict=True)]:
-                phi.add_incoming(start, before)
-                phi.add_incoming(new, body)
-            b.cbranch(b.icmp_signed("<", following, steps), body, after)
-            b.position_at_end(after)
-            for index, total in enumerate(more):
-                kernels.store(b, total, at(b, outs[index // vectors], _LINE * (index % vectors)), 4)
-            b.branch(end)
-        b.position_at_end(end)
-
-    return types.void(*[types.int64] * 9, wide, kind), generate
+    number = FLOAT if kind == "float32" else INT
+    vector = ir.VectorType(number, 16)
+    end = b.append_basic_block()
+    switch = b.switch(count, end)
+    for rows in range(1, _ROWS + 1):
+        block = b.append_basic_block()
+        switch.add_case(LONG(rows), block)
+        b.position_at_end(block)
+        outs = [b.add(out, b.mul(out_step, LONG(row))) for row in range(rows)]
+        lefts = [b.add(left, b.mul(left_step, LONG(row))) for row in range(rows)]
+        nothing = ir.Constant(floats(16), [0.0] * 16)
+        is_fresh = b.icmp_signed("!=", fresh, LONG(0))
+        starts = [
+            b.select(is_fresh, nothing, load(b, at(b, place, _LINE * i), floats(16), 4))
+            for place in outs
+            for i in range(vectors)
+        ]
+        before, body, after = b.block, b.append_basic_block(), b.append_basic_block()
+        b.branch(body)
+        b.position_at_end(body)
+        i = b.phi(LONG)
+        sums = [b.phi(floats(16)) for _ in starts]
+        row_of = b.add(right, b.mul(i, right_step))
+        those = [load(b, at(b, row_of, _LINE * j), vector, 4) for j in range(vectors)]
+        more = []
+        for row, place in enumerate(lefts):
+            one = kernels.repeated(b, load(b, b.add(place, b.mul(i, LONG(4))), number, 4), 16)
+            more += [_sum(b, kind, sums[row * vectors + j], one, those[j]) for j in range(vectors)]
+        following = b.add(i, LONG(1))
+        for phi, start, new in [(i, LONG(0), following), *zip(sums, starts, more, strict=True)]:
+            phi.add_incoming(start, before)
+            phi.add_incoming(new, body)
+        b.cbranch(b.icmp_signed("<", following, steps), body, after)
+        b.position_at_end(after)
+        for index, total in enumerate(more):
+            kernels.store(b, total, at(b, outs[index // vectors], _LINE * (index % vectors)), 4)
+        b.branch(end)
+    b.position_at_end(end)
 
 
-@intrinsic
-def _transpose(context: Any, out: Any, out_step: Any, source: Any, step: Any) -> Any:
+@emits(types.void, *[types.int64] * 4)
+def _transpose(b: Any, out: Any, out_step: Any, source: Any, step: Any) -> None:
     """Transpose a 16 x 16 matrix of 32-bit numbers."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        out, out_step, source, step = arguments
-        words = ir.VectorType(INT, 16)
-        rows = [load(b, b.add(source, b.mul(step, LONG(i))), words, 2) for i in range(16)]
-        for s in (8, 4, 2, 1):  # swap the blocks of s x s that are not on the diagonal
-            for i in (i for i in range(16) if not i & s):
-                one, other = rows[i], rows[i + s]
-                upper = [16 + lane - s if lane & s else lane for lane in range(16)]
-                lower = [16 + lane if lane & s else lane + s for lane in range(16)]
-                rows[i], rows[i + s] = (
-                    b.shuffle_vector(one, other, ir.Constant(words, places)) for places in (upper, lower)
-                )
-        for i, row in enumerate(rows):
-            kernels.store(b, row, b.add(out, b.mul(out_step, LONG(i))), 4)
-
-    return types.void(*[types.int64] * 4), generate
+    words = ir.VectorType(INT, 16)
+    rows = [load(b, b.add(source, b.mul(step, LONG(i))), words, 2) for i in range(16)]
+    for s in (8, 4, 2, 1):  # swap the blocks of s x s that are not on the diagonal
+        for i in (i for i in range(16) if not i & s):
+            one, other = rows[i], rows[i + s]
+            upper = [16 + lane - s if lane & s else lane for lane in range(16)]
+            lower = [16 + lane if lane & s else lane + s for lane in range(16)]
+            rows[i], rows[i + s] = (
+                b.shuffle_vector(one, other, ir.Constant(words, places)) for places in (upper, lower)
+            )
+    for i, row in enumerate(rows):
+        kernels.store(b, row, b.add(out, b.mul(out_step, LONG(i))), 4)
 
 
-@intrinsic
-def _pair(context: Any, out: Any, one: Any, other: Any) -> Any:
+@emits(types.void, *[types.int64] * 3)
+def _pair(b: Any, out: Any, one: Any, other: Any) -> None:
     """Interleave two rows of 32 bfloat16 numbers."""
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        out, *places = arguments
-        rows = [load(b, place, ir.VectorType(ir.IntType(16), 32), 2) for place in places]
-        for half in (0, 16):
-            mixed = [half + i // 2 + 32 * (i % 2) for i in range(32)]
-            pairs = b.shuffle_vector(*rows, ir.Constant(ir.VectorType(INT, 32), mixed))
-            kernels.store(b, pairs, at(b, out, 4 * half), 2)
-
-    return types.void(*[types.int64] * 3), generate
+    rows = [load(b, place, ir.VectorType(ir.IntType(16), 32), 2) for place in (one, other)]
+    for half in (0, 16):
+        mixed = [half + i // 2 + 32 * (i % 2) for i in range(32)]
+        pairs = b.shuffle_vector(*rows, ir.Constant(ir.VectorType(INT, 32), mixed))
+        kernels.store(b, pairs, at(b, out, 4 * half), 2)
 
 
-@intrinsic(prefer_literal=True)
-def _store(context: Any, out: Any, source: Any, kind: Any) -> Any:
+@emits(types.void, types.int64, types.int64, LITERAL)
+def _store(b: Any, out: Any, source: Any, kind: str) -> None:
     """Write 16 float32 numbers as this kind."""
-    name = kind.literal_value
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        kernels.store(b, narrowed(b, load(b, arguments[1], floats(16), 4), name), arguments[0], 2)
-
-    return types.void(types.int64, types.int64, kind), generate
+    kernels.store(b, narrowed(b, load(b, source, floats(16), 4), kind), out, 2)
 
 
-@intrinsic(prefer_literal=True)
-def _line(context: Any, out: Any, source: Any, kind: Any) -> Any:
+@emits(types.void, types.int64, types.int64, LITERAL)
+def _line(b: Any, out: Any, source: Any, kind: str) -> None:
     """Write 64 bytes: a copy of the source, or 16 numbers of its `kind` as float32; zeros if the source is 0."""
-    name = kind.literal_value
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        out, source = arguments[:2]
-        kernels.store(b, ir.Constant(floats(16), [0.0] * 16), out)
-        with b.if_then(b.icmp_signed("!=", source, LONG(0))):
-            kernels.store(b, kernels.widened(b, source, name, 16), out)
-
-    return types.void(types.int64, types.int64, kind), generate
+    kernels.store(b, ir.Constant(floats(16), [0.0] * 16), out)
+    with b.if_then(b.icmp_signed("!=", source, LONG(0))):
+        kernels.store(b, kernels.widened(b, source, kind, 16), out)
 
 
-@intrinsic(prefer_literal=True)
-def _unpack(context: Any, out: Any, source: Any, scale: Any, kind: Any) -> Any:
+@emits(types.void, *[types.int64] * 3, LITERAL)
+def _unpack(b: Any, out: Any, source: Any, scale: Any, kind: str) -> None:
     """Write 64 bytes of numbers of a kind, dequantised from int8 with their scale; all arguments are addresses."""
-    name = kind.literal_value
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        out, source, scale = arguments[:3]
-        count = _LINE // SIZES[name]
-        largest = b.extract_element(kernels.widened(b, scale, "bfloat16", 1), INT(0))
-        one = b.fmul(largest, FLOAT(1 / MOST))
-        numbers = b.fmul(kernels.widened(b, source, "int8", count), kernels.repeated(b, one, count))
-        kernels.store(b, narrowed(b, numbers, name), out, 2)
-
-    return types.void(*[types.int64] * 3, kind), generate
+    count = _LINE // SIZES[kind]
+    largest = b.extract_element(kernels.widened(b, scale, "bfloat16", 1), INT(0))
+    one = b.fmul(largest, FLOAT(1 / MOST))
+    numbers = b.fmul(kernels.widened(b, source, "int8", count), kernels.repeated(b, one, count))
+    kernels.store(b, narrowed(b, numbers, kind), out, 2)
 
 
 @numba.njit
@@ -227,28 +195,18 @@ def _copy(out, source, step, count, row, code, half):
                 _line(out + i * row + word, source + i * step + word if i < count else 0, "float32")
 
 
-@intrinsic(prefer_literal=True)
-def _rotate(context: Any, out: Any, query: Any, other: Any, cos: Any, sin: Any, kind: Any) -> Any:
+@emits(types.void, *[types.int64] * 5, LITERAL)
+def _rotate(b: Any, out: Any, query: Any, other: Any, cos: Any, sin: Any, kind: str) -> None:
     """Write 16 numbers cos·query + sin·other as this kind; all arguments are addresses of float32."""
-    name = kind.literal_value
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        query, other, cos, sin = (load(b, place, floats(16), 4) for place in arguments[1:5])
-        rotated = b.fadd(b.fmul(query, cos, flags=FAST), b.fmul(other, sin, flags=FAST), flags=FAST)
-        kernels.store(b, narrowed(b, rotated, name), arguments[0], 2)
-
-    return types.void(*[types.int64] * 5, kind), generate
+    query, other, cos, sin = (load(b, place, floats(16), 4) for place in (query, other, cos, sin))
+    rotated = b.fadd(b.fmul(query, cos, flags=FAST), b.fmul(other, sin, flags=FAST), flags=FAST)
+    kernels.store(b, narrowed(b, rotated, kind), out, 2)
 
 
-@intrinsic(prefer_literal=True)
-def _number(context: Any, place: Any, kind: Any) -> Any:
+@emits(types.float32, types.int64, LITERAL)
+def _number(b: Any, place: Any, kind: str) -> Any:
     """Load a number of this kind from an address."""
-    name = kind.literal_value
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> Any:
-        return b.extract_element(kernels.widened(b, arguments[0], name, 1), INT(0))
-
-    return types.float32(types.int64, kind), generate
+    return b.extract_element(kernels.widened(b, place, kind, 1), INT(0))
 
 
 def _power(b: Any, y: Any) -> Any:
@@ -268,9 +226,9 @@ def _power(b: Any, y: Any) -> Any:
     return b.call(scaled, [power, whole, power, ir.IntType(16)(-1), INT(4)])  # power * 2^whole, of all 16
 
 
-@intrinsic(prefer_literal=True)
+@emits(types.void, *[types.int64] * 6, types.float32, LITERAL, LITERAL)
 def _weigh(
-    context: Any,
+    b: Any,
     weights: Any,
     scores: Any,
     mixed: Any,
@@ -278,54 +236,48 @@ def _weigh(
     total: Any,
     visible: Any,
     scale: Any,
-    width: Any,
-    kind: Any,
-) -> Any:
+    width: int,
+    kind: str,
+) -> None:
     """Write the weights 2^(scale * score - best) of a query's block, 0 for keys that are not among the 64 bits
     `visible`. If `best` grows, which is likely in the first blocks only, rescale the running sums `(16,)` and the
     accumulated values `(width,)`. All other arguments are addresses.
     """
-    numbers, name = width.literal_value, kind.literal_value
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        weights, scores, mixed, best, total, visible, scale = arguments[:7]
-        words, vector, bits = ir.VectorType(INT, 16), floats(16), ir.IntType(16)
-        scales, found, masks = kernels.repeated(b, scale, 16), [], []
-        for start in range(0, BLOCK, 16):
-            masks.append(b.bitcast(b.trunc(b.lshr(visible, LONG(start)), bits), ir.VectorType(ir.IntType(1), 16)))
-            score = load(b, at(b, scores, 4 * start), vector, 4)
-            found.append(b.select(masks[-1], score, ir.Constant(vector, [-3e38] * 16)))
-        largest = found[0]
-        for each in found[1:]:
-            largest = b.select(b.fcmp_ordered(">", largest, each), largest, each)
-        before, nothing = kernels.repeated(b, load(b, best, FLOAT, 4), 16), ir.Constant(vector, [0.0] * 16)
-        largest = b.fmul(largest, scales)
-        grows, outside = b.bitcast(b.fcmp_ordered(">", largest, before), bits), b.block
-        with b.if_then(b.icmp_signed("!=", grows, bits(0))):
-            for half in (8, 4, 2, 1):
-                places = ir.Constant(words, [(lane + half) % 16 for lane in range(16)])
-                other = b.shuffle_vector(largest, largest, places)
-                largest = b.select(b.fcmp_ordered(">", largest, other), largest, other)
-            kernels.store(b, b.extract_element(largest, INT(0)), best, 4)
-            kept = _power(b, b.fsub(before, largest))
-            for place in (total, *(at(b, mixed, 4 * start) for start in range(0, numbers, 16))):
-                kernels.store(b, b.fmul(load(b, place, vector, 4), kept), place, 4)
-            inside = b.block
-        top = b.phi(vector)
-        top.add_incoming(before, outside)
-        top.add_incoming(largest, inside)
-        results = [
-            b.select(mask, _power(b, b.fsub(b.fmul(each, scales, flags=FAST), top, flags=FAST)), nothing)
-            for mask, each in zip(masks, found, strict=True)
-        ]
-        added = load(b, total, vector, 4)
-        for each in results:
-            added = b.fadd(added, each)
-        kernels.store(b, added, total, 4)
-        for start, each in zip(range(0, BLOCK, 16), results, strict=True):
-            kernels.store(b, narrowed(b, each, name), at(b, weights, SIZES[name] * start), 2)
-
-    return types.void(*[types.int64] * 6, types.float32, width, kind), generate
+    words, vector, bits = ir.VectorType(INT, 16), floats(16), ir.IntType(16)
+    scales, found, masks = kernels.repeated(b, scale, 16), [], []
+    for start in range(0, BLOCK, 16):
+        masks.append(b.bitcast(b.trunc(b.lshr(visible, LONG(start)), bits), ir.VectorType(ir.IntType(1), 16)))
+        score = load(b, at(b, scores, 4 * start), vector, 4)
+        found.append(b.select(masks[-1], score, ir.Constant(vector, [-3e38] * 16)))
+    largest = found[0]
+    for each in found[1:]:
+        largest = b.select(b.fcmp_ordered(">", largest, each), largest, each)
+    before, nothing = kernels.repeated(b, load(b, best, FLOAT, 4), 16), ir.Constant(vector, [0.0] * 16)
+    largest = b.fmul(largest, scales)
+    grows, outside = b.bitcast(b.fcmp_ordered(">", largest, before), bits), b.block
+    with b.if_then(b.icmp_signed("!=", grows, bits(0))):
+        for half in (8, 4, 2, 1):
+            places = ir.Constant(words, [(lane + half) % 16 for lane in range(16)])
+            other = b.shuffle_vector(largest, largest, places)
+            largest = b.select(b.fcmp_ordered(">", largest, other), largest, other)
+        kernels.store(b, b.extract_element(largest, INT(0)), best, 4)
+        kept = _power(b, b.fsub(before, largest))
+        for place in (total, *(at(b, mixed, 4 * start) for start in range(0, width, 16))):
+            kernels.store(b, b.fmul(load(b, place, vector, 4), kept), place, 4)
+        inside = b.block
+    top = b.phi(vector)
+    top.add_incoming(before, outside)
+    top.add_incoming(largest, inside)
+    results = [
+        b.select(mask, _power(b, b.fsub(b.fmul(each, scales, flags=FAST), top, flags=FAST)), nothing)
+        for mask, each in zip(masks, found, strict=True)
+    ]
+    added = load(b, total, vector, 4)
+    for each in results:
+        added = b.fadd(added, each)
+    kernels.store(b, added, total, 4)
+    for start, each in zip(range(0, BLOCK, 16), results, strict=True):
+        kernels.store(b, narrowed(b, each, kind), at(b, weights, SIZES[kind] * start), 2)
 
 
 @kernels.once

@@ -24,13 +24,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from ragkv.util import kernels
 from ragkv.util.kernels import (
     FAST,
     FLOAT,
     INT,
+    LITERAL,
     LONG,
     SIZES,
     BFloat,
@@ -38,6 +38,7 @@ from ragkv.util.kernels import (
     argument,
     at,
     claimed,
+    emits,
     float_of,
     floats,
     load,
@@ -242,9 +243,9 @@ def _pairs(one: list[list[Any]], other: list[list[Any]]) -> list[tuple[Any, Any]
     return list(zip(*flat, strict=True))
 
 
-@intrinsic(prefer_literal=True)
+@emits(types.void, *[types.int64] * 7, types.boolean, LITERAL, LITERAL)
 def _write(
-    context: Any,
+    b: Any,
     data: Any,
     output: Any,
     row: Any,
@@ -253,25 +254,20 @@ def _write(
     first: Any,
     last: Any,
     few: Any,
-    weight_kind: Any,
-    row_kind: Any,
-) -> Any:
+    weight_kind: str,
+    row_kind: str,
+) -> None:
     """`_Code.write`, for 1 to `_Tile.rows` rows."""
-    tile = _Tile(weight_kind.literal_value, row_kind.literal_value)
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        data, output, row, count, *others = arguments[:8]
-        end = b.append_basic_block()
-        switch = b.switch(count, end)
-        for rows in range(1, tile.rows + 1):
-            block = b.append_basic_block()
-            switch.add_case(LONG(rows), block)
-            b.position_at_end(block)
-            _Code(b, tile, data, output, row, rows).write(*others)
-            b.branch(end)
-        b.position_at_end(end)
-
-    return types.void(data, output, row, count, totals, first, last, few, weight_kind, row_kind), generate
+    tile = _Tile(weight_kind, row_kind)
+    end = b.append_basic_block()
+    switch = b.switch(count, end)
+    for rows in range(1, tile.rows + 1):
+        block = b.append_basic_block()
+        switch.add_case(LONG(rows), block)
+        b.position_at_end(block)
+        _Code(b, tile, data, output, row, rows).write(totals, first, last, few)
+        b.branch(end)
+    b.position_at_end(end)
 
 
 @functools.cache
@@ -360,35 +356,29 @@ before rounding (OLMo 2), or by one plus the weights before rounding (Gemma).
 """
 
 
-@intrinsic(prefer_literal=True)
-def _normalise(context: Any, states: Any, weight: Any, out: Any, width: Any, epsilon: Any, kind: Any, form: Any) -> Any:
+@emits(types.void, *[types.int64] * 4, types.float32, LITERAL, LITERAL)
+def _normalise(b: Any, states: Any, weight: Any, out: Any, width: Any, epsilon: Any, kind: str, form: str) -> None:
     """Write x / sqrt(mean(x²) + epsilon) · weight for a row."""
-    name, how = kind.literal_value, form.literal_value
-
-    def generate(_context: Any, b: Any, _signature: Any, arguments: Any) -> None:
-        states, weight, out, width, epsilon = arguments[:5]
-        vector, size = floats(PIECE), LONG(SIZES[name])
-        total = cgutils.alloca_once_value(b, ir.Constant(vector, [0.0] * PIECE))
-        with cgutils.for_range_slice(b, LONG(0), width, LONG(PIECE), LONG) as (i, _):
-            numbers = widened(b, b.add(states, b.mul(i, size)), name, PIECE)
-            b.store(b.fadd(b.load(total), b.fmul(numbers, numbers, flags=FAST), flags=FAST), total)
-        reduce = kernels.function(b, f"llvm.vector.reduce.fadd.v{PIECE}f32", FLOAT, FLOAT, vector)
-        squares = b.call(reduce, [ir.Constant(FLOAT, 0.0), b.load(total)], fastmath=FAST)
-        root = kernels.function(b, "llvm.sqrt.f32", FLOAT, FLOAT)
-        mean = b.fdiv(squares, b.sitofp(width, FLOAT))
-        one = ir.Constant(FLOAT, 1.0)
-        scale = kernels.repeated(b, b.fdiv(one, b.call(root, [b.fadd(mean, epsilon)])), PIECE)
-        with cgutils.for_range_slice(b, LONG(0), width, LONG(PIECE), LONG) as (i, _):
-            along = b.mul(i, size)
-            numbers = b.fmul(widened(b, b.add(states, along), name, PIECE), scale)
-            if how == "rounded" and name == "bfloat16":
-                numbers = b.fpext(narrowed(b, numbers, name), vector)
-            factors = widened(b, b.add(weight, along), name, PIECE)
-            if how == "one more":
-                factors = b.fadd(factors, kernels.repeated(b, one, PIECE))
-            kernels.store(b, narrowed(b, b.fmul(numbers, factors), name), b.add(out, along))
-
-    return types.void(states, weight, out, width, epsilon, kind, form), generate
+    vector, size = floats(PIECE), LONG(SIZES[kind])
+    total = cgutils.alloca_once_value(b, ir.Constant(vector, [0.0] * PIECE))
+    with cgutils.for_range_slice(b, LONG(0), width, LONG(PIECE), LONG) as (i, _):
+        numbers = widened(b, b.add(states, b.mul(i, size)), kind, PIECE)
+        b.store(b.fadd(b.load(total), b.fmul(numbers, numbers, flags=FAST), flags=FAST), total)
+    reduce = kernels.function(b, f"llvm.vector.reduce.fadd.v{PIECE}f32", FLOAT, FLOAT, vector)
+    squares = b.call(reduce, [ir.Constant(FLOAT, 0.0), b.load(total)], fastmath=FAST)
+    root = kernels.function(b, "llvm.sqrt.f32", FLOAT, FLOAT)
+    mean = b.fdiv(squares, b.sitofp(width, FLOAT))
+    one = ir.Constant(FLOAT, 1.0)
+    scale = kernels.repeated(b, b.fdiv(one, b.call(root, [b.fadd(mean, epsilon)])), PIECE)
+    with cgutils.for_range_slice(b, LONG(0), width, LONG(PIECE), LONG) as (i, _):
+        along = b.mul(i, size)
+        numbers = b.fmul(widened(b, b.add(states, along), kind, PIECE), scale)
+        if form == "rounded" and kind == "bfloat16":
+            numbers = b.fpext(narrowed(b, numbers, kind), vector)
+        factors = widened(b, b.add(weight, along), kind, PIECE)
+        if form == "one more":
+            factors = b.fadd(factors, kernels.repeated(b, one, PIECE))
+        kernels.store(b, narrowed(b, b.fmul(numbers, factors), kind), b.add(out, along))
 
 
 @kernels.once

@@ -181,16 +181,28 @@ def address(context: Any, array: Any) -> Any:
     return types.int64(array), generate
 
 
+LITERAL = object()
+"""The type of an argument of `emits` that is known when the kernel is compiled."""
+
+
 def emits(result: Any, *given: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make a function that kernels can call, with these types of its result and its arguments, of one that gets LLVM's
-    builder and the arguments' values, and returns the result's value."""
+    builder and the arguments' values, and returns the result's value. A LITERAL argument is Python's value, the others
+    LLVM's.
+    """
 
     def made(generate: Callable[..., Any]) -> Any:
         @functools.wraps(generate)  # numba drops the first parameter, which is its own context here
-        def typed(*_arguments: Any) -> Any:
-            return result(*given), lambda _context, b, _signature, values: generate(b, *values)
+        def typed(_context: Any, *own: Any) -> Any:
+            kinds = [one if kind is LITERAL else kind for kind, one in zip(given, own, strict=True)]
 
-        return intrinsic(typed)
+            def emitted(_context: Any, b: Any, _signature: Any, values: Any) -> Any:
+                of_each = zip(given, own, values, strict=True)
+                return generate(b, *(one.literal_value if kind is LITERAL else value for kind, one, value in of_each))
+
+            return result(*kinds), emitted
+
+        return intrinsic(prefer_literal=LITERAL in given)(typed)
 
     return made
 
