@@ -650,7 +650,7 @@ class _Walk:
             ("references", self._pairs("references", check_references)),
             ("needs", self._pairs("needs", check_needs)),
             ("vectors", self._vectors),
-            ("unreferenced", self._listed),
+            ("unreferenced", self._checked("unreferenced", check_unreferenced)),
             ("changes", self._checked("changes", check_change)),
             ("uses", self._checked("uses", check_uses)),
         ):
@@ -689,7 +689,7 @@ class _Walk:
             self._rows["segments"] = segments
         else:
             self._database.walk("segments", self._segment)
-        self._database.walk("unreferenced", self._listed)
+        self._database.walk("unreferenced", self._checked("unreferenced", check_unreferenced))
         self._database.walk("changes", self._checked("changes", check_change))
         self._problems += self._stray()
         self._problems = list(dict.fromkeys(self._problems))  # two rows may lead to the same one
@@ -786,9 +786,6 @@ class _Walk:
             else:
                 found = [problem for problem in check_segments(txn, record) if problem.key == key]
         return self._seen("segments", found, 0)
-
-    def _listed(self, txn: Transaction, key: bytes) -> int:
-        return self._seen("unreferenced", check_unreferenced(txn, key), 0)
 
     def _compare_counters(self) -> None:
         """Report wrong counters, unless damaged rows make the right ones unknown."""
