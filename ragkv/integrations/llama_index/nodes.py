@@ -5,8 +5,8 @@ JSON in the document's metadata; what all nodes share is written once, where `wh
 returned has the raw `retrieval_score` and `rerank_score`, the raw score of each search in `stages`, and `fused_score`,
 the relevance r in [0, 1) that engines decode with (PCED Eqs. 4-7), which is also `NodeWithScore.score`.
 
-A filter operator means what it means in LlamaIndex's `SimpleVectorStore`. Where that raises TypeError for a chunk (a
-text compared with a number), the chunk does not match. Arguments that ragkv does not support are refused.
+A filter operator is evaluated by LlamaIndex itself. Where that raises TypeError for a chunk (a text compared with a
+number), the chunk does not match. Arguments that ragkv does not support are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hashlib
 import inspect
 import json
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from llama_index.core.schema import (
     TransformComponent,
 )
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
+from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from ragkv.errors import UsageError
 from ragkv.ingest import IngestReport, ReadyChunk, ReadyDocument
@@ -330,35 +330,6 @@ def chunk_count(top_k: int | None, similarity_top_k: int | None) -> int | None:
 _Condition = Callable[[Mapping[str, Any]], bool]
 
 
-def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    """Compare numbers with numbers and texts with texts; a number and a text never match."""
-
-    def holds(found: Any, value: Any) -> bool:
-        alike = isinstance(found, str) if isinstance(value, str) else isinstance(found, (int, float))
-        return alike and compare(found, value)
-
-    return holds
-
-
-_HOLDS: Mapping[FilterOperator, Callable[[Any, Any], bool]] = {
-    FilterOperator.EQ: operator.eq,
-    FilterOperator.NE: operator.ne,
-    FilterOperator.IN: lambda found, value: found in value,
-    FilterOperator.NIN: lambda found, value: found not in value,
-    FilterOperator.ANY: lambda found, value: any(_contains(found, each) for each in value),
-    FilterOperator.ALL: lambda found, value: all(_contains(found, each) for each in value),
-    FilterOperator.CONTAINS: lambda found, value: _contains(found, value),
-    FilterOperator.TEXT_MATCH: lambda found, value: isinstance(found, str) and value in found,
-    FilterOperator.TEXT_MATCH_INSENSITIVE: lambda found, value: (
-        isinstance(found, str) and value.lower() in found.lower()
-    ),
-    FilterOperator.GT: _ordered(operator.gt),
-    FilterOperator.GTE: _ordered(operator.ge),
-    FilterOperator.LT: _ordered(operator.lt),
-    FilterOperator.LTE: _ordered(operator.le),
-}
-_WITHOUT = (FilterOperator.NE, FilterOperator.NIN)
-"""The operators that match a chunk without the key."""
 _LISTS = (FilterOperator.IN, FilterOperator.NIN, FilterOperator.ANY, FilterOperator.ALL)
 _TEXTS = (FilterOperator.TEXT_MATCH, FilterOperator.TEXT_MATCH_INSENSITIVE)
 
@@ -401,30 +372,30 @@ def metadata_filter(filters: MetadataFilters) -> _Condition:
 
 
 def _single(part: MetadataFilter) -> _Condition:
-    key, value, asked = part.key, part.value, part.operator
-    if key in SCORES:
+    if part.key in SCORES:
         raise UsageError(
-            f"A filter cannot ask for {key!r}, which a chunk only has once it was found; "
+            f"A filter cannot ask for {part.key!r}, which a chunk only has once it was found; "
             "drop nodes by their score with a SimilarityPostprocessor."
         )
-    if asked is FilterOperator.IS_EMPTY:
-        return lambda metadata: metadata.get(key) in (None, "", [])
-    if asked not in _HOLDS:
-        known = ", ".join(each.value for each in (*_HOLDS, FilterOperator.IS_EMPTY))
-        raise UsageError(f"ragkv knows no filter operator {asked!r}; use {known}.")
-    if (wanted := _wanted(asked, value)) is not None:
-        raise UsageError(f"The filter operator {asked.value!r} takes {wanted}, not {value!r} (key {key!r}).")
-    holds, without = _HOLDS[asked], asked in _WITHOUT
+    if (wanted := _wanted(part.operator, part.value)) is not None:
+        raise UsageError(
+            f"The filter operator {part.operator.value!r} takes {wanted}, not {part.value!r} (key {part.key!r})."
+        )
+    holds: Callable[[Any], bool] = build_metadata_filter_fn(lambda found: found, MetadataFilters(filters=[part]))
 
     def condition(metadata: Mapping[str, Any]) -> bool:
-        found = metadata.get(key)
-        return without if found is None else holds(found, value)
+        try:
+            return holds(metadata)
+        except TypeError:
+            return False
 
     return condition
 
 
 def _wanted(asked: FilterOperator, value: Any) -> str | None:
     """The type of value that the operator needs, if this is none; else None."""
+    if asked is FilterOperator.IS_EMPTY:
+        return None
     if asked in _LISTS:
         return None if isinstance(value, list) else "a list"
     if asked in _TEXTS:
@@ -432,13 +403,6 @@ def _wanted(asked: FilterOperator, value: Any) -> str | None:
     if asked in (FilterOperator.EQ, FilterOperator.NE):
         return 'a value (a key that is not there is operator "is_empty")' if value is None else None
     return None if isinstance(value, (int, float, str)) else "a number or a text"
-
-
-def _contains(found: Any, value: Any) -> bool:
-    """Whether a list has the value as an element, or a text as a substring."""
-    if isinstance(found, str):
-        return isinstance(value, str) and value in found
-    return isinstance(found, (list, dict)) and value in found
 
 
 class RagKVIngest(TransformComponent):
