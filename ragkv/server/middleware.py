@@ -20,7 +20,6 @@ from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
 from starlette.datastructures import Headers
@@ -175,7 +174,7 @@ class Guard:
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
         if origin in self._origins:
             return
-        own = origin is None or urlsplit(origin).netloc == headers.get("host")
+        own = origin is None or origin.partition("://")[2] == headers.get("host")
         if not own or site not in ("none", "same-origin"):
             raise ApiError(403, "A page of another origin may not send files here.", code="wrong_origin")
 

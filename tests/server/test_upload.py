@@ -208,6 +208,7 @@ def test_files_have_limits(own, send, ended, call, monkeypatch):
         ({"origin": "http://friend.example"}, 202),
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
+        ({"origin": "http://["}, 403),
         ({"sec-fetch-site": "cross-site"}, 403),
         ({"origin": "http://localhost", "sec-fetch-site": "same-origin"}, 202),
     ],
