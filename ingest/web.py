@@ -232,7 +232,7 @@ class Web:
         outside: dict[str, int] = {}
         for each in listed:
             try:
-                address = _normal(urljoin(sitemap, each))
+                address = _normal(each, sitemap)
             except Unreadable as error:
                 self.skipped.append(Skipped(path=each, reason=str(error)))
                 continue
@@ -260,7 +260,7 @@ class Web:
             found = self._ask(address, site, _MOST_BYTES, known=known)
             if isinstance(found, SourceFile):
                 return found
-            address = _normal(urljoin(address, found))
+            address = _normal(found, address)
         raise Unreadable(f"it redirects more than {_REDIRECTS} times")
 
     def _robots(self, address: str, site: _Site) -> RobotFileParser:
@@ -273,9 +273,12 @@ class Web:
             for _ in range(_REDIRECTS + 1):
                 found = self._ask(here, site, _ROBOTS_BYTES, cut=True)
                 if isinstance(found, SourceFile):
-                    rules.parse(found.read().decode("utf-8", "replace").splitlines())
+                    try:
+                        rules.parse(found.read().decode("utf-8", "replace").splitlines())
+                    except ValueError:  # of an address or a number in a rule
+                        raise Unreadable("the site's robots.txt cannot be read (a rule is malformed)") from None
                     return rules
-                here = _normal(urljoin(here, found))
+                here = _normal(found, here)
                 if not _is_below(here, _host_scope(address)):
                     break
         except _HTTPStatusError as error:
@@ -410,10 +413,12 @@ def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int)
     return _page(address, known or TEXT, data)
 
 
-def _normal(address: str) -> str:
-    """The canonical spelling of an address; raises Unreadable if it is not http(s), or contains a password."""
+def _normal(address: str, base: str = "") -> str:
+    """The canonical spelling of an address, which may be relative to `base`; raises Unreadable if it is not http(s), or
+    contains a password.
+    """
     try:
-        parts = urlsplit(address.strip())
+        parts = urlsplit(urljoin(base, address.strip()))
         host, port = parts.hostname or "", parts.port
         host = host if ":" in host else host.encode("idna").decode()
     except ValueError:

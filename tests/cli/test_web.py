@@ -229,9 +229,19 @@ def test_robots_are_honoured(site, pages):
     kinds = [outcome(each) for each in pages("/sitemap.xml")]
     assert kinds == ["text/html", "the site's robots.txt does not allow it"]
     assert site.asked.count("/robots.txt") == 1
-    site["/robots.txt"] = (503, {}, "")
-    with pytest.raises(IngestError, match=r"robots\.txt cannot be read"):
-        pages("/a.html")
+    for unread in ((503, {}, ""), "User-agent: *\nDisallow: //[", "User-agent: *\nCrawl-delay: ²"):
+        site["/robots.txt"] = unread
+        with pytest.raises(IngestError, match=r"robots\.txt cannot be read"):
+            pages("/a.html")
+
+
+def test_addresses_that_are_none(site, pages):
+    site |= {"/a.html": HALDEN, "/moved": (302, {"Location": "http://["}, "")}
+    site.sitemap("/a.html", "/moved", "http://[")
+    found = pages("/sitemap.xml")
+    no_address = "it is no address of the web (http or https)"
+    assert [outcome(each) for each in found] == ["text/html", no_address]
+    assert reasons(found) == [no_address]
 
 
 def test_types_and_encodings(site, pages):
