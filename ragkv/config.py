@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import urlsplit
 
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
@@ -224,6 +225,7 @@ class TierConfig:
             raise ConfigError(
                 f"tiers.url = {shortened(self.url)} must be a URL as in redis://HOST:6379 or file:///FOLDER."
             )
+        _require_address("tiers.url", self.url)
         if not re.fullmatch(r"[a-z0-9-]{1,64}", self.namespace):
             raise ConfigError("tiers.namespace must be 1 to 64 lower-case letters, digits or hyphens.")
         if not re.fullmatch(r"\w{0,64}", self.secret, re.ASCII):
@@ -252,6 +254,7 @@ class QdrantConfig:
             raise ConfigError(
                 f"qdrant.url = {shortened(self.url)} must be a URL as in http://HOST:6333, without a user or password."
             )
+        _require_address("qdrant.url", self.url)
         if not re.fullmatch(r"[A-Za-z0-9_-]{0,200}", self.collection):
             raise ConfigError("qdrant.collection must be letters, digits, hyphens and underscores.")
         if not re.fullmatch(r"\w{0,64}", self.api_key, re.ASCII):
@@ -476,6 +479,14 @@ def require_choices(config: Any, prefix: str = "") -> None:
     for name, hint in _hints(type(config)).items():
         if typing.get_origin(hint) is Literal:
             one_of(prefix + name, getattr(config, name), typing.get_args(hint))
+
+
+def _require_address(name: str, url: str) -> None:
+    """ConfigError for a URL whose host or port is none. It is not shown, because it may have a password."""
+    try:
+        urlsplit(url).port  # noqa: B018 - the host and the port are read here
+    except ValueError:
+        raise ConfigError(f"{name} must have a host and a port as in HOST:6379 or [::1]:6379.") from None
 
 
 def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -91,14 +91,18 @@ class RedisTier:
             from redis.backoff import NoBackoff
             from redis.retry import Retry
         self._ttl = ttl or None
-        self._client: Any = redis.Redis.from_url(
-            url,
-            socket_timeout=max(timeout, 0.05),
-            socket_connect_timeout=max(timeout, 0.05),
-            retry=Retry(NoBackoff(), 0),  # the default retries for 4 to 9 seconds
-            protocol=2,  # the push messages of RESP3 are not needed
-            max_connections=THREADS + 2,
-        )
+        self._client: Any
+        try:
+            self._client = redis.Redis.from_url(
+                url,
+                socket_timeout=max(timeout, 0.05),
+                socket_connect_timeout=max(timeout, 0.05),
+                retry=Retry(NoBackoff(), 0),  # the default retries for 4 to 9 seconds
+                protocol=2,  # the push messages of RESP3 are not needed
+                max_connections=THREADS + 2,
+            )
+        except ValueError as error:  # one of the URL's own options
+            raise ConfigError(f"The tier {shown(url)} cannot be used ({error}).") from error
 
     def get(self, name: str) -> bytes | None:
         found: bytes | None = self._client.get(name)

@@ -245,6 +245,7 @@ def test_a_server_that_fails_is_named_in_a_sentence(make, documents, tmp_path, s
     [
         ('url = "file:///folder"', "must be a URL"),
         ('url = "http://user:password@host"', "without a user or password"),
+        ('url = "http://["', "a host and a port"),
         ('collection = "../a"', "letters, digits"),
         ('api_key = "A B"', "environment variable"),
         ("timeout = 0", "1 and 600"),

@@ -463,6 +463,8 @@ def test_what_a_slower_tier_has_is_promoted_to_the_faster_ones(connect, tmp_path
     [
         ('url = "http://host"', "one of redis"),
         ('url = "file://relative"', "must be a URL"),
+        ('url = "redis://["', "a host and a port"),
+        ('url = "redis://host:99999"', "a host and a port"),
         ('url = "memory://"\nnamespace = "a/b"', "namespace"),
         ('url = "memory://"\nsecret = "A B"', "environment variable"),
         ('url = "memory://"\ntimeout = 0.0', "timeout"),
@@ -473,6 +475,12 @@ def test_what_a_slower_tier_has_is_promoted_to_the_faster_ones(connect, tmp_path
 def test_wrong_settings_are_named(table, says):
     with pytest.raises(ConfigError, match=says):
         IndexConfig.from_toml(f"[[tiers]]\n{table}\n")
+
+
+def test_an_option_of_a_url_that_is_none_is_named():
+    pytest.importorskip("redis")
+    with pytest.raises(ConfigError, match=r"redis://host.*socket_timeout"):
+        tier.RedisTier("redis://:password@host?socket_timeout=soon", timeout=1.0)
 
 
 def test_settings_are_kept():
