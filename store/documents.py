@@ -68,6 +68,23 @@ class DocumentChange:
             raise StoreError(f"{name!r} brings vectors for chunks that it does not have")
         object.__setattr__(self, "_rows", [pack_chunk(chunk) for chunk in self.chunks])
         object.__setattr__(self, "_vectors", dict(self._pack_vectors()))
+        try:  # a caller's ids, pages and metadata may be what a reader takes for damage
+            for row in self._rows:
+                parse_chunk(row)
+            parse_document(self._pack())
+        except CorruptStoreError as error:
+            raise StoreError(f"{name!r} cannot be stored, because it could not be read: {error.__cause__}") from None
+
+    def _pack(self) -> bytes:
+        """The document's own row."""
+        stored = StoredDocument(
+            document=self.document,
+            recipe=self.recipe,
+            chunks=len(self.chunks),
+            tokens=sum(len(chunk.token_ids) for chunk in self.chunks),
+            ingested_at=time.time(),
+        )
+        return pack_document(stored)
 
     def _pack_vectors(self) -> Iterator[tuple[bytes, bytes]]:
         document = digest(self.document.document_id)
@@ -105,14 +122,7 @@ class DocumentChange:
                         continue
                     raise StoreError(f"{name!r} refers to a KV record that is neither stored nor given")
                 txn.refer(digest(chunk_id), key)
-        stored = StoredDocument(
-            document=self.document,
-            recipe=self.recipe,
-            chunks=len(self.chunks),
-            tokens=sum(len(chunk.token_ids) for chunk in self.chunks),
-            ingested_at=time.time(),
-        )
-        txn.put("documents", document_key(name), pack_document(stored))
+        txn.put("documents", document_key(name), self._pack())
         txn.put("texts", document, pack_text(self.text))
         keys = [chunk_key(document, ordinal) for ordinal in range(len(self._rows))]
         after = _Content(dict(zip(keys, self._rows, strict=True)), self._vectors)

@@ -107,3 +107,20 @@ def test_a_row_without_a_box_is_as_it_always_was():
     for bad in ((0.5, 0.0, 0.1, 1.0), (0.1, 0.0, 0.5, 1.1), (0.1, 0.0, 0.5)):
         with pytest.raises(CorruptStoreError, match="a chunk in the store is damaged"):
             parse_chunk(pack_chunk(replace(plain, box=bad)))
+
+
+def test_what_could_not_be_read_is_not_written(store):
+    document = Document(document_id="d", source="d", content_hash="")
+    plain = Chunk(chunk_id="a", document_id="d", ordinal=0, text="Mill", token_ids=(1,), start=0, end=4)
+    for place, bad in (
+        (document, replace(plain, chunk_id="")),
+        (document, replace(plain, page=-1)),
+        (document, replace(plain, page=1 << 48)),
+        (document, replace(plain, box=(0.5, 0.0, 0.1, 1.0))),
+        (replace(document, metadata={"year": 1907}), plain),
+    ):
+        with pytest.raises(StoreError, match=r"'d' cannot be stored, because it could not be read: its? "):
+            store.write_document(place, "Mill", [bad], recipe="", references={})
+    assert store.empty
+    store.write_document(document, "Mill", [plain], recipe="", references={})
+    assert store.verify().ok

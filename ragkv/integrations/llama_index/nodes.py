@@ -169,7 +169,7 @@ def _source(document_id: str, metadata: Mapping[str, Any]) -> str:
 
 def _page(metadata: Mapping[str, Any]) -> int | None:
     label = str(metadata.get("page", metadata.get("page_label", "")))
-    return int(label) if label.isascii() and label.isdigit() else None
+    return int(label) if label.isascii() and label.isdigit() and len(label) < 10 else None
 
 
 def _heading(metadata: Mapping[str, Any]) -> str | None:

@@ -136,9 +136,9 @@ def test_offsets_are_kept_where_they_can_be(result, kept, text):
 def test_metadata_of_any_kind():
     nodes = [
         TextNode(text="a", metadata={"when": {1, 2}, "header_path": "/Guide/Setup/", "page_label": "iv"}),
-        TextNode(text="b", metadata={"source": "b.md"}),
+        TextNode(text="b", metadata={"source": "b.md", "page": 10**20}),
     ]
     first, second = bundle("d", nodes).chunks
-    assert (first.heading, first.page, second.heading) == ("Guide > Setup", None, None)
+    assert (first.heading, first.page, second.heading, second.page) == ("Guide > Setup", None, None, None)
     assert bundle("d", nodes).document.content_hash == bundle("d", nodes).document.content_hash
     assert bundle("d", nodes[:1]).document.content_hash != bundle("d", nodes).document.content_hash
