@@ -14,7 +14,7 @@ from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.sequence import TokenSequence, join
 from ragkv.config import require_choices
 from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.model.packet import Packet, load_packet
 from ragkv.types import Capability, Encoding
 
@@ -132,8 +132,14 @@ class BlockAttention(Engine):
 
         `past_key_values` is a plain `DynamicCache`: every key rotated to its position, all blocks concatenated, a copy
         that the caller owns. `input_ids` and `attention_mask` are `(1, tokens)` over blocks and question; without the
-        mask, `generate` would take chunk text that equals the pad token for padding.
+        mask, `generate` would take chunk text that equals the pad token for padding. UnsupportedModelError for
+        `no-positions` on a model with sliding windows: transformers counts them by places in the cache.
         """
+        if self.config.preset == "no-positions" and model.windows:
+            raise UnsupportedModelError(
+                f"Model {model.checkpoint.name!r} has sliding windows, which transformers' generate would count by "
+                'places in the cache and not by the kept positions of "no-positions"; set another preset.'
+            )
         blocks = self._blocks(model, request)
         cache = model.cache(join(self._placed(blocks), model.rotary) if blocks else None)
         ids = request.prefix_ids[: blocks[0].tokens] if self._sink(model, request) is not None else ()

@@ -8,7 +8,7 @@ from asking import CHUNKS, PREFIX, STEPS, SUFFIX, continues, request, run
 
 from ragkv.engines import make_engine
 from ragkv.engines.block import block_starts, sink_tokens
-from ragkv.errors import ConfigError
+from ragkv.errors import ConfigError, UnsupportedModelError
 
 
 def tagged(model, monkeypatch, **recommended):
@@ -97,6 +97,14 @@ def test_transformers_own_generate_continues_from_the_cache(unlike_family, make_
 )
 def test_the_cache_has_the_engines_sink_and_positions(tuning, make_model):
     continues(make_model("llama3-scaling"), tuning)
+
+
+def test_a_cache_cannot_keep_positions_and_windows(make_model):
+    """transformers would let the question see keys whose kept positions are out of its window."""
+    model = make_model("mistral-sliding")
+    engine = make_engine("block", {"block": {"preset": "no-positions"}})
+    with pytest.raises(UnsupportedModelError, match="has sliding windows, which transformers' generate would count"):
+        engine.cache(model, request(model, engine))
 
 
 def test_a_cache_of_nothing_but_the_question(make_model):
