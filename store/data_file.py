@@ -589,7 +589,7 @@ class TrustStamp:
         status = data.stat()
         self._data = data
         self._name = f"{status.st_dev:x}-{status.st_ino:x}"
-        self._writing = f"writing {os.getpid()} {_boot()}"
+        self._writing = _writer(str(os.getpid()))
         self._warned = False
 
     def at_rest(self) -> str:
@@ -602,9 +602,8 @@ class TrustStamp:
         found = self._read()
         if found == self.at_rest():
             return True
-        kind, _, rest = found.partition(" ")
-        pid, _, boot = rest.partition(" ")
-        return kind == "writing" and pid.isdigit() and boot == _boot() and Path("/proc", pid).exists()
+        pid = found.removeprefix("writing ").partition(" ")[0]
+        return pid.isdigit() and found == _writer(pid) and " ended " not in found
 
     def begin(self) -> None:
         """Record that this process is about to write to a file that it trusts. Call it under LMDB's write lock."""
@@ -640,6 +639,16 @@ class TrustStamp:
 
     def _path(self) -> Path:
         return key_file().with_name("checked") / self._name
+
+
+def _writer(pid: str) -> str:
+    """The stamp of a process that is writing. Its start distinguishes it from a later process with the same number,
+    which in a container is the rule."""
+    began = "ended"  # also where the system does not say
+    with suppress(OSError):
+        state, *facts = Path("/proc", pid, "stat").read_text(errors="replace").rpartition(")")[2].split()
+        began = began if state == "Z" else facts[18]
+    return f"writing {pid} {began} {_boot()}"
 
 
 def _boot() -> str:

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import struct
+import subprocess
 from pathlib import Path
 
 import lmdb
@@ -265,6 +266,18 @@ def test_a_writer_at_work_is_trusted_and_a_killed_one_is_not(data, checks):
     writer.end()
     Store.open(data.parent.parent).close()
     assert checks == [data]
+
+
+def test_a_writer_that_has_ended_is_not_taken_for_a_process_with_its_number(data, checks):
+    _, pid, began, boot = (stamp := TrustStamp(data))._writing.split(" ")
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie, whose number is still in use
+    start = Path(f"/proc/{ended.pid}/stat").read_text().split(" ")[21]
+    for found in (f"writing {pid} {int(began) - 1} {boot}", f"writing {ended.pid} {start} {boot}"):
+        stamp.write(found)
+        Store.open(data.parent.parent).close()
+    ended.wait()
+    assert checks == [data, data]
 
 
 def test_an_open_store_looks_again_at_a_file_that_something_else_wrote_to(data, checks, monkeypatch):
