@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 REDIS = ("redis", "rediss", "unix")
 PART_BYTES = 8 << 20
 """The longest value in Redis; a larger object is cut into parts of this size."""
+MOST_PARTS = 4096
 THREADS = 8
 """Requests to one tier at a time: single GETs on several connections are faster than one MGET."""
 TRANSFER_SECONDS = 10.0
@@ -106,20 +107,23 @@ class RedisTier:
 
     def get(self, name: str) -> bytes | None:
         found: bytes | None = self._client.get(name)
-        if found is None or len(found) < _HEAD.size:
-            return found
-        length = min(_HEAD.unpack_from(found)[3], 1 << 40)
+        if found is None:
+            return None
         parts = [found]
-        for part in range(1, -(-(_HEAD.size + length) // PART_BYTES)):
-            more = self._client.get(_part(name, found, part))
+        for part in _further_parts(name, found):
+            more = self._client.get(part)
             if not more:
                 return None
             parts.append(more)
         return b"".join(parts)
 
     def put(self, name: str, value: bytes) -> bool:
-        if self._client.exists(name):  # avoids the transfer; SET NX decides
-            return False
+        head = self._client.getrange(name, 0, _HEAD.size - 1)
+        if head:  # avoids the transfer; SET NX decides
+            parts = _further_parts(name, head)
+            if not parts or self._client.exists(*parts) == len(parts):
+                return False
+            self._client.delete(name)  # the server has evicted a part, so it could never be read again
         for start in reversed(range(0, len(value), PART_BYTES)):
             part = memoryview(value)[start : start + PART_BYTES]
             key = _part(name, value, start // PART_BYTES) if start else name
@@ -129,12 +133,16 @@ class RedisTier:
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
             head = self._client.getrange(name, 0, _HEAD.size - 1)
-            length = min(_HEAD.unpack(head)[3], 1 << 40) if len(head) == _HEAD.size else 0
-            parts = range(1, -(-(_HEAD.size + length) // PART_BYTES))
-            self._client.delete(name, *(_part(name, head, part) for part in parts[:4096]))
+            self._client.delete(name, *_further_parts(name, head))
 
     def interrupt(self) -> None:
         self._client.connection_pool.disconnect()
+
+
+def _further_parts(name: str, value: Buffer) -> list[str]:
+    """The names of a value's further parts, by its first bytes."""
+    length = _HEAD.unpack_from(value)[3] if len(value) >= _HEAD.size else 0
+    return [_part(name, value, part) for part in range(1, min(-(-(_HEAD.size + length) // PART_BYTES), MOST_PARTS))]
 
 
 def _part(name: str, value: Buffer, part: int) -> str:

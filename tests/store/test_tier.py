@@ -221,6 +221,16 @@ def test_a_failed_store_stays_visible_lmcache_4991(connect, server, monkeypatch)
     assert never_wrong(again, made) == 4
 
 
+def test_a_value_of_which_the_server_has_evicted_a_part_is_written_again(connect, server, monkeypatch):
+    monkeypatch.setattr(tier, "PART_BYTES", 100)
+    shared, made = connect(f"redis://127.0.0.1:{server.port}"), some()
+    put(shared, made)
+    server.client.delete(*(name for name in server.client.scan_iter() if name.endswith(b"/1")))
+    assert never_wrong(shared, made) == 0
+    put(shared, made)
+    assert never_wrong(shared, made) == 4
+
+
 def test_exists_is_cached_after_an_outside_delete_lmcache_4745(connect, server):
     shared, made = connect(f"redis://127.0.0.1:{server.port}"), some()
     for _ in range(2):
