@@ -29,9 +29,12 @@ from ragkv.errors import RagkvError, UsageError
 _WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings a click of its own or takes the installed one, and does not export the class."""
 
-_NO_MEMORY = re.compile("(can't|cannot) allocate memory|out of memory", re.IGNORECASE)
-"""As torch, CUDA and the system write it."""
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
+_NO_MEMORY = re.compile(
+    "(can't|cannot) allocate memory|out of memory|can't start new thread|failed to map segment|could not create a prim",
+    re.IGNORECASE,
+)
+"""As torch, CUDA, oneDNN, Python, the dynamic linker and the system write it."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _NAMED = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 )
@@ -155,7 +158,7 @@ def run(app: typer.Typer, name: str) -> None:
                 raise
             _give_up_stdout()  # the reader has left (`| head`), for which typer and rich would exit with code 1
             sys.exit(0)
-        except (MemoryError, OSError, RuntimeError) as error:
+        except (ImportError, MemoryError, OSError, RuntimeError) as error:
             refused = None if debug else _refused(error)
             if refused is None:
                 raise
@@ -172,6 +175,8 @@ def _refused(error: Exception) -> str | None:
             return f"{error.filename} cannot be used: {error.strerror}."
         _give_up_stdout()
         return f"The result cannot be written: {error.strerror}."
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return "Too many files are open: allow more of them (ulimit -n)."
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         return "Not enough memory: close other programs, or use a smaller top-k, batch or model."
     return None
