@@ -154,9 +154,9 @@ def read_many(
     device: torch.device | None = None,
 ) -> dict[KVIdentity, ChunkKV]:
     """The KV of these chunks, each in its own buffer, without missing and invalid records.
+
     KV that the codec can leave in its stored form is `PackedTensors`. With a `device`, the buffers are there, and later
     computation waits until they are complete.
-    computed from now on reads them once they are whole.
     """
     copies = None
     if device is not None and device.type != "cpu":

@@ -134,7 +134,8 @@ def write_plain(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 def overwrite_plain(path: Path, content: bytes) -> None:
     """Overwrite a small file in place, for a disk that has no room for a second one.
 
-    One call writes the content, padded with newlines to the old length, within the file's first block. So a process
+    One call writes the content, padded with newlines to the old length, within the file's first block. So a
+    process that reads meanwhile sees the old content or the new one.
     """
     with os.fdopen(open_plain(path, os.O_WRONLY), "wb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
