@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ragkv.benchmarks.papers.plots import OTHER_FOLDER, headed, require_matplotlib, save, style, wrapped
+from ragkv.benchmarks.papers.plots import OTHER_FOLDER, Picture, headed, require_matplotlib, save, style, wrapped
 from ragkv.benchmarks.papers.run import notes_path
 from ragkv.benchmarks.papers.table import commit_of
 from ragkv.benchmarks.speed.batch import SHAPES, IPPDShape, measure_shape
@@ -272,21 +272,13 @@ def _apb(lm: LanguageModel, tokens: int) -> list[Measured]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimePicture:
+def time_picture(title: str, rows: Sequence[Measured]) -> Picture:
     """Ours and the baseline over the tokens, both axes logarithmic."""
 
-    title: str
-    rows: Sequence[Measured]
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return 9.0, 4.6
-
-    def draw(self, figure: Any) -> None:
+    def draw(figure: Any) -> None:
         axes, number = figure.add_subplot(), 0
-        for series in dict.fromkeys(one.series for one in self.rows):
-            found = [one for one in self.rows if one.series == series]
+        for series in dict.fromkeys(one.series for one in rows):
+            found = [one for one in rows if one.series == series]
             for label, values in (
                 (f"ragkv, {series}", [one.row.value for one in found]),
                 (f"{found[0].row.baseline}, {series}", [one.row.baseline_value for one in found]),
@@ -295,8 +287,10 @@ class TimePicture:
                 number += 1
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set(xlabel="tokens", ylabel=self.rows[0].row.unit)
-        headed(figure, self.title)
+        axes.set(xlabel="tokens", ylabel=rows[0].row.unit)
+        headed(figure, title)
+    return Picture((9.0, 4.6), draw)
+
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
 
 
@@ -371,7 +365,7 @@ def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], note
         timed = [one for one in found if one.row.unit in ("s", "ms")]
         if len({one.size for one in timed}) > 1:
             stem = folder / f"gpu-{number}"
-            written += save(TimePicture(title=section, rows=timed), stem, command=COMMAND, notes=[facts["device"]])
+            written += save(time_picture(section, timed), stem, command=COMMAND, notes=[facts["device"]])
             parts.append(f"![{section}]({stem.name}.svg)")
     parts += ["## Not measured", "".join(f"- {one}\n" for one in notes)] if notes else []
     if (own := notes_path(folder, "gpu")).exists():

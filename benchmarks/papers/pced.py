@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ragkv.benchmarks.papers.ape import search_gamma, with_searched_pair
-from ragkv.benchmarks.papers.plots import TokenTracePicture
+from ragkv.benchmarks.papers.plots import Picture, trace_picture
 from ragkv.benchmarks.papers.table import Ask, Cell, Column, Order, Paper, Table, TableRow, across, along, printed
 
 if TYPE_CHECKING:
@@ -351,14 +351,16 @@ def chosen(results: Sequence[ExampleResult]) -> ExampleResult:
     return max(results, key=lambda result: (result.score == 1.0, result.score == 1.0 and _hops(result)))
 
 
-def traced(result: ExampleResult) -> TokenTracePicture:
-    """The picture of an answer."""
-    return TokenTracePicture(
-        title="PCED, which expert proposed each token of the answer (as in the paper's Figure 2)",
-        question=result.example.question,
-        experts=_titles(result.example.chunks),
-        gold=frozenset(result.example.needed),
-        tokens=[token for token in result.trace if token[0]],
+def traced(results: Sequence[ExampleResult]) -> Picture:
+    """The picture of an answer, with text about all of them."""
+    result = chosen(results)
+    return trace_picture(
+        "PCED, which expert proposed each token of the answer (as in the paper's Figure 2)",
+        result.example.question,
+        _titles(result.example.chunks),
+        frozenset(result.example.needed),
+        [token for token in result.trace if token[0]],
+        text=trace_text(results),
     )
 
 

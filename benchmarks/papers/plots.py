@@ -5,14 +5,15 @@ All have one style and the command that made them below the plot. The same figur
 
 from __future__ import annotations
 
+import math
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ragkv.errors import MissingExtraError, install_hint
 from ragkv.evaluation.io import write_whole
@@ -49,15 +50,20 @@ _LOOK = {
 }
 
 
-class Picture(Protocol):
-    """Something that can be drawn."""
+Point = tuple[float, float, float]
+"""A share in [0, 1], and the ends of its interval."""
 
-    @property
-    def size(self) -> tuple[float, float]:
-        """Width and height in inches, without the caption."""
 
-    def draw(self, figure: Any) -> None:
-        """Draw into an empty `matplotlib.figure.Figure`."""
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """What `draw` adds to an empty `matplotlib.figure.Figure` of `size`: inches, without the caption.
+
+    `text` is Markdown to read beside it.
+    """
+
+    size: tuple[float, float]
+    draw: Callable[[Any], None]
+    text: str = ""
 
 
 def require_matplotlib() -> None:
@@ -124,49 +130,26 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(text, width)) or text
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """One candidate's share in [0, 1] and its interval in each group; None where nothing was measured."""
+def bar_picture(title: str, groups: Sequence[str], bars: Mapping[str, Sequence[Point | None]]) -> Picture:
+    """Groups of bars, with one bar per candidate in each group; None where nothing was measured."""
 
-    label: str
-    values: Sequence[float | None]
-    intervals: Sequence[tuple[float, float] | None]
-
-    def __post_init__(self) -> None:
-        if len(self.values) != len(self.intervals):
-            raise ValueError(f"bar {self.label!r}: {len(self.intervals)} intervals for {len(self.values)} values")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bars:
-    """Groups of bars, with one bar per candidate in each group."""
-
-    title: str
-    groups: Sequence[str]
-    bars: Sequence[Bar]
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return min(13.0, max(9.0, 3.4 + 0.44 * len(self.groups) * (len(self.bars) + 1))), 4.8
-
-    def draw(self, figure: Any) -> None:
+    def draw(figure: Any) -> None:
         axes = figure.add_subplot()
-        width = 0.84 / max(1, len(self.bars))
-        narrow = len(self.bars) * len(self.groups) > 22  # then values are rotated to fit over the bars
-        for number, bar in enumerate(self.bars):
-            found = [(at, value, bar.intervals[at]) for at, value in enumerate(bar.values) if value is not None]
-            shift = (number - (len(self.bars) - 1) / 2) * width
+        width = 0.84 / max(1, len(bars))
+        narrow = len(bars) * len(groups) > 22  # then values are rotated to fit over the bars
+        for number, (label, points) in enumerate(bars.items()):
+            found = [(at, *point) for at, point in enumerate(points) if point is not None]
+            shift = (number - (len(bars) - 1) / 2) * width
             drawn = axes.bar(
-                [at + shift for at, _, _ in found],
-                [value for _, value, _ in found],
+                [at + shift for at, *_ in found],
+                [value for _, value, *_ in found],
                 width * 0.92,
-                label=wrapped(bar.label, 28),
+                label=wrapped(label, 28),
                 color=style(number)["color"],
                 hatch=("", "//", "..")[number // 8 % 3],
                 edgecolor="white",
             )
-            for (_, value, interval), patch in zip(found, drawn, strict=True):
-                low, high = interval or (value, value)
+            for (_, value, low, high), patch in zip(found, drawn, strict=True):
                 middle = patch.get_x() + patch.get_width() / 2
                 axes.plot([middle, middle], [low, high], color="#222222", linewidth=1.2)
                 axes.annotate(
@@ -178,63 +161,42 @@ class Bars:
                     size=9,
                     rotation=90 * narrow,
                 )
-        axes.set_xticks(range(len(self.groups)), [wrapped(group, 24) for group in self.groups])
+        axes.set_xticks(range(len(groups)), [wrapped(group, 24) for group in groups])
         axes.tick_params(axis="x", length=0)
         percent_axis(axes.yaxis)
         axes.set_yticks([fifth / 5 for fifth in range(6)])
         axes.set_ylim(0, 1.16 if narrow else 1.1)
         axes.set_ylabel(_RIGHT)
-        headed(figure, self.title)
+        headed(figure, title)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One curve: `y` at every `x`, and the ends of its interval."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
-
-    def __post_init__(self) -> None:
-        for name in ("y", "low", "high"):
-            if len(values := getattr(self, name)) != len(self.x):
-                raise ValueError(f"curve {self.label!r}: {len(values)} values of {name} for {len(self.x)} of x")
+    return Picture((min(13.0, max(9.0, 3.4 + 0.44 * len(groups) * (len(bars) + 1))), 4.8), draw)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
-    """Curves over one axis. `y` are shares in [0, 1], shown in per cent. `even` places all values of x at equal
-    distances, for values that double (8, 16, … 128).
+def curve_picture(title: str, x_label: str, curves: Mapping[str, Mapping[float, Point]], *, even: bool) -> Picture:
+    """Curves over one axis, by the places of their points. `even` places all values of x at equal distances, for
+    values that double (8, 16, … 128).
     """
 
-    title: str
-    x_label: str
-    curves: Sequence[Curve]
-    even: bool = False
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return 9.0, 4.6
-
-    def draw(self, figure: Any) -> None:
+    def draw(figure: Any) -> None:
         axes = figure.add_subplot()
-        values = sorted({at for curve in self.curves for at in curve.x})
-        places = {value: float(at) if self.even else value for at, value in enumerate(values)}
-        for number, curve in enumerate(self.curves):
+        values = sorted({at for curve in curves.values() for at in curve})
+        places = {value: float(at) if even else value for at, value in enumerate(values)}
+        for number, (label, curve) in enumerate(curves.items()):
             look = style(number)
-            x = [places[value] for value in curve.x]
-            axes.plot(x, curve.y, label=wrapped(curve.label, 28), linewidth=2, markersize=6, **look)
-            axes.fill_between(x, curve.low, curve.high, color=look["color"], alpha=0.13, linewidth=0)
-        if self.even or _apart(values):
+            x = [places[at] for at in sorted(curve)]
+            y, low, high = zip(*(curve[at] for at in sorted(curve)), strict=True)
+            axes.plot(x, y, label=wrapped(label, 28), linewidth=2, markersize=6, **look)
+            axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
+        if even or _apart(values):
             axes.set_xticks(list(places.values()), [f"{value:g}" for value in values])
         percent_axis(axes.yaxis)
-        axes.set_ylim(*_limits(self.curves))
-        axes.set(xlabel=self.x_label, ylabel=_RIGHT)
-        headed(figure, self.title)
+        axes.set_ylim(*_limits([share for curve in curves.values() for point in curve.values() for share in point]))
+        axes.set(xlabel=x_label, ylabel=_RIGHT)
+        headed(figure, title)
         axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
+
+    return Picture((9.0, 4.6), draw)
 
 
 def _apart(places: Sequence[float]) -> bool:
@@ -243,9 +205,8 @@ def _apart(places: Sequence[float]) -> bool:
     return all(after - before >= wide for before, after in pairwise(places))
 
 
-def _limits(curves: Sequence[Curve]) -> tuple[float, float]:
-    """The y axis: all of [0, 1], or only the half that holds every curve."""
-    values = [value for curve in curves for part in (curve.y, curve.low, curve.high) for value in part]
+def _limits(values: Sequence[float]) -> tuple[float, float]:
+    """The y axis: all of [0, 1], or only the half that holds every value."""
     least, most = (min(values), max(values)) if values else (0.0, 1.0)
     return (0.45 if least >= 0.5 else 0.0), (1.02 if most > 0.5 else max(0.1, most * 1.2))
 
@@ -254,68 +215,60 @@ _GOLD, _OTHER = "#009E73", "#D55E00"
 _WIDEST = 44  # tokens per line; a longer answer takes several
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenTracePicture:
+def trace_picture(
+    title: str,
+    question: str,
+    experts: Sequence[str],
+    gold: Collection[int],
+    tokens: Sequence[tuple[str, int | None]],
+    *,
+    text: str = "",
+) -> Picture:
     """The tokens of an answer, each with the index of the winning expert (None for the end, or a mixture of experts).
 
     `gold` are the indices of the experts whose chunk is needed for the answer.
     """
+    for _, winner in tokens:
+        if winner is not None and not 0 <= winner < len(experts):
+            raise ValueError(f"winner {winner} is none of {len(experts)} experts")
+    each = max(1, math.ceil(len(tokens) / max(1, math.ceil(len(tokens) / _WIDEST))))  # lines of nearly equal length
+    lines = [tokens[at : at + each] for at in range(0, len(tokens), each)] or [()]
+    longest = max(map(len, lines))
 
-    title: str
-    question: str
-    experts: Sequence[str]
-    gold: Collection[int]
-    tokens: Sequence[tuple[str, int | None]]
-
-    def __post_init__(self) -> None:
-        for _, winner in self.tokens:
-            if winner is not None and not 0 <= winner < len(self.experts):
-                raise ValueError(f"winner {winner} is none of {len(self.experts)} experts")
-
-    @property
-    def _lines(self) -> list[Sequence[tuple[str, int | None]]]:
-        """The answer split into lines of nearly equal length."""
-        count = max(1, -(-len(self.tokens) // _WIDEST))
-        each = max(1, -(-len(self.tokens) // count))
-        return [self.tokens[at : at + each] for at in range(0, len(self.tokens), each)] or [()]
-
-    @property
-    def size(self) -> tuple[float, float]:
-        longest = max(len(line) for line in self._lines)
-        return max(8.0, 3.0 + 0.24 * longest), 1.2 + len(self._lines) * (1.1 + 0.3 * len(self.experts))
-
-    def draw(self, figure: Any) -> None:
+    def draw(figure: Any) -> None:
         from matplotlib.lines import Line2D
 
-        lines = self._lines
         many = figure.subplots(len(lines), 1, squeeze=False)
         for axes, line in zip(many[:, 0], lines, strict=True):
-            self._draw_line(axes, line, max(len(each) for each in lines))
-        headed(figure, self.title, f"Question: {self.question}")
+            _draw_trace(axes, line, longest, experts, gold)
+        headed(figure, title, f"Question: {question}")
         many[-1, 0].set_xlabel("answer, token by token")
         kinds = [(_GOLD, "o", "proposed by the expert of a gold chunk"), (_OTHER, "X", "proposed by another expert")]
         marks = [Line2D([], [], color=c, marker=m, linestyle="", markersize=8, label=label) for c, m, label in kinds]
         many[0, 0].legend(handles=marks, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, fontsize=10)
 
-    def _draw_line(self, axes: Any, line: Sequence[tuple[str, int | None]], width: int) -> None:
-        for row in range(len(self.experts)):
-            if row in self.gold:
-                axes.axhspan(row - 0.5, row + 0.5, color=_GOLD, alpha=0.1, linewidth=0)
-        won = [(at, row) for at, (_, row) in enumerate(line) if row is not None]
-        axes.plot([at for at, _ in won], [row for _, row in won], color="#999999", linewidth=1, zorder=1)
-        for is_gold, colour, marker in ((True, _GOLD, "o"), (False, _OTHER, "X")):
-            points = [(at, row) for at, row in won if (row in self.gold) is is_gold]
-            axes.scatter(
-                [at for at, _ in points], [row for _, row in points], s=52, color=colour, marker=marker, zorder=2
-            )
-        axes.set_xlim(-0.7, width - 0.3)
-        axes.set_ylim(len(self.experts) - 0.5, -0.5)
-        axes.set_xticks(range(len(line)), [_shown(text) for text, _ in line], rotation=90, family="DejaVu Sans Mono")
-        axes.set_yticks(range(len(self.experts)), [_short(name) for name in self.experts])
-        for row, label in enumerate(axes.get_yticklabels()):
-            if row in self.gold:
-                label.set(fontweight="bold", color=_GOLD)
-        axes.grid(axis="x", color="#eeeeee")
+    size = max(8.0, 3.0 + 0.24 * longest), 1.2 + len(lines) * (1.1 + 0.3 * len(experts))
+    return Picture(size, draw, text)
+
+
+def _draw_trace(
+    axes: Any, line: Sequence[tuple[str, int | None]], width: int, experts: Sequence[str], gold: Collection[int]
+) -> None:
+    for row in gold:
+        axes.axhspan(row - 0.5, row + 0.5, color=_GOLD, alpha=0.1, linewidth=0)
+    won = [(at, row) for at, (_, row) in enumerate(line) if row is not None]
+    axes.plot([at for at, _ in won], [row for _, row in won], color="#999999", linewidth=1, zorder=1)
+    for is_gold, colour, marker in ((True, _GOLD, "o"), (False, _OTHER, "X")):
+        points = [(at, row) for at, row in won if (row in gold) is is_gold]
+        axes.scatter([at for at, _ in points], [row for _, row in points], s=52, color=colour, marker=marker, zorder=2)
+    axes.set_xlim(-0.7, width - 0.3)
+    axes.set_ylim(len(experts) - 0.5, -0.5)
+    axes.set_xticks(range(len(line)), [_shown(text) for text, _ in line], rotation=90, family="DejaVu Sans Mono")
+    axes.set_yticks(range(len(experts)), [_short(name) for name in experts])
+    for row, label in enumerate(axes.get_yticklabels()):
+        if row in gold:
+            label.set(fontweight="bold", color=_GOLD)
+    axes.grid(axis="x", color="#eeeeee")
 
 
 def _shown(token: str) -> str:

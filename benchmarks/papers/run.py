@@ -24,11 +24,9 @@ from ragkv.benchmarks.papers.pced import (
     PCED_5,
     PCED_6,
     PCED_7,
-    chosen,
-    trace_text,
     traced,
 )
-from ragkv.benchmarks.papers.plots import OTHER_FOLDER, Bar, Bars, Curve, Curves, Picture, save
+from ragkv.benchmarks.papers.plots import OTHER_FOLDER, Picture, Point, bar_picture, curve_picture, save
 from ragkv.benchmarks.papers.table import (
     COMMAND,
     MEASURES,
@@ -206,15 +204,7 @@ def _too_long(table: Table, cell: Cell, results: Mapping[Cell, Sequence[ExampleR
     return sum(result.score is None for column in columns for result in results[Cell(cell.line, column)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Illustration:
-    """A picture, and Markdown text to read beside it."""
-
-    picture: Picture
-    text: str = ""
-
-
-def illustrate(result: TableResult) -> Illustration | None:
+def illustrate(result: TableResult) -> Picture | None:
     """The picture of a filled table; None if it has none, or if nothing was measured."""
     make = ILLUSTRATIONS.get(result.table.name)
     return (
@@ -222,64 +212,51 @@ def illustrate(result: TableResult) -> Illustration | None:
     )
 
 
-def bars(result: TableResult) -> Illustration:
+def bars(result: TableResult) -> Picture:
     """A group of bars for each column, a bar for each line."""
     columns = [column.label for column in result.table.columns]
-    found = []
-    for line in result.lines:
-        figures = [result.cells.get(Cell(line.label, column)) for column in columns]
-        found.append(
-            Bar(
-                label=line.label,
-                values=[figure.value if figure else None for figure in figures],
-                intervals=[figure.ci95 if figure else None for figure in figures],
-            )
-        )
-    return Illustration(picture=Bars(title=result.table.title, groups=columns, bars=found))
+    lines = {line.label: [_point(result, Cell(line.label, column)) for column in columns] for line in result.lines}
+    return bar_picture(result.table.title, columns, lines)
 
 
 def curves(
     over: Literal["columns", "lines"], pattern: str, x_label: str, *, even: bool = False
-) -> Callable[[TableResult], Illustration]:
+) -> Callable[[TableResult], Picture]:
     """Draw curves over the number that `pattern` finds in the labels of columns or of lines, one for each of the other
     kind. Those whose label has no number are only in the table. Each value of the pattern's group "of" has its curve.
     """
 
-    def make(result: TableResult) -> Illustration:
-        points: dict[tuple[str, str], list[tuple[float, Cell]]] = {}
+    def make(result: TableResult) -> Picture:
+        found: dict[tuple[str, str], dict[float, Point]] = {}
         for column in result.table.columns:
             for line in result.lines:
                 label, other = (column.label, line.label) if over == "columns" else (line.label, column.label)
                 if (matched := re.fullmatch(pattern, label)) is not None:
-                    of = matched.groupdict().get("of") or ""
-                    points.setdefault((of, other), []).append((float(matched["x"]), Cell(line.label, column.label)))
-        several = len({of for of, _ in points}) > 1
-        drawn = [_curve(f"{name}, {of}" if several else name, cells, result) for (of, name), cells in points.items()]
-        shown = [curve for curve in drawn if curve.x]
-        return Illustration(picture=Curves(title=result.table.title, x_label=x_label, curves=shown, even=even))
+                    points = found.setdefault((matched.groupdict().get("of") or "", other), {})
+                    if (point := _point(result, Cell(line.label, column.label))) is not None:
+                        points[float(matched["x"])] = point
+        several = len({of for of, _ in found}) > 1
+        named = {f"{name}, {of}" if several else name: points for (of, name), points in found.items() if points}
+        return curve_picture(result.table.title, x_label, named, even=even)
 
     return make
 
 
-def expert_trace(result: TableResult) -> Illustration:
+def _point(result: TableResult, cell: Cell) -> Point | None:
+    """A measured cell's value and interval."""
+    figure = result.cells.get(cell)
+    if figure is None or figure.value is None or figure.ci95 is None:
+        return None
+    return figure.value, *figure.ci95
+
+
+def expert_trace(result: TableResult) -> Picture:
     """PCED Figure 2: the expert that proposed each token of one answer."""
     [answers] = result.results.values()
-    answered = [answer for answer in answers if answer.score is not None]
-    return Illustration(picture=traced(chosen(answered)), text=trace_text(answered))
+    return traced([answer for answer in answers if answer.score is not None])
 
 
-def _curve(label: str, cells: list[tuple[float, Cell]], result: TableResult) -> Curve:
-    """A curve through the measured cells, in the order of x."""
-    found = []
-    for at, cell in sorted(cells, key=lambda pair: pair[0]):
-        figure = result.cells.get(cell)
-        if figure is not None and figure.value is not None and figure.ci95 is not None:
-            found.append((at, figure.value, *figure.ci95))
-    x, y, low, high = ([point[column] for point in found] for column in range(4))
-    return Curve(label=label, x=x, y=y, low=low, high=high)
-
-
-ILLUSTRATIONS: Mapping[str, Callable[[TableResult], Illustration]] = {
+ILLUSTRATIONS: Mapping[str, Callable[[TableResult], Picture]] = {
     "block-1": bars,
     "block-4": curves("columns", r"(?P<of>.*), step (?P<x>\d+)", "fine-tuning steps"),
     "ape-3": curves("columns", r"(?P<x>\d+) shots", "shots in the context", even=True),
@@ -319,7 +296,7 @@ def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> 
     text = json.dumps(to_json(result), ensure_ascii=False, indent=1) + "\n"
     for path, content in zip(found, (text, to_markdown(result, written, shown)), strict=True):
         write_whole(path, content, instead=OTHER_FOLDER)
-    return found if shown is None else (*found, *save(shown.picture, folder / name, **_caption(result)))
+    return found if shown is None else (*found, *save(shown, folder / name, **_caption(result)))
 
 
 def _caption(result: TableResult) -> dict[str, Any]:
@@ -393,7 +370,7 @@ def order_json(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def to_markdown(result: TableResult, notes: str = "", shown: Illustration | None = None) -> str:
+def to_markdown(result: TableResult, notes: str = "", shown: Picture | None = None) -> str:
     """The page: the figures, their origin, the paper's figures, and which statements of order hold."""
     table = result.table
     parts = [

@@ -7,42 +7,38 @@ from pathlib import Path
 import pytest
 
 from ragkv.benchmarks.papers import plots
-from ragkv.benchmarks.papers.plots import Bar, Bars, Curve, Curves, TokenTracePicture, require_matplotlib, save
+from ragkv.benchmarks.papers.plots import bar_picture, curve_picture, require_matplotlib, save, trace_picture
 from ragkv.errors import MissingExtraError
 
-CURVES = Curves(
-    title="Accuracy over steps",
-    x_label="fine-tuning steps",
-    curves=[
-        Curve(label="full", x=(0, 10, 200), y=(0.9, 0.95, 0.96), low=(0.8, 0.9, 0.9), high=(1.0, 1.0, 1.0)),
-        Curve(label="block", x=(0, 200), y=(0.4, 0.9), low=(0.3, 0.8), high=(0.5, 1.0)),
-    ],
+CURVES = curve_picture(
+    "Accuracy over steps",
+    "fine-tuning steps",
+    {
+        "full": {0: (0.9, 0.8, 1.0), 10: (0.95, 0.9, 1.0), 200: (0.96, 0.9, 1.0)},
+        "block": {0: (0.4, 0.3, 0.5), 200: (0.9, 0.8, 1.0)},
+    },
+    even=False,
 )
-BARS = Bars(
-    title="Bars",
-    groups=["one hop", "two hops"],
-    bars=[
-        Bar(label="full", values=[0.9, None], intervals=[(0.8, 1.0), None]),
-        Bar(label="ape", values=[0.5, 0.25], intervals=[(0.4, 0.6), None]),
-    ],
+BARS = bar_picture(
+    "Bars", ["one hop", "two hops"], {"full": [(0.9, 0.8, 1.0), None], "ape": [(0.5, 0.4, 0.6), (0.25, 0.2, 0.3)]}
 )
-TRACE = TokenTracePicture(
-    title="Trace",
-    question="Where was Mira Oskel born?",
-    experts=["Mira Oskel", "Veldran"],
-    gold={0},
-    tokens=[("Mira", 0), (" was", 1), ("\n", None)] * 16,  # two lines
+TRACE = trace_picture(
+    "Trace",
+    "Where was Mira Oskel born?",
+    ["Mira Oskel", "Veldran"],
+    {0},
+    [("Mira", 0), (" was", 1), ("\n", None)] * 16,  # two lines
 )
 
 
 @pytest.mark.parametrize(
     ("drawn", "labels"),
     [
-        (CURVES, {"fine-tuning steps", "right answers", "full", "block", "100%"}),
-        (BARS, {"one hop", "two hops", "ape", "90.0", "50.0", "25.0"}),
-        (TRACE, {"Mira Oskel", "Veldran", "Mira", "␣was", "⏎", "Question: Where was Mira Oskel born?"}),
+        (CURVES, {"Accuracy over steps", "fine-tuning steps", "right answers", "full", "block", "100%"}),
+        (BARS, {"Bars", "one hop", "two hops", "ape", "90.0", "50.0", "25.0"}),
+        (TRACE, {"Trace", "Mira Oskel", "Veldran", "Mira", "␣was", "⏎", "Question: Where was Mira Oskel born?"}),
     ],
-    ids=lambda one: type(one).__name__,
+    ids=["curves", "bars", "trace"],
 )
 def test_labels_and_the_command_below(drawn, labels, tmp_path):
     command = "python -m ragkv.benchmarks.papers block-4 --limit 3"
@@ -52,7 +48,7 @@ def test_labels_and_the_command_below(drawn, labels, tmp_path):
     written = files[0].read_text(encoding="utf-8")
     ElementTree.fromstring(written)
     assert "<dc:date>" not in written
-    assert {drawn.title, "3 questions", f"made by: {command}", *labels} <= said_in(written)
+    assert {"3 questions", f"made by: {command}", *labels} <= said_in(written)
     assert len(list(tmp_path.iterdir())) == 2  # no partial files
 
 
@@ -70,13 +66,9 @@ def said_in(svg: str) -> set[str]:
     }
 
 
-def test_what_does_not_fit_together_is_refused():
-    with pytest.raises(ValueError, match="2 values of high for 1 of x"):
-        Curve(label="c", x=[1], y=[0.5], low=[0.4], high=[0.6, 0.7])
-    with pytest.raises(ValueError, match="0 intervals for 1 values"):
-        Bar(label="b", values=[0.1], intervals=[])
+def test_a_winner_that_is_no_expert_is_refused():
     with pytest.raises(ValueError, match="winner 2 is none of 2 experts"):
-        TokenTracePicture(title="", question="", experts=["a", "b"], gold=(), tokens=[("x", 2)])
+        trace_picture("", "", ["a", "b"], (), [("x", 2)])
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure as Sheet
 
-from ragkv.benchmarks.papers.pced import trace_text, traced
-from ragkv.benchmarks.papers.plots import Bars, Curves, TokenTracePicture
+from ragkv.benchmarks.papers.pced import traced
+from ragkv.benchmarks.papers.plots import Picture
 from ragkv.benchmarks.papers.run import (
     ILLUSTRATIONS,
     TABLES,
@@ -209,23 +210,30 @@ def filled(table: Table, **more: object) -> TableResult:
     return TableResult(table=table, lines=table.lines, cells=cells, verdicts=(), origin=ORIGIN, **rest)
 
 
+def axes_of(picture: Picture) -> Any:
+    """The axes of a picture with one part."""
+    sheet = Sheet(figsize=picture.size)
+    picture.draw(sheet)
+    [axes] = sheet.axes
+    return axes
+
+
 @pytest.mark.parametrize("name", sorted(ILLUSTRATIONS.keys() - {"pced-2"}))
 def test_what_is_drawn_is_what_was_measured(name):
     result = filled(TABLES[name])
-    shown = illustrate(result)
-    assert shown is not None
+    axes = axes_of(illustrate(result))
     values = {figure.value for figure in result.cells.values()}
-    if isinstance(shown.picture, Bars):
-        assert {value for bar in shown.picture.bars for value in bar.values} == values
+    if axes.containers:
+        assert {bar.get_height() for bars in axes.containers for bar in bars} == values
         return
-    assert isinstance(shown.picture, Curves)
-    assert shown.picture.curves
-    for curve in shown.picture.curves:
-        assert list(curve.x) == sorted(set(curve.x))
-        assert len(curve.x) > 1
-        assert set(curve.y) <= values
+    curves = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
+    assert curves
+    for x, y in curves:
+        assert x == sorted(set(x))
+        assert len(x) > 1
+        assert set(y) <= values
     if name not in ("pced-4", "pced-5"):  # their rows without a number appear only in the table
-        assert {value for curve in shown.picture.curves for value in curve.y} == values
+        assert {value for _, y in curves for value in y} == values
 
 
 EXAMPLE = Example(
@@ -254,11 +262,15 @@ def answer(score: float | None, *winners: int | None) -> ExampleResult:
 
 def test_a_trace_in_picture_and_words():
     hopping = answer(1.0, 0, 0, 1, 2, None)
-    picture = traced(hopping)
-    assert picture.experts == ["Halden Works", "Mira Oskel (1)", "Mira Oskel (2)"]
-    assert picture.gold == {0, 2}
-    assert picture.tokens == [(" t0", 0), (" t1", 0), (" t2", 1), (" t3", 2), (" t4", None)]
-    text = trace_text([hopping, answer(0.0, 1)])
+    picture = traced([hopping, answer(0.0, 1)])
+    axes = axes_of(picture)
+    experts = axes.get_yticklabels()
+    assert [each.get_text() for each in experts] == ["Halden Works", "Mira Oskel (1)", "Mira Oskel (2)"]
+    assert [each.get_fontweight() == "bold" for each in experts] == [True, False, True]
+    assert [each.get_text() for each in axes.get_xticklabels()] == ["␣t0", "␣t1", "␣t2", "␣t3", "␣t4"]
+    [winners] = axes.get_lines()
+    assert winners.get_xydata().tolist() == [[0, 0], [1, 0], [2, 1], [3, 2]]
+    text = picture.text
     assert "| t0 t1 | Halden Works | gold |\n| t2 | Mira Oskel (1) |  |\n| t3 | Mira Oskel (2) | gold |\n" in text
     assert "In 1 of 2 answers the experts of both gold chunks proposed tokens" in text
     assert "gold experts proposed 50 % of all 6 tokens" in text
@@ -270,7 +282,6 @@ def test_files_of_a_table_with_its_picture(tmp_path: Path):
     hopping = answer(1.0, 0, 2)
     task = Task(name="hops", metric="subspan_em", examples=[EXAMPLE])
     result = filled(table, results={cell: [hopping]}, tasks={"two hops": task})
-    assert isinstance(illustrate(result).picture, TokenTracePicture)
     files = write_table(result, tmp_path / "results")
     assert [path.name for path in files] == ["pced-2.json", "pced-2.md", "pced-2.svg", "pced-2.png"]
     page = files[1].read_text(encoding="utf-8")
