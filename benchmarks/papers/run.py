@@ -358,16 +358,9 @@ def _row(result: TableResult, cell: Cell, figure: Figure) -> dict[str, Any]:
 
 def order_json(verdict: Verdict) -> dict[str, Any]:
     """A statement of order in the form of NAME.json."""
-    order, difference = verdict.order, verdict.difference
-    return {
-        "left": asdict(order.left),
-        "relation": order.relation,
-        "right": asdict(order.right),
-        "within": float(order.within),
-        "source": order.source,
-        "verdict": verdict.word,
-        "difference": None if difference is None else asdict(difference),
-    }
+    fields = asdict(verdict)
+    order = fields["order"] | {"within": float(verdict.order.within)}
+    return order | {"verdict": verdict.word, "difference": fields["difference"]}
 
 
 def to_markdown(result: TableResult, notes: str = "", shown: Picture | None = None) -> str:

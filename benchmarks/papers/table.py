@@ -297,8 +297,8 @@ class Order:
     left: Cell
     relation: Relation
     right: Cell
-    source: str
     within: float = 0.0
+    source: str
 
     def __str__(self) -> str:
         sign = f"within {self.within:g} points of" if self.relation == "~" else self.relation
