@@ -13,7 +13,7 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,18 +61,7 @@ LayoutName = Literal["full", "block", "single"]
 Kind = Literal[QuestionKind, "cloze"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccuracyRow:
-    """The share of `n` questions of one kind whose gold values are substrings of the greedy answer."""
-
-    layout: LayoutName
-    passages: int
-    kind: Kind
-    accuracy: float
-    n: int
-
-
-def evaluate_mini(model_dir: Path | str, **settings: Any) -> list[AccuracyRow]:
+def evaluate_mini(model_dir: Path | str, **settings: Any) -> list[dict[str, Any]]:
     """Measure the checkpoint in `model_dir`, in fp32 on the CPU; the settings are those of `measure`."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, trust_remote_code=False).eval()
@@ -89,11 +78,12 @@ def measure(
     layouts: Sequence[LayoutName] = ("full", "block", "single"),
     seed: int = 1,
     split: Literal["train", "heldout"] = "heldout",
-) -> list[AccuracyRow]:
+) -> list[dict[str, Any]]:
     """Ask up to `questions` questions of each kind on each of `contexts` worlds.
 
-    A context holds passages of one world. Cloze questions are asked on as many contexts from Python's language
-    reference. The layout "single" has one passage.
+    A row has the share of `n` questions of one kind whose gold values are substrings of the greedy answer. A context
+    holds passages of one world. Cloze questions are asked on as many contexts from Python's language reference. The
+    layout "single" has one passage.
     """
     hits: dict[tuple[LayoutName, int, Kind], list[bool]] = defaultdict(list)
     for index in range(contexts):
@@ -112,7 +102,7 @@ def measure(
                 for blank, answer in zip(blanks, answers, strict=True):
                     hits[name, count, "cloze"].append(blank.gold in " ".join(answer.split()))
     return [
-        AccuracyRow(layout=name, passages=count, kind=kind, accuracy=sum(found) / len(found), n=len(found))
+        {"layout": name, "passages": count, "kind": kind, "accuracy": sum(found) / len(found), "n": len(found)}
         for (name, count, kind), found in sorted(hits.items())
     ]
 
@@ -188,7 +178,7 @@ def build_mini(config: MiniTrainConfig, output: Path, *, on_progress: Progress |
     model.set_attn_implementation("sdpa")
     rows = measure(model, tokenizer, contexts=25)
     export_mini(model, tokenizer, output / "model", config=config, rows=rows)
-    return [asdict(row) for row in rows]
+    return rows
 
 
 def export_mini(
@@ -197,7 +187,7 @@ def export_mini(
     destination: Path,
     *,
     config: MiniTrainConfig,
-    rows: Sequence[AccuracyRow],
+    rows: Sequence[Mapping[str, Any]],
 ) -> None:
     """Write the weights in bfloat16, the tokenizer, generation defaults and `ragkv.json` to `destination`.
 
@@ -210,7 +200,7 @@ def export_mini(
         "history": "search",  # it is trained on single questions
         "recipe": {
             **asdict(config),
-            "heldout_accuracy": [{**asdict(row), "accuracy": round(row.accuracy, 4)} for row in rows],
+            "heldout_accuracy": [{**row, "accuracy": round(row["accuracy"], 4)} for row in rows],
         },
     }
     with replace_folder(destination) as folder:

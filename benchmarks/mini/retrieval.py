@@ -17,6 +17,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -217,24 +218,16 @@ FEW_WORDS = 1
 RERANKED = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RetrievalRow:
-    """recall@5 and nDCG@10 of one search over the `n` questions of a slice (few, named, described)."""
-
-    slice: str
-    system: str
-    recall_5: float
-    ndcg_10: float
-    n: int
-
-
 SYSTEMS = ("bm25", "dense", "sparse", "colbert", "dense+rerank")
 
 
 def measure_retrieval(
     embedder: Path, reranker: Path | None, *, seeds: Sequence[int] = range(4), size: int = 60, asks: int = 160
-) -> list[RetrievalRow]:
-    """Ask up to `asks` questions per seed about the passages of one held-out world of `size` entities."""
+) -> list[dict[str, Any]]:
+    """Ask up to `asks` questions per seed about the passages of one held-out world of `size` entities.
+
+    A row has recall@5 and nDCG@10 of one search over the `n` questions of a slice (few, named, described).
+    """
     model = load_embedder(str(embedder), device="cpu")
     judge = None if reranker is None else load_reranker(str(reranker), device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(embedder, trust_remote_code=False)
@@ -253,7 +246,7 @@ def measure_retrieval(
                     figures = hit_at(ranked, relevant, 5), ndcg_at(ranked, relevant, 10)
                     found.setdefault((_slice(ask, step.passages), system), []).append(figures)
     return [
-        RetrievalRow(slice=name, system=system, recall_5=fmean(hits), ndcg_10=fmean(gains), n=len(hits))
+        {"slice": name, "system": system, "recall_5": fmean(hits), "ndcg_10": fmean(gains), "n": len(hits)}
         for (name, system), figures in sorted(found.items())
         for hits, gains in [zip(*figures, strict=True)]
     ]
@@ -400,6 +393,11 @@ class M3:
     @property
     def modules(self) -> dict[str, nn.Module]:
         return {"encoder": self.encoder, "sparse": self.sparse, "colbert": self.colbert}
+
+    @property
+    def heads(self) -> dict[str, nn.Module]:
+        """By the names of their files."""
+        return {"sparse_linear": self.sparse, "colbert_linear": self.colbert}
 
     def __call__(self, ids: Tensor, mask: Tensor) -> TrainingVectors:
         """The vectors of ids and mask (n, tokens), in fp32."""
@@ -667,28 +665,28 @@ def _matches(asked: TrainingVectors, read: TrainingVectors, pairs: Sequence[tupl
     return found
 
 
-def export_embedder(
-    model: M3, tokenizer: PreTrainedTokenizerFast, destination: Path, *, notes: Mapping[str, Any]
-) -> None:
-    """Write bge-m3's layout in fp16: the encoder, `sparse_linear.pt`, `colbert_linear.pt` and the tokenizer."""
-    with replace_folder(destination) as folder:
-        _half(model.encoder, folder)
-        for name, head in (("sparse_linear", model.sparse), ("colbert_linear", model.colbert)):
-            torch.save({key: value.half() for key, value in head.state_dict().items()}, folder / f"{name}.pt")
-        _finish(tokenizer, folder, notes)
-
-
-def export_reranker(
-    model: XLMRobertaForSequenceClassification,
+def export(
+    model: Any,
     tokenizer: PreTrainedTokenizerFast,
     destination: Path,
     *,
     notes: Mapping[str, Any],
+    heads: Mapping[str, nn.Module] | None = None,
 ) -> None:
-    """Write bge-reranker-v2-m3's layout: the cross-encoder and its tokenizer; weights in fp16."""
+    """Write bge-m3's or bge-reranker-v2-m3's layout: the encoder, `heads` as NAME.pt, the tokenizer and `ragkv.json`.
+
+    Weights are written in fp16, which halves their size. `model` itself is not changed.
+    """
     with replace_folder(destination) as folder:
-        _half(model, folder)
-        _finish(tokenizer, folder, notes)
+        state = {key: value.detach().cpu().half().contiguous() for key, value in model.state_dict().items()}
+        model.save_pretrained(folder, state_dict=state)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["dtype"] = str(torch.float32).removeprefix("torch.")  # the dtype to load them in, as in bge-m3's config
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for name, head in (heads or {}).items():
+            torch.save({key: value.half() for key, value in head.state_dict().items()}, folder / f"{name}.pt")
+        tokenizer.save_pretrained(folder)
+        (folder / "ragkv.json").write_text(json.dumps({"recipe": dict(notes)}, indent=1) + "\n", encoding="utf-8")
 
 
 def build_mini_embedder(
@@ -705,9 +703,10 @@ def build_mini_embedder(
         train_encoder_tokenizer(texts, config.shape.vocab).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = train_embedder(config, tokenizer, output, on_progress=on_progress)
-    export_embedder(model, tokenizer, output / "model", notes=asdict(config))
-    rows = [asdict(row) for row in measure_retrieval(output / "model", None)]
-    export_embedder(model, tokenizer, output / "model", notes={**asdict(config), "heldout": rows})
+    write = partial(export, model.encoder, tokenizer, output / "model", heads=model.heads)
+    write(notes=asdict(config))
+    rows = measure_retrieval(output / "model", None)
+    write(notes={**asdict(config), "heldout": rows})
     return rows
 
 
@@ -721,24 +720,11 @@ def build_mini_reranker(
     for name, module in start.modules.items():
         module.load_state_dict(saved[name])
     model = train_reranker(config, start, tokenizer, output, on_progress=on_progress)
-    export_reranker(model, tokenizer, output / "model", notes=asdict(config))
-    rows = [asdict(row) for row in measure_retrieval(embedder / "model", output / "model")]
-    export_reranker(model, tokenizer, output / "model", notes={**asdict(config), "heldout": rows})
+    write = partial(export, model, tokenizer, output / "model")
+    write(notes=asdict(config))
+    rows = measure_retrieval(embedder / "model", output / "model")
+    write(notes={**asdict(config), "heldout": rows})
     return rows
-
-
-def _finish(tokenizer: PreTrainedTokenizerFast, folder: Path, notes: Mapping[str, Any]) -> None:
-    tokenizer.save_pretrained(folder)
-    (folder / "ragkv.json").write_text(json.dumps({"recipe": dict(notes)}, indent=1) + "\n", encoding="utf-8")
-
-
-def _half(model: Any, folder: Path) -> None:
-    """Write the weights in fp16, which halves their size. `model` itself is not changed."""
-    state = {key: value.detach().cpu().half().contiguous() for key, value in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=state)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["dtype"] = str(torch.float32).removeprefix("torch.")  # the dtype to load them in, as in bge-m3's config
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _questions(worlds: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ import torch
 from outcome import typed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ragkv.benchmarks.mini.__main__ import AccuracyRow, evaluate_mini, export_mini, greedy_answers, main
+from ragkv.benchmarks.mini.__main__ import evaluate_mini, export_mini, greedy_answers, main
 from ragkv.benchmarks.mini.data import chunk_text, prefix_text, suffix_text
 from ragkv.benchmarks.mini.train import build_model
 from ragkv.finetune.block import METADATA
@@ -78,7 +78,7 @@ def test_export_loads_with_transformers_alone(tokenizer, tiny, tmp_path):
     destination = tmp_path / "lm"
     destination.mkdir()
     (destination / "stale.txt").write_text("left by an earlier export")
-    row = AccuracyRow(layout="full", passages=8, kind="one hop", accuracy=0.5, n=4)
+    row = {"layout": "full", "passages": 8, "kind": "one hop", "accuracy": 0.5, "n": 4}
     export_mini(model, tokenizer, destination, config=tiny, rows=[row])
     assert [path.name for path in tmp_path.iterdir()] == ["lm"]
     assert not (destination / "stale.txt").exists()
@@ -91,17 +91,15 @@ def test_export_loads_with_transformers_alone(tokenizer, tiny, tmp_path):
     metadata = json.loads((destination / METADATA).read_text())
     assert metadata["block_tuned"] is True
     assert (metadata["sink"], metadata["chunk_tokens"]) == ("prefix", 96)
-    assert metadata["recipe"]["heldout_accuracy"] == [
-        {"layout": "full", "passages": 8, "kind": "one hop", "accuracy": 0.5, "n": 4}
-    ]
+    assert metadata["recipe"]["heldout_accuracy"] == [row]
 
 
 def test_evaluate_mini_counts_questions(tokenizer, tiny, tmp_path):
     export_mini(build_model(tiny, tokenizer), tokenizer, tmp_path / "lm", config=tiny, rows=[])
     rows = evaluate_mini(tmp_path / "lm", contexts=1, questions=3, passage_counts=(4,))
-    assert {(row.layout, row.passages) for row in rows if row.kind == "one hop"} == {
+    assert {(row["layout"], row["passages"]) for row in rows if row["kind"] == "one hop"} == {
         ("full", 4),
         ("block", 4),
         ("single", 1),
     }
-    assert all(0.0 <= row.accuracy <= 1.0 and 1 <= row.n <= 3 for row in rows)
+    assert all(0.0 <= row["accuracy"] <= 1.0 and 1 <= row["n"] <= 3 for row in rows)

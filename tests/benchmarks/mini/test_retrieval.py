@@ -15,8 +15,7 @@ from ragkv.benchmarks.mini.retrieval import (
     RerankerTrainConfig,
     build_embedder,
     english_texts,
-    export_embedder,
-    export_reranker,
+    export,
     measure_retrieval,
     pad,
     prose_step,
@@ -103,7 +102,7 @@ def test_a_killed_training_goes_on_to_the_same_weights(tokenizer, whole, tmp_pat
 
 
 def test_what_is_loaded_is_what_was_trained(tokenizer, whole, tmp_path):
-    export_embedder(whole, tokenizer, tmp_path / "model", notes={})
+    export(whole.encoder, tokenizer, tmp_path / "model", notes={}, heads=whole.heads)
     texts = ["Halden Works was founded in 1907.", "a much longer text about a mill, a town and its river " * 3]
     loaded = load_embedder(str(tmp_path / "model"), device="cpu").embed_documents(texts)
     with torch.inference_mode():
@@ -125,7 +124,7 @@ def test_the_reranker_learns_from_the_embedder_and_is_loaded_as_it_was_trained(t
     assert [t["step"] for t in result] == [1, 2, 3, 4, 5, 6]
     again = train_reranker(config, embedder, tokenizer, tmp_path)  # already at its end
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-    export_reranker(model, tokenizer, tmp_path / "model", notes={})
+    export(model, tokenizer, tmp_path / "model", notes={})
     pairs = [("who?", "Mira Oskel."), ("who?", "a town")]
     batch = tokenizer([q for q, _ in pairs], [p for _, p in pairs], padding=True, return_tensors="pt")
     with torch.inference_mode():
@@ -139,8 +138,8 @@ def test_the_shipped_models_beat_bm25_where_words_differ(monkeypatch):
     """With a smaller world than the four of docs/mini.md, and fewer candidates for the reranker."""
     monkeypatch.setattr(retrieval, "RERANKED", 10)
     rows = measure_retrieval(embedder_path(), reranker_path(), seeds=[0], size=12, asks=40)
-    few = {row.system: row for row in rows if row.slice == "few"}
-    assert few["dense"].n > 20
-    assert few["dense"].recall_5 >= 0.9
-    assert few["dense"].recall_5 >= few["bm25"].recall_5 + 0.1
-    assert few["dense+rerank"].ndcg_10 > few["dense"].ndcg_10
+    few = {row["system"]: row for row in rows if row["slice"] == "few"}
+    assert few["dense"]["n"] > 20
+    assert few["dense"]["recall_5"] >= 0.9
+    assert few["dense"]["recall_5"] >= few["bm25"]["recall_5"] + 0.1
+    assert few["dense+rerank"]["ndcg_10"] > few["dense"]["ndcg_10"]
