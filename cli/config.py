@@ -36,6 +36,7 @@ from ragkv.cli.options import (
     in_force,
     require_same,
     shown_value,
+    source_of,
     split_names,
     user_file,
 )
@@ -186,12 +187,8 @@ def change(
 
 def _by_source(ctx: typer.Context, given: dict[str, Any], source: str) -> dict[str, Any]:
     """The values that came from this source of click's; a parameter is named like its option."""
-    found = {}
-    for name, value in given.items():
-        origin = ctx.get_parameter_source(FLAGS[name].removeprefix("--").replace("-", "_"))
-        if origin is not None and origin.name == source:
-            found[name] = value
-    return found
+    parameters = {name: FLAGS[name].removeprefix("--").replace("-", "_") for name in given}
+    return {name: value for name, value in given.items() if source_of(ctx, parameters[name]) == source}
 
 
 def _json(

@@ -32,6 +32,7 @@ from ragkv.cli.options import (
     engine_lists,
     given_names,
     given_numbers,
+    source_of,
 )
 from ragkv.config import DTYPES, MOST_STEPS, NONE, one_of
 from ragkv.errors import UsageError
@@ -638,10 +639,9 @@ def _command(name: str, measure: Callable[..., Any]) -> Callable[..., None]:
     @functools.wraps(measure)
     def command(*, ctx: typer.Context, as_json: bool, quiet: bool, **options: Any) -> None:
         silent = quiet or as_json
-        if options.get("quick"):
-            sources = {each: ctx.get_parameter_source(each) for each in _SIZES if each in options}
-            if given := [each for each, source in sources.items() if source and source.name == "COMMANDLINE"]:
-                raise UsageError(f"--quick chooses --{given[0]} by itself; leave one of them out.")
+        given = [each for each in _SIZES if each in options and source_of(ctx, each) == "COMMANDLINE"]
+        if options.get("quick") and given:
+            raise UsageError(f"--quick chooses --{given[0]} by itself; leave one of them out.")
         # indexes take hours, and show a bar
         shown: Any = stages(f"bench {name}", silent=silent) if name == "index" else nullcontext(note)
         with shown as on_step:

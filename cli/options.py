@@ -39,21 +39,11 @@ def engines(incomplete: str) -> list[str]:
     return [name for name in engine_names() if name.startswith(incomplete)]
 
 
-def engine_lists(incomplete: str) -> list[str]:
-    """Names of engines for the last part of a list with commas."""
-    return _listed(incomplete, engines)
-
-
 def codecs(incomplete: str) -> list[str]:
     """Names of codecs."""
     from ragkv.store import codec_names
 
     return [name for name in codec_names() if name.startswith(incomplete)]
-
-
-def codec_lists(incomplete: str) -> list[str]:
-    """Names of codecs for the last part of a list with commas."""
-    return _listed(incomplete, codecs)
 
 
 def modes(incomplete: str) -> list[str]:
@@ -81,10 +71,17 @@ def indexes(incomplete: str) -> list[str]:
     return [name for name in [*found, *leading] if name.startswith(incomplete)]
 
 
-def _listed(incomplete: str, names: Callable[[str], list[str]]) -> list[str]:
-    before, comma, last = incomplete.rpartition(",")
-    return [before + comma + name for name in names(last) if name not in before.split(",")]
+def _listed(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
+    """Names for the last part of a list with commas."""
 
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        return [before + comma + name for name in names(last) if name not in before.split(",")]
+
+    return complete
+
+
+engine_lists, codec_lists = _listed(engines), _listed(codecs)
 
 Origin = Literal["flag", "environment", "index", "file", "default"]
 
@@ -204,10 +201,6 @@ class UserFile:
     settings: Mapping[str, Any]
     watch: Sequence[WatchedFolder] = ()
 
-    def used(self, name: str) -> str | None:
-        """The file's `index` or `device`, if it has one."""
-        return self.table.get(name)
-
     @classmethod
     def read(cls, path: Path) -> Self:
         """The file at `path`, empty if there is none. ConfigError says what is wrong in it."""
@@ -279,17 +272,17 @@ DECODING = "Decoding (default: as ragkv.toml says, else greedy)"
 _LENGTH = re.compile("[0-9]{1,9}")
 
 
-def _given(ctx: typer.Context, name: str) -> bool:
-    """Whether the parameter's value comes from the command line or an environment variable."""
+def source_of(ctx: typer.Context, name: str) -> str:
+    """click's name for where a parameter's value comes from, such as COMMANDLINE or ENVIRONMENT."""
     source = ctx.get_parameter_source(name)
-    return source is not None and source.name in ("COMMANDLINE", "ENVIRONMENT")
+    return "" if source is None else source.name
 
 
 def _index(ctx: typer.Context, value: Path) -> Path:
     """The index that the user file names, if neither the option nor the variable does."""
-    if _given(ctx, "index") or ctx.resilient_parsing:
+    if source_of(ctx, "index") in ("COMMANDLINE", "ENVIRONMENT") or ctx.resilient_parsing:
         return value
-    chosen = UserFile.read(user_file()).used("index")
+    chosen = UserFile.read(user_file()).table.get("index")
     return value if chosen is None else Path(chosen).expanduser()
 
 
@@ -297,7 +290,7 @@ def _device(ctx: typer.Context, value: str | None) -> str | None:
     if ctx.resilient_parsing:
         return value
     if value is None:
-        value = UserFile.read(user_file()).used("device")
+        value = UserFile.read(user_file()).table.get("device")
     if value is not None and value.strip().startswith("cuda"):
         _require_cuda(value)
     return value

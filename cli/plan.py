@@ -245,7 +245,7 @@ def _of_an_ingest(paths: Sequence[Path]) -> tuple[dict[str, Any], str]:
     from ragkv.index.ingestion import default_model
 
     user = UserFile.read(user_file())
-    index = Path(os.environ.get(VARIABLES["index"]) or user.used("index") or DEFAULT_INDEX).expanduser()
+    index = Path(os.environ.get(VARIABLES["index"]) or user.table.get("index") or DEFAULT_INDEX).expanduser()
     named = os.environ.get(VARIABLES["model"])
     if (index / CONFIG_FILE).exists() and not named:
         config = load_config(index)

@@ -54,6 +54,7 @@ from ragkv.cli.options import (
     block_tuning,
     given_values,
     shared_options,
+    source_of,
     user_file,
     without_server,
 )
@@ -80,8 +81,7 @@ _FOR_INDEX = ("index", *(each.name for each in fields(SearchOptions)))
 def refuse_options(ctx: typer.Context) -> None:
     """UsageError for an option that does not apply with `--context`; variables and the user file are ignored."""
     for name in _FOR_INDEX:
-        source = ctx.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if source_of(ctx, name) == "COMMANDLINE":
             flag = "--" + name.replace("_", "-")
             raise UsageError(
                 f"{flag} is for searching an index, and --context answers from whole files; use one of them."

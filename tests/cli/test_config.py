@@ -188,8 +188,8 @@ def test_what_it_may_say(tmp_path):
     read = written(
         tmp_path, 'device = "cpu"\nmodel = "Qwen/Qwen3-4B"\nengines = ["ape"]\n[prompt]\nsystem = "Be brief."\n'
     )
-    assert read.used("device") == "cpu"
-    assert read.used("index") is None
+    assert read.table["device"] == "cpu"
+    assert "index" not in read.table
     assert read.settings.keys() == {"model", "engines", "prompt"}
     assert (read.settings["engines"], read.settings["prompt"].system) == (("ape",), "Be brief.")
     watch = written(tmp_path, '[[watch]]\nindex = "notes-index"\nfolder = "notes"\nprune = true\n').watch
