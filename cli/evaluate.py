@@ -358,7 +358,6 @@ def answers(
         GIVEN,
         RAW,
         IndexSource,
-        Scorer,
         TaskSource,
         all_candidates,
         require_baseline,
@@ -390,8 +389,7 @@ def answers(
             reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
             found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
             beside = MINI if set(model or [MINI]) == {MINI} else None  # mini's embedder knows nothing of the real world
-            scorer = Scorer(embedder=embedder or beside, reranker=reranker or beside, device=device)
-            source = TaskSource(scorer, device=device)
+            source = TaskSource(embedder=embedder or beside, reranker=reranker or beside, device=device)
             usual = MINI, RAW, GIVEN, False
             settings = {"top_k": top_k, "dtype": dtype}
         own_model, own_codec, own_retrieval, reranked = usual

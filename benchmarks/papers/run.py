@@ -50,7 +50,7 @@ from ragkv.benchmarks.papers.table import (
     judge,
 )
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation.answers import ExampleResult, Scorer, TaskSource, run_candidates
+from ragkv.evaluation.answers import ExampleResult, TaskSource, run_candidates
 from ragkv.evaluation.io import Progress, markdown_table, percent, write_whole
 from ragkv.evaluation.metrics import Task
 from ragkv.model.checkpoint import MINI
@@ -84,8 +84,7 @@ def run_table(table: Table, options: RunOptions | None = None, *, on_progress: P
         raise UsageError(f"--model {strange[0]}=…: table {table.name} has no such role; it has {roles}.")
     if table.measure is not None:
         return _known(table.measure(table, options, on_progress), options)
-    scorer = Scorer(embedder=options.embedder, reranker=options.reranker, device=options.device)
-    source = TaskSource(scorer, device=options.device)
+    source = TaskSource(embedder=options.embedder, reranker=options.reranker, device=options.device)
     if table.prepare is not None:
 
         def ask(tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -40,7 +40,6 @@ from ragkv.model.checkpoint import HEADS, MINI, digest_files, pick_device, resol
 from ragkv.model.prompt import Prompt, render
 from ragkv.retrievers import (
     Embedder,
-    Embedding,
     Reranker,
     ScoreKind,
     embedder_fingerprint,
@@ -179,111 +178,6 @@ def all_candidates(
         if one not in found:
             found.append(one)
     return found
-
-
-Ranked = list[tuple[int, float]]
-"""Pairs of (index of the chunk, relevance r in [0, 1)) in ascending relevance; the last chunk is read last."""
-
-_EQUAL = 1.0 - 1e-8  # r of chunks without a score: the largest r, with a logarithm of almost 0
-
-
-class Scorer:
-    """Ranks the chunks of one question. Models are loaded when a mode first needs them.
-
-    A chunk that the mode does not find (BM25: no common word) comes first with r = 0, so that every engine reads the
-    same number of chunks. Rankings are remembered, and an index is reused while consecutive questions have the same
-    chunks.
-    """
-
-    def __init__(self, *, embedder: str | None = None, reranker: str | None = None, device: str | None = None) -> None:
-        self._names = (embedder, reranker)
-        self._device = device
-        self._embedder: Embedder | None = None
-        self._reranker: Reranker | None = None
-        self._known: dict[tuple[str, tuple[str, ...], str, bool], Ranked] = {}
-        self._facts: dict[tuple[str, bool], dict[str, Any]] = {}
-        self._chunks: tuple[str, ...] = ()  # ranked last, with their embedding and indexes
-        self._embedding: Embedding | None = None
-        self._searchers: dict[Mode, Searcher] = {}
-
-    def check(self, mode: str, *, rerank: bool) -> None:
-        """Raise UsageError if the embedder or reranker that a mode needs was not named."""
-        embedder, reranker = self._names
-        if mode != GIVEN and kinds_of(cast("Mode", mode)) and embedder is None:
-            raise UsageError(f"--retrieval {mode} needs an embedder: give --embedder mini, a folder or a hub id.")
-        if rerank and reranker is None:
-            raise UsageError("--rerank needs a reranker: give --reranker mini, a folder or a hub id.")
-
-    def facts(self, mode: str, *, rerank: bool) -> dict[str, Any]:
-        """What a ranking depends on besides question and chunks, without loading a model."""
-        if (mode, rerank) not in self._facts:
-            self.check(mode, rerank=rerank)
-            embedder, reranker = self._names
-            vectors = mode != GIVEN and kinds_of(cast("Mode", mode))
-            self._facts[mode, rerank] = {
-                "mode": mode,
-                "embedder": embedder_fingerprint(str(embedder)) if vectors else None,
-                "reranker": reranker_fingerprint(str(reranker)) if rerank else None,
-            }
-        return self._facts[mode, rerank]
-
-    def rank(self, question: str, chunks: tuple[str, ...], mode: str, *, rerank: bool) -> Ranked:
-        """Every chunk with its r by PCED Eqs. 4-7. `given` keeps the order, with the same r for all."""
-        if mode == GIVEN:
-            return [(index, _EQUAL) for index in range(len(chunks))]
-        key = (question, chunks, mode, rerank)
-        if key not in self._known:
-            self._known[key] = self._ranked(question, chunks, cast("Mode", mode), rerank=rerank)
-        return self._known[key]
-
-    def _ranked(self, question: str, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Ranked:
-        self.check(mode, rerank=rerank)
-        if not chunks:
-            return []
-        found = self._searcher(chunks, mode, rerank=rerank).search(
-            question, mode=mode, top_k=len(chunks), candidates=len(chunks), rerank=rerank
-        )
-        best = [(int(each.chunk_id), each.score) for each in found]
-        missed = sorted(set(range(len(chunks))) - {index for index, _ in best})
-        return [(index, 0.0) for index in missed] + best[::-1]
-
-    def _searcher(self, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Searcher:
-        if rerank and self._reranker is None:
-            self._reranker = MemoReranker(load_reranker(str(self._names[1]), device=self._place))
-            self._searchers.clear()  # they were built without it
-        if self._chunks != chunks:
-            self._chunks, self._embedding = chunks, None
-            self._searchers.clear()
-        if mode not in self._searchers:
-            self._searchers[mode] = self._index(mode)
-        return self._searchers[mode]
-
-    def _index(self, mode: Mode) -> Searcher:
-        """The pipeline's own search over the chunks. Ids are the positions, so that ties keep the order."""
-        ids = [f"{index:06d}" for index in range(len(self._chunks))]
-        texts = dict(zip(ids, self._chunks, strict=True))
-        found: dict[ScoreKind, dict[str, Any]] = {}
-        if mode != "bm25":
-            if self._embedder is None:
-                self._embedder = MemoEmbedder(load_embedder(str(self._names[0]), device=self._place))
-            if self._embedding is None:
-                self._embedding = self._embedder.embed_documents(self._chunks)
-            for kind in useful_kinds(mode):
-                if (vectors := getattr(self._embedding, kind)) is not None:
-                    found[kind] = dict(zip(ids, vectors, strict=True))
-        rows = found.pop("colbert", {})
-        return build_searcher(
-            texts,
-            vectors={kind: vectors.items() for kind, vectors in found.items()},
-            colbert=lambda wanted: {name: rows[name] for name in wanted},
-            bm25="bm25" in indexes_of(mode, found),
-            embedder=self._embedder,
-            reranker=self._reranker,
-        )
-
-    @property
-    def _place(self) -> str:
-        return str(pick_device(self._device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -730,33 +624,104 @@ class ChunkSource(ABC):
         """The chunks in the tokens of the loaded model."""
 
 
+Ranked = list[tuple[int, float]]
+"""Pairs of (index of the chunk, relevance r in [0, 1)) in ascending relevance; the last chunk is read last."""
+
+_EQUAL = 1.0 - 1e-8  # r of chunks without a score: the largest r, with a logarithm of almost 0
+
+
 class TaskSource(ChunkSource):
-    """Examples bring their own chunks, which are ranked among themselves."""
+    """Examples bring their own chunks, which are ranked among themselves. Models are loaded when a mode needs them.
+
+    A chunk that the mode does not find (BM25: no common word) comes first with r = 0, so that every engine reads the
+    same number of chunks. Rankings are remembered, and an index is reused while consecutive questions have the same
+    chunks.
+    """
 
     whole = True
 
-    def __init__(self, scorer: Scorer | None = None, *, device: str | None = None) -> None:
+    def __init__(self, *, embedder: str | None = None, reranker: str | None = None, device: str | None = None) -> None:
         super().__init__(device=device)
-        self._scorer = scorer or Scorer(device=device)
+        self._names, self._device = (embedder, reranker), device
+        self.rank = cache(self._rank)
+        self._ranking = cache(self._ranking_of)
+        self._embedding = lru_cache(1)(lambda texts: self._embedder.embed_documents(texts))
+        self._searchers: Callable[[tuple[str, ...]], dict[tuple[str, bool], Searcher]] = lru_cache(1)(lambda _: {})
 
     def check(self, candidate: Candidate) -> None:
+        mode, (embedder, reranker) = candidate.retrieval, self._names
         if candidate.context:
             raise UsageError(
                 f"The chunks of a task have no document that they saw: leave {CONTEXT} out, or use --index."
             )
-        self._scorer.check(candidate.retrieval, rerank=candidate.rerank)
+        if mode != GIVEN and kinds_of(cast("Mode", mode)) and embedder is None:
+            raise UsageError(f"--retrieval {mode} needs an embedder: give --embedder mini, a folder or a hub id.")
+        if candidate.rerank and reranker is None:
+            raise UsageError("--rerank needs a reranker: give --reranker mini, a folder or a hub id.")
 
     def facts(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Any:
-        ranking = self._scorer.facts(candidate.retrieval, rerank=candidate.rerank)
+        ranking = self._ranking(candidate.retrieval, rerank=candidate.rerank)
         return {"chunks": example.chunks, "ranking": ranking, "top_k": candidate.top_k}
 
     def chunks(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Placed:
-        ranked = self._scorer.rank(example.question, example.chunks, candidate.retrieval, rerank=candidate.rerank)
+        ranked = self.rank(example.question, example.chunks, candidate.retrieval, rerank=candidate.rerank)
         prompt = loaded.reader(candidate.prompt).prompt
         return [
             (index, ContextChunk(token_ids=loaded.chunk_ids(prompt, example.chunks[index]), score=score))
             for index, score in ranked[-(candidate.top_k or len(ranked)) :]
         ]
+
+    @cached_property
+    def _embedder(self) -> Embedder:
+        return MemoEmbedder(load_embedder(str(self._names[0]), device=str(pick_device(self._device))))
+
+    @cached_property
+    def _reranker(self) -> Reranker:
+        return MemoReranker(load_reranker(str(self._names[1]), device=str(pick_device(self._device))))
+
+    def _ranking_of(self, mode: str, *, rerank: bool) -> dict[str, Any]:
+        """What a ranking depends on besides question and chunks, without loading a model."""
+        embedder, reranker = self._names
+        vectors = mode != GIVEN and kinds_of(cast("Mode", mode))
+        return {
+            "mode": mode,
+            "embedder": embedder_fingerprint(str(embedder)) if vectors else None,
+            "reranker": reranker_fingerprint(str(reranker)) if rerank else None,
+        }
+
+    def _rank(self, question: str, chunks: tuple[str, ...], mode: str, *, rerank: bool) -> Ranked:
+        """Every chunk with its r by PCED Eqs. 4-7. `given` keeps the order, with the same r for all."""
+        if mode == GIVEN:
+            return [(index, _EQUAL) for index in range(len(chunks))]
+        if not chunks:
+            return []
+        searchers = self._searchers(chunks)
+        if (mode, rerank) not in searchers:
+            searchers[mode, rerank] = self._index(chunks, cast("Mode", mode), rerank=rerank)
+        found = searchers[mode, rerank].search(
+            question, mode=cast("Mode", mode), top_k=len(chunks), candidates=len(chunks), rerank=rerank
+        )
+        best = [(int(each.chunk_id), each.score) for each in found]
+        missed = sorted(set(range(len(chunks))) - {index for index, _ in best})
+        return [(index, 0.0) for index in missed] + best[::-1]
+
+    def _index(self, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Searcher:
+        """The pipeline's own search over the chunks. Ids are the positions, so that ties keep the order."""
+        ids = [f"{index:06d}" for index in range(len(chunks))]
+        found: dict[ScoreKind, dict[str, Any]] = {}
+        if mode != "bm25":
+            for kind in useful_kinds(mode):
+                if (vectors := getattr(self._embedding(chunks), kind)) is not None:
+                    found[kind] = dict(zip(ids, vectors, strict=True))
+        rows = found.pop("colbert", {})
+        return build_searcher(
+            dict(zip(ids, chunks, strict=True)),
+            vectors={kind: vectors.items() for kind, vectors in found.items()},
+            colbert=lambda wanted: {name: rows[name] for name in wanted},
+            bm25="bm25" in indexes_of(mode, found),
+            embedder=None if mode == "bm25" else self._embedder,
+            reranker=self._reranker if rerank else None,
+        )
 
 
 class IndexSource(ChunkSource):

@@ -26,7 +26,7 @@ from ragkv.evaluation.answers import (
     IndexSource,
     Reader,
     RoundTrip,
-    Scorer,
+    TaskSource,
     all_candidates,
     baseline_of,
     bit_equal,
@@ -112,7 +112,7 @@ def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
 
 
 def _bm25(question):
-    return Scorer().rank(question, CHUNKS, "bm25", rerank=False)
+    return TaskSource().rank(question, CHUNKS, "bm25", rerank=False)
 
 
 def test_a_stopped_run_goes_on_and_a_whole_one_needs_no_model(tmp_path, asked, monkeypatch):
@@ -438,11 +438,11 @@ SEARCHED = "Who founded Halden Works in Varn?"
 def test_scores_are_those_of_an_index(tmp_path, model_folder, monkeypatch):
     words.install(monkeypatch)
     settings = {"model": model_folder, "embedder": "words", "reranker": "words", "chunk_tokens": 128}
-    scorer = Scorer(embedder="words", reranker="words", device="cpu")
+    source = TaskSource(embedder="words", reranker="words", device="cpu")
     with indexed(tmp_path, {f"{number}.txt": text for number, text in enumerate(TEXTS)}, **settings) as rag:
         for mode, rerank in itertools.product(MODES, (False, True)):
             found = rag.retrieve(SEARCHED, top_k=len(TEXTS), retrieval=mode, rerank=rerank)
-            ranked = scorer.rank(SEARCHED, TEXTS, mode, rerank=rerank)
+            ranked = source.rank(SEARCHED, TEXTS, mode, rerank=rerank)
             assert sorted(index for index, _ in ranked) == [0, 1, 2, 3]
             assert ranked[-1][0] == 2
             own = {each.chunk.text: each.score for each in found}
@@ -452,22 +452,22 @@ def test_scores_are_those_of_an_index(tmp_path, model_folder, monkeypatch):
 
 
 def test_given_chunks_are_equal_and_keep_their_order():
-    assert Scorer().rank(SEARCHED, TEXTS, "given", rerank=False) == [(i, 1 - 1e-8) for i in range(4)]
+    assert TaskSource().rank(SEARCHED, TEXTS, "given", rerank=False) == [(i, 1 - 1e-8) for i in range(4)]
 
 
 def test_what_a_mode_needs_is_asked_for_before_anything_is_loaded():
     for mode, rerank, message in (("dense", False, "--embedder"), ("bm25", True, "--reranker")):
         with pytest.raises(UsageError, match=message):
-            Scorer().check(mode, rerank=rerank)
-    Scorer().check("bm25", rerank=False)
+            TaskSource().check(Candidate(engine="full", retrieval=mode, rerank=rerank))
+    TaskSource().check(Candidate(engine="full", retrieval="bm25"))
 
 
 def test_a_context_is_embedded_once_for_all_modes_and_questions(monkeypatch):
     made = CountingEmbedder()
     words.install(monkeypatch, embedder=lambda **_: made)
-    scorer = Scorer(embedder="words", device="cpu")
+    source = TaskSource(embedder="words", device="cpu")
     for mode in ("dense", "sparse", "colbert"):
         for question in (SEARCHED, "What does Bolt Ltd make?"):
             for _ in range(2):
-                scorer.rank(question, TEXTS, mode, rerank=False)
+                source.rank(question, TEXTS, mode, rerank=False)
     assert made.texts == [*TEXTS]
