@@ -478,6 +478,26 @@ def test_conversations_are_there_after_a_reload(page, rag):
     shown(talks.locator("option")).to_have_text(["In which town is the company?"])
 
 
+def test_a_question_that_is_typed_before_the_indexes_are_known_stays(page):
+    held = []
+
+    def hold(route):
+        held.append(route)
+
+    page.route("**/api/indexes", hold)
+    page.reload()
+    page.get_by_label("Question").fill(QUESTION)
+    page.keyboard.press("Enter")
+    while not held:
+        page.wait_for_timeout(10)
+    held[0].continue_()
+    page.unroute("**/api/indexes")
+    ready(page)
+    shown(page.get_by_label("Question")).to_have_value(QUESTION)
+    page.keyboard.press("Enter")
+    shown(page.locator(".result .text")).to_contain_text("360")
+
+
 def test_what_another_tab_adds_to_a_conversation_is_not_overwritten(page):
     ask(page, QUESTION)
     page.evaluate(

@@ -17,7 +17,7 @@ let leaving = false; // the page is, so an answer that breaks off is not the ser
 export function setUpAsking() {
   byId("asking").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (running === null) ask();
+    if (running === null && facts !== null) ask(); // before the indexes are known, the question stays in its field
   });
   byId("question").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;

@@ -123,6 +123,7 @@ function kernel({ trace, sources, ...answer }) {
 }
 
 function show() {
+  if (current === null) return; // the indexes are not known yet
   const all = kept().filter(({ index }) => index === current.index);
   const begun = current.turns.length > 0;
   byId("thread").hidden = !all.length && !begun;
