@@ -358,7 +358,7 @@ def _row(result: TableResult, cell: Cell, figure: Figure) -> dict[str, Any]:
 def order_json(verdict: Verdict) -> dict[str, Any]:
     """A statement of order in the form of NAME.json."""
     fields = asdict(verdict)
-    order = fields["order"] | {"within": float(verdict.order.within)}
+    order: dict[str, Any] = fields["order"] | {"within": float(verdict.order.within)}
     return order | {"verdict": verdict.word, "difference": fields["difference"]}
 
 

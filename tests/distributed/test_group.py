@@ -144,7 +144,7 @@ class Part:
 
 def test_the_end_is_learnt_before_the_store_ends(monkeypatch):
     agreed = []
-    monkeypatch.setattr("ragkv.runtime.Runtime", lambda model, **limits: agreed.append(limits))
+    monkeypatch.setattr("ragkv.distributed.session.Runtime", lambda model, **limits: agreed.append(limits))
     held, port = serving()
     others_turn, asked = threading.Event(), []
     leave = Peers.leave

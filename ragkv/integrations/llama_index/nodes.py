@@ -18,7 +18,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.schema import (
@@ -381,7 +381,11 @@ def _single(part: MetadataFilter) -> _Condition:
         raise UsageError(
             f"The filter operator {part.operator.value!r} takes {wanted}, not {part.value!r} (key {part.key!r})."
         )
-    holds: Callable[[Any], bool] = build_metadata_filter_fn(lambda found: found, MetadataFilters(filters=[part]))
+
+    # it passes what it is given to the lookup: a node's id in LlamaIndex, the metadata themselves here
+    holds: Callable[[Any], bool] = build_metadata_filter_fn(
+        cast("Any", lambda found: found), MetadataFilters(filters=[part])
+    )
 
     def condition(metadata: Mapping[str, Any]) -> bool:
         try:
