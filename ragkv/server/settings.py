@@ -115,6 +115,7 @@ def _hash(key: str) -> str:
 
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # RFC 6454; browser extensions have schemes of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +154,11 @@ class ServerSettings:
                 f"Listening on {self.host} lets others ask and read your documents: give --keys FILE, or leave --host "
                 "out to serve this machine alone."
             )
+        for origin in self.origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise UsageError(
+                    f"--allow-origin takes a page's scheme, host and port, such as https://example.org, not {origin!r}."
+                )
 
 
 def named_places(given: Sequence[str]) -> dict[str, str]:

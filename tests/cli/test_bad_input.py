@@ -261,6 +261,7 @@ TABLE: list[tuple[str, int, str]] = [
     ("warm nothing --index {index}", 2, "No document is called 'nothing'"),
     ("warm --questions nowhere.jsonl --index {index}", 2, "No such file"),
     (SERVE + " --host 0.0.0.0", 2, "--keys"),
+    (SERVE + " --allow-origin https://page.example/", 2, "https://example.org, not 'https://page.example/'"),
     (SERVE + " --index none", 2, "There is no index at"),
     (SERVE + " --new-key ann", 2, "--keys FILE"),
     (SERVE + " --keys /dev/null", 2, "cannot be read"),
