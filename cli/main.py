@@ -25,16 +25,17 @@ import ragkv
 from ragkv.cli.console import LogLine, echo, fail, guarded, note
 from ragkv.cli.options import Debug
 from ragkv.errors import RagkvError, UsageError
+from ragkv.util.files import FULL
 
 _WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings a click of its own or takes the installed one, and does not export the class."""
 
 _NO_MEMORY = re.compile(
-    "(can't|cannot) allocate memory|out of memory|can't start new thread|failed to map segment|could not create a prim",
+    "(can't|cannot) allocate memory|out of memory|can't start new thread|failed to map segment|"
+    "could not create a primitive",
     re.IGNORECASE,
 )
 """As torch, CUDA, oneDNN, Python, the dynamic linker and the system write it."""
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 _NAMED = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 )
@@ -170,7 +171,7 @@ def run(app: typer.Typer, name: str) -> None:
 
 def _refused(error: Exception) -> str | None:
     """What the system refused, as one sentence; None for any other error."""
-    if isinstance(error, OSError) and (error.errno in _FULL or (error.errno in _NAMED and error.filename)):
+    if isinstance(error, OSError) and (error.errno in FULL | {errno.EIO} or (error.errno in _NAMED and error.filename)):
         if error.filename is not None:
             return f"{error.filename} cannot be used: {error.strerror}."
         _give_up_stdout()

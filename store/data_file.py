@@ -37,15 +37,12 @@ import lmdb.verify as lmdb_verify
 from ragkv.errors import CorruptStoreError, StoreError, StoreGoneError
 from ragkv.store.codecs import DamagedError
 from ragkv.store.tables import TABLES, VALUE_BYTES
-from ragkv.util.files import closing_descriptor, is_folder, key_file, open_plain, read_plain, require_plain
+from ragkv.util.files import FULL, closing_descriptor, is_folder, key_file, open_plain, read_plain, require_plain
 
 logger = logging.getLogger(__name__)
 
 HEAD_BYTES = 16
 """Bytes of the head of a page of LMDB."""
-
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers that mean that a file cannot grow."""
 
 _MAGIC = 0xBEEFC0DE
 _DATA_VERSION = 1

@@ -50,7 +50,6 @@ from ragkv.errors import (
 from ragkv.store.cache import MemoryTier
 from ragkv.store.counters import is_stale, recount, update_counters
 from ragkv.store.data_file import (
-    FULL,
     OpenFile,
     PageProgress,
     PageReport,
@@ -65,7 +64,7 @@ from ragkv.store.data_file import (
     refuse_network,
 )
 from ragkv.store.tables import ADDED, TABLES, Transaction
-from ragkv.util.files import NotPlainError, open_plain, parse_json, refusal, require_plain
+from ragkv.util.files import FULL, NotPlainError, open_plain, parse_json, refusal, require_plain
 
 logger = logging.getLogger(__name__)
 

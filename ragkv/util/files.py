@@ -39,6 +39,8 @@ from ragkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers that mean that a file cannot grow."""
 _SOLID = 64 << 20
 _HOLLOW = 64
 """At least 1/`_HOLLOW` of a file of more than `_SOLID` bytes must be on the disk. A sparse file, which takes hardly any
