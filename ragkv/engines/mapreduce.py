@@ -60,7 +60,8 @@ class MapReduce(Engine):
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         config: MapReduceConfig = self.config
         chunks = len(request.filled)
-        asked = len(config.instruction) + len(request.question)  # at least as many characters as tokens
+        instruction = config.instruction.replace("{question}", request.question)
+        asked = len(instruction.encode()) + len(request.suffix_ids)  # a token has a byte or more; the template's tokens
         reduced = chunks * config.summary_tokens + len(request.suffix_ids) + max_new_tokens
         return Demand(rows=max(chunks, 1), tokens=max(chunks * (asked + config.summary_tokens), reduced))
 

@@ -91,6 +91,14 @@ def test_the_instruction_may_name_the_question(make_model):
     assert greedy(model, engine, wanted) == expected
 
 
+def test_the_demand_covers_a_question_whose_characters_are_several_tokens(make_model):
+    model, question = make_model("llama"), "🜂" * 200
+    engine = make_engine("mapreduce", {"mapreduce": {"instruction": "{question}", "summary_tokens": 1}})
+    asked = PROMPT.suffix_ids(model.tokens, question)
+    wanted = replace(request(model), question=question, suffix_ids=tuple(asked))
+    assert engine.demand(wanted, 1).tokens >= len(CHUNKS) * (len(asked) + 1)
+
+
 def test_nothing_to_summarise_is_the_question_alone(make_model, monkeypatch):
     model = make_model("llama")
     engine, full = MapReduce(MapReduceConfig(summary_tokens=4)), make_engine("full", {})

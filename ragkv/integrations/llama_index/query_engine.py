@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import llama_index.core.instrumentation as instrument
 from llama_index.core.base.base_query_engine import BaseQueryEngine
@@ -304,6 +304,8 @@ class RagKVQueryEngine(BaseQueryEngine):
         **unknown: Any,
     ) -> None:
         refuse_unknown(type(self), unknown)
+        if score_kind not in (kinds := get_args(ScoreKind)):
+            raise UsageError(f"score_kind must be one of {', '.join(kinds)}, not {score_kind!r}.")
         super().__init__(callback_manager=callback_manager or Settings.callback_manager)
         self.rag = rag
         sought = {"top_k": top_k, "similarity_top_k": similarity_top_k, "filters": filters, "search": search}

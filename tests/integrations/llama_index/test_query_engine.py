@@ -197,6 +197,8 @@ def test_from_index_and_bad_settings(rag, questions):
     assert response.metadata["decoding"]["max_new_tokens"] == 3
     with pytest.raises(UsageError, match="Unknown engine 'turbo'"):
         RagKVQueryEngine(rag, engine="turbo")
+    with pytest.raises(UsageError, match="score_kind must be one of dense, sparse, colbert, not 'cosine'"):
+        RagKVQueryEngine(rag, score_kind="cosine")
     with pytest.raises(UsageError, match="max-new-tokens"):
         RagKVQueryEngine(rag, max_new_tokens=0).query(questions[0])
 
