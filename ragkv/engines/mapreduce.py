@@ -60,8 +60,7 @@ class MapReduce(Engine):
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         config: MapReduceConfig = self.config
         chunks = len(request.filled)
-        instruction = config.instruction.replace("{question}", request.question)
-        asked = len(instruction.encode()) + len(request.suffix_ids)  # a token has a byte or more; the template's tokens
+        asked = len(self._instruction(request).encode()) + len(request.suffix_ids)  # a token is a byte or more
         reduced = chunks * config.summary_tokens + len(request.suffix_ids) + max_new_tokens
         return Demand(rows=max(chunks, 1), tokens=max(chunks * (asked + config.summary_tokens), reduced))
 
@@ -75,6 +74,10 @@ class MapReduce(Engine):
         row = TokenSequence.over(request.before, position=request.prefix_tokens)
         yield from answer_from(row, (*ids, *request.suffix_ids))
 
+    def _instruction(self, request: Request) -> str:
+        config: MapReduceConfig = self.config
+        return config.instruction.replace("{question}", request.question)
+
     def summaries(
         self, request: Request, model: ModelFacts, prompt: Prompt
     ) -> Generator[Operation, Any, list[list[int]]]:
@@ -84,7 +87,7 @@ class MapReduce(Engine):
         for index in request.filled:
             kv = request.chunks[index].stored()
             found[TokenSequence.over((*request.before, PlacedChunk(kv=kv, start=at)), position=at + kv.tokens)] = []
-        asked = prompt.suffix_ids(model.tokens, config.instruction.replace("{question}", request.question))
+        asked = prompt.suffix_ids(model.tokens, self._instruction(request))
         running: dict[TokenSequence, Sequence[int]] = dict.fromkeys(found, asked)
         for _ in range(config.summary_tokens):
             if not running:
