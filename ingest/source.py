@@ -8,16 +8,18 @@ behind a link that every deployment replaces (`..data` in Kubernetes) keeps its 
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import json
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import BinaryIO, Protocol, TypeAlias
 
 from ragkv.errors import UsageError
 from ragkv.ingest.parser import TEXT, Unreadable, is_foreign, media_type_of, type_names
@@ -82,7 +84,7 @@ class SourceFile:
         """The bytes, at most `most` of them; raises OSError as `Path.read_bytes` does."""
         if self.data is not None:
             return self.data
-        with self.place.open("rb") as stream:
+        with self._opened() as stream:
             if most < 0:
                 return stream.read()
             # `read(n)` allocates n bytes before it reads, and `most` is far above the size of most files.
@@ -92,11 +94,27 @@ class SourceFile:
             return found
 
     def digest(self) -> str:
-        """The blake2b of the bytes, read in blocks; raises OSError like `read`."""
+        """The blake2b of the bytes, read in blocks; raises OSError like `read`.
+
+        A file that has grown beyond `size` is another one, whatever it is, so one byte more is read and not all of it.
+        """
         if self.data is not None:
             return hashlib.blake2b(self.data).hexdigest()
-        with self.place.open("rb") as stream:
-            return hashlib.file_digest(stream, "blake2b").hexdigest()
+        found, left = hashlib.blake2b(), self.size + 1
+        with self._opened() as stream:
+            while left and (data := stream.read(min(left, _READ_BYTES))):
+                found.update(data)
+                left -= len(data)
+        return found.hexdigest()
+
+    @contextmanager
+    def _opened(self) -> Iterator[BinaryIO]:
+        """The file with the bytes. OSError if it is no regular file any more: a pipe would be waited for, and a device
+        may never end."""
+        with open(self.place, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(self.place))
+            yield stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,6 +166,7 @@ _EXAMPLES = frozenset(
     )
 )
 """The first 32 hex digits of each file's blake2b."""
+_LARGEST_EXAMPLE = 1 << 12  # bytes
 
 
 def is_example(content_hash: str) -> bool:
@@ -195,7 +196,7 @@ def default_model(sources: Sequence[Path | SourceFile]) -> str:
 def _all_examples(sources: Sequence[Path | SourceFile]) -> bool:
     for source in find_sources(sources)[0]:
         with suppress(OSError):  # the ingest itself will report a file that cannot be read
-            if source.remote is not None or not is_example(source.digest()):
+            if source.remote is not None or source.size > _LARGEST_EXAMPLE or not is_example(source.digest()):
                 return False
     return True
 

@@ -1,6 +1,7 @@
 """The note about mini on the user's own documents: at the first ingest and the first question only."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -84,4 +85,6 @@ def test_the_model_of_a_new_index_is_smollm2_if_it_is_installed_but_for_the_exam
     assert default_model([own]) == "mini"  # without the package for unpacking
     monkeypatch.setattr(ingestion, "find_spec", lambda name: name)
     assert [default_model(paths) for paths in ([own], [example], [example, own])] == ["smollm2", "mini", "smollm2"]
+    os.truncate(own, 1 << 40)  # it is not read to know that it is no example
+    assert default_model([own, example]) == "smollm2"
     assert default_model([]) == "smollm2"  # what `ragkv config show` prints for documents that are yet to come

@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import os
 import random
 import shutil
 import sys
@@ -92,11 +93,11 @@ def test_blank_text_and_late_faults(tmp_path, monkeypatch):
     (tmp_path / "b.txt").write_text("x")
     source = find_sources([tmp_path / "b.txt"])[0][0]
 
-    def locked(*_: object) -> bytes:
+    def locked(*_: object) -> int:
         raise PermissionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", locked)
+        patch.setattr(os, "open", locked)
         with pytest.raises(UnreadableSource, match="permission denied"):
             read_source(source)
     (tmp_path / "b.txt").write_text("")

@@ -1,3 +1,4 @@
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -155,6 +156,21 @@ def test_a_file_that_tells_no_size_is_read_up_to_the_most(tmp_path):
     source = SourceFile(path=path, document_id="x", name="x.txt", media_type="text/plain", size=0)
     assert len(source.read(1 << 40)) > 1000
     assert len(source.read(1000)) == 1000
+
+
+def test_what_a_file_has_become_since_the_walk_is_neither_waited_for_nor_read_without_end(tmp_path):
+    write(tmp_path, "pipe.md", "device.md", "grown.md", text="12345")
+    pipe, device, grown = (find_sources([tmp_path / f"{name}.md"])[0][0] for name in ("pipe", "device", "grown"))
+    for source in (pipe, device):
+        source.path.unlink()
+    os.mkfifo(pipe.path)
+    device.path.symlink_to("/dev/zero")
+    for call in (pipe.digest, pipe.read, device.digest, device.read):
+        with pytest.raises(OSError, match="not a regular file"):
+            call()
+    os.truncate(grown.path, 1 << 40)
+    assert grown.digest() == hashlib.blake2b(b"12345\0").hexdigest()
+    assert grown.read(7) == b"12345\0\0"
 
 
 KINDS = [
