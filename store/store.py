@@ -342,7 +342,11 @@ class Store:
 
     def delete_document(self, document_id: str) -> bool:
         """Delete a document, its chunks, their vectors, and the KV that only they needed; False when there is none."""
-        return self._write(lambda txn: drop_document(txn, document_id))
+        return self.delete_documents([document_id]) == 1
+
+    def delete_documents(self, document_ids: Sequence[str]) -> int:
+        """Delete several as `delete_document` does, in one transaction; returns how many there were."""
+        return self._write(lambda txn: sum(drop_document(txn, document_id) for document_id in document_ids))
 
     def is_current(self, document_id: str, content_hash: str, recipe: str) -> bool:
         """Whether the document is stored with this content and processed in this way, so that ingest can skip it."""

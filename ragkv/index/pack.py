@@ -30,6 +30,7 @@ from ragkv.ingest import ReadyChunk, ReadyDocument
 from ragkv.model.checkpoint import lasting
 from ragkv.store import Notify, Store, sync_path
 from ragkv.store.tier import ObjectTier
+from ragkv.util import batches
 from ragkv.util.files import parse_json, refusal
 
 MAGIC = b"RAGKVPACK1\n"
@@ -38,6 +39,8 @@ _HEAD = struct.Struct("<II")
 _FILES = (CONFIG_FILE, "store/data.mdb")
 _MOST = 1 << 20
 _BLOCK = 1 << 20
+_TOGETHER = 1000
+"""Documents and chunks that are deleted in one transaction, because each transaction waits for the disk."""
 _CONNECT_SECONDS = 10.0
 
 
@@ -85,9 +88,9 @@ def write_pack(
                 store.drop_meta("qdrant")  # another index than that of the collection
             while keys := store.tombstones():
                 store.purge_tombstones(keys, lambda _: True)
-            for one in store.documents():  # also what another process has added since
-                if one.document.document_id not in chosen:
-                    store.delete_document(one.document.document_id)
+            others = (one for one in store.documents() if one.document.document_id not in chosen)  # also later ones
+            for some in batches(others, lambda one: 1 + one.chunks, _TOGETHER):
+                store.delete_documents([one.document.document_id for one in some])
             store.collect(in_use=lambda _: True)
             store.copy(work / "pack", compact=True, on_progress=on_progress)  # leaves out deleted data
             stats = store.stats()

@@ -16,6 +16,7 @@ from ragkv import RagKV
 from ragkv.errors import KVMismatchError, RagkvError, StoreError, UsageError
 from ragkv.index.maintenance import copy_index
 from ragkv.index.pack import MAGIC, unpack
+from ragkv.store import Store
 
 TEXTS = {
     "halden.txt": "Halden Works was founded by Mira Oskel in 1907.",
@@ -71,6 +72,17 @@ def test_a_pack_of_chosen_documents_holds_nothing_of_the_others(rag, tmp_path):
     packed = (tmp_path / "pack").read_bytes()
     assert b"Ann Lee" in packed
     assert b"Mira Oskel" not in packed
+
+
+def test_the_others_are_deleted_together(rag, tmp_path, monkeypatch):
+    """From the copy: with a transaction for each, few of 50,000 documents took minutes."""
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"{name} was founded by Tom Varn.")
+        rag.ingest(tmp_path / f"{name}.txt")
+    together = []
+    monkeypatch.setattr(Store, "delete_documents", lambda self, ids: together.append([Path(each).name for each in ids]))
+    rag.pack(tmp_path / "pack", names=["*bolt*"])
+    assert together == [["a.txt", "b.txt", "c.txt", "halden.txt"]]
 
 
 def test_a_document_that_is_ingested_meanwhile_is_not_packed(rag, tmp_path, monkeypatch):

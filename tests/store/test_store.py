@@ -44,6 +44,7 @@ def test_what_is_not_there_and_ids_of_any_kind(store):
     assert not store.delete_document("x")
     assert store.document("") is None
     assert not store.delete_document("")
+    assert store.delete_documents(["x", ""]) == 0
     assert list(store.document_stats([""])) == []
     assert store.get_meta("x") is None
     assert list(store.chunks()) == list(store.documents()) == list(store.chunks("x")) == []
