@@ -470,7 +470,8 @@ class WriterLock:
         finally:
             if lease.fd is not None:  # None in the child of a fork, which leaves the block that its parent entered
                 self._owner = None
-                lease.write(None)
+                with suppress(OSError):  # of a disk that fails: what the block raised says more, and the lock is freed
+                    lease.write(None)
             lease.close()
 
     def holder(self) -> Holder | None:

@@ -1,5 +1,6 @@
 """LMDB's pitfalls are hidden from users: growth, processes, forks, versions, a full disk."""
 
+import errno
 import itertools
 import json
 import os
@@ -642,6 +643,22 @@ def test_the_lock_is_freed_and_names_its_holder(store):
         opened.writing("ragkv gc").__enter__()
     text = str(Holder(pid=7, host="elsewhere", command="ragkv gc", since=0.0))
     assert re.fullmatch(r"PID 7 on elsewhere \(ragkv gc, since 19(70|69)-\d\d-\d\d \d\d:\d\d\)", text)
+
+
+def test_a_disk_that_fails_hides_no_error_and_keeps_no_lock(store, monkeypatch):
+    truncate, calls = os.ftruncate, itertools.count()
+
+    def once(*given: int) -> None:
+        if next(calls):  # when the name is taken back
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        truncate(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "ftruncate", once)
+        with pytest.raises(KeyboardInterrupt), store.writing("ragkv gc"):
+            raise KeyboardInterrupt
+    with store.writing("ragkv gc", timeout=0):
+        pass
 
 
 # ---- truncation
