@@ -67,6 +67,7 @@ class CreationRollback:
                 self._remove_folders()
         except (RagkvError, OSError) as error:
             logger.info("%s is not changed: %s", self._folder, error)
+            self._remove_folders()  # those that are still empty, because a full disk had no room for the lock
             return False
         return True
 
@@ -121,8 +122,9 @@ def create_index(
     if loaded is not None:
         config = _fitting(config, settings, loaded[0])
     rollback = CreationRollback(folder)
-    store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
+    store = None
     try:
+        store = Store.open(folder, codec=codec) if old else Store.create(folder, codec=codec, exist_ok=True)
         with store.writing("making the index", timeout=10), locked(folder):
             # another process may have created or filled the index meanwhile
             if not store.empty if old else (folder / CONFIG_FILE).exists():
@@ -131,7 +133,8 @@ def create_index(
                 shutil.rmtree(folder / "derived", ignore_errors=True)
             save_config(folder, config)  # last, because a folder with this file is an index
     except BaseException:
-        store.close()
+        if store is not None:
+            store.close()
         if not (folder / CONFIG_FILE).exists():  # otherwise it belongs to another process
             rollback.remove()
         raise

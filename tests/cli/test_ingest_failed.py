@@ -10,12 +10,12 @@ import words
 
 from ragkv import RagKV
 from ragkv.config import PromptConfig, load_config
-from ragkv.errors import ConfigError, ModelLoadError, RetrievalError
+from ragkv.errors import ConfigError, ModelLoadError, RetrievalError, StoreFullError
 from ragkv.index.create import CreationRollback
 from ragkv.model import self_check
 from ragkv.model.language_model import LanguageModel
 from ragkv.store import Store
-from ragkv.store.environment import WriterLock
+from ragkv.store.environment import Database, WriterLock
 
 
 class Broken(words.WordEmbedder):
@@ -57,8 +57,8 @@ def test_a_failed_first_ingest_leaves_nothing(ingest, tmp_path, monkeypatch, how
     more = {"mode": ("--embedder", "words", "--retrieval", "sparse"), "first chunk": ("--embedder", "words")}
     (tmp_path / "xdg" / "ragkv").mkdir(parents=True)
     (tmp_path / "xdg" / "ragkv" / "config.toml").write_text(LIMITS if how.startswith("limits") else "")
-    if how == "Ctrl-C":
-        monkeypatch.setattr(LanguageModel, "encode", interrupt)
+    if how == "Ctrl-C":  # not of the model's own `encode`, which its self-check calls too
+        monkeypatch.setattr("ragkv.ingest.ingester.encode_identities", interrupt)
     elif how.startswith("Ctrl-C"):
         monkeypatch.setattr(self_check, "load_model", interrupt)
     result = ingest(tmp_path / "deep" / "er" / "index", *more.get(how, ()))
@@ -107,6 +107,16 @@ def test_what_was_stored_stays(ingest, tmp_path, documents, monkeypatch):
     with Store.open(index) as store:
         assert len(list(store.documents())) == 3
         assert store.stats().orphans == 0
+
+
+@pytest.mark.parametrize("calls", [(WriterLock, "_acquire"), (Database, "acquire")])
+def test_a_disk_without_room_for_a_store_has_no_folder_afterwards(ingest, tmp_path, monkeypatch, calls):
+    def full(*_: object, **__: object) -> None:
+        raise StoreFullError("the disk is full")
+
+    monkeypatch.setattr(*calls, full)
+    assert ingest(tmp_path / "new" / "index").code == 1
+    assert not (tmp_path / "new").exists()
 
 
 def test_memory_is_a_setting(ingest, tmp_path, monkeypatch):
