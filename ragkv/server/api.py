@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import accumulate, islice, zip_longest
 from math import log
 from pathlib import Path
@@ -500,12 +499,16 @@ class ChangesBody(BaseModel):
         for each in self.sources:
             if media_type_of(each.media_type) is None:
                 raise ApiError(400, f"No loader reads the type {each.media_type!r}.", param="sources")
-            with suppress(FileNotFoundError):
-                path = Path(each.path)
+            path, size = Path(each.path), 0
+            try:
                 size = path.stat().st_size
-                sources.append(
-                    SourceFile(path=path, document_id=each.path, name=each.name, media_type=each.media_type, size=size)
-                )
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError:
+                pass  # the ingest reports why it cannot be read
+            sources.append(
+                SourceFile(path=path, document_id=each.path, name=each.name, media_type=each.media_type, size=size)
+            )
         return FolderChanges(sources=sources, gone=self.gone)
 
 

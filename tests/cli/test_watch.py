@@ -22,6 +22,7 @@ from nightly import NIGHTLY
 from ragkv import RagKV
 from ragkv.errors import StoreFullError
 from ragkv.ingest import SourceFile, watch
+from ragkv.server.api import ChangesBody
 from ragkv.server.jobs import JobManager
 from ragkv.server.local import LocalClient
 from ragkv.server.metrics import ConcurrencyLimiter
@@ -312,6 +313,15 @@ def test_the_server_does_the_work_while_it_is_up(folder, rag):
     (folder / "1.txt").unlink()
     assert json.loads(child.line())["pruned"] == [str(folder / "1.txt")]
     assert child.end(signal.SIGINT)[0] == 0
+
+
+def test_what_has_happened_to_files_on_their_way_to_the_server_is_no_failure_of_it(folder):
+    save(folder / "there.txt", "A mill.")
+    (folder / "loop.txt").symlink_to("loop.txt")
+    names = ("there.txt", "there.txt/in-what-is-a-file-now.txt", "gone.txt", "loop.txt")
+    sent = [{"path": str(folder / name), "name": name, "media_type": "text/plain"} for name in names]
+    found = ChangesBody.model_validate({"sources": sent, "gone": []}).found()
+    assert [source.name for source in found.sources] == ["there.txt", "loop.txt"]
 
 
 def test_the_server_follows_folders_of_the_user_file(folder, rag, caplog):
