@@ -142,6 +142,10 @@ def run(app: typer.Typer, name: str) -> None:
     atexit.register(gc.freeze)  # at exit, Python then does not search all imported objects for cycles
     # otherwise numba sets up colorama, if installed, which writes an escape sequence to a terminal at exit
     os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
+    # torch keeps kernels for the sizes of its last 1024 products, twice, in half a megabyte each: with passes of ever
+    # new sizes, `ingest --watch` would take a gigabyte for them
+    for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(capacity, "128")
     _open_streams()
     with guarded():
         try:

@@ -198,6 +198,19 @@ def test_numba_sends_a_terminal_no_escape_sequence():
     assert b"\x1b" not in shown
 
 
+def test_the_caches_of_torchs_kernels_are_small_unless_the_user_says_otherwise():
+    """In a process that runs for long, they would fill a gigabyte with kernels for sizes that never come again."""
+    names = ["ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"]
+    code = "import atexit, os, sys; from ragkv.cli.main import main; sys.argv[1:] = ['--version']\n"
+    code += f"atexit.register(lambda: print(*map(os.environ.get, {names})))\nmain()"
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    for chosen, shown in (({}, "128 128"), ({names[0]: "9"}, "9 128")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment | chosen, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.splitlines()[-1] == shown
+
+
 @pytest.mark.parametrize("closed", ["1>&-", pytest.param("1>&- 2>&-", marks=pytest.mark.nightly), "0<&- 1>&- 2>&-"])
 def test_closed_streams_lead_nowhere(tmp_path, closed):
     """Files that are opened later do not get their descriptors, and with them the output."""
