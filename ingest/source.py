@@ -256,13 +256,10 @@ def _distinguish(sources: list[SourceFile]) -> list[SourceFile]:
             return sources
         for index in clashes:
             source = sources[index]
-            if (
-                source.data is not None or source.held is not None or source.remote is not None
-            ):  # the user chose it, and may have chosen a file's
-                continue
-            # One more trailing part of the absolute path than the current name has.
-            parts = Path(source.document_id).parts[-len(Path(source.name).parts) - 1 :]
-            sources[index] = replace(source, name=Path(*parts).as_posix())
+            if source.data is None and source.held is None and source.remote is None:  # else the user chose its name
+                # One more trailing part of the absolute path than the current name has.
+                parts = Path(source.document_id).parts[-len(Path(source.name).parts) - 1 :]
+                sources[index] = replace(source, name=Path(*parts).as_posix())
 
 
 _SAMPLE = 1 << 16  # bytes from which the type is guessed
@@ -282,18 +279,12 @@ def from_bytes(data: bytes | Path, *, name: str = "stdin", media_type: str | Non
     if media_type is not None and found is None:
         raise UsageError(f"No loader reads the type {media_type!r}; choose one of {', '.join(type_names())}.")
     suffix = Path(name).suffix
-    held = data if isinstance(data, Path) else None
     found = found or (media_type_of(suffix) if suffix else None)
     found = found or sniff(data.read_bytes() if isinstance(data, Path) else data)
-    return SourceFile(
-        path=Path(name),
-        document_id=f"stdin:{name}",
-        name=name,
-        media_type=found,
-        size=data.stat().st_size if isinstance(data, Path) else len(data),
-        data=None if isinstance(data, Path) else data,
-        held=held,
-    )
+    document = SourceFile(path=Path(name), document_id=f"stdin:{name}", name=name, media_type=found, size=0)
+    if isinstance(data, Path):
+        return replace(document, held=data, size=data.stat().st_size)
+    return replace(document, data=data, size=len(data))
 
 
 def sniff(data: bytes) -> str:

@@ -557,9 +557,8 @@ def _start_matching(attention: nn.Module, embedder: M3) -> None:
     compares tokens. Without this start, 80 steps had no effect.
     """
     with torch.no_grad():
-        typical = (
-            embedder.colbert.weight.norm()
-        )  # length of its output, because hidden states are normalised to length sqrt(d)
+        # the length of its outputs, because hidden states are normalised to length sqrt(d)
+        typical = embedder.colbert.weight.norm()
         for name in ("query", "key"):
             linear = cast("nn.Linear", getattr(attention, name))
             linear.weight.copy_(embedder.colbert.weight * (MATCHING / typical))

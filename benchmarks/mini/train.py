@@ -515,9 +515,7 @@ def peers(count: int, work: Callable[[Peer], object]) -> Iterator[Peer]:
 
 def _work(work: Callable[[Peer], object], peer: Peer, group: str, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the first process, which ends this one
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit()
-    )  # exit normally, because a killed process leaves semaphores behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # a killed process would leave semaphores behind
     _join(peer, group, threads)
     work(peer)
 

@@ -182,18 +182,18 @@ def _churn(folder: Path, documents: int) -> list[BenchRow]:
     """
     base = _kv(0)
 
-    def replace(store: Store, number: int, version: int) -> float:
+    def rewrite(store: Store, number: int, version: int) -> float:
         tokens = TOKENS - (37 * number + 101 * version) % 64
         kv = ChunkKV(keys=tuple(t[:, :tokens] for t in base.keys), values=tuple(t[:, :tokens] for t in base.values))
         return seconds_of(lambda: _write(store, f"d{number}", [kv], version=version))
 
     with Store.create(folder / "churn") as store:
         for number in range(documents):
-            replace(store, number, 0)
+            rewrite(store, number, 0)
         before = store.stats().file_bytes
         rounds = [
             statistics.median(
-                replace(store, number, version) for number in range(documents) if (number + version) % 5 == 0
+                rewrite(store, number, version) for number in range(documents) if (number + version) % 5 == 0
             )
             for version in range(1, CHURN_ROUNDS + 1)
         ]

@@ -85,8 +85,8 @@ class BatchPlan:
         self.tokens = sum(span.n for span in spans)
         self._device = device
         self._seen = _seen(spans, in_place or InPlace())
-        places = sorted({s.offset for uses in self._seen.values() for _, s in uses})
-        self._table_row = {offset: row for row, offset in enumerate(places)}
+        offsets = sorted({chunk.offset for uses in self._seen.values() for _, chunk in uses})
+        self._table_row = {offset: row for row, offset in enumerate(offsets)}
         self._reads: dict[int | None, tuple[ChunkRead, ...]] = {}
         self._spread: dict[int | None, tuple[tuple[int, Tokens], ...]] = {}
         self.weights = self._weights()
@@ -118,9 +118,9 @@ class BatchPlan:
         if window not in self._spread:
             found: dict[int, dict[int, SequenceSlice]] = {}
             for (_, _, group, _), uses in self._seen.items():
-                for span, seg in uses:
-                    near = window is None or seg.end > span.sequence.position - window + 1
-                    if near and seg.kv.owner is not None:
+                for span, chunk in uses:
+                    near = window is None or chunk.end > span.sequence.position - window + 1
+                    if near and chunk.kv.owner is not None:
                         found.setdefault(group, {})[span.at] = span
             self._spread[window] = tuple(
                 (group, tokens_of([found[group][at] for at in sorted(found[group])], self._device))
@@ -134,27 +134,25 @@ class BatchPlan:
         _, temperature, group, _ = key
         first, masked = 0, False
         if window is not None:
-            uses = [(span, seg) for span, seg in uses if seg.end > span.sequence.position - window + 1]
+            uses = [(span, chunk) for span, chunk in uses if chunk.end > span.sequence.position - window + 1]
             if not uses:
                 return None
-            first = max(0, min(span.sequence.position - window + 1 - seg.start for span, seg in uses))
-            masked = any(span.last - seg.start - first >= window for span, seg in uses)
+            first = max(0, min(span.sequence.position - window + 1 - chunk.start for span, chunk in uses))
+            masked = any(span.last - chunk.start - first >= window for span, chunk in uses)
         kv = uses[0][1].kv
         mask = None
         if masked and window is not None:
             # each token's distance from the chunk's first token
-            behind = torch.cat(
-                [torch.arange(p.sequence.position - s.start, p.sequence.position - s.start + p.n) for p, s in uses]
-            ).to(self._device, non_blocking=True)
+            nearest = [(span.sequence.position - chunk.start, span.n) for span, chunk in uses]
+            behind = torch.cat([torch.arange(at, at + n) for at, n in nearest]).to(self._device, non_blocking=True)
             mask = behind[:, None] - torch.arange(first, kv.tokens, device=self._device) < window
-        offsets = {seg.offset for _, seg in uses}
+        offsets = {chunk.offset for _, chunk in uses}
         offset: int | Tensor
         if len(offsets) == 1:
             [offset] = offsets
         else:
-            offset = torch.tensor([self._table_row[s.offset] for p, s in uses for _ in range(p.n)]).to(
-                self._device, non_blocking=True
-            )
+            rows = [self._table_row[chunk.offset] for span, chunk in uses for _ in range(span.n)]
+            offset = torch.tensor(rows).to(self._device, non_blocking=True)
         return ChunkRead(
             kv=kv,
             tokens=tokens_of([span for span, _ in uses], self._device),
@@ -272,11 +270,11 @@ class PrefillBatch:
         """Indices of the tokens in the step, sequence by sequence."""
         self._gather: Tensor | None = None
         ends = [span.at + span.n for span in spans]
-        if all(p.n == self._longest for p in spans) and ends[:-1] == [p.at for p in spans[1:]]:
+        if all(span.n == self._longest for span in spans) and ends[:-1] == [span.at for span in spans[1:]]:
             self.tokens = slice(spans[0].at, ends[-1])
             return
         places = torch.arange(self._longest)
-        at, n = (torch.tensor(numbers)[:, None] for numbers in zip(*((p.at, p.n) for p in spans), strict=True))
+        at, n = torch.tensor([(span.at, span.n) for span in spans]).T[..., None]
         real = (places < n).flatten().nonzero()[:, 0]
         gather = (at + places.minimum(n - 1)).flatten()  # (sequences · longest): padding repeats the last token
         result = torch.cat([gather, real, gather[real]]).to(device, non_blocking=True)
@@ -493,12 +491,12 @@ class Step:
     @property
     def positions(self) -> list[int]:
         """The position of every new token."""
-        return [i for p in self.spans for i in p.sequence.places(p.n)]
+        return [position for span in self.spans for position in span.sequence.places(span.n)]
 
     @property
     def kept(self) -> list[int]:
         """Indices of the new tokens whose logits are wanted: the last token of each sequence."""
-        return [p.at + i for p in self.spans for i in p.sequence.kept(p.n)]
+        return [span.at + index for span in self.spans for index in span.sequence.kept(span.n)]
 
     def commit(self) -> None:
         """Count the new tokens: all layers have them."""
@@ -568,16 +566,18 @@ class Step:
 
     def _plan_for(self, call: LayerCall) -> _DevicePlan:
         """The plan for all layers that are computed like this one; made for the first of them."""
-        device, in_place = call.query.device, None
+        device, in_place, kind = call.query.device, None, None
         tensors = call.query, call.key, call.value
         if self._ranks is None and not self._fixed and not varlen.takes(*tensors):
             single = self._single and decode_takes(call)
             many = self._many and flash_takes(*tensors, call.softcap)
-            key = call.key.dtype, single, many
-            if key not in self._in_place:
-                self._in_place[key] = InPlace.of(self.spans, key[0], single=single, many=many)
-            in_place = self._in_place[key] if self._in_place[key].spans else None
-        which = device, None if in_place is None else key
+            kind = call.key.dtype, single, many
+            if kind not in self._in_place:
+                self._in_place[kind] = InPlace.of(self.spans, call.key.dtype, single=single, many=many)
+            in_place = self._in_place[kind]
+            if not in_place.spans:
+                in_place = kind = None
+        which = device, kind
         if which not in self._plans:
             self._plans[which] = _DevicePlan(self.spans, self._rotary, device, fixed=self._fixed, in_place=in_place)
         return self._plans[which]
@@ -731,10 +731,8 @@ def _recomputed_partial(sequence: RecomputedSequence, span: SequenceSlice, call:
     for start in range(0, span.n, ROWS):
         some = slice(start, min(start + ROWS, span.n))
         query = call.query[:, :, span.at + some.start : span.at + some.stop]
-        common, end = (
-            at[start] + 1,
-            at[some.stop - 1] + 1,
-        )  # all of them see the keys before `common`, and none from `end` on
+        # all of them see the keys before `common`, and none those from `end` on
+        common, end = at[start] + 1, at[some.stop - 1] + 1
         first = common if call.window is None else max(0, common - call.window)
         behind = places[some, None] - all_keys[first:end]
         seen = behind >= 0 if call.window is None else (behind >= 0) & (behind < call.window)

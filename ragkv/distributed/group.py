@@ -126,9 +126,8 @@ class Peers:
             found = [Handshake.from_bytes(each, other) for other, each in enumerate(greetings)]
             require_alike(found)
         except RanksError:
-            with suppress(
-                RanksError, RuntimeError
-            ):  # torchrun's SIGTERM, or the store is gone: the others already know
+            # torchrun's SIGTERM, or the store is gone: the others already know
+            with suppress(RanksError, RuntimeError):
                 store.set(f"read/{rank}", "")
                 wait_for(store, [f"read/{other}" for other in range(size)], _LAST_LOOK)
             raise

@@ -71,8 +71,8 @@ class MapReduce(Engine):
         for summary in (yield from self.summaries(request, model, request.prompt)):
             text = model.tokens.decode(summary).strip()
             ids += request.prompt.chunk_ids(model.tokens, text) if text else ()
-        row = TokenSequence.over(request.before, position=request.prefix_tokens)
-        yield from answer_from(row, (*ids, *request.suffix_ids))
+        sequence = TokenSequence.over(request.before, position=request.prefix_tokens)
+        yield from answer_from(sequence, (*ids, *request.suffix_ids))
 
     def _instruction(self, request: Request) -> str:
         config: MapReduceConfig = self.config
@@ -93,12 +93,12 @@ class MapReduce(Engine):
             if not running:
                 break
             chosen = yield Argmax((yield Forward(list(running), list(running.values()))))
-            for row, token_id in zip(list(running), chosen, strict=True):
+            for sequence, token_id in zip(list(running), chosen, strict=True):
                 if token_id in model.eos_ids:
-                    del running[row]
-                    yield Release((row,))
+                    del running[sequence]
+                    yield Release((sequence,))
                 else:
-                    found[row].append(token_id)
-                    running[row] = (token_id,)
+                    found[sequence].append(token_id)
+                    running[sequence] = (token_id,)
         yield Release(list(running))
         return list(found.values())

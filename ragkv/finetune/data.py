@@ -131,9 +131,8 @@ def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> Trainin
     else:
         *before, texts[0] = _paragraphs(texts[0])
         blocks = tuple(before)
-    past = Conversation(
-        prompt, len, history_tokens=sum(map(len, texts)) * 2 + 100 * len(texts)
-    )  # so that no turn is left out
+    no_limit = sum(map(len, texts)) * 2 + 100 * len(texts)  # so that no turn is left out
+    past = Conversation(prompt, len, history_tokens=no_limit)
     past.turns += [Turn(question=q, answer=a) for q, a in zip(texts[:-2:2], texts[1:-2:2], strict=True)]
     return TrainingExample(
         source=source,

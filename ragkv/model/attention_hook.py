@@ -572,9 +572,8 @@ def rotaries_of(model: Any, config: Any) -> tuple[Rotary, ...]:
 
     def angles(positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         cos, sin = scaled(positions.to(width.device), kind)
-        one = scaled(torch.zeros((1, 1), dtype=torch.long, device=width.device), kind)[
-            0
-        ]  # remove scaling that a family folds in
+        # a family may scale both; the cosine at position 0 is that factor
+        one, _ = scaled(torch.zeros((1, 1), dtype=torch.long, device=width.device), kind)
         return (cos / one).to(positions.device), (sin / one).to(positions.device)
 
     kinds: tuple[str | None, ...] = tuple(config.layer_types[:layers]) if typed else ("default",) * layers

@@ -100,7 +100,6 @@ CASES = (
     ),
 )
 """In the order of the step."""
-"""In the order of the step."""
 
 
 class DenseReference:
@@ -201,7 +200,7 @@ def check_model(model: LanguageModel) -> None:
     does not fit into memory.
     """
     try:
-        _prove(model)
+        _compare(model)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{_name(model)} is not supported: {str(error).rstrip('.')}.") from error
     except RagkvError:
@@ -215,7 +214,7 @@ def check_model(model: LanguageModel) -> None:
         raise UnsupportedModelError(f"{_name(model)} is not supported: {what}.") from error
 
 
-def _prove(model: LanguageModel) -> None:
+def _compare(model: LanguageModel) -> None:
     model.missing_capabilities, model.moves_within, model.shared = {}, None, {}
     generator = torch.Generator().manual_seed(0)
     vocabulary = min(model.config.vocab_size, 1000)
@@ -226,7 +225,7 @@ def _prove(model: LanguageModel) -> None:
     model.windows = _windows(_by_layer(model, seen))  # first of all: a layer that never attends has no keys
     model.step([moved], [ids])
     made = still.cache.chunk_kv()
-    _settle_rotation(model, made, moved.cache.chunk_kv())
+    _choose_rotation(model, made, moved.cache.chunk_kv())
     model.shared = _shared(made)
     _check_lengths(model, ids)
     sizes = {window: min(window, _WINDOW + 2 * rank) for rank, window in enumerate(model.windows)}
@@ -266,7 +265,7 @@ def _shared(made: ChunkKV) -> dict[int, int]:
     return found
 
 
-def _settle_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> None:
+def _choose_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> None:
     """Choose the RoPE candidate that maps the keys of `still` to those of `moved`; if none does, the model lacks
     MOVE.
     """

@@ -250,9 +250,8 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
     ) -> Json:
         """A document's chunks in order, those behind the ordinal `after`."""
         rag = served.index(name)
-        if not request.scope.get("raw_path", b"/chunks").endswith(
-            b"/chunks"
-        ):  # the id itself ends in an encoded "/chunks"
+        # the id itself may end in an encoded "/chunks"
+        if not request.scope.get("raw_path", b"/chunks").endswith(b"/chunks"):
             return _document(rag, f"{document_id}/chunks")
         return Json(_chunk_page(rag, document_id, after, limit))
 
