@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, cached_property, lru_cache, partial
@@ -954,10 +954,11 @@ def run_candidates(
                 else:
                     notify(0, task, runs[0].candidate)
                     asked = [each.ask(task, example, limit, stop_when_right=stop_when_right) for each in runs]
-                    for at, (each, wait) in enumerate(zip(runs, asked, strict=True)):
+                    begun = [next(each) for each in asked]
+                    for at, (each, first, rest) in enumerate(zip(runs, begun, asked, strict=True)):
                         if at:
                             notify(at, task, each.candidate)
-                        results.append(wait())
+                        results += filter(None, (first, *rest))
                 done += len(runs)
     if on_progress is not None:
         on_progress(done, total, "")
@@ -981,70 +982,59 @@ class _CandidateRun:
 
     def ask(
         self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool
-    ) -> Callable[[], ExampleResult]:
-        """Begin the answer unless it is saved; call the result to wait for it. Several begun answers share passes."""
+    ) -> Iterator[ExampleResult | None]:
+        """Yields None once the question is submitted, then the result; only the result if that is known at once.
+
+        Several submitted questions share passes.
+        """
         ledger = self._ledger(task)
         key = "" if ledger is None else self._key(example, max_new_tokens)
-        known = None if ledger is None else ledger.get(key)
-        begun = None if known else self._begin(task, example, max_new_tokens, stop_when_right=stop_when_right)
-
-        def result() -> ExampleResult:
-            found = (known or {}) if begun is None else begun()
-            if ledger is not None and begun is not None:
+        found = None if ledger is None else ledger.get(key)
+        if found is None:
+            found = yield from self._answer(task, example, max_new_tokens, stop_when_right=stop_when_right)
+            if ledger is not None:
                 ledger.put(key, task=task.name, example=example.example_id, **found)
-            text = found["answer"]
-            return ExampleResult(
-                task=task.name,
-                example=example,
-                candidate=self.candidate,
-                text=text or "",
-                score=None if text is None else score(task.metric, text, example),
-                chunks=found["chunks"],
-                charge=found.get("charge"),
-                evidence=found.get("evidence"),
-                trace=tuple((text, winner) for text, winner in found.get("trace", ())),
-            )
+        text = found["answer"]
+        yield ExampleResult(
+            task=task.name,
+            example=example,
+            candidate=self.candidate,
+            text=text or "",
+            score=None if text is None else score(task.metric, text, example),
+            chunks=found["chunks"],
+            charge=found.get("charge"),
+            evidence=found.get("evidence"),
+            trace=tuple((text, winner) for text, winner in found.get("trace", ())),
+        )
 
-        return result
-
-    def _begin(
+    def _answer(
         self, task: Task, example: Example, max_new_tokens: int, *, stop_when_right: bool
-    ) -> Callable[[], dict[str, Any]]:
-        """Submit the question; returns the answer as plain data. `answer` is None if the prompt is too long."""
+    ) -> Generator[None, None, dict[str, Any]]:
+        """Submit the question, yield, and return the answer as plain data; `answer` None: the prompt was too long."""
         placed = self._searched(example)
-        read = [position for position, _ in placed][-(self._engine.most_chunks or len(placed)) :]
-        generation = Generation(max_new_tokens=max_new_tokens, decoding=self._decoding)
-        facts: dict[str, Any] = {"chunks": len(read)}
+        read = self._positions(placed)
+        found: dict[str, Any] = {"chunks": len(read)}
         if example.needed:
-            facts["evidence"] = set(example.needed) <= set(read)
-        too_long = {"answer": None, **facts}
+            found["evidence"] = set(example.needed) <= set(read)
+        text, trace = "", []
+        generation = Generation(max_new_tokens=max_new_tokens, decoding=self._decoding)
         try:
             request, _ = self._request(example, placed=placed)
-            tokens = runtime_of(self._loaded.model).decode(self._engine, request, generation)
+            with closing(runtime_of(self._loaded.model).decode(self._engine, request, generation)) as tokens:
+                yield
+                for token in tokens:
+                    text += token.text
+                    trace.append((token.text, None if token.winner is None else read[token.winner]))
+                    if stop_when_right and token.text and score(task.metric, text, example) == 1.0:
+                        break
         except PromptTooLongError:
             if stop_when_right:
                 raise
-            return lambda: too_long
-
-        def wait() -> dict[str, Any]:
-            text, trace = "", []
-            try:
-                with closing(tokens):
-                    for token in tokens:
-                        text += token.text
-                        trace.append((token.text, None if token.winner is None else read[token.winner]))
-                        if stop_when_right and token.text and score(task.metric, text, example) == 1.0:
-                            break
-            except PromptTooLongError:
-                if stop_when_right:
-                    raise
-                return too_long
-            found: dict[str, Any] = {"answer": text.strip(), **facts}
-            if (charge := self._engine.charge(request, self._loaded.model)) is not None:
-                found["charge"] = charge
-            return {**found, "trace": trace} if self._engine.counts_winners else found
-
-        return wait
+            return {"answer": None, **found}
+        found = {"answer": text.strip(), **found}
+        if (charge := self._engine.charge(request, self._loaded.model)) is not None:
+            found["charge"] = charge
+        return {**found, "trace": trace} if self._engine.counts_winners else found
 
     def _searched(self, example: Example) -> Placed:
         """The chunks found in the candidate's steps, as by `AnswerStream`."""
@@ -1066,9 +1056,12 @@ class _CandidateRun:
                 break
         return placed
 
-    def positions(self, example: Example) -> list[int]:
-        """The positions of the chunks that the engine reads."""
-        placed = self._source.chunks(self._loaded, example, self.candidate)
+    def chunks(self, example: Example) -> int:
+        """How many chunks the engine reads for a question."""
+        return len(self._positions(self._source.chunks(self._loaded, example, self.candidate)))
+
+    def _positions(self, placed: Placed) -> list[int]:
+        """The positions of the chunks that the engine reads of these."""
         return [position for position, _ in placed][-(self._engine.most_chunks or len(placed)) :]
 
     def compare(
@@ -1166,43 +1159,42 @@ class _LogitComparison:
 
     def __init__(self, runs: Sequence[_CandidateRun]) -> None:
         self._runs = runs
-        candidates = [each.candidate for each in runs]
-        self._references: list[tuple[int, bool] | None] = [
-            _reference(at, candidates) if at else None for at in range(len(runs))
-        ]
-        self._followed = {found[0] for found in self._references if found is not None}
+        self._references = [_reference(at, [each.candidate for each in runs]) for at in range(len(runs))]
+        self._followed = {followed for followed, _ in self._references}
         self._turns: list[list[Turn]] = [[] for _ in runs]
 
     def results(
         self, task: Task, example: Example, max_new_tokens: int, notify: Callable[[int, Task, Candidate], None]
     ) -> Iterator[ExampleResult]:
         traces: dict[int, LogitTrace] = {}
-        for at, (each, found) in enumerate(zip(self._runs, self._references, strict=True)):
-            followed, only_kv = found or (at, False)
-            turns = self._turns[followed][:-1]
-            if found is not None and (followed not in traces or len(turns) < each.candidate.turns):
+        for at, (run, (followed, only_kv)) in enumerate(zip(self._runs, self._references, strict=True)):
+            earlier, wanted = self._turns[followed][:-1], run.candidate.turns  # the last one is this question
+            if at and (followed not in traces or len(earlier) < wanted):
                 continue
-            notify(at, task, each.candidate)
-            if not (read := each.positions(example)):
+            notify(at, task, run.candidate)
+            if not (read := run.chunks(example)):
                 continue
-            turns = turns[len(turns) - each.candidate.turns :]
-            trace, measured = each.compare(example, traces.get(followed), turns, max_new_tokens, only_kv=only_kv)
+            turns = earlier[len(earlier) - wanted :]
+            trace, measured = run.compare(example, traces.get(followed), turns, max_new_tokens, only_kv=only_kv)
             if at in self._followed:
                 traces[at] = trace
                 self._turns[at].append(Turn(question=example.question, answer=trace.text))
             yield ExampleResult(
                 task=task.name,
                 example=example,
-                candidate=each.candidate,
+                candidate=run.candidate,
                 text=trace.text,
                 score=score(task.metric, trace.text, example) if example.answers else None,
-                chunks=len(read),
+                chunks=read,
                 **measured,
             )
 
 
 def _reference(at: int, among: Sequence[Candidate]) -> tuple[int, bool]:
-    """The position of the candidate that the one at `at` is compared with, and whether they differ in KV only."""
+    """The position of the candidate that the one at `at` is compared with, and whether they differ in KV only.
+
+    The first candidate is its own.
+    """
     one = among[at]
     plain = replace(one, turns=0, name="") if one.turns else replace(one, codec=RAW, change=None, name="")
     same = [number for number in range(at) if replace(among[number], name="") == plain]
