@@ -120,7 +120,7 @@ def test_a_line_of_a_role_is_measured_when_its_model_is_named(fill, model_folder
 
 def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
     asked = 0
-    answer = answers._CandidateRun._begin
+    answer = answers._CandidateRun._answer
 
     def counted(*given, **options):
         nonlocal asked
@@ -129,7 +129,7 @@ def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return answer(*given, **options)
 
-    monkeypatch.setattr(answers._CandidateRun, "_begin", counted)
+    monkeypatch.setattr(answers._CandidateRun, "_answer", counted)
     with pytest.raises(KeyboardInterrupt):
         fill(work=tmp_path)
     first = fill(work=tmp_path)
