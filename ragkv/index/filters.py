@@ -10,6 +10,7 @@ object until it changes, so searches can cache what they derive from it.
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import re
 import threading
 from array import array
@@ -164,120 +165,16 @@ def _short(text: str) -> str:
 class Pattern:
     """A pattern with `*`, `?` and `[…]`, as in `fnmatch.fnmatchcase`.
 
-    `fnmatch` takes quadratic time to parse open brackets and to match some patterns. This takes time linear in the
-    text: a part between two stars has a fixed length, so its first match is the right one, and a part with `?` or `[…]`
-    is found by shift-and (Baeza-Yates and Gonnet, 1992).
+    Matching takes time in proportion to the text times the pattern's length, which is why that is limited
+    (`MOST_PATTERN_CHARACTERS`).
     """
 
     def __init__(self, pattern: str) -> None:
-        self._parts = [_Part(part) for part in _parts(pattern)]
+        self._match = re.compile(fnmatch.translate(pattern)).match
 
     def matches(self, text: str) -> bool:
         """Whether the whole text matches."""
-        first, *middle = self._parts
-        if not middle:
-            return len(text) == first.length and first.find(text, 0, len(text)) == 0
-        *middle, last = middle
-        at, end = first.length, len(text) - last.length
-        if end < at or first.find(text, 0, at) != 0 or last.find(text, end, len(text)) != end:
-            return False
-        for part in middle:
-            found = part.find(text, at, end)
-            if found < 0:
-                return False
-            at = found + part.length
-        return True
-
-
-_Ranges = list[tuple[int, int]]
-"""A set of characters as disjoint, ascending, half-open ranges of code points."""
-_EVERY: _Ranges = [(0, 0x110000)]
-
-
-class _Part:
-    """The part of a pattern between two stars: a sequence of character sets."""
-
-    def __init__(self, sets: list[str | _Ranges]) -> None:
-        self.length = len(sets)
-        self._plain = "".join(sets) if all(isinstance(each, str) for each in sets) else None  # type: ignore[arg-type]
-        if self._plain is None:
-            self._starts, self._masks = _masks(sets)
-
-    def find(self, text: str, start: int, end: int) -> int:
-        """The position of the first match in `text[start:end]`, or -1."""
-        if self._plain is not None:
-            return text.find(self._plain, start, end)
-        state, last = 0, 1 << (self.length - 1)
-        for at in range(start, end):
-            state = (state << 1 | 1) & self._masks[bisect_right(self._starts, ord(text[at])) - 1]
-            if state & last:
-                return at - self.length + 1
-        return -1
-
-
-def _parts(pattern: str) -> list[list[str | _Ranges]]:
-    """The character sets of a pattern, split at its stars."""
-    parts: list[list[str | _Ranges]] = [[]]
-    at, closed = 0, True
-    while at < len(pattern):
-        sign, at = pattern[at], at + 1
-        if sign == "*":
-            parts.append([])
-        elif sign == "?":
-            parts[-1].append(_EVERY)
-        elif sign == "[" and closed:
-            begin = at + pattern.startswith("!", at)
-            end = pattern.find("]", begin + 1)  # a bracket in first place is a member of the set
-            closed = end >= 0  # otherwise no later bracket is closed either
-            if closed:
-                found = _ranges(pattern[begin:end])
-                parts[-1].append(found if begin == at else _others(found))
-                at = end + 1
-            else:
-                parts[-1].append(sign)
-        else:
-            parts[-1].append(sign)
-    return parts
-
-
-def _ranges(inside: str) -> _Ranges:
-    """The set of characters in brackets: single ones, and ranges such as `a-z`."""
-    found: _Ranges = []
-    at = 0
-    while at < len(inside):
-        wide = inside[at + 1 : at + 2] == "-" and at + 2 < len(inside)
-        low, high = ord(inside[at]), ord(inside[at + 2 if wide else at])
-        if low <= high:
-            found.append((low, high + 1))
-        at += 3 if wide else 1
-    joined: _Ranges = []
-    for low, high in sorted(found):
-        if joined and low <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(joined[-1][1], high)
-        else:
-            joined.append((low, high))
-    return joined
-
-
-def _others(ranges: _Ranges) -> _Ranges:
-    """The complement of a set."""
-    edges = [0, *(edge for each in ranges for edge in each), *_EVERY[0][1:]]
-    return [(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True) if low < high]
-
-
-def _masks(sets: list[str | _Ranges]) -> tuple[list[int], list[int]]:
-    """For each range of code points beginning in `starts`, the bits of the sets that contain it."""
-    changes: dict[int, int] = {0: 0}
-    for place, each in enumerate(sets):
-        for low, high in [(ord(each), ord(each) + 1)] if isinstance(each, str) else each:
-            for edge in (low, high):
-                changes[edge] = changes.get(edge, 0) ^ 1 << place
-    starts = sorted(changes)
-    masks, mask = [], 0
-    for start in starts:
-        mask ^= changes[start]
-        masks.append(mask)
-    return starts, masks
+        return self._match(text) is not None
 
 
 _MOST_CONDITIONS = 64  # conditions whose results are cached for each segment
