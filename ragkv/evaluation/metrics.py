@@ -37,7 +37,7 @@ import re
 import string
 import unicodedata
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
@@ -220,32 +220,20 @@ def _final_list(prediction: str) -> list[str] | None:
 
 
 def _all_matched(fits: Sequence[Sequence[bool]]) -> bool:
-    """Whether each row can be assigned a different fitting column: LOFT's Hungarian assignment with costs 0 and 1.
-
-    Each row in turn takes a free column, moving other rows along an augmenting path if needed.
-    """
+    """Whether each row can be assigned a different fitting column: LOFT's Hungarian assignment with costs 0 and 1."""
     owner: dict[int, int] = {}  # column -> row
-    place: dict[int, int] = {}  # row -> column
-    for row in range(len(fits)):
-        came_from: dict[int, int] = {}  # column -> row that reached it
-        queue = deque([row])
-        free = None
-        while queue and free is None:
-            current = queue.popleft()
-            for column, fit in enumerate(fits[current]):
-                if fit and column not in came_from:
-                    came_from[column] = current
-                    if column not in owner:
-                        free = column
-                        break
-                    queue.append(owner[column])
-        if free is None:
-            return False
-        while free is not None:
-            taker = owner[free] = came_from[free]
-            given_up = place.get(taker)
-            place[taker], free = free, given_up
-    return True
+
+    def place(row: int, tried: set[int]) -> bool:
+        """Give the row a column, if need be by moving the rows that have them (an augmenting path)."""
+        for column, fit in enumerate(fits[row]):
+            if fit and column not in tried:
+                tried.add(column)
+                if column not in owner or place(owner[column], tried):
+                    owner[column] = row
+                    return True
+        return False
+
+    return all(place(row, set()) for row in range(len(fits)))
 
 
 _NUMBER = re.compile(r"\d+")
