@@ -46,26 +46,26 @@ that its variable had, and hardly needs these answers while it reads; with 2 it 
 
 
 def row(rng: random.Random, tokens: int) -> tuple[list[int], list[int]]:
-    """Ids, and the target after each."""
+    """Ids, and the label of each: the id that the model has to answer next, or `SILENT`."""
     drawn = variable_list(rng, tokens // 2 - 1)
     refers = [line for line in drawn.known if line.refers]
     wanted = rng.choice(refers if refers and rng.random() < 0.7 else drawn.known)
     before = rng.random() < 0.5
     words: list[str] = [asked(wanted.name)] if before else []
-    said: list[str] = [""] if before else []
+    targets: list[str] = [""] if before else []
     words += BEGIN
-    said += [""] * len(BEGIN)
+    targets += [""] * len(BEGIN)
     for line in drawn.lines:
         words += line.text.split()
         if before:
-            said += ["", line.value if line.family in (wanted.family, TERM) else OTHER]
+            targets += ["", line.value if line.family in (wanted.family, TERM) else OTHER]
         else:
-            said += ["", line.value if line.refers else ""]
+            targets += ["", line.value if line.refers else ""]
     others = [] if before else rng.sample(drawn.known, min(len(drawn.known), max(1, tokens // 24)))
     for line in (*others, wanted):
         words += [asked(line.name), line.value]
-        said += [line.value, END]
-    return [IDS[word] for word in words], [IDS[word] if word else SILENT for word in said]
+        targets += [line.value, END]
+    return [IDS[word] for word in words], [IDS[word] if word else SILENT for word in targets]
 
 
 def batch(rng: random.Random, size: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,9 +78,9 @@ def batch(rng: random.Random, size: int, tokens: int) -> tuple[torch.Tensor, tor
 
 def loss_of(model: LlamaForCausalLM, readout: nn.Linear, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """The loss of answers plus that of recognizing lines of the family that the first question asks for."""
-    heard = model(input_ids=ids, output_hidden_states=True)
-    loss = answer_loss(heard.logits, ids, labels)
-    return loss + family_loss(readout, heard.hidden_states[1], ids, labels)
+    output = model(input_ids=ids, output_hidden_states=True)
+    loss = answer_loss(output.logits, ids, labels)
+    return loss + family_loss(readout, output.hidden_states[1], ids, labels)
 
 
 def is_question(ids: torch.Tensor) -> torch.Tensor:
@@ -102,9 +102,9 @@ def family_loss(readout: nn.Linear, hidden: torch.Tensor, ids: torch.Tensor, lab
     own = (names == wanted)[contents].float()
     if not own.any():
         return torch.zeros(())
-    says = readout(nn.functional.rms_norm(hidden[contents], hidden.shape[-1:]))[:, 0]
+    logits = readout(nn.functional.rms_norm(hidden[contents], hidden.shape[-1:]))[:, 0]
     share = ((own == 0).sum() / own.sum()).clamp(max=30)
-    return nn.functional.binary_cross_entropy_with_logits(says, own, pos_weight=share)
+    return nn.functional.binary_cross_entropy_with_logits(logits, own, pos_weight=share)
 
 
 def answer_loss(logits: torch.Tensor, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -244,10 +244,10 @@ def save_tokenizer(folder: Path) -> None:
     whole.save_pretrained(folder)
 
 
-def write_lessons(path: Path) -> None:
+def write_training_data(path: Path) -> None:
     """Write the training data of the heads: lists, and the answers after them.
 
-    In half of the lessons a question stands first, and answers about its family follow. In the others the list
+    In half of the examples a question stands first, and answers about its family follow. In the others the list
     continues with lines that refer to earlier ones, of all families.
     """
     rng = random.Random("variables:heads")
@@ -274,11 +274,11 @@ def main() -> None:
     if not (folder / "model.safetensors").exists():
         train(folder).to(torch.bfloat16).save_pretrained(folder)
     save_tokenizer(folder)
-    lessons = folder / "lessons.jsonl"
-    write_lessons(lessons)
+    data = folder / "lessons.jsonl"
+    write_training_data(data)
     config = RetainingConfig(
         model=str(folder),
-        data=lessons,
+        data=data,
         steps=HEAD_STEPS,
         warmup=60,
         lr=HEAD_LR,
@@ -286,7 +286,7 @@ def main() -> None:
         pool=1,  # a line is three tokens: five neighbours would make all tokens of a block alike
     )
     result = train_retaining_heads(config)
-    lessons.unlink()
+    data.unlink()
     print(json.dumps(result))
 
 

@@ -43,7 +43,7 @@ class RetainingExample:
     labels: Tensor
 
 
-class _RetainingExamples(AnchorAttention):
+class _ExampleCollector(AnchorAttention):
     """Collects every layer's example from one causal pass over `prompt` tokens and the response after them."""
 
     def __init__(self, model: LanguageModel, prompt: int) -> None:
@@ -63,12 +63,12 @@ def retaining_example(
     model: LanguageModel, prompt: Sequence[int], response: Sequence[int]
 ) -> dict[int, RetainingExample]:
     """The examples by layer, for layers with their own keys; no gradient reaches the model."""
-    heard = _RetainingExamples(model, len(prompt))
-    model.through([*prompt, *response], 0, heard)
+    collector = _ExampleCollector(model, len(prompt))
+    model.through([*prompt, *response], 0, collector)
     # clones, because autograd takes no tensors of inference mode
     return {
         layer: RetainingExample(each.query.clone(), each.key.clone(), each.value.clone(), each.labels.clone())
-        for layer, each in heard.found.items()
+        for layer, each in collector.found.items()
     }
 
 
@@ -92,22 +92,22 @@ def train_retaining_heads(config: RetainingConfig, *, on_progress: Progress | No
     model = load_model(config.model, device=config.device, train=True)
     path = _output(config, model)
     widths = widths_of(model)
-    parts = [each for each in tokenise(model, examples) if _tokens(each) <= config.max_tokens]
-    if not parts:
+    short = [each for each in tokenise(model, examples) if _tokens(each) <= config.max_tokens]
+    if not short:
         raise UsageError(f"All lines of {config.data} are longer than {config.max_tokens} tokens; give --max-tokens.")
     identity = model.checkpoint.digest(model.revision)
     settings = resumed_settings(config) | {"data": file_digest(config.data), "model": identity}
     torch.manual_seed(config.seed)
     heads = RetainingHeads(widths, config.inner).to(model.device)
-    losses = _train(config, model, heads, parts, path.with_suffix(".training"), settings, on_progress)
+    losses = _train(config, model, heads, short, path.with_suffix(".training"), settings, on_progress)
     heads.save(path, identity, pool=config.pool)
     path.with_suffix(".training").unlink(missing_ok=True)
-    counts = {"examples": len(parts), "left_out": len(examples) - len(parts), "bytes": path.stat().st_size}
+    counts = {"examples": len(short), "left_out": len(examples) - len(short), "bytes": path.stat().st_size}
     return {"output": str(path), "steps": config.steps, **counts, **losses}
 
 
-def _tokens(parts: ExampleTokens) -> int:
-    return len(parts.prefix) + sum(map(len, parts.chunks)) + len(parts.suffix) + len(parts.response)
+def _tokens(example: ExampleTokens) -> int:
+    return len(example.prefix) + sum(map(len, example.chunks)) + len(example.suffix) + len(example.response)
 
 
 def _output(config: RetainingConfig, model: LanguageModel) -> Path:
@@ -123,7 +123,7 @@ def _train(
     config: RetainingConfig,
     model: LanguageModel,
     heads: RetainingHeads,
-    parts: Sequence[ExampleTokens],
+    examples: Sequence[ExampleTokens],
     path: Path,
     settings: dict[str, Any],
     on_progress: Progress | None,
@@ -131,16 +131,16 @@ def _train(
     """Train `heads` in place, from the checkpoint at `path` if there is one; returns the first and last step's loss."""
     optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, config))
+    trained: dict[str, Any] = {"heads": heads, "optimizer": optimizer, "schedule": schedule}
     losses = {"loss_first": math.nan, "loss_last": math.nan}
     state = load_checkpoint(path, settings, model) if config.resume else None
     first = 0
     if state is not None:
-        heads.load_state_dict(state["heads"])
-        optimizer.load_state_dict(state["optimizer"])
-        schedule.load_state_dict(state["schedule"])
+        for name, part in trained.items():
+            part.load_state_dict(state[name])
         first, losses = state["step"], state["told"]
     for step in range(first, config.steps):
-        loss = _loss(config, model, heads, parts[drawn(config.seed, step, len(parts))])
+        loss = _loss(config, model, heads, examples[drawn(config.seed, step, len(examples))])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(heads.parameters(), config.clip)
@@ -150,8 +150,7 @@ def _train(
         if on_progress is not None:
             on_progress({"step": step + 1, "steps": config.steps, "loss": loss.item()})
         if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-            parts_of: dict[str, Any] = {"heads": heads, "optimizer": optimizer, "schedule": schedule}
-            states = {name: part.state_dict() for name, part in parts_of.items()}
+            states = {name: part.state_dict() for name, part in trained.items()}
             facts = {"settings": repr(sorted(settings.items())), "step": step + 1, "told": losses}
             save_checkpoint(path, states | facts)
     return losses
@@ -184,13 +183,12 @@ def drawn(seed: int, step: int, count: int) -> int:
     return random.Random(f"{seed}:{epoch}").sample(range(count), count)[place]
 
 
-def _loss(config: RetainingConfig, model: LanguageModel, heads: RetainingHeads, parts: ExampleTokens) -> Tensor:
+def _loss(config: RetainingConfig, model: LanguageModel, heads: RetainingHeads, example: ExampleTokens) -> Tensor:
     """The mean over the layers of one example's loss."""
-    prompt = [*parts.prefix, *(token for chunk in parts.chunks for token in chunk), *parts.suffix]
-    lessons = retaining_example(model, prompt, parts.response)
+    prompt = [*example.prefix, *(token for chunk in example.chunks for token in chunk), *example.suffix]
     losses = [
         retaining_loss(heads(layer, each.query, each.key, each.value).float(), each.labels, config.smooth)
-        for layer, each in lessons.items()
+        for layer, each in retaining_example(model, prompt, example.response).items()
     ]
     return torch.stack(losses).mean()
 

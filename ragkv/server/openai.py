@@ -183,13 +183,13 @@ class ChatRequest(QuestionOptions):
             "grammar": "tools" if self.tools else "grammar",
         }
 
-    def most_tokens(self) -> int | None:
-        """Many clients send -1, which means the default. It is larger for JSON and calls, as half of one is useless."""
+    def token_limit(self) -> int | None:
+        """None, and many clients' -1, mean the default. It is larger for JSON and calls: half of one is useless."""
         given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         constrained = self.tools or self.regex or self.grammar or self.answer_schema() is not None
         return STRUCTURED_TOKENS if constrained and given in (None, -1) else None if given == -1 else given
 
-    def drawn_from(self) -> int | None:
+    def sampled_top_k(self) -> int | None:
         """The sampler's top-k."""
         if self.top_k is None or self.top_k in (0, -1):
             return self.top_k_tokens
@@ -274,9 +274,9 @@ class ChatRequest(QuestionOptions):
             words,
             engine=engine,
             top_k=self.top_k_chunks,
-            top_k_tokens=self.drawn_from(),
+            top_k_tokens=self.sampled_top_k(),
             schema=self.answer_schema(),
-            most=self.most_tokens(),
+            most=self.token_limit(),
         )
         if words.conversation is not None:
             given = chosen.rag.chunk(words.conversation, chunk_id="conversation")
@@ -373,7 +373,7 @@ class ChatFormatter:
             texts = [each for each in self._calls.push(content) if isinstance(each, str)]
             content, calls = ("".join(texts) + self._calls.flush()).strip(), self._calls.calls
         if self._footer and not calls:
-            content += self._below(answer)
+            content += self._source_list(answer)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or (None if calls else ""),
@@ -393,7 +393,7 @@ class ChatFormatter:
             **self._head("chat.completion"),
             "choices": [choice],
             "usage": usage(stream, answer),
-            **self._found(answer),
+            **self._own_fields(answer),
         }
 
     def on_start(self) -> Iterator[bytes]:
@@ -412,10 +412,10 @@ class ChatFormatter:
         called = self._calls is not None and bool(self._calls.calls)
         if self._calls is not None and (shown := self._trimmed.take(self._calls.flush())):
             yield self._delta(shown)
-        if self._footer and not called and (below := self._below(answer)):
-            yield self._delta(below)
+        if self._footer and not called and (sources := self._source_list(answer)):
+            yield self._delta(sources)
         delta = {"annotations": self._annotations(answer, self._content)}
-        yield self._chunk(delta, finish=_reason(answer, called), **self._found(answer))
+        yield self._chunk(delta, finish=_reason(answer, called), **self._own_fields(answer))
         if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
             yield event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(stream, answer)})
         yield DONE
@@ -450,12 +450,12 @@ class ChatFormatter:
     def _call_id(self, place: int) -> str:
         return f"call_{self._id[-24:]}{place}"
 
-    def _found(self, answer: Answer) -> dict[str, Any]:
+    def _own_fields(self, answer: Answer) -> dict[str, Any]:
         """ragkv's own fields of an answer: its chunks as in `ragkv query --json`, with URLs, and how it came about."""
         sources = [{**source.to_json(), "url": self._url(source)} for source in answer.sources]
         return {"sources": sources, "fields": dict(answer.fields), "queries": list(answer.queries)}
 
-    def _below(self, answer: Answer) -> str:
+    def _source_list(self, answer: Answer) -> str:
         """The sources as Markdown, to append to the answer."""
         lines = [f"{i}. [{_plain(s.title)}]({self._url(s)})" for i, s in enumerate(answer.sources, start=1)]
         return "\n\nSources:\n" + "\n".join(lines) if lines else ""

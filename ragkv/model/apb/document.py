@@ -415,7 +415,7 @@ class LongDocument:
         return EncodedBlock(kv=one.done(len(span)), chosen=chosen)
 
 
-class _Listening(AnchorAttention):
+class _QueryRecorder(AnchorAttention):
     """Records the queries of every layer."""
 
     def __init__(self, model: LanguageModel, before: Sequence[ChunkKV], position: int) -> None:
@@ -431,10 +431,10 @@ def query_aware_compressor(
 ) -> AttentionScore:
     """The compressor that scores by this question at `position`; costs one short pass over prefix and question."""
     start = 0 if prefix is None else prefix.tokens
-    heard = _Listening(model, [] if prefix is None else [prefix], start)
-    model.through(question_ids, start, heard)
+    recorder = _QueryRecorder(model, [] if prefix is None else [prefix], start)
+    model.through(question_ids, start, recorder)
     rotated = {}
-    for layer, query in heard.queries.items():
+    for layer, query in recorder.queries.items():
         further = torch.full((1, query.shape[2]), position - start, device=query.device)
         rotated[layer] = model.rotary.rotate(query, layer, further)[0]
     return AttentionScore(rotated, " ".join(map(str, question_ids)))
