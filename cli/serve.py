@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -40,6 +40,9 @@ from ragkv.config import byte_count, load_config, one_of
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
 from ragkv.server.local import LocalClient, UnservedError, connect, is_free, peer_uid
 from ragkv.util.files import key_file, refusal
+
+if TYPE_CHECKING:
+    from ragkv.server.settings import ServerSettings
 
 _RAY = "On a Ray cluster"
 
@@ -121,20 +124,14 @@ def serve(
 
     Example: `ragkv serve --ray auto --index s3://bucket/handbook.ragkv --replicas 1-8 --tiers handbook`
     """
-    from ragkv.server.settings import Keys, ServerLimits, ServerSettings, add_key, named_places
-    from ragkv.util.telemetry import export_spans, log_as_json
+    from ragkv.server.settings import Keys, ServerLimits, ServerSettings, named_places
+    from ragkv.util.telemetry import log_as_json
 
     one_of("--log-format", log_format, ("text", "json"))
     if log_format == "json" and not background:
         log_as_json(sys.stderr)
     if new_key is not None:
-        if keys is None:
-            raise UsageError("--new-key adds to a file: name it with --keys FILE.")
-        key = add_key(keys, new_key)
-        if as_json:
-            print_json_line({"name": new_key, "key": key})
-        else:
-            echo(key)
+        _add_key(new_key, keys, as_json=as_json)
         return
     settings = ServerSettings(
         host=host,
@@ -147,20 +144,20 @@ def serve(
         footer=footer,
         resident=True,
     )
+    # absolute, so that errors name it, and commands find it from any folder
+    places = {
+        name: place if "://" in place and ray is not None else str(Path(place).expanduser().absolute())
+        for name, place in named_places(index or [str(DEFAULT_INDEX)]).items()
+    }
     if ray is not None:
         if background:
             raise UsageError("--ray serves in the foreground: leave --background out.")
-        packs = {
-            name: place if "://" in place else str(Path(place).expanduser().absolute())
-            for name, place in named_places(index or [str(DEFAULT_INDEX)]).items()
-        }
-
         try:
             from ragkv.server.ray import RayOptions, run_on_ray
         except ModuleNotFoundError as error:
             raise MissingExtraError(f"--ray needs {error.name}; {install_hint('ray', 'serve')}.") from error
         options = RayOptions(
-            packs=packs,
+            packs=places,
             replicas=replicas,
             tiers=None if tiers is None else str(tiers),
             trust=None if trust is None else str(trust),
@@ -174,20 +171,41 @@ def serve(
             batch_tokens=batch_tokens,
             max_rows=max_rows,
         )
-        run_on_ray(ray, options, port=port, on_ready=lambda url: _ready(url, packs, as_json=as_json, quiet=quiet))
+        run_on_ray(ray, options, port=port, on_ready=lambda url: _ready(url, places, as_json=as_json, quiet=quiet))
         return
-    # absolute, so that errors name it, and commands find it from any folder
-    places = named_places(index or [str(DEFAULT_INDEX)])
-    folders = {name: Path(place).expanduser().absolute() for name, place in places.items()}
+    folders = {name: Path(place) for name, place in places.items()}
     for folder in folders.values():
         load_config(folder)  # if the index does not exist, nothing heavy is imported
     if background:
-        _start(next(iter(folders.values())), as_json=as_json, quiet=quiet)
+        _start_in_background(next(iter(folders.values())), as_json=as_json, quiet=quiet)
         return
+    limits = {"batch_tokens": batch_tokens, "max_rows": max_rows}
+    opening = {"device": device, "readonly": read_only or None, **limits}
+    _log_requests(quiet=quiet, as_json=log_format == "json")
+    _serve_here(folders, settings, opening, as_json=as_json, quiet=quiet)
+
+
+def _add_key(name: str, keys: Path | None, *, as_json: bool) -> None:
+    from ragkv.server.settings import add_key
+
+    if keys is None:
+        raise UsageError("--new-key adds to a file: name it with --keys FILE.")
+    key = add_key(keys, name)
+    if as_json:
+        print_json_line({"name": name, "key": key})
+    else:
+        echo(key)
+
+
+def _serve_here(
+    folders: Mapping[str, Path], settings: ServerSettings, opening: Mapping[str, Any], *, as_json: bool, quiet: bool
+) -> None:
+    """Answer in this process until it is stopped, from the indexes in `folders`, opened with the options `opening`."""
     from ragkv.server.settings import limit_heaps, reserve
+    from ragkv.util.telemetry import export_spans
 
     limit_heaps()
-    listening = reserve(host, port)
+    listening = reserve(settings.host, settings.port)
     try:
         from ragkv.server.app import run_server
     except ModuleNotFoundError as error:
@@ -195,24 +213,16 @@ def serve(
     from ragkv.pipeline import RagKV
     from ragkv.server.schemas import ServedIndexes
 
-    _log_requests(quiet=quiet, as_json=log_format == "json")
     with ExitStack() as opened:
         opened.callback(export_spans())
         indexes = {}
         for name, folder in folders.items():
-            rag = RagKV.open(
-                folder,
-                device=device,
-                readonly=read_only or None,
-                batch_tokens=batch_tokens,
-                max_rows=max_rows,
-            )
-            indexes[name] = opened.enter_context(rag)
+            rag = indexes[name] = opened.enter_context(RagKV.open(folder, **opening))
             rag.index.require_same_model()
             if not quiet:
                 note(f"loading {rag.config.model} for {name}")
             rag.model  # noqa: B018 - loaded now, so that the first question need not wait
-        watched = _watched(folders, read_only=read_only)
+        watched = _watched(folders, read_only=bool(opening["readonly"]))
         if watched and not quiet:
             note(f"watching {', '.join(str(each) for _, each, _ in watched)}")
         gc.collect()
@@ -239,7 +249,7 @@ def _watched(folders: Mapping[str, Path], *, read_only: bool) -> list[tuple[str,
     return found
 
 
-def _start(first: Path, *, as_json: bool, quiet: bool) -> None:
+def _start_in_background(first: Path, *, as_json: bool, quiet: bool) -> None:
     """Start the same command line in the background, with a log named after its first index."""
     words = [word for word in sys.argv[1:] if word not in ("--background", "--json")]
     server = start([*words, "--json"], log_file(first))
@@ -295,7 +305,10 @@ def stop(index: Index = DEFAULT_INDEX, as_json: Json = False, quiet: Quiet = Fal
         if time.monotonic() > until:
             raise RagkvError(f"The server (process {about['pid']}) was asked to stop but still runs; end it with kill.")
         time.sleep(0.05)
-    _notify(about, as_json=as_json, quiet=quiet)
+    if as_json:
+        print_json({"stopped": True, "pid": about["pid"], "indexes": about["indexes"]})
+    elif not quiet:
+        echo(f"stopped the server of {', '.join(about['indexes'])} (process {about['pid']})")
 
 
 def _no_server(index: Path) -> RagkvError:
@@ -306,13 +319,6 @@ def _no_server(index: Path) -> RagkvError:
     with connection:
         pid, _ = peer_uid(connection)
     return RagkvError(f"The server for the index at {index} (process {pid}) does not answer; end it with kill.")
-
-
-def _notify(about: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        print_json({"stopped": True, "pid": about["pid"], "indexes": about["indexes"]})
-    elif not quiet:
-        echo(f"stopped the server of {', '.join(about['indexes'])} (process {about['pid']})")
 
 
 _PROGRAM = "from ragkv.cli.main import main; main()"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import logging
 import re
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
 from ragkv.util.files import (
+    FULL,
     dump_toml,
     edit_toml,
     overwrite_plain,
@@ -536,7 +536,7 @@ def save_config(folder: Path, config: IndexConfig) -> None:
             fresh.replace(folder / CONFIG_FILE)
         except OSError as error:
             fresh.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not require_plain(folder / CONFIG_FILE):
+            if error.errno not in FULL or not require_plain(folder / CONFIG_FILE):
                 raise
             overwrite_plain(folder / CONFIG_FILE, content)
     except OSError as error:

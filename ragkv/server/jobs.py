@@ -39,7 +39,7 @@ from ragkv.server.errors import ApiError, stopping_error, too_many
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
 from ragkv.store import Store
-from ragkv.util.files import make_folder, open_plain, read_plain, remove_tree, replace_plain
+from ragkv.util.files import FULL, make_folder, open_plain, read_plain, remove_tree, replace_plain
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -276,7 +276,7 @@ def refused(folder: Path, error: OSError) -> StoreError:
     """The error for a folder of an index that cannot be written."""
     if isinstance(error, FileNotFoundError):
         return StoreGoneError(f"{folder} was deleted, moved or replaced while it was open.")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return StoreFullError(f"The disk or quota under {folder} is full: make room and try again.")
     if isinstance(error, PermissionError) or error.errno == errno.EROFS:
         return StoreAccessError(f"{folder} may not be written by the server ({error.strerror}).")
