@@ -197,11 +197,11 @@ def _seen(
     for span in spans:
         times: Counter[tuple[int, float, int]] = Counter()
         for number, group in _numbered(span.sequence):
-            for segment in group.segments:
-                if not segment.kv.tokens or in_place.reads(span, segment.kv):
+            for chunk in group.segments:
+                if not chunk.kv.tokens or in_place.reads(span, chunk.kv):
                     continue
-                key = (id(segment.kv), group.temperature, number)
-                found.setdefault((*key, times[key]), []).append((span, segment))
+                key = (id(chunk.kv), group.temperature, number)
+                found.setdefault((*key, times[key]), []).append((span, chunk))
                 times[key] += 1
     return found
 

@@ -63,7 +63,7 @@ def decode_takes(call: LayerCall) -> bool:
 
 def reads_in_place(group: ChunkGroup) -> bool:
     """Whether a group is decoded without being laid out, because the kernel reads it in place."""
-    return _kernels() is not None and all(_readable(segment.kv) for segment in group.segments)
+    return _kernels() is not None and all(_readable(chunk.kv) for chunk in group.segments)
 
 
 def _readable(kv: ChunkKV) -> bool:
@@ -94,13 +94,13 @@ class _Group:
     ids: Integers
 
     @classmethod
-    def of(cls, number: int, temperature: float, segments: Sequence[PlacedChunk], offsets: Sequence[int]) -> _Group:
-        rows = np.empty((segments[0].kv.layers if segments else 0, len(segments), _COLUMNS), np.int64)
-        for at, segment in enumerate(segments):
-            rotation = offsets.index(segment.offset) if segment.offset else -1
-            for layer, pair in enumerate(zip(stored(segment.kv.keys), stored(segment.kv.values), strict=True)):
+    def of(cls, number: int, temperature: float, chunks: Sequence[PlacedChunk], offsets: Sequence[int]) -> _Group:
+        rows = np.empty((chunks[0].kv.layers if chunks else 0, len(chunks), _COLUMNS), np.int64)
+        for at, chunk in enumerate(chunks):
+            rotation = offsets.index(chunk.offset) if chunk.offset else -1
+            for layer, pair in enumerate(zip(stored(chunk.kv.keys), stored(chunk.kv.values), strict=True)):
                 rows[layer, at] = table_row(*pair, rotation)
-        starts, ids = [segment.start for segment in segments], [id(segment.kv) for segment in segments]
+        starts, ids = [chunk.start for chunk in chunks], [id(chunk.kv) for chunk in chunks]
         return cls(number, temperature, rows, np.array(starts, np.int64), np.array(ids, np.int64))
 
     def within(self, position: int, window: int | None, others: frozenset[int]) -> Integers:
@@ -151,13 +151,13 @@ class _Located:
     @classmethod
     def _found(cls, groups: tuple[ChunkGroup, ...]) -> _Located:
         each = [(group, [s for s in group.segments if s.kv.tokens]) for group in groups]
-        segments = [segment for _, some in each for segment in some]
-        tokens = {id(segment.kv): segment.kv.tokens for segment in segments}
-        offsets = tuple(sorted({segment.offset for segment in segments} - {0}))
-        dtypes = frozenset(t.dtype for s in segments for held in (s.kv.keys, s.kv.values) for t in stored(held))
-        if not all(_readable(segment.kv) for segment in segments):
+        chunks = [chunk for _, some in each for chunk in some]
+        tokens = {id(chunk.kv): chunk.kv.tokens for chunk in chunks}
+        offsets = tuple(sorted({chunk.offset for chunk in chunks} - {0}))
+        dtypes = frozenset(t.dtype for s in chunks for held in (s.kv.keys, s.kv.values) for t in stored(held))
+        if not all(_readable(chunk.kv) for chunk in chunks):
             return cls(groups, tokens, (), offsets, dtypes)
-        plain = [segment for group, some in each if group.plain for segment in some]
+        plain = [chunk for group, some in each if group.plain for chunk in some]
         weighed = [(group.temperature, some) for group, some in each if not group.plain]
         parts = [_Group.of(number, *part, offsets) for number, part in enumerate([(1.0, plain), *weighed])]
         return cls(groups, tokens, tuple(parts), offsets, dtypes)

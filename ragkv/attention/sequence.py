@@ -52,16 +52,16 @@ class KVCache:
         """Layers that hold nothing because they read another layer's KV -> that layer."""
 
     @classmethod
-    def joined(cls, segments: Sequence[PlacedChunk], rotary: Rotary, *, reserve: int) -> KVCache:
+    def joined(cls, chunks: Sequence[PlacedChunk], rotary: Rotary, *, reserve: int) -> KVCache:
         """A copy of adjacent chunks, every key rotated to its position in the prompt, as a sequence's own KV.
 
         It has room for `reserve` more tokens. Layers that read another layer's keys hold nothing.
         """
         cache = cls(reserve=reserve)
-        keys, values = _joined(segments, rotary, reserve)
+        keys, values = _joined(chunks, rotary, reserve)
         cache._keys = {layer: key[None] for layer, key in enumerate(keys) if key.shape[0]}
         cache._values = {layer: value[None] for layer, value in enumerate(values) if value.shape[0]}
-        cache.length = sum(segment.kv.tokens for segment in segments)
+        cache.length = sum(chunk.kv.tokens for chunk in chunks)
         return cache
 
     def lies_in(self) -> tuple[ArenaBlock, int] | None:
@@ -198,7 +198,7 @@ class TokenSequence:
     @property
     def segments(self) -> tuple[PlacedChunk, ...]:
         """All placed chunks of all groups."""
-        return tuple(segment for group in self.groups for segment in group.segments)
+        return tuple(chunk for group in self.groups for chunk in group.segments)
 
     @property
     def until(self) -> int | None:
@@ -556,37 +556,37 @@ def worth_joining(group: ChunkGroup, *, windowed: bool) -> bool:
     `windowed`: some layer has a sliding window, so the joined tokens must have consecutive positions (APE's chunks,
     which share positions, are not joined).
     """
-    segments = [segment for segment in group.segments if segment.kv.tokens]
-    apart = any(before.end != after.start for before, after in itertools.pairwise(segments))
-    tokens = sum(segment.kv.tokens for segment in segments)
-    return len(segments) > 1 and not (windowed and apart) and tokens < LONG * len(segments)
+    chunks = [chunk for chunk in group.segments if chunk.kv.tokens]
+    apart = any(before.end != after.start for before, after in itertools.pairwise(chunks))
+    tokens = sum(chunk.kv.tokens for chunk in chunks)
+    return len(chunks) > 1 and not (windowed and apart) and tokens < LONG * len(chunks)
 
 
-def join(segments: Sequence[PlacedChunk], rotary: Rotary) -> ChunkKV:
+def join(chunks: Sequence[PlacedChunk], rotary: Rotary) -> ChunkKV:
     """A copy of the chunks as one KV, in the order given, every key rotated to its position in the prompt.
 
     Keys are rotated in fp32 and rounded once to the stored dtype; on a CPU one chunk at a time, so that it fits the
     cache.
     """
-    keys, values = _joined(segments, rotary)
-    return ChunkKV(keys=tuple(keys), values=tuple(values), encoded_at=segments[0].start)
+    keys, values = _joined(chunks, rotary)
+    return ChunkKV(keys=tuple(keys), values=tuple(values), encoded_at=chunks[0].start)
 
 
-def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+def _joined(chunks: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> tuple[list[Tensor], list[Tensor]]:
     """`join` as keys and values of every layer, `(kv_heads, tokens + room, head_dim)`; the room is not initialised."""
-    tokens = sum(segment.kv.tokens for segment in segments) + room
-    first = segments[0].kv
+    tokens = sum(chunk.kv.tokens for chunk in chunks) + room
+    first = chunks[0].kv
     if stored(first.keys)[0].device.type != "cpu":
-        return _joined_by_layer(segments, rotary, tokens)
-    moves = _Moves(rotary, [segment.offset for segment in segments])
+        return _joined_by_layer(chunks, rotary, tokens)
+    moves = _Moves(rotary, [chunk.offset for chunk in chunks])
     keys, values = [], []
     for layer, kind in enumerate(rotary.kinds):
         key, value = (_empty_like(stored(held)[layer], tokens, first.dtype) for held in (first.keys, first.values))
         at = 0
-        for index, segment in enumerate(segments):
-            end = at + segment.kv.tokens
-            held, those = (_written(t, layer, segment.kv.dtype) for t in (segment.kv.keys, segment.kv.values))
-            if kind is not None and segment.offset != 0 and held.numel():
+        for index, chunk in enumerate(chunks):
+            end = at + chunk.kv.tokens
+            held, those = (_written(t, layer, chunk.kv.dtype) for t in (chunk.kv.keys, chunk.kv.values))
+            if kind is not None and chunk.offset != 0 and held.numel():
                 moves.write(key[:, at:end], held, index, kind)
             else:
                 key[:, at:end] = held
@@ -597,20 +597,18 @@ def _joined(segments: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> t
     return keys, values
 
 
-def _joined_by_layer(
-    segments: Sequence[PlacedChunk], rotary: Rotary, capacity: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def _joined_by_layer(chunks: Sequence[PlacedChunk], rotary: Rotary, capacity: int) -> tuple[list[Tensor], list[Tensor]]:
     """`_joined` on a device, with memory for `capacity` tokens: a few launches per layer instead of per chunk."""
-    offsets = sorted({segment.offset for segment in segments})
-    lengths = torch.tensor([segment.kv.tokens for segment in segments])
-    rows = torch.tensor([offsets.index(segment.offset) for segment in segments]).repeat_interleave(lengths)
-    tokens, moved, dtype = len(rows), any(offsets), segments[0].kv.dtype
+    offsets = sorted({chunk.offset for chunk in chunks})
+    lengths = torch.tensor([chunk.kv.tokens for chunk in chunks])
+    rows = torch.tensor([offsets.index(chunk.offset) for chunk in chunks]).repeat_interleave(lengths)
+    tokens, moved, dtype = len(rows), any(offsets), chunks[0].kv.dtype
     tables: dict[tuple[str, int, torch.device], tuple[RotationTable, Tensor, Tensor]] = {}
     keys, values = list[Tensor](), list[Tensor]()
     for layer, kind in enumerate(rotary.kinds):
         key, value = (
             torch.cat([_written(held, layer, dtype) for held in each], 1)
-            for each in ([segment.kv.keys for segment in segments], [segment.kv.values for segment in segments])
+            for each in ([chunk.kv.keys for chunk in chunks], [chunk.kv.values for chunk in chunks])
         )
         if kind is not None and moved and key.numel():
             known = kind, key.shape[-1], key.device

@@ -67,9 +67,9 @@ class APB(Engine):
     needs = frozenset({Capability.MERGE, Capability.MOVE})
 
     def program(self, request: Request, model: ModelFacts) -> Program:
-        segments = self._placed(request)
-        end = segments[-1].end if segments else request.prefix_tokens
-        return answer_from(TokenSequence.over((*request.before, *segments), position=end), request.suffix_ids)
+        chunks = self._placed(request)
+        end = chunks[-1].end if chunks else request.prefix_tokens
+        return answer_from(TokenSequence.over((*request.before, *chunks), position=end), request.suffix_ids)
 
     def _placed(self, request: Request) -> list[PlacedChunk]:
         start = end = first = request.prefix_tokens

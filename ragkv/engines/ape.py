@@ -55,7 +55,7 @@ class APE(Engine):
                 scale_mode=config.scale_mode,
             ),
         )
-        longest = max((segment.kv.tokens for segment in chunks), default=0)
+        longest = max((chunk.kv.tokens for chunk in chunks), default=0)
         return answer_from(
             TokenSequence(tuple(group for group in groups if group.segments), at + longest), request.suffix_ids
         )

@@ -130,7 +130,7 @@ class Shared:
         """One key per part. Keys are equal if two sequences, and their division into parts, are equal up to the end of
         that part.
         """
-        keys, digest = [], hashlib.blake2b(repr([id(segment.kv) for segment in self.before]).encode())
+        keys, digest = [], hashlib.blake2b(repr([id(chunk.kv) for chunk in self.before]).encode())
         for ids in self.parts:
             digest.update(array("q", (len(ids), *ids)).tobytes())
             keys.append(digest.digest())

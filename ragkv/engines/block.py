@@ -120,7 +120,7 @@ class BlockAttention(Engine):
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         placed = self.placed(model, request)
-        row = TokenSequence.over(placed, position=sum(segment.kv.tokens for segment in placed))
+        row = TokenSequence.over(placed, position=sum(chunk.kv.tokens for chunk in placed))
         return answer_from(row, request.suffix_ids)
 
     def placed(self, model: ModelFacts, request: Request) -> tuple[PlacedChunk, ...]:

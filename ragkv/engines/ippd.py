@@ -50,8 +50,8 @@ class IPPD(Engine):
         return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens, shared=_shared(request).sizes)
 
     def program(self, request: Request, model: ModelFacts) -> Program:
-        segments = yield _shared(request)
-        row = TokenSequence.over(segments, position=segments[-1].end if segments else 0)
+        chunks = yield _shared(request)
+        row = TokenSequence.over(chunks, position=chunks[-1].end if chunks else 0)
         yield from answer_from(row, request.suffix_ids)
 
 

@@ -579,7 +579,7 @@ class _SelfCheck:
             before = PlacedChunk(kv=prefix, start=0)
             chunks = model.encode(self._chunks[: len(expected) - 1], prefix=prefix)
             seen = [(before,), *((before, PlacedChunk(kv=chunk, start=_PREFIX)) for chunk in chunks)]
-            found = self._ask(model, [TokenSequence.over(segments, position=segments[-1].end) for segments in seen])
+            found = self._ask(model, [TokenSequence.over(chunks, position=chunks[-1].end) for chunks in seen])
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
             if options != _ALONE:
                 return torch.inf

@@ -262,15 +262,15 @@ class CachePacking:
         return [tensor for tensor in found if tensor is not None]
 
 
-def require_chain(segments: Sequence[PlacedChunk], position: int) -> None:
+def require_chain(chunks: Sequence[PlacedChunk], position: int) -> None:
     """ValueError unless each chunk is placed where it was encoded, right after those before it, up to `position`."""
     at = 0
-    for segment in segments:
-        if segment.start != at or segment.offset:
+    for chunk in chunks:
+        if chunk.start != at or chunk.offset:
             raise ValueError(
                 "a sequence of this model resumes one state: it reads a prefix, and what was encoded right after it"
             )
-        at = segment.end
+        at = chunk.end
     if at != position:
         raise ValueError(f"the sequence's next token is at {position}, but what it reads ends at {at}")
 
@@ -504,11 +504,11 @@ class StatefulModel(LanguageModel):
             return sequence.cache.held, sequence.cache.index
         if not all(group.plain for group in sequence.groups):
             raise UnsupportedModelError("a sequence that weights its segments cannot resume from a state")
-        segments = sequence.segments
-        require_chain(segments, sequence.position)
-        if not segments:
+        chunks = sequence.segments
+        require_chain(chunks, sequence.position)
+        if not chunks:
             return None
-        tensors = self.packing.unpack([segment.kv for segment in segments])
+        tensors = self.packing.unpack([chunk.kv for chunk in chunks])
         return BatchedCache(self.tree, self.packing, tensors, (sequence.position,)), 0
 
     def _groups(self, counts: Sequence[int], held: Sequence[_Place | None]) -> Iterator[list[int]]:

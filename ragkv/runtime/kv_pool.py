@@ -115,7 +115,7 @@ class KVPool:
         """Keep a sequence, prefilled after `before`, for the next request; the least recently used ones are dropped
         first.
         """
-        self._shared[key] = kv, tuple(segment.kv for segment in before)
+        self._shared[key] = kv, tuple(chunk.kv for chunk in before)
         while len(self._shared) > 1 and sum(each.nbytes for each, _ in self._shared.values()) > self.budget:
             self._shared.popitem(last=False)
 
@@ -129,7 +129,7 @@ class KVPool:
         chunk costs more than the chunk's keys, so a group's chunks are joined, once for all sequences that see the same
         ones. Chunks that several sequences see in different combinations are not copied.
         """
-        seen = Counter(id(kv) for sequence in active for segment in sequence.segments for kv in self._of(segment.kv))
+        seen = Counter(id(kv) for sequence in active for chunk in sequence.segments for kv in self._of(chunk.kv))
         runs = Counter(_run(group.segments) for sequence in active for group in sequence.groups)
         for sequence in sequences:
             sequence.groups = tuple(self._laid_out(group, seen, runs, rotary, windowed) for group in sequence.groups)
@@ -146,11 +146,11 @@ class KVPool:
             if sequence.groups
         }
         times = Counter(runs.values())
-        seen = Counter(id(segment.kv) for sequence in runs for segment in sequence.segments)
+        seen = Counter(id(chunk.kv) for sequence in runs for chunk in sequence.segments)
         return [
             sequence
             for sequence, keys in runs.items()
-            if times[keys] > 1 and all(seen[id(segment.kv)] == times[keys] for segment in sequence.segments)
+            if times[keys] > 1 and all(seen[id(chunk.kv)] == times[keys] for chunk in sequence.segments)
         ]
 
     def _of(self, kv: ChunkKV) -> tuple[ChunkKV, ...]:
@@ -161,50 +161,50 @@ class KVPool:
         self, group: ChunkGroup, seen: Counter[int], runs: Counter[Hashable], rotary: Rotary, windowed: bool
     ) -> ChunkGroup:
         if in_place.reads_in_place(group) and not any(
-            in_place.shared(seen[id(segment.kv)], segment.kv.tokens) for segment in group.segments
+            in_place.shared(seen[id(chunk.kv)], chunk.kv.tokens) for chunk in group.segments
         ):
             return group
-        segments, others = _joinable(group)
-        if not worth_joining(replace(group, segments=segments), windowed=windowed):
+        chunks, others = _joinable(group)
+        if not worth_joining(replace(group, segments=chunks), windowed=windowed):
             return self._wide(group)
-        key = _run(segments)
-        readers = sum(seen[id(segment.kv)] for segment in segments) / len(segments)
+        key = _run(chunks)
+        readers = sum(seen[id(chunk.kv)] for chunk in chunks) / len(chunks)
         if key not in self._joined and readers / max(runs[key], 1) >= SHARED_BY:
             return self._wide(group)
-        kv = self._made(key, segments, lambda: replace(join(segments, rotary), owner=segments[0].kv.owner))
-        return replace(group, segments=(*others, PlacedChunk(kv=kv, start=segments[0].start)))
+        kv = self._made(key, chunks, lambda: replace(join(chunks, rotary), owner=chunks[0].kv.owner))
+        return replace(group, segments=(*others, PlacedChunk(kv=kv, start=chunks[0].start)))
 
     def _wide(self, group: ChunkGroup) -> ChunkGroup:
         """The group with its KV widened, because every step reads it; made once for all sequences that see it."""
-        if not any(segment.kv.packed for segment in group.segments):
+        if not any(chunk.kv.packed for chunk in group.segments):
             return group
         return replace(group, segments=tuple(map(self._widened, group.segments)))
 
-    def _widened(self, segment: PlacedChunk) -> PlacedChunk:
-        if not segment.kv.packed:
-            return segment
-        return replace(segment, kv=self._made(("wide", id(segment.kv)), (segment,), segment.kv.wide))
+    def _widened(self, chunk: PlacedChunk) -> PlacedChunk:
+        if not chunk.kv.packed:
+            return chunk
+        return replace(chunk, kv=self._made(("wide", id(chunk.kv)), (chunk,), chunk.kv.wide))
 
-    def _made(self, key: Hashable, segments: tuple[PlacedChunk, ...], make: Callable[[], ChunkKV]) -> ChunkKV:
+    def _made(self, key: Hashable, chunks: tuple[PlacedChunk, ...], make: Callable[[], ChunkKV]) -> ChunkKV:
         kv = self._joined.get(key)
         if kv is None:
             kv = self._joined[key] = make()
-            self._originals[kv] = tuple(segment.kv for segment in segments)
+            self._originals[kv] = tuple(chunk.kv for chunk in chunks)
         return kv
 
 
 def _joinable(group: ChunkGroup) -> tuple[tuple[PlacedChunk, ...], tuple[PlacedChunk, ...]]:
-    """The segments that may be joined, and the rest: KV of this rank stays apart from KV that all ranks have."""
-    segments = tuple(segment for segment in group.segments if segment.kv.tokens)
-    if all(segment.kv.owner is None for segment in segments):
-        return segments, ()
-    mine = tuple(segment for segment in segments if segment.kv.owner is not None and segment.kv.here)
-    return mine, tuple(segment for segment in segments if segment not in mine)
+    """The chunks that may be joined, and the rest: KV of this rank stays apart from KV that all ranks have."""
+    chunks = tuple(chunk for chunk in group.segments if chunk.kv.tokens)
+    if all(chunk.kv.owner is None for chunk in chunks):
+        return chunks, ()
+    mine = tuple(chunk for chunk in chunks if chunk.kv.owner is not None and chunk.kv.here)
+    return mine, tuple(chunk for chunk in chunks if chunk not in mine)
 
 
-def _run(segments: Sequence[PlacedChunk]) -> Hashable:
+def _run(chunks: Sequence[PlacedChunk]) -> Hashable:
     """A key that is equal for sequences that see the same chunks at the same distances."""
-    return tuple((id(segment.kv), segment.start - segments[0].start) for segment in segments if segment.kv.tokens)
+    return tuple((id(chunk.kv), chunk.start - chunks[0].start) for chunk in chunks if chunk.kv.tokens)
 
 
 def with_shared(program: Program, pool: KVPool) -> Generator[Operation, Any, None]:
@@ -222,8 +222,8 @@ def with_shared(program: Program, pool: KVPool) -> Generator[Operation, Any, Non
 
 
 def _prefilled(ask: Shared, pool: KVPool) -> Generator[Operation, Any, tuple[PlacedChunk, ...]]:
-    segments = ask.before
-    at = max((segment.end for segment in segments), default=0)
+    chunks = ask.before
+    at = max((chunk.end for chunk in chunks), default=0)
     for key, ids in zip(ask.keys, ask.parts, strict=True):
         if not ids:
             continue
@@ -231,13 +231,13 @@ def _prefilled(ask: Shared, pool: KVPool) -> Generator[Operation, Any, tuple[Pla
             yield WaitFor(partial(pool.landed, key))
         if kv is None:
             try:
-                sequence = TokenSequence.for_kv(segments, position=at)
+                sequence = TokenSequence.for_kv(chunks, position=at)
                 yield Forward((sequence,), (ids,))
                 kv = sequence.cache.chunk_kv(encoded_at=at)
-                pool.keep(key, kv, segments)
+                pool.keep(key, kv, chunks)
                 yield Release((sequence,))
             finally:
                 pool.land(key)
-        segments = (*segments, PlacedChunk(kv=kv, start=at))
+        chunks = (*chunks, PlacedChunk(kv=kv, start=at))
         at += kv.tokens
-    return segments
+    return chunks

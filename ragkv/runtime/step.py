@@ -165,7 +165,7 @@ def rank_of(sequence: TokenSequence) -> int | None:
 
     A sequence that is run for its KV alone is run by all ranks, because sequences of any rank may see it afterwards.
     """
-    owners = {segment.kv.owner for segment in sequence.segments if segment.kv.tokens} - {None}
+    owners = {chunk.kv.owner for chunk in sequence.segments if chunk.kv.tokens} - {None}
     if sequence.silent or len(owners) > 1:
         return None
     return next(iter(owners), 0)
@@ -447,7 +447,7 @@ class Stepper:
             self._end(job, error)
 
     def _joined(self, job: Job, ask: Join) -> KVCache:
-        if any(segment.kv.owner is not None for segment in ask.segments):
+        if any(chunk.kv.owner is not None for chunk in ask.segments):
             raise UsageError(
                 "Chunks that other ranks hold cannot be recomputed; ask by engine 'block', or on one rank."
             )
