@@ -212,19 +212,19 @@ def with_shared(program: Program, pool: KVPool) -> Generator[Operation, Any, Non
     answer: Any = None
     try:
         while True:
-            ask = program.send(answer)
+            operation = program.send(answer)
             answer = None  # the program has used these logits: free them
-            answer = (yield from _prefilled(ask, pool)) if isinstance(ask, Shared) else (yield ask)
+            answer = (yield from _prefilled(operation, pool)) if isinstance(operation, Shared) else (yield operation)
     except StopIteration:
         return
     finally:
         program.close()
 
 
-def _prefilled(ask: Shared, pool: KVPool) -> Generator[Operation, Any, tuple[PlacedChunk, ...]]:
-    chunks = ask.before
+def _prefilled(shared: Shared, pool: KVPool) -> Generator[Operation, Any, tuple[PlacedChunk, ...]]:
+    chunks = shared.before
     at = max((chunk.end for chunk in chunks), default=0)
-    for key, ids in zip(ask.keys, ask.parts, strict=True):
+    for key, ids in zip(shared.keys, shared.parts, strict=True):
         if not ids:
             continue
         while (kv := pool.shared(key)) is None and not pool.begin(key):

@@ -134,9 +134,9 @@ class Stream:
         self._runtime.wait(self._job)
         if self._job.error is not None:
             raise self._job.error
-        if not isinstance(self._job.ask, Sample):
+        if not isinstance(self._job.operation, Sample):
             raise ValueError("the request has ended: it has no scores any more")
-        return self._job.ask
+        return self._job.operation
 
 
 MOST_SEQUENCES = 256
@@ -308,19 +308,19 @@ class Runtime:
 
     def answer(self, job: Job, token_id: int) -> None:
         """Give a job that waits at a `Sample` its token, if the caller chooses the tokens. Runs no step."""
-        result = False
-        while not result:
+        sent = False
+
+        def send() -> bool:
+            nonlocal sent
+            sent = True
+            self._stepper.advance(job, token_id)
+            return True
+
+        while not sent:  # another thread may take the drive first
             with self._locked():
                 while self._driver is not None:
                     self._sleep()
-
-            def notify() -> bool:
-                nonlocal result
-                result = True
-                self._stepper.notify(job, token_id)
-                return True
-
-            self._drive(notify)
+            self._drive(send)
 
     def tokens(self, job: Job) -> TokenStream:
         """The answer's tokens as they are generated; closing the iterator early cancels the rest."""

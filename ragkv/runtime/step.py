@@ -44,7 +44,7 @@ AHEAD = 64
 
 
 class Job:
-    """A running request. Only the thread that drives the runtime touches `program` and `ask`.
+    """A running request. Only the thread that drives the runtime touches `program` and `operation`.
 
     If `decoder` is None, the caller chooses the tokens, and the job pauses at each `Sample`. A job that is to begin
     together with others has an `origin` but no program yet; it never pauses, because that would stop the others.
@@ -71,7 +71,8 @@ class Job:
         self.torn = False
         """Whether it could not continue if the running step were interrupted."""
         self._model = model  # keeps the runtime alive while the job runs
-        self.ask: Operation | None = None
+        self.operation: Operation | None = None
+        """What the program waits for."""
         self.tokens: deque[Token] = deque()
         self.error: BaseException | None = None
         self.cancelled = False
@@ -84,23 +85,23 @@ class Job:
     @property
     def ready(self) -> bool:
         """Whether the caller need not wait: there is a token, a choice to make, or the end."""
-        return bool(self.tokens) or self.ended or (self.decoder is None and isinstance(self.ask, Sample))
+        return bool(self.tokens) or self.ended or (self.decoder is None and isinstance(self.operation, Sample))
 
     @property
     def paused(self) -> bool:
         """Whether it has nothing to run for now."""
-        return len(self.tokens) >= self.ahead or (self.decoder is None and isinstance(self.ask, Sample))
+        return len(self.tokens) >= self.ahead or (self.decoder is None and isinstance(self.operation, Sample))
 
-    def begin(self, ask: Operation) -> None:
-        """Run the program up to its first request."""
-        if isinstance(ask, Forward):
-            self._left = list(ask.ids)
-            self._logits = [[] for _ in ask.ids]
-        elif not isinstance(ask, Sample | Argmax | WaitFor):
-            raise TypeError(f"an engine's program yields operations (ragkv.engines), not {type(ask).__name__}")
-        elif isinstance(ask, Sample) and ask.at is not None:
-            self.position = ask.at
-        self.ask = ask
+    def wait_for(self, operation: Operation) -> None:
+        """Note the operation that the program waits for."""
+        if isinstance(operation, Forward):
+            self._left = list(operation.ids)
+            self._logits = [[] for _ in operation.ids]
+        elif not isinstance(operation, Sample | Argmax | WaitFor):
+            raise TypeError(f"an engine's program yields operations (ragkv.engines), not {type(operation).__name__}")
+        elif isinstance(operation, Sample) and operation.at is not None:
+            self.position = operation.at
+        self.operation = operation
 
     def wants(self) -> list[int]:
         """How many tokens each sequence of its forward pass still has to read."""
@@ -108,8 +109,8 @@ class Job:
 
     def slices(self, takes: Sequence[int]) -> list[tuple[int, TokenSequence, Sequence[int]]]:
         """The next `takes[i]` tokens of sequence i, where that is not 0: (i, sequence, ids)."""
-        assert isinstance(self.ask, Forward)
-        sequences = self.ask.rows
+        assert isinstance(self.operation, Forward)
+        sequences = self.operation.rows
         return [(i, sequences[i], self._left[i][:take]) for i, take in enumerate(takes) if take]
 
     def read(
@@ -135,18 +136,18 @@ class Job:
 
     def choice(self) -> tuple[Tensor, Tensor | None]:
         """The chosen tokens, one or one per row, on the device; and whether they could be drawn."""
-        if isinstance(self.ask, Argmax):
-            return self.ask.best(), None
-        assert isinstance(self.ask, Sample)
+        if isinstance(self.operation, Argmax):
+            return self.operation.best(), None
+        assert isinstance(self.operation, Sample)
         assert self.decoder is not None
-        return self.decoder.choose(self.ask)
+        return self.decoder.choose(self.operation)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the job; `error` is raised in the caller."""
         if self.ended:
             return
         self.ended, self.error = True, error
-        self.ask = self.origin = self._model = None
+        self.operation = self.origin = self._model = None
         self._left, self._logits = [], []
         try:
             if self.program is not None:
@@ -255,11 +256,11 @@ class Stepper:
         self._begin([job for job in admitted if job.origin is not None])
         for job in admitted:
             if not job.ended:
-                self.notify(job, None)
-        resumed = self._resume()
-        reading = [job for job in self.running if isinstance(job.ask, Forward) and not job.paused]
+                self.advance(job, None)
+        advanced = self._advance_waiting()
+        reading = [job for job in self.running if isinstance(job.operation, Forward) and not job.paused]
         choosing = any(_chooses(job) and not job.paused for job in self.running)
-        if not (admitted or resumed or reading or choosing):
+        if not (admitted or advanced or reading or choosing):
             return False
         # all ranks take the same steps, so a step must not depend on a clock
         prefill = self._pace.tokens if self._ranks is None else None
@@ -277,7 +278,7 @@ class Stepper:
         """The jobs that an interrupted step left in the middle of something."""
         for job, sequence, length, position in self.marks:
             job.torn |= (sequence.cache.length, sequence.position) != (length, position)
-        return [job for job in self.running if job.torn or job.ask is None]
+        return [job for job in self.running if job.torn or job.operation is None]
 
     def _begin(self, jobs: Sequence[Job]) -> None:
         """Make programs for requests that were admitted at the same time, if their engine stacks them."""
@@ -296,12 +297,12 @@ class Stepper:
             for job, program in zip(group, programs, strict=True):
                 job.program, job.origin = with_shared(program, self._pool), None
 
-    def _resume(self) -> bool:
-        """Resume the programs that wait for another one, if that is done; returns whether there were any."""
-        ready = [job for job in self.running if isinstance(job.ask, WaitFor) and job.ask.ready()]
+    def _advance_waiting(self) -> bool:
+        """Advance the programs that wait for another one, if that is done; returns whether there were any."""
+        ready = [job for job in self.running if isinstance(job.operation, WaitFor) and job.operation.ready()]
         for job in ready:
             if not job.ended:
-                self.notify(job, None)
+                self.advance(job, None)
         return bool(ready)
 
     def _forward(self, work: Sequence[tuple[Job, Slices]]) -> None:
@@ -353,7 +354,8 @@ class Stepper:
         ]
         joining += self._pool.in_common(fresh)
         if joining:
-            active = [sequence for job in self.running if isinstance(job.ask, Forward) for sequence in job.ask.rows]
+            forwards = [job.operation for job in self.running if isinstance(job.operation, Forward)]
+            active = [sequence for forward in forwards for sequence in forward.rows]
             try:
                 self._pool.lay_out(joining, active, self.model.rotary, windowed=bool(self.model.windows))
             except (MemoryError, RuntimeError) as error:  # only an optimisation
@@ -370,9 +372,9 @@ class Stepper:
             if logits is None:
                 job.torn = False
             else:
-                self.notify(job, logits)
+                self.advance(job, logits)
                 del logits
-        self._resume()
+        self._advance_waiting()
         while choosing := [job for job in self.running if _chooses(job) and not job.paused]:
             self._choose(choosing)
 
@@ -383,7 +385,7 @@ class Stepper:
             job.torn = True
             try:
                 chosen, finite = job.choice()
-                winners = job.ask.winners if isinstance(job.ask, Sample) else None
+                winners = job.operation.winners if isinstance(job.operation, Sample) else None
                 transfers = [chosen, None if winners is None else winners.index_select(0, chosen.reshape(1)), finite]
                 result += [t.reshape(-1).to(self.model.device, torch.long) for t in transfers if t is not None]
             except Exception as error:
@@ -399,20 +401,20 @@ class Stepper:
             tokens = [next(numbers) for _ in range(count)]
             winner = next(numbers) if won else None
             sound = bool(next(numbers)) if drawn else True
-            if isinstance(job.ask, Argmax):
-                self.notify(job, tokens)
+            if isinstance(job.operation, Argmax):
+                self.advance(job, tokens)
             else:
                 self._take(job, tokens[0], winner, finite=sound)
 
     def _take(self, job: Job, token_id: int, winner: int | None, *, finite: bool) -> None:
-        assert isinstance(job.ask, Sample)
+        assert isinstance(job.operation, Sample)
         assert job.decoder is not None
         most = self.model.max_positions
         try:
             token = job.decoder.take(
-                job.ask,
+                job.operation,
                 token_id,
-                None if winner is None else job.ask.owners[winner],
+                None if winner is None else job.operation.owners[winner],
                 finite=finite,
                 full=most is not None and job.position >= most,
             )
@@ -421,47 +423,47 @@ class Stepper:
             return
         job.tokens.append(token)
         if token.finish_reason is None:
-            self.notify(job, token_id)
+            self.advance(job, token_id)
         else:
             self._end(job, None)
 
-    def notify(self, job: Job, answer: Any) -> None:
+    def advance(self, job: Job, result: Any) -> None:
         """Send the program a result and run it up to an operation that has to wait."""
         job.torn = True
         try:
-            ask = job.send(answer)
-            while isinstance(ask, Release | Join):
-                if isinstance(ask, Join):
-                    ask = job.send(self._joined(job, ask))
+            operation = job.send(result)
+            while isinstance(operation, Release | Join):
+                if isinstance(operation, Join):
+                    operation = job.send(self._joined(job, operation))
                     continue
-                for sequence in ask.rows:
+                for sequence in operation.rows:
                     sequence.cache = KVCache()
-                ask = job.send(None)
-            if isinstance(ask, Forward):
-                self._prepare(job, ask)
-            job.begin(ask)
+                operation = job.send(None)
+            if isinstance(operation, Forward):
+                self._prepare(job, operation)
+            job.wait_for(operation)
             job.torn = False
         except StopIteration:
             self._end(job, None)
         except Exception as error:
             self._end(job, error)
 
-    def _joined(self, job: Job, ask: Join) -> KVCache:
-        if any(chunk.kv.owner is not None for chunk in ask.segments):
+    def _joined(self, job: Job, join: Join) -> KVCache:
+        if any(chunk.kv.owner is not None for chunk in join.segments):
             raise UsageError(
                 "Chunks that other ranks hold cannot be recomputed; ask by engine 'block', or on one rank."
             )
-        return KVCache.joined(ask.segments, self.model.rotary, reserve=ask.tokens + max(_remaining(job), LEAST_ROOM))
+        return KVCache.joined(join.segments, self.model.rotary, reserve=join.tokens + max(_remaining(job), LEAST_ROOM))
 
-    def _prepare(self, job: Job, ask: Forward) -> None:
-        if not ask.rows or not all(ask.ids) or len({id(sequence) for sequence in ask.rows}) < len(ask.rows):
+    def _prepare(self, job: Job, forward: Forward) -> None:
+        if not forward.rows or not all(forward.ids) or len(set(map(id, forward.rows))) < len(forward.rows):
             raise ValueError(
                 "a Forward names each of its sequences once, at least one, with at least one token for each"
             )
-        last = max(max(sequence.places(len(ids))) for sequence, ids in zip(ask.rows, ask.ids, strict=True))
+        last = max(max(sequence.places(len(ids))) for sequence, ids in zip(forward.rows, forward.ids, strict=True))
         self.model.require_positions(last + 1)
         running = sum(job.ticket.rows for job in self.running)
-        for sequence, ids in zip(ask.rows, ask.ids, strict=True):
+        for sequence, ids in zip(forward.rows, forward.ids, strict=True):
             fresh = not sequence.cache.length and sequence.cache.reserve  # without a reserve it reads only once
             if fresh and not isinstance(sequence, StackedSequence):
                 sequence.cache = self._arena.place(len(ids), _remaining(job), running)
@@ -473,4 +475,4 @@ def _remaining(job: Job) -> int:
 
 
 def _chooses(job: Job) -> bool:
-    return isinstance(job.ask, Argmax) or (isinstance(job.ask, Sample) and job.decoder is not None)
+    return isinstance(job.operation, Argmax) or (isinstance(job.operation, Sample) and job.decoder is not None)

@@ -94,8 +94,8 @@ def test_dead_answers_are_given_up(make_model):
     jobs = [runtime.submit(engine, r, g) for r, g in zip(requests(model, engine), asked, strict=True)]
     while not jobs[0].ended:
         runtime.advance()
-        if isinstance(jobs[0].ask, Forward):
-            held.append(jobs[0].ask.rows[0].cache.length)
+        if isinstance(jobs[0].operation, Forward):
+            held.append(jobs[0].operation.rows[0].cache.length)
     assert held[0] == 5 + 14 + 3 + 1  # of 58: the instruction, its context, the question and a token
     found = [list(runtime.tokens(job)) for job in jobs], [each.criteria[0].scores for each in asked]
     _equal(found, _alone(model, generations=generations()))
@@ -143,7 +143,7 @@ def test_the_one_that_reads_may_be_cancelled_half_way(make_model):
     jobs = [runtime.submit(engine, r, g) for r, g in zip(requests(model, engine), generations, strict=True)]
     runtime.advance()
     runtime.advance()
-    [leader] = [job for job in jobs if isinstance(job.ask, Forward)]
+    [leader] = [job for job in jobs if isinstance(job.operation, Forward)]
     runtime.cancel(leader)
     expected = _alone(model)
     for job, tokens, generation, scores in zip(jobs, expected[0], generations, expected[1], strict=True):
