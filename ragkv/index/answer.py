@@ -409,14 +409,15 @@ class AnswerStream:
         if self._runtime is not None and self._job is not None:
             self._runtime.wait(self._job)
         elif self._begun and not self._cancelled.is_set():
-            self._submit(None, wait=True)
+            with self._interrupted_by_close():
+                self._submit(None, wait=True)
 
-    def collect(self) -> bool:
-        """Take the available tokens without waiting; True when complete. Raises the answer's error."""
+    def collect(self, *, most: int | None = None) -> bool:
+        """Take the available tokens (at most `most`) without waiting; True when complete. Raises the answer's error."""
         prefetch: Prefetch | None = None
         with self._interrupted_by_close():
-            if self._runtime is not None and self._job is not None:
-                tokens, ended = self._runtime.taken(self._job)
+            if self._runtime is not None and self._job is not None and not self._cancelled.is_set():
+                tokens, ended = self._runtime.taken(self._job, most=most)
                 for token in tokens:
                     if self._writes:
                         ended = self._write(token) or ended
@@ -442,18 +443,14 @@ class AnswerStream:
 
     def _run(self) -> Generator[str]:
         try:
-            begun = self.begin()
-            while begun and self._runtime is not None and self._job is not None:
-                writes = self._writes
-                for token in self._runtime.tokens(self._job):
-                    if self._cancelled.is_set() or (writes and self._write(token)):
-                        break
-                    if not writes and ((text := self._count(token)) or token.thought):
-                        yield text
-                if self._cancelled.is_set() or not writes:
-                    break
-                with self._interrupted_by_close():
-                    begun = self._submit(self._go_on(), wait=True)
+            self.begin()
+            complete = False
+            while not complete:
+                self.wait()
+                shown, thought = len(self._text), len(self.reasoning)
+                complete = self.collect(most=1)
+                if len(self._text) > shown or len(self.reasoning) > thought:
+                    yield self._text[shown:]
         except GeneratorExit:
             self._answer = self._so_far()
             raise
@@ -466,7 +463,6 @@ class AnswerStream:
             self._store()
             self._backend.ended()
             self._end_span()
-        self._answer = self._so_far()
 
     @contextmanager
     def _interrupted_by_close(self) -> Iterator[None]:
@@ -609,22 +605,21 @@ class AnswerStream:
             runtime.cancel(self._job)
         return True
 
-    def _count(self, token: Token) -> str:
-        """Count one token; returns the text that it adds."""
+    def _count(self, token: Token) -> None:
+        """Add a token to the answer."""
         self._mark("first")
         self._store()
         self.tokens += 1
         self._finish = token.finish_reason
         if token.thought:
             self.reasoning += token.text
-            return ""
+            return
         source = None
         if token.winner is not None:
             self._won[token.winner] += 1
             source = len(self._scored) - 1 - token.winner  # the prompt has the best chunk last
         self.trace.append(TracedToken(token_id=token.token_id, text=token.text, source=source))
         self._text += token.text
-        return token.text
 
     def _store(self) -> None:
         """Store the KV that was encoded for the question, after the first token or if there will be none."""

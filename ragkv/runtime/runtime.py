@@ -326,15 +326,16 @@ class Runtime:
         """The answer's tokens as they are generated; closing the iterator early cancels the rest."""
         return TokenStream(self, job)
 
-    def taken(self, job: Job) -> tuple[list[Token], bool]:
-        """The tokens generated so far, without waiting, and whether they are all; raises the job's error."""
+    def taken(self, job: Job, *, most: int | None = None) -> tuple[list[Token], bool]:
+        """The tokens generated so far (at most `most`), without waiting, and whether they are all; raises the job's
+        error."""
         ended = job.ended  # read first: the last token comes before the end
         if job.cancelled and job.error is None:
             return [], ended
-        tokens = [job.tokens.popleft() for _ in range(len(job.tokens))]
+        tokens = [job.tokens.popleft() for _ in range(len(job.tokens))[:most]]
         if ended and not tokens and job.error is not None:
             raise job.error
-        return tokens, ended and job.error is None
+        return tokens, ended and not job.tokens and job.error is None
 
     def decode(self, engine: Engine, request: Request, generation: Generation) -> TokenStream:
         """One request's answer, token by token, beginning with the read of its question."""

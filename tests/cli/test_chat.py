@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +123,16 @@ def test_commands_at_a_terminal(chat, index):
 
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_ends_the_answer_and_not_the_program(chat, monkeypatch, presses):
-    real, asked = Runtime.tokens, []
+    real, waits = Runtime.wait, []
 
-    def interrupted(*arguments: Any) -> Iterator[Any]:
-        asked.append(1)
-        for number, token in enumerate(real(*arguments)):
-            yield token
-            if number == 1 and len(asked) == 1:
-                for _ in range(presses):
-                    os.kill(os.getpid(), signal.SIGINT)
+    def interrupted(*arguments: Any) -> None:
+        real(*arguments)
+        waits.append(arguments)
+        if len(waits) == 3:  # the first answer has two tokens
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Runtime, "tokens", interrupted)
+    monkeypatch.setattr(Runtime, "wait", interrupted)
     before = signal.getsignal(signal.SIGINT)
     ran = chat("Who founded Dorn Glass?", "Who founded Halden Works?", terminal=True)  # the first is forgotten
     assert ran.code == 0, ran.err
@@ -145,11 +144,10 @@ def test_ctrl_c_ends_the_answer_and_not_the_program(chat, monkeypatch, presses):
 
 
 def test_ctrl_c_ends_a_pipe(chat, monkeypatch):
-    def interrupted(*_: Any, **__: Any) -> Iterator[Any]:
+    def interrupted(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        yield
 
-    monkeypatch.setattr(Runtime, "tokens", interrupted)
+    monkeypatch.setattr(Runtime, "wait", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background tests inherit SIG_IGN
     try:
         assert chat("Who founded Dorn Glass?", "Who founded Halden Works?").code == 130
