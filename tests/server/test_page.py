@@ -817,6 +817,36 @@ def test_documents_are_found_by_name_and_opened(page):
     shown(page.locator("#listing")).to_have_text("No document has such a name.")
 
 
+def test_an_index_that_cannot_be_listed_shows_no_other_ones_documents(page, forgiven):
+    """They would be opened, and deleted, as those of the chosen one."""
+    forgiven.add(503)
+    page.get_by_role("link", name="Documents").click()
+    page.route("**/shelf/documents?*", lambda route: route.fulfill(status=503, body="{}"))
+    page.get_by_label("Index").select_option("shelf")
+    shown(page.get_by_role("alert")).to_have_text("The server answered 503.")
+    shown(page.locator("#listing")).to_have_text("")
+    shown(page.locator("#counted")).to_have_text("")
+    page.unroute("**/shelf/documents?*")
+
+
+def test_indexes_that_are_chosen_in_quick_succession_alarm_nobody(page):
+    page.get_by_label("Index").select_option("shelf")
+    page.route("**/corpus/jobs", lambda route: None)  # still under way when another index is chosen
+    for index in ("corpus", "shelf"):
+        with page.expect_request("**/documents?*"):
+            page.get_by_label("Index").select_option(index)
+    until(page, "() => document.querySelector('#listing tr')")
+    shown(page.get_by_role("alert")).to_be_hidden()
+    page.unroute("**/corpus/jobs")
+
+
+def test_a_server_that_has_no_index_left_is_told(page):
+    page.route("**/api/indexes", lambda route: route.fulfill(json={"indexes": []}))
+    page.reload()
+    shown(page.get_by_role("alert")).to_contain_text("cannot read any of its indexes")
+    page.unroute("**/api/indexes")
+
+
 @pytest.mark.nightly
 def test_another_index_is_chosen(page):
     page.get_by_label("Index").select_option("shelf")

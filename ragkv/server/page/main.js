@@ -28,6 +28,7 @@ function turn() {
 
 async function load() {
   ({ indexes } = await ask("api/indexes"));
+  if (!indexes.length) throw new Error("The server cannot read any of its indexes. Reload the page when they are back.");
 }
 
 function tell() {
@@ -89,7 +90,7 @@ async function attempt(work) {
     warn(null);
     await work();
   } catch (error) {
-    warn(error.message);
+    if (error.name !== "AbortError") warn(error.message); // another index was chosen meanwhile
   }
 }
 
