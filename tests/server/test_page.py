@@ -498,6 +498,56 @@ def test_a_question_that_is_typed_before_the_indexes_are_known_stays(page):
     shown(page.locator(".result .text")).to_contain_text("360")
 
 
+BREAKS = """() => {
+    const piece = new TextEncoder().encode('event: sources\\ndata: {"sources": []}\\n\\n');
+    window.whole = window.fetch;
+    window.fetch = async () => new Response(new ReadableStream({
+        pull: (out) => (out.begun ? out.error(new TypeError("network error")) : out.enqueue(piece), (out.begun = true)),
+    }));
+}"""
+"""Connections break after the first event, as when a server is killed."""
+
+
+def test_an_answer_that_breaks_off_says_so_and_its_question_outlives_a_reload(page):
+    page.evaluate(BREAKS)
+    page.get_by_label("Question").fill(QUESTION)
+    page.keyboard.press("Enter")
+    state = page.locator(".answer.failed .state")
+    shown(state).to_have_text("The connection broke before the answer was complete.")
+    page.evaluate("() => { window.fetch = window.whole; }")
+    page.get_by_label("Question").fill("Typed meanwhile")
+    for index in ("shelf", "corpus"):
+        page.get_by_label("Index").select_option(index)
+    shown(page.get_by_label("Question")).to_have_value("Typed meanwhile")
+    ready_again(page)
+    shown(page.get_by_label("Question")).to_have_value(QUESTION)
+    ready_again(page)
+    shown(page.get_by_label("Question")).to_have_value("")
+
+
+def test_a_conversation_that_is_too_long_for_the_browser_loses_its_oldest_turns(page):
+    ask(page, QUESTION)
+    page.evaluate(
+        """() => {
+            const turn = JSON.stringify(JSON.parse(sessionStorage.getItem("ragkv-conversations-1"))[0].turns[0]).length;
+            let filled = "";
+            for (let more = 1 << 22; more; more >>= 1) {
+                try { sessionStorage.setItem("filled", filled + "x".repeat(more)); filled += "x".repeat(more); } catch {}
+            }
+            sessionStorage.setItem("filled", filled.slice(0, -2.5 * turn));
+        }"""
+    )
+    asked = [QUESTION, *(f"{number}. {QUESTION}" for number in range(6))]
+    for question in asked[1:]:
+        ask(page, question)
+        until(page, "() => document.getElementById('stop').hidden")
+        (talk,) = page.evaluate("JSON.parse(sessionStorage.getItem('ragkv-conversations-1'))")
+        assert question == talk["turns"][-1]["question"]
+    assert 1 < len(talk["turns"]) < len(asked)
+    ready_again(page)
+    shown(page.locator(".asked").first).to_have_text(asked[-1])
+
+
 def test_what_another_tab_adds_to_a_conversation_is_not_overwritten(page):
     ask(page, QUESTION)
     page.evaluate(

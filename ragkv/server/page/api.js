@@ -10,14 +10,17 @@ export async function ask(path, { method = "GET", body, signal } = {}) {
   return (await called(path, { method, body, signal })).json();
 }
 
-/** The server-sent events of an answer, as pairs of name and data; errors as of `ask`. */
+/** The server-sent events of an answer, as pairs of name and data; errors as of `ask`. A broken connection ends them. */
 export async function* events(path, { method = "GET", body, signal } = {}) {
   const response = await called(path, { method, body, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((error) => {
+        if (error.name === "AbortError") throw error;
+        return { done: true };
+      });
       if (done) return;
       const blocks = (rest + value).split("\n\n");
       rest = blocks.pop();

@@ -51,13 +51,13 @@ export function askOf(index) {
   byId("all-engines").parentElement.hidden = !folded.length;
   byId("folded").textContent = folded.join(", ");
   converse(index.name);
-  const question = unanswered(index.name);
+  const question = byId("question").value ? "" : unanswered(index.name);
   if (!question) return;
   edit(question);
   announce("The page was left before this question was answered: ask it again.");
 }
 
-/** The question that was being answered when the page was left or loaded anew; it is told once. */
+/** The question that got no answer before the page was left or loaded anew; it is told once. */
 function unanswered(name) {
   try {
     const [index, question] = JSON.parse(sessionStorage.getItem(UNANSWERED));
@@ -154,7 +154,7 @@ async function ask() {
     }
   } finally {
     running = null;
-    if (!leaving) unanswered(name);
+    if (!leaving && (signal.aborted || answers.some(Boolean))) unanswered(name);
     keep(asked, answers, history.length);
     busy(false);
     if (document.activeElement === byId("question") && byId("question").value.trim() === question) byId("question").select(); // to be typed over

@@ -163,18 +163,25 @@ function save() {
   const all = kept();
   const held = all.find(({ id }) => id === current.id);
   if (held && JSON.stringify(held) !== known) current.id = fresh(current.index).id; // another tab has gone on with it
-  known = JSON.stringify(current);
   write([current, ...all.filter(({ id }) => id !== current.id)].slice(0, MOST_KEPT));
+  known = JSON.stringify(kept().find(({ id }) => id === current.id) ?? current);
 }
 
-/** Keep these, without the oldest where the browser has no room. */
+/** Keep these; where the browser has no room, without the oldest, and of the last one without its oldest turns. */
 function write(all) {
-  for (let most = all.length; most >= 0; most -= 1) {
-    try {
-      storage().setItem(STORED, JSON.stringify(all.slice(0, most)));
-      return;
-    } catch {
-      // there is less room, or none: then with one less
-    }
+  let some = all;
+  while (!stored(some) && some.length) {
+    const [{ turns }] = some;
+    const less = some.length === 1 && turns.length > 1;
+    some = less ? [{ ...some[0], turns: turns.slice(Math.ceil(turns.length / 2)) }] : some.slice(0, -1);
+  }
+}
+
+function stored(all) {
+  try {
+    storage().setItem(STORED, JSON.stringify(all));
+    return true;
+  } catch {
+    return false; // there is no room, or storage is forbidden
   }
 }
