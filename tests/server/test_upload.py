@@ -225,6 +225,18 @@ def test_a_page_of_others_sends_no_files(send, ended, headers, status):
         ended(response)
 
 
+def test_a_page_of_any_origin_sends_files_if_all_origins_are_allowed(send, ended):
+    def around(app):
+        guard = guarded(app)
+        guard._origins = frozenset({"*"})
+        return guard
+
+    headers = {"origin": "http://any.example", "sec-fetch-site": "cross-site"}
+    response = send(("a.txt", TEXT), around=around, headers=headers)
+    assert response.status_code == 202
+    ended(response)
+
+
 def test_jobs_run_one_after_another_and_one_that_waits_is_cancelled_at_once(own, send, ended, held, call):
     first, second, third = (send((f"{name}.txt", TEXT)) for name in "abc")
     assert held.begun.wait(600)
