@@ -529,10 +529,12 @@ def test_a_conversation_that_is_too_long_for_the_browser_loses_its_oldest_turns(
     ask(page, QUESTION)
     page.evaluate(
         """() => {
-            const turn = JSON.stringify(JSON.parse(sessionStorage.getItem("ragkv-conversations-1"))[0].turns[0]).length;
+            const [talk] = JSON.parse(sessionStorage.getItem("ragkv-conversations-1"));
+            const turn = JSON.stringify(talk.turns[0]).length;
             let filled = "";
             for (let more = 1 << 22; more; more >>= 1) {
-                try { sessionStorage.setItem("filled", filled + "x".repeat(more)); filled += "x".repeat(more); } catch {}
+                const next = filled + "x".repeat(more);
+                try { sessionStorage.setItem("filled", next); filled = next; } catch {}
             }
             sessionStorage.setItem("filled", filled.slice(0, -2.5 * turn));
         }"""
