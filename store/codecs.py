@@ -615,7 +615,7 @@ def _offsets(keys: Floats, sample: Floats) -> Floats | None:
     means: Floats = keys.mean(axis=1, keepdims=True)
     within = float(np.square(sample - means, dtype=np.float64).mean())
     total = float(sample.var(dtype=np.float64))
-    return means if within and math.log2(total / within) / 2 > 10 / keys.shape[1] else None
+    return means if 0 < within < total and math.log2(total / within) / 2 > 10 / keys.shape[1] else None
 
 
 def _guess(sample: Floats, bits: float, finest: float) -> float:

@@ -472,6 +472,15 @@ def test_a_constant_stays_almost_what_it_is(codec, dtype, number):
     assert bool(((after.double() - number).abs() <= abs(number) / 8000 + torch.finfo(dtype).eps * abs(number)).all())
 
 
+@pytest.mark.parametrize("codec", LOSSY, ids=repr)
+def test_constant_keys_whose_mean_is_rounded(codec):
+    before = np.full((3, 64, 13), -3.7, np.float32)
+    assert (before.mean(axis=1) != before[:, 0]).any()
+    kv_slice = KVSlice("keys", "float32", *before.shape)
+    after = codec.decode(codec.encode(before.view(np.uint8).reshape(-1), [kv_slice]))
+    assert np.allclose(after.view(np.float32), before.reshape(-1), rtol=1e-4)
+
+
 @every_dtype
 @pytest.mark.parametrize(("codec", "most"), [(Int8(), 0.53), (Int4(), 0.30)], ids=repr)
 @pytest.mark.parametrize(
