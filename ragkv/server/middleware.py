@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -108,13 +109,14 @@ class Guard:
             return
         headers = Headers(scope=scope)
         log = _RequestLog(scope, headers)
+        exchange = _Exchange(headers, receive, log.watching(send))
         self._inside += 1
         try:
             self._refuse(scope, headers, log)
             if scope["method"] == "HEAD":  # handled as GET; the HTTP connection drops the body
                 scope = {**scope, "method": "GET"}
             with log.span.current():
-                await self._app(scope, self._body(scope, headers, receive), log.watching(send))
+                await self._app(scope, self._body(scope, headers, exchange.receive), exchange.send)
         except Exception as error:
             failure = to_api_error(error)
             if failure.status >= 500 and not isinstance(error, ApiError):
@@ -122,12 +124,13 @@ class Guard:
                     logger.exception("request %s failed", log.identifier)
             if not log.status:
                 answer = Json(failure.body, failure.status, headers={**failure.headers, "connection": "close"})
-                await answer(scope, receive, log.watching(send))
+                await answer(scope, receive, exchange.send)
         finally:
             self._inside -= 1
             route = getattr(scope.get("route"), "path", None)
             self._responded(scope["method"], route, log.status)
             log.end(route)
+        await exchange.finish()
 
     def _refuse(self, scope: Scope, headers: Headers, log: _RequestLog) -> None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
@@ -227,6 +230,39 @@ class _Body:
             raise self.too_large()
         self._whole = not message.get("more_body", False)
         return message
+
+
+class _Exchange:
+    """The messages of a request and its response, which ends when the request's body is read too.
+
+    A server that closes a connection with unread data resets it, and the client loses the response (RFC 9112, 9.6).
+    """
+
+    def __init__(self, headers: Headers, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+        self._held = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._unread = message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._unread and message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._held = True
+            message = {**message, "more_body": True}
+        await self._send(message)
+
+    async def finish(self) -> None:
+        """Read and drop the rest of the body, while it comes, and end the response."""
+        if self._held:
+            rest = _Body(self.receive, sys.maxsize, 30.0, idle=1.0)
+            with suppress(ApiError):
+                while self._unread:
+                    await rest()
+            await self._send({"type": "http.response.body"})
 
 
 class _RequestLog:

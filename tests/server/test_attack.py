@@ -140,6 +140,15 @@ def test_without_the_key_nothing_is_told(keyed, key, header):
         assert b"two" not in answer
 
 
+def test_a_refused_upload_is_read_to_its_end_so_that_the_client_gets_the_reason(keyed):
+    """A connection that is closed with unread data is reset, and a client that still sends loses the response."""
+    body = bytes(64 << 20)
+    head = f"POST /api/indexes/two/documents HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    with keyed.connect() as connection:
+        connection.sendall(head.encode() + body)
+        assert statuses(received(connection)) == [401]
+
+
 def test_every_key_is_compared_in_constant_time(monkeypatch):
     compared = []
     whole = hmac.compare_digest
