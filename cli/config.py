@@ -40,7 +40,7 @@ from ragkv.cli.options import (
     split_names,
     user_file,
 )
-from ragkv.config import CONFIG_FILE, PromptConfig, load_config
+from ragkv.config import CONFIG_FILE, IndexConfig, PromptConfig, load_config
 from ragkv.errors import UsageError
 from ragkv.util.files import read_toml
 
@@ -170,6 +170,9 @@ def change(
                 f"{name} is what the index was built with, which config set does not change: ingest into another "
                 f"--index with {FLAGS[name]} {value or 'VALUE'}."
             )
+        by_hand = {each.name for each in fields(IndexConfig)} - {"prompt", "steps"}
+        if sign and name not in CHANGEABLE and name.partition(".")[0] in by_hand:
+            raise UsageError(f"config set does not change {name}: edit {index / CONFIG_FILE}.")
         if not sign or name not in CHANGEABLE:
             raise UsageError(f"{setting!r} is not NAME=VALUE, as in top_k=4; NAME is one of {', '.join(CHANGEABLE)}.")
         if name in given:

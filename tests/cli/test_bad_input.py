@@ -246,6 +246,8 @@ TABLE: list[tuple[str, int, str]] = [
     (SET + "kv=sometimes", 2, "must be one of all, on-demand"),
     (SET + "codec=raw", 2, "which config set does not change: ingest into another --index with --codec raw."),
     (SET + "top_k", 2, "'top_k' is not NAME=VALUE, as in top_k=4; NAME is one of kv, kv_budget"),
+    (SET + "retrieval=dense", 2, "config set does not change retrieval: edit "),
+    (SET + "tuning.pced.gamma=2", 2, "config set does not change tuning.pced.gamma: edit "),
     (SET + "default_engine=nobody", 2, "nobody"),
     (SET + "top_k=-1", 2, "top_k must be at least 1"),
     (SET + "top_k=" + "9" * 5000, 2, "top_k = '999"),
