@@ -289,6 +289,8 @@ def test_the_kernel_copies_nothing_beside_its_target():
 def test_without_the_right_function_of_xxhash_there_is_no_kernel(exports, monkeypatch):
     kernel = pytest.importorskip("ragkv.store.read_kernel")
     real = ctypes.CDLL(xxhash._xxhash.__file__)
+    if not all(hasattr(real, name) for name in exports):
+        pytest.skip("xxhash has no dispatch on this processor")
     wrong = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_char_p, ctypes.c_size_t)(lambda _data, _nbytes: 5)
     with monkeypatch.context() as patch:
         patch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(**{name: getattr(real, name) for name in exports}))
