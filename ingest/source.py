@@ -8,24 +8,22 @@ behind a link that every deployment replaces (`..data` in Kubernetes) keeps its 
 from __future__ import annotations
 
 import csv
-import errno
 import hashlib
 import json
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from ragkv.errors import UsageError
 from ragkv.ingest.parser import TEXT, Unreadable, is_foreign, media_type_of, type_names
 from ragkv.ingest.text import decode, sniff_delimiter
 from ragkv.util.display import one_line
-from ragkv.util.files import refusal
+from ragkv.util.files import open_regular, refusal
 
 _READ_BYTES = 1 << 20  # bytes
 _ADDRESS = re.compile(r"(https?|ftps?|s3|gs|file):/{1,2}(.*)", re.IGNORECASE | re.DOTALL)
@@ -81,10 +79,10 @@ class SourceFile:
         return self.held or self.path
 
     def read(self, most: int = -1) -> bytes:
-        """The bytes, at most `most` of them; raises OSError as `Path.read_bytes` does."""
+        """The bytes, at most `most` of them; OSError as of `Path.read_bytes`, or if it is no regular file any more."""
         if self.data is not None:
             return self.data
-        with self._opened() as stream:
+        with os.fdopen(open_regular(self.place), "rb") as stream:
             if most < 0:
                 return stream.read()
             # `read(n)` allocates n bytes before it reads, and `most` is far above the size of most files.
@@ -101,20 +99,11 @@ class SourceFile:
         if self.data is not None:
             return hashlib.blake2b(self.data).hexdigest()
         found, left = hashlib.blake2b(), self.size + 1
-        with self._opened() as stream:
+        with os.fdopen(open_regular(self.place), "rb") as stream:
             while left and (data := stream.read(min(left, _READ_BYTES))):
                 found.update(data)
                 left -= len(data)
         return found.hexdigest()
-
-    @contextmanager
-    def _opened(self) -> Iterator[BinaryIO]:
-        """The file with the bytes. OSError if it is no regular file any more: a pipe would be waited for, and a device
-        may never end."""
-        with open(self.place, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(self.place))
-            yield stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -498,13 +498,13 @@ class ChangesBody(BaseModel):
         for each in self.sources:
             if media_type_of(each.media_type) is None:
                 raise ApiError(400, f"No loader reads the type {each.media_type!r}.", param="sources")
-            path, size = Path(each.path), 0
+            path = Path(each.path)
             try:
                 size = path.stat().st_size
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError:
-                pass  # the ingest reports why it cannot be read
+                size = 0  # the ingest reports why it cannot be read
             sources.append(
                 SourceFile(path=path, document_id=each.path, name=each.name, media_type=each.media_type, size=size)
             )

@@ -175,7 +175,7 @@ class Guard:
     def _refuse_page(self, headers: Headers) -> None:
         """ApiError for a form that a foreign web page sends, as the browser's headers show."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
-        if not self._origins.isdisjoint((origin, "*")):
+        if "*" in self._origins or origin in self._origins:
             return
         own = origin is None or origin.partition("://")[2] == headers.get("host")
         if not own or site not in ("none", "same-origin"):

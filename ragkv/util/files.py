@@ -90,14 +90,22 @@ def closing_descriptor(descriptor: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
-    """Open a regular file and return its descriptor. Links are not followed, and a pipe is not waited for."""
-    require_plain(path)
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file, or a link to one, and return its descriptor; `NotPlainError` for anything else.
+
+    A pipe is not waited for.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotPlainError(errno.EINVAL, "it must be a regular file", str(path))
+        raise NotPlainError(errno.EINVAL, "not a regular file", str(path))
     return descriptor
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """`open_regular`, without following a link."""
+    require_plain(path)
+    return open_regular(path, flags | os.O_NOFOLLOW, mode)
 
 
 def read_plain(path: Path, *, limit: int | None = None) -> bytes:
