@@ -23,7 +23,7 @@ from ragkv.errors import UsageError
 from ragkv.ingest.parser import TEXT, Unreadable, is_foreign, media_type_of, type_names
 from ragkv.ingest.text import decode, sniff_delimiter
 from ragkv.util.display import one_line
-from ragkv.util.files import open_regular, refusal
+from ragkv.util.files import exists, open_regular, refusal
 
 _READ_BYTES = 1 << 20  # bytes
 _ADDRESS = re.compile(r"(https?|ftps?|s3|gs|file):/{1,2}(.*)", re.IGNORECASE | re.DOTALL)
@@ -169,7 +169,7 @@ def find_sources(paths: Sequence[Path | SourceFile]) -> tuple[list[SourceFile], 
 def require_existing(paths: Sequence[Path | SourceFile]) -> None:
     """`UsageError` for the first path that does not exist."""
     for path in paths:
-        if isinstance(path, Path) and not path.exists():
+        if isinstance(path, Path) and not exists(path):
             if address := _ADDRESS.fullmatch(str(path)):
                 raise UsageError(
                     f"{address[1]}://{address[2]} is an address, and only files and folders are read here. `ragkv "

@@ -287,12 +287,18 @@ class Reserve:
         if end <= self._end:
             return
         with closing_descriptor(os.open(self._data, os.O_RDWR)) as descriptor:
-            try:
-                os.posix_fallocate(descriptor, used, end - used)
-            except OSError as error:
-                if error.errno not in _CANNOT:
-                    raise
+            _allocate(descriptor, used, end - used)
         self._end = end
+
+
+def _allocate(descriptor: int, start: int, size: int) -> None:
+    """Allocate blocks, where the system (macOS does not) and the file system can; `OSError` when there are none."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, start, size)
+        except OSError as error:
+            if error.errno not in _CANNOT:
+                raise
 
 
 def allocate_lock(lock: Path) -> None:
@@ -308,7 +314,7 @@ def allocate_lock(lock: Path) -> None:
         return
     try:
         status = os.fstat(descriptor)
-        os.posix_fallocate(descriptor, 0, max(_PAGE, status.st_size))
+        _allocate(descriptor, 0, max(_PAGE, status.st_size))
     except OSError as error:
         # If an old table was never allocated in full, its first page is enough for all but unusually many readers.
         if error.errno in FULL and status.st_blocks * 512 < _PAGE:

@@ -29,7 +29,7 @@ from ragkv.model.checkpoint import MINI, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 from ragkv.store.environment import LOCK_FILE, WriterLock
 from ragkv.types import Capability
-from ragkv.util.files import locked, remove_tree
+from ragkv.util.files import exists, locked, remove_tree
 
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
@@ -46,8 +46,8 @@ class CreationRollback:
         # In this order, so that an interrupted removal leaves an index or a valid place for one. The lock is last.
         files = (folder / "derived", folder / NEW_CONFIG_FILE, folder / CONFIG_FILE, *(store / name for name in names))
         self._folder = folder
-        self._files = [path for path in (*files, store / LOCK_FILE) if not path.exists()]
-        self._folders = [path for path in (store, folder, *folder.parents) if not path.exists()]
+        self._files = [path for path in (*files, store / LOCK_FILE) if not exists(path)]
+        self._folders = [path for path in (store, folder, *folder.parents) if not exists(path)]
 
     def remove(self) -> bool:
         """Delete what was added, if nothing is stored in it and no other process writes to it; whether it was deleted.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ragkv.config import NONE, PromptConfig, one_of
 from ragkv.errors import MissingExtraError, ModelLoadError, install_hint
 from ragkv.mini import lm_path, smollm2_adapter_path
-from ragkv.util.files import refusal
+from ragkv.util.files import exists, refusal
 
 if TYPE_CHECKING:
     import torch
@@ -273,7 +273,7 @@ def resolve(name: str, *, bundled: Callable[[], Path] = lm_path, marks: tuple[st
             if not any((folder / mark).exists() for mark in marks):
                 raise ModelLoadError(f"Folder {folder} holds no model: {' or '.join(marks)} is missing.")
             return Checkpoint(name=name, location=str(folder), local=True, recommended=_recommended(folder))
-        a_file = folder.exists()
+        a_file = exists(folder)
     except OSError as error:  # no permission for a parent folder, or a name that is too long
         raise ModelLoadError(f"The model folder {name!r} cannot be accessed: {refusal(error)}.") from error
     if a_file and marks == _MARKS[:1] and folder.suffix.lower() == ".gguf" and folder.is_file():

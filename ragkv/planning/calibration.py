@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, cycle, islice
@@ -437,7 +438,7 @@ class ChunkCalibration:
 
 def _drop_cache(folder: Path) -> bool:
     """Drop the store's file from the page cache, so that it is read from the disk; False if the system cannot."""
-    if not hasattr(os, "posix_fadvise"):
+    if sys.platform != "linux":
         return False
     descriptor = os.open(folder / "store" / "data.mdb", os.O_RDONLY)
     try:

@@ -73,6 +73,15 @@ def require_plain(path: Path) -> bool:
     return True
 
 
+def exists(path: Path) -> bool:
+    """Whether there is something at `path`; `OSError` if the system does not say, where Python 3.14's method says no."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no system has such a name
+        return False
+    return True
+
+
 def is_folder(path: Path) -> bool:
     """Whether there is a folder at `path`, and not a link to one."""
     try:

@@ -16,6 +16,7 @@ import math
 import operator
 import os
 import platform
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -329,13 +330,8 @@ than `_OFTEN` times a second? If so twice in a row, the machine counts as busy.
 
 
 def taken_away() -> int:
-    """How often the system has preempted this thread; 0 where it does not count that."""
-    try:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
-    except (ImportError, AttributeError):  # not on Linux
-        return 0
+    """How often the system has preempted this thread; 0 where it does not count that (macOS)."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 
 class _Team:

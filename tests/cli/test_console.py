@@ -123,6 +123,7 @@ def test_a_narrow_terminal_hides_no_name_and_cuts_no_figure(monkeypatch):
     table.add_row("a-name-of-thirty-characters.md", "1,000,001", "20,211", "661.5 KiB")
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("TERM", "xterm")  # rich takes a dumb terminal to be 80 wide
     monkeypatch.setenv("NO_COLOR", "1")
     console.draw(table)
     lines = [line.split() for line in sys.stdout.getvalue().splitlines()]

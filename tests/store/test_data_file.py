@@ -26,6 +26,14 @@ MOUNTS = r"""21 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw
 """.replace("ODD", "caf\udce9\u2028de\u00a0la")
 
 
+def test_a_system_that_cannot_allocate_blocks_in_advance_has_no_reserve(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "posix_fallocate")  # as on macOS
+    with Store.create(tmp_path / "index") as store:
+        write(store, "a", (1, 2, 3))
+    with Store.open(tmp_path / "index") as store:
+        assert store.delete_document("a")
+
+
 @pytest.fixture
 def data(store: Store) -> Path:
     write(store, "a", tuple(range(100)), tuple(range(200)))
