@@ -32,6 +32,7 @@ from ragkv.cli.options import (
     engine_lists,
     given_names,
     given_numbers,
+    mode_lists,
     source_of,
 )
 from ragkv.config import DTYPES, MOST_STEPS, NONE, one_of
@@ -483,7 +484,11 @@ def retrieval(
     index: Index = DEFAULT_INDEX,
     modes: Annotated[
         str | None,
-        typer.Option(help="Some of dense, sparse, colbert, hybrid, bm25.", show_default="all that have vectors"),
+        typer.Option(
+            help="Some of dense, sparse, colbert, hybrid, bm25.",
+            show_default="all that have vectors",
+            autocompletion=mode_lists,
+        ),
     ] = None,
     rerank: Annotated[
         bool | None,

@@ -24,7 +24,17 @@ from typing import Annotated, Any, Literal, Self, get_args, get_origin
 import typer
 
 from ragkv.cli.console import note_wait
-from ragkv.config import CONFIG_FILE, MODELS, MODES, EncodingConfig, IndexConfig, StepsConfig, build_config, config_in
+from ragkv.config import (
+    CONFIG_FILE,
+    DTYPES,
+    MODELS,
+    MODES,
+    EncodingConfig,
+    IndexConfig,
+    StepsConfig,
+    build_config,
+    config_in,
+)
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageError
 from ragkv.finetune.config import Setting
 from ragkv.model.checkpoint import lasting
@@ -34,9 +44,9 @@ from ragkv.util.files import read_toml, shortened, user_folder
 
 def engines(incomplete: str) -> list[str]:
     """Names of engines."""
-    from ragkv.engines import engine_names
+    from ragkv.util.plugins import ENGINES
 
-    return [name for name in engine_names() if name.startswith(incomplete)]
+    return [name for name in ENGINES.names() if name.startswith(incomplete)]
 
 
 def codecs(incomplete: str) -> list[str]:
@@ -46,9 +56,16 @@ def codecs(incomplete: str) -> list[str]:
     return [name for name in codec_names() if name.startswith(incomplete)]
 
 
-def modes(incomplete: str) -> list[str]:
-    """Modes of retrieval."""
-    return [name for name in MODES if name.startswith(incomplete)]
+def one_among(choices: Sequence[str]) -> Callable[[str], list[str]]:
+    """Completion by the choices."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in choices if name.startswith(incomplete)]
+
+    return complete
+
+
+modes = one_among(MODES)
 
 
 def indexes(incomplete: str) -> list[str]:
@@ -81,7 +98,7 @@ def _listed(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
     return complete
 
 
-engine_lists, codec_lists = _listed(engines), _listed(codecs)
+engine_lists, codec_lists, mode_lists = _listed(engines), _listed(codecs), _listed(modes)
 
 Origin = Literal["flag", "environment", "index", "file", "default"]
 
@@ -420,6 +437,7 @@ Dtype = Annotated[
         "dtype",
         help="auto, float32, bfloat16, float16 or int8 (weights; a processor).",
         show_default="auto",
+        autocompletion=one_among(DTYPES),
     ),
 ]
 Engines = Annotated[
@@ -470,6 +488,7 @@ KV = Annotated[
         "--kv",
         help="When a chunk's KV is made: all at ingest, or on-demand, when a question first reads it.",
         show_default="all",
+        autocompletion=one_among(["all", "on-demand"]),
     ),
 ]
 KVBudget = Annotated[

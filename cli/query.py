@@ -53,6 +53,7 @@ from ragkv.cli.options import (
     UserFile,
     block_tuning,
     given_values,
+    one_among,
     shared_options,
     source_of,
     user_file,
@@ -455,6 +456,7 @@ def chat(
         typer.Option(
             help="What earlier turns are used for: prompt (and search), search, none, or auto.",
             show_default="the index's, or auto",
+            autocompletion=one_among(HISTORY),
         ),
     ] = None,
     history_tokens: Annotated[

@@ -26,9 +26,9 @@ from torch import Tensor
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.sequence import TokenSequence
 from ragkv.config import build_config
-from ragkv.errors import ConfigError, PromptTooLongError, UnsupportedModelError, UsageError
+from ragkv.errors import ConfigError, PromptTooLongError, UnsupportedModelError
 from ragkv.types import Capability, Encoding
-from ragkv.util.plugins import PluginRegistry
+from ragkv.util.plugins import ENGINES, require_engine
 
 if TYPE_CHECKING:
     from ragkv.model.checkpoint import Checkpoint
@@ -306,9 +306,6 @@ class Engine(ABC):
         """Read the question and choose tokens until closed."""
 
 
-ENGINES = PluginRegistry("ragkv.engines")
-
-
 def engine_names() -> list[str]:
     """The names that `make_engine` accepts, sorted."""
     return ENGINES.names()
@@ -316,8 +313,7 @@ def engine_names() -> list[str]:
 
 def engine_class(name: str) -> type[Engine]:
     """The engine's class. UsageError names the known ones; ConfigError when a package's engine cannot be imported."""
-    if name not in ENGINES:
-        raise UsageError(f"Unknown engine {name!r}; choose one of {', '.join(engine_names())}.", param="engine")
+    require_engine(name)
     try:
         loaded: type[Engine] = ENGINES.load(name)
     except ImportError as error:

@@ -72,6 +72,16 @@ class PluginRegistry:
             raise ImportError(f"{type(error).__name__}: {error}") from error
 
 
+ENGINES = PluginRegistry("ragkv.engines")
+"""All engines. Their names are known without `ragkv.engines`, whose import loads torch."""
+
+
+def require_engine(name: str) -> None:
+    """UsageError, which names the known engines, for an unknown one."""
+    if name not in ENGINES:
+        raise UsageError(f"Unknown engine {name!r}; choose one of {', '.join(ENGINES.names())}.", param="engine")
+
+
 def join_ray(address: str, **options: Any) -> Any:
     """The module `ray`, connected to the cluster at `address`: "local" starts one on this machine, "auto" finds it.
 

@@ -63,6 +63,16 @@ def test_commands_that_look_at_an_index_load_no_torch(
         assert found == [0, "", []], command
 
 
+def test_names_are_completed_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "_RAGKV_COMPLETE": "complete_bash",
+        "COMP_WORDS": "ragkv query --engine p",
+        "COMP_CWORD": "3",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert loaded([]) == [[0, "", []]]
+
+
 def test_a_command_loads_no_other_command(index: Path) -> None:
     """And no module that only a server, a progress bar or a version needs."""
     others = ["bench", "evaluate", "finetune", "doctor", "ingest", "plan", "serve", "chat"]

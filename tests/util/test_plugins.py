@@ -90,7 +90,8 @@ def test_an_engine_that_cannot_be_imported_is_one_sentence(tmp_path, monkeypatch
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[ragkv.engines]\nbroken = no_such_module:Engine\nfull = theirs:Full\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("ragkv.engines.base.ENGINES", PluginRegistry("ragkv.engines"))
+    for module in ("ragkv.engines.base", "ragkv.util.plugins"):
+        monkeypatch.setattr(f"{module}.ENGINES", PluginRegistry("ragkv.engines"))
     assert "broken" in engine_names()
     assert engine_class("full") is FullAttention  # ragkv's own is used
     with pytest.raises(ConfigError, match=r"Engine 'broken' is installed but cannot be loaded \(No module named"):
