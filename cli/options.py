@@ -313,6 +313,14 @@ def _device(ctx: typer.Context, value: str | None) -> str | None:
     return value
 
 
+def _without_warnings(ctx: typer.Context, value: bool) -> bool:
+    """Log errors only; a server's log keeps its warnings, and with `--debug` everything is logged."""
+    log = logging.getLogger()
+    if value and not ctx.resilient_parsing and ctx.info_name not in ("serve", "mcp") and log.level == logging.WARNING:
+        log.setLevel(logging.ERROR)
+    return value
+
+
 def _require_cuda(name: str) -> None:
     """ModelLoadError for a GPU that torch or the machine does not support, without importing torch."""
     import ctypes
@@ -532,7 +540,9 @@ NoServer = Annotated[
 NoWait = Annotated[
     bool, typer.Option("--no-wait", help="Fail at once if another process writes to the index; the error names it.")
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Print only results and errors.", callback=_without_warnings)
+]
 
 Engine = Annotated[
     str | None,

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -41,6 +42,20 @@ def test_streaming_prints_the_answer_on_stdout_and_sources_on_stderr(ragkv, inde
     assert "[1] halden.md, Halden Works (score" in streamed.err
     quiet = ragkv("query", "Who founded Halden Works?", "--index", index, "--max-new-tokens", 6, "--quiet")
     assert quiet.err == ""
+
+
+def test_quiet_leaves_out_warnings_unless_everything_is_logged(ragkv, index, monkeypatch):
+    log, stats = logging.getLogger("ragkv.store"), RagKV.stats
+
+    def warn(rag):
+        log.warning("a record is damaged")
+        return stats(rag)
+
+    monkeypatch.setattr(RagKV, "stats", warn)
+    asked = ("stats", "--index", index)
+    assert "a record is damaged" in ragkv(*asked).err
+    assert ragkv(*asked, "--quiet").err == ""
+    assert "a record is damaged" in ragkv(*asked, "--quiet", "--debug").err
 
 
 def test_decoding_options_are_used_and_told(ragkv, index):

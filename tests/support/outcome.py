@@ -35,7 +35,7 @@ def typed(main, capsys, monkeypatch):
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["ragkv", *map(str, arguments)])
         capsys.readouterr()
-        handlers = logging.root.handlers[:]
+        handlers, level = logging.root.handlers[:], logging.root.level
         try:
             main()
             code = 0
@@ -43,6 +43,7 @@ def typed(main, capsys, monkeypatch):
             code = int(exit_.code or 0)
         finally:
             logging.root.handlers[:] = handlers
+            logging.root.setLevel(level)
         found = capsys.readouterr()
         return Result(code, found.out, found.err)
 
