@@ -339,9 +339,9 @@ class ServedIndexes:
         return [(name, rag) for name, rag in self if self._in_place(name, rag)]
 
     def model_ids(self, *, engines: bool) -> list[str]:
-        """The model ids: one per index; with `engines`, also one per index and engine."""
+        """The model ids: one per available index; with `engines`, also one per index and engine."""
         more = [f":{engine}" for engine in engine_names()] if engines else []
-        return [f"{OWNER}/{name}{engine}" for name in self._indexes for engine in ("", *more)]
+        return [f"{OWNER}/{name}{engine}" for name, _ in self.available() for engine in ("", *more)]
 
     def chosen(self, model: str) -> ModelChoice:
         """The index and engine of a model id; ApiError 404 if it is unknown."""
