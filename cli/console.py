@@ -198,6 +198,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
+def three_digits(value: float) -> str:
+    """0.1234 -> "0.123", 2580.3 -> "2,580"."""
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
 def share(value: float | None, interval: Sequence[float] | None = None) -> str:
     """0.969 -> "96.9%", with its interval "96.9% (90.1 to 99.2)"; None -> ""."""
     return "" if value is None else between(f"{value:.1%}", interval)

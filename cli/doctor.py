@@ -23,6 +23,7 @@ from ragkv.cli.console import (
     share,
     size,
     steps,
+    three_digits,
 )
 from ragkv.cli.options import (
     DEFAULT_INDEX,
@@ -347,7 +348,7 @@ def _show_quality(quality: Quality) -> None:
 
 
 def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g} ms"
+    return f"{three_digits(seconds * 1000)} ms"
 
 
 def _show_conversation(quality: Quality, setting: str) -> None:

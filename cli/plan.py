@@ -13,7 +13,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ragkv.cli.console import count, draw, echo, note, plain, print_facts, print_grid, print_json, size, stages, steps
+from ragkv.cli.console import (
+    count,
+    draw,
+    echo,
+    note,
+    plain,
+    print_facts,
+    print_grid,
+    print_json,
+    size,
+    stages,
+    steps,
+    three_digits,
+)
 from ragkv.cli.options import (
     DEFAULT_INDEX,
     VARIABLES,
@@ -281,7 +294,7 @@ def _show_cluster(found: ClusterPlan) -> None:
     echo()
     table = plain("KV in", "a month", "load", "encode", "pays from, reads a month")
     for tier in found.tiers:
-        pays = "never" if tier.reads_to_pay is None else f"{tier.reads_to_pay:,.3g}"
+        pays = "never" if tier.reads_to_pay is None else three_digits(tier.reads_to_pay)
         table.add_row(tier.name, f"${tier.dollars:,.0f}", _ms(tier.load_seconds), _ms(found.encode_seconds), pays)
     draw(table)
     echo()
@@ -371,7 +384,7 @@ def _notify(plan: Plan) -> None:
         + (
             f"With {first.engine} no question gets faster."
             if plan.questions is None
-            else f"With {first.engine} the ingest is repaid after {plan.questions:,.0f} questions."
+            else f"With {first.engine} the ingest is repaid after {count(round(plan.questions), 'question')}."
         )
     )
     if plan.beside is not None:

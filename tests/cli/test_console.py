@@ -26,6 +26,13 @@ KEPT = "\u00ad\u200b\u200c\u200d"
 """Soft hyphen, zero-width space and joiners, which Thai, Persian, Hindi and emoji need."""
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.12345, "0.123"), (54.06, "54.1"), (999.4, "999"), (999.9, "1,000"), (2580.3, "2,580")]
+)
+def test_three_digits_never_have_an_exponent(value, shown):
+    assert console.three_digits(value) == shown
+
+
 def test_every_control_and_bidi_character_is_written_out():
     for number in range(sys.maxunicode + 1):
         char = chr(number)
