@@ -43,6 +43,7 @@ from ragkv.cli.options import (
 from ragkv.config import CONFIG_FILE, IndexConfig, PromptConfig, load_config
 from ragkv.errors import UsageError
 from ragkv.util.files import read_toml
+from ragkv.util.plugins import require_engine
 
 app = typer.Typer(help="Show settings and where they come from, or change some.", no_args_is_help=True)
 
@@ -90,6 +91,7 @@ def show(
     Example: `ragkv config show --index my-index --changed`
     """
     from ragkv.index.create import is_empty, kept_settings, new_config
+    from ragkv.index.index import check_encoders, check_names
     from ragkv.index.ingestion import default_model
 
     given: dict[str, Any] = {
@@ -111,11 +113,16 @@ def show(
     config, kept = load_config(index) if toml.exists() else None, None
     if config is not None and not (contradicted(config, flags) and is_empty(index)):
         require_same(index, config, flags)
+        check_names(config, toml)
+        if engine is not None:
+            require_engine(engine)
         kept = (toml, read_toml(toml))
     else:  # `ragkv ingest` replaces an index that holds no documents
         plain = {name: value for name, value in {**variables, **flags}.items() if name not in USED}
         plain = (kept_settings(index) if toml.exists() else {}) | plain
         config = new_config({"model": default_model(()), **user.settings, **plain})
+        check_names(config)
+        check_encoders(config)
     found = in_force(
         flags=flags,
         variables=variables,

@@ -451,26 +451,26 @@ def _preview(
     sources: Sequence[Path | SourceFile], index: Path, settings: dict[str, Any], device: str | None, *, prune: bool
 ) -> IngestReport:
     """The report of a dry run. An existing index is only read; for a new one, its settings are checked."""
-    from ragkv.engines import engine_class
-    from ragkv.index.create import new_config
-    from ragkv.index.index import validate_vectors
+    from ragkv.index.create import check_engines, new_config, require_vacant
+    from ragkv.index.index import check_encoders
     from ragkv.index.ingestion import default_model
     from ragkv.ingest import preview
+    from ragkv.model.checkpoint import pick_devices
     from ragkv.pipeline import RagKV
-    from ragkv.store import codec_from_config
 
+    pick_devices(device, lambda: 0)
     if (index / CONFIG_FILE).exists() and not _may_be_replaced(index, settings):
         _require_same(index, settings)
         with RagKV.open(index, device=device, readonly=True) as rag:
             return rag.ingest(*sources, prune=prune, dry_run=True)
+    if not (index / CONFIG_FILE).exists():
+        require_vacant(index)
     chosen = {**UserFile.read(user_file()).settings, **settings}
     if "model" not in chosen:
         chosen["model"] = default_model(sources)
     config = new_config(chosen)
-    validate_vectors(config, fetch=False)
-    codec_from_config({"id": config.codec})
-    for engine in config.engines:
-        engine_class(engine)
+    check_encoders(config)
+    check_engines(config)
     return preview(None, "", sources, prune=prune, limits=_limits(index))
 
 

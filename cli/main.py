@@ -23,9 +23,9 @@ from typer.core import TyperCommand, TyperGroup
 
 import ragkv
 from ragkv.cli.console import LogLine, echo, fail, guarded, note
-from ragkv.cli.options import Debug
+from ragkv.cli.options import FLAGS, VARIABLES, Debug
 from ragkv.errors import RagkvError, UsageError
-from ragkv.util.files import FULL
+from ragkv.util.files import FULL, shortened
 
 _WrongUsage: type[Exception] = typer.BadParameter.__mro__[1]
 """click's UsageError. typer brings a click of its own or takes the installed one, and does not export the class."""
@@ -156,7 +156,7 @@ def run(app: typer.Typer, name: str) -> None:
         except RagkvError as error:
             if debug:
                 raise
-            fail(_as_typed(str(error), arguments))
+            fail(_with_variable(_as_typed(str(error), arguments), arguments))
             sys.exit(error.exit_code)
         except (BrokenPipeError, SystemExit) as end:
             if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
@@ -200,6 +200,19 @@ def _as_typed(message: str, arguments: Sequence[str]) -> str:
 
     what = re.sub(r"\w+", flag, found[1])
     return message if what == found[1] else what + message[found.end() :]
+
+
+def _with_variable(message: str, arguments: Sequence[str]) -> str:
+    """The message with the variable whose value it refuses: nothing on the command line shows that value."""
+    flags = {word.partition("=")[0] for word in arguments}
+    for name, variable in VARIABLES.items():
+        value = os.environ.get(variable, "")
+        named = message.startswith((f"{name} ", f"{FLAGS[name]} ")) or any(
+            repr(part) in message for part in {value, *value.split(",")} - {""}
+        )
+        if value and named and FLAGS[name] not in flags and variable not in message:
+            return f"{message.rstrip('.')} ({variable} is {shortened(value)})."
+    return message
 
 
 def _open_streams() -> None:

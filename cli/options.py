@@ -234,6 +234,10 @@ class UserFile:
         settings = {key: value for key, value in found.items() if key not in USED}
         # some settings are only valid with an embedder; which one is not known yet, so name any
         checked = config_in(path, {"embedder": "mini"} | settings)
+        if settings:
+            from ragkv.index.index import check_names
+
+            check_names(checked, path)
         folders = [build_config(WatchedFolder, each, f"{path} [[watch]]") for each in watch]
         return cls(path=path, table=found, settings={key: getattr(checked, key) for key in settings}, watch=folders)
 

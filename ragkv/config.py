@@ -161,7 +161,8 @@ class IngestConfig:
 
     def __post_init__(self) -> None:
         _check_types(self, "ingest.")
-        byte_count("ingest.max_file", self.max_file)
+        if byte_count("ingest.max_file", self.max_file) < 1:
+            raise ConfigError("ingest.max_file must be at least 1.")
         if byte_count("ingest.max_memory", self.max_memory) < 64 << 20:
             raise ConfigError("ingest.max_memory must be at least 64MiB.")
         if byte_count("ingest.memory", self.memory) < 64 << 20:
@@ -445,6 +446,7 @@ def _wrong_type(name: str, value: Any, hint: Any, *, param: str | None = None) -
     return ConfigError(message, param=param)
 
 
+_EACH = {int: "whole numbers", str: "strings"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -454,7 +456,7 @@ def _kind(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(inner)}"
     if origin is tuple:
-        return "a list of tables" if is_dataclass(inner[0]) else "a list of strings"
+        return "a list of tables" if is_dataclass(inner[0]) else f"a list of {_EACH[inner[0]]}"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_kind(each) for each in inner if each is not type(None))
     return _KINDS.get(hint, "a table")

@@ -158,13 +158,22 @@ def locate_embedder(name: str) -> Folder:
 
 def find_embedder(name: str) -> Folder | None:
     """Like `locate_embedder`, but None if it would have to be downloaded."""
-    checkpoint = resolve(name, bundled=embedder_path, marks=("config.json", _MODULES))
-    return locate_embedder(name) if checkpoint.local or _snapshot(name, offline=True) is not None else None
+    return _find(name, embedder_path, _embedder_layout)
 
 
 def locate_reranker(name: str) -> Folder:
     """Like `locate_embedder`, for a cross-encoder."""
     return _locate(name, reranker_path, _reranker_layout)
+
+
+def find_reranker(name: str) -> Folder | None:
+    """Like `locate_reranker`, but None if it would have to be downloaded."""
+    return _find(name, reranker_path, _reranker_layout)
+
+
+def _find(name: str, bundled: Callable[[], Path], layout: Callable[[Path, str], Layout]) -> Folder | None:
+    checkpoint = resolve(name, bundled=bundled, marks=("config.json", _MODULES))
+    return _locate(name, bundled, layout) if checkpoint.local or _snapshot(name, offline=True) is not None else None
 
 
 def _embedder_layout(folder: Path, name: str) -> Layout:

@@ -140,8 +140,8 @@ def parameters(index: Any, some: Any, *, nprobe: int, ef_search: int) -> Any:
 
 def _refused(factory: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{factory!r} cannot be the dense index ({why}); write a FAISS factory string such as Flat, IVF1024,Flat, "
-        "HNSW32 or OPQ64,IVF1024,PQ64."
+        f"index_factory = {factory!r} cannot be the dense index ({why}); write a FAISS factory string such as "
+        "Flat, IVF1024,Flat, HNSW32 or OPQ64,IVF1024,PQ64."
     )
 
 

@@ -24,7 +24,7 @@ from ragkv.config import (
     save_config,
 )
 from ragkv.errors import ConfigError, RagkvError, UnsupportedModelError
-from ragkv.index.index import Index, check_factory, load_models, retrieval_defaults, validate_vectors
+from ragkv.index.index import Index, check_names, load_models, retrieval_defaults, validate_vectors
 from ragkv.model.checkpoint import MINI, lasting, resolve
 from ragkv.store import STORE_FILES, Store, codec_from_config
 from ragkv.store.environment import LOCK_FILE, WriterLock
@@ -98,8 +98,6 @@ def create_index(
 
     Raises ConfigError if the folder holds something else, and ModelLoadError or UnsupportedModelError for the models.
     """
-    from ragkv.engines import engine_class
-
     taken = ConfigError(f"There is an index at {folder} already; open it, or choose another folder.")
     old = replace_empty and (folder / CONFIG_FILE).exists()
     if old:
@@ -108,15 +106,11 @@ def create_index(
         settings = kept_settings(folder) | dict(settings)
     elif (folder / CONFIG_FILE).exists():
         raise taken
-    elif folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file, and an index is a folder; choose another.")
-    elif folder.exists() and not _is_unfinished(folder):
-        raise ConfigError(f"{folder} is not empty and is not an index; choose another folder.")
+    else:
+        require_vacant(folder)
     config = new_config(settings)
-    for name in (*config.engines, config.default_engine):
-        engine_class(name)
+    check_engines(config)
     codec = codec_from_config({"id": config.codec})
-    check_factory(config)
     config = validate_vectors(config, fetch=load)
     loaded = load_models(config, device) if load else None
     if loaded is not None:
@@ -153,6 +147,23 @@ def open_index(
     config = load_config(folder)
     store = Store.open(folder, readonly=readonly, codec=codec_from_config({"id": config.codec}))
     return Index(folder, config, store, device=device, limits=limits)
+
+
+def require_vacant(folder: Path) -> None:
+    """ConfigError if an index cannot be made at `folder`, because there is something else."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file, and an index is a folder; choose another.")
+    if folder.exists() and not _is_unfinished(folder):
+        raise ConfigError(f"{folder} is not empty and is not an index; choose another folder.")
+
+
+def check_engines(config: IndexConfig) -> None:
+    """`check_names`, and ConfigError for a `[tuning.ENGINE]` that does not fit its engine."""
+    from ragkv.engines import make_engine
+
+    check_names(config)
+    for name in {*config.engines, config.default_engine, *config.tuning}:
+        make_engine(name, config.tuning)
 
 
 def new_config(settings: Mapping[str, Any]) -> IndexConfig:
@@ -212,8 +223,6 @@ def change_settings(folder: Path, settings: Mapping[str, Any]) -> int:
     A name may be that of a table's setting, as in "steps.count". Raises ConfigError for an invalid value, StoreError
     if the index cannot be written.
     """
-    from ragkv.engines import engine_class
-
     load_config(folder)  # refuses what is no index
     with locked(folder):
         config = load_config(folder)
@@ -222,7 +231,7 @@ def change_settings(folder: Path, settings: Mapping[str, Any]) -> int:
             if table:
                 key, value = table, replace(getattr(config, table), **{key: value})
             config = replace(config, **{key: value})
-        engine_class(config.default_engine)
+        check_engines(config)
         with Store.open(folder, codec=codec_from_config({"id": config.codec})) as store:
             save_config(folder, config)
             return store.set_budget(config.budget)

@@ -32,6 +32,7 @@ from ragkv.errors import (
     KVMismatchError,
     RetrievalError,
     StoreError,
+    UsageError,
 )
 from ragkv.ingest import IngestFingerprint
 from ragkv.ingest.encoding import LINE_TOKENS
@@ -48,11 +49,14 @@ from ragkv.retrievers import (
     load_embedder,
     load_reranker,
 )
+from ragkv.retrievers.embedders import find_reranker
 from ragkv.retrievers.qdrant import QdrantCollection
-from ragkv.store import Problem, Store, Use
+from ragkv.retrievers.rerankers import RERANKERS
+from ragkv.store import Problem, Store, Use, codec_from_config
 from ragkv.store.record import KVIdentity
 from ragkv.store.tier import Fetched, SharedTiers
 from ragkv.types import Encoding, ScoredChunk
+from ragkv.util.plugins import ENGINES, require_engine
 from ragkv.util.telemetry import Span
 
 if TYPE_CHECKING:
@@ -208,10 +212,32 @@ def retrieval_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_factory(config: IndexConfig) -> None:
-    """ConfigError for an unsupported FAISS factory string, before anything is embedded."""
-    if config.embedder != NONE:
-        DenseConfig(factory=config.index_factory).check(USUAL_WIDTH)
+def check_names(config: IndexConfig, source: Path | None = None) -> None:
+    """UsageError for an engine or a codec that is not installed, or a FAISS factory string that is not supported.
+    `source` is the file to name.
+
+    No engine is loaded, because that takes torch; so the values under `[tuning.ENGINE]` are left to `make_engine`.
+    """
+    try:
+        for name in config.tuning:
+            if name not in ENGINES:
+                raise ConfigError(f"[tuning.{name}] is for none of the engines {', '.join(ENGINES.names())}.")
+        for name in (*config.engines, config.default_engine):
+            require_engine(name)
+        codec_from_config({"id": config.codec})
+        if (dense := DenseConfig(factory=config.index_factory)) != DenseConfig():
+            dense.check(USUAL_WIDTH)
+    except UsageError as error:
+        if source is None:
+            raise
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def check_encoders(config: IndexConfig) -> None:
+    """ModelLoadError or ConfigError for an embedder or a reranker that is not here and cannot be on the hub."""
+    validate_vectors(config, fetch=False)
+    if config.reranker not in (NONE, *RERANKERS.names()):
+        find_reranker(config.reranker)
 
 
 def validate_vectors(config: IndexConfig, *, fetch: bool) -> IndexConfig:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, byte_count, load_config, save_config
 from ragkv.errors import ConfigError, RagkvError, StoreError, UsageError, extra
 from ragkv.index.create import open_index
-from ragkv.index.index import Index, validate_vectors
+from ragkv.index.index import Index, check_names, validate_vectors
 from ragkv.index.search import Finder
 from ragkv.ingest import Ingester, IngestProgress, IngestReport, MadeDocument, Make, ParseLimits, Skipped
 from ragkv.ingest.sandbox import SourceReader
@@ -61,6 +61,7 @@ def run_ingest(
     """
     settings = index.config.ingest if memory is None else replace(index.config.ingest, memory=memory)
     _require_config(index)
+    check_names(index.config, index.folder / CONFIG_FILE)
     validate_vectors(index.config, fetch=True)  # the settings may have changed since the index was made
     index.open_budget()
     last: IngestProgress | None = None

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,13 @@ def test_what_it_may_say(tmp_path):
         ("device = 0", "device = 0 must be a string"),
         ("index = ''", "index = '' must be a string that is not empty"),
         ("chunk_tokens = 2", "chunk_tokens must be between"),
+        ("codec = 'zip'", "unknown codec 'zip': choose one of half,"),
+        ("engines = ['ape', 'warp']", "Unknown engine 'warp'; choose one of all,"),
+        ("default_engine = 'warp'", "Unknown engine 'warp'; choose one of all,"),
+        ("index_factory = 'Nope'", "index_factory = 'Nope' cannot be the dense index"),
+        ("[tuning.nope]", "[tuning.nope] is for none of the engines all,"),
+        ("[ingest]\nmax_file = '0'", "ingest.max_file must be at least 1."),
+        ("[decoding]\nstop_ids = ['x']", "it must be a list of whole numbers."),
         ("retrieval = 'psychic'", "retrieval must be one of"),
         ("prompt = 'x'", "prompt must be a table"),
         ("[prompt]\nquestion = 'no place'", "exactly once"),
@@ -237,6 +245,70 @@ def test_a_mistake_in_an_index_names_its_file(ragkv, empty):
     found = ragkv("query", "Who?", "--index", empty)
     says = f"ragkv: {empty / 'ragkv.toml'}: decoding: top_p must be above 0 and at most 1, not 2."
     assert (found.code, found.sentence) == (2, says)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ('index_factory = "IDMap2,Flat"', 'index_factory = "Nope"', "index_factory = 'Nope' cannot be the dense index"),
+        ("\\Z", "[tuning.nope]\n", "[tuning.nope] is for none of the engines"),
+        ("default_engine = .*", 'default_engine = "warp"', "Unknown engine 'warp'"),
+    ],
+)
+def test_a_name_in_an_index_that_nothing_has_is_refused_by_what_changes_or_shows_it(
+    ragkv, empty, documents, old, new, says
+):
+    toml = empty / "ragkv.toml"
+    toml.write_text(re.sub(old, new, toml.read_text(), count=1))
+    for command in (("config", "show"), ("config", "set", "top_k=3"), ("ingest", documents)):
+        refused = ragkv(*command, "--index", empty)
+        assert (refused.code, says in refused.sentence) == (2, True), refused.err
+    assert "top_k = 3" not in toml.read_text()
+
+
+def test_a_tuning_that_does_not_fit_its_engine_makes_no_index(ragkv, own_file, tmp_path, model_folder, documents):
+    own_file.write_text("[tuning.blend]\nshare = 3\n")
+    for more in ((), ("--dry-run",)):
+        made = ragkv("ingest", documents, "--index", tmp_path / "new", "--model", model_folder, *more)
+        assert (made.code, "[tuning.blend]" in made.sentence) == (2, True)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("RAGKV_CODEC", "zip", "unknown codec 'zip'"),
+        ("RAGKV_ENGINES", "ape,warp", "Unknown engine 'warp'"),
+        ("RAGKV_ENGINE", "warp", "Unknown engine 'warp'"),
+        ("RAGKV_CHUNK_TOKENS", "2", "chunk_tokens must be between"),
+        ("RAGKV_EMBEDDER", "/nowhere", "No model folder at '/nowhere'"),
+        ("RAGKV_RERANKER", "/nowhere", "No model folder at '/nowhere'"),
+    ],
+)
+def test_what_a_variable_may_not_be_is_refused_before_an_ingest_and_named(
+    ragkv, monkeypatch, tmp_path, documents, variable, value, says
+):
+    monkeypatch.setenv(variable, value)
+    dry = [("ingest", documents, "--dry-run")] if variable != "RAGKV_ENGINE" else []  # an ingest does not read it
+    for command in (("config", "show"), *dry):
+        refused = ragkv(*command, "--index", tmp_path / "new")
+        assert refused.code in (1, 2), command
+        assert refused.sentence.startswith(f"ragkv: {says}"), command
+        assert refused.sentence.endswith(f" ({variable} is {value!r})."), command
+    flag = next(FLAGS[name] for name in VARIABLES if VARIABLES[name] == variable)
+    assert variable not in ragkv("config", "show", "--index", tmp_path / "new", flag, "3").sentence
+
+
+def test_a_dry_run_refuses_a_device_that_there_is_not(ragkv, monkeypatch, tmp_path, documents, empty):
+    monkeypatch.setenv("RAGKV_DEVICE", "nope")
+    for index in (tmp_path / "new", empty):
+        refused = ragkv("ingest", documents, "--index", index, "--dry-run")
+        assert (refused.code, refused.sentence.endswith("(RAGKV_DEVICE is 'nope').")) == (1, True), refused.err
+
+
+def test_a_dry_run_refuses_a_folder_in_which_no_index_can_be_made(ragkv, documents):
+    refused = ragkv("ingest", documents, "--index", documents, "--dry-run")
+    assert (refused.code, "is not empty and is not an index" in refused.sentence) == (2, True)
 
 
 def test_every_variable_is_a_setting_with_an_option():

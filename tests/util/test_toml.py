@@ -55,7 +55,7 @@ PROMPTS = st.builds(
 )
 LIMITS = st.builds(
     IngestConfig,
-    max_file=st.sampled_from(("512MiB", "1.5 GiB", 0)) | st.integers(0, (1 << 63) - 1),
+    max_file=st.sampled_from(("512MiB", "1.5 GiB", 1)) | st.integers(1, (1 << 63) - 1),
     max_characters=st.integers(1, (1 << 63) - 1),
     max_memory=st.sampled_from(("64MiB", "1GiB")) | st.integers(64 << 20, (1 << 63) - 1),
     max_seconds=st.integers(1, (1 << 63) - 1),
