@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,10 +40,9 @@ from ragkv.cli.options import (
     split_names,
     user_file,
 )
-from ragkv.config import CONFIG_FILE, IndexConfig, PromptConfig, load_config
+from ragkv.config import CONFIG_FILE, IndexConfig, PromptConfig, byte_count, load_config
 from ragkv.errors import UsageError
 from ragkv.util.files import read_toml
-from ragkv.util.plugins import require_engine
 
 app = typer.Typer(help="Show settings and where they come from, or change some.", no_args_is_help=True)
 
@@ -91,8 +90,9 @@ def show(
     Example: `ragkv config show --index my-index --changed`
     """
     from ragkv.index.create import is_empty, kept_settings, new_config
-    from ragkv.index.index import check_encoders, check_names
+    from ragkv.index.index import MEMORY_VARIABLE, check_encoders, check_names
     from ragkv.index.ingestion import default_model
+    from ragkv.util.plugins import require_engine
 
     given: dict[str, Any] = {
         "index": index,
@@ -131,6 +131,11 @@ def show(
         used={"index": DEFAULT_INDEX, "device": None},
         index=kept,
     )
+    if memory := os.environ.get(MEMORY_VARIABLE):
+        if memory != "auto":
+            byte_count(MEMORY_VARIABLE, memory)
+        forced = {"value": memory, "origin": "environment", "where": MEMORY_VARIABLE}
+        found = [replace(one, **forced) if one.name == "memory_budget" else one for one in found]
     ignored = [] if kept is None else contradicted(config, variables)
     shown = [one for one in found if one.origin != "default" or not changed]
     if as_json:

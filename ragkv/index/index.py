@@ -366,7 +366,7 @@ def load_models(config: IndexConfig, device: str | None) -> tuple[LanguageModel,
     return load_model(config.model, dtype=config.dtype, device=device), embedder, reranker
 
 
-VARIABLE = "RAGKV_MEMORY_BUDGET"
+MEMORY_VARIABLE = "RAGKV_MEMORY_BUDGET"
 _CAP = 8 << 30
 
 
@@ -377,7 +377,8 @@ def memory_budget(setting: int | str, place: Place) -> int:
     layers' KV may take of each), else of the machine, or of the container if that has less. Raises `ConfigError` if the
     variable is not a number of bytes.
     """
-    name, value = ("memory_budget", setting) if not os.environ.get(VARIABLE) else (VARIABLE, os.environ[VARIABLE])
+    forced = os.environ.get(MEMORY_VARIABLE)
+    name, value = (MEMORY_VARIABLE, forced) if forced else ("memory_budget", setting)
     return min(memory_of(place) // 4, _CAP) if value == "auto" else byte_count(name, value)
 
 

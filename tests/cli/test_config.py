@@ -152,6 +152,15 @@ def test_ingest_refuses_what_contradicts_the_index_and_says_how_to_go_on(ragkv, 
     assert ragkv("ingest", tmp_path / "a.txt", "--index", empty, "--codec", "zstd").code == 0  # a flag takes precedence
 
 
+def test_the_variable_that_overrides_the_memory_budget_is_shown_and_checked(ragkv, monkeypatch, empty):
+    monkeypatch.setenv("RAGKV_MEMORY_BUDGET", "64MiB")
+    for more in (("--index", empty), ()):
+        assert result(ragkv, *more)["memory_budget"] == ("64MiB", "environment")
+    monkeypatch.setenv("RAGKV_MEMORY_BUDGET", "lots")
+    refused = ragkv("config", "show", "--index", empty)
+    assert refused.sentence.startswith("ragkv: RAGKV_MEMORY_BUDGET must be a number of bytes")
+
+
 def test_an_index_without_documents_is_shown_as_ingest_would_make_it_anew(ragkv, empty):
     found = result(ragkv, "--index", empty, "--codec", "raw")
     assert found["codec"] == ("raw", "flag")

@@ -11,7 +11,7 @@ from ragkv.config import IndexConfig, byte_count
 from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.evaluation import families
-from ragkv.index.index import VARIABLE, memory_budget
+from ragkv.index.index import MEMORY_VARIABLE, memory_budget
 from ragkv.model import checkpoint
 from ragkv.store import Store
 from ragkv.store.record import Manifest
@@ -29,13 +29,13 @@ def test_memory_budgets(monkeypatch):
         with pytest.raises(ConfigError, match="x is a number of bytes beyond 64 bits"):
             byte_count("x", bad)
     assert byte_count("x", str((1 << 63) - 1)) == byte_count("x", (1 << 63) - 1) == (1 << 63) - 1
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
     assert memory_budget("1GiB", CPU) == 1 << 30
     assert memory_budget(0, CPU) == 0
-    monkeypatch.setenv(VARIABLE, "3MiB")
+    monkeypatch.setenv(MEMORY_VARIABLE, "3MiB")
     assert memory_budget("1GiB", CPU) == 3 << 20
-    monkeypatch.setenv(VARIABLE, "lots")
-    with pytest.raises(ConfigError, match=f"{VARIABLE} must be"):
+    monkeypatch.setenv(MEMORY_VARIABLE, "lots")
+    with pytest.raises(ConfigError, match=f"{MEMORY_VARIABLE} must be"):
         memory_budget("1GiB", CPU)
     assert IndexConfig.from_toml('memory_budget = "2GiB"').memory_budget == "2GiB"
     assert IndexConfig.from_toml("memory_budget = 0").memory_budget == 0
@@ -45,7 +45,7 @@ def test_memory_budgets(monkeypatch):
 
 
 def test_auto_is_a_quarter_of_what_the_container_has_up_to_a_cap(monkeypatch, tmp_path):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(MEMORY_VARIABLE, raising=False)
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(checkpoint, "_CGROUPS", (str(limit), str(tmp_path / "none")))
     limit.write_text("40000000\n")
