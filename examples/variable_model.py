@@ -24,7 +24,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ragkv.benchmarks.mini.train import COMMON, EMBEDDING_STD, start_induction
-from ragkv.finetune.retaining_heads import RetainingConfig, save_checkpoint, train_retaining_heads
+from ragkv.finetune.retaining_heads import RetainingConfig, train_retaining_heads
+from ragkv.finetune.training import save_checkpoint
 from ragkv.worlds.text import BEGIN, FAMILIES, MEMBERS, TERM, VALUES, asked, referred, variable_list
 
 OUTPUT = Path(__file__).parent / "variables"

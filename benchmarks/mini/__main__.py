@@ -276,14 +276,8 @@ def mini(
     config = MiniTrainConfig(seed=seed, device=device, autocast=autocast, processes=processes)
     config = chosen_config(config, start=start, full_only=full_only, scale=scale)
 
-    def show(step: Mapping[str, float | int | str]) -> None:
-        if int(step["number"]) % 10 == 0:
-            note(
-                f"{step['stage']} {step['step']}: loss {float(step['loss']):.3f}, "
-                f"gold tokens right {float(step['gold_accuracy']):.3f}, {float(step['seconds']):.1f} s a step"
-            )
-
-    rows = build_mini(config, output, on_progress=None if quiet or as_json else show)
+    show = None if quiet or as_json else _show("gold_accuracy", "gold tokens right")
+    rows = build_mini(config, output, on_progress=show)
     if as_json:
         print_json(rows)
         return
@@ -342,11 +336,12 @@ def reranker(
     _print_retrieval(build_mini_reranker(config, embedder, output, on_progress=show), as_json)
 
 
-def _show(share: str) -> Callable[[Mapping[str, float | int | str]], None]:
+def _show(share: str, words: str = "best passage right") -> Callable[[Mapping[str, float | int | str]], None]:
     def show(step: Mapping[str, float | int | str]) -> None:
         if int(step["step"]) % 10 == 1:
+            stage = f" ({step['stage']})" if "stage" in step else ""
             note(
-                f"step {step['step']} of {step['steps']}: loss {float(step['loss']):.3f}, best passage right "
+                f"step {step['step']} of {step['steps']}{stage}: loss {float(step['loss']):.3f}, {words} "
                 f"{float(step[share]):.3f}, {float(step['seconds']):.0f} s"
             )
 

@@ -14,7 +14,6 @@ import logging
 import random
 import re
 import sysconfig
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -40,7 +39,7 @@ from ragkv.evaluation.metrics import Passage, RetrievalTask, hit_at, ndcg_at
 from ragkv.evaluation.retrieval import Settings, corpus_searches
 from ragkv.finetune.block import replace_folder
 from ragkv.finetune.data import Progress, passages
-from ragkv.finetune.retaining_heads import save_checkpoint
+from ragkv.finetune.training import Training
 from ragkv.retrievers import load_embedder, load_reranker
 from ragkv.worlds.text import module_docstrings
 from ragkv.worlds.world import Split, World, paraphrases, shared_words
@@ -287,9 +286,8 @@ def run_training(
 ) -> None:
     """Train `modules` in place. `step(number)` returns the loss and further figures.
 
-    Writes `output/checkpoint.pt` on the way. An existing checkpoint is continued, or refused with ValueError if it has
-    another shape or number of steps. After every step, `on_progress` receives step, steps, loss, the figures of `step`,
-    lr and seconds.
+    Writes `output/checkpoint.pt` on the way. An existing checkpoint is continued, or refused with UsageError if it has
+    another shape or number of steps. `on_progress` is as in `Training.run`.
     """
     for module in modules.values():
         module.to(config.device)
@@ -302,33 +300,25 @@ def run_training(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=config.lr, total_steps=config.steps + 1, pct_start=config.warmup, final_div_factor=100
     )
-    parts: dict[str, Any] = {**modules, "optimizer": optimizer, "schedule": schedule}
-    path, first, spent = output / "checkpoint.pt", 0, 0.0
     output.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        saved = torch.load(path, map_location=config.device, weights_only=True)
-        if saved["shape"] != asdict(config.shape) or saved["steps"] != config.steps:
-            raise ValueError(f"{path} was written with another shape or number of steps; choose another folder")
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-        first, spent = saved["step"], saved["seconds"]
-    started = time.perf_counter() - spent
-    for number in range(first, config.steps):
+    training = Training(
+        modules=modules,
+        optimizer=optimizer,
+        schedule=schedule,
+        path=output / "checkpoint.pt",
+        settings={**asdict(config.shape), "steps": config.steps},
+        steps=config.steps,
+        every=config.checkpoint_every,
+        clip=config.clip,
+    )
+    training.resume(again="another --output")
+
+    def advance(number: int) -> Mapping[str, float]:
         loss, figures = step(number)
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(parameters, config.clip)
-        optimizer.step()
-        lr = float(schedule.get_last_lr()[0])
-        schedule.step()
-        seconds = time.perf_counter() - started
-        if on_progress is not None:
-            done = {"step": number + 1, "steps": config.steps, "loss": loss.item()}
-            on_progress({**done, **figures, "lr": lr, "seconds": seconds})
-        if (number + 1) % config.checkpoint_every == 0 or number + 1 == config.steps:
-            state = {name: part.state_dict() for name, part in parts.items()}
-            facts = {"shape": asdict(config.shape), "steps": config.steps, "step": number + 1, "seconds": seconds}
-            save_checkpoint(path, state | facts)
+        return {"loss": loss.item(), **figures}
+
+    training.run(advance, on_progress=on_progress)
 
 
 def world_texts(count: int) -> Iterator[str]:

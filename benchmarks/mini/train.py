@@ -25,13 +25,11 @@ matrix, a positive map from an embedding to its logit.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -70,9 +68,7 @@ from ragkv.benchmarks.mini.data import (
 from ragkv.errors import UsageError
 from ragkv.finetune.block import visible
 from ragkv.finetune.data import PAD_SEGMENT, Progress
-from ragkv.finetune.retaining_heads import save_checkpoint
-
-logger = logging.getLogger(__name__)
+from ragkv.finetune.training import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -608,10 +604,10 @@ def train_mini(
 ) -> LlamaForCausalLM:
     """Run every stage and return the trained model in fp32; `output/checkpoint.pt` is written on the way.
 
-    Training continues from a checkpoint in `output`; one of another model shape is refused. After every step
-    `on_progress` receives stage, step, number (over all stages), loss, accuracy, first_accuracy, relation_accuracy,
-    gold_accuracy (teacher-forced, NaN while copying), lr, tokens and seconds. If processes share the rows, the figures
-    are those of this process's rows.
+    Training continues from a checkpoint in `output`; one of another model shape is refused. `on_progress` is as in
+    `Training.run`, with the figures stage, loss, accuracy, first_accuracy, relation_accuracy, gold_accuracy
+    (teacher-forced, NaN while copying) and tokens. If processes share the rows, the figures are those of this process's
+    rows.
     """
     output.mkdir(parents=True, exist_ok=True)
     with peers(config.processes, partial(_train, config, tokenizer, output)) as peer:
@@ -630,53 +626,42 @@ def _train(
     if config.device == "cpu":
         model.set_attn_implementation(register())
     optimizer = _optimizer(config, model)
-    path, done = output / "checkpoint.pt", 0
-    if path.exists():
-        done = _restore(path, config, model, optimizer)
-    total = sum(stage.steps for stage in config.stages)
-    for stage, step, number in _schedule(config):
-        if number < done:
-            continue
-        started = time.perf_counter()
-        lr = _learning_rate(config, stage, step)
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["scale"]
+    schedule = [(stage, step) for stage in config.stages for step in range(stage.steps)]
+
+    def rate(number: int) -> float:
+        return _learning_rate(config, *schedule[min(number, len(schedule) - 1)])
+
+    training = Training(
+        modules={"model": model},
+        optimizer=optimizer,
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
+        path=output / "checkpoint.pt",
+        settings=_shape(config),
+        steps=len(schedule),
+        every=config.checkpoint_every,
+        clip=config.clip,
+        writes=peer.rank == 0,
+    )
+    training.resume(again="another --output")
+
+    def advance(number: int) -> dict[str, Any]:
+        stage, step = schedule[number]
         rows = _rows(config, stage, step, tokenizer, peer)
         batch = collate(rows, pad=int(tokenizer.pad_token_id))
         batch = TrainingBatch(*(column.to(config.device) for column in batch))
         loss, correct, weights = weighted_loss(model, batch, autocast=config.autocast)
-        optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         peer.mean_gradients(model, float(weights.sum()))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
-        if peer.rank == 0 and ((number + 1) % config.checkpoint_every == 0 or number + 1 == total):
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-            save_checkpoint(path, {"shape": _shape(config), "done": number + 1, **state})
-        if on_progress is not None:
-            on_progress(
-                {
-                    "stage": stage.name,
-                    "step": step,
-                    "number": number,
-                    "loss": float(loss.detach()),
-                    "accuracy": float(correct.float().mean()),
-                    **{name: float(correct[weights == weight].float().mean()) for name, weight in _WATCHED.items()},
-                    "lr": lr,
-                    "tokens": int(batch.tokens.numel()),
-                    "seconds": time.perf_counter() - started,
-                }
-            )
+        return {
+            "stage": stage.name,
+            "loss": loss.item(),
+            "accuracy": float(correct.float().mean()),
+            **{name: float(correct[weights == weight].float().mean()) for name, weight in _WATCHED.items()},
+            "tokens": int(batch.tokens.numel()),
+        }
+
+    training.run(advance, on_progress=on_progress)
     return model.eval()
-
-
-def _schedule(config: MiniTrainConfig) -> Iterator[tuple[Stage, int, int]]:
-    """Yield (stage, step within the stage, step over all stages)."""
-    number = 0
-    for stage in config.stages:
-        for step in range(stage.steps):
-            yield stage, step, number
-            number += 1
 
 
 def _learning_rate(config: MiniTrainConfig, stage: Stage, step: int) -> float:
@@ -736,25 +721,13 @@ def _optimizer(config: MiniTrainConfig, model: LlamaForCausalLM) -> torch.optim.
     matrices = [value for value in model.parameters() if value.ndim >= 2]
     vectors = [value for value in model.parameters() if value.ndim < 2]
     groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": config.weight_decay, "scale": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "scale": 5.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0, "lr": 5.0},
     ]
-    return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.98), eps=1e-9)
+    return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.98), eps=1e-9)  # `_learning_rate` multiplies these rates
 
 
 def _shape(config: MiniTrainConfig) -> dict[str, Any]:
     """The fields in which a checkpoint must agree with the configuration."""
     fields = asdict(config)
     return {name: fields[name] for name in ("hidden", "layers", "q_heads", "kv_heads", "intermediate", "seed")}
-
-
-def _restore(path: Path, config: MiniTrainConfig, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint and return the number of steps that it has done."""
-    state = torch.load(path, map_location=config.device, weights_only=True)
-    if state["shape"] != _shape(config):
-        raise ValueError(f"{path} was written for {state['shape']}; move it away")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"].cpu())
-    logger.info("resuming at step %d from %s", state["done"], path)
-    return int(state["done"])

@@ -14,10 +14,11 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ragkv.attention.sequence import TokenSequence
 from ragkv.engines import make_engine, require_supported
@@ -37,7 +38,7 @@ from ragkv.finetune.data import (
     tokenise,
     world_examples,
 )
-from ragkv.finetune.retaining_heads import drawn, load_checkpoint, save_checkpoint
+from ragkv.finetune.training import Training, drawn
 from ragkv.model.checkpoint import pick_device, resolve
 from ragkv.model.language_model import weights_digest
 from ragkv.model.packet import embed, make_packet, wrap
@@ -79,21 +80,30 @@ def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -
         settings[name] = None if (path := getattr(config, name)) is None else file_digest(path)
     settings |= {"prompt": config.prompt.facts(), "model": weights_digest(model), "half": half}
     training = PacketTraining(config, model)
-    path = output.with_suffix(".training")
-    state = load_checkpoint(path, settings, model) if config.resume else None
     asked = [tokenise(model, part) for part in (examples, heldout)]
-    if state is None:
-        state = {"answers": [training.answers(parts) for parts in asked], **training.state()}
-        save_checkpoint(path, {"settings": repr(sorted(settings.items())), **state})
-    training.load_state(state)
+    steps = training.steps(len(examples))
+    optimizer = torch.optim.AdamW([training.vectors], lr=config.lr, weight_decay=0.0)
+    path = output.with_suffix(".training")
+    loop = Training(
+        modules={"packet": nn.ParameterList([training.vectors])},
+        optimizer=optimizer,
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps),
+        path=path,
+        settings=settings,
+        steps=steps,
+        every=config.checkpoint_every,
+    )
+    if not (config.resume and loop.resume()):
+        loop.facts["answers"] = [training.answers(parts) for parts in asked]
+        loop.save()
     lessons, unseen = (
         [part._replace(response=array("i", answer)) for part, answer in zip(parts, answers, strict=True)]
-        for parts, answers in zip(asked, state["answers"], strict=True)
+        for parts, answers in zip(asked, loop.facts["answers"], strict=True)
     )
     for example, parts in zip([*examples, *heldout], [*lessons, *unseen], strict=True):
         training.require_positions(example, parts)
-    kept = {"settings": repr(sorted(settings.items())), "answers": state["answers"]}
-    training.run(lessons, lambda: save_checkpoint(path, kept | training.state()), on_progress)
+    with stop_on_interrupt() as stop:
+        loop.run(partial(training.advance, lessons), on_progress=on_progress, stop=stop)
     header, trailer = torch.tensor_split(training.vectors, [config.header])
     packet = make_packet(header, trailer, weights_digest(model), sink=training.sink, over=config.over)
     before, after = training.measure(unseen, plain=True), training.measure(unseen)
@@ -107,8 +117,8 @@ def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -
         "trailer": config.trailer,
         "questions": len(lessons),
         "heldout": len(unseen),
-        "steps": training.steps(len(lessons)),
-        **training.losses,
+        "steps": steps,
+        **loop.losses,
         "kl_block": before[0],
         "kl_packet": after[0],
         "agreement_block": before[1],
@@ -136,7 +146,7 @@ def _examples(config: PacketConfig) -> tuple[list[TrainingExample], list[Trainin
 
 
 class PacketTraining:
-    """The vectors `(h + t, hidden)` of a packet in training, with the optimizer and its state.
+    """The vectors `(h + t, hidden)` of a packet in training, and their loss.
 
     Blocks are placed as the engine `block` places them for `model`: with the sink and positions that it recommends.
     """
@@ -155,22 +165,8 @@ class PacketTraining:
         require_layout(config.over, self.sink, reencode=self._layout["reencode"])
         width = self._learner.get_input_embeddings().weight.shape[1]
         drawn = torch.Generator().manual_seed(config.seed)
-        self.vectors = torch.empty(config.header + config.trailer, width).normal_(0, _STD, generator=drawn)
-        self.vectors = self.vectors.to(model.device).requires_grad_()
-        self._optimizer = torch.optim.AdamW([self.vectors], lr=config.lr, weight_decay=0.0)
-        self.step = 0
-        self.losses = {"loss_first": math.nan, "loss_last": math.nan}
-
-    def state(self) -> dict[str, Any]:
-        """The state from which `load_state` continues to the same vectors."""
-        kept = {"step": self.step, "losses": self.losses, "vectors": self.vectors.detach().clone()}
-        return kept | {"optimizer": self._optimizer.state_dict()}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        with torch.no_grad():
-            self.vectors.copy_(state["vectors"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.step, self.losses = state["step"], state["losses"]
+        vectors = torch.empty(config.header + config.trailer, width).normal_(0, _STD, generator=drawn)
+        self.vectors = nn.Parameter(vectors.to(model.device))
 
     def steps(self, lessons: int) -> int:
         """The steps of a training on this many questions."""
@@ -209,26 +205,11 @@ class PacketTraining:
                 "positions; shorten the line or leave it out."
             )
 
-    def run(self, lessons: Sequence[ExampleTokens], save: Any, on_progress: Progress | None) -> None:
-        """Train to the last step; `save` is called after every `checkpoint_every` steps and on an interrupt."""
-        steps = self.steps(len(lessons))
-        with stop_on_interrupt() as stop:
-            while self.step < steps:
-                loss = self._advance(lessons, steps)
-                self.step += 1
-                self.losses = {"loss_first": loss if self.step == 1 else self.losses["loss_first"], "loss_last": loss}
-                if on_progress is not None:
-                    on_progress({"step": self.step, "steps": steps, "loss": loss})
-                if stop.is_set() or self.step % self._config.checkpoint_every == 0 or self.step == steps:
-                    save()
-                if stop.is_set() and self.step < steps:
-                    raise KeyboardInterrupt
-
-    def _advance(self, lessons: Sequence[ExampleTokens], steps: int) -> float:
-        """One step; the loss per token of its answers."""
+    def advance(self, lessons: Sequence[ExampleTokens], step: int) -> dict[str, float]:
+        """Add the gradients of a step; the loss per token of its answers."""
         config = self._config
         rows = config.batch * config.gradient_accumulation
-        first = self.step * rows
+        first = step * rows
         some = [lessons[drawn(config.seed, index, len(lessons))] for index in range(first, first + rows)]
         tokens, total = sum(len(parts.response) for parts in some), 0.0
         for start in range(0, rows, config.batch):
@@ -236,11 +217,7 @@ class PacketTraining:
             loss = divergence.sum() / tokens
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-        for group in self._optimizer.param_groups:
-            group["lr"] = config.lr * (1 - self.step / steps)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return total
+        return {"loss": total}
 
     @torch.no_grad()
     def measure(self, asked: Sequence[ExampleTokens], *, plain: bool = False) -> tuple[float, float]:

@@ -6,9 +6,7 @@ of each layer learn to predict the highest attention logit that the token will g
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ from ragkv.config import PromptConfig
 from ragkv.errors import UsageError
 from ragkv.finetune.config import RetainingConfig, resumed_settings
 from ragkv.finetune.data import ExampleTokens, Progress, file_digest, read_examples, tokenise
+from ragkv.finetune.training import Training, drawn
 from ragkv.model.apb.compressors import RetainingHeads, highest_logits, widths_of
 from ragkv.model.apb.document import AnchorAttention
 from ragkv.model.checkpoint import HEADS
@@ -99,11 +98,30 @@ def train_retaining_heads(config: RetainingConfig, *, on_progress: Progress | No
     settings = resumed_settings(config) | {"data": file_digest(config.data), "model": identity}
     torch.manual_seed(config.seed)
     heads = RetainingHeads(widths, config.inner).to(model.device)
-    losses = _train(config, model, heads, short, path.with_suffix(".training"), settings, on_progress)
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, betas=(0.9, 0.95))
+    training = Training(
+        modules={"heads": heads},
+        optimizer=optimizer,
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, config)),
+        path=path.with_suffix(".training"),
+        settings=settings,
+        steps=config.steps,
+        every=config.checkpoint_every,
+        clip=config.clip,
+    )
+    if config.resume:
+        training.resume()
+
+    def advance(step: int) -> dict[str, float]:
+        loss = _loss(config, model, heads, short[drawn(config.seed, step, len(short))])
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {"loss": loss.item()}
+
+    training.run(advance, on_progress=on_progress)
     heads.save(path, identity, pool=config.pool)
     path.with_suffix(".training").unlink(missing_ok=True)
     counts = {"examples": len(short), "left_out": len(examples) - len(short), "bytes": path.stat().st_size}
-    return {"output": str(path), "steps": config.steps, **counts, **losses}
+    return {"output": str(path), "steps": config.steps, **counts, **training.losses}
 
 
 def _tokens(example: ExampleTokens) -> int:
@@ -119,68 +137,11 @@ def _output(config: RetainingConfig, model: LanguageModel) -> Path:
     return path
 
 
-def _train(
-    config: RetainingConfig,
-    model: LanguageModel,
-    heads: RetainingHeads,
-    examples: Sequence[ExampleTokens],
-    path: Path,
-    settings: dict[str, Any],
-    on_progress: Progress | None,
-) -> dict[str, float]:
-    """Train `heads` in place, from the checkpoint at `path` if there is one; returns the first and last step's loss."""
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, betas=(0.9, 0.95))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _share(step, config))
-    trained: dict[str, Any] = {"heads": heads, "optimizer": optimizer, "schedule": schedule}
-    losses = {"loss_first": math.nan, "loss_last": math.nan}
-    state = load_checkpoint(path, settings, model) if config.resume else None
-    first = 0
-    if state is not None:
-        for name, part in trained.items():
-            part.load_state_dict(state[name])
-        first, losses = state["step"], state["told"]
-    for step in range(first, config.steps):
-        loss = _loss(config, model, heads, examples[drawn(config.seed, step, len(examples))])
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(heads.parameters(), config.clip)
-        optimizer.step()
-        schedule.step()
-        losses = {"loss_first": losses["loss_first"] if step else loss.item(), "loss_last": loss.item()}
-        if on_progress is not None:
-            on_progress({"step": step + 1, "steps": config.steps, "loss": loss.item()})
-        if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-            states = {name: part.state_dict() for name, part in trained.items()}
-            facts = {"settings": repr(sorted(settings.items())), "step": step + 1, "told": losses}
-            save_checkpoint(path, states | facts)
-    return losses
-
-
 def _share(step: int, config: RetainingConfig) -> float:
     """The share of the highest learning rate: up over the warm-up, then down to zero at the end, both linearly."""
     if step < config.warmup:
         return (step + 1) / config.warmup
     return max(0.0, (config.steps - step) / max(1, config.steps - config.warmup))
-
-
-def load_checkpoint(path: Path, settings: dict[str, Any], model: LanguageModel) -> dict[str, Any] | None:
-    """The content that `save_checkpoint` wrote, or None; UsageError if it is damaged or has other `settings`."""
-    if not path.exists():
-        return None
-    try:
-        state: dict[str, Any] = torch.load(path, map_location=model.device, weights_only=True)
-        before = state["settings"]
-    except Exception as error:  # a damaged pickle can raise any exception
-        raise UsageError(f"{path} is damaged ({error}); begin again with --no-resume.") from error
-    if before != repr(sorted(settings.items())):
-        raise UsageError(f"{path} is of a run with other settings, data or model; give those, or --no-resume.")
-    return state
-
-
-def drawn(seed: int, step: int, count: int) -> int:
-    """The example of a step, which depends only on the arguments; each epoch has its own order."""
-    epoch, place = divmod(step, count)
-    return random.Random(f"{seed}:{epoch}").sample(range(count), count)[place]
 
 
 def _loss(config: RetainingConfig, model: LanguageModel, heads: RetainingHeads, example: ExampleTokens) -> Tensor:
@@ -191,11 +152,3 @@ def _loss(config: RetainingConfig, model: LanguageModel, heads: RetainingHeads, 
         for layer, each in retaining_example(model, prompt, example.response).items()
     ]
     return torch.stack(losses).mean()
-
-
-def save_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Write the checkpoint to a temporary file and rename it, so that a killed run leaves the last complete one."""
-    fresh = path.with_suffix(".new")
-    fresh.unlink(missing_ok=True)  # so that a link of that name is not followed
-    torch.save(dict(state), fresh)
-    fresh.replace(path)

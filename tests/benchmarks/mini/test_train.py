@@ -24,6 +24,7 @@ from ragkv.benchmarks.mini.train import (
     register,
     train_mini,
 )
+from ragkv.errors import UsageError
 from ragkv.finetune.block import visible
 
 
@@ -43,7 +44,7 @@ def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
 
     def die(progress):
         record(progress)
-        if progress["number"] == 1:
+        if progress["step"] == 2:
             raise KilledError
 
     with pytest.raises(KilledError):
@@ -51,7 +52,7 @@ def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
     resumed = train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=record)
     assert seen == straight
     train_mini(tiny, tokenizer, tmp_path / "cut", on_progress=die)  # already at its end
-    with pytest.raises(ValueError, match="move it away"):
+    with pytest.raises(UsageError, match="other settings"):
         train_mini(replace(tiny, hidden=32), tokenizer, tmp_path / "cut")
     before = build_model(tiny, tokenizer).state_dict()
     for name, value in whole.state_dict().items():
