@@ -36,8 +36,7 @@ def searchers(passages: list[str]) -> dict[str, tuple[Searcher, str]]:
     def over(indexes: dict, fusion: str) -> Searcher:
         return Searcher(
             embedder=EMBEDDER,
-            indexes=indexes,
-            bm25=words,
+            indexes={"bm25": words} | indexes,
             texts=lambda ids: {i: texts[i] for i in ids},
             colbert=lambda ids: {i: late[i] for i in ids},
             reranker=RERANKER,

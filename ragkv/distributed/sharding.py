@@ -61,8 +61,10 @@ class ShardedSearch(Finder):
     def searcher(self, mode: Mode, *, rerank: bool) -> _ShardSearcher:
         """A searcher over the indexes of all ranks."""
         parts, group = self._parts(mode, rerank=rerank), self._group
-        parts["indexes"] = {kind: _Vectors(group, index) for kind, index in parts["indexes"].items()}
-        parts["bm25"] = None if parts["bm25"] is None else _SharedWords(group, parts["bm25"])
+        parts["indexes"] = {
+            name: (_SharedWords if name == "bm25" else _Vectors)(group, index)
+            for name, index in parts["indexes"].items()
+        }
         parts["reranker"] = None if parts["reranker"] is None else _SharedRerankers(group, parts["reranker"])
         parts["texts"] = lambda ids: {each: self._known[each][0].text for each in ids if each in self._known}
         return _ShardSearcher(group, **parts)

@@ -279,18 +279,16 @@ def build_searcher(
 
     `colbert` returns the `(tokens, d)` arrays of some ids; `bm25` also builds a BM25 index.
     """
-    indexes: dict[ScoreKind, DenseIndex | SparseIndex] = {}
+    indexes: dict[str, Any] = {}
     for kind, pairs in vectors.items():
         indexes[kind] = DenseIndex() if kind == "dense" else SparseIndex()
         indexes[kind].update(pairs, (), generation=1, embedder="")
-    words = None
     if bm25:
-        words = BM25()
-        words.build(texts.items(), 1)
+        indexes["bm25"] = BM25()
+        indexes["bm25"].build(texts.items(), 1)
     return Searcher(
         embedder=embedder,
         indexes=indexes,
-        bm25=words,
         texts=lambda ids: {name: texts[name] for name in ids},
         colbert=colbert or (lambda ids: {}),
         reranker=reranker,

@@ -51,7 +51,6 @@ from ragkv.retrievers.segments import (
     MANIFEST,
     SavedElsewhereError,
     Segmented,
-    SegmentedIndex,
     alone,
     saved_generation,
 )
@@ -151,17 +150,16 @@ class Found:
 class Searcher:
     """Searches one set of chunks. Thread-safe.
 
-    `indexes` has the vector indexes by kind; `fusion` is how hybrid merges two rankings. `texts` and `colbert` return
-    the texts and ColBERT vectors of chunks by id, without deleted chunks. A search raises if its mode needs a missing
-    part.
+    `indexes` has those of bm25, dense and sparse that exist; `fusion` is how hybrid merges two rankings. `texts` and
+    `colbert` return the texts and ColBERT vectors of chunks by id, without deleted chunks. A search raises if its mode
+    needs a missing part.
     """
 
     def __init__(
         self,
         *,
         embedder: Embedder | None,
-        indexes: Mapping[ScoreKind, VectorSearch[Any]],
-        bm25: BM25 | None,
+        indexes: Mapping[str, VectorSearch[Any]],
         texts: Callable[[Sequence[str]], Mapping[str, str]],
         colbert: Callable[[Sequence[str]], Mapping[str, NDArray[np.floating[Any]]]],
         reranker: Reranker | None,
@@ -170,7 +168,6 @@ class Searcher:
         self._embedder = embedder
         self._fusion = fusion
         self._indexes = indexes
-        self._bm25 = bm25
         self._texts = texts
         self._colbert = colbert
         self._reranker = reranker
@@ -186,14 +183,13 @@ class Searcher:
             raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {mode!r}.", param="retrieval")
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
-        if mode == "bm25":
-            return [_found(hit.chunk_id, {"bm25": hit.score}, "bm25") for hit in self._bm(question, count, among)]
-        query = self._embed(question, mode)
-        if mode == "dense" or mode == "sparse":
-            return [_found(hit.chunk_id, {mode: hit.score}, mode) for hit in self._hits(mode, query, count, among)]
+        query = None if mode == "bm25" else self._embed(question, mode)
+        if mode in ("bm25", "dense", "sparse"):
+            hits = self._hits(mode, question, query, count, among)
+            return [_found(hit.chunk_id, {mode: hit.score}, mode) for hit in hits]
         pool = max(count, pool)
         if mode == "colbert":
-            return self._late(query, self._hits("dense", query, pool, among))[:count]
+            return self._late(query, self._hits("dense", question, query, pool, among))[:count]
         return self._hybrid(question, query, pool, among)[:count]
 
     def rerank(self, question: str, found: Sequence[Found]) -> list[Found]:
@@ -235,20 +231,19 @@ class Searcher:
             raise RetrievalError(why, param="retrieval")
         return self._embedder.embed_query(question)
 
-    def _hits(self, kind: ScoreKind, query: Embedding, count: int, among: Collection[str] | IdSet | None) -> list[Hit]:
-        index = self._indexes.get(kind)
+    def _hits(
+        self, name: str, question: str, query: Embedding | None, count: int, among: Collection[str] | IdSet | None
+    ) -> list[Hit]:
+        index = self._indexes.get(name)
         if index is None:
-            raise RetrievalError(f"There is no index of {kind} vectors of these chunks.")
-        vector = query.dense[0] if kind == "dense" else query.sparse[0]  # type: ignore[index]
-        return index.search(vector, count, among=among)
+            what = "BM25 index" if name == "bm25" else f"index of {name} vectors"
+            raise RetrievalError(f"There is no {what} of these chunks.")
+        asked = question if name == "bm25" else getattr(query, name)[0]
+        return index.search(asked, count, among=among)
 
-    def _bm(self, question: str, count: int, among: Collection[str] | IdSet | None) -> list[Hit]:
-        if self._bm25 is None:
-            raise RetrievalError("There is no BM25 index of these chunks.")
-        return self._bm25.search(question, count, among=among)
-
-    def _late(self, query: Embedding, hits: Sequence[Hit]) -> list[Found]:
+    def _late(self, query: Embedding | None, hits: Sequence[Hit]) -> list[Found]:
         """Score the candidates by late interaction (ColBERT). Candidates without vectors were deleted meanwhile."""
+        assert query is not None
         assert query.colbert is not None
         vectors = self._colbert([hit.chunk_id for hit in hits])
         there = [hit for hit in hits if hit.chunk_id in vectors]
@@ -265,19 +260,18 @@ class Searcher:
         return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
 
     def _hybrid(
-        self, question: str, query: Embedding, count: int, among: Collection[str] | IdSet | None
+        self, question: str, query: Embedding | None, count: int, among: Collection[str] | IdSet | None
     ) -> list[Found]:
         """Merge the dense ranking with the sparse one, or with BM25's if there are no sparse vectors.
 
         The score is the dense one, which every chunk has.
         """
         words = "sparse" if "sparse" in self._indexes else "bm25"
-        dense = self._hits("dense", query, count, among)
-        lexical = self._hits("sparse", query, count, among) if words == "sparse" else self._bm(question, count, among)
+        dense, lexical = (self._hits(name, question, query, count, among) for name in ("dense", words))
         merged = _FUSIONS[self._fusion]([dense, lexical])[:count]
         cosine = {hit.chunk_id: hit.score for hit in dense}
         if lacking := {hit.chunk_id for hit in merged} - cosine.keys():
-            more = self._hits("dense", query, len(lacking), lacking)
+            more = self._hits("dense", question, query, len(lacking), lacking)
             cosine |= {hit.chunk_id: hit.score for hit in more}
         weights = {hit.chunk_id: hit.score for hit in lexical}
         found = []
@@ -379,40 +373,15 @@ class Derived:
         self._lengths: dict[str, Mapping[Path, int]] = {}
         """The lengths of files that an open index may have mapped, from when they were last known to be complete."""
 
-    def bm25(self, notify: OnCount | None = None) -> BM25:
-        """The BM25 index of all chunks, updated to the store's generation."""
-        found: BM25 = self._current("bm25", BM25, embedder="", notify=notify)
-        return found
+    def index(
+        self, name: str, *, embedder: str = "", config: DenseConfig | None = None, notify: OnCount | None = None
+    ) -> Any:
+        """The index called `name` (`KINDS`), updated to the store's generation.
 
-    def fields(self, notify: OnCount | None = None) -> FieldIndex:
-        """The index of all documents' fields, updated to the store's generation."""
-        found: FieldIndex = self._current("fields", FieldIndex, embedder="", notify=notify)
-        return found
-
-    def vectors(
-        self, kind: ScoreKind, *, embedder: str, config: DenseConfig, notify: OnCount | None = None
-    ) -> SegmentedIndex[Any, Any, Any]:
-        """The index of the store's vectors of a kind (dense, sparse) from the embedder with this fingerprint.
-
-        An index of another embedder or factory string is rebuilt, an older one updated.
+        `embedder` is the fingerprint of the one that made the store's vectors. An index of another embedder or factory
+        string is rebuilt, an older one updated.
         """
-        fresh = SparseIndex if kind == "sparse" else partial(DenseIndex, config)
-        found: SegmentedIndex[Any, Any, Any] = self._current(kind, fresh, embedder=embedder, notify=notify)
-        return found
-
-    def merge(self, name: str) -> None:
-        """Merge the segments of an index in use and save it, for commands that write.
-
-        Questions continue with the old segments and do not wait.
-        """
-        index = self._indexes.get(name)
-        if index is not None and index.merge():
-            self._keep(lambda: self._save(index, self._folder / name))
-            self._measure(name)
-
-    def _current(self, name: str, fresh: Callable[[], Any], *, embedder: str, notify: OnCount | None) -> Any:
-        """The index called `name`, at the store's generation; `fresh` makes an empty one with the settings wanted."""
-        wanted = fresh()
+        wanted: Any = KINDS[name]() if config is None else DenseIndex(config)
 
         def fits(index: Any) -> bool:
             return bool((not len(index) or index.embedder == embedder) and index.fields() == wanted.fields())
@@ -439,6 +408,16 @@ class Derived:
                 self._measure(name)
             self._indexes[name] = index
             return index
+
+    def merge(self, name: str) -> None:
+        """Merge the segments of an index in use and save it, for commands that write.
+
+        Questions continue with the old segments and do not wait.
+        """
+        index = self._indexes.get(name)
+        if index is not None and index.merge():
+            self._keep(lambda: self._save(index, self._folder / name))
+            self._measure(name)
 
     def _updated(self, index: Any, empty: Any, now: Version, embedder: str, notify: OnCount | None) -> Any:
         """The index with the changes since its version; if those are unknown, `empty` filled again.
@@ -840,7 +819,7 @@ class Finder:
         self._index = index
         self._store = index.store
         self._derived = Derived(index.store, index.derived, index.write_behind.keep)
-        self._inventory = DocumentFilter(self._derived.fields)
+        self._inventory = DocumentFilter(partial(self._derived.index, "fields"))
 
     def find(
         self,
@@ -897,34 +876,30 @@ class Finder:
             wanted = wanted - {"dense", "sparse"} | {"qdrant"}
         for name in sorted(wanted):
             try:
-                self._follow(name, None if notify is None else partial(notify, name))
-                self._derived.merge(name)
+                progress = None if notify is None else partial(notify, name)
+                if name == "qdrant":
+                    follow_collection(self._index, notify=progress)
+                else:
+                    self._current(name, progress)
+                    self._derived.merge(name)
             except (RetrievalError, StoreError, ConfigError, ModelLoadError) as error:
                 level = logging.WARNING if name == "qdrant" else logging.INFO
                 logger.log(level, "the %s index is left to the next question: %s", name, error)
 
-    def _follow(self, name: str, notify: OnCount | None) -> None:
-        """Update the index called `name` to the store's generation."""
-        if name == "fields":
-            self._derived.fields(notify)
-        elif name == "bm25":
-            self._derived.bm25(notify)
-        elif name == "qdrant":
-            follow_collection(self._index, notify=notify)
-        else:
-            self._vectors(name, notify)
-
-    def _vectors(self, name: str, notify: OnCount | None = None) -> VectorSearch[Any]:
-        """The index of the vectors of a kind, updated to the store's generation."""
-        if self._index.config.qdrant.url:
+    def _current(self, name: str, notify: OnCount | None = None) -> Any:
+        """The index called `name`, updated to the store's generation."""
+        if name not in ("dense", "sparse"):
+            return self._derived.index(name, notify=notify)
+        config = self._index.config
+        if config.qdrant.url:
             follow_collection(self._index, notify=notify)
             kind: Any = name
             return QdrantIndex(
                 collection=self._index.collection, score_kind=kind, vectors=partial(self._store.vector_many, kind)
             )
-        dense = DenseConfig(factory=self._index.config.index_factory)
+        dense = DenseConfig(factory=config.index_factory) if name == "dense" else None
         made_by = self._index.encoders.require_same_embedder()
-        return self._derived.vectors(name, embedder=made_by, config=dense, notify=notify)  # type: ignore[arg-type]
+        return self._derived.index(name, embedder=made_by, config=dense, notify=notify)
 
     def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
         """A searcher over the retrieval indexes that the mode needs, updated to the store's generation."""
@@ -933,7 +908,6 @@ class Finder:
     def _parts(self, mode: Mode, *, rerank: bool) -> dict[str, Any]:
         """The arguments of such a searcher."""
         encoders, config = self._index.encoders, self._index.config
-        indexes: dict[ScoreKind, VectorSearch[Any]] = {}
         searched: tuple[str, ...] = ("bm25",)
         if mode != "bm25":
             encoders.require_same_embedder()
@@ -941,13 +915,9 @@ class Finder:
             if why := why_not_served(mode, kinds, "This index"):
                 raise RetrievalError(why, param="retrieval")
             searched = indexes_of(mode, kinds)
-            for kind in VECTOR_KINDS:
-                if kind in searched:
-                    indexes[kind] = self._vectors(kind)
         return {
             "embedder": None if mode == "bm25" else encoders.embedder,
-            "indexes": indexes,
-            "bm25": self._derived.bm25() if "bm25" in searched else None,
+            "indexes": {name: self._current(name) for name in searched},
             "texts": lambda ids: {name: chunk.text for name, chunk in self._store.chunk_many(ids).items()},
             "colbert": partial(self._store.vector_many, "colbert"),
             "reranker": encoders.reranker if rerank else None,

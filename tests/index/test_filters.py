@@ -3,6 +3,7 @@
 import secrets
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def inventory_of(store: Store, *, readonly: bool = False) -> DocumentFilter:
     """The inventory as opened by another process."""
     folder = store.directory.parent / "derived"
-    return DocumentFilter(Derived(store, folder, (lambda _: None) if readonly else lambda write: write()).fields)
+    derived = Derived(store, folder, (lambda _: None) if readonly else lambda write: write())
+    return DocumentFilter(partial(derived.index, "fields"))
 
 
 def write(store: Store, document: Document, chunks: int = 2) -> None:

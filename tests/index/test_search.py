@@ -338,8 +338,7 @@ def searcher(*, embedder=None, reranker=None, kinds=("dense", "sparse"), rows=No
     colbert = dict(zip(TEXTS, message.colbert, strict=True)) if rows is None else rows
     return Searcher(
         embedder=embedder,
-        indexes={kind: index for kind, index in (("dense", dense), ("sparse", sparse)) if kind in kinds},
-        bm25=words,
+        indexes={"bm25": words} | {kind: {"dense": dense, "sparse": sparse}[kind] for kind in kinds},
         texts=lambda ids: {i: TEXTS[i] for i in ids if i in TEXTS},
         colbert=lambda ids: {i: colbert[i] for i in ids if i in colbert},
         reranker=reranker,
@@ -458,10 +457,10 @@ def test_what_a_mode_needs_and_is_not_there_is_said():
 # ---- derived
 
 KINDS: dict[str, Callable[..., Any]] = {
-    "bm25": Derived.bm25,
-    "dense": partial(Derived.vectors, kind="dense", embedder="e", config=DenseConfig()),
-    "sparse": partial(Derived.vectors, kind="sparse", embedder="e", config=DenseConfig()),
-    "fields": Derived.fields,
+    "bm25": partial(Derived.index, name="bm25"),
+    "dense": partial(Derived.index, name="dense", embedder="e", config=DenseConfig()),
+    "sparse": partial(Derived.index, name="sparse", embedder="e"),
+    "fields": partial(Derived.index, name="fields"),
 }
 QUESTIONS: dict[str, list[Any]] = {
     "bm25": ["common", "w3 w5 w3", "w1 common w7", "nothing"],
@@ -689,7 +688,7 @@ def test_files_of_the_format_before_are_replaced(kind, store):
 
 def test_gc_leaves_an_index_that_can_be_brought_up_to_date(store, monkeypatch):
     fill(store, 3)
-    derived(store).bm25()
+    derived(store).index("bm25")
     folder = store.directory.parent / "derived"
     monkeypatch.setattr("ragkv.index.search.SETTLED_SECONDS", -(10**9))
     write(store, "d1", ["common w5"], salt=1)
@@ -704,7 +703,7 @@ def test_gc_leaves_an_index_that_can_be_brought_up_to_date(store, monkeypatch):
 
 def test_an_index_that_another_process_deletes_meanwhile_is_no_garbage(store, monkeypatch):
     fill(store, 3)
-    derived(store).bm25()
+    derived(store).index("bm25")
     folder = store.directory.parent / "derived"
     monkeypatch.setattr("ragkv.index.search.SETTLED_SECONDS", -(10**9))
     assert list(stale_derived(folder, lambda _: shutil.rmtree(folder / "bm25"))) == []
