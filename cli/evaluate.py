@@ -35,7 +35,7 @@ from ragkv.cli.options import (
     mode_lists,
     source_of,
 )
-from ragkv.config import DTYPES, MOST_STEPS, NONE, one_of
+from ragkv.config import DTYPES, MOST_STEPS, one_of
 from ragkv.errors import UsageError
 from ragkv.evaluation.io import (
     check_target,
@@ -201,9 +201,7 @@ def _table(rows: Sequence[ScoreRow], shown: Callable[[ScoreRow], str]) -> tuple[
 
 
 def _setting(row: ScoreRow, name: str) -> str:
-    if name == "retrieval":
-        return row.candidate.scoring
-    value = getattr(row, name)
+    value = getattr(row.candidate, "scoring" if name == "retrieval" else name)
     return "all" if value is None else str(value)
 
 
@@ -228,6 +226,15 @@ DEFAULT_LIMIT = 100
 _FILES = "Files of LOFT, LongBench and RULER"
 _SCORES = "Relevance of the chunks"
 _BENCHMARK = "BEIR and LOFT folders"
+_MODEL = "mini, a folder or a hub id."
+
+
+def _option(panel: str, about: str, default: str | None = None, *names: str, **more: Any) -> Any:
+    """An option of a panel of the help; `default` says what an unset one means."""
+    return typer.Option(*names, help=about, show_default=default or True, rich_help_panel=panel, **more)
+
+
+Output = Annotated[Path | None, typer.Option(help="Write the figures to FILE.json or FILE.md.", show_default=False)]
 
 app = typer.Typer(help="Measure quality on questions whose answers are known.", no_args_is_help=True)
 
@@ -278,60 +285,31 @@ def answers(
     ] = None,
     retrieval: Annotated[
         str | None,
-        typer.Option(
-            help="How chunks are ranked: given (the task's order, equal scores), dense, sparse, colbert, hybrid, bm25.",
-            show_default="given, or the index's",
-            rich_help_panel=_SCORES,
+        _option(
+            _SCORES,
+            "How chunks are ranked: given (the task's order, equal scores), dense, sparse, colbert, hybrid, bm25.",
+            "given, or the index's",
         ),
     ] = None,
     rerank: Annotated[
         bool | None,
-        typer.Option(
-            "--rerank/--no-rerank",
-            help="Sort the chunks with the reranker.",
-            show_default="no, or the index's",
-            rich_help_panel=_SCORES,
-        ),
+        _option(_SCORES, "Sort the chunks with the reranker.", "no, or the index's", "--rerank/--no-rerank"),
     ] = None,
     top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="Read only the best chunks, this many.",
-            min=1,
-            show_default="all, or the index's",
-            rich_help_panel=_SCORES,
-        ),
+        int | None, _option(_SCORES, "Read only the best chunks, this many.", "all, or the index's", min=1)
     ] = None,
     steps: Annotated[
         str,
-        typer.Option(
-            help="Search up to this many times, for queries that the model writes; several numbers: 1,2,3.",
-            rich_help_panel=_SCORES,
-        ),
+        _option(_SCORES, "Search up to this many times, for queries that the model writes; several numbers: 1,2,3."),
     ] = "1",
-    embedder: Annotated[
-        str | None,
-        typer.Option(help="mini, a folder or a hub id.", show_default="mini beside mini", rich_help_panel=_SCORES),
-    ] = None,
-    reranker: Annotated[
-        str | None,
-        typer.Option(help="mini, a folder or a hub id.", show_default="mini beside mini", rich_help_panel=_SCORES),
-    ] = None,
+    embedder: Annotated[str | None, _option(_SCORES, _MODEL, "mini beside mini")] = None,
+    reranker: Annotated[str | None, _option(_SCORES, _MODEL, "mini beside mini")] = None,
     layout: Annotated[
-        str | None,
-        typer.Option(
-            "--format", help="loft, longbench, ruler or ragkv.", show_default="by the file", rich_help_panel=_FILES
-        ),
+        str | None, _option(_FILES, "loft, longbench, ruler or ragkv.", "by the file", "--format")
     ] = None,
-    metric: Annotated[
-        str | None, typer.Option(help="Metric of the answers.", show_default="the data set's", rich_help_panel=_FILES)
-    ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="Questions of a LOFT folder.", show_default="test", rich_help_panel=_FILES)
-    ] = None,
-    chunk_tokens: Annotated[
-        int, typer.Option(help="Cut long texts into chunks of this many tokens.", min=8, rich_help_panel=_FILES)
-    ] = 512,
+    metric: Annotated[str | None, _option(_FILES, "Metric of the answers.", "the data set's")] = None,
+    split: Annotated[str | None, _option(_FILES, "Questions of a LOFT folder.", "test")] = None,
+    chunk_tokens: Annotated[int, _option(_FILES, "Cut long texts into chunks of this many tokens.", min=8)] = 512,
     work: Annotated[
         Path, typer.Option(help="Keep answers in this folder, so that the same command continues a stopped run.")
     ] = DEFAULT_WORK,
@@ -340,9 +318,7 @@ def answers(
         str | None,
         typer.Option(help="auto, float32, bfloat16, float16 or int8.", show_default="auto; float32 for mini on a CPU"),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the figures to FILE.json or FILE.md.", show_default=False)
-    ] = None,
+    output: Output = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as one JSON list.")] = False,
     quiet: Quiet = False,
 ) -> None:
@@ -370,10 +346,8 @@ def answers(
     if dtype is not None:
         one_of("--dtype", dtype, DTYPES)
     sizes, searches = given_numbers("--chunks", chunks), given_numbers("--steps", steps, most=MOST_STEPS)
-    source: ChunkSource
-    usual: tuple[str, str, str, bool]
-    settings: dict[str, Any]
     with ExitStack() as stack:
+        source: ChunkSource
         if index is not None:
             own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
             files = {"--format": layout, "--metric": metric, "--split": split}
@@ -381,25 +355,22 @@ def answers(
                 raise UsageError(f"{given[0]} cannot be used with --index; leave it out.")
             rag = stack.enter_context(RagKV.open(index, device=device))
             found = [_questions(Path(name), limit, seed) for name in what]
-            source, config = IndexSource(rag, device=device), rag.config
-            usual = config.model, config.codec, config.retrieval, config.rerank and config.reranker != NONE
-            settings = {"top_k": top_k or config.top_k, "prompt": config.prompt, "tuning": config.tuning}
-            settings |= {"context": config.encoding.context, "writing": config.steps}
+            source = IndexSource(rag, device=device)
+            settings = source.settings | {"codec": rag.config.codec, "tuning": rag.config.tuning}
         else:
             reading: dict[str, Any] = {"format": layout, "metric": metric, "split": split}
             reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
             found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
             beside = MINI if set(model or [MINI]) == {MINI} else None  # mini's embedder knows nothing of the real world
             source = TaskSource(embedder=embedder or beside, reranker=reranker or beside, device=device)
-            usual = MINI, RAW, GIVEN, False
-            settings = {"top_k": top_k, "dtype": dtype}
-        own_model, own_codec, own_retrieval, reranked = usual
+            settings = {"model": MINI, "codec": RAW, "retrieval": GIVEN, "dtype": dtype}
+        settings |= {name: value for name, value in (("rerank", rerank), ("top_k", top_k)) if value is not None}
+        own_model, own_codec, own_retrieval = (settings.pop(name) for name in ("model", "codec", "retrieval"))
         asked = all_candidates(
             parse_specs(engines),
             models=model or [own_model],
             codecs=given_names("--codecs", codecs or own_codec),
             retrievals=given_names("--retrieval", retrieval or own_retrieval),
-            rerank=[reranked if rerank is None else rerank],
             steps=searches,
             **settings,
         )
@@ -505,36 +476,18 @@ def retrieval(
     layout: Annotated[
         str | None, typer.Option("--format", help="ragkv, beir or loft.", show_default="by the files")
     ] = None,
-    split: Annotated[
-        str | None, typer.Option(help="Questions of the benchmark.", show_default="test", rich_help_panel=_BENCHMARK)
-    ] = None,
-    embedder: Annotated[
-        str | None,
-        typer.Option(help="mini, a folder or a hub id.", show_default="none, BM25 only", rich_help_panel=_BENCHMARK),
-    ] = None,
-    reranker: Annotated[
-        str | None, typer.Option(help="mini, a folder or a hub id.", show_default="none", rich_help_panel=_BENCHMARK)
-    ] = None,
+    split: Annotated[str | None, _option(_BENCHMARK, "Questions of the benchmark.", "test")] = None,
+    embedder: Annotated[str | None, _option(_BENCHMARK, _MODEL, "none, BM25 only")] = None,
+    reranker: Annotated[str | None, _option(_BENCHMARK, _MODEL, "none")] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Cut passages off after this many tokens.",
-            min=8,
-            show_default="the embedder's limit",
-            rich_help_panel=_BENCHMARK,
-        ),
+        _option(_BENCHMARK, "Cut passages off after this many tokens.", "the embedder's limit", min=8),
     ] = None,
     work: Annotated[
-        Path,
-        typer.Option(
-            help="Keep vectors in this folder, so that the same command continues a stopped run.",
-            rich_help_panel=_BENCHMARK,
-        ),
+        Path, _option(_BENCHMARK, "Keep vectors in this folder, so that the same command continues a stopped run.")
     ] = DEFAULT_WORK,
     device: Device = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write the figures to FILE.json or FILE.md.", show_default=False)
-    ] = None,
+    output: Output = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON list.")] = False,
     quiet: Quiet = False,
 ) -> None:

@@ -222,7 +222,7 @@ class TableRow:
             models=[model],
             codecs=[self.codec],
             retrievals=[self.retrieval],
-            rerank=[self.rerank],
+            rerank=self.rerank,
             top_k=self.top_k,
             dtype=dtype,
         )

@@ -139,22 +139,20 @@ def all_candidates(
     models: Sequence[str] = (MINI,),
     codecs: Sequence[str] = (RAW,),
     retrievals: Sequence[str] = (GIVEN,),
-    rerank: Sequence[bool] = (False,),
-    top_k: int | None = None,
-    dtype: str | None = None,
+    steps: Sequence[int] = (1,),
     prompt: PromptConfig | None = None,
     tuning: Mapping[str, Mapping[str, Any]] | None = None,
     context: int = 0,
-    steps: Sequence[int] = (1,),
-    writing: StepsConfig | None = None,
+    **settings: Any,
 ) -> list[Candidate]:
-    """Every combination of the arguments, once each. An option of a spec overrides one of `tuning`.
+    """Every combination of engines, models, codecs, retrievals and steps, once each; they share the other `settings`.
 
-    Without `prompt`, a checkpoint that was tuned without a BOS is asked without one. Options that begin with `prompt.`
-    set fields of `PromptConfig`: `ape(prompt.prefix_newlines=20)`. `ape(context=256)` overrides `context`.
+    An option of a spec overrides one of `tuning`. Without `prompt`, a checkpoint that was tuned without a BOS is asked
+    without one. Options that begin with `prompt.` set fields of `PromptConfig`: `ape(prompt.prefix_newlines=20)`.
+    `ape(context=256)` overrides `context`.
     """
     found: list[Candidate] = []
-    for model, spec, codec, retrieval, reranked, most in product(models, engines, codecs, retrievals, rerank, steps):
+    for model, spec, codec, retrieval, most in product(models, engines, codecs, retrievals, steps):
         words = {key.removeprefix(_PROMPT): value for key, value in spec.options.items() if key.startswith(_PROMPT)}
         options = {key: value for key, value in spec.options.items() if not key.startswith(_PROMPT)}
         changed = words or CONTEXT in options
@@ -164,16 +162,13 @@ def all_candidates(
             engine=spec.name,
             options={**(tuning or {}).get(spec.name, {}), **options},
             model=model,
-            dtype=dtype,
             codec=codec,
             retrieval=retrieval,
-            rerank=reranked,
-            top_k=top_k,
             prompt=build_config(PromptConfig, texts, f"{spec}: {_PROMPT[:-1]}"),
             name=str(spec) if changed else "",
             context=seen,
             steps=most,
-            writing=writing or StepsConfig(),
+            **settings,
         )
         if one not in found:
             found.append(one)
@@ -732,11 +727,11 @@ class IndexSource(ChunkSource):
         self._rag = rag
         self._known: dict[tuple[str, str, str, bool, int | None, int], list[ContextChunk]] = {}
 
-    def candidate(self, engine: str, **settings: Any) -> Candidate:
-        """A candidate that answers as the index is configured, but for `settings`."""
+    @property
+    def settings(self) -> dict[str, Any]:
+        """How the index is configured to answer, as fields of a `Candidate`."""
         config = self._rag.config
-        usual: dict[str, Any] = {
-            "options": config.tuning.get(engine, {}),
+        return {
             "model": config.model,
             "retrieval": config.retrieval,
             "rerank": config.rerank and config.reranker != NONE,
@@ -745,7 +740,11 @@ class IndexSource(ChunkSource):
             "context": config.encoding.context,
             "writing": config.steps,
         }
-        return Candidate(engine=engine, **(usual | settings))
+
+    def candidate(self, engine: str, **settings: Any) -> Candidate:
+        """A candidate that answers as the index is configured, but for `settings`."""
+        options = self._rag.config.tuning.get(engine, {})
+        return Candidate(engine=engine, **({"options": options} | self.settings | settings))
 
     def check(self, candidate: Candidate) -> None:
         if candidate.retrieval == GIVEN:
