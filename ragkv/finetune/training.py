@@ -26,7 +26,7 @@ class Training:
     of the modules by name, of the optimizer and of the schedule. Gradients are clipped to the norm `clip`.
     """
 
-    modules: Mapping[str, Any]
+    modules: Mapping[str, nn.Module]
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
     steps: int
@@ -47,9 +47,8 @@ class Training:
         """
         if not self.path.exists():
             return False
-        device = self.optimizer.param_groups[0]["params"][0].device
         try:
-            state: dict[str, Any] = torch.load(self.path, map_location=device, weights_only=True)
+            state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
             before = state.pop("settings")
         except Exception as error:  # a damaged pickle can raise any exception
             raise UsageError(f"{self.path} is damaged ({error}); begin again with {again}.") from error
@@ -78,7 +77,7 @@ class Training:
         After every step, `on_progress` receives step, steps, these figures, lr and seconds. If `stop` is set, a
         checkpoint is written and KeyboardInterrupt raised.
         """
-        parameters = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        parameters = [weight for module in self.modules.values() for weight in module.parameters()]
         started = time.perf_counter() - self.seconds
         while self.done < self.steps:
             self.optimizer.zero_grad(set_to_none=True)
