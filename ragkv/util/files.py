@@ -74,7 +74,7 @@ def require_plain(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something at `path`; `OSError` if the system does not say, where Python 3.14's method says no."""
+    """Whether there is something at `path`; `OSError` if the system does not say (Python 3.14's method answers no)."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no system has such a name
