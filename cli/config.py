@@ -134,8 +134,12 @@ def show(
     if memory := os.environ.get(MEMORY_VARIABLE):
         if memory != "auto":
             byte_count(MEMORY_VARIABLE, memory)
-        forced = {"value": memory, "origin": "environment", "where": MEMORY_VARIABLE}
-        found = [replace(one, **forced) if one.name == "memory_budget" else one for one in found]
+        found = [
+            replace(one, value=memory, origin="environment", where=MEMORY_VARIABLE)
+            if one.name == "memory_budget"
+            else one
+            for one in found
+        ]
     ignored = [] if kept is None else contradicted(config, variables)
     shown = [one for one in found if one.origin != "default" or not changed]
     if as_json:

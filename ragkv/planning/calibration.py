@@ -438,15 +438,16 @@ class ChunkCalibration:
 
 def _drop_cache(folder: Path) -> bool:
     """Drop the store's file from the page cache, so that it is read from the disk; False if the system cannot."""
-    if sys.platform != "linux":
-        return False
-    descriptor = os.open(folder / "store" / "data.mdb", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)  # pages that are not on the disk yet would stay in memory
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-    return True
+    dropped = False
+    if sys.platform == "linux":
+        descriptor = os.open(folder / "store" / "data.mdb", os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # pages that are not on the disk yet would stay in memory
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            dropped = True
+        finally:
+            os.close(descriptor)
+    return dropped
 
 
 _TOKENS = 256
