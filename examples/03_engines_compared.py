@@ -4,7 +4,7 @@ import os
 
 from ragkv import RagKV
 
-QUESTION = "In which year was Parinphor Brewery founded?"
+QUESTION = "How many people work at Yeladquor Pumps?"
 
 with RagKV.open(os.environ.get("RAGKV_INDEX", "example-index")) as rag:
     rag.query(QUESTION, max_new_tokens=1)  # loads the model

@@ -109,7 +109,7 @@ def test_accuracy_refuses_in_a_sentence(capsys, small, arguments, says):
 SAYS = {
     "01_ingest_and_query": ("0 documents added, 18 unchanged", "employs 360 people", "4 of 4 chunks from stored KV"),
     "02_streaming": ("started by Gilea Casinberg", "first token after", "... cancelled"),
-    "03_engines_compared": ("full   Parinphor", "pced   Parinphor", "is from companies/parinphor-brewery.md"),
+    "03_engines_compared": ("ape    Yeladquor Pumps employs 924 people. (", "is from companies/yeladquor-pumps.md"),
     "04_async": ("started by Gilea Casinberg", "employs 360 people", "[CancelledError("),
     "05_llama_index_query_engine": ("employs 360 people", "'misses': 0", "1931"),
     "06_llama_index_ingestion": ("9 nodes stored, 9 encoded", "again: 3 documents unchanged", "2 documents left"),
