@@ -508,6 +508,34 @@ BREAKS = """() => {
 """Connections break after the first event, as when a server is killed."""
 
 
+AWAY = "window.whole = window.fetch; window.fetch = async () => { throw new TypeError('Failed to fetch'); };"
+BACK = "window.fetch = window.whole;"
+
+
+def test_the_alert_that_the_server_cannot_be_reached_goes_when_it_answers_again(page):
+    page.get_by_role("link", name="Documents").click()
+    page.evaluate(f"() => {{ {AWAY} }}")
+    page.get_by_label("Filter by name").fill("x")
+    shown(page.get_by_role("alert")).to_have_text("The server cannot be reached.")
+    page.evaluate(f"() => {{ {BACK} }}")
+    shown(page.get_by_role("alert")).to_be_hidden()
+
+
+def test_a_page_that_does_not_reach_the_server_begins_when_it_answers(profile_of, server, key, blameless):
+    """Before, it offers nothing that needs an index."""
+    tracker = profile_of(key[1])
+    blameless.append(tracker)
+    page = tracker.page
+    page.add_init_script(AWAY)
+    page.goto(f"{server.root}/#documents")
+    shown(page.get_by_role("alert")).to_have_text("The server cannot be reached.")
+    shown(page.locator("#files, #choose-folder, #filter").locator("visible=true")).to_have_count(0)
+    page.evaluate(f"() => {{ {BACK} }}")
+    shown(page.locator("#listing tr")).not_to_have_count(0)
+    shown(page.get_by_role("alert")).to_be_hidden()
+    shown(page.get_by_label("Filter by name")).to_be_visible()
+
+
 def test_an_answer_that_breaks_off_says_so_and_its_question_outlives_a_reload(page):
     page.evaluate(BREAKS)
     page.get_by_label("Question").fill(QUESTION)

@@ -1,6 +1,12 @@
 // The server's API: JSON, server-sent events, uploads. It asks for a key when the server does.
 
+import { byId, warn } from "./dom.js";
 import { askKey, currentKey } from "./key.js";
+
+const AWAY = "The server cannot be reached.";
+const AGAIN = 2000; // milliseconds between two looks whether it can be
+/** While the server cannot be reached: settled when it answers again. */
+export let returning = null;
 
 /** The path of something of an index: `pathOf("handbook", "documents", id)`. */
 export const pathOf = (...parts) => ["api", "indexes", ...parts.map(encodeURIComponent)].join("/");
@@ -56,7 +62,7 @@ function sent(path, files, key, onSent, signal) {
       if (event.lengthComputable) onSent(event.loaded / event.total);
     });
     request.addEventListener("load", () => resolve({ status: request.status, text: request.responseText }));
-    request.addEventListener("error", () => reject(new Error("The server cannot be reached.")));
+    request.addEventListener("error", () => reject(unreachable()));
     request.addEventListener("abort", () => reject(new DOMException("cancelled", "AbortError")));
     signal.addEventListener("abort", () => request.abort());
     request.send(form);
@@ -73,13 +79,26 @@ async function called(path, { method, body, signal }) {
       response = await fetch(path, { method, headers, signal, body: body === undefined ? null : JSON.stringify(body) });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Error("The server cannot be reached.");
+      throw unreachable();
     }
     if (response.ok) return response;
     const text = await response.text();
     if (response.status === 401 && (await askKey(key))) continue;
     throw failure(response.status, text);
   }
+}
+
+function unreachable() {
+  returning ??= returned();
+  return new Error(AWAY);
+}
+
+/** Wait until the server answers again; the alert that it does not goes then. */
+async function returned() {
+  do await new Promise((done) => setTimeout(done, AGAIN));
+  while (!(await fetch("healthz").then(() => true, () => false)));
+  returning = null;
+  if (byId("alert").textContent === AWAY) warn(null);
 }
 
 function failure(status, text) {

@@ -28,6 +28,7 @@ export async function documentsOf(facts) {
   index = facts;
   byId("read-only").hidden = facts.writable;
   byId("adding").hidden = !facts.writable;
+  byId("finding").hidden = false;
   byId("listing").replaceChildren(); // what stands there is another index's, and would be opened and deleted as this one's
   byId("counted").textContent = "";
   byId("next").hidden = true;

@@ -1,6 +1,6 @@
 // The page: which index, which view, and what each part does with them.
 
-import { ask } from "./api.js";
+import { ask, returning } from "./api.js";
 import { askOf, setUpAsking } from "./asking.js";
 import { lastIndex } from "./conversation.js";
 import { documentsOf, list, setUpDocuments } from "./documents.js";
@@ -72,16 +72,21 @@ async function start() {
     turn(); // the event of the change comes later
     byId("question").focus();
   });
+  byId("index").addEventListener("change", () => attempt(choose));
   turn();
+  await begin();
+}
+
+async function begin() {
   try {
     await load();
     byId("index").replaceChildren(...indexes.map(({ name }) => el("option", { value: name }, name)));
     byId("index").value = indexes.find(({ name }) => name === lastIndex())?.name ?? indexes[0].name;
-    byId("index").addEventListener("change", () => attempt(choose));
     await choose();
     if (!byId("ask").hidden) byId("question").focus();
   } catch (error) {
     warn(error.message);
+    if (!indexes.length) returning?.then(begin);
   }
 }
 
