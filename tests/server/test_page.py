@@ -300,6 +300,17 @@ def test_it_streams_and_can_be_stopped(page, rag, monkeypatch):
     shown(page.locator("#thread")).to_be_hidden()  # it is not part of a conversation
 
 
+def test_the_focus_goes_from_ask_to_stop_and_back(page, rag, monkeypatch):
+    """The button that has it is hidden."""
+    held = HeldModel(rag, monkeypatch, last=5)
+    page.get_by_label("Question").fill(QUESTION)
+    page.get_by_role("button", name="Ask", exact=True).click()
+    shown(page.get_by_role("button", name="Stop")).to_be_focused()
+    page.keyboard.press("Enter")
+    shown(page.get_by_label("Question")).to_be_focused()
+    assert held.cancelled.wait(600)
+
+
 def test_a_question_that_a_reload_leaves_without_an_answer_is_in_its_field(page, rag, monkeypatch):
     held = HeldModel(rag, monkeypatch, last=5)
     page.get_by_label("Engine").select_option("full")
@@ -346,6 +357,7 @@ def test_a_long_document_opens_around_the_passage(page, rag):
     shown(text.get_by_role("button", name="Show what stands before")).to_have_count(0)
     text.get_by_role("button", name="Show more").click()
     shown(text).to_contain_text("Word 149 is here.")
+    shown(focused(page)).to_have_class("block")
     words = [int(n) for n in re.findall(r"Word (\d+) is here", text.inner_text())]
     assert words == list(range(150))
     rag.delete("stdin:long.md")
@@ -895,6 +907,25 @@ def test_documents_are_found_by_name_and_opened(page):
     reader.get_by_role("button", name="Close").click()
     page.get_by_label("Filter by name").fill("nothing has this name")
     shown(page.locator("#listing")).to_have_text("No document has such a name.")
+
+
+def test_the_last_of_more_documents_have_the_focus(page):
+    """The button that shows them goes away."""
+
+    def respond(route):
+        after = "after=" in route.request.url
+        names = ("c", "d") if after else ("a", "b")
+        facts = {"title": None, "chunks": 1, "text_bytes": 1, "kv_bytes": 1, "ingested_at": 0}
+        found = [{"document_id": name, "source": name, **facts} for name in names]
+        route.fulfill(json={"documents": found, "next": None if after else "b"})
+
+    page.route("**/documents?*", respond)
+    page.get_by_role("link", name="Documents").click()
+    page.get_by_label("Filter by name").fill("*")
+    page.get_by_role("button", name="Show more").focus()
+    page.keyboard.press("Enter")
+    shown(focused(page)).to_have_text("c")
+    page.unroute("**/documents?*")
 
 
 def test_an_index_that_cannot_be_listed_shows_no_other_ones_documents(page, forgiven):

@@ -191,9 +191,9 @@ async function one(name, body, view, signal) {
 function busy(now) {
   byId("send").hidden = now;
   byId("stop").hidden = !now;
-  if (now && document.activeElement === document.body) byId("stop").focus();
-  if (!now && document.activeElement === document.body) byId("question").focus();
+  if ([byId(now ? "send" : "stop"), document.body].includes(focused)) byId(now ? "stop" : "question").focus();
 }
+  const focused = document.activeElement; // a button that is hidden loses the focus, but later
 
 /** Put a question into the field again, to be changed or asked with other settings. */
 function edit(question) {

@@ -56,6 +56,7 @@ export async function list(after = null) {
     byId("listing").replaceChildren(rows.length ? table(body) : nothing(name));
   }
   body.append(...rows);
+  if (document.activeElement === byId("next")) rows[0]?.querySelector("button").focus();
   next = page.next;
   byId("next").hidden = next === null;
   const shown = body.children.length;

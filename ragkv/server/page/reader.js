@@ -112,7 +112,7 @@ function blocks(found, marked) {
     const body = own ? el("mark", {}, text) : text;
     return el(
       "div",
-      own ? { class: "block marked", tabindex: "-1", role: "group", "aria-label": "The passage" } : { class: "block" },
+      own ? { class: "block marked", tabindex: "-1", role: "group", "aria-label": "The passage" } : { class: "block", tabindex: "-1" },
       head,
       el("p", { class: "prose", dir: "auto" }, body),
     );
