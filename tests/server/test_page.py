@@ -991,6 +991,17 @@ def test_dark_and_light_follow_the_system_and_the_switch(visit_of, key):
     assert page.evaluate(paper) == dark
 
 
+def test_a_page_that_was_chosen_dark_is_printed_dark_on_white(visit_of, key):
+    page = ready(visit_of(key[1]).page)
+    page.get_by_role("button", name="Colours").click()
+    page.get_by_role("button", name="Colours").click()
+    ink = "() => getComputedStyle(document.body).color"
+    assert luminance(rgb(page.evaluate(ink))) > 0.8
+    page.emulate_media(media="print")
+    assert luminance(rgb(page.evaluate(ink))) < 0.1
+    shown(page.locator("#asking")).to_be_hidden()
+
+
 @pytest.mark.nightly
 def test_text_on_the_colours_of_experts_can_be_read_and_they_differ(visit_of, key):
     page = ready(visit_of(key[1]).page)
@@ -1063,6 +1074,27 @@ def test_a_phone_needs_no_scrolling_to_the_side(visit_of, key):
     page.get_by_role("link", name="Documents").click()
     shown(page.locator("#listing tbody tr").first).to_be_visible()
     assert page.evaluate(fits)
+
+
+def test_long_words_need_no_scrolling_to_the_side_at_400_percent(visit_of, key, forgiven):
+    forgiven.add(400)
+    page = ready(visit_of(key[1], viewport={"width": 320, "height": 256}).page)
+    page.get_by_text("More settings").click()
+    page.get_by_label("Only where").fill("x" * 300)
+    page.get_by_label("Question").fill(QUESTION)
+    page.keyboard.press("Enter")
+    shown(page.locator(".answer.failed .state")).to_contain_text("x" * 300)
+    page.evaluate("() => { document.getElementById('facts').textContent = 'x'.repeat(300); }")
+    fits = "() => document.documentElement.scrollWidth <= innerWidth"
+    assert page.evaluate(fits)
+    page.get_by_role("link", name="Documents").click()
+    page.locator(".source-open").last.click()
+    shown(page.locator("#reader .block").first).to_be_visible()
+    page.evaluate("() => { document.getElementById('reader-name').textContent = 'x'.repeat(250); }")
+    last = page.locator("#reader .block").last
+    last.scroll_into_view_if_needed()
+    shown(last).to_be_in_viewport()
+    assert page.locator("#reader-text").bounding_box()["height"] >= 100
 
 
 def test_the_key_is_asked_for_and_kept(visit_of, key, forgiven):
