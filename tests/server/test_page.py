@@ -813,6 +813,61 @@ def test_what_cannot_be_asked_is_told_in_its_place(page, forgiven):
     shown(page.locator(".answer.failed .state")).to_contain_text("nonsense")
 
 
+def test_a_wrong_setting_is_shown_where_it_is_folded_away(page):
+    settings = page.get_by_text("More settings")
+    settings.click()
+    page.get_by_label("Seed").fill("-1")
+    settings.click()
+    page.get_by_label("Question").fill(QUESTION)
+    page.keyboard.press("Enter")
+    shown(page.get_by_label("Seed")).to_be_focused()
+    shown(page.locator(".result")).to_have_count(0)
+
+
+def test_a_question_that_is_cut_says_so(page):
+    page.get_by_label("Question").focus()
+    page.keyboard.insert_text("x" * 30_000)
+    field = page.locator("#question")
+    assert len(field.input_value()) == 20_000
+    assert field.evaluate("field => field.validationMessage") == (
+        "The question was cut: it can have fewer than 20,000 characters."
+    )
+    page.keyboard.press("Backspace")
+    assert field.evaluate("field => field.validationMessage") == ""
+
+
+def test_what_is_typed_from_right_to_left_is_shown_so(page):
+    page.get_by_text("More settings").click()
+    for name in ("question", "system", "where", "filter", "rename-field"):
+        field = page.locator(f"#{name}")
+        field.evaluate("field => { field.value = 'כמה עובדים?'; }")
+        assert field.evaluate("field => getComputedStyle(field).direction") == "rtl", name
+
+
+def test_a_text_is_dropped_into_a_field(page):
+    """Only files are kept from the browser, which would leave the page for them."""
+    prevented = """type => {
+        const carried = new DataTransfer();
+        if (type === "Files") carried.items.add(new File(["x"], "x.unknown"));
+        else carried.setData(type, "x");
+        const over = new DragEvent("dragover", { dataTransfer: carried, bubbles: true, cancelable: true });
+        return !document.getElementById("question").dispatchEvent(over);
+    }"""
+    assert [page.evaluate(prevented, type) for type in ("text/plain", "Files")] == [False, True]
+
+
+def test_an_upload_that_is_under_way_stays_in_the_list(page):
+    page.get_by_role("link", name="Documents").click()
+    page.route("**/documents", lambda route: None)
+    for count in range(10):
+        page.locator("#files").set_input_files({"name": f"{count}.txt", "mimeType": "text/plain", "buffer": b"One."})
+        page.get_by_role("button", name=f"Cancel {count}.txt").wait_for()
+    for count in range(10):
+        page.get_by_role("button", name=f"Cancel {count}.txt").click()
+    shown(page.locator(".job.over").first).to_contain_text("Cancelled before it was sent")
+    page.unroute("**/documents")
+
+
 def test_files_are_dropped_watched_asked_about_and_deleted(page, rag):
     page.evaluate(
         "() => { window.states = []; new MutationObserver(() =>"

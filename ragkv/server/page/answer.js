@@ -40,7 +40,7 @@ export class AnswerView {
 
   /** `query`: one that the model has written. */
   searching(query) {
-    this.state.textContent = query ? `Searching for: ${query}` : "Searching";
+    this.state.textContent = query ? `Searching for: ${plain(query)}` : "Searching";
     this.node.classList.add("running");
   }
 
@@ -266,7 +266,7 @@ function facts(answer) {
   for (const query of answer.queries ?? []) {
     const at = query.lastIndexOf(answer.question); // of what a step has searched for, the page shows what it added
     const written = at < 0 ? "" : query.slice(at + answer.question.length).trim();
-    parts.push(written ? `searched again, the question with: ${written}` : `searched for: ${query}`);
+    parts.push(plain(written ? `searched again, the question with: ${written}` : `searched for: ${query}`));
   }
   if (answer.decoding.temperature) parts.push(`seed ${answer.decoding.seed}`);
   return el("p", { class: "quiet facts" }, parts.join(" · "));

@@ -24,6 +24,11 @@ export function setUpAsking() {
     event.preventDefault();
     byId("asking").requestSubmit();
   });
+  byId("asking").addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
+  byId("question").addEventListener("input", ({ target }) => {
+    target.setCustomValidity(target.value.length < target.maxLength ? "" : `The question was cut: it can have fewer than ${counted(target.maxLength, "character")}.`);
+    target.reportValidity();
+  });
   byId("stop").addEventListener("click", () => running?.abort());
   addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !event.isComposing && !document.querySelector("dialog[open]")) running?.abort();
@@ -189,11 +194,11 @@ async function one(name, body, view, signal) {
 }
 
 function busy(now) {
+  const focused = document.activeElement; // a button that is hidden loses the focus, but later
   byId("send").hidden = now;
   byId("stop").hidden = !now;
   if ([byId(now ? "send" : "stop"), document.body].includes(focused)) byId(now ? "stop" : "question").focus();
 }
-  const focused = document.activeElement; // a button that is hidden loses the focus, but later
 
 /** Put a question into the field again, to be changed or asked with other settings. */
 function edit(question) {

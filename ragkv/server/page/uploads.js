@@ -22,7 +22,8 @@ export function setUpUploads(changed, shown) {
   }
   byId("choose-folder").addEventListener("click", () => byId("folder").click());
   const veil = byId("veil");
-  const carries = (event) => index?.writable && [...(event.dataTransfer?.types ?? [])].includes("Files");
+  const files = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
+  const carries = (event) => index?.writable && files(event);
   let depth = 0;
   const over = (by) => {
     depth = by === 0 ? 0 : depth + by;
@@ -30,9 +31,9 @@ export function setUpUploads(changed, shown) {
   };
   addEventListener("dragenter", (event) => carries(event) && over(1));
   addEventListener("dragleave", (event) => carries(event) && over(-1));
-  addEventListener("dragover", (event) => event.preventDefault()); // else the browser leaves for the file
+  addEventListener("dragover", (event) => files(event) && event.preventDefault()); // else the browser leaves for the file
   addEventListener("drop", (event) => {
-    event.preventDefault();
+    if (files(event)) event.preventDefault();
     if (!carries(event)) return;
     over(0);
     shown();
@@ -157,7 +158,8 @@ class Item {
     this.detail = el("ul", { class: "job-detail" });
     this.node = el("li", { class: "job" }, el("span", { class: "job-name", title: all.join("\n") }, this.name), this.state, this.bar, this.cancel, this.detail);
     byId("jobs").prepend(this.node);
-    while (byId("jobs").children.length > MOST_SHOWN) byId("jobs").lastElementChild.remove();
+    const over = byId("jobs").querySelectorAll(".over"); // what is under way can be cancelled
+    if (byId("jobs").children.length > MOST_SHOWN) over[over.length - 1]?.remove();
   }
 
   show(said, share) {
