@@ -61,6 +61,8 @@ _TYPES = {
     "txt": "text/plain; charset=utf-8",
 }
 _START = "index.html"
+_DRAINS = 64
+"""The most refused bodies that are read at a time: clients without a key must not use up the open files."""
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -102,6 +104,7 @@ class Guard:
         self._limits = limits
         self._origins = frozenset(origins)
         self._open = open_paths()
+        self._drains = asyncio.Semaphore(_DRAINS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -130,7 +133,7 @@ class Guard:
             route = getattr(scope.get("route"), "path", None)
             self._responded(scope["method"], route, log.status)
             log.end(route)
-        await exchange.finish()
+        await exchange.finish(self._drains)
 
     def _refuse(self, scope: Scope, headers: Headers, log: _RequestLog) -> None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
@@ -255,14 +258,19 @@ class _Exchange:
             message = {**message, "more_body": True}
         await self._send(message)
 
-    async def finish(self) -> None:
-        """Read and drop the rest of the body, while it comes, and end the response."""
-        if self._held:
+    async def finish(self, drains: asyncio.Semaphore) -> None:
+        """Read and drop the rest of the body, while it comes, and end the response. If all `drains` are taken, the
+        body is not read.
+        """
+        if not self._held:
+            return
+        if not drains.locked():
             rest = _Body(self.receive, sys.maxsize, 30.0, idle=1.0)
-            with suppress(ApiError):
-                while self._unread:
-                    await rest()
-            await self._send({"type": "http.response.body"})
+            async with drains:
+                with suppress(ApiError):
+                    while self._unread:
+                        await rest()
+        await self._send({"type": "http.response.body"})
 
 
 class _RequestLog:
