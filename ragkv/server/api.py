@@ -246,7 +246,11 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
     # an id is usually a path: its slashes are percent-encoded, unlike those of the route
     @routes.get("/indexes/{name}/documents/{document_id:path}/chunks", response_model=ChunkPage)
     def chunks(
-        name: str, document_id: str, request: Request, limit: Limit = 100, after: Annotated[int, Query(ge=-1)] = -1
+        name: str,
+        document_id: str,
+        request: Request,
+        limit: Limit = 100,
+        after: Annotated[int, Query(ge=-1, lt=1 << 53)] = -1,
     ) -> Json:
         """A document's chunks in order, those behind the ordinal `after`."""
         rag = served.index(name)

@@ -293,6 +293,13 @@ def test_a_page_has_bounds(call, query):
     assert call("GET", f"/api/indexes/two/documents?{query}").status_code == 400
 
 
+@pytest.mark.parametrize("after", [-2, 2**53, 2**63 - 1, 10**30])
+def test_a_page_of_chunks_has_bounds(call, rag, after):
+    name = quote(next(iter(rag.list_documents().documents)).document.document_id, safe="")
+    response = call("GET", f"/api/indexes/two/documents/{name}/chunks?after={after}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "after")
+
+
 @pytest.fixture(scope="module")
 def long_name(tmp_path_factory, model_folder):
     """An index with a document of several chunks, and one whose id ends like a route."""
