@@ -61,6 +61,7 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _malformed)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(RagkvError, _failed)
+    app.add_exception_handler(Exception, _failed)  # else a fault of ours is answered in plain text
     app.state.ready = False
     limiter.registry.register(IndexMetrics(served))
 

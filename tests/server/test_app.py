@@ -297,7 +297,7 @@ def test_parameters_that_ask_for_nothing_are_taken(chat):
 def test_what_no_error_should_be_says_nothing(chat, monkeypatch):
     monkeypatch.setattr(AnswerStream, "begin", lambda *_, **__: 1 / 0)
     response = chat()
-    assert response.status_code == 500
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
     assert "division" not in response.text
 
 
