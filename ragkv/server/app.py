@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -338,6 +339,12 @@ class TimeoutProtocol(H11Protocol):
             self._idle.remove(self)
         elif not self.transport.is_closing():  # the next request of the connection has begun
             self._sending.begin(self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # the body of a request became invalid after its response had begun
+            self.transport.close()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

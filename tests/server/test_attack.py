@@ -368,6 +368,15 @@ def test_a_body_that_breaks_while_it_is_read_is_refused(patient, stream):
         assert statuses(received(connection)) == [400]
 
 
+def test_a_refused_body_that_breaks_ends_the_connection(keyed):
+    """The response has begun, so there is no other one."""
+    with keyed.connect() as connection:
+        connection.sendall(post(b"", "transfer-encoding: chunked\r\n", length=False))
+        assert statuses(connection.recv(1 << 16)) == [401]
+        connection.sendall(b"zz\r\n")
+        assert statuses(received(connection)) == []
+
+
 def test_http_1_0(patient):
     body = asked(stream=True)
     head = f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
