@@ -173,6 +173,7 @@ def read_epub(data: bytes) -> Parsed:
             except Unreadable as error:
                 left_out.append(f"chapter {number}: {error}")
                 continue
+            left_out += [f"chapter {number}: {part}" for part in chapter.left_out]
             named = next((s.heading for s in chapter.sections if s.heading), None) or chapter.title
             chapters.append((chapter.text, {"heading": named or f"Chapter {number}"}))
     text, sections = join_sections(chapters)
@@ -288,7 +289,9 @@ def _message(data: bytes, left_out: list[str]) -> tuple[str, str]:
         payload = cast("bytes | None", body.get_payload(decode=True)) or b""
         charset = body.get_content_charset()
         if body.get_content_subtype() == "html":
-            text = read_html(payload, whole=True).text
+            page = read_html(payload, whole=True)
+            text = page.text
+            left_out += page.left_out
         else:
             try:
                 text = payload.decode(charset or "utf-8")

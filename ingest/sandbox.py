@@ -91,7 +91,7 @@ def _read(source: SourceFile) -> SourceText:
     except Unreadable as error:
         raise UnreadableSource(source.name, _reason(source, str(error))) from error.__cause__
     if not parsed.text.strip():
-        raise UnreadableSource(source.name, "no text found")
+        raise UnreadableSource(source.name, next(iter(parsed.left_out), "no text found"))
     return SourceText(
         text=parsed.text,
         content_hash=hashlib.blake2b(data).hexdigest(),

@@ -180,6 +180,9 @@ _CONTAINERS = """.//main|.//article|.//*[@role='main' or @role='article' or cont
 _LAYOUT = "|".join(f".//table[.//table]{path}" for path in ("", "/tr", "/tr/td", "/tbody", "/tbody/tr", "/tbody/tr/td"))
 
 
+_TOO_DEEP = "its elements are nested more than 255 deep; what follows is missing"
+
+
 def read_html(data: bytes, *, whole: bool = False) -> Parsed:
     """The main text as Markdown: headings, lists and tables are kept, navigation is dropped.
 
@@ -188,9 +191,12 @@ def read_html(data: bytes, *, whole: bool = False) -> Parsed:
     """
     import trafilatura
     from trafilatura.settings import use_config
+    from trafilatura.utils import HTML_PARSER
 
     with silenced("trafilatura"):
         tree = trafilatura.load_html(data)
+        # libxml2 stops at a depth of 256 and drops the rest of the page
+        left_out = [_TOO_DEEP for fault in HTML_PARSER.error_log if fault.type_name == "ERR_RESOURCE_LIMIT"][:1]
         if tree is None:  # the library expects a whole page
             tree = trafilatura.load_html(f"<html><body>{decode(data)}</body></html>")
         if tree is None:
@@ -204,7 +210,7 @@ def read_html(data: bytes, *, whole: bool = False) -> Parsed:
         if len(text) < 250 and len(everything) > 4 * len(text):
             text = trafilatura.baseline(tree)[1] or everything
     parsed = parse_markdown(clean(text))
-    return replace(parsed, title=title or parsed.title)
+    return replace(parsed, title=title or parsed.title, left_out=left_out)
 
 
 def _mark_article(tree: Any, *, whole: bool) -> None:

@@ -194,6 +194,15 @@ def test_html_without_main_text_gives_all_text(tmp_path, page):
     assert read(tmp_path, "a.htm", page).text.strip() == "Only this."
 
 
+def test_what_is_nested_too_deeply_in_a_page_is_named(tmp_path):
+    missing = "its elements are nested more than 255 deep; what follows is missing"
+    deep = f"{'<div>' * 400}Oats.{'</div>' * 400}"
+    source = read(tmp_path, "a.html", f"<html><body><p>Kesk makes flour.</p>{deep}<p>End.</p></body></html>")
+    assert (source.text.strip(), list(source.left_out)) == ("Kesk makes flour.", [missing])
+    assert reason(tmp_path, "b.html", f"<html><body>{deep}</body></html>") == missing
+    assert read(tmp_path, "c.html", "<p>Only this.</p>").left_out == ()
+
+
 def test_html_without_text(tmp_path, caplog):
     with caplog.at_level(logging.DEBUG):
         assert reason(tmp_path, "a.html", "<html><body><img src='x.png'></body></html>") == "no text found"
