@@ -27,6 +27,8 @@ MOST_TOGETHER = 500
 """Files, or documents to delete, in one call of `apply`."""
 _RACY = 2_000_000_000
 """Nanoseconds: a file that changed this recently before a walk may change again and keep its times."""
+_AHEAD = 86_400_000_000_000
+"""Nanoseconds: a file that is dated further ahead was dated by hand, and not by a clock that will reach this time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,7 +121,8 @@ class FolderWatcher:
                 digest = source.digest() if at.st_size <= self._largest else str(times)
             except OSError as error:
                 digest = str(error)
-            settled = max(at.st_mtime_ns, at.st_ctime_ns) < began - _RACY
+            dated = 0 if at.st_mtime_ns > began + _AHEAD else at.st_mtime_ns
+            settled = max(dated, at.st_ctime_ns) < began - _RACY
             found.files[source.document_id] = (times, settled, digest)
             # A file that was rewritten and now looks unchanged may have been ingested in between.
             same = known is not None and (known[0], known[2]) == (times, digest) and not moved

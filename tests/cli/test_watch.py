@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -114,6 +115,20 @@ def test_a_walk_reads_a_file_once_and_a_huge_one_never(rag, folder, monkeypatch)
     watcher.follow(apply, stop)
     assert sorted(seen) == sorted([*(f"{number}.txt" for number in range(8)), "huge.txt", "shut.txt"])
     assert sorted(hashed) == sorted({*seen} - {"huge.txt"})
+
+
+def test_a_file_that_is_dated_far_ahead_is_not_read_at_each_walk(rag, folder, monkeypatch):
+    """One that is dated a little ahead is, because the file system's clock may be ahead."""
+    hashed, digest, later = [], SourceFile.digest, time.time_ns() + 3600 * 10**9
+    monkeypatch.setattr(watch, "time", SimpleNamespace(time_ns=lambda: later))
+    monkeypatch.setattr(SourceFile, "digest", lambda source: hashed.append(source.name) or digest(source))
+    for name, seconds in (("0.txt", 1), ("1.txt", 400 * 86_400)):
+        os.utime(folder / name, ns=(later + seconds * 10**9,) * 2)
+    watcher = rag.watcher([folder], notify=pytest.fail)
+    _, watcher._last = watcher._walk()
+    hashed.clear()
+    watcher._walk()
+    assert hashed == ["0.txt"]
 
 
 @pytest.mark.parametrize("moved", ["file", "folder"])
