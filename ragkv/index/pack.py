@@ -80,7 +80,7 @@ def write_pack(
     if not found:
         raise UsageError(f"The index at {index.folder} holds no document to pack.")
     chosen = {one.document.document_id for one in (match(found, names) if names else found)}
-    with partial_folder(path) as work:
+    with partial_folder(path) as work, renamed(work / "all" / "store", path), renamed(work / "pack" / "store", path):
         copy_index(index, work / "all", compact=False, verify=False, on_progress=on_progress)
         with Store.open(work / "all") as store:
             store.drop_meta("tiers")

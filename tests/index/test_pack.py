@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from indexed import indexed
 
 from ragkv import RagKV
-from ragkv.errors import KVMismatchError, RagkvError, StoreError, UsageError
+from ragkv.errors import KVMismatchError, RagkvError, StoreError, StoreFullError, UsageError
 from ragkv.index.maintenance import copy_index
 from ragkv.index.pack import MAGIC, unpack
 from ragkv.store import Store
@@ -163,6 +163,18 @@ def test_what_is_wrong_inside_is_named_by_the_pack(rag, tmp_path):
     if (unread := Path("/proc/self/mem")).is_file():
         with pytest.raises(StoreError, match="mem cannot be read"):
             unpack(unread, tmp_path / "there")
+
+
+@pytest.mark.parametrize("step", ["copy", "collect"])
+def test_a_full_disk_is_named_by_the_pack(rag, tmp_path, monkeypatch, step):
+    def full(store, path=None, **_):
+        raise StoreFullError(f"the disk under {path / 'store' if path else store.directory} is full")
+
+    monkeypatch.setattr(Store, step, full)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(StoreFullError, match=f"^the disk under {tmp_path / 'new'} is full$"):
+        rag.pack(tmp_path / "new")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_what_is_no_file_or_a_link_is_no_pack_or_target(rag, tmp_path):
