@@ -33,6 +33,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 import xxhash
@@ -460,7 +461,18 @@ def _gguf(path: Path) -> Iterator[Any]:
     from transformers import modeling_gguf_pytorch_utils as unpacking
 
     made, bar = gguf.GGUFReader, unpacking.tqdm
-    reader = made(path)
+
+    class Bounded(gguf.GGUFReader):  # type: ignore[misc]
+        """Ends where the file ends. gguf's own reads on, for as many empty elements as an array claims to have."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **more: Any) -> Any:
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError("the file ends early")
+            return super()._get(offset, dtype, count, *order, **more)
+
+    reader = Bounded(path)
+    if sum(int(tensor.n_bytes) for tensor in reader.tensors) > path.stat().st_size:
+        raise ValueError("its tensors overlap")  # each is unpacked, so a small file would fill the memory
 
     def shared(name: Any, *mode: Any) -> Any:
         return reader if not mode and Path(name).resolve() == path.resolve() else made(name, *mode)

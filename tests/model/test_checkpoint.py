@@ -371,6 +371,24 @@ class TestGGUF:
             load_model(str(file), device="cpu")
         assert "\n" not in str(caught.value)
 
+    def test_an_array_that_claims_more_than_the_file_holds(self, file):
+        data = file.read_bytes()
+        at = data.index(b"tokenizer.ggml.token_type") + len(b"tokenizer.ggml.token_type") + 8  # its length
+        file.write_bytes(data[:at] + (1 << 62).to_bytes(8, "little") + data[at + 8 :])
+        with pytest.raises(ModelLoadError, match="the file ends early"):
+            load_model(str(file), device="cpu")
+
+    def test_tensors_that_overlap(self, file):
+        import gguf
+
+        data, reader = bytearray(file.read_bytes()), gguf.GGUFReader(file)
+        for tensor in reader.tensors:
+            at = tensor.field.offset + sum(part.nbytes for part in tensor.field.parts) - 8  # where its data begin
+            data[at : at + 8] = bytes(8)
+        file.write_bytes(data[: reader.data_offset + max(int(tensor.n_bytes) for tensor in reader.tensors)])
+        with pytest.raises(ModelLoadError, match="its tensors overlap"):
+            load_model(str(file), device="cpu")
+
     def test_sizes_that_its_tensors_contradict(self, file):
         data = bytearray(file.read_bytes())
         at = data.index(b"qwen2.block_count") + len(b"qwen2.block_count") + 4
