@@ -13,9 +13,11 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -94,10 +96,43 @@ _STORE_GONE = (
 )
 
 
+class BoundedStore:
+    """A store whose calls end: RuntimeError for one without an answer within `timeout` seconds, and for all after it.
+
+    TCPStore waits for ever if the process or the machine that holds it hangs with its connections open.
+    """
+
+    def __init__(self, store: Store, timeout: float) -> None:
+        self._store = store
+        self._timeout = timeout
+        self._late = False
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._answer, name)
+
+    def _answer(self, name: str, *given: Any) -> Any:
+        if self._late:
+            raise RuntimeError("the store does not answer")
+        found: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                found.set_result(getattr(self._store, name)(*given))
+            except BaseException as error:
+                found.set_exception(error)
+
+        Thread(target=call, name="ragkv-store", daemon=True).start()
+        try:
+            return found.result(self._timeout)
+        except TimeoutError as error:
+            self._late = True
+            raise RuntimeError(f"the store has not answered within {self._timeout:g} seconds") from error
+
+
 class Peers:
     """The ranks that have met in `store`, and their reports to each other there. `handshakes` are by rank."""
 
-    def __init__(self, store: Store, rank: int, handshakes: Sequence[Handshake]) -> None:
+    def __init__(self, store: Store | BoundedStore, rank: int, handshakes: Sequence[Handshake]) -> None:
         self.rank = rank
         self.handshakes = tuple(handshakes)
         self._store = store
@@ -105,7 +140,7 @@ class Peers:
         self._silent: list[int] = []  # ranks that did not report after a failure
 
     @classmethod
-    def meet(cls, store: Store, rank: int, size: int, handshake: Handshake, *, timeout: float) -> Peers:
+    def meet(cls, store: Store | BoundedStore, rank: int, size: int, handshake: Handshake, *, timeout: float) -> Peers:
         """Send the handshake, and wait for those of all `size` ranks.
 
         RanksError if some do not arrive within `timeout` seconds, or if one differs (`require_alike`): all get the same
@@ -114,22 +149,24 @@ class Peers:
         """
         try:
             store.set(f"hello/{rank}", handshake.to_json())
-            if missing := wait_for(store, [f"hello/{other}" for other in range(size)], timeout):
+            missing = wait_for(store, [f"hello/{other}" for other in range(size)], timeout)
+            here = [other for other in range(size) if other not in missing]
+            greetings = [store.get(f"hello/{other}") for other in here]
+        except RuntimeError as error:
+            raise RanksError(_STORE_GONE) from error
+        try:
+            if missing:
                 raise RanksError(
                     f"Of {size} ranks, {'this one' if len(missing) == 1 else 'these'} did not come within {timeout:g} "
                     f"seconds: {', '.join(map(str, missing))}. Look at what they say, and start them again."
                 )
-            greetings = [store.get(f"hello/{other}") for other in range(size)]
-        except RuntimeError as error:
-            raise RanksError(_STORE_GONE) from error
-        try:
             found = [Handshake.from_bytes(each, other) for other, each in enumerate(greetings)]
             require_alike(found)
         except RanksError:
             # torchrun's SIGTERM, or the store is gone: the others already know
             with suppress(RanksError, RuntimeError):
                 store.set(f"read/{rank}", "")
-                wait_for(store, [f"read/{other}" for other in range(size)], _LAST_LOOK)
+                wait_for(store, [f"read/{other}" for other in here], _LAST_LOOK)
             raise
         return cls(store, rank, found)
 
@@ -205,7 +242,7 @@ class Peers:
 
 
 def wait_for(
-    store: Store, keys: Sequence[str], timeout: float, check: Callable[[], object] = lambda: None
+    store: Store | BoundedStore, keys: Sequence[str], timeout: float, check: Callable[[], object] = lambda: None
 ) -> list[int]:
     """Wait at most `timeout` seconds until the store has all keys; returns the indices of the missing ones.
 

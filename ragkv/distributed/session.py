@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.config import IndexConfig
-from ragkv.distributed.group import Handshake, Peers, RankGroup, wait_for
+from ragkv.distributed.group import BoundedStore, Handshake, Peers, RankGroup, wait_for
 from ragkv.distributed.sharding import RankExecutor, ShardedBackend, rank_of
 from ragkv.errors import RanksError, UsageError
 from ragkv.index.answer import AnswerBackend, AnswerStream, validate_task
@@ -190,6 +190,7 @@ class Session:
         self.size = size
         self.part = part
         self._store = store
+        self._meeting = BoundedStore(store, timeout)
         self._timeout = timeout
         self._patience = patience
         self._peers: Peers | None = None
@@ -201,7 +202,7 @@ class Session:
     def join(self) -> None:
         """Meet the others, and load the model; RanksError if that fails."""
         handshake = Handshake(same=self.part.facts())
-        self._peers = peers = Peers.meet(self._store, self.rank, self.size, handshake, timeout=self._patience)
+        self._peers = peers = Peers.meet(self._meeting, self.rank, self.size, handshake, timeout=self._patience)
         try:
             model, limits = self.part.model, self.part.limits
             peers.wait_until_loaded(self._patience)
@@ -234,7 +235,7 @@ class Session:
 
     def notify(self, asked: Mapping[str, Any]) -> None:
         """Rank 0: announce the next question to the others."""
-        self._store.set(f"asked/{self._asked}", json.dumps(dict(asked)))
+        self._meeting.set(f"asked/{self._asked}", json.dumps(dict(asked)))
         self._asked += 1
 
     def next(self) -> dict[str, Any]:
@@ -242,8 +243,8 @@ class Session:
         assert self._peers is not None
         key = f"asked/{self._asked}"
         try:
-            wait_for(self._store, [key], math.inf, self._peers.check)
-            content = self._store.get(key)
+            wait_for(self._meeting, [key], math.inf, self._peers.check)
+            content = self._meeting.get(key)
         except RuntimeError as error:
             raise self._peers.after_failure(error) from error
         self._asked += 1

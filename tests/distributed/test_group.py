@@ -15,7 +15,7 @@ from rankthreads import WAIT, in_threads
 
 from ragkv.config import IndexConfig
 from ragkv.distributed import group
-from ragkv.distributed.group import Handshake, Peers, require_alike
+from ragkv.distributed.group import BoundedStore, Handshake, Peers, require_alike
 from ragkv.distributed.session import Session, settings_to_compare
 from ragkv.errors import RanksError
 from ragkv.runtime import RuntimeLimits
@@ -68,6 +68,43 @@ def test_every_rank_names_the_difference_before_the_store_ends():
     in_threads(call, (first, second))
     assert "has another model than rank 0: b, not a" in message[0]
     assert message[1] == message[0]
+
+
+def test_every_rank_names_who_did_not_come_before_the_store_ends():
+    held, port = serving()
+    message, others_turn = {}, threading.Event()
+
+    def first():
+        client(port).wait(["hello/1"])
+        try:
+            Peers.meet(Store(held.pop(), "read/1", others_turn.set), 0, 3, Handshake(same={}), timeout=0)
+        except RanksError as error:
+            message[0] = str(error)
+        gc.collect()
+        others_turn.set()  # the first rank and its store have ended
+
+    def second():
+        store = Store(client(port), "hello/0", lambda: others_turn.wait(WAIT))
+        try:
+            Peers.meet(store, 1, 3, Handshake(same={}), timeout=0)
+        except RanksError as error:
+            message[1] = str(error)
+
+    in_threads(call, (first, second))
+    assert "Of 3 ranks, this one did not come within 0 seconds: 2." in message[0]
+    assert message[1] == message[0]
+
+
+def test_a_store_that_hangs_is_given_up():
+    hangs = threading.Event()
+    peers = Peers(BoundedStore(SimpleNamespace(add=lambda *_: hangs.wait(WAIT)), 0.01), 1, [Handshake(same={})] * 2)
+    try:
+        with pytest.raises(RuntimeError, match=r"has not answered within 0\.01 seconds") as caught:
+            peers.check()
+        assert str(peers.after_failure(caught.value)).startswith("The store where the ranks meet cannot be reached")
+        peers.leave(WAIT)
+    finally:
+        hangs.set()
 
 
 def test_nobody_waits_for_a_rank_that_has_read_the_difference():
