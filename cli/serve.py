@@ -36,7 +36,7 @@ from ragkv.cli.options import (
     user_file,
     without_server,
 )
-from ragkv.config import byte_count, load_config, one_of
+from ragkv.config import CONFIG_FILE, byte_count, load_config, one_of
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
 from ragkv.server.local import LocalClient, UnservedError, connect, is_free, peer_uid
 from ragkv.util.files import key_file, refusal
@@ -210,15 +210,21 @@ def _serve_here(
         from ragkv.server.app import run_server
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"ragkv serve needs {error.name}; {install_hint('serve')}.") from error
+    from ragkv.engines import make_engine
     from ragkv.pipeline import RagKV
     from ragkv.server.schemas import ServedIndexes
 
     with ExitStack() as opened:
+        opened.enter_context(listening)
         opened.callback(export_spans())
         indexes = {}
         for name, folder in folders.items():
             rag = indexes[name] = opened.enter_context(RagKV.open(folder, **opening))
             rag.index.require_same_model()
+            try:
+                make_engine(rag.config.default_engine, rag.config.tuning)
+            except UsageError as error:
+                raise ConfigError(f"{folder / CONFIG_FILE}: {error}") from error
             if not quiet:
                 note(f"loading {rag.config.model} for {name}")
             rag.model  # noqa: B018 - loaded now, so that the first question need not wait

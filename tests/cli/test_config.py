@@ -275,6 +275,17 @@ def test_a_name_in_an_index_that_nothing_has_is_refused_by_what_changes_or_shows
     assert "top_k = 3" not in toml.read_text()
 
 
+@pytest.mark.parametrize(
+    ("line", "says"), [('default_engine = "warp"', "Unknown engine 'warp'"), ("[tuning.ape]\nscale = 9", "(0, 2]")]
+)
+def test_a_server_does_not_start_on_an_index_whose_questions_it_would_refuse(ragkv, empty, line, says):
+    toml = empty / "ragkv.toml"
+    kept = re.sub("default_engine = .*", 'default_engine = "ape"', toml.read_text())
+    toml.write_text(kept + line if line[0] == "[" else re.sub("default_engine = .*", line, kept))
+    refused = ragkv("serve", "--index", empty, "--port", 0)
+    assert (refused.code, refused.sentence.startswith(f"ragkv: {toml}: "), says in refused.sentence) == (2, True, True)
+
+
 def test_a_tuning_that_does_not_fit_its_engine_makes_no_index(ragkv, own_file, tmp_path, model_folder, documents):
     own_file.write_text("[tuning.blend]\nshare = 3\n")
     for more in ((), ("--dry-run",)):
