@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -134,12 +134,8 @@ def show(
     if memory := os.environ.get(MEMORY_VARIABLE):
         if memory != "auto":
             byte_count(MEMORY_VARIABLE, memory)
-        found = [
-            replace(one, value=memory, origin="environment", where=MEMORY_VARIABLE)
-            if one.name == "memory_budget"
-            else one
-            for one in found
-        ]
+        forced = ValueInForce(name="memory_budget", value=memory, origin="environment", where=MEMORY_VARIABLE)
+        found = [forced if one.name == forced.name else one for one in found]
     ignored = [] if kept is None else contradicted(config, variables)
     shown = [one for one in found if one.origin != "default" or not changed]
     if as_json:
