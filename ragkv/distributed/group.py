@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from ragkv.errors import RanksError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+T = TypeVar("T")
 _MOST_HANDSHAKE_BYTES = 1 << 16
 
 
@@ -96,11 +97,25 @@ _STORE_GONE = (
 )
 
 
-class BoundedStore:
-    """A store whose calls end: RuntimeError for one without an answer within `timeout` seconds, and for all after it.
+def answered(call: Callable[[], T], timeout: float) -> T:
+    """The result of `call`; TimeoutError if it takes longer than `timeout` seconds, while its thread goes on.
 
-    TCPStore waits for ever if the process or the machine that holds it hangs with its connections open.
+    TCPStore waits for ever if the process or the machine at the other end hangs with its connections open.
     """
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(call())
+        except BaseException as error:
+            found.set_exception(error)
+
+    Thread(target=run, name="ragkv-store", daemon=True).start()
+    return found.result(timeout)
+
+
+class BoundedStore:
+    """A store whose calls end: RuntimeError for one that takes longer than `timeout` seconds, and for all after it."""
 
     def __init__(self, store: Store, timeout: float) -> None:
         self._store = store
@@ -113,17 +128,8 @@ class BoundedStore:
     def _answer(self, name: str, *given: Any) -> Any:
         if self._late:
             raise RuntimeError("the store does not answer")
-        found: Future[Any] = Future()
-
-        def call() -> None:
-            try:
-                found.set_result(getattr(self._store, name)(*given))
-            except BaseException as error:
-                found.set_exception(error)
-
-        Thread(target=call, name="ragkv-store", daemon=True).start()
         try:
-            return found.result(self._timeout)
+            return answered(partial(getattr(self._store, name), *given), self._timeout)
         except TimeoutError as error:
             self._late = True
             raise RuntimeError(f"the store has not answered within {self._timeout:g} seconds") from error

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.config import IndexConfig
-from ragkv.distributed.group import BoundedStore, Handshake, Peers, RankGroup, wait_for
+from ragkv.distributed.group import BoundedStore, Handshake, Peers, RankGroup, answered, wait_for
 from ragkv.distributed.sharding import RankExecutor, ShardedBackend, rank_of
 from ragkv.errors import RanksError, UsageError
 from ragkv.index.answer import AnswerBackend, AnswerStream, validate_task
@@ -106,10 +106,13 @@ def meeting_place(timeout: float) -> tuple[Store, int, int]:
         ) from error
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then torchrun itself holds the store
     try:
-        store = TCPStore(
-            address, port, None, rank == 0 and not agent, timedelta(seconds=timeout), wait_for_workers=False
-        )
-    except RuntimeError as error:
+        limit, holds = timedelta(seconds=timeout), rank == 0 and not agent
+        store = answered(lambda: TCPStore(address, port, None, holds, limit, wait_for_workers=False), timeout)
+    except (RuntimeError, TimeoutError) as error:
+        if "EADDRINUSE" in str(error):
+            raise RanksError(
+                f"Port {port} is in use by another process; start all ranks with another MASTER_PORT."
+            ) from error
         raise RanksError(
             f"No process answers at {address}:{port}, where the ranks meet; start rank 0 there, and let its machine "
             "accept connections at that port."

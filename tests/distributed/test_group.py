@@ -3,6 +3,7 @@ follows.
 """
 
 import gc
+import socket
 import threading
 from datetime import timedelta
 from operator import call
@@ -16,7 +17,7 @@ from rankthreads import WAIT, in_threads
 from ragkv.config import IndexConfig
 from ragkv.distributed import group
 from ragkv.distributed.group import BoundedStore, Handshake, Peers, require_alike
-from ragkv.distributed.session import Session, settings_to_compare
+from ragkv.distributed.session import Session, meeting_place, settings_to_compare
 from ragkv.errors import RanksError
 from ragkv.runtime import RuntimeLimits
 
@@ -105,6 +106,19 @@ def test_a_store_that_hangs_is_given_up():
         peers.leave(WAIT)
     finally:
         hangs.set()
+
+
+def test_a_port_of_another_process_is_no_meeting_place(monkeypatch):
+    with socket.create_server(("", 0)) as silent:
+        port = str(silent.getsockname()[1])
+        for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("RANK", "1")
+        with pytest.raises(RanksError, match=f"No process answers at 127.0.0.1:{port}, where the ranks meet"):
+            meeting_place(0.2)
+        monkeypatch.setenv("RANK", "0")
+        with pytest.raises(RanksError, match=f"Port {port} is in use by another process"):
+            meeting_place(WAIT)
 
 
 def test_nobody_waits_for_a_rank_that_has_read_the_difference():
