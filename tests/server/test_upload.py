@@ -315,14 +315,14 @@ def test_a_cancelled_job_tells_what_is_in_the_index(own, send, ended, call, monk
 
 def test_a_job_that_is_cancelled_at_the_search_indexes_has_committed_all(own, send, ended, call, monkeypatch):
     building, go_on = threading.Event(), threading.Event()
-    follow = Finder._follow
+    current = Finder._current
 
-    def slowly(finder, name, notify):
+    def slowly(finder, name, notify=None):
         building.set()
         assert go_on.wait(600)
-        follow(finder, name, notify)
+        return current(finder, name, notify)
 
-    monkeypatch.setattr(Finder, "_follow", slowly)
+    monkeypatch.setattr(Finder, "_current", slowly)
     response = send(("a.txt", b"Quarrels about bobbins."), ("b.txt", TEXT))
     assert building.wait(600)
     job = call("DELETE", response.headers["location"]).json()["job"]
