@@ -35,7 +35,7 @@ export class AnswerView {
     this.left = el("div", { class: "left" }, this.thinking, this.text, this.tools, this.legend, this.told, this.state);
     this.rightHead = el("h4", { class: "small-head" }, "Sources");
     this.right = el("div", { class: "right", hidden: true }, this.rightHead, this.list);
-    this.node = el("section", { class: "answer", "aria-label": `Answer, ${head}` }, el("h3", { class: "answer-head" }, head), this.left, this.right);
+    this.node = el("div", { class: "answer", role: "group", "aria-label": `Answer, ${head}` }, el("h3", { class: "answer-head" }, head), this.left, this.right);
   }
 
   /** `query`: one that the model has written. */

@@ -16,7 +16,7 @@ export class Trace {
     this.won = new Array(experts).fill(0);
     this.line = svg("polyline", { points: "", class: "way" });
     this.dots = svg("g");
-    this.picture = svg("svg", { height: experts * ROW, width: STEP, role: "img" }, this.line, this.dots);
+    this.picture = svg("svg", { height: experts * ROW, width: STEP, role: "img", "aria-label": "in progress" }, this.line, this.dots);
     this.scroll = el("div", { class: "trace-scroll", tabindex: "0", role: "group", "aria-label": "Trace of experts" }, this.picture);
     const rows = this.won.map((_, place) => el("span", { class: "trace-row" }, String(place + 1)));
     this.node = el(
