@@ -288,7 +288,7 @@ def _by_kernels(model: LanguageModel) -> bool:
 def _fits(layer: Any) -> bool:
     """Whether the kernel can read a layer's weights."""
     whole_steps = layer.in_features % _PRODUCTS_PER_STEP == 0
-    return bool(whole_steps and layer.out_features >= 4 and layer.weight.is_contiguous())
+    return bool(whole_steps and layer.weight.is_contiguous())
 
 
 @torch.no_grad()
@@ -390,7 +390,9 @@ def ordinary_layers(model: nn.Module) -> nn.Module:
 
 
 def _large_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    """Each linear layer of at least `LEAST_WEIGHTS` weights, with its parent module and its name there."""
+    """Each linear layer of at least `LEAST_WEIGHTS` weights and four outputs, which kernels compute at a time, with its
+    parent module and its name there.
+    """
     for parent in list(module.modules()):
         for key, layer in list(parent.named_children()):
             if _large(layer):
@@ -399,7 +401,7 @@ def _large_layers(module: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
 
 def _large(layer: Any) -> bool:
     plain = type(layer) is nn.Linear and type(layer.weight.data) is Tensor  # not torchao's packed weights
-    return plain and layer.weight.numel() >= LEAST_WEIGHTS
+    return plain and layer.out_features >= 4 and layer.weight.numel() >= LEAST_WEIGHTS
 
 
 def _try_once(model: LanguageModel) -> None:

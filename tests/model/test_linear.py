@@ -266,6 +266,11 @@ def test_int8_requests_in_a_batch_are_those_alone(int8_mini):
         torch.testing.assert_close(step(ids)[0], logits, atol=1e-4, rtol=1e-4)
 
 
+def test_layers_of_fewer_outputs_than_kernels_compute_at_a_time_stay():
+    module = nn.Sequential(nn.Linear(linear.LEAST_WEIGHTS, 3), nn.Linear(linear.LEAST_WEIGHTS, 4))
+    assert [layer.out_features for *_, layer in linear._large_layers(module)] == [4]
+
+
 def test_int8_weights_are_refused_where_they_cannot_be(model_folder, monkeypatch):
     model = load_model(str(model_folder), dtype="float32", train=True)
     for fault in (
