@@ -22,11 +22,13 @@ export function setUpAsking() {
   byId("question").addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
     event.preventDefault();
-    byId("asking").requestSubmit();
+    if (!event.repeat) byId("asking").requestSubmit();
   });
+  byId("stop").addEventListener("keydown", (event) => event.repeat && event.preventDefault()); // the key that pressed Ask, still held
   byId("asking").addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
   byId("question").addEventListener("input", ({ target }) => {
-    target.setCustomValidity(target.value.length < target.maxLength ? "" : `The question was cut: it can have fewer than ${counted(target.maxLength, "character")}.`);
+    const most = target.maxLength - 1; // the field takes one more, which shows that there was more
+    target.setCustomValidity(target.value.length <= most ? "" : `The question was cut: it can have at most ${counted(most, "character")}.`);
     target.reportValidity();
   });
   byId("stop").addEventListener("click", () => running?.abort());
