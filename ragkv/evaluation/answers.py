@@ -139,20 +139,23 @@ def all_candidates(
     models: Sequence[str] = (MINI,),
     codecs: Sequence[str] = (RAW,),
     retrievals: Sequence[str] = (GIVEN,),
+    rerank: bool | Sequence[bool] = False,
     steps: Sequence[int] = (1,),
     prompt: PromptConfig | None = None,
     tuning: Mapping[str, Mapping[str, Any]] | None = None,
     context: int = 0,
     **settings: Any,
 ) -> list[Candidate]:
-    """Every combination of engines, models, codecs, retrievals and steps, once each; they share the other `settings`.
+    """Every combination of engines, models, codecs, retrievals, reranking and steps, once each; they share the other
+    `settings`.
 
     An option of a spec overrides one of `tuning`. Without `prompt`, a checkpoint that was tuned without a BOS is asked
     without one. Options that begin with `prompt.` set fields of `PromptConfig`: `ape(prompt.prefix_newlines=20)`.
     `ape(context=256)` overrides `context`.
     """
     found: list[Candidate] = []
-    for model, spec, codec, retrieval, most in product(models, engines, codecs, retrievals, steps):
+    both = [rerank] if isinstance(rerank, bool) else rerank
+    for model, spec, codec, retrieval, reranked, most in product(models, engines, codecs, retrievals, both, steps):
         words = {key.removeprefix(_PROMPT): value for key, value in spec.options.items() if key.startswith(_PROMPT)}
         options = {key: value for key, value in spec.options.items() if not key.startswith(_PROMPT)}
         changed = words or CONTEXT in options
@@ -164,6 +167,7 @@ def all_candidates(
             model=model,
             codec=codec,
             retrieval=retrieval,
+            rerank=reranked,
             prompt=build_config(PromptConfig, texts, f"{spec}: {_PROMPT[:-1]}"),
             name=str(spec) if changed else "",
             context=seen,

@@ -234,6 +234,12 @@ def test_the_best_chunks_are_read(asked):
     assert one.chunks == 1
 
 
+def test_candidates_with_and_without_the_reranker(model_folder):
+    specs = parse_specs("full")
+    found = all_candidates(specs, models=[str(model_folder)], retrievals=["bm25"], rerank=[False, True])
+    assert [each.rerank for each in found] == [False, True]
+
+
 def test_questions_of_an_index_are_answered_as_it_answers(rag):
     task = Task(
         name="mine",
