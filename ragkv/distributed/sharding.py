@@ -103,8 +103,8 @@ class _ShardSearcher(Searcher):
         super().__init__(**parts)
         self._group = group
 
-    def _late(self, query: Any, hits: Sequence[Hit]) -> list[Found]:
-        mine = {each.chunk_id: each for each in super()._late(query, hits)}
+    def _late(self, asked: Mapping[str, Any], hits: Sequence[Hit]) -> list[Found]:
+        mine = {each.chunk_id: each for each in super()._late(asked, hits)}
         scores = _joined(self._group, {chunk_id: each.retrieval_score for chunk_id, each in mine.items()})
         return self._judged_late(hits, scores)
 

@@ -61,7 +61,7 @@ from ragkv.types import Chunk, Document, ScoredChunk
 from ragkv.util.files import is_folder, make_folder, parse_json, read_plain, refusal
 
 if TYPE_CHECKING:
-    from ragkv.retrievers import Embedder, Embedding, Reranker
+    from ragkv.retrievers import Embedder, Reranker
 
 logger = logging.getLogger(__name__)
 
@@ -183,14 +183,13 @@ class Searcher:
             raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {mode!r}.", param="retrieval")
         if count < 1:
             raise ValueError(f"count must be at least 1, not {count}")
-        query = None if mode == "bm25" else self._embed(question, mode)
+        asked = self._asked(question, mode)
         if mode in ("bm25", "dense", "sparse"):
-            hits = self._hits(mode, question, query, count, among)
-            return [_found(hit.chunk_id, {mode: hit.score}, mode) for hit in hits]
+            return [_found(hit.chunk_id, {mode: hit.score}, mode) for hit in self._hits(mode, asked, count, among)]
         pool = max(count, pool)
         if mode == "colbert":
-            return self._late(query, self._hits("dense", question, query, pool, among))[:count]
-        return self._hybrid(question, query, pool, among)[:count]
+            return self._late(asked, self._hits("dense", asked, pool, among))[:count]
+        return self._hybrid(asked, pool, among)[:count]
 
     def rerank(self, question: str, found: Sequence[Found]) -> list[Found]:
         """The chunks with the reranker's logit in their score, best first, without deleted ones."""
@@ -222,32 +221,34 @@ class Searcher:
         found = self.candidates(question, mode=mode, count=pool if rerank else top_k, pool=pool, among=among)
         return self.rerank(question, found)[:top_k] if rerank else found
 
-    def _embed(self, question: str, mode: Mode) -> Embedding:
+    def _asked(self, question: str, mode: Mode) -> dict[str, Any]:
+        """What a mode asks each index: the question of BM25's, its vector of the others by kind."""
+        if mode == "bm25":
+            return {"bm25": question}
         if self._embedder is None:
             raise RetrievalError(
                 f"--retrieval {mode} needs an embedder, and this index has none; use bm25.", param="retrieval"
             )
         if why := why_not_served(mode, self._embedder.modes, f"Embedder {self._embedder.name!r}"):
             raise RetrievalError(why, param="retrieval")
-        return self._embedder.embed_query(question)
+        query = self._embedder.embed_query(question)
+        kinds = {"dense": query.dense, "sparse": query.sparse, "colbert": query.colbert}
+        return {"bm25": question, **{kind: rows[0] for kind, rows in kinds.items() if rows is not None}}
 
     def _hits(
-        self, name: str, question: str, query: Embedding | None, count: int, among: Collection[str] | IdSet | None
+        self, name: str, asked: Mapping[str, Any], count: int, among: Collection[str] | IdSet | None
     ) -> list[Hit]:
         index = self._indexes.get(name)
         if index is None:
             what = "BM25 index" if name == "bm25" else f"index of {name} vectors"
             raise RetrievalError(f"There is no {what} of these chunks.")
-        asked = question if name == "bm25" else getattr(query, name)[0]
-        return index.search(asked, count, among=among)
+        return index.search(asked[name], count, among=among)
 
-    def _late(self, query: Embedding | None, hits: Sequence[Hit]) -> list[Found]:
+    def _late(self, asked: Mapping[str, Any], hits: Sequence[Hit]) -> list[Found]:
         """Score the candidates by late interaction (ColBERT). Candidates without vectors were deleted meanwhile."""
-        assert query is not None
-        assert query.colbert is not None
         vectors = self._colbert([hit.chunk_id for hit in hits])
         there = [hit for hit in hits if hit.chunk_id in vectors]
-        scores = colbert_scores(query.colbert[0], [vectors[hit.chunk_id] for hit in there])
+        scores = colbert_scores(asked["colbert"], [vectors[hit.chunk_id] for hit in there])
         return self._judged_late(there, {hit.chunk_id: float(score) for hit, score in zip(there, scores, strict=True)})
 
     def _judged_late(self, hits: Sequence[Hit], scores: Mapping[str, float]) -> list[Found]:
@@ -259,19 +260,17 @@ class Searcher:
         ]
         return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
 
-    def _hybrid(
-        self, question: str, query: Embedding | None, count: int, among: Collection[str] | IdSet | None
-    ) -> list[Found]:
+    def _hybrid(self, asked: Mapping[str, Any], count: int, among: Collection[str] | IdSet | None) -> list[Found]:
         """Merge the dense ranking with the sparse one, or with BM25's if there are no sparse vectors.
 
         The score is the dense one, which every chunk has.
         """
         words = "sparse" if "sparse" in self._indexes else "bm25"
-        dense, lexical = (self._hits(name, question, query, count, among) for name in ("dense", words))
+        dense, lexical = (self._hits(name, asked, count, among) for name in ("dense", words))
         merged = _FUSIONS[self._fusion]([dense, lexical])[:count]
         cosine = {hit.chunk_id: hit.score for hit in dense}
         if lacking := {hit.chunk_id for hit in merged} - cosine.keys():
-            more = self._hits("dense", question, query, len(lacking), lacking)
+            more = self._hits("dense", asked, len(lacking), lacking)
             cosine |= {hit.chunk_id: hit.score for hit in more}
         weights = {hit.chunk_id: hit.score for hit in lexical}
         found = []
