@@ -47,53 +47,45 @@ def client(port):
     return dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=WAIT), wait_for_workers=False)
 
 
-def test_every_rank_names_the_difference_before_the_store_ends():
+def messages_as_the_store_ends(size, handshakes, *, timeout, begin=lambda port: None):
+    """What the two ranks say that meet; the store ends with the first, before the second looks. `begin(port)` runs
+    before the first.
+    """
     held, port = serving()
     message, others_turn = {}, threading.Event()
 
-    def first():
+    def meet(store, rank):
         try:
-            Peers.meet(Store(held.pop(), "read/1", others_turn.set), 0, 2, Handshake(same={"model": "a"}), timeout=WAIT)
-        except RanksError as error:
-            message[0] = str(error)
+            Peers.meet(store, rank, size, handshakes[rank], timeout=timeout)
+        except RanksError as error:  # not by `pytest.raises`, which would keep the store
+            message[rank] = str(error)
+
+    def first():
+        begin(port)
+        meet(Store(held.pop(), "read/1", others_turn.set), 0)
         gc.collect()
         others_turn.set()  # the first rank and its store have ended
 
     def second():
-        store = Store(client(port), "hello/0", lambda: others_turn.wait(WAIT))
-        try:
-            Peers.meet(store, 1, 2, Handshake(same={"model": "b"}), timeout=WAIT)
-        except RanksError as error:
-            message[1] = str(error)
+        meet(Store(client(port), "hello/0", lambda: others_turn.wait(WAIT)), 1)
 
     in_threads(call, (first, second))
-    assert "has another model than rank 0: b, not a" in message[0]
-    assert message[1] == message[0]
+    return message[0], message[1]
+
+
+def test_every_rank_names_the_difference_before_the_store_ends():
+    both = [Handshake(same={"model": model}) for model in "ab"]
+    first, second = messages_as_the_store_ends(2, both, timeout=WAIT)
+    assert "has another model than rank 0: b, not a" in first
+    assert second == first
 
 
 def test_every_rank_names_who_did_not_come_before_the_store_ends():
-    held, port = serving()
-    message, others_turn = {}, threading.Event()
-
-    def first():
-        client(port).wait(["hello/1"])
-        try:
-            Peers.meet(Store(held.pop(), "read/1", others_turn.set), 0, 3, Handshake(same={}), timeout=0)
-        except RanksError as error:
-            message[0] = str(error)
-        gc.collect()
-        others_turn.set()  # the first rank and its store have ended
-
-    def second():
-        store = Store(client(port), "hello/0", lambda: others_turn.wait(WAIT))
-        try:
-            Peers.meet(store, 1, 3, Handshake(same={}), timeout=0)
-        except RanksError as error:
-            message[1] = str(error)
-
-    in_threads(call, (first, second))
-    assert "Of 3 ranks, this one did not come within 0 seconds: 2." in message[0]
-    assert message[1] == message[0]
+    first, second = messages_as_the_store_ends(
+        3, [Handshake(same={})] * 2, timeout=0, begin=lambda port: client(port).wait(["hello/1"])
+    )
+    assert "Of 3 ranks, this one did not come within 0 seconds: 2." in first
+    assert second == first
 
 
 def test_a_store_that_hangs_is_given_up():
