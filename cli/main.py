@@ -40,21 +40,6 @@ _NAMED = frozenset(
     (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR)
 )
 """What the system refuses because of the path that it is given."""
-_MOVED = {
-    ("ragkv eval", "table"): "python -m ragkv.benchmarks.papers fills the papers' tables now, in a checkout of ragkv's "
-    "repository (docs/results.md).",
-    ("ragkv finetune", "mini"): "python -m ragkv.benchmarks.mini trains mini now, in a checkout of ragkv's repository "
-    "(docs/mini.md).",
-    **{
-        ("ragkv finetune", name): f"python -m ragkv.benchmarks.mini {name} trains the bundled {name} now, in a "
-        "checkout of ragkv's repository (docs/mini.md)."
-        for name in ("embedder", "reranker")
-    },
-    ("ragkv", "rm"): "ragkv delete takes documents out of an index; see ragkv delete --help.",
-    ("ragkv", "search"): "ragkv query shows the chunks that it finds below its answer; see ragkv query --help.",
-    ("ragkv", "watch"): "ragkv ingest FOLDER --watch follows folders; see ragkv ingest --help.",
-}
-"""Commands of earlier versions and of other tools, by group and name, with what to type instead."""
 
 
 @contextmanager
@@ -101,9 +86,6 @@ def _sentence(error: Any) -> Exception:
     line = " ".join(error.format_message().split())
     if command == "ragkv query" and line.startswith("Got unexpected extra argument"):
         line = 'The question is one argument: put it in quotes, as in ragkv query "Who …?"'
-    for (group, name), instead in _MOVED.items():
-        if command == group and line.startswith(f"No such command '{name}'"):
-            return UsageError(instead)
     return UsageError(
         f"{line} See {command} --help." if line.endswith("?") else f"{line.rstrip('.')}; see {command} --help."
     )

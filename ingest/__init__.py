@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ragkv._moved import moved_names
 from ragkv.ingest.chunker import find_chunk
 from ragkv.ingest.ingester import (
     Ingester,
@@ -61,7 +60,4 @@ def __getattr__(name: str) -> Any:
         from ragkv.ingest.web import from_web
 
         return from_web
-    return _moved(name)
-
-
-_moved = moved_names(__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

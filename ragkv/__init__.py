@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ragkv._moved import install
-
 if TYPE_CHECKING:
     from ragkv.decoding import Decoding
     from ragkv.pipeline import RagKV
@@ -23,7 +21,6 @@ __all__ = [
 
 
 __version__ = "0.1.0"
-install()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
-from ragkv._moved import RenamedMember
 from ragkv.errors import ConfigError, extra
 
 
@@ -75,8 +74,6 @@ class Decoding:
         if self.temperature is not None:
             return self.temperature
         return 0.0 if self.top_p is None and self.top_k_tokens is None and self.min_p is None else 1.0
-
-    heat = RenamedMember("effective_temperature")
 
     def settled(self) -> Self:
         """The same settings with the temperature, and for sampling the seed, filled in."""

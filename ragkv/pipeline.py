@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ragkv._moved import moved_names
 from ragkv.config import NONE, History, IndexConfig, RuntimeConfig
 from ragkv.errors import IngestError, RetrievalError, UsageError
 from ragkv.index.answer import AnswerStream, IndexBackend, QueryOptions, QuestionWithOptions, validate_task
@@ -584,6 +583,3 @@ class RagKV:
     def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
         """Like `backup`, but without free pages: smaller, and without deleted content."""
         return copy_index(self.index, Path(path), compact=True, verify=verify, on_progress=on_progress)
-
-
-__getattr__ = moved_names(__name__)

@@ -16,7 +16,6 @@ from enum import StrEnum
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
-from ragkv._moved import moved_names
 from ragkv.util.display import as_html, as_markdown, card, details, expert_mark, run, table
 
 DType: TypeAlias = Literal[
@@ -394,6 +393,3 @@ class KVShape(NamedTuple):
     def nbytes(self, tokens: int) -> int:
         """Bytes of the KV of a chunk of `tokens` tokens."""
         return self.state_bytes + tokens * self.token_bytes
-
-
-__getattr__ = moved_names(__name__)

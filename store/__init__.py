@@ -1,6 +1,5 @@
 """The document and KV store: one LMDB environment per index."""
 
-from ragkv._moved import moved_names
 from ragkv.store.cache import MemoryTier, MemoryUse
 from ragkv.store.codecs import Q8, Codec, Half, Int4, Int8, KVSlice, Raw, Zstd, codec_from_config, codec_names
 from ragkv.store.documents import DocumentChange
@@ -52,6 +51,3 @@ __all__ = [
     "codec_names",
     "sync_path",
 ]
-
-
-__getattr__ = moved_names(__name__)

@@ -37,7 +37,6 @@ from typing import Any, TypeVar, cast
 
 import lmdb
 
-from ragkv._moved import moved_names
 from ragkv.errors import (
     CorruptStoreError,
     StoreAccessError,
@@ -943,6 +942,3 @@ def _in_child() -> None:
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
-
-
-__getattr__ = moved_names(__name__)

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
-from ragkv._moved import RenamedMember
 from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreExistsError
 from ragkv.store.cache import MemoryTier
 from ragkv.store.codecs import Codec, DamagedError, Raw
@@ -659,9 +658,6 @@ class Store:
             return None
         self._write(for_each(given, lambda txn, key: txn.delete("meta", TOMBSTONE + key)))
         return len(gone)
-
-    buried = RenamedMember("tombstones")
-    unbury = RenamedMember("purge_tombstones")
 
     def identities(self) -> Iterator[KVIdentity]:
         """The identity of every record that has a readable manifest, in batches."""

@@ -36,7 +36,7 @@ def test_no_circle_of_imports_not_even_for_types_or_in_functions():
 
 
 def test_the_package_is_rooms_and_little_else():
-    assert {path.stem for path in (ROOT / "ragkv").glob("*.py")} == {"__init__", "__main__", "_moved"} | MODULES
+    assert {path.stem for path in (ROOT / "ragkv").glob("*.py")} == {"__init__", "__main__"} | MODULES
 
 
 def test_a_module_outside_of_the_rooms_is_one_for_users():

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ragkv._moved import moved_names
 from ragkv.attention import varlen
 from ragkv.types import MOST, SCALE_BYTES, DType, KVShape, LayerShape, StateShape
 
@@ -307,6 +306,3 @@ class PlacedChunk:
     @property
     def end(self) -> int:
         return self.start + self.kv.tokens
-
-
-__getattr__ = moved_names(__name__)

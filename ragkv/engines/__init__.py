@@ -2,7 +2,6 @@
 (docs/engines.md).
 """
 
-from ragkv._moved import moved_names
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import TokenSequence
 from ragkv.engines.base import (
@@ -54,6 +53,3 @@ __all__ = [
     "supported_engines",
     "unsupported_reason",
 ]
-
-
-__getattr__ = moved_names(__name__)

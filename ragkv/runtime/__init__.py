@@ -1,6 +1,5 @@
 """The batch runtime: it runs the programs of all requests together, one forward pass per step (docs/design.md)."""
 
-from ragkv._moved import moved_names
 from ragkv.runtime.decoding import Generation, Token
 from ragkv.runtime.kv_pool import Lease
 from ragkv.runtime.runtime import Runtime, RuntimeLimits, Stream, TokenStream, limits_for, runtime_of
@@ -18,6 +17,3 @@ __all__ = [
     "limits_for",
     "runtime_of",
 ]
-
-
-__getattr__ = moved_names(__name__)
