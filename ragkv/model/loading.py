@@ -342,12 +342,23 @@ def wants_code(error: BaseException) -> bool:
 
 
 _one_load = RLock()
+_loaded = False
+"""Whether this process, or the one that it was forked from, has loaded a model."""
+_lost_threads = False
+"""Whether torch had several threads when a process with a model was forked into this one."""
 
 
 def _after_fork() -> None:
-    """Replace the lock: the thread that may have held it does not exist in the child."""
-    global _one_load
+    """Make the child able to load and run models.
+
+    The thread that may have held the lock does not exist here, and neither do torch's: its next operation on several
+    threads would wait for them for ever, or crash (OpenMP).
+    """
+    global _one_load, _lost_threads
     _one_load = RLock()
+    if _loaded and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        _lost_threads = True
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -363,6 +374,14 @@ def quiet_loading(*, reports: bool = True, bars: bool = False) -> Iterator[None]
 
     Embedders and rerankers, which use transformers through FlagEmbedding, need it too. `bars` shows download progress.
     """
+    global _loaded, _lost_threads
+    if _lost_threads:
+        logger.warning(
+            "This process was forked from one that had loaded a model, so torch computes on one thread here; start it "
+            "with multiprocessing's method 'spawn' to use all processors."
+        )
+        _lost_threads = False
+    _loaded = True
     with _one_load:
         bar, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
         if not bars:

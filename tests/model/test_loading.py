@@ -4,6 +4,10 @@ up.
 
 import copy
 import json
+import os
+import subprocess
+import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -290,3 +294,31 @@ def test_its_text_model_answers(family, make_model, tmp_path):
     assert run(model, "full", steps=4)[0] == prompt[-4:]
     for engine in ("block", "ape", "pced"):
         assert len(run(model, engine, steps=2)[0]) == 2
+
+
+def test_a_process_that_was_forked_after_a_load_computes_on_one_thread():
+    """torch's threads do not exist in the child: its next operation on two of them would never end, or crash."""
+    program = textwrap.dedent(
+        """
+        import os, torch
+        torch.set_num_threads(2)
+        from ragkv.model.self_check import load_model
+        numbers = torch.ones(1 << 22)
+        load_model("mini", dtype="float32", device="cpu")
+        torch.nn.functional.gelu(numbers)  # starts torch's threads
+        child = os.fork()
+        if child:
+            raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        torch.nn.functional.gelu(numbers)
+        for _ in range(2):  # warned of once
+            load_model("mini", dtype="float32", device="cpu")
+        print(torch.get_num_threads(), flush=True)
+        os._exit(0)
+        """
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, env=environment, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "1\n"), ended.stderr
+    assert ended.stderr.count("'spawn'") == 1, ended.stderr
