@@ -183,6 +183,19 @@ _LAYOUT = "|".join(f".//table[.//table]{path}" for path in ("", "/tr", "/tr/td",
 _TOO_DEEP = "its elements are nested more than 255 deep; what follows is missing"
 
 
+_VALUE = rb"=\s*(?:\"[^\"]*\"|'[^']*')?"
+_TAG = re.compile(rb"<[A-Za-z](?>[^>=]|%s)*" % _VALUE)
+_QUOTED = re.compile(_VALUE)
+_MAX_ATTRIBUTES = 5000  # of a tag; libxml2 compares each with all before, which takes minutes for 300,000
+
+
+def _check_attributes(data: bytes) -> None:
+    """Raise `Unreadable` for a tag with too many attributes. A long value, as an embedded picture has, is one."""
+    for tag in _TAG.finditer(data.replace(b"\0", b"")):  # as UTF-16 has between letters
+        if len(tag[0]) > 2 * _MAX_ATTRIBUTES and len(re.split(rb"[\s/]+", _QUOTED.sub(b" ", tag[0]))) > _MAX_ATTRIBUTES:
+            raise Unreadable(f"a tag of it has more than {_MAX_ATTRIBUTES:,} attributes")
+
+
 def read_html(data: bytes, *, whole: bool = False) -> Parsed:
     """The main text as Markdown: headings, lists and tables are kept, navigation is dropped.
 
@@ -193,6 +206,7 @@ def read_html(data: bytes, *, whole: bool = False) -> Parsed:
     from trafilatura.settings import use_config
     from trafilatura.utils import HTML_PARSER
 
+    _check_attributes(data)
     with silenced("trafilatura"):
         tree = trafilatura.load_html(data)
         # libxml2 stops at a depth of 256 and drops the rest of the page

@@ -48,6 +48,20 @@ _VALIDATORS = {"etag": "If-None-Match", "last-modified": "If-Modified-Since"}
 """The response headers that identify a page's version, kept as document metadata, and their conditional request
 headers."""
 
+_GLOBAL_IPV6, _NAT64 = ipaddress.IPv6Network("2000::/3"), ipaddress.IPv6Network("64:ff9b::/96")
+_SPECIAL_IPV6 = [ipaddress.IPv6Network(net) for net in ("2001::/23", "2001:db8::/32", "2620:4f:8000::/48", "3fff::/20")]
+_SPECIAL_IPV4 = [
+    ipaddress.IPv4Network(net)
+    for net in (
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
+        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24"),
+        *("192.88.99.0/24", "192.168.0.0/16", "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24"),
+        *("203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+    )
+]
+"""IANA's special-purpose registries, and multicast. Python's `is_global` differs between versions and counts what is
+not allocated as public, so an IPv6 address has to be in the one range that is allocated."""
+
 
 def from_web(*addresses: str, urls: Iterable[str] = (), **rules: Any) -> list[SourceFile]:
     """The sources of pages and sitemaps, and of a list of pages (`urls`), for `RagKV.ingest`.
@@ -459,14 +473,15 @@ def _is_below(address: str, scope: str) -> bool:
 
 
 def _is_public(address: str) -> bool:
-    """Whether an IP address, or the IPv4 address embedded in an IPv6 address, is routed on the internet."""
+    """Whether the internet routes an IP address; of one that carries an IPv4 address, whether it routes that."""
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo or (None, None))[1]
-        if inner is None and ip in ipaddress.ip_network("64:ff9b::/96"):
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        ip = inner or ip
-    return ip.is_global and not ip.is_multicast
+    if isinstance(ip, ipaddress.IPv4Address):
+        return not any(ip in network for network in _SPECIAL_IPV4)
+    embedded = [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
+    embedded += [ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)] if ip in _NAT64 else []
+    if inner := [str(ipv4) for ipv4 in embedded if ipv4 is not None]:
+        return all(map(_is_public, inner))
+    return ip in _GLOBAL_IPV6 and not any(ip in network for network in _SPECIAL_IPV6)
 
 
 def _why(error: BaseException) -> str:

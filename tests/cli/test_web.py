@@ -169,10 +169,36 @@ def test_private_networks_are_refused(site, command, tmp_path, monkeypatch):
     with pytest.raises(IngestError, match=r"example\.org is in a private network"):
         from_web("http://example.org/")
     assert site.asked == []
-    for address in ("10.1.2.3", "169.254.169.254", "::1", "fe80::1%eth0", "64:ff9b::a00:1", "2002:7f00:1::", "0.0.0.0"):
-        assert not web._is_public(address)
-    assert web._is_public("93.184.215.14")
-    assert web._is_public("2606:2800:21f:cb07::1")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "public"),
+    [
+        ("10.1.2.3 169.254.169.254 100.64.0.1 192.0.0.9 192.88.99.1 198.18.0.1 224.0.0.1 240.0.0.1 0.0.0.0", False),
+        (
+            "::1 fe80::1%eth0 fec0::1 fd00::1 ff0e::1 ::10.0.0.1 ::8.8.8.8 ::ffff:0:808:808 5f00::1 4000::1 100::1",
+            False,
+        ),
+        ("64:ff9b:1::1 2001:db8::1 2001:20::1 2001:1::1 3fff::1 3fff:fff::1", False),
+        ("::ffff:10.0.0.1 64:ff9b::a00:1 2002:7f00:1:: 2002:c058:6301:: 2001:0:808:808::f5ff:fffe", False),
+        ("2001:0:a00:1::f7f7:f7f7", False),  # Teredo: the server is private
+        ("93.184.215.14 2606:2800:21f:cb07::1 2a00:1450::1 ::ffff:8.8.8.8 64:ff9b::808:808 2002:808:808::", True),
+        ("2001:0:808:808::f7f7:f7f7", True),
+    ],
+)
+def test_only_what_the_internet_routes_is_public(addresses, public, monkeypatch):
+    """Asked from outside: what a host name resolves to is contacted, or refused as a private network."""
+    for address in addresses.split():
+        family = 10 if ":" in address else 2
+        monkeypatch.setattr(web.socket, "getaddrinfo", lambda *_, **__: [(family, 1, 6, "", (address, 80))])  # noqa: B023
+        monkeypatch.setattr(web, "_request", lambda *_, **__: pytest.fail("asked") if not public else _refused())
+        with pytest.raises(IngestError) as refused:
+            from_web("http://example.org/")
+        assert ("private network" in str(refused.value)) is not public, address
+
+
+def _refused() -> None:
+    raise ConnectionError("there is no network in this test")
 
 
 def test_pages_stay_below_what_was_named(site, pages):

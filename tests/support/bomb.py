@@ -130,6 +130,8 @@ BOMBS: Mapping[str, Callable[[], bytes]] = {
     "deep.html": lambda: b"<div>" * 1_000_000 + b"boom",
     "spans.html": lambda: b"<p>" + b"<b>x</b>" * 400_000,
     "attribute.html": lambda: b'<p title="' + b"A" * 20_000_000 + b'">words</p>',
+    "tag.html": lambda: b"<p " + b" ".join(b"a%d=1" % n for n in range(300_000)) + b">words</p>",
+    "tag-utf16.html": lambda: ("<p " + "/".join(f"a{n}='>'" for n in range(300_000)) + ">words</p>").encode("utf-16"),
     "entities.html": lambda: f"<!DOCTYPE x [{_billion('a')}]><html><p>&a9;</p></html>".encode(),
     "wide.csv": lambda: b"a," * 2_000_000 + b"a\n" + b"1\n" * 300,
     "field.csv": lambda: b'a,b\n1,"' + b"A" * 20_000_000,
