@@ -118,14 +118,16 @@ class HalfLinear(KernelLinear):
     the time for a row.
     """
 
-    read = False
-    """Whether something has read the weights directly: then an ordinary layer is better."""
-
     def __getattr__(self, name: str) -> Any:
+        """Who asks for `weight` may change it, or read it in every pass: from then on the layer has it in float32."""
         if name != "weight":
             return super().__getattr__(name)
-        self.read = True
-        return self.float_weight()
+        weight = self._weight()
+        if weight.dtype != torch.float32:
+            with torch.inference_mode(False), torch.no_grad():
+                weight = self._parameters["weight"] = nn.Parameter(weight.float(), requires_grad=False)
+        self.__class__ = KernelLinear  # type: ignore[assignment]
+        return weight
 
     def float_weight(self) -> Tensor:
         """The weights in float32."""
@@ -222,17 +224,13 @@ def optimize_layers(model: LanguageModel) -> None:
         memory = _memory([2 * layer.weight.numel() for layer in layers])
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(_halve, layers, memory))
-    halved = [layer for layer in layers if isinstance(layer, HalfLinear)]
+    halved = any(isinstance(layer, HalfLinear) for layer in layers)
     for layer in layers:
         if type(layer) is nn.Linear:
             layer.__class__ = KernelLinear
     _gather([layer.weight for layer in layers if not isinstance(layer, HalfLinear)])
     if halved:  # only they need a pass that finds out whether something reads their weights directly
         _try_once(model)
-    for layer in halved:
-        if layer.read:
-            weight, layer.__class__ = layer.float_weight(), KernelLinear  # type: ignore[assignment]
-            layer.weight = nn.Parameter(weight, requires_grad=False)
     model.kernels_alone = _by_kernels(model)
 
 

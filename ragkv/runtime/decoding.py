@@ -241,6 +241,11 @@ class Detokenizer:
         self._shown = len(self._text)
         return text
 
+    @property
+    def provisional(self) -> str:
+        """The text that is held back, as far as it goes now; the next tokens may still change it."""
+        return self._text[self._shown :].rstrip("\ufffd")
+
     def flush(self) -> str:
         """The text that is still held back at the end; an unfinished character is U+FFFD."""
         text, self._shown = self._text[self._shown :], len(self._text)
@@ -274,10 +279,22 @@ class StopGate:
         self._held = held[cut:]
         return held[:cut]
 
+    def meets(self, text: str) -> bool:
+        """Whether a stop string would be complete after `text`."""
+        return not self.closed and any(stop in self._held + text for stop in self._stops)
+
     def flush(self) -> str:
         """The text held back, which turned out not to be a stop string."""
         held, self._held = self._held, ""
         return held
+
+
+def _shown(token_id: int, text: Detokenizer, gate: StopGate) -> str:
+    """The text that may be shown after a token. A stop string ends the text where it is complete, also in what `text`
+    holds back: a line break that is spelt as a byte token would be seen only after the tokens that follow.
+    """
+    shown = gate.push(text.push(token_id))
+    return shown + gate.push(text.flush()) if gate.meets(text.provisional) else shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +362,7 @@ class _Thought:
     def take(self, token_id: int, *, last: bool) -> str:
         if self._left is not None:
             self._left -= 1
-        text = self._gate.push(self._text.push(token_id))
+        text = _shown(token_id, self._text, self._gate)
         if last:
             text += self._gate.push(self._text.flush()) + self._gate.flush()
         return text
@@ -402,7 +419,7 @@ class Decoder:
                 token_id=token_id, text=text, winner=winner, thought=True, finish_reason="length" if last else None
             )
         ended = token_id in self._ends
-        text = "" if ended else self._gate.push(self._text.push(token_id))
+        text = "" if ended else _shown(token_id, self._text, self._gate)
         if self._mask is not None and not ended:
             ended = self._mask.take(token_id)
         ended = ended or self._gate.closed or self._enough(asked.scores)

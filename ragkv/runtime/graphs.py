@@ -11,6 +11,9 @@ of two layers, as vLLM does: what a layer computes for a token outside attention
 attention is launched kernel by kernel. A graph is made for a number of tokens, to which a pass is padded.
 
 On a GPU a piece is a CUDA graph (`Capture`); on a CPU it is the list of its operations (`Recording`).
+
+Both compute what the model's modules computed when they were captured, from weights at fixed addresses. So every pass
+checks that the modules are the same (`ModuleState`), and captures are dropped when they are not.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from ragkv.attention import varlen
 from ragkv.attention.batch import Step
 from ragkv.attention.partial import LayerCall
 from ragkv.attention.sequence import TokenSequence
+from ragkv.model.module_state import ModuleState
 from ragkv.util.plugins import kernel_module
 
 if TYPE_CHECKING:
@@ -56,6 +60,8 @@ RECORDED_SIZES, RECORDED_PASSES, MOST_RECORDED = range(1, 17), 8, 32
 """The same on a CPU, where padding takes time. MOST_RECORDED bounds the tokens of all recorded sizes together, because
 each keeps memory for all its intermediate results: 0.3 MB for a token in a layer of an 8B model.
 """
+MOST_PASSES = 1024
+"""Passes of a size before its capture, at most; the number doubles when captures are dropped with too few replays."""
 
 
 class Capture:
@@ -321,18 +327,25 @@ class PiecewiseGraphs:
         self._needed = RECORDED_PASSES if capture is None else PASSES
         self._off = False
         self._threads = 0
+        self._replays = 0
+        self._state: ModuleState | None = None
+        """What all captures were made with; None if there are none."""
 
     def logits(self, model: LanguageModel, step: Step, tokens: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         """`model.logits(step, tokens, positions, keep)`."""
         if self._capture is None and (threads := _threads()) != self._threads:
             self._threads = threads  # a recording is for a fixed number of threads
-            self._captured.clear()
-            self._passes.clear()
+            self.forget()
+        if self._state is not None and not self._state.same():
+            if self._replays < WORTH:
+                self._needed = min(2 * self._needed, MOST_PASSES)
+            self.forget()
         if not self._off and len(tokens) <= self._sizes[-1]:
             size = self._padded(tokens), self._padded(keep)
             self._passes[size] += 1
             if size not in self._captured and self._passes[size] >= self._needed:
                 try:
+                    self._state = self._state or ModuleState(model.module)
                     captured = self._capture_pass(model, *size)
                     if self._capture is None:
                         _compare(captured, model, step, tokens, positions, keep)
@@ -342,8 +355,15 @@ class PiecewiseGraphs:
                     self._off = True
                     logger.info("passes of this model run kernel by kernel: they cannot be captured: %s", error)
             if size in self._captured:
+                self._replays += 1
                 return self._captured[size].run(step, tokens, positions, keep)
         return model.logits(step, {"input_ids": tokens[None]}, positions, keep)
+
+    def forget(self) -> None:
+        """Drop all captures."""
+        self._captured.clear()
+        self._passes.clear()
+        self._state, self._replays = None, 0
 
     def _padded(self, numbers: Tensor) -> int:
         return self._sizes[bisect.bisect_left(self._sizes, len(numbers))]
@@ -393,6 +413,8 @@ class DecodeGraph:
         """The token ids' input tensor, the function that computes their logits, and the capture, which keeps all memory
         that the graph's kernels read.
         """
+        self._state: ModuleState | None = None
+        """What the captured step was made with."""
         self._off = False
         self._capture = functools.cache(Capture)
         self._pieces = PiecewiseGraphs(self._capture)
@@ -410,6 +432,8 @@ class DecodeGraph:
         if not able:
             self.forget()
             return model.step(sequences, ids, run=self._recorded.logits if model.device.type == "cpu" else None)
+        if self._captured is not None and not (self._state and self._state.same()):
+            self.forget()
         seen = _seen(sequences, ids)
         if seen is None:
             self.forget()
@@ -440,6 +464,7 @@ class DecodeGraph:
         self._off = again is None
         if again is not None:
             try:
+                self._state = ModuleState(model.module)
                 self._captured = tokens, self._capture(model.device).whole(again), again
             except Exception as error:  # the model synchronises with the device, or leaves torch
                 self._off = True

@@ -14,11 +14,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from ragkv.attention import in_place
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.rope import Rotary
 from ragkv.attention.sequence import ChunkGroup, TokenSequence, join, worth_joining
 from ragkv.engines.base import Forward, Operation, Program, Release, Shared, WaitFor
+from ragkv.model.module_state import ModuleState
 
 SHARED_BY = 2.5
 """From this many sequences per chunk, on average, a chunk is read in place for all of them and not copied for each."""
@@ -36,11 +39,16 @@ class Lease:
 class KVPool:
     """Bytes of chunk KV that running requests hold, within `budget`, and KV that the runtime makes for them.
 
-    A request that needs more than the whole budget may still run, but alone.
+    A request that needs more than the whole budget may still run, but alone. `module` gives the model's modules: shared
+    sequences that were prefilled with other weights are dropped.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, module: Callable[[], nn.Module] | None = None) -> None:
         self.budget = budget
+        self._module = module
+        self._state: ModuleState | None = None
+        """What the shared sequences were prefilled with."""
+        self._generation = 0
         self._holders: Counter[Hashable] = Counter()
         self._bytes = 0
         self._leases: set[Lease] = set()
@@ -50,6 +58,10 @@ class KVPool:
         self._joined: weakref.WeakValueDictionary[Hashable, ChunkKV] = weakref.WeakValueDictionary()
         # kept as long as the joined KV, so that their id() is not reused
         self._originals: weakref.WeakKeyDictionary[ChunkKV, tuple[ChunkKV, ...]] = weakref.WeakKeyDictionary()
+
+    def emptied(self) -> KVPool:
+        """A new pool with the same budget."""
+        return KVPool(self.budget, self._module)
 
     @property
     def leased(self) -> int:
@@ -88,6 +100,14 @@ class KVPool:
             if not self._holders[key]:
                 del self._holders[key]
                 self._bytes -= size
+
+    def generation(self) -> int:
+        """Part of the keys of shared sequences; another number once the model computes something else."""
+        if self._module is not None and not (self._state and self._state.same_numbers()):
+            self._state = ModuleState(self._module())
+            self._generation += 1
+            self._shared.clear()
+        return self._generation
 
     def shared(self, key: Hashable) -> ChunkKV | None:
         """A sequence that was prefilled for another request, if it is still kept."""
@@ -223,8 +243,9 @@ def with_shared(program: Program, pool: KVPool) -> Generator[Operation, Any, Non
 
 def _prefilled(shared: Shared, pool: KVPool) -> Generator[Operation, Any, tuple[PlacedChunk, ...]]:
     chunks = shared.before
-    at = max((chunk.end for chunk in chunks), default=0)
-    for key, ids in zip(shared.keys, shared.parts, strict=True):
+    at, generation = max((chunk.end for chunk in chunks), default=0), pool.generation()
+    for part, ids in zip(shared.keys, shared.parts, strict=True):
+        key = generation, part
         if not ids:
             continue
         while (kv := pool.shared(key)) is None and not pool.begin(key):

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -213,7 +214,7 @@ class Runtime:
     ) -> None:
         self._ranks = ranks
         self._model = weakref.ref(model)  # weak: the model holds its runtime
-        self.pool = KVPool(budget)
+        self.pool = KVPool(budget, partial(_module_of, self._model))
         self._scheduler = Scheduler(batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens, strict=strict)
         self._start()
         _all.add(self)
@@ -416,7 +417,7 @@ class Runtime:
     def restart(self) -> None:
         """Forget all requests: for the child of a fork, where nothing answers them."""
         jobs = list(self._jobs.values())
-        self.pool, self._scheduler = KVPool(self.pool.budget), self._scheduler.emptied()
+        self.pool, self._scheduler = self.pool.emptied(), self._scheduler.emptied()
         self._start()
         for job in jobs:
             job.end(AnswerInterruptedError("The answer was begun before a fork; ask again in this process."))
@@ -561,6 +562,12 @@ def runtime_of(model: LanguageModel, limits: RuntimeLimits | None = None) -> Run
     The first caller sets its `limits`.
     """
     return model.companion(Runtime, lambda model: Runtime(model, **({} if limits is None else asdict(limits))))
+
+
+def _module_of(model: weakref.ref[LanguageModel]) -> Any:
+    held = model()
+    assert held is not None  # a step is running
+    return held.module
 
 
 def _forget_all() -> None:

@@ -290,16 +290,18 @@ _CHUNKS = 4  # per thread, because some threads are slower
 
 def run(kernel: Any, units: int, threads: int, *arguments: int, held: Sequence[Tensor] = ()) -> None:
     """Run a kernel on this many threads, which claim chunks of `units` work units until none are left. `held` are the
-    tensors that it reads and writes; a launch that is recorded (`record`) keeps them alive.
+    tensors that it reads and writes; a launch that is recorded (`record`) keeps their memory, even if a parameter among
+    them gets other memory (`weight.data = …`).
     """
     chunk = units if threads < 2 else -(-units // (_CHUNKS * threads))
     data = _array(ARGUMENTS + len(arguments))(0, units, chunk, *arguments)
     _launch(kernel, kernel.ctypes, data, threads)
     if (seen := getattr(_RECORDS, "seen", None)) is not None:
-        seen(functools.partial(_launch, kernel, kernel.ctypes, data, threads, held))
+        storages = [tensor.untyped_storage() for tensor in held]
+        seen(functools.partial(_launch, kernel, kernel.ctypes, data, threads, storages))
 
 
-def _launch(kernel: Any, call: Callable[[int], None], data: Any, threads: int, _held: Sequence[Tensor] = ()) -> None:
+def _launch(kernel: Any, call: Callable[[int], None], data: Any, threads: int, _held: Sequence[object] = ()) -> None:
     data[0], place = 0, ctypes.addressof(data)
     if threads < 2:
         call(place)

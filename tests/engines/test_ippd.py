@@ -6,10 +6,11 @@ from asking import CHUNKS, CONTEXTS, PREFIX, QUESTIONS, request, requests
 from crowd import Recorder
 
 from ragkv.attention.sequence import ArenaKVCache, KVCache
+from ragkv.benchmarks.speed.inference import SHAPE, random_llama
 from ragkv.decoding import Decoding
 from ragkv.engines import Forward, Request, make_engine
 from ragkv.errors import ConfigError, PromptTooLongError
-from ragkv.runtime import Generation, Runtime, runtime_of
+from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 
 LENGTHS = [6, 1, 3, 2, 6, 4]
 
@@ -199,6 +200,54 @@ def test_without_a_context_the_instruction_is_all(prefix, make_model):
         wanted = request(model, make_engine(name, {}), chunks=[], scores=[], prefix=prefix)
         found.append([t.token_id for t in runtime_of(model).decode(make_engine(name, {}), wanted, GREEDY)])
     assert found[0] == found[1]
+
+
+def _merged_adapter(model):
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False), model.module)
+    _ = Stream(runtime_of(model), make_engine("ippd", {}), _wanted(model))
+    for module in model.module.modules():
+        if hasattr(module, "lora_A"):
+            module.merge()
+
+
+def _scaled(model):
+    for parameter in model.module.parameters():
+        parameter.data.mul_(-1.1)
+
+
+def _trained(model):
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.add_(torch.ones_like(parameter) / 8)
+
+
+def _assigned(model):
+    model.module.load_state_dict({k: -v for k, v in model.module.state_dict().items()}, assign=True)
+
+
+def _hooked(model):
+    model.module.model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
+
+
+SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def _wanted(model):
+    return request(model, make_engine("ippd", {}))
+
+
+@pytest.mark.parametrize("change", [_trained, _scaled, _assigned, _merged_adapter, _hooked])
+def test_nothing_that_other_weights_computed_is_used_again(change):
+    model = random_llama("float32", "cpu", SHAPE | SMALL)
+    engine, runtime = make_engine("ippd", {}), runtime_of(model)
+    before = Stream(runtime, engine, _wanted(model)).scores
+    assert torch.equal(before, Stream(runtime, engine, _wanted(model)).scores)
+    change(model)
+    after = Stream(runtime, engine, _wanted(model)).scores
+    assert not torch.allclose(before, after, atol=1e-3)
+    torch.testing.assert_close(after, Stream(Runtime(model), engine, _wanted(model)).scores)
 
 
 def test_a_shared_sequence_counts_once():

@@ -355,13 +355,8 @@ class Facts(SimpleNamespace):
     """The attributes that the runtime reads of a model that is never run."""
 
 
-def test_a_stop_string_that_only_the_end_completes():
-    """A run of byte tokens is decoded when it ends. At the token limit, that completes the stop string, which is
-    hidden.
-    """
-    tokens = tokens_of("metaspace BPE")
-    ids = [*tokens.encode("at "), *(tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "字".encode())]
-    model = Facts(
+def facts(tokens):
+    return Facts(
         tokens=tokens,
         eos_ids=frozenset(),
         max_positions=None,
@@ -369,6 +364,15 @@ def test_a_stop_string_that_only_the_end_completes():
         moves_within=None,
         device=torch.device("cpu"),
     )
+
+
+def test_a_stop_string_that_only_the_end_completes():
+    """A run of byte tokens is decoded when it ends. At the token limit, that completes the stop string, which is
+    hidden.
+    """
+    tokens = tokens_of("metaspace BPE")
+    ids = [*tokens.encode("at "), *(tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "字".encode())]
+    model = facts(tokens)
 
     def message(**settings_):
         generation = Generation(max_new_tokens=len(ids), decoding=Decoding(**settings_))
@@ -378,6 +382,18 @@ def test_a_stop_string_that_only_the_end_completes():
     assert message() == ("at 字", "length")
     assert message(stop=("字",)) == ("at", "stop")
     assert message(stop=("字!",)) == ("at 字", "length")
+
+
+@pytest.mark.parametrize("stop", ["\n", "\n\n", "at\n", "字", "t\n\n字"])
+def test_a_stop_string_of_byte_tokens_ends_the_answer_with_the_token_that_completes_it(stop):
+    """Llama 2 spells a line break as <0x0A>. A run of such tokens may go on for long before it is judged."""
+    tokens = tokens_of("metaspace BPE")
+    ids = [*tokens.encode("at"), *(tokens._tokenizer.convert_tokens_to_ids(f"<0x{b:02X}>") for b in "\n\n字".encode())]
+    expected = next(n for n in range(len(ids) + 1) if stop in tokens.decode(ids[:n]))
+    model, generation = facts(tokens), Generation(max_new_tokens=99, decoding=Decoding(stop=(stop,)))
+    found = list(Runtime(model).decode(Script([*ids, *[ids[-4]] * 25]), NOTHING, generation))
+    assert (len(found), found[-1].finish_reason) == (expected, "stop")
+    assert "".join(token.text for token in found) == whole(tokens.decode(ids[:expected]), [stop])
 
 
 @pytest.mark.parametrize("name", ["full", "ape", "pced"])

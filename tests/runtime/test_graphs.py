@@ -12,6 +12,7 @@ import torch
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, TokenSequence
 from ragkv.benchmarks.speed.inference import SHAPE, random_llama
+from ragkv.model.linear import HalfLinear, KernelLinear, ordinary_layers
 from ragkv.runtime import graphs
 from ragkv.runtime.graphs import PiecewiseGraphs
 
@@ -136,6 +137,135 @@ def test_recordings_are_made_anew_for_another_number_of_threads(soon, monkeypatc
             assert list(pieces._captured) == [(1, 1)]
     finally:
         torch.set_num_threads(before)
+
+
+def _value(model):
+    return model.module.model.layers[0].self_attn.v_proj
+
+
+def _scaled(module, **how):
+    return module.load_state_dict({key: 1.5 * value for key, value in module.state_dict().items()}, **how)
+
+
+def _vector(model):
+    parameters = [*model.module.parameters()]
+    torch.nn.utils.vector_to_parameters(1.5 * torch.nn.utils.parameters_to_vector(parameters), parameters)
+
+
+def _data(model):
+    _value(model).weight.data = -_value(model).weight.data
+
+
+def _replaced(model):
+    _value(model).weight = torch.nn.Parameter(-_value(model).weight.detach())
+
+
+def _other_layer(model):
+    old = _value(model)
+    model.module.model.layers[0].self_attn.v_proj = new = torch.nn.Linear(old.in_features, old.out_features, bias=False)
+    new.to(old.weight.dtype)
+
+
+def _hook(model):
+    _value(model).register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def _forward(model):
+    layer, own = _value(model), _value(model).forward
+    layer.forward = lambda x: 2 * own(x)
+
+
+def _attribute(model):
+    norm = model.module.model.norm
+    norm.epsilon = norm.variance_epsilon = 0.5
+
+
+@torch.no_grad()
+def _in_place(model):
+    for parameter in model.module.parameters():
+        parameter.mul_(1.5)
+
+
+def _adapter(model):
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=4, target_modules=["v_proj", "up_proj"], init_lora_weights=False), model.module
+    )
+
+
+def _adapters(call):
+    def change(model):
+        for module in [*model.module.modules()]:
+            if hasattr(module, "lora_A"):
+                call(module)
+
+    return change
+
+
+CHANGES = {
+    "weight.data = …": [_data],
+    "vector_to_parameters": [_vector],
+    "another parameter": [_replaced],
+    "load_state_dict": [lambda model: _scaled(model.module)],
+    "load_state_dict(assign=True)": [lambda model: _scaled(model.module, assign=True)],
+    "another layer": [_other_layer],
+    "a forward hook": [_hook],
+    "forward replaced": [_forward],
+    "an attribute": [_attribute],
+    "an optimizer's step": [_in_place],
+    "an adapter injected, disabled and enabled": [
+        _adapter,
+        _adapters(lambda layer: layer.enable_adapters(False)),
+        _adapters(lambda layer: layer.enable_adapters(True)),
+    ],
+    "an adapter scaled and merged": [
+        _adapter,
+        _adapters(lambda layer: layer.scale_layer(3.0)),
+        _adapters(lambda layer: layer.merge()),
+    ],
+    "an adapter merged safely and unmerged": [
+        _adapter,
+        _adapters(lambda layer: layer.merge(safe_merge=True)),
+        _adapters(lambda layer: layer.unmerge()),
+    ],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float32 in 16 bits"])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES.keys())
+def test_a_model_that_is_changed_from_outside_is_not_replayed(changes, dtype, soon, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_PASSES", 2)
+    model = random_llama(dtype.split()[0], "cpu", SMALL)
+    if "in" in dtype:  # as of a checkpoint in bfloat16
+        for layer in [*model.module.modules()]:
+            if type(layer) is KernelLinear:
+                layer.weight.data = layer.weight.data.bfloat16()
+                layer.__class__ = HalfLinear
+    pieces = PiecewiseGraphs(None)
+
+    def logits(**how):
+        row = TokenSequence((), 0)
+        return torch.cat([model.step([row], [(token,)], **how) for token in (5, 9, 7)])
+
+    for change in changes:
+        before = logits(run=pieces.logits)
+        assert pieces._captured
+        change(model)
+        found, expected = logits(run=pieces.logits), logits()
+        torch.testing.assert_close(found, expected, **EXACT)
+        assert not torch.equal(found, before)
+
+
+def test_the_captures_of_a_model_that_was_changed_are_dropped(stand_in):
+    model, pieces = random_llama("float32", "cpu", SMALL), PiecewiseGraphs(cache(graphs.Capture))
+    ordinary_layers(model.module)
+    for change in (lambda model: None, _replaced, _hook, _vector):
+        change(model)
+        for _ in range(3):
+            found, expected = (
+                model.step([TokenSequence((), 0)], [(1,)], **how) for how in ({"run": pieces.logits}, {})
+            )
+            torch.testing.assert_close(found, expected, **CLOSE)
 
 
 def test_the_oldest_recordings_make_room(make_model, soon, monkeypatch):
