@@ -58,8 +58,8 @@ cli-docs rooms: $(VENV)/installed
 # Minutes: small models of all families, judged with the transformers that is installed.
 models: $(VENV)/installed
 	@mkdir -p build
-	$(BIN)/ragkv models --families all --json > build/families.json
-	$(BIN)/python -m json.tool --indent 1 --no-ensure-ascii build/families.json ragkv/evaluation/families.json
+	$(BIN)/python -m ragkv.benchmarks.evaluation families --json > build/families.json
+	$(BIN)/python -m json.tool --indent 1 --no-ensure-ascii build/families.json benchmarks/evaluation/families.json
 	$(BIN)/python docs/site/pages.py
 
 clean:

@@ -41,8 +41,8 @@ from ragkv.config import CONFIG_FILE
 from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
 
 if TYPE_CHECKING:
-    from ragkv.evaluation.doctor import Environment, JudgedModel, ModelState, Quality
-    from ragkv.evaluation.tune import APESetting, Search
+    from ragkv.doctor.report import Environment, JudgedModel, ModelState, Quality
+    from ragkv.doctor.tune import APESetting, Search
     from ragkv.pipeline import RagKV
     from ragkv.store import StoreStats, Verification
 
@@ -113,16 +113,7 @@ def doctor(
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
-    from ragkv.engines import engine_class
-    from ragkv.evaluation.doctor import (
-        Doctor,
-        Environment,
-        JudgedModel,
-        compared_engines,
-        models_present,
-        remedies,
-    )
-    from ragkv.evaluation.io import (
+    from ragkv.doctor.io import (
         Spec,
         check_plot,
         keep_quality,
@@ -131,7 +122,16 @@ def doctor(
         plot_quality,
         read_questions,
     )
-    from ragkv.evaluation.metrics import draw_sample
+    from ragkv.doctor.metrics import draw_sample
+    from ragkv.doctor.report import (
+        Doctor,
+        Environment,
+        JudgedModel,
+        compared_engines,
+        models_present,
+        remedies,
+    )
+    from ragkv.engines import engine_class
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_from_config, codec_names
 
@@ -268,7 +268,7 @@ class _Found:
 
 def _remedies(rag: RagKV, found: _Found) -> list[str]:
     """Advice that can be given without loading a model."""
-    from ragkv.evaluation.doctor import remedies
+    from ragkv.doctor.report import remedies
 
     assert found.stats is not None
     assert found.verified is not None
@@ -399,9 +399,9 @@ def tune(
 
     Example: `ragkv tune questions.jsonl --index my-index --holdout`
     """
-    from ragkv.evaluation.io import ResultCache, golden_questions
-    from ragkv.evaluation.metrics import draw_sample
-    from ragkv.evaluation.tune import Tuner, split, write_setting
+    from ragkv.doctor.io import ResultCache, golden_questions
+    from ragkv.doctor.metrics import draw_sample
+    from ragkv.doctor.tune import Tuner, split, write_setting
     from ragkv.pipeline import RagKV
 
     newlines = given_numbers("--prefixes", prefixes, least=0, most=1000)

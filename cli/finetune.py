@@ -88,34 +88,6 @@ def block(
     echo(f"{learnt}; use it by: ragkv ingest PATH --model {config.output}")
 
 
-@app.command(no_args_is_help=True)
-def data(
-    output: Annotated[Path, typer.Option(help="JSONL file to write.")],
-    samples: Annotated[int, typer.Option(help="Lines to write.")] = 200,
-    fewest: Annotated[int, typer.Option(help="Fewest passages of a line.")] = 4,
-    most: Annotated[int, typer.Option(help="Most passages of a line.")] = 8,
-    split: Annotated[
-        str, typer.Option(help="train or heldout: worlds that share no name with each other's.")
-    ] = "train",
-    seed: Annotated[int, typer.Option(help="Seed of the worlds.")] = 0,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Write a file for `ragkv finetune block --data` from generated worlds: questions, passages, answers.
-
-    For a try before there is data of your own, and as its example: each line is {"prompt", "blocks", "response"}.
-
-    Example: `ragkv finetune data --output train.jsonl`
-    """
-    from ragkv.finetune.data import write_world_examples
-
-    written = write_world_examples(output, samples=samples, passage_range=(fewest, most), split=split, seed=seed)
-    if as_json:
-        print_json(written)
-    elif not quiet:
-        note(f"{written['lines']} lines in {output}, {written['two_hops']} of them ask over two passages.")
-
-
 def _trained(train: Callable[..., dict[str, Any]], config: Any, *, silent: bool) -> dict[str, Any]:
     """Train with a bar over the steps."""
     with steps("training", silent=silent) as show:
@@ -158,7 +130,7 @@ def packet(
     They are one small file, which `packet = "FILE"` under [tuning.block] in ragkv.toml names. Stopped by Ctrl-C it
     leaves a checkpoint, and the same command continues.
 
-    Example: `ragkv finetune packet --model ./my-model --output packet.safetensors`
+    Example: `ragkv finetune packet --model ./my-model --data train.jsonl --output packet.safetensors`
     """
     from ragkv.finetune.packet import train_packet
 

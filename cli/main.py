@@ -223,15 +223,14 @@ def _give_up_stdout() -> None:
 _PANELS = {
     "Ask your documents": "ingest! query! chat serve stop mcp",
     "Look after an index": "ls show! stats warm! delete! verify repair gc compact backup! pack! unpack! config",
-    "Judge and tune": "plan! doctor tune! eval bench",
-    "Models": "models finetune",
+    "Judge and tune": "plan! doctor tune! bench",
+    "Models": "models! finetune",
 }
 """The commands below each heading of the help; "!": without arguments, a command shows its help."""
 _COMMITTING = frozenset({"warm", "delete", "repair", "gc"})
 """The commands that commit their work in small steps; `ingest` says itself what it has committed."""
 _COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 _MODULES = {
-    **dict.fromkeys(("bench", "eval"), "evaluate"),
     "models": "plan",
     "tune": "doctor",
     "chat": "query",

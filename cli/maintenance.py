@@ -49,8 +49,8 @@ from ragkv.cli.options import (
     without_server,
 )
 from ragkv.cli.question_files import questions_of_log
+from ragkv.doctor.io import kept_quality, outdated, unread_quality
 from ragkv.errors import UsageError
-from ragkv.evaluation.io import kept_quality, outdated, unread_quality
 from ragkv.server.local import LocalClient, UnservedError
 from ragkv.types import Chunk
 

@@ -20,11 +20,9 @@ from ragkv.cli.console import (
     note,
     plain,
     print_facts,
-    print_grid,
     print_json,
     size,
     stages,
-    steps,
     three_digits,
 )
 from ragkv.cli.options import (
@@ -47,7 +45,6 @@ from ragkv.config import CONFIG_FILE, DTYPES, byte_count, load_config, one_of
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragkv.evaluation.families import Survey
     from ragkv.index.answer import QuestionWithOptions
     from ragkv.planning.calibration import ModelRequirements, Repeats
     from ragkv.planning.cluster import ClusterPlan
@@ -439,71 +436,26 @@ def _time(seconds: float) -> str:
 
 def models(
     checkpoint: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="Model folder, .gguf file or hub id to describe.", show_default=False),
-    ] = None,
-    families: Annotated[
-        str | None,
-        typer.Option(
-            help="Try these families now, on small random weights: `all`, or names with commas.",
-            show_default="what was found for the release",
-        ),
-    ] = None,
+        str, typer.Argument(metavar="MODEL", help="Model folder, .gguf file or hub id to describe.", show_default=False)
+    ],
     dtype: Dtype = None,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show which model families run exactly, or what one model needs.
+    """Show what a model needs, and which engines run on it exactly.
 
-    Without a model: every decoder family of transformers, and for each engine whether its answers are exact or refused,
-    how far off they were, and why. The table was made with the transformers of this release; `--families all` makes it
-    again with yours, in minutes, and ends with code 1 if an answer is wrong.
-
-    With a model: it is loaded and self-checked; then engines, bytes of KV per token and codec, memory, positions, and
-    what will be slow. A model that ragkv cannot run is an error that says why.
+    The model is loaded and self-checked; then engines, bytes of KV per token and codec, memory, positions, and what
+    will be slow. A model that ragkv cannot run is an error that says why. docs/models.md has a table of the families.
 
     Example: `ragkv models Qwen/Qwen3-4B`
     """
-    if checkpoint is not None and families is not None:
-        raise UsageError("Give a model or --families, not both; see ragkv models --help.")
     if dtype is not None:
         one_of("--dtype", dtype, DTYPES)
-    if checkpoint is not None:
-        from ragkv.planning.calibration import model_requirements
+    from ragkv.planning.calibration import model_requirements
 
-        requirements = model_requirements(checkpoint, dtype=dtype or "auto", device=device)
-        print_json(requirements.to_json()) if as_json else _show(requirements)
-        return
-    from importlib.metadata import version
-
-    from ragkv.evaluation.families import Survey, choose, survey
-
-    here, silent = version("transformers"), quiet or as_json
-    if families is None:
-        found = Survey.recorded()
-        if not silent and here != found.transformers:
-            note(f"made with transformers {found.transformers}; yours is {here}: --families all tries its families")
-    else:
-        chosen = choose(families)
-        verdicts = []
-        with steps("trying", silent=silent) as show:
-            for verdict in survey(chosen):
-                verdicts.append(verdict)
-                show(len(verdicts), len(chosen), verdict.family)
-        found = Survey(here, tuple(verdicts))
-    print_json(found.to_json()) if as_json else _table(found)
-    if any(verdict.engine(name) == "wrong" for verdict in found.verdicts for name in verdict.errors):
-        raise typer.Exit(1)
-
-
-def _table(found: Survey) -> None:
-    from ragkv.evaluation.families import COLUMNS, ENGINES
-
-    words = ("RoPE", "layers", "why refused")
-    print_grid(COLUMNS, [verdict.cells() for verdict in found.verdicts], words=words)
-    exact = ", ".join(f"{name} {found.exact(name)}" for name in ENGINES)
-    echo(f"Families of transformers {found.transformers}: {len(found.verdicts)}; exact: {exact}.")
+    requirements = model_requirements(checkpoint, dtype=dtype or "auto", device=device)
+    print_json(requirements.to_json()) if as_json else _show(requirements)
 
 
 def _show(requirements: ModelRequirements) -> None:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import typer
 
 from ragkv.cli.console import count, echo, note, percent_bar, print_json
+from ragkv.doctor.io import FileRow, question_of
 from ragkv.errors import ConfigError, RagkvError, UsageError
-from ragkv.evaluation.io import FileRow, question_of
 from ragkv.types import Answer
 from ragkv.util.display import json_text
 from ragkv.util.files import open_plain, parse_json, read_plain, refusal, replace_plain

@@ -15,16 +15,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from ragkv.benchmarks.evaluation.tasks.catalog import make_task
+from ragkv.benchmarks.evaluation.worlds.passages import write_world_examples
 from ragkv.benchmarks.papers.table import commit_of
 from ragkv.config import PromptConfig
+from ragkv.doctor.answers import Reader
+from ragkv.doctor.io import parse_specs
+from ragkv.doctor.metrics import Task, score
 from ragkv.engines import ContextChunk, Engine, make_engine
 from ragkv.errors import RagkvError, UsageError
-from ragkv.evaluation.answers import Reader
-from ragkv.evaluation.io import parse_specs
-from ragkv.evaluation.metrics import Task, score
-from ragkv.evaluation.tasks.catalog import make_task
 from ragkv.finetune.block import BlockTuneConfig, finetune_block, replace_folder
-from ragkv.finetune.data import write_world_examples
 from ragkv.model.checkpoint import resolve
 from ragkv.model.language_model import LanguageModel
 from ragkv.model.prompt import render

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fpdf import FPDF
 
-from ragkv.worlds.world import World, WorldDocument, WorldQuestion
+from ragkv.benchmarks.evaluation.worlds.world import World, WorldDocument, WorldQuestion
 
 SEED = 11
 SIZE = 60

@@ -2,7 +2,7 @@
 
 Passages of generated worlds are asked for in two ways: by name, and by description (at most one word, stop words aside,
 is in the passage). Pieces of Python's language reference are asked for by a sentence with a gap. For the same on real
-manuals, see `examples/manuals/fetch.sh` and `ragkv eval retrieval` (docs/retrieval.md has the tables).
+manuals, see `examples/manuals/fetch.sh` and `benchmarks.evaluation` (docs/retrieval.md has the tables).
 """
 
 import argparse
@@ -11,13 +11,13 @@ from collections.abc import Collection
 
 from transformers import AutoTokenizer
 
+from ragkv.benchmarks.evaluation.worlds.text import clozes, english_sentences, reference_texts
+from ragkv.benchmarks.evaluation.worlds.world import shared_words
 from ragkv.benchmarks.mini.retrieval import world_step
 from ragkv.config import MODES
 from ragkv.index.search import Searcher
 from ragkv.mini import embedder_path
 from ragkv.retrievers import BM25, DenseIndex, SparseIndex, load_embedder, load_reranker
-from ragkv.worlds.text import clozes, english_sentences, reference_texts
-from ragkv.worlds.world import shared_words
 
 EMBEDDER = load_embedder("mini", device="cpu")
 RERANKER = load_reranker("mini", device="cpu")

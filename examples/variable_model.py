@@ -23,10 +23,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ragkv.benchmarks.evaluation.worlds.text import (
+    BEGIN,
+    FAMILIES,
+    MEMBERS,
+    TERM,
+    VALUES,
+    asked,
+    referred,
+    variable_list,
+)
 from ragkv.benchmarks.mini.train import COMMON, EMBEDDING_STD, start_induction
 from ragkv.finetune.retaining_heads import RetainingConfig, train_retaining_heads
 from ragkv.finetune.training import save_checkpoint
-from ragkv.worlds.text import BEGIN, FAMILIES, MEMBERS, TERM, VALUES, asked, referred, variable_list
 
 OUTPUT = Path(__file__).parent / "variables"
 END, PAD, UNKNOWN, OTHER = "<end>", "<pad>", "<unk>", "-"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.evaluation.families import Survey
+from ragkv.benchmarks.evaluation.families import Survey
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

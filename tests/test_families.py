@@ -1,17 +1,17 @@
 """Every decoder family of the installed transformers is answered exactly or refused with a reason.
 
-The oracle is `ragkv.evaluation.families`: dense, uncached forward passes of transformers, compared with ragkv's
-engines. A sample of the mechanisms runs here; `make test-all` judges all families, as `make models` does (ten minutes
-on one core).
+The oracle is `ragkv.benchmarks.evaluation.families`: dense, uncached forward passes of transformers, compared with
+ragkv's engines. A sample of the mechanisms runs here; `make test-all` judges all families, as `make models` does (ten
+minutes on one core).
 """
 
 import pytest
 import torch
 
+from ragkv.benchmarks.evaluation import families
+from ragkv.benchmarks.evaluation.families import ENGINES, EXACT, examine
 from ragkv.engines import Request, make_engine
 from ragkv.errors import PromptTooLongError, UnsupportedModelError
-from ragkv.evaluation import families
-from ragkv.evaluation.families import ENGINES, EXACT, examine
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language_model import LanguageModel
 from ragkv.model.self_check import load_checked

@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAPPED = PROJECT["tool"]["setuptools"]["package-dir"]
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
-NOT_INSTALLED = ("ragkv.benchmarks.mini", "ragkv.benchmarks.papers")
-"""Only in the repository: training of the bundled model, and the papers' tables."""
+NOT_INSTALLED = tuple(f"ragkv.benchmarks.{name}" for name in ("evaluation", "mini", "papers"))
+"""Only in the repository: quality on benchmarks, training of the bundled models, and the papers' tables."""
 SCRIPTS = {ROOT / "benchmarks" / name for name in ("debian", "mutation", "smollm2")}
 """Folders of scripts that are only in the repository."""
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import bm25s
 from lxml import html
 
-from ragkv.evaluation.io import normal
+from ragkv.doctor.io import normal
 
 T = TypeVar("T")
 HERE = Path(__file__).parent

@@ -28,6 +28,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ragkv.benchmarks.evaluation.worlds.passages import passages
+from ragkv.benchmarks.evaluation.worlds.text import Cloze, clozes, english_sentences, reference_texts
+from ragkv.benchmarks.evaluation.worlds.world import QuestionKind, World
 from ragkv.benchmarks.mini.data import (
     additive_mask,
     chunk_text,
@@ -51,9 +54,7 @@ from ragkv.cli.main import CommandGroup, SingleCommand, log_to_stderr, run
 from ragkv.cli.options import Debug, Json, Quiet
 from ragkv.errors import UsageError
 from ragkv.finetune.block import METADATA, replace_folder, visible
-from ragkv.finetune.data import Progress, passages
-from ragkv.worlds.text import Cloze, clozes, english_sentences, reference_texts
-from ragkv.worlds.world import QuestionKind, World
+from ragkv.finetune.data import Progress
 
 logger = logging.getLogger(__name__)
 

@@ -39,10 +39,16 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from ragkv.config import PromptConfig
-from ragkv.finetune.data import PAD_SEGMENT, answerable, passages
-from ragkv.worlds.text import Shots, clozes, docstrings, english_sentences, neutral_sentence, shot_text
-from ragkv.worlds.world import (
+from ragkv.benchmarks.evaluation.worlds.passages import answerable, passages
+from ragkv.benchmarks.evaluation.worlds.text import (
+    Shots,
+    clozes,
+    docstrings,
+    english_sentences,
+    neutral_sentence,
+    shot_text,
+)
+from ragkv.benchmarks.evaluation.worlds.world import (
     UNANSWERABLE,
     Fact,
     World,
@@ -53,6 +59,8 @@ from ragkv.worlds.world import (
     unanswerable,
     unstated,
 )
+from ragkv.config import PromptConfig
+from ragkv.finetune.data import PAD_SEGMENT
 
 BOS, END, PAD = "<|bos|>", "<|end|>", "<|pad|>"
 SPECIAL_TOKENS = (PAD, BOS, END, "<|system|>", "<|user|>", "<|assistant|>")

@@ -34,15 +34,16 @@ from transformers import (
     XLMRobertaModel,
 )
 
+from ragkv.benchmarks.evaluation.retrieval import Settings, corpus_searches
+from ragkv.benchmarks.evaluation.worlds.passages import passages
+from ragkv.benchmarks.evaluation.worlds.text import module_docstrings
+from ragkv.benchmarks.evaluation.worlds.world import Split, World, paraphrases, shared_words
 from ragkv.benchmarks.mini.data import train_bpe
-from ragkv.evaluation.metrics import Passage, RetrievalTask, hit_at, ndcg_at
-from ragkv.evaluation.retrieval import Settings, corpus_searches
+from ragkv.doctor.metrics import Passage, RetrievalTask, hit_at, ndcg_at
 from ragkv.finetune.block import replace_folder
-from ragkv.finetune.data import Progress, passages
+from ragkv.finetune.data import Progress
 from ragkv.finetune.training import Training
 from ragkv.retrievers import load_embedder, load_reranker
-from ragkv.worlds.text import module_docstrings
-from ragkv.worlds.world import Split, World, paraphrases, shared_words
 
 logger = logging.getLogger(__name__)
 

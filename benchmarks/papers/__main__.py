@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ragkv.benchmarks.evaluation.answers import DEFAULT_WORK
 from ragkv.benchmarks.papers.plots import require_matplotlib
 from ragkv.benchmarks.papers.run import (
     TABLES,
@@ -24,7 +25,6 @@ from ragkv.benchmarks.papers.run import (
 )
 from ragkv.benchmarks.papers.table import COMMAND, RunOptions, Table, Verdict, count_verdicts
 from ragkv.cli.console import draw, echo, kept_steps, note, plain, print_grid, print_json
-from ragkv.cli.evaluate import DEFAULT_WORK
 from ragkv.cli.main import SingleCommand, log_to_stderr, run
 from ragkv.cli.options import Debug, Device, Dtype, Quiet
 from ragkv.errors import UsageError

@@ -12,8 +12,8 @@ from itertools import pairwise
 from statistics import fmean
 
 from ragkv.benchmarks.papers.table import Ask, Column, Paper, Table, TableRow, across, along, printed
-from ragkv.evaluation.metrics import Task
-from ragkv.evaluation.tune import STEPS, APESetting, SettingScore, search_stage
+from ragkv.doctor.metrics import Task
+from ragkv.doctor.tune import STEPS, APESetting, SettingScore, search_stage
 
 _ASKED = 30  # questions per kind
 _SEED = 7_001  # no table uses it, so the contexts differ even where names coincide

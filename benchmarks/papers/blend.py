@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from ragkv.benchmarks.evaluation.answers import TaskSource
+from ragkv.benchmarks.evaluation.tasks.files import load_tasks
 from ragkv.benchmarks.papers.table import (
     Cell,
     Column,
@@ -30,20 +32,10 @@ from ragkv.benchmarks.papers.table import (
     TableRow,
     across,
 )
+from ragkv.doctor.answers import GIVEN, SCHEME, ChunkSource, IndexSource, LoadedModel, greedy, next_token_kl
+from ragkv.doctor.io import Progress, ResultCache, digest_of
+from ragkv.doctor.metrics import Example, Task, mean_interval, score
 from ragkv.engines import Engine, Request
-from ragkv.evaluation.answers import (
-    GIVEN,
-    SCHEME,
-    ChunkSource,
-    IndexSource,
-    LoadedModel,
-    TaskSource,
-    greedy,
-    next_token_kl,
-)
-from ragkv.evaluation.io import Progress, ResultCache, digest_of
-from ragkv.evaluation.metrics import Example, Task, mean_interval, score
-from ragkv.evaluation.tasks.files import load_tasks
 from ragkv.model.checkpoint import MINI
 from ragkv.pipeline import RagKV
 from ragkv.runtime import Generation, Stream, runtime_of
@@ -199,7 +191,7 @@ def _scores(
 def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
     """A number for each question. Their mean is sum(parts) / sum(wholes), and their spread is that of this ratio.
 
-    (Taylor linearisation, as in `ragkv.evaluation.metrics`.)
+    (Taylor linearisation, as in `ragkv.doctor.metrics`.)
     """
     mean, ratio = fmean(wholes), sum(parts) / sum(wholes)
     return [ratio + (part - ratio * whole) / mean for part, whole in zip(parts, wholes, strict=True)]

@@ -26,8 +26,8 @@ from ragkv.benchmarks.papers.table import (
     across,
     printed,
 )
+from ragkv.doctor.io import Progress
 from ragkv.errors import ConfigError
-from ragkv.evaluation.io import Progress
 
 STEPS_FILE = "steps.json"
 _LINES = {

@@ -39,9 +39,9 @@ from ragkv.benchmarks.speed.inference import (
 from ragkv.benchmarks.speed.report import BenchRow, OnStep, alternating, described, machine, shown, versions
 from ragkv.cli.console import note
 from ragkv.cli.main import SingleCommand, log_to_stderr, run
+from ragkv.doctor.io import markdown_table, write_whole
 from ragkv.engines import Request, make_engine
 from ragkv.errors import ConfigError
-from ragkv.evaluation.io import markdown_table, write_whole
 from ragkv.model.apb.document import lengths_for
 from ragkv.model.language_model import LanguageModel
 from ragkv.runtime import Generation, Stream, runtime_of

@@ -15,8 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ragkv.doctor.io import write_whole
 from ragkv.errors import MissingExtraError, install_hint
-from ragkv.evaluation.io import write_whole
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000", "#F0E442")
 """Okabe and Ito's colours, which people with any colour vision can tell apart; yellow is last, being faint on white."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ragkv.benchmarks.evaluation.answers import TaskSource
 from ragkv.benchmarks.papers.ape import APE_3, APE_5
 from ragkv.benchmarks.papers.blend import BLEND_1, BLEND_2
 from ragkv.benchmarks.papers.block import APB_3, BLOCK_1, BLOCK_4, REAL_1
@@ -49,10 +50,10 @@ from ragkv.benchmarks.papers.table import (
     figure_of,
     judge,
 )
+from ragkv.doctor.answers import ExampleResult, run_candidates
+from ragkv.doctor.io import Progress, markdown_table, percent, write_whole
+from ragkv.doctor.metrics import Task
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation.answers import ExampleResult, TaskSource, run_candidates
-from ragkv.evaluation.io import Progress, markdown_table, percent, write_whole
-from ragkv.evaluation.metrics import Task
 from ragkv.model.checkpoint import MINI
 
 

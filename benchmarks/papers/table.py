@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import ragkv
-from ragkv.evaluation.answers import GIVEN, RAW, Candidate, ExampleResult, all_candidates
-from ragkv.evaluation.doctor import Environment
-from ragkv.evaluation.io import Progress, parse_specs
-from ragkv.evaluation.metrics import Task, bootstrap_mean
-from ragkv.evaluation.tasks.catalog import make_task
-from ragkv.evaluation.tasks.files import load_tasks
+from ragkv.benchmarks.evaluation.tasks.catalog import make_task
+from ragkv.benchmarks.evaluation.tasks.files import load_tasks
+from ragkv.doctor.answers import GIVEN, RAW, Candidate, ExampleResult, all_candidates
+from ragkv.doctor.io import Progress, parse_specs
+from ragkv.doctor.metrics import Task, bootstrap_mean
+from ragkv.doctor.report import Environment
 from ragkv.model.checkpoint import MINI
 
 Scores = Mapping[str, Sequence[tuple[str, float]]]
@@ -163,7 +163,7 @@ class RunOptions:
 
     `models` are checkpoints by role; "" is the one that most lines use (None: mini, or the table's own), and lines
     whose role has none are left out. `limit` caps the questions of each column. Answers are kept in `work`, as
-    `ragkv eval answers` keeps them, so that a stopped run continues.
+    `benchmarks.evaluation` keeps them, so that a stopped run continues.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
@@ -198,7 +198,7 @@ Relation = Literal[">", ">=", "~"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
-    """A row: an engine with its options, as `ragkv eval answers` takes them, and how its chunks are ranked.
+    """A row: an engine with its options, as `benchmarks.evaluation` takes them, and how its chunks are ranked.
 
     `role` says which checkpoint answers. "" is the model that the table is made with. Any other word is a checkpoint
     that the user names with `--model tuned=FOLDER`; without it, the line is left out. `same_as` is the label of the
@@ -249,8 +249,8 @@ MEASURES: Mapping[Measure, str] = {
 class Column:
     """A task, a slice of a task (`kind`), or the mean of other columns (`mean_of`), which all weigh the same.
 
-    `task` is written as for `ragkv eval answers`; a .jsonl file is named from the repository's root, and its questions
-    bring their chunks. If `limit` is None, the table's limit applies. With `measure` "same",
+    `task` is written as for `benchmarks.evaluation`; a .jsonl file is named from the repository's root, and its
+    questions bring their chunks. If `limit` is None, the table's limit applies. With `measure` "same",
     the figure is the share of answers that equal, letter by letter, those of the line that `same_as` names. Measures
     other than these two are for tables that `measure` themselves.
     """

@@ -1,7 +1,7 @@
 """Writes the parts of the documentation that are made from code.
 
 Run by `python docs/site/pages.py`, `make cli-docs` or `make rooms`. It makes the page of every command, from the typer
-application; the table of families, as `ragkv models` shows it; the table of GB per million tokens, from models'
+application; the table of families, from `make models`; the table of GB per million tokens, from models'
 published configs; and the picture of the rooms, from the imports between modules.
 """
 
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import typer.main
 from typer.cli import get_docs_for_click
 
+from ragkv.benchmarks.evaluation.families import COLUMNS, ENGINES, EXACT, Survey
 from ragkv.cli.main import app
-from ragkv.evaluation.families import COLUMNS, ENGINES, EXACT, Survey
 from ragkv.store import Int4, Int8
 from ragkv.types import SCALE_BYTES
 

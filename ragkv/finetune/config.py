@@ -162,13 +162,10 @@ class PacketConfig:
 
     model: FrozenModel
     output: Annotated[Path, Setting("File for the packet.")]
-    data: Annotated[
-        Path | None, Setting("JSONL file of questions to learn from (docs/finetune.md).", "generated ones")
-    ] = None
+    data: Annotated[Path, Setting("JSONL file of questions to learn from (docs/finetune.md).")]
     eval_data: Annotated[
         Path | None, Setting("JSONL file of questions to measure with.", "one of eight is held out")
     ] = None
-    questions: Annotated[int, Setting("Questions to generate, without --data.")] = 384
     header: Annotated[int, Setting("Vectors before each chunk.")] = 8
     trailer: Annotated[int, Setting("Vectors after each chunk.")] = 8
     sink: Annotated[
@@ -195,7 +192,7 @@ class PacketConfig:
         require_choices(self)
         _require(
             self,
-            counts=("questions", "answer_tokens", "steps", "batch", "gradient_accumulation", "checkpoint_every"),
+            counts=("answer_tokens", "steps", "batch", "gradient_accumulation", "checkpoint_every"),
             amounts=("epochs", "lr"),
         )
         for name in ("header", "trailer"):

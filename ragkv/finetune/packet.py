@@ -36,7 +36,6 @@ from ragkv.finetune.data import (
     lay_out,
     read_examples,
     tokenise,
-    world_examples,
 )
 from ragkv.finetune.training import Training, drawn
 from ragkv.model.checkpoint import pick_device, resolve
@@ -129,17 +128,12 @@ def train_packet(config: PacketConfig, *, on_progress: Progress | None = None) -
 def _examples(config: PacketConfig) -> tuple[list[TrainingExample], list[TrainingExample]]:
     """The questions to learn from, and those to measure with."""
     words = config.prompt
-    if config.data is None:
-        found = world_examples(words, samples=config.questions, split="train", seed=config.seed)
-        count = max(1, config.questions // _HELDOUT)
-        heldout = world_examples(words, samples=count, split="heldout", seed=config.seed)
-    else:
-        found = read_examples(config.data, words)
+    found = read_examples(config.data, words)
+    if config.eval_data is None:
         heldout = found[::_HELDOUT]
-    if config.eval_data is not None:
-        heldout = read_examples(config.eval_data, words)
-    elif config.data is not None:
         found = [example for index, example in enumerate(found) if index % _HELDOUT]
+    else:
+        heldout = read_examples(config.eval_data, words)
     if not found:
         raise UsageError(f"{config.data} has one line, which is held out; add more, or give --eval-data.")
     return found, heldout

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ragkv.evaluation.io import normal
-from ragkv.evaluation.tasks.files import load_tasks
+from ragkv.benchmarks.evaluation.tasks.files import load_tasks
+from ragkv.doctor.io import normal
 
 HERE = Path(__file__).parents[2] / "benchmarks" / "debian"
 DOCUMENTS = {

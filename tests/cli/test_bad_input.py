@@ -18,22 +18,18 @@ from indexed import write_texts
 from ragkv import RagKV
 from ragkv.errors import RetrievalError
 
-VANILLA = Path(__file__).parents[2] / "examples" / "ablation" / "vanilla"
 ASK = "query 'Who founded Halden Works?' --index {index}"
 INTO = "ingest {documents} --model {model} --index {new}"
 PLAN = "plan {documents} --model {model} --device cpu --engines block"
 TUNE = "tune {folder}/questions.jsonl --index {index}"
 DOCTOR = "doctor --index {index}"
-ANSWERS = "eval answers --work {new} "
-RETRIEVAL = "eval retrieval {folder}/tarn "
-JUDGED = "eval retrieval {folder}/questions.jsonl --index {index}"
 CONTEXT = "query Who? --context {documents}/halden.md --context {documents}/bolt.txt --model {model}"
 FINETUNE = "finetune block --model {model} --data {folder}/data.jsonl --output {new} --steps 1 --lora-rank 2"
 BLOCKS = INTO + " --long-documents apb --engines apb --chunk-tokens 96 --block-tokens="
 MANY = "query --index {index} --questions {folder}/questions.jsonl"
 PIPED = "ingest - --index {new}"
 SET = "config set --index {index} "
-PACKET = "finetune packet --model {model} --output {new} --device cpu"
+PACKET = "finetune packet --model {model} --data {folder}/data.jsonl --output {new} --device cpu"
 SERVE = "serve --index {index}"
 EACH = ("query Who?", "ls", "stats", "verify", "repair", "gc", "delete x", "backup x", "compact --output x")
 
@@ -87,7 +83,6 @@ TABLE: list[tuple[str, int, str]] = [
     ("plan {documents} --chunks 10 --nodes 0", 2, "--nodes between 1 and"),
     ("bench ttft --quick --dtype warp", 2, "--dtype must be one of auto, float32"),
     ("models {model} --dtype warp", 2, "--dtype must be one of auto, float32"),
-    ("eval answers worlds --dtype warp", 2, "--dtype must be one of auto, float32"),
     ("bench ttft --quick --tokens 512", 2, "--quick chooses --tokens by itself"),
     ("rm notes.md", 2, "No such command 'rm'"),
     ("--colour", 2, "No such option: --colour"),
@@ -298,38 +293,7 @@ TABLE: list[tuple[str, int, str]] = [
     (TUNE + " --prefixes=-1", 2, "is not a list of numbers from 0 to 1000"),
     ("tune {folder}/plain.jsonl --index {index}", 2, "has no gold answers"),
     (TUNE + " --holdout", 2, "--holdout needs at least two questions"),
-    (ANSWERS + "nothing", 2, "Unknown task 'nothing'"),
-    (ANSWERS + "worlds --engines 'pced(gama=1)'", 2, "gama"),
-    (ANSWERS + "worlds --engines 'pced(gamma=1'", 2, "parenthesis"),
-    (ANSWERS + "worlds --chunks 0", 2, "--chunks"),
-    (ANSWERS + "worlds --baseline block --engines full", 2, "--baseline block"),
-    (ANSWERS + "worlds --top-k 2", 2, "--retrieval"),
-    (ANSWERS + "worlds --output x.txt", 2, ".json or .md"),
-    (ANSWERS + "worlds worlds --limit 1", 2, "one name"),
-    (ANSWERS + f"worlds --model {VANILLA} --retrieval dense", 2, "--embedder"),
-    (ANSWERS + "worlds --codecs mp3", 2, "mp3"),
-    *(
-        (ANSWERS + f"{{folder}}/questions.jsonl --index {{index}} {option}", 2, option.split()[0])
-        for option in ("--embedder mini", "--dtype float32", "--metric f1", "--format ruler")
-    ),
-    (RETRIEVAL + "--k 0", 2, "--k '0' is not a list of numbers from 1 up"),
-    (RETRIEVAL + "--k a", 2, "--k 'a' is not a list"),
-    (RETRIEVAL + "--modes fast", 2, "--modes are any of dense, sparse, colbert, hybrid, bm25, not 'fast'"),
-    (RETRIEVAL + "--modes ,", 2, "--modes is empty"),
-    (RETRIEVAL + "--modes dense", 1, 'has no dense vectors, which retrieval "dense" needs; it can serve bm25'),
-    (RETRIEVAL + "--rerank", 1, "--rerank needs a reranker: give --reranker"),
-    (RETRIEVAL + "--output r.txt", 2, "--output r.txt must end in .json or .md"),
-    (RETRIEVAL + "--output nowhere/r.md", 2, "there is no folder nowhere"),
-    (RETRIEVAL + "--format trec", 2, "--format must be one of beir, loft"),
-    (RETRIEVAL + "--format loft", 2, '"pid" must be an id'),
-    (RETRIEVAL + "--split train", 2, "choose --split test"),
-    (JUDGED + " --embedder mini", 2, "--embedder is only for BEIR and LOFT folders"),
-    (JUDGED + " --rerank", 1, "--rerank needs a reranker"),
-    ("eval retrieval {folder}/gone.jsonl --index {index}", 2, "No such file"),
-    ("eval retrieval {folder}/questions.jsonl --index {folder}/gone", 2, "There is no index"),
-    ("eval retrieval {folder}/plain.jsonl --index {index}", 1, "No chunk of the index is relevant"),
     ("models {folder}/none", 1, "No model folder at"),
-    ("models {model} --families all", 2, "not both"),
     # training
     (FINETUNE + " --full-weights", 2, "either --lora-rank or --full-weights"),
     (FINETUNE + " --sink all", 2, "sink must be one of"),

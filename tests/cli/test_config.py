@@ -13,8 +13,8 @@ import pytest
 from ragkv import RagKV
 from ragkv.cli.options import FLAGS, VARIABLES, UserFile, user_file
 from ragkv.config import IndexConfig, StepsConfig, load_config
+from ragkv.doctor.tune import APESetting, write_setting
 from ragkv.errors import ConfigError
-from ragkv.evaluation.tune import APESetting, write_setting
 
 
 @pytest.fixture(autouse=True)

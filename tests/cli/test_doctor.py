@@ -6,7 +6,7 @@ import re
 import pytest
 
 from ragkv.config import CONFIG_FILE, load_config
-from ragkv.evaluation.tune import APESetting, write_setting
+from ragkv.doctor.tune import APESetting, write_setting
 from ragkv.store import Store
 
 

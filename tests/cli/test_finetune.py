@@ -1,4 +1,4 @@
-"""`ragkv finetune block` and `ragkv finetune data`."""
+"""`ragkv finetune`."""
 
 import json
 import tomllib
@@ -59,20 +59,6 @@ def test_a_model_that_is_tuned_without_a_bos_is_read_without_one(ragkv, tmp_path
     assert (done.code, json.loads(done.out)["kv"]["misses"]) == (0, 0)
     assert ragkv(*command, "--model", tuned, "--output", tmp_path / "again").code == 0
     assert json.loads((tmp_path / "again" / "ragkv.json").read_text())["bos"] == "none"
-
-
-def test_worlds_give_a_file_to_tune_on(ragkv, tmp_path):
-    command = ("finetune", "data", "--samples", 6, "--fewest", 2, "--most", 3, "--seed", 5)
-    done = ragkv(*command, "--output", tmp_path / "a.jsonl", "--json")
-    assert json.loads(done.out)["lines"] == 6
-    ragkv(*command, "--output", tmp_path / "b.jsonl")
-    written = (tmp_path / "a.jsonl").read_text()
-    assert (tmp_path / "b.jsonl").read_text() == written
-    for line in map(json.loads, written.splitlines()):
-        assert line.keys() == {"prompt", "blocks", "response"}
-        assert 2 <= len(line["blocks"]) <= 3
-    refused = ragkv("finetune", "data", "--output", tmp_path / "c.jsonl", "--fewest", 4, "--most", 3)
-    assert (refused.code, (tmp_path / "c.jsonl").exists()) == (2, False)
 
 
 def test_retaining_heads_are_trained_beside_the_model(ragkv, tmp_path, model_folder, lines):

@@ -95,7 +95,6 @@ def commands(place: dict[str, Path], way: str) -> list[dict[str, Any]]:
         ["config", "show", *index],
         ["config", "show", *index, "--json"],
         ["config", "show", *index, "--codec", EVIL],
-        ["eval", "retrieval", f"{folder}/questions.jsonl", *index],
     ]
     chat = f"Who founded Halden Works {EVIL}?\n/sources\n/engine {EVIL}\n/nothing {EVIL}\n/engine\n".replace("\r", "")
     spoken = [

@@ -78,7 +78,6 @@ def test_debug_may_stand_before_and_after_the_command(ragkv, tmp_path):
         ("ragkv ingest --codec int", ["int4", "int8"]),
         ("ragkv doctor --codecs zstd,r", ["zstd,raw"]),
         ("ragkv query --retrieval d", ["dense"]),
-        ("ragkv eval retrieval --modes dense,b", ["dense,bm25"]),
         ("ragkv ingest --kv ", ["all", "on-demand"]),
         ("ragkv ingest --dtype in", ["int8"]),
         ("ragkv chat --history p", ["prompt"]),

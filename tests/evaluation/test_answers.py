@@ -15,30 +15,27 @@ from benchmarkfolder import CountingEmbedder
 from indexed import indexed
 
 from ragkv import RagKV
+from ragkv.benchmarks.evaluation.answers import TaskSource, baseline_of, rows_of, run
 from ragkv.config import MODES, IndexConfig
 from ragkv.decoding import Decoding
-from ragkv.engines import ContextChunk, make_engine
-from ragkv.errors import ConfigError, UnsupportedModelError, UsageError
-from ragkv.evaluation import answers
-from ragkv.evaluation.answers import (
+from ragkv.doctor import answers
+from ragkv.doctor.answers import (
     Candidate,
     ExampleResult,
     IndexSource,
     Reader,
     RoundTrip,
-    TaskSource,
     all_candidates,
-    baseline_of,
     bit_equal,
     follow,
     greedy,
     next_token_kl,
-    rows_of,
-    run,
     run_candidates,
 )
-from ragkv.evaluation.io import Question, parse_specs
-from ragkv.evaluation.metrics import Example, Task, bootstrap_mean
+from ragkv.doctor.io import Question, parse_specs
+from ragkv.doctor.metrics import Example, Task, bootstrap_mean
+from ragkv.engines import ContextChunk, make_engine
+from ragkv.errors import ConfigError, UnsupportedModelError, UsageError
 from ragkv.index.answer import validate_task
 from ragkv.index.contexts import Contexts
 from ragkv.model.apb.compressors import RetainingHeads, widths_of
@@ -83,7 +80,7 @@ def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
     assert len(everyone) == 12  # full and single read no KV, so codecs do not apply
     found = {
         (result.candidate.label, result.candidate.codec, result.example.question): result
-        for result in run_candidates([TASK], everyone)
+        for result in run_candidates([TASK], everyone, source=TaskSource())
     }
     for codec in ("raw", "int8"):
         with RagKV.create(tmp_path / codec, codec=codec, tuning=tuning, **settings) as rag:
@@ -126,7 +123,7 @@ def test_a_stopped_run_goes_on_and_a_whole_one_needs_no_model(tmp_path, asked, m
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_candidates([TASK], everyone, work=tmp_path, on_progress=stop)
+        run_candidates([TASK], everyone, source=TaskSource(), work=tmp_path, on_progress=stop)
     assert seen == [(0, 6, "small, full"), (1, 6, "small, pced"), (2, 6, "small, full"), (3, 6, "small, pced")]
     counted = []
     decode = Runtime.decode
@@ -138,13 +135,13 @@ def test_a_stopped_run_goes_on_and_a_whole_one_needs_no_model(tmp_path, asked, m
         raise AssertionError("loaded")
 
     monkeypatch.setattr(answers.LoadedModel, "model", property(load))
-    again = run_candidates([TASK], everyone, work=tmp_path)
+    again = run_candidates([TASK], everyone, source=TaskSource(), work=tmp_path)
     assert rows_of([TASK], everyone, again, baseline="full") == whole
     assert any(result.trace for result in again)
     for change in ({"max_new_tokens": 5}, {}):
         others = everyone if change else asked("pced(gamma=1)")
         with pytest.raises(AssertionError, match="loaded"):
-            run_candidates([TASK], others, work=tmp_path, **change)
+            run_candidates([TASK], others, source=TaskSource(), work=tmp_path, **change)
 
 
 def test_a_context_is_encoded_once_per_encoding(asked, monkeypatch):
@@ -153,7 +150,7 @@ def test_a_context_is_encoded_once_per_encoding(asked, monkeypatch):
     monkeypatch.setattr(
         LanguageModel, "encode", lambda self, chunks, **m: encoded.extend(chunks) or encode(self, chunks, **m)
     )
-    run_candidates([TASK], asked("ape,pced,block,pced(gamma=0)", codecs=["raw", "int8"]))
+    run_candidates([TASK], asked("ape,pced,block,pced(gamma=0)", codecs=["raw", "int8"]), source=TaskSource())
     assert len(encoded) >= 2 * 3
     assert max(Counter(map(tuple, encoded)).values()) == 2  # alone and after the prefix, whatever the engine and codec
 
@@ -229,7 +226,7 @@ def test_what_no_candidate_can_be(settings, message):
 
 
 def test_the_best_chunks_are_read(asked):
-    [one] = run_candidates([TASK], asked("pced", retrievals=["bm25"], top_k=1))[:1]
+    [one] = run_candidates([TASK], asked("pced", retrievals=["bm25"], top_k=1), source=TaskSource())[:1]
     assert {winner for _, winner in one.trace} == {0}
     assert one.chunks == 1
 
@@ -307,7 +304,13 @@ def test_answers_by_other_retaining_heads_are_asked_again(tmp_path, model_folder
         if seed is not None:
             torch.manual_seed(seed)
             RetainingHeads(widths_of(model), 8).save(folder / HEADS)
-        run_candidates([task], all_candidates(spec, models=[str(folder)]), max_new_tokens=2, work=tmp_path / "work")
+        run_candidates(
+            [task],
+            all_candidates(spec, models=[str(folder)]),
+            source=TaskSource(),
+            max_new_tokens=2,
+            work=tmp_path / "work",
+        )
         assert len(asked_again) == times
 
 

@@ -6,10 +6,10 @@ from statistics import fmean
 
 import pytest
 
-from ragkv.engines import make_engine
-from ragkv.errors import ConfigError, RetrievalError, UsageError
-from ragkv.evaluation.answers import Comparison, ExampleResult, IndexSource, RoundTrip
-from ragkv.evaluation.doctor import (
+from ragkv.doctor.answers import Comparison, ExampleResult, IndexSource, RoundTrip
+from ragkv.doctor.io import UNKNOWN, Question, keep_quality, kept_quality, outdated, plot_quality, unread_quality
+from ragkv.doctor.metrics import Task
+from ragkv.doctor.report import (
     CODEC_LIMITS,
     ENGINE_LIMITS,
     Agreement,
@@ -22,8 +22,8 @@ from ragkv.evaluation.doctor import (
     proposed,
     remedies,
 )
-from ragkv.evaluation.io import UNKNOWN, Question, keep_quality, kept_quality, outdated, plot_quality, unread_quality
-from ragkv.evaluation.metrics import Task
+from ragkv.engines import make_engine
+from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.index.conversation import proved_history
 from ragkv.ingest import from_bytes
 from ragkv.model.self_check import load_model
@@ -335,9 +335,9 @@ def test_accuracy_decides_once_enough_questions_are_answered_right(rag, monkeypa
     assert all(texts)
     assert texts[0] != texts[1]
     gold = [Question(text=question, answers=tuple(texts))]
-    monkeypatch.setattr("ragkv.evaluation.doctor.ENOUGH", 2)
+    monkeypatch.setattr("ragkv.doctor.report.ENOUGH", 2)
     [few] = examine(rag, gold, engines=["block"]).engines
-    monkeypatch.setattr("ragkv.evaluation.doctor.ENOUGH", 1)
+    monkeypatch.setattr("ragkv.doctor.report.ENOUGH", 1)
     [enough] = examine(rag, gold, engines=["block"]).engines
     assert few.accuracy == enough.accuracy == 1.0
     assert (few.by, enough.by) == ("agreement", "accuracy")
@@ -364,7 +364,7 @@ def test_a_hundred_right_answers_are_enough_and_three_are_not(rag, monkeypatch):
             for at, one in enumerate(candidates)
         ]
 
-    monkeypatch.setattr("ragkv.evaluation.doctor.run_candidates", run)
+    monkeypatch.setattr("ragkv.doctor.report.run_candidates", run)
     doctor = Doctor(rag, engines=["block"], codecs=["zstd"], max_new_tokens=1)
     asked = [Question(text=ASKED[0].text, answers=("x",))]
     few, many = (doctor.examine(asked * n, source="", seed=0) for n in (3, 100))

@@ -10,9 +10,16 @@ from benchmarkfolder import QUESTIONS, beir_folder, loft_folder, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragkv.benchmarks.evaluation.tasks.files import (
+    LONGBENCH,
+    RULER,
+    Cutter,
+    estimated_tokens,
+    load_tasks,
+    read_benchmark,
+)
+from ragkv.doctor.metrics import METRICS, score
 from ragkv.errors import ConfigError, RagkvError, RetrievalError, UsageError
-from ragkv.evaluation.metrics import METRICS, score
-from ragkv.evaluation.tasks.files import LONGBENCH, RULER, Cutter, estimated_tokens, load_tasks, read_benchmark
 
 
 def words(text: str) -> int:
@@ -88,7 +95,10 @@ def test_loft_splits(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"answers": [["p3", 1]]}, r"line 1: \"answers\" holds lists, .*`ragkv eval retrieval`"),
+        (
+            {"answers": [["p3", 1]]},
+            r"line 1: \"answers\" holds lists, .*`python -m .* retrieval`",
+        ),
         ({"answers": []}, r"line 1: \"answers\" must be a list of texts that is not empty"),
         ({"answers": ["Ur", " "]}, r"line 1: a text of \"answers\" is blank"),
         ({"metadata": {}}, r"line 1: .*metadata.qrels"),

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragkv.doctor.io import Question, Spec, made_questions, parse_specs, read_questions
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation.io import Question, Spec, made_questions, parse_specs, read_questions
 
 
 @pytest.mark.parametrize(

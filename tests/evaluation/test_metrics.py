@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.errors import ConfigError
-from ragkv.evaluation.metrics import (
+from ragkv.doctor.metrics import (
     METRICS,
     Example,
     bootstrap_mean,
@@ -25,6 +24,7 @@ from ragkv.evaluation.metrics import (
     score,
     share_interval,
 )
+from ragkv.errors import ConfigError
 
 WORDS = st.sampled_from(["Tarn", "tarn", "Halden", "works", "a", "An", "the", "é", "Café", "x-ray", "1907", "7", "."])
 TEXTS = st.lists(WORDS, max_size=7).map(" ".join)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from package import in_child
 
+from ragkv.benchmarks.evaluation.retrieval import Batches, MemoEmbedder, MemoReranker, Wording, judged_questions
+from ragkv.doctor.metrics import Passage, RetrievalQuestion, RetrievalTask, measure
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.evaluation.metrics import Passage, RetrievalQuestion, RetrievalTask, measure
-from ragkv.evaluation.retrieval import Batches, MemoEmbedder, MemoReranker, Wording, judged_questions
 
 TASK = RetrievalTask(
     name="mine",

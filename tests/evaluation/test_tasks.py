@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 
+from ragkv.benchmarks.evaluation.tasks import catalog
+from ragkv.benchmarks.evaluation.tasks.catalog import TASKS, described, make_task, passages
+from ragkv.benchmarks.evaluation.worlds.world import QuestionKind, World
+from ragkv.doctor.io import Spec
+from ragkv.doctor.metrics import score
 from ragkv.errors import UsageError
-from ragkv.evaluation.io import Spec
-from ragkv.evaluation.metrics import score
-from ragkv.evaluation.tasks import catalog
-from ragkv.evaluation.tasks.catalog import TASKS, described, make_task, passages
-from ragkv.worlds.world import QuestionKind, World
 
 
 def made(name: str, *, seed: int = 0, limit: int = 6, chunks: int = 8, **options):

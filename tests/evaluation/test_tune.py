@@ -7,10 +7,10 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, load_config
+from ragkv.doctor import tune
+from ragkv.doctor.io import Question, ResultCache
+from ragkv.doctor.tune import STEPS, APESetting, Tuner, split, write_setting
 from ragkv.errors import RetrievalError, StoreError, UsageError
-from ragkv.evaluation import tune
-from ragkv.evaluation.io import Question, ResultCache
-from ragkv.evaluation.tune import STEPS, APESetting, Tuner, split, write_setting
 
 ASKED = [Question(text="Who founded Halden Works?", answers=("Mira",)), Question(text="Who is Ann?", answers=("x",))]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from dataclasses import replace
 
 import pytest
@@ -17,16 +16,13 @@ from ragkv.finetune.data import (
     IGNORED,
     SampledRows,
     _response_ids,
-    answerable,
     collate,
     lay_out,
     parse_example,
-    passages,
     read_examples,
     tokenise,
 )
 from ragkv.index.conversation import Conversation, Turn
-from ragkv.worlds.world import World
 
 PROMPT = PromptConfig(system="Be.", context="D:\n")
 LINE = {"prompt": "Who?", "blocks": ["Ann made it.", "Bo did not, he said.", "x"], "response": "Ann."}
@@ -300,19 +296,3 @@ def test_a_file_without_examples_is_refused(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(UsageError, match=r"cannot be read|holds no example"):
         read_examples(path, SHORT)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_passages_are_of_the_chunkers_size_and_answerable_questions_stand_in_them(tokenizer, seed):
-    world = World.generate(seed)
-    texts = passages(random.Random(seed), tokenizer, world)
-    sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    assert max(sizes) <= 96 + 8  # a split line may spell a word with more tokens
-    assert sorted(sizes)[len(sizes) // 2] >= 30
-    assert all(text == text.strip() and text for text in texts)
-    found = answerable(world, texts[:4])
-    flat = [" ".join(text.split()) for text in texts[:4]]
-    assert found
-    assert len(found) < len(world.questions)
-    for question in found:
-        assert all(any(sentence in text for text in flat) for sentence in question.support)

@@ -7,10 +7,10 @@ import torch
 from indexed import indexed
 
 from ragkv import RagKV
+from ragkv.benchmarks.evaluation import families
 from ragkv.config import IndexConfig, byte_count
 from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, UnsupportedModelError
-from ragkv.evaluation import families
 from ragkv.index.index import MEMORY_VARIABLE, memory_budget
 from ragkv.model import checkpoint
 from ragkv.store import Store

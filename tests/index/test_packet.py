@@ -9,8 +9,8 @@ from indexed import indexed
 
 from ragkv import RagKV
 from ragkv.config import IndexConfig, load_config, save_config
+from ragkv.doctor.report import _alternatives
 from ragkv.errors import ConfigError, ModelLoadError
-from ragkv.evaluation.doctor import _alternatives
 from ragkv.index.contexts import Contexts
 from ragkv.model.packet import make_packet
 from ragkv.model.self_check import load_model

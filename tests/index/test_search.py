@@ -20,9 +20,9 @@ from package import in_child
 from words import WordEmbedder, WordReranker
 
 from ragkv import RagKV
+from ragkv.benchmarks.evaluation.retrieval import Settings, index_searches
 from ragkv.config import CONFIG_FILE, MODES, load_config
 from ragkv.errors import ConfigError, RetrievalError, UsageError
-from ragkv.evaluation.retrieval import Settings, index_searches
 from ragkv.index.index import kinds_of
 from ragkv.index.search import Derived, Searcher, stale_derived
 from ragkv.retrievers import BM25, DenseConfig, DenseIndex, Embedding, SparseIndex

@@ -7,11 +7,12 @@ import pytest
 from indexed import indexed
 from script import written
 
+from ragkv.benchmarks.evaluation.answers import baseline_of
 from ragkv.config import IndexConfig, StepsConfig
+from ragkv.doctor.answers import Candidate, IndexSource, run_candidates
+from ragkv.doctor.io import Question
+from ragkv.doctor.metrics import Task
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation.answers import Candidate, IndexSource, baseline_of, run_candidates
-from ragkv.evaluation.io import Question
-from ragkv.evaluation.metrics import Task
 from ragkv.index.conversation import WrittenQueries, interleaved
 
 QUESTION = "On which river does the birthplace of the leader of Halden Works lie?"

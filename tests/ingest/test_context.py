@@ -10,13 +10,14 @@ from rankthreads import on_ranks
 from steady import steady
 
 from ragkv import RagKV
+from ragkv.benchmarks.evaluation.answers import TaskSource
 from ragkv.config import EncodingConfig, IndexConfig
 from ragkv.distributed.session import IndexRankBackend
+from ragkv.doctor.answers import IndexSource, all_candidates
+from ragkv.doctor.io import Spec
+from ragkv.doctor.metrics import Example
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import ConfigError, CorruptStoreError, UnsupportedModelError, UsageError
-from ragkv.evaluation.answers import IndexSource, TaskSource, all_candidates
-from ragkv.evaluation.io import Spec
-from ragkv.evaluation.metrics import Example
 from ragkv.index.answer import AnswerStream, validate_task
 from ragkv.index.create import _fitting
 from ragkv.index.maintenance import IndexRepairSource

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM
 
 from ragkv.benchmarks.speed.llama_cpp import add_sizes, finish
 from ragkv.config import IndexConfig
+from ragkv.doctor.report import models_present
 from ragkv.errors import MissingExtraError, ModelLoadError
-from ragkv.evaluation.doctor import models_present
 from ragkv.finetune.block import export_tuned
 from ragkv.mini import embedder_path, lm_path
 from ragkv.model import checkpoint, loading

@@ -18,8 +18,8 @@ from asking import CHUNKS, PREFIX, SUFFIX, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from ragkv.benchmarks.evaluation import families
 from ragkv.errors import ModelLoadError, UnsupportedModelError
-from ragkv.evaluation import families
 from ragkv.index.index import memory_of
 from ragkv.model.checkpoint import Checkpoint, pick_device, pick_devices
 from ragkv.model.language_model import LanguageModel

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ragkv import RagKV
 from ragkv.config import PromptConfig, load_config, save_config
+from ragkv.doctor.answers import all_candidates
+from ragkv.doctor.io import parse_specs
 from ragkv.errors import ConfigError, UnsupportedModelError
-from ragkv.evaluation.answers import all_candidates
-from ragkv.evaluation.io import parse_specs
 from ragkv.index.conversation import Conversation
 from ragkv.index.create import new_config
 from ragkv.model.prompt import Tokens, closing, harden, render

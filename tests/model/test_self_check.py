@@ -14,8 +14,8 @@ from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.partial import PartialAttention, merge_partials_of
 from ragkv.attention.rope import QueryRotation
 from ragkv.attention.sequence import ArenaBlock, ChunkGroup, KVCache
+from ragkv.benchmarks.evaluation import families
 from ragkv.errors import ModelLoadError, UnsupportedModelError
-from ragkv.evaluation import families
 from ragkv.model.attention_hook import Visible, require_neutral, require_rule, visible, window_of
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.language_model import LanguageModel, set_windows, shallow_copy

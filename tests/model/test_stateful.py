@@ -8,9 +8,9 @@ import torch
 
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, KVCache, StackedSequence, TokenSequence
+from ragkv.benchmarks.evaluation import families
 from ragkv.engines import supported_engines
 from ragkv.errors import UnsupportedModelError
-from ragkv.evaluation import families
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.self_check import load_checked
 from ragkv.model.stateful import CacheLayout, CachePacking, ResumeOptions, StatefulModel

@@ -8,6 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from ragkv.benchmarks.evaluation.tasks.catalog import icl
+from ragkv.benchmarks.evaluation.worlds import text as library
+from ragkv.benchmarks.evaluation.worlds.passages import passages
+from ragkv.benchmarks.evaluation.worlds.text import BLANK, GROUPS, docstrings, english_sentences, reference_texts
+from ragkv.benchmarks.evaluation.worlds.world import UNANSWERABLE, World
 from ragkv.benchmarks.mini.data import (
     FIRST_WEIGHT,
     GOLD_WEIGHT,
@@ -22,11 +27,6 @@ from ragkv.benchmarks.mini.data import (
     shot_sample,
     suffix_text,
 )
-from ragkv.evaluation.tasks.catalog import icl
-from ragkv.finetune.data import passages
-from ragkv.worlds import text as library
-from ragkv.worlds.text import BLANK, GROUPS, docstrings, english_sentences, reference_texts
-from ragkv.worlds.world import UNANSWERABLE, World
 
 
 def spoken(tokenizer, sample):

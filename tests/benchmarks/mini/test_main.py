@@ -7,11 +7,11 @@ import torch
 from outcome import typed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ragkv.benchmarks.evaluation.worlds.world import World
 from ragkv.benchmarks.mini.__main__ import evaluate_mini, export_mini, greedy_answers, main
 from ragkv.benchmarks.mini.data import chunk_text, prefix_text, suffix_text
 from ragkv.benchmarks.mini.train import build_model
 from ragkv.finetune.block import METADATA
-from ragkv.worlds.world import World
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from ragkv.benchmarks.evaluation.worlds.world import shared_words
 from ragkv.benchmarks.mini import retrieval
 from ragkv.benchmarks.mini.retrieval import (
     EmbedderTrainConfig,
@@ -28,7 +29,6 @@ from ragkv.benchmarks.mini.retrieval import (
 from ragkv.errors import UsageError
 from ragkv.mini import embedder_path, reranker_path
 from ragkv.retrievers import CrossEncoder, load_embedder
-from ragkv.worlds.world import shared_words
 
 SHAPE = EncoderShape(hidden=32, layers=1, heads=2, intermediate=48, vocab=500)
 CONFIG = EmbedderTrainConfig(shape=SHAPE, steps=4, worlds=1, size=8, asks=8, checkpoint_every=2)

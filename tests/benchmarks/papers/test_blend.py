@@ -6,10 +6,11 @@ from statistics import fmean
 
 import pytest
 
+from ragkv.benchmarks.evaluation.answers import TaskSource
 from ragkv.benchmarks.papers import blend
 from ragkv.benchmarks.papers.blend import BLEND_1, BLEND_2
 from ragkv.benchmarks.papers.run import RunOptions, run_table, to_markdown
-from ragkv.evaluation.answers import TaskSource, run_candidates
+from ragkv.doctor.answers import run_candidates
 
 KEPT = ("full", "block over standalone", "block", "question, 0.30", "random, 0.30", "block, context")
 

@@ -34,10 +34,10 @@ from ragkv.benchmarks.papers.table import (
     TableRow,
     decide,
 )
+from ragkv.doctor import answers
+from ragkv.doctor.answers import Candidate, ExampleResult
+from ragkv.doctor.metrics import Example, Task
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation import answers
-from ragkv.evaluation.answers import Candidate, ExampleResult
-from ragkv.evaluation.metrics import Example, Task
 
 
 @pytest.fixture

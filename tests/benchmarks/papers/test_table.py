@@ -20,9 +20,9 @@ from ragkv.benchmarks.papers.table import (
     judge,
     printed,
 )
+from ragkv.doctor.metrics import bootstrap_mean
 from ragkv.engines import engine_class
 from ragkv.errors import ConfigError, UsageError
-from ragkv.evaluation.metrics import bootstrap_mean
 
 ROOT = Path(__file__).parents[3]
 LINES = (TableRow(label="a", engine="full"), TableRow(label="b", engine="ape"))

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from ragkv.benchmarks.evaluation.worlds.text import BEGIN, TERM, VariableLine
 from ragkv.benchmarks.papers.run import TABLES, RunOptions, run_table
 from ragkv.model.checkpoint import HEADS
-from ragkv.worlds.text import BEGIN, TERM, VariableLine
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "variable_model.py"
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ragkv.benchmarks.speed import inference, report
 from ragkv.benchmarks.speed.inference import cached_step, measure_decode, random_llama, random_request
-from ragkv.cli.evaluate import bench
+from ragkv.cli.bench import bench
 from ragkv.engines.block import BlockAttention
 from ragkv.errors import UsageError
 from ragkv.model.apb.document import TABLE, BlockLengths

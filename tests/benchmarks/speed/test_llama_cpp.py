@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ragkv.benchmarks.speed import llama_cpp, report
-from ragkv.cli.evaluate import bench
+from ragkv.cli.bench import bench
 from ragkv.errors import MissingExtraError, RagkvError
 from ragkv.model.self_check import load_model
 

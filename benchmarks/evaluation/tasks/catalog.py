@@ -22,10 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from ragkv.errors import UsageError
-from ragkv.evaluation.io import Spec
-from ragkv.evaluation.metrics import Example, Task
-from ragkv.worlds.text import (
+from ragkv.benchmarks.evaluation.worlds.text import (
     GROUPS,
     Shots,
     asked,
@@ -36,7 +33,10 @@ from ragkv.worlds.text import (
     shot_text,
     variable_list,
 )
-from ragkv.worlds.world import QuestionKind, Split, World, WorldDocument, WorldQuestion, listed
+from ragkv.benchmarks.evaluation.worlds.world import QuestionKind, Split, World, WorldDocument, WorldQuestion, listed
+from ragkv.doctor.io import Spec
+from ragkv.doctor.metrics import Example, Task
+from ragkv.errors import UsageError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's repeated haystack (`type_haystack: noise`)."""

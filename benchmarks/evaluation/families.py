@@ -1,4 +1,4 @@
-"""Try ragkv with a small random model of every decoder family of transformers (`ragkv models --families`).
+"""Try ragkv with a small random model of every decoder family of transformers (`make models`).
 
 A family's default configuration is shrunk field by field: only fields that it has are set, so a new family needs no
 line here unless its fields depend on each other. Each engine's greedy tokens are compared with dense forwards of
@@ -691,15 +691,19 @@ class Survey:
         return cls(found["transformers"], tuple(FamilyVerdict.from_json(row) for row in found["families"]))
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `ragkv models --json` prints and the record contains."""
+        """The object that the record contains."""
         return {"transformers": self.transformers, "families": [verdict.to_json() for verdict in self.verdicts]}
 
     def exact(self, engine: str) -> int:
         """For how many families an engine is exact."""
         return sum(verdict.engine(engine) == "exact" for verdict in self.verdicts)
 
+    def exact_counts(self) -> str:
+        """The counts of all engines, as "full 160, pced 160"."""
+        return ", ".join(f"{name} {self.exact(name)}" for name in ENGINES)
 
-def choose(names: str) -> list[str]:
+
+def select_families(names: str) -> list[str]:
     """The families in a comma-separated list, or "all"; ConfigError for one that transformers does not know."""
     known = families()
     if names == "all":
@@ -707,7 +711,7 @@ def choose(names: str) -> list[str]:
     chosen = [name.strip() for name in names.split(",")]
     if unknown := [name for name in chosen if name not in known]:
         raise ConfigError(
-            f"The installed transformers has no decoder family {unknown[0]!r}; `--families all` tries all that it has."
+            f"The installed transformers has no decoder family {unknown[0]!r}; `all` tries all that it has."
         )
     return list(dict.fromkeys(chosen))
 

@@ -1,9 +1,7 @@
 """Let several candidates answer questions, and compare their scores or their next-token distributions.
 
-`run_candidates` asks all questions of `ragkv eval answers`, `ragkv doctor`, `ragkv tune`, `ragkv bench codec` and the
-papers' tables. A candidate is a model with an engine, its settings, a codec, and a way of ranking chunks. Chunks come
-from the task itself or from a search of the user's index. KV is kept in memory and nothing is written to an index. Each
-chunk is encoded once, and answers can be saved, so that a stopped run continues where it was.
+A candidate is a model with an engine, its settings, a codec, and a way of ranking chunks. KV is kept in memory and
+nothing is written to an index. Each chunk is encoded once, and answers can be saved, so that a stopped run continues.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields, replace
-from functools import cache, cached_property, lru_cache, partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -25,28 +23,16 @@ from torch import Tensor
 from ragkv.attention.kv import ChunkKV
 from ragkv.config import MODES, NONE, EncodingConfig, Mode, PromptConfig, StepsConfig, build_config
 from ragkv.decoding import GREEDY, Decoding
+from ragkv.doctor.io import Progress, ResultCache, Spec, digest_of
+from ragkv.doctor.metrics import Example, Task, score
 from ragkv.engines import ContextChunk, Engine, Request, engine_class
 from ragkv.errors import ConfigError, KVMismatchError, PromptTooLongError, UnsupportedModelError, UsageError
-from ragkv.evaluation.io import Progress, ResultCache, Spec, digest_of
-from ragkv.evaluation.metrics import Example, Task, bootstrap_mean, score
-from ragkv.evaluation.retrieval import MemoEmbedder, MemoReranker, build_searcher
 from ragkv.index.conversation import Conversation, Turn, WrittenQueries
-from ragkv.index.index import indexes_of, kinds_of, useful_kinds
-from ragkv.index.search import Searcher
 from ragkv.ingest import encode_identities
 from ragkv.ingest.encoding import chunk_identity, seen_before
 from ragkv.model.apb.document import SequentialExecutor, document_for_question
 from ragkv.model.checkpoint import HEADS, MINI, digest_files, pick_device, resolve
 from ragkv.model.prompt import Prompt, render
-from ragkv.retrievers import (
-    Embedder,
-    Reranker,
-    ScoreKind,
-    embedder_fingerprint,
-    load_embedder,
-    load_reranker,
-    reranker_fingerprint,
-)
 from ragkv.runtime import Generation, Stream, runtime_of
 from ragkv.store import Codec, KVIdentity, MemoryTier, codec_from_config
 from ragkv.store.record import round_trip
@@ -203,146 +189,6 @@ class ExampleResult:
     first_token: float | None = None
     kv_bytes: int = 0
     evidence: bool | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRow:
-    """A mean in [0, 1] over `n` questions with its 95 % bootstrap interval, and the settings that it was made with.
-
-    `kind` is a slice of the task; "" is the whole task. `chunks` is the mean number of chunks read, `charge` the mean
-    of what an engine recomputed of them (`Engine.charge`), and `evidence` the share of questions of which all chunks
-    with the evidence were read. `difference` is the mean of (this - baseline) over the questions that both answered.
-    The prompts of `too_long` questions did not fit the model; they are not counted, and
-    if none fitted, `value` is None.
-    """
-
-    task: str
-    kind: str
-    engine: str
-    metric: str
-    value: float | None
-    n: int
-    ci95: tuple[float, float] | None
-    seed: int
-    model: str
-    options: Mapping[str, Any]
-    codec: str
-    retrieval: str
-    rerank: bool
-    top_k: int | None
-    steps: int
-    chunks: float
-    evidence: float | None = None
-    charge: float | None = None
-    too_long: int = 0
-    baseline: str | None = None
-    difference: float | None = None
-    difference_ci95: tuple[float, float] | None = None
-    candidate: Candidate = field(repr=False)
-
-    def to_json(self) -> dict[str, Any]:
-        """A row in the form that `ragkv eval … --json` prints."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "candidate"}
-
-
-def rows_of(
-    tasks: Iterable[Task],
-    candidates: Sequence[Candidate],
-    results: Iterable[ExampleResult],
-    *,
-    seed: int = 0,
-    baseline: str | None = None,
-) -> list[ScoreRow]:
-    """For each task, rows of the whole task and then of every slice, with the candidates in order."""
-    by: dict[tuple[str, int], list[ExampleResult]] = {}
-    for result in results:
-        by.setdefault((result.task, id(result.candidate)), []).append(result)
-    rows = []
-    for task in tasks:
-        kinds = list(dict.fromkeys(example.kind for example in task.examples))
-        for kind in ["", *(kinds if len(kinds) > 1 else ())]:
-            for candidate in candidates:
-                other = None if baseline is None else baseline_of(candidate, candidates, baseline)
-                own, others = (
-                    [result for result in by.get((task.name, id(one)), ()) if kind in ("", result.example.kind)]
-                    for one in (candidate, other)
-                )
-                rows.append(_row(task, kind, candidate, own, others, other, seed))
-    return rows
-
-
-def baseline_of(candidate: Candidate, among: Sequence[Candidate], name: str) -> Candidate | None:
-    """The candidate that `candidate` is compared with: the one labelled `name` that is most similar to it.
-
-    Similarity means the same model first, then the same ranking of chunks, then a raw codec. A lossy version of the
-    baseline itself is compared with its raw version, and the baseline over several steps with that over one. None for
-    the baseline itself, and if no candidate has the name.
-    """
-    closeness: list[Callable[[Candidate], Any]] = [
-        lambda one: one.model == candidate.model,
-        lambda one: [getattr(one, name) == getattr(candidate, name) for name in ("retrieval", "rerank", "top_k")],
-        lambda one: one.steps == candidate.steps,
-        lambda one: one.codec == RAW,
-    ]
-    named = [one for one in among if one.label == name]
-    if candidate in named:
-        raw = [one for one in named if one.codec == RAW and one != candidate and one.model == candidate.model]
-        once = [one for one in named if one == replace(candidate, steps=1)]
-        named = raw if candidate.codec != RAW else once if candidate.steps > 1 else []
-    if not named:
-        return None
-    return max(named, key=lambda one: [near(one) for near in closeness])
-
-
-def require_baseline(candidates: Sequence[Candidate], name: str) -> None:
-    """Raise UsageError if no candidate is labelled `name`."""
-    labels = list(dict.fromkeys(one.label for one in candidates))
-    if name not in labels:
-        raise UsageError(f"--baseline {name} is not among the engines; choose one of {', '.join(labels)}.")
-
-
-def _row(
-    task: Task,
-    kind: str,
-    candidate: Candidate,
-    own: Sequence[ExampleResult],
-    others: Sequence[ExampleResult],
-    other: Candidate | None,
-    seed: int,
-) -> ScoreRow:
-    scores = {result.example.example_id: result.score for result in own if result.score is not None}
-    theirs = {result.example.example_id: result.score for result in others if result.score is not None}
-    drawn = seed if task.seed is None else task.seed
-    value = bootstrap_mean([list(scores.values())], drawn) if scores else None
-    both = [score - theirs[name] for name, score in scores.items() if name in theirs]
-    apart = bootstrap_mean([both], drawn) if both else None
-    charged = [result.charge for result in own if result.charge is not None]
-    evident = [result.evidence for result in own if result.evidence is not None]
-    return ScoreRow(
-        task=task.name,
-        kind=kind,
-        engine=candidate.label,
-        metric=task.metric,
-        value=None if value is None else value.value,
-        n=len(scores),
-        ci95=None if value is None else value.ci95,
-        seed=drawn,
-        model=candidate.model,
-        options=candidate.options,
-        codec=candidate.codec,
-        retrieval=candidate.retrieval,
-        rerank=candidate.rerank,
-        top_k=candidate.top_k,
-        steps=candidate.steps,
-        evidence=sum(evident) / len(evident) if evident else None,
-        chunks=sum(result.chunks for result in own) / len(own) if own else 0.0,
-        charge=sum(charged) / len(charged) if charged else None,
-        too_long=len(own) - len(scores),
-        baseline=None if other is None or apart is None else other.label,
-        difference=None if apart is None else apart.value,
-        difference_ci95=None if apart is None else apart.ci95,
-        candidate=candidate,
-    )
 
 
 HOLD_BYTES = 1 << 30  # KV kept for the next questions, which often retrieve the same chunks
@@ -623,106 +469,6 @@ class ChunkSource(ABC):
         """The chunks in the tokens of the loaded model."""
 
 
-Ranked = list[tuple[int, float]]
-"""Pairs of (index of the chunk, relevance r in [0, 1)) in ascending relevance; the last chunk is read last."""
-
-_EQUAL = 1.0 - 1e-8  # r of chunks without a score: the largest r, with a logarithm of almost 0
-
-
-class TaskSource(ChunkSource):
-    """Examples bring their own chunks, which are ranked among themselves. Models are loaded when a mode needs them.
-
-    A chunk that the mode does not find (BM25: no common word) comes first with r = 0, so that every engine reads the
-    same number of chunks. Rankings are remembered, and an index is reused while consecutive questions have the same
-    chunks.
-    """
-
-    whole = True
-
-    def __init__(self, *, embedder: str | None = None, reranker: str | None = None, device: str | None = None) -> None:
-        super().__init__(device=device)
-        self._names, self._device = (embedder, reranker), device
-        self.rank = cache(self._rank)
-        self._ranking = cache(self._ranking_of)
-        self._embedding = lru_cache(1)(lambda texts: self._embedder.embed_documents(texts))
-        self._searchers: Callable[[tuple[str, ...]], dict[tuple[str, bool], Searcher]] = lru_cache(1)(lambda _: {})
-
-    def check(self, candidate: Candidate) -> None:
-        mode, (embedder, reranker) = candidate.retrieval, self._names
-        if candidate.context:
-            raise UsageError(
-                f"The chunks of a task have no document that they saw: leave {CONTEXT} out, or use --index."
-            )
-        if mode != GIVEN and kinds_of(cast("Mode", mode)) and embedder is None:
-            raise UsageError(f"--retrieval {mode} needs an embedder: give --embedder mini, a folder or a hub id.")
-        if candidate.rerank and reranker is None:
-            raise UsageError("--rerank needs a reranker: give --reranker mini, a folder or a hub id.")
-
-    def facts(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Any:
-        ranking = self._ranking(candidate.retrieval, rerank=candidate.rerank)
-        return {"chunks": example.chunks, "ranking": ranking, "top_k": candidate.top_k}
-
-    def chunks(self, loaded: LoadedModel, example: Example, candidate: Candidate) -> Placed:
-        ranked = self.rank(example.question, example.chunks, candidate.retrieval, rerank=candidate.rerank)
-        prompt = loaded.reader(candidate.prompt).prompt
-        return [
-            (index, ContextChunk(token_ids=loaded.chunk_ids(prompt, example.chunks[index]), score=score))
-            for index, score in ranked[-(candidate.top_k or len(ranked)) :]
-        ]
-
-    @cached_property
-    def _embedder(self) -> Embedder:
-        return MemoEmbedder(load_embedder(str(self._names[0]), device=str(pick_device(self._device))))
-
-    @cached_property
-    def _reranker(self) -> Reranker:
-        return MemoReranker(load_reranker(str(self._names[1]), device=str(pick_device(self._device))))
-
-    def _ranking_of(self, mode: str, *, rerank: bool) -> dict[str, Any]:
-        """What a ranking depends on besides question and chunks, without loading a model."""
-        embedder, reranker = self._names
-        vectors = mode != GIVEN and kinds_of(cast("Mode", mode))
-        return {
-            "mode": mode,
-            "embedder": embedder_fingerprint(str(embedder)) if vectors else None,
-            "reranker": reranker_fingerprint(str(reranker)) if rerank else None,
-        }
-
-    def _rank(self, question: str, chunks: tuple[str, ...], mode: str, *, rerank: bool) -> Ranked:
-        """Every chunk with its r by PCED Eqs. 4-7. `given` keeps the order, with the same r for all."""
-        if mode == GIVEN:
-            return [(index, _EQUAL) for index in range(len(chunks))]
-        if not chunks:
-            return []
-        searchers = self._searchers(chunks)
-        if (mode, rerank) not in searchers:
-            searchers[mode, rerank] = self._index(chunks, cast("Mode", mode), rerank=rerank)
-        found = searchers[mode, rerank].search(
-            question, mode=cast("Mode", mode), top_k=len(chunks), candidates=len(chunks), rerank=rerank
-        )
-        best = [(int(each.chunk_id), each.score) for each in found]
-        missed = sorted(set(range(len(chunks))) - {index for index, _ in best})
-        return [(index, 0.0) for index in missed] + best[::-1]
-
-    def _index(self, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Searcher:
-        """The pipeline's own search over the chunks. Ids are the positions, so that ties keep the order."""
-        ids = [f"{index:06d}" for index in range(len(chunks))]
-        found: dict[ScoreKind, dict[str, Any]] = {}
-        if mode != "bm25":
-            for kind in useful_kinds(mode):
-                if (vectors := getattr(self._embedding(chunks), kind)) is not None:
-                    found[kind] = dict(zip(ids, vectors, strict=True))
-        rows = found.pop("colbert", {})
-        return build_searcher(
-            dict(zip(ids, chunks, strict=True)),
-            vectors={kind: vectors.items() for kind, vectors in found.items()},
-            colbert=lambda wanted: {name: rows[name] for name in wanted},
-            bm25="bm25" in indexes_of(mode, found),
-            embedder=None if mode == "bm25" else self._embedder,
-            reranker=self._reranker if rerank else None,
-        )
-
-
 class IndexSource(ChunkSource):
     """The user's index is searched as by `ragkv query`; nothing is written."""
 
@@ -877,32 +623,11 @@ SCHEME = 1
 """Increase it when an engine, a codec or the prompt answers differently with the same settings; kept answers expire."""
 
 
-def run(
-    tasks: Sequence[Task],
-    candidates: Sequence[Candidate],
-    *,
-    source: ChunkSource | None = None,
-    seed: int = 0,
-    baseline: str | None = "full",
-    max_new_tokens: int | None = None,
-    work: Path | None = None,
-    on_progress: Progress | None = None,
-) -> list[ScoreRow]:
-    """The figures of every candidate on every task. `seed` draws the intervals; `baseline` is a candidate's label.
-
-    The other arguments are those of `run_candidates`.
-    """
-    results = run_candidates(
-        tasks, candidates, source=source, max_new_tokens=max_new_tokens, work=work, on_progress=on_progress
-    )
-    return rows_of(tasks, candidates, results, seed=seed, baseline=baseline)
-
-
 def run_candidates(
     tasks: Sequence[Task],
     candidates: Sequence[Candidate],
     *,
-    source: ChunkSource | None = None,
+    source: ChunkSource,
     compare_logits: bool = False,
     stop_when_right: bool = False,
     max_new_tokens: int | None = None,
@@ -912,7 +637,6 @@ def run_candidates(
 ) -> list[ExampleResult]:
     """Greedy answers of all candidates to all tasks.
 
-    With `source` None, examples bring their chunks; candidates that need an embedder need a `TaskSource` with one.
     `max_new_tokens` None means the task's own, and `decoding` adds stops. Answers are kept in the folder `work`, under
     a digest of everything that they depend on, and are not computed again; None keeps nothing. Raises UsageError for
     two tasks of the same name, or if a candidate lacks something.
@@ -929,7 +653,6 @@ def run_candidates(
     """
     if len({task.name for task in tasks}) != len(tasks):
         raise UsageError(f"Two tasks have one name: {', '.join(sorted(task.name for task in tasks))}; give each once.")
-    source = source or TaskSource()
     for candidate in candidates:
         source.check(candidate)
     total = len(candidates) * sum(len(task.examples) for task in tasks)

@@ -24,11 +24,11 @@ import torch
 
 import ragkv
 from ragkv.config import NONE, EncodingConfig, IndexConfig
+from ragkv.doctor.answers import Candidate, ExampleResult, IndexSource, LoadedModel, run_candidates
+from ragkv.doctor.io import UNKNOWN, Progress, Question, Spec, Verdict
+from ragkv.doctor.metrics import Interval, Task, difference_interval, mean_interval, share_interval
 from ragkv.engines import make_engine, unsupported_reason
 from ragkv.errors import RagkvError, RetrievalError, UsageError
-from ragkv.evaluation.answers import Candidate, ExampleResult, IndexSource, LoadedModel, run_candidates
-from ragkv.evaluation.io import UNKNOWN, Progress, Question, Spec, Verdict
-from ragkv.evaluation.metrics import Interval, Task, difference_interval, mean_interval, share_interval
 from ragkv.index.conversation import proved_history
 from ragkv.mini import embedder_path, lm_path, reranker_path
 from ragkv.model.checkpoint import MINI, WEIGHTS, resolve

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ragkv.worlds.world import listed
+from ragkv.benchmarks.evaluation.worlds.world import listed
 
 BLANK = "____"
 _SENTENCE = re.compile(r"(?<![\w.>])[A-Z][A-Za-z0-9 ,;:'\"()\-_]*[A-Za-z0-9)'\"][.](?= |$)")

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from package import run_fresh
 
-from ragkv.worlds.world import (
+from ragkv.benchmarks.evaluation.worlds.passages import answerable, passages
+from ragkv.benchmarks.evaluation.worlds.world import (
     UNANSWERABLE,
     Split,
     World,
@@ -33,7 +34,8 @@ def name_words(world: World) -> set[str]:
 
 def test_generate_is_the_same_in_another_process():
     """Each process has another hash seed, which determines the order of sets."""
-    code = "from ragkv.worlds.world import World; print(repr(World.generate(3, split='heldout')), end='')"
+    imported = "from ragkv.benchmarks.evaluation.worlds.world import World"
+    code = f"{imported}; print(repr(World.generate(3, split='heldout')), end='')"
     assert run_fresh(code, PYTHONHASHSEED="random") == (repr(World.generate(3, split="heldout")), "")
 
 
@@ -187,3 +189,19 @@ def test_paraphrases_are_right_and_give_no_name_away(worlds):
     assert paraphrases(worlds[0], seed=1) == paraphrases(worlds[0], seed=1)
     assert paraphrases(worlds[0], seed=1) != paraphrases(worlds[0], seed=2)
     assert len(paraphrases(worlds[0], wordings=1)) < len(paraphrases(worlds[0], wordings=3))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_passages_are_of_the_chunkers_size_and_answerable_questions_stand_in_them(tokenizer, seed):
+    world = World.generate(seed)
+    texts = passages(random.Random(seed), tokenizer, world)
+    sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    assert max(sizes) <= 96 + 8  # a split line may spell a word with more tokens
+    assert sorted(sizes)[len(sizes) // 2] >= 30
+    assert all(text == text.strip() and text for text in texts)
+    found = answerable(world, texts[:4])
+    flat = [" ".join(text.split()) for text in texts[:4]]
+    assert found
+    assert len(found) < len(world.questions)
+    for question in found:
+        assert all(any(sentence in text for text in flat) for sentence in question.support)

@@ -5,7 +5,15 @@ from collections import Counter
 
 import pytest
 
-from ragkv.worlds.text import BEGIN, TERM, VariableLine, VariableList, asked, referred, variable_list
+from ragkv.benchmarks.evaluation.worlds.text import (
+    BEGIN,
+    TERM,
+    VariableLine,
+    VariableList,
+    asked,
+    referred,
+    variable_list,
+)
 
 SEEDS = range(12)
 

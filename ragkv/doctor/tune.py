@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import load_config, save_config
+from ragkv.doctor.answers import Candidate, IndexSource, run_candidates
+from ragkv.doctor.io import Progress, Question, ResultCache, digest_of
+from ragkv.doctor.metrics import Task
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import RetrievalError, UsageError
-from ragkv.evaluation.answers import Candidate, IndexSource, run_candidates
-from ragkv.evaluation.io import Progress, Question, ResultCache, digest_of
-from ragkv.evaluation.metrics import Task
 from ragkv.util.files import locked
 
 if TYPE_CHECKING:

@@ -1,29 +1,24 @@
-"""`ragkv eval` measures answers and retrieval on questions with known answers, `ragkv bench` speed beside a baseline.
-
-A benchmark is a function `measure_NAME` of `ragkv.benchmarks.speed`, whose parameters are the options of its command.
-Those modules load torch and FAISS, which takes seconds, so a module is imported when its benchmark is run. The list of
-benchmarks takes its sentences from the source.
-"""
+"""`python -m ragkv.benchmarks.evaluation`: answers, retrieval, codecs and model families, measured on benchmarks."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
-from importlib import import_module
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from typer.core import TyperCommand
 
 import ragkv
-from ragkv.cli.console import count, draw, echo, kept_steps, note, plain, print_grid, print_json, stages, steps
-from ragkv.cli.main import CommandGroup
+from ragkv.benchmarks.evaluation.answers import DEFAULT_WORK
+from ragkv.benchmarks.evaluation.codec import measure_codec
+from ragkv.cli.bench import bench_command
+from ragkv.cli.console import count, draw, echo, kept_steps, note, plain, print_grid, print_json, steps
+from ragkv.cli.main import CommandGroup, log_to_stderr
+from ragkv.cli.main import run as run_program
 from ragkv.cli.options import (
     DEFAULT_INDEX,
+    Debug,
     Device,
     Index,
     Json,
@@ -33,11 +28,9 @@ from ragkv.cli.options import (
     given_names,
     given_numbers,
     mode_lists,
-    source_of,
 )
 from ragkv.config import DTYPES, MOST_STEPS, one_of
-from ragkv.errors import UsageError
-from ragkv.evaluation.io import (
+from ragkv.doctor.io import (
     check_target,
     golden_questions,
     markdown_table,
@@ -46,32 +39,18 @@ from ragkv.evaluation.io import (
     points,
     write_whole,
 )
+from ragkv.errors import UsageError
 from ragkv.model.checkpoint import MINI
 from ragkv.util.display import json_text
 
 if TYPE_CHECKING:
-    from ragkv.evaluation.answers import ChunkSource, ScoreRow
-    from ragkv.evaluation.metrics import MetricValue, RetrievalTask, Task
+    from ragkv.benchmarks.evaluation.answers import ScoreRow
+    from ragkv.doctor.answers import ChunkSource
+    from ragkv.doctor.metrics import MetricValue, RetrievalTask, Task
 
 Cells: TypeAlias = list[str]
 _Table: TypeAlias = tuple[str, Cells, list[Cells]]
 """Title, head and body."""
-_SPEED = "ragkv.benchmarks.speed"
-_MEASURED_IN = {
-    "apb": "inference",
-    "ttft": "inference",
-    "decode": "inference",
-    "llama-cpp": "llama_cpp",
-    "batch": "batch",
-    "ingest": "batch",
-    "store": "storage",
-    "codec": "storage",
-    "retrieval": "index",
-    "ippd": "batch",
-    "index": "index",
-    "serve": "serving",
-}
-"""The benchmarks, and the module of each."""
 
 
 def check_output(output: Path | None) -> None:
@@ -221,7 +200,6 @@ def _difference(row: ScoreRow) -> str:
     return points(row.difference, row.difference_ci95)
 
 
-DEFAULT_WORK = Path("ragkv-eval")
 DEFAULT_LIMIT = 100
 _FILES = "Files of LOFT, LongBench and RULER"
 _SCORES = "Relevance of the chunks"
@@ -236,7 +214,13 @@ def _option(panel: str, about: str, default: str | None = None, *names: str, **m
 
 Output = Annotated[Path | None, typer.Option(help="Write the figures to FILE.json or FILE.md.", show_default=False)]
 
-app = typer.Typer(help="Measure quality on questions whose answers are known.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+
+@app.callback()
+def choose(debug: Debug = False) -> None:
+    """Measure the quality of answers, of retrieval and of codecs, and try families of models."""
+    log_to_stderr(debug=debug)
 
 
 @app.command(no_args_is_help=True)
@@ -244,7 +228,7 @@ def answers(
     what: Annotated[
         list[str],
         typer.Argument(
-            help="Tasks of `ragkv eval tasks`, with options in parentheses, or files.",
+            help="Tasks of the command `tasks`, with options in parentheses, or files.",
             metavar="TASK|FILE…",
             show_default=False,
         ),
@@ -327,19 +311,10 @@ def answers(
     A task is built in, or a file of LOFT, LongBench or RULER. With --index it is a file of questions with gold answers,
     asked of your index. Every answer is kept, so the same command continues a stopped run (docs/evaluation.md).
 
-    Example: `ragkv eval answers worlds niah_single_1 --engines "full,block,ape,pced(gamma=2.5)" --chunks 8,32`
-
-    Example: `ragkv eval answers "worlds(kinds=two hops)" --chunks 33 --retrieval bm25 --top-k 4 --steps 1,2,3`
+    Example: `python -m ragkv.benchmarks.evaluation answers worlds --engines "full,block,pced(gamma=2.5)" --chunks 8,32`
     """
-    from ragkv.evaluation.answers import (
-        GIVEN,
-        RAW,
-        IndexSource,
-        TaskSource,
-        all_candidates,
-        require_baseline,
-        run,
-    )
+    from ragkv.benchmarks.evaluation.answers import TaskSource, require_baseline, run
+    from ragkv.doctor.answers import GIVEN, RAW, IndexSource, all_candidates
     from ragkv.pipeline import RagKV
 
     check_output(output)
@@ -405,11 +380,11 @@ def tasks(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
     quiet: Quiet = False,
 ) -> None:
-    """List the built-in tasks of `ragkv eval answers`, with their options.
+    """List the built-in tasks of `answers`, with their options.
 
-    Example: `ragkv eval tasks --json`
+    Example: `python -m ragkv.benchmarks.evaluation tasks --json`
     """
-    from ragkv.evaluation.tasks.catalog import described
+    from ragkv.benchmarks.evaluation.tasks.catalog import described
 
     known = described()
     if as_json:
@@ -427,11 +402,11 @@ def tasks(
 
 def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
     """The tasks of a file, or a built-in task at every size."""
-    from ragkv.evaluation.tasks.catalog import make_task
+    from ragkv.benchmarks.evaluation.tasks.catalog import make_task
 
     path = Path(text)
     if path.exists():
-        from ragkv.evaluation.tasks.files import load_tasks
+        from ragkv.benchmarks.evaluation.tasks.files import load_tasks
 
         return load_tasks(path, limit=limit, seed=seed, **reading)
     named = parse_specs(text)
@@ -440,7 +415,7 @@ def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: d
 
 def _questions(path: Path, limit: int | None, seed: int) -> Task:
     """The questions of a file that have gold answers."""
-    from ragkv.evaluation.metrics import Task, draw_sample
+    from ragkv.doctor.metrics import Task, draw_sample
 
     golden, _ = golden_questions(path)
     return Task.of(draw_sample(golden, limit, seed), name=path.stem, metric="subspan_em")
@@ -496,11 +471,17 @@ def retrieval(
     Each line of a question file says what is relevant: `"sources": […]` names documents, `"answer"` or `"evidence"` a
     text that the right chunk contains. docs/evaluation.md says how chunks are judged.
 
-    Example: `ragkv eval retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
+    Example: `python -m ragkv.benchmarks.evaluation retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
     """
-    from ragkv.evaluation.metrics import measure
-    from ragkv.evaluation.retrieval import Settings, corpus_searches, index_searches, judged_questions, load_models
-    from ragkv.evaluation.tasks.files import read_benchmark
+    from ragkv.benchmarks.evaluation.retrieval import (
+        Settings,
+        corpus_searches,
+        index_searches,
+        judged_questions,
+        load_models,
+    )
+    from ragkv.benchmarks.evaluation.tasks.files import read_benchmark
+    from ragkv.doctor.metrics import measure
     from ragkv.pipeline import RagKV
 
     depths = sorted(given_numbers("--k", k))
@@ -539,78 +520,45 @@ def retrieval(
             note(line)
 
 
-def _function(name: str) -> str:
-    return f"measure_{name.replace('-', '_')}"
+@app.command()
+def families(
+    names: Annotated[str, typer.Argument(help="`all`, or names with commas.")] = "all",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Try every engine on small random models of the families of transformers, and judge whether answers are exact.
+
+    It ends with code 1 if an answer is wrong. `make models` writes the table of docs/models.md with it.
+
+    Example: `python -m ragkv.benchmarks.evaluation families llama,gpt_oss`
+    """
+    from importlib.metadata import version
+
+    from ragkv.benchmarks.evaluation.families import COLUMNS, Survey, select_families, survey
+
+    chosen = select_families(names)
+    verdicts = []
+    with steps("trying", silent=quiet or as_json) as show:
+        for verdict in survey(chosen):
+            verdicts.append(verdict)
+            show(len(verdicts), len(chosen), verdict.family)
+    result = Survey(version("transformers"), tuple(verdicts))
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_grid(COLUMNS, [verdict.cells() for verdict in verdicts], words=("RoPE", "layers", "why refused"))
+        echo(f"Families of transformers {result.transformers}: {len(verdicts)}; exact: {result.exact_counts()}.")
+    if any(verdict.engine(name) == "wrong" for verdict in verdicts for name in verdict.errors):
+        raise typer.Exit(1)
 
 
-class _Benchmark(TyperCommand):
-    """A benchmark that is imported when it is run or its options are shown."""
-
-    @functools.cached_property
-    def _imported(self) -> Any:
-        measure = getattr(import_module(f"{_SPEED}.{_MEASURED_IN[str(self.name)]}"), _function(str(self.name)))
-        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
-        alone.command(self.name)(_command(str(self.name), measure))
-        return typer.main.get_command(alone)
-
-    def make_context(self, *arguments: Any, **more: Any) -> Any:
-        return self._imported.make_context(*arguments, **more)
-
-    def get_params(self, ctx: Any) -> Any:
-        return self._imported.get_params(ctx)
+app.command()(bench_command("codec", measure_codec))
 
 
-class _Benchmarks(CommandGroup):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.commands: Any = dict.fromkeys(_MEASURED_IN)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> _Benchmark | None:
-        return _benchmark(cmd_name) if cmd_name in _MEASURED_IN else None
+def main() -> None:
+    """Entry point of `python -m ragkv.benchmarks.evaluation`."""
+    run_program(app, "python -m ragkv.benchmarks.evaluation")
 
 
-@functools.cache
-def _benchmark(name: str) -> _Benchmark:
-    path = Path(str(import_module(_SPEED).__file__)).with_name(f"{_MEASURED_IN[name]}.py")
-    functions = [each for each in ast.parse(path.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)]
-    [measure] = [each for each in functions if each.name == _function(name)]
-    return _Benchmark(name, help=ast.get_docstring(measure), rich_markup_mode="markdown")
-
-
-bench = typer.Typer(cls=_Benchmarks, no_args_is_help=True)
-
-
-@bench.callback()
-def choose() -> None:
-    """Measure ragkv beside a baseline, in one run."""
-
-
-_SIZES = ("tokens", "lengths", "sizes", "questions", "chunks", "streams", "rounds")
-"""The options of benchmarks that `--quick` sets."""
-
-
-def _command(name: str, measure: Callable[..., Any]) -> Callable[..., None]:
-    """`measure` as a command: its parameters before `on_step` are options, and its report is printed."""
-
-    @functools.wraps(measure)
-    def command(*, ctx: typer.Context, as_json: bool, quiet: bool, **options: Any) -> None:
-        silent = quiet or as_json
-        given = [each for each in _SIZES if each in options and source_of(ctx, each) == "COMMANDLINE"]
-        if options.get("quick") and given:
-            raise UsageError(f"--quick chooses --{given[0]} by itself; leave one of them out.")
-        # indexes take hours, and show a bar
-        shown: Any = stages(f"bench {name}", silent=silent) if name == "index" else nullcontext(note)
-        with shown as on_step:
-            report = measure(**options, **({} if silent else {"on_step": on_step}))
-        report.show(as_json=as_json, quiet=quiet)
-
-    signature = inspect.signature(measure, eval_str=True)
-    own = list(signature.parameters.values())
-    own = own[: [each.name for each in own].index("on_step")]
-    printing = [
-        inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
-        for each, kind in (("as_json", Json), ("quiet", Quiet))
-    ]
-    printing.append(inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
-    command.__signature__ = signature.replace(parameters=[*own, *printing], return_annotation=None)  # type: ignore[attr-defined]
-    return command
+if __name__ == "__main__":
+    main()

@@ -45,8 +45,8 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 
+from ragkv.doctor.io import Progress, Question, contains_answer
 from ragkv.errors import ConfigError
-from ragkv.evaluation.io import Progress, Question, contains_answer
 
 _EPSILON = 1e-8  # the package's, so equal texts score 1 - 5e-9
 
@@ -592,7 +592,7 @@ class MetricValue:
     seed: int
 
     def to_json(self) -> dict[str, Any]:
-        """A row in the form that `ragkv eval … --json` prints."""
+        """A row in the form that `--json` prints."""
         return asdict(self)
 
 

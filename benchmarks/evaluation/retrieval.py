@@ -1,4 +1,4 @@
-"""`ragkv eval retrieval`: compare all modes of retrieval, with and without the reranker.
+"""`python -m ragkv.benchmarks.evaluation retrieval`: compare all modes of retrieval, with and without the reranker.
 
 On the user's index the searches are those of `ragkv query`, on the questions of a file. On a benchmark's corpus the
 same code searches vectors outside any index: passages are embedded but never prefilled.
@@ -40,9 +40,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from ragkv.config import MODES, NONE, Mode
+from ragkv.doctor.io import FileRow, Progress, normal, question_of, rows
+from ragkv.doctor.metrics import Passage, RetrievalQuestion, RetrievalTask, Search
 from ragkv.errors import ConfigError, RetrievalError, UsageError
-from ragkv.evaluation.io import FileRow, Progress, normal, question_of, rows
-from ragkv.evaluation.metrics import Passage, RetrievalQuestion, RetrievalTask, Search
 from ragkv.index.index import indexes_of, kinds_of, served, useful_kinds, why_not_served
 from ragkv.index.search import Searcher
 from ragkv.model.checkpoint import pick_device

@@ -36,9 +36,8 @@ from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
-from ragkv.errors import ConfigError, RetrievalError, UsageError
-from ragkv.evaluation.io import FileRow, lines, question_of, rows
-from ragkv.evaluation.metrics import (
+from ragkv.doctor.io import FileRow, lines, question_of, rows
+from ragkv.doctor.metrics import (
     Example,
     Passage,
     RetrievalQuestion,
@@ -47,6 +46,7 @@ from ragkv.evaluation.metrics import (
     metric_of,
     paragraph_number,
 )
+from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.util import batches
 
 
@@ -193,7 +193,7 @@ def _answers(row: FileRow) -> tuple[str, ...]:
     if isinstance(value, list) and any(isinstance(item, list) for item in value):
         raise ConfigError(
             f'{row.where}: "answers" holds lists, as LOFT\'s retrieval and conversation tasks do; '
-            "give a RAG task of one turn, or measure retrieval with `ragkv eval retrieval`."
+            "give a RAG task of one turn, or measure retrieval with `python -m ragkv.benchmarks.evaluation retrieval`."
         )
     return row.texts("answers")
 

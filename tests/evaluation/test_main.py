@@ -1,15 +1,35 @@
-"""`ragkv eval retrieval` on an index and on benchmarks, `ragkv eval answers` and `ragkv eval tasks`."""
+"""`python -m ragkv.benchmarks.evaluation`: retrieval on an index and on benchmarks, answers to tasks, families."""
 
 import json
+import os
+import re
+import signal
 
 import pytest
 import words
 from benchmarkfolder import CountingEmbedder, beir_folder, loft_folder
+from clichild import forkserver
+from outcome import typed
 
 from ragkv import RagKV
-from ragkv.evaluation import retrieval
+from ragkv.benchmarks.evaluation import __main__ as program
+from ragkv.benchmarks.evaluation import families as surveys
+from ragkv.benchmarks.evaluation import retrieval
+from ragkv.benchmarks.evaluation.families import ENGINES, FamilyVerdict, Survey, families, select_families
+from ragkv.errors import ConfigError
 from ragkv.retrievers.bm25 import tokenise
 from ragkv.runtime import Runtime
+
+
+@pytest.fixture
+def measure(capsys, monkeypatch):
+    return typed(program.main, capsys, monkeypatch)
+
+
+@pytest.fixture
+def index(rag):
+    rag.close()
+    return rag.folder
 
 
 @pytest.fixture
@@ -26,14 +46,14 @@ def judged(tmp_path):
     lines = [
         {"id": "a", "question": "Who founded Halden Works?", "answer": "Mira Oskel", "document": "halden.md"},
         {"id": "b", "question": "What does Bolt Ltd make?", "answer": "valves"},
-        {"id": "c", "question": "Who founded Corvo Mills?", "answer": "Ida Brandt"},
+        {"id": "c", "question": "Who founded Nix Mills?", "answer": "Otto Nix"},
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
 
 
-def test_own_questions_are_asked_of_the_index(ragkv, index, judged):
-    found = ragkv("eval", "retrieval", judged, "--index", index, "--modes", "bm25", "--k", "1,2,3,4,5,6,7,8,9")
+def test_own_questions_are_asked_of_the_index(measure, index, judged):
+    found = measure("retrieval", judged, "--index", index, "--modes", "bm25", "--k", "1,2,3,4,5,6,7,8,9")
     assert found.code == 0, found.err
     header, row = found.out.splitlines()
     assert len(row) > 100  # not truncated without a terminal
@@ -43,26 +63,8 @@ def test_own_questions_are_asked_of_the_index(ragkv, index, judged):
     assert "1 question without a relevant passage, not measured: c" in found.err
 
 
-def test_json_is_one_list_of_rows(ragkv, index, judged):
-    found = ragkv("eval", "retrieval", judged, "--index", index, "--modes", "bm25", "--json", "--quiet", "--seed", 3)
-    rows = json.loads(found.out)
-    assert (found.code, found.err) == (0, "")
-    assert {row["metric"] for row in rows} == {
-        f"{name}@{k}" for name in ("recall", "hit", "mrr", "ndcg") for k in (1, 5, 10)
-    }
-    assert rows[0] == {
-        "task": "judged",
-        "engine": "bm25",
-        "metric": "recall@1",
-        "value": 1.0,
-        "n": 2,
-        "ci95": [1.0, 1.0],
-        "seed": 3,
-    }
-
-
 def test_an_index_gives_every_mode_that_it_has_vectors_for(
-    ragkv, tmp_path, documents, model_folder, judged, monkeypatch
+    measure, tmp_path, documents, model_folder, judged, monkeypatch
 ):
     words.install(monkeypatch)
     settings = {"model": str(model_folder), "device": "cpu", "embedder": "words", "reranker": "words"}
@@ -71,7 +73,7 @@ def test_an_index_gives_every_mode_that_it_has_vectors_for(
             rag.ingest(documents)
 
     def engines(name, *more):
-        found = ragkv("eval", "retrieval", judged, "--index", tmp_path / name, "--json", *more)
+        found = measure("retrieval", judged, "--index", tmp_path / name, "--json", *more)
         assert found.code == 0, found.err
         rows = [row for row in json.loads(found.out) if row["metric"] == "hit@5"]
         assert all(row["value"] == 1 for row in rows)  # two documents of one chunk
@@ -85,16 +87,16 @@ def test_an_index_gives_every_mode_that_it_has_vectors_for(
         "hybrid+rerank",
         "bm25+rerank",
     ]
-    found = ragkv("eval", "retrieval", judged, "--index", tmp_path / "some", "--modes", "sparse,dense,hybrid")
+    found = measure("retrieval", judged, "--index", tmp_path / "some", "--modes", "sparse,dense,hybrid")
     assert (found.code, found.out) == (1, "")
     assert 'has no sparse vectors, which retrieval "sparse" needs; it can serve dense, hybrid' in found.sentence
 
 
 @pytest.mark.parametrize("make", [beir_folder, loft_folder])
-def test_a_benchmark_is_measured_in_every_mode_of_the_embedder(ragkv, tmp_path, embedder, make):
+def test_a_benchmark_is_measured_in_every_mode_of_the_embedder(measure, tmp_path, embedder, make):
     folder, work = make(tmp_path / "tarn"), tmp_path / "work"
-    command = ["eval", "retrieval", folder, "--embedder", "words", "--work", work, "--json"]
-    found = ragkv(*command)
+    command = ["retrieval", folder, "--embedder", "words", "--work", work, "--json"]
+    found = measure(*command)
     assert found.code == 0, found.err
     recall = {row["engine"]: row["value"] for row in json.loads(found.out) if row["metric"] == "recall@5"}
     assert list(recall) == ["dense", "sparse", "colbert", "hybrid", "bm25"]
@@ -102,20 +104,11 @@ def test_a_benchmark_is_measured_in_every_mode_of_the_embedder(ragkv, tmp_path, 
     assert recall["dense"] == recall["colbert"] == recall["hybrid"] == 1
     assert recall["bm25"] == recall["sparse"] == pytest.approx((1 + 1 / 2 + 1) / 3)
     assert len(embedder.texts) == 4
-    assert ragkv(*command).out == found.out
+    assert measure(*command).out == found.out
     assert len(embedder.texts) == 4  # all vectors were in the work folder
 
 
-def test_without_an_embedder_there_is_bm25_and_a_word_about_it(ragkv, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    found = ragkv("eval", "retrieval", beir_folder(tmp_path / "tarn"))
-    assert [line.split()[0] for line in found.out.splitlines()] == ["engine", "bm25"]
-    assert "Without --embedder only BM25 is measured" in found.err
-    assert "beir/tarn: 3 questions, 4 passages" in found.err
-    assert not (tmp_path / "ragkv-eval").exists()
-
-
-def test_the_reranker_is_measured_beside_the_plain_mode(ragkv, tmp_path, monkeypatch):
+def test_the_reranker_is_measured_beside_the_plain_mode(measure, tmp_path, monkeypatch):
     class LongWords:
         """A text is relevant if it shares a word of five letters or more."""
 
@@ -129,7 +122,7 @@ def test_the_reranker_is_measured_beside_the_plain_mode(ragkv, tmp_path, monkeyp
     folder = beir_folder(tmp_path / "tarn")
 
     def engines(*more, k=10):
-        found = ragkv("eval", "retrieval", folder, "--reranker", "words", "--json", "--k", k, *more)
+        found = measure("retrieval", folder, "--reranker", "words", "--json", "--k", k, *more)
         assert found.code == 0, found.err
         return {row["engine"]: row["value"] for row in json.loads(found.out) if row["metric"] == f"mrr@{k}"}
 
@@ -142,51 +135,14 @@ def test_the_reranker_is_measured_beside_the_plain_mode(ragkv, tmp_path, monkeyp
     assert engines("--rerank", "--candidates", 2, k=1) == {"bm25+rerank": 1}
 
 
-def test_figures_are_written_as_markdown_and_json(ragkv, tmp_path):
-    folder = beir_folder(tmp_path / "tarn")
-    with (folder / "queries.jsonl").open("a") as file:
-        file.write('{"_id": "q4", "text": "Who?"}\n')
-    with (folder / "qrels" / "test.tsv").open("a") as file:
-        file.write("q4\td1\t0\n")
-    found = ragkv("eval", "retrieval", folder, "--output", tmp_path / "r.md", "--k", 5, "--quiet")
-    lines = (tmp_path / "r.md").read_text().splitlines()
-    assert lines[:4] == ["# beir/tarn", "", "| engine | recall@5 | mrr@5 | ndcg@5 |", "| --- | ---: | ---: | ---: |"]
-    assert lines[4].startswith("| bm25 | 0.833 ±.")
-    assert "- 1 question without a relevant passage, not measured: q4" in lines
-    printed = ragkv("eval", "retrieval", folder, "--output", tmp_path / "r.json", "--json", "--quiet")
-    kept = json.loads((tmp_path / "r.json").read_text())
-    assert kept["rows"] == json.loads(printed.out)
-    assert (kept["questions"], kept["unjudged"], kept["passages"], kept["notes"]) == (3, ["q4"], 4, [])
-    assert found.err == printed.err == ""
-
-
-def test_the_vectors_of_the_corpus_are_those_that_the_modes_need(ragkv, tmp_path, monkeypatch):
-    asked = {}
-
-    def load(name, **settings):
-        asked.update(settings)
-        return CountingEmbedder()
-
-    monkeypatch.setattr(retrieval, "load_embedder", load)
-    monkeypatch.setattr(retrieval, "embedder_modes", lambda _: frozenset({"dense"}))
-    work = tmp_path / "work"
-    command = ["eval", "retrieval", beir_folder(tmp_path / "tarn"), "--embedder", "words", "--work", work]
-    assert ragkv(*command, "--modes", "dense,bm25", "--max-tokens", 64, "--device", "cpu").code == 0
-    assert asked == {"modes": {"dense"}, "max_tokens": 64, "device": "cpu"}
-    assert {path.name.split(".", 1)[1] for path in work.rglob("*.np*")} == {"dense.npy"}
-    asked.clear()
-    assert ragkv(*command, "--modes", "bm25").code == 0
-    assert asked == {}  # a lexical search does not load the embedder
-
-
 SMALL = "secret-code(words=5)"
 
 
 @pytest.fixture
-def ask(ragkv, model_folder, tmp_path):
+def ask(measure, model_folder, tmp_path):
     def run(*arguments, engines="full,pced(gamma=1)"):
         own = ["--model", model_folder, "--work", tmp_path / "work", "--engines", engines, "--max-new-tokens", 3]
-        return ragkv("eval", "answers", *arguments, *own)
+        return measure("answers", *arguments, *own)
 
     return run
 
@@ -239,23 +195,98 @@ def test_ctrl_c_says_how_far_it_came_and_the_next_run_goes_on(ask, monkeypatch):
     assert len(calls) == 5
 
 
-def test_questions_of_an_index(ask, index, questions):
-    found = ask(questions, "--index", index, "--json")
+def test_questions_of_an_index(ask, index, judged):
+    found = ask(judged, "--index", index, "--limit", 1, "--json")
     assert found.code == 0, found.err
     [full, pced] = json.loads(found.out)
-    assert (full["task"], full["n"], full["retrieval"], full["codec"]) == ("questions", 1, "bm25", "raw")
+    assert (full["task"], full["n"], full["retrieval"], full["codec"]) == ("judged", 1, "bm25", "raw")
     assert pced["baseline"] == "full"
 
 
-def test_a_file_of_ones_own_chunks(ask, tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps({"question": "Who?", "chunks": ["Mira.", "Ann."], "answers": ["Mira"]}) + "\n")
-    [row] = json.loads(ask(path, "--json", engines="block").out)
-    assert (row["task"], row["n"], row["chunks"], row["baseline"]) == ("mine", 1, 2, None)
-
-
-def test_tasks_are_listed(ragkv):
-    listed = json.loads(ragkv("eval", "tasks", "--json").out)
+def test_tasks_are_listed(measure):
+    listed = json.loads(measure("tasks", "--json").out)
     assert {"worlds", "vt"} <= {task["task"] for task in listed}
     assert all(task["about"] and "seed" in task["options"] for task in listed)
-    assert "secret-code" in ragkv("eval", "tasks").out
+    assert "secret-code" in measure("tasks").out
+
+
+def test_the_record_is_of_these_engines():
+    table = Survey.recorded().to_json()
+    assert Survey.from_json(table) == Survey.recorded()
+    assert {row["family"] for row in table["families"]} >= {"llama", "qwen3", "gpt_oss", "mamba2"}
+    for row in table["families"]:
+        assert set(row["engines"]) == set(ENGINES)
+        assert set(row["engines"].values()) <= {"exact", "refused"}
+        assert ("refused" in row["engines"].values()) == (row["reason"] is not None)
+        assert not re.search(r"Error\b|Exception|Traceback", row["reason"] or ""), row["reason"]
+
+
+@pytest.mark.slow
+def test_families_are_tried_anew_in_a_process_of_their_own(measure, monkeypatch):
+    monkeypatch.setattr(surveys.multiprocessing, "get_context", lambda method: forkserver())
+    found = json.loads(measure("families", "opt,opt", "--json").out)
+    recorded = {row["family"]: row["engines"] for row in Survey.recorded().to_json()["families"]}
+    assert {row["family"]: row["engines"] for row in found["families"]} == {name: recorded[name] for name in ("opt",)}
+
+
+def test_what_goes_wrong_with_a_family_is_its_row(monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("no heads")
+
+    monkeypatch.setattr(surveys, "examine", fails)
+    row = surveys.judge("llama").to_json()
+    assert set(row["engines"].values()) == {"refused"}
+    assert row["reason"] == "Not judged: no heads."
+    monkeypatch.setattr(surveys, "parameters", fails)
+    assert "no small model of it can be built (no heads)" in surveys.judge("llama").reason
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_or_ends_is_a_row(monkeypatch):
+    monkeypatch.setattr(surveys.multiprocessing, "get_context", lambda method: forkserver())
+    worker = surveys._Worker()
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    assert worker.ask(("llama", 0), 0) == "Not judged: it came to no end within 0 s."
+    worker._process.kill()
+    worker._process.join()
+    assert worker.ask(("llama", 0), 600) == "Not judged: the process that tried it ended (code -9)."
+    worker.end()
+
+
+def test_a_family_that_transformers_does_not_have():
+    assert select_families("all") == families()
+    assert select_families("llama,qwen2,llama") == ["llama", "qwen2"]
+    with pytest.raises(ConfigError, match="no decoder family 'nosuch'"):
+        select_families("llama,nosuch")
+
+
+def test_a_wrong_answer_is_shown_as_such_and_ends_with_1(measure, monkeypatch):
+    wrong = FamilyVerdict(family="llama", errors=dict.fromkeys(ENGINES, 0.5))
+    monkeypatch.setattr(surveys, "survey", lambda names: iter([wrong]))
+    assert wrong.to_json()["engines"]["full"] == "wrong"
+    done = measure("families", "llama")
+    assert (done.code, "wrong" in done.out) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ("answers nothing", 2, "Unknown task 'nothing'"),
+        ("answers worlds --engines pced(gama=1)", 2, "gama"),
+        ("answers worlds --baseline block --engines full", 2, "--baseline block"),
+        ("answers worlds --top-k 2", 2, "--retrieval"),
+        ("answers worlds --output x.txt", 2, ".json or .md"),
+        ("retrieval {beir} --k 0", 2, "--k '0' is not a list of numbers from 1 up"),
+        ("retrieval {beir} --modes dense", 1, 'has no dense vectors, which retrieval "dense" needs; it can serve bm25'),
+        ("retrieval {beir} --rerank", 1, "--rerank needs a reranker: give --reranker"),
+        ("retrieval {beir} --output nowhere/r.md", 2, "there is no folder nowhere"),
+        ("retrieval {judged} --index {index} --embedder mini", 2, "--embedder is only for BEIR and LOFT folders"),
+        ("retrieval {beir}/gone.jsonl --index {index}", 2, "No such file"),
+        ("families llama,nosuch", 2, "no decoder family 'nosuch'"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(measure, tmp_path, index, judged, line, code, message):
+    beir = beir_folder(tmp_path / "tarn")
+    result = measure(*(word.format(beir=beir, index=index, judged=judged) for word in line.split()))
+    assert (result.code, result.out) == (code, "")
+    assert message in result.sentence

@@ -1,0 +1,1 @@
+"""How well engines answer and indexes find, measured on benchmarks: `python -m ragkv.benchmarks.evaluation`."""
