@@ -196,8 +196,8 @@ def is_stale(txn: Transaction) -> bool:
 
 
 def read_counters(txn: Transaction) -> Counters | None:
-    """The stored counters; None if the store is too old to have any, or they cannot be trusted."""
-    if "counters" not in txn.tables or is_stale(txn):
+    """The stored counters; None if they cannot be trusted."""
+    if is_stale(txn):
         return None
     found = Counters()
     try:
@@ -217,13 +217,13 @@ def read_counters(txn: Transaction) -> Counters | None:
 
 
 def counters_of(txn: Transaction) -> Counters:
-    """The stored counters; a store without them, or with damaged ones, is counted row by row."""
+    """The stored counters; with damaged ones, all rows are counted."""
     return read_counters(txn) or count_all(txn)
 
 
 def has_wrong_counters(txn: Transaction, counters: Counters) -> bool:
     """Whether the stored counters differ from `counters` although they are not marked as stale."""
-    if "counters" not in txn.tables or is_stale(txn):
+    if is_stale(txn):
         return False
     return {key: bytes(value) for key, value in txn.scan("counters")} != counters.rows()
 
@@ -357,7 +357,7 @@ def advance(txn: Transaction, document: str | None = None, chunks: Collection[st
     before = generation(txn)
     now = (before + 1) % (1 << 64)
     txn.put("meta", b"generation", now.to_bytes(8, "big"))
-    if document is None or "changes" not in txn.tables:
+    if document is None:
         return
     last = txn.get("changes", _key(before))
     total = 0 if last is None or len(last) < _HEAD.size else _HEAD.unpack_from(last)[0]

@@ -1,4 +1,4 @@
-"""One LMDB environment, shared by the threads and stores of a process: open, grow, survive a fork, lock and migrate it.
+"""One LMDB environment, shared by the threads and stores of a process: open, grow, survive a fork, and lock it.
 
 This module applies LMDB's rules, so that no other module has to know them. There is one environment per path and
 process. It must not be used after a fork. Its map must not be resized while a transaction is open. A full map is not an
@@ -10,9 +10,9 @@ ingests of hours would do work twice or undo each other's. So a long job holds `
 of the store to its last commit; a single transaction, such as a query that stores KV, does not take it. The kernel
 releases the lock however the process ends. The file is never deleted, and its content only serves messages.
 
-A store of an older format is migrated when it is first opened for writing: one transaction fills the new tables and
-sets the format (docs/formats.md, "Versions"). A process that is killed before the commit leaves the old format, so
-each step clears what it fills. Readers work without the new tables, more slowly.
+LMDB's mutex cannot be waited for with a limit either, and a process that is suspended within a transaction (Ctrl-Z)
+holds it. So every write transaction takes its turn by flock of `data.mdb` first (`Database._turn`), and a store whose
+turn does not come is opened read-only until it is written to.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from ragkv.store.data_file import (
     refuse_links,
     refuse_network,
 )
-from ragkv.store.tables import ADDED, TABLES, Transaction
+from ragkv.store.tables import TABLES, Transaction
 from ragkv.util.files import FULL, NotPlainError, open_plain, parse_json, refusal, require_plain
 
 logger = logging.getLogger(__name__)
@@ -212,6 +212,19 @@ class FileMap:
             if not self.readonly or not os.access(self.data, os.R_OK):
                 raise
             return lmdb.open(os.fsencode(self.directory), **options, lock=False)
+
+    def reopen(self, open_tables: Callable[[], dict[str, Any]], *, readonly: bool) -> None:
+        """Open the environment and its tables again, when all transactions have ended."""
+        with translated(self.directory):
+            self.rwlock.shut()
+            try:
+                map_size = max(self.live().info()["map_size"], self.data.stat().st_size)
+                self.env.close()
+                self.env, self.readonly = None, readonly
+                self.env = self._open(map_size=map_size, create=False)
+                self.tables = open_tables()
+            finally:
+                self.rwlock.reopen()
 
     def close(self) -> None:
         """Wait for the transactions, and close the environment, unless its lock table was cut.
@@ -395,25 +408,32 @@ class _Lease:
 
     __slots__ = ("fd",)
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> None:
         with _leases_lock:  # a fork between the next two lines would leave the child an open file that it cannot close
-            self.fd: int | None = open_plain(path, os.O_RDWR | os.O_CREAT)
+            self.fd: int | None = open_plain(path, flags)
             _leases.add(self)
 
     def close(self) -> None:
         with _leases_lock:
             _leases.discard(self)
             if self.fd is not None:
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # also for a child that a fork has just made
                 os.close(self.fd)
                 self.fd = None
 
-    def try_lock(self, path: Path) -> bool:
-        """Take the lock. False if another process has it, or if `path` now names another file."""
+    def try_flock(self) -> bool:
+        """Take the lock of the open file. False if it is held through another descriptor."""
         if self.fd is None:
             return False
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            return False
+        return True
+
+    def try_lock(self, path: Path) -> bool:
+        """Take the lock. False if another process has it, or if `path` now names another file."""
+        if self.fd is None or not self.try_flock():
             return False
         try:
             return os.path.samestat(os.fstat(self.fd), path.lstat())
@@ -554,27 +574,11 @@ os.register_at_fork(
 FORMAT_VERSION = 3
 """Version of the tables and their rows (docs/formats.md)."""
 
+OPEN_SECONDS = 1.0
+"""How long opening a store waits for another writer's transaction, before it opens the store read-only at first."""
+WRITE_SECONDS = 10.0
+"""How long a transaction waits for that of another writer, unless it belongs to a long job."""
 
-def migrate(txn: Transaction) -> None:
-    """Bring a store up to `FORMAT_VERSION`, and recount if a counted row was damaged later.
-
-    The tables that format 3 added are filled by counting. If another process has done so in the meantime, this does
-    nothing.
-    """
-    version = _version(txn)
-    if version < FORMAT_VERSION:
-        logger.info("bringing a store of format %d up to format %d", version, FORMAT_VERSION)
-        recount(txn)
-        txn.put("meta", b"format", b"%d" % FORMAT_VERSION)
-    elif is_stale(txn):
-        recount(txn)
-
-
-def _version(txn: Transaction) -> int:
-    return int(bytes(txn.get("meta", b"format") or b"0"))
-
-
-_OLDEST = 1
 _ATTEMPTS = 5  # to check a file that other processes write to meanwhile
 LOOK_SECONDS = 60.0
 """Seconds between two checks of an open store that only this user's processes have written to its file."""
@@ -593,7 +597,6 @@ class Database:
     def __init__(self, directory: Path, *, readonly: bool, create: bool, map_size: int) -> None:
         self.directory = directory
         self.readonly = readonly
-        self.format = FORMAT_VERSION
         self._map = FileMap(directory, readonly=readonly, create=create, map_size=map_size)
         self._stamp = TrustStamp(self._map.data)
         self._reserve = Reserve(self._map.data)
@@ -601,10 +604,12 @@ class Database:
         self._tiers: dict[str, MemoryTier] = {}
         self._look_at = time.monotonic() + LOOK_SECONDS
         self._damage = ""
+        self._jobs = 0  # long jobs that write in this process
+        self._overdue = False
         try:
             with translated(directory):
                 self._prepare(create=create)
-                self._migrate()
+                self._count()
         except BaseException:
             self._map.env.close()
             raise
@@ -620,8 +625,6 @@ class Database:
                 return
             except lmdb.MapResizedError:  # another process grew the map since the header was read
                 self._map.map_again(self._map.data.stat().st_size)
-            except lmdb.MapFullError:  # there is no room for the tables that an older format lacks
-                self._map.resize(0)
 
     def check_pages(self, on_progress: PageProgress | None = None) -> PageReport:
         """Check every page of the newest snapshot, and the list of free pages; `CorruptStoreError` for damage.
@@ -652,43 +655,103 @@ class Database:
         return tables
 
     def _open_tables(self) -> dict[str, Any]:
-        """Open the tables, and add those that an older format lacks, which `_migrate` fills.
+        """Open the tables.
 
-        This takes a write transaction even if nothing changes, because py-lmdb forgets tables that were opened in a
-        read transaction.
+        This takes a write transaction although nothing changes, because py-lmdb forgets tables that were opened in a
+        read transaction, unless the environment is read-only. So it is read-only at first if another process is within
+        a transaction.
         """
-        with nullcontext() if self.readonly else self._map.env.begin(write=True) as txn:
+        if not self.readonly:
             try:
-                version = self._version(self._table("meta", txn), txn)
-            except (lmdb.NotFoundError, TypeError, ValueError) as error:
-                raise CorruptStoreError(
-                    f"{self.directory} is an LMDB environment, but no finished store of ragkv: "
-                    "delete it and ingest again"
-                ) from error
-            if not _OLDEST <= version <= FORMAT_VERSION:
-                raise StoreError(
-                    f"{self.directory} has format {version}, and this ragkv reads formats {_OLDEST} to "
-                    f"{FORMAT_VERSION}: " + ("upgrade ragkv" if version > _OLDEST else "ingest again into a new index")
-                )
-            self.format = version if self.readonly else FORMAT_VERSION
-            later = {name for since, names in ADDED.items() if since > version for name in names}
-            tables = {name: self._table(name, txn) for name in TABLES if name not in later}
-        if not self.readonly and later:
-            with self._writing() as txn:
-                tables |= {name: self._table(name, txn, create=True) for name in TABLES if name in later}
-        return tables
+                with self._turn(OPEN_SECONDS), self._map.env.begin(write=True) as txn:
+                    return self._tables_in(txn)
+            except StoreBusyError as error:
+                logger.info("opened read-only until it is written to: %s", error)
+                self._map.reopen(lambda: self._tables_in(None), readonly=True)
+                return self._map.tables
+        return self._tables_in(None)
+
+    def _for_writing(self) -> FileMap:
+        """The map, opened again if it was opened read-only because another process was writing."""
+
+        def tables() -> dict[str, Any]:
+            with self._map.env.begin(write=True) as txn:
+                return self._tables_in(txn)
+
+        if self._map.readonly:
+            self._map.reopen(tables, readonly=False)
+        return self._map
+
+    def _tables_in(self, txn: Any) -> dict[str, Any]:
+        try:
+            meta = self._table("meta", txn)
+            with self._map.env.begin() if txn is None else nullcontext(txn) as reading:
+                version = int(reading.get(b"format", db=meta))
+        except (lmdb.NotFoundError, TypeError, ValueError) as error:
+            raise CorruptStoreError(
+                f"{self.directory} is an LMDB environment, but no finished store of ragkv: delete it and ingest again"
+            ) from error
+        if version != FORMAT_VERSION:
+            raise StoreError(
+                f"{self.directory} has format {version}, and this ragkv reads format {FORMAT_VERSION}: "
+                + ("upgrade ragkv" if version > FORMAT_VERSION else "ingest again into a new index")
+            )
+        return {name: self._table(name, txn) for name in TABLES}
 
     @contextmanager
     def _writing(self) -> Iterator[Any]:
         """LMDB's own write transaction, with the stamp of a process that writes."""
-        with self._map.env.begin(write=True) as txn:
+        with self._turn(WRITE_SECONDS), self._map.env.begin(write=True) as txn:
             self._stamp.begin()
             yield txn
         self._stamp.end()
 
-    def _version(self, meta: Any, txn: Any) -> int:
-        with self._map.env.begin() if txn is None else nullcontext(txn) as reading:
-            return int(reading.get(b"format", db=meta))
+    @contextmanager
+    def _turn(self, seconds: float) -> Iterator[None]:
+        """Be the only one that writes, of all threads and processes.
+
+        `StoreBusyError` if that takes more than `seconds`; the next call then does not wait at all. A long job waits
+        for as long as it takes.
+        """
+        try:
+            lease = _Lease(self._map.data, os.O_RDONLY)
+        except FileNotFoundError:
+            self._map.file.size()  # raises: it was moved or deleted
+            raise
+        try:
+            ends, pause, warned = time.monotonic() + (0 if self._overdue else seconds), 0.001, False
+            while lease.fd is not None and not lease.try_flock():
+                if time.monotonic() >= ends:
+                    if not self._jobs:
+                        self._overdue = True
+                        raise StoreBusyError(f"{self.directory} cannot be written: {self._why_busy()}")
+                    if not warned:
+                        logger.warning("waiting to write to %s: %s", self.directory, self._why_busy())
+                    warned = True
+                time.sleep(pause)
+                pause = min(2 * pause, _POLL / 10)
+            self._overdue = False
+            yield
+        finally:
+            lease.close()
+
+    def _why_busy(self) -> str:
+        holder = None
+        with suppress(StoreError):
+            holder = WriterLock(self.directory).holder()
+        return (
+            f"{holder or 'another process'} has been within a transaction for long and may be suspended; "
+            "let it continue (fg, kill -CONT), or end it"
+        )
+
+    @contextmanager
+    def long_job(self) -> Iterator[None]:
+        """Within the block, this process waits for other writers without a limit."""
+        self._jobs += 1
+        try:
+            yield
+        finally:
+            self._jobs -= 1
 
     def _table(self, name: str, txn: Any, *, create: bool = False) -> Any:
         several = TABLES[name]
@@ -744,7 +807,6 @@ class Database:
                 except (StoreAccessError, StoreFullError) as error:
                     if readonly is not None:
                         raise
-                    # on a full disk, a store of an older format cannot be migrated
                     logger.info("opened read-only: %s", error)
                     database = cls(directory, readonly=True, create=False, map_size=map_size)
                 _registry[_file_id(directory)] = database
@@ -777,7 +839,11 @@ class Database:
         self._look_again()
         while True:
             try:
-                with translated(self.directory), self._map.begin(write=True) as txn:
+                with (
+                    translated(self.directory),
+                    self._turn(WRITE_SECONDS),
+                    self._for_writing().begin(write=True) as txn,
+                ):
                     self._stamp.begin()
                     # Only here, under the write lock, can no other process change the file's length.
                     map_size = self._map.live().info()["map_size"]
@@ -899,14 +965,13 @@ class Database:
             filler.join()  # it ends even if `write` has raised, because the pipe is closed by then
         return failures[0] if failures else None
 
-    def _migrate(self) -> None:
-        """Fill the tables that an older format lacks, in a transaction of its own (`ragkv.store.environment`)."""
-        if self.readonly:
-            return
-        with self.read() as txn:
-            due = _version(txn) < FORMAT_VERSION or is_stale(txn)
-        if due:
-            self.write(migrate)
+    def _count(self) -> None:
+        """Count anew if a counted row was found damaged later."""
+        if not self._map.readonly:
+            with self.read() as txn:
+                due = is_stale(txn)
+            if due:
+                self.write(recount)
 
 
 _registry: dict[tuple[int, int] | None, Database] = {}

@@ -82,7 +82,7 @@ T = TypeVar("T")
 KVRecords: TypeAlias = "Iterable[tuple[KVIdentity, ChunkKV | EncodedRecord]]"
 """KV by its identity; from a tier, it is encoded already."""
 
-STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE, "checked"})  # earlier versions wrote "checked"
+STORE_FILES = frozenset({*LMDB_FILES, LOCK_FILE})
 """All files in a store's directory."""
 STAGE_BYTES = 64 << 20
 INITIAL_MAP_BYTES = 64 << 20
@@ -186,7 +186,7 @@ class Store:
         it.
         """
         self._refuse_readonly()
-        with self._lock.hold(command, timeout=timeout, on_wait=on_wait):
+        with self._lock.hold(command, timeout=timeout, on_wait=on_wait), self._live().long_job():
             yield
 
     def writer(self) -> Holder | None:

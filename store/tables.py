@@ -43,10 +43,6 @@ TABLES: Mapping[str, bool] = {
 }
 """Every table, and whether its keys have several values (docs/formats.md)."""
 
-ADDED = {2: ("vectors",), 3: ("counters", "unreferenced", "changes", "uses")}
-"""Tables by the format version that added them. An older store gets them when it is first opened for writing, and
-`ragkv.store.environment` fills them."""
-
 VALUE_BYTES = 32
 """Length of every value in tables with several values per key: a digest."""
 
@@ -83,7 +79,7 @@ INDEX_OWNER = digest("@index")
 class Transaction:
     """One LMDB transaction over the store's tables.
 
-    Values are views of the map, valid within the transaction. A table that an old store lacks reads as empty.
+    Values are views of the map, valid within the transaction.
     """
 
     __slots__ = ("_tables", "_txn", "before_documents", "before_records", "changed")
@@ -107,14 +103,9 @@ class Transaction:
         """The number of the commit that this transaction sees."""
         return int(self._txn.id())
 
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """Names of the tables that the store has."""
-        return tuple(self._tables)
-
     def get(self, table: str, key: bytes) -> memoryview | None:
         # LMDB raises for a key of an impossible length, and a damaged row may hold one.
-        if table not in self._tables or not 0 < len(key) <= _KEY_LIMIT:
+        if not 0 < len(key) <= _KEY_LIMIT:
             return None
         value: memoryview | None = self._txn.get(key, db=self._tables[table])
         return value
@@ -168,8 +159,6 @@ class Transaction:
 
     def keys(self, table: str, *, after: bytes | None = None) -> Iterator[bytes]:
         """Keys in order, each once, beginning behind `after`. No value is read from the disk."""
-        if table not in self._tables:
-            return
         with self._txn.cursor(db=self._tables[table]) as cursor:
             found = cursor.set_range(after) if after else cursor.first()
             if found and bytes(cursor.key()) == after:
@@ -183,8 +172,6 @@ class Transaction:
         self, table: str, prefix: bytes = b"", *, after: bytes | None = None, limit: int | None = None
     ) -> Iterator[tuple[bytes, memoryview]]:
         """At most `limit` entries whose keys begin with `prefix`, in order, beginning behind `after`."""
-        if table not in self._tables:
-            return
         with self._txn.cursor(db=self._tables[table]) as cursor:
             start = after or prefix
             found = cursor.set_range(start) if start else cursor.first()
@@ -196,14 +183,12 @@ class Transaction:
 
     def count(self, table: str) -> int:
         """Entries of a table."""
-        if table not in self._tables:
-            return 0
         return int(self._txn.stat(self._tables[table])["entries"])
 
     def used_bytes(self, *tables: str) -> int:
         """Bytes of the pages in use by these tables, or by all."""
         pages, size = 0, 0
-        for table in (self._tables[name] for name in tables or self._tables if name in self._tables):
+        for table in (self._tables[name] for name in tables or self._tables):
             stat = self._txn.stat(table)
             pages += stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
             size = stat["psize"]

@@ -30,11 +30,10 @@ from ragkv.store.counters import (
     counters_of,
     generation,
     is_garbage,
-    unreferenced,
     update_unreferenced,
 )
 from ragkv.store.data_file import read_header
-from ragkv.store.environment import Database, is_full
+from ragkv.store.environment import FORMAT_VERSION, Database, is_full
 from ragkv.store.maintenance.verify import Counter, Notify, find_record
 from ragkv.store.record import Manifest, summarise
 from ragkv.store.tables import (
@@ -202,9 +201,7 @@ def needed_models(database: Database) -> set[str]:
 
 def orphans(database: Database) -> Iterator[bytes]:
     """Keys of the records that no chunk needs, nor the index itself; read in batches."""
-    with database.read() as txn:
-        listed = "unreferenced" in txn.tables
-    for batch in database.batches("unreferenced" if listed else "kv"):
+    for batch in database.batches("unreferenced"):
         with database.read() as txn:
             keys = [key for key, _ in batch if txn.get("kv", key) is not None and not txn.is_referenced(key)]
         yield from keys
@@ -233,7 +230,7 @@ def survey(database: Database) -> StoreStats:
             used_bytes=txn.used_bytes(),
             map_bytes=map_bytes,
             generation=generation(txn),
-            format_version=database.format,
+            format_version=FORMAT_VERSION,
         )
 
 
@@ -292,11 +289,7 @@ def _candidates(database: Database) -> list[bytes]:
     """KV keys of possible garbage, which no chunk needs."""
     with database.read() as txn:
         own = txn.values("needs", INDEX_OWNER)
-        listed = "unreferenced" in txn.tables
-    if listed:
-        return own + [key for batch in database.batches("unreferenced") for key, _ in batch]
-    with database.read() as txn:  # of an older format, which can only be a dry run
-        return own + list(unreferenced(txn))
+    return own + [key for batch in database.batches("unreferenced") for key, _ in batch]
 
 
 def _sweep(database: Database, keys: list[bytes], in_use: Callable[[Manifest], bool], found: Collection) -> None:
@@ -399,8 +392,7 @@ def _rewrite(database: Database, folder: Path, size: int, progress: Counter) -> 
     with database.read() as source:
         try:
             with closing(lmdb.open(os.fsencode(folder), lock=False, **options)) as target:
-                for name in source.tables:
-                    several = TABLES[name]
+                for name, several in TABLES.items():
                     table = target.open_db(name.encode(), dupsort=several, dupfixed=several)
                     if name == "changes":  # for the source's retrieval indexes only, and it names deleted documents
                         continue

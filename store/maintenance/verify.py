@@ -215,8 +215,6 @@ def check_record(txn: Transaction, key: bytes, *, payload: bool) -> Iterator[Pro
 
 def check_unreferenced(txn: Transaction, key: bytes, *, referenced: bool | None = None) -> Iterator[Problem]:
     """`unreferenced`: it lists the KV that nothing refers to, and nothing else."""
-    if "unreferenced" not in txn.tables:
-        return
     garbage = is_garbage(txn, key) if referenced is None else not referenced
     if garbage == (txn.get("unreferenced", key) is not None):
         return

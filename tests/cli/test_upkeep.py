@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from clichild import CliChild
 from outcome import Terminal
 
 from ragkv import RagKV
@@ -45,6 +47,39 @@ def ask(ragkv: Any, index: Path, *more: str) -> dict[str, Any]:
     answer = json.loads(found.out)
     del answer["timing_ms"]
     return answer
+
+
+SUSPENDED = """
+import sys
+from ragkv.store import Store
+
+def suspend(txn):
+    print("inside", flush=True)
+    sys.stdin.readline()
+
+with Store.open(sys.argv[1]) as store, store.writing("ragkv ingest docs/"):
+    store._live().write(suspend)
+"""
+
+
+def test_a_suspended_ingest_does_not_stop_reading(ragkv, index, monkeypatch):
+    ingest = CliChild(index, program=SUSPENDED)
+    try:
+        assert ingest.line() == "inside\n"
+        os.kill(ingest.process.pid, signal.SIGSTOP)
+        for name in ("OPEN_SECONDS", "WRITE_SECONDS"):  # how long does not matter, only that it ends
+            monkeypatch.setattr(f"ragkv.store.environment.{name}", 0.01)
+        assert json.loads(ragkv("ls", "--index", index, "--json").out)["total"] == 2
+        assert json.loads(ragkv("stats", "--index", index, "--json").out)["documents"] == 2
+        found = ragkv("query", QUESTION, "--index", index, "--max-new-tokens", 2, "--json")
+        assert found.code == 0
+        assert json.loads(found.out)["sources"]
+        kept = f"warning: what a question computed is not kept: {index / 'store'} cannot be written: "
+        lines = [line for line in found.err.splitlines() if line.startswith(kept)]
+        assert lines
+        assert all(f"PID {ingest.process.pid} (ragkv ingest docs/" in line for line in lines)
+    finally:
+        ingest.end(signal.SIGKILL)
 
 
 def test_verify_of_a_whole_index(ragkv, index, no_model):

@@ -1,12 +1,11 @@
 """Vectors are added, changed and deleted with their chunk, by kind, bit for bit."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from storekit import chunk, unpack, vectors_of, write
+from storekit import chunk, vectors_of, write
 
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store import ChunkVectors, Store
@@ -82,21 +81,6 @@ def test_damage_is_an_error_that_says_what_to_do(store, kind):
         store.vector_many(kind, ["a#0"])
     with pytest.raises(CorruptStoreError, match="ragkv repair"):
         list(store.vectors(kind))
-
-
-def test_a_store_of_format_1_has_no_vectors_until_it_is_opened_for_writing(tmp_path):
-    unpack(Path(__file__).parent / "fixtures" / "store-v1", tmp_path)
-    for readonly, version in ((True, 1), (False, 3), (True, 3)):
-        with Store.open(tmp_path, readonly=readonly) as store:
-            assert list(store.vectors("dense")) == []
-            assert store.vector_many("sparse", ["a.pdf#0"]) == {}
-            assert store.chunk("a.pdf#0") is not None
-            assert store.stats().format_version == version
-            found = store.verify()
-            assert (found.ok, found.checked["vectors"]) == (True, 0)
-    with Store.open(tmp_path) as store:
-        write(store, "a", (1, 2))
-        assert len(dict(store.vectors("dense"))) == 1
 
 
 def test_a_row_without_a_box_is_as_it_always_was():

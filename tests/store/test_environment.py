@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import expected
@@ -21,13 +20,11 @@ import lmdb
 import pytest
 from clichild import CliChild
 from package import in_child
-from storecheck import problems
-from storekit import big, equal, identity, kv_of, unpack, write
+from storekit import big, equal, identity, kv_of, write
 
 from ragkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from ragkv.store import Holder, Store
-from ragkv.store.environment import FORMAT_VERSION, LOCK_FILE, RWLock, migrate
-from ragkv.store.tables import Transaction
+from ragkv.store.environment import LOCK_FILE, RWLock
 
 COMMON = """
 import os, signal, sys
@@ -254,7 +251,7 @@ print("ok")
     assert python(script, tmp_path) == "ok\n"
 
 
-@pytest.mark.parametrize(("version", "advice"), [(b"4", "upgrade"), (b"0", "ingest again")])
+@pytest.mark.parametrize(("version", "advice"), [(b"4", "upgrade"), (b"2", "ingest again")])
 @pytest.mark.parametrize("readonly", [False, True])
 def test_another_format_is_refused(store, version, advice, readonly):
     store.close()
@@ -529,6 +526,53 @@ def test_single_transactions_do_not_wait(store, other):
     assert other.process.is_alive()
 
 
+SUSPENDED = """
+def suspend(txn):
+    txn.put("meta", b"fact/late", b"1")
+    print("inside", flush=True)
+    sys.stdin.readline()
+
+with Store.open(path) as store, store.writing("ragkv ingest docs/"):
+    store._live().write(suspend)
+"""
+
+
+@pytest.fixture
+def suspended(store: Store) -> Iterator[CliChild]:
+    """Another process, stopped within a transaction that sets a fact. The store of this process is closed."""
+    store.put_meta("a", 1)
+    store.close()
+    child = process(SUSPENDED, store.directory.parent)
+    assert child.line() == "inside\n"
+    os.kill(child.process.pid, signal.SIGSTOP)
+    yield child
+    child.process.kill()
+    child.process.join()
+
+
+def test_a_suspended_writer_does_not_stop_readers(store, suspended, monkeypatch):
+    monkeypatch.setattr("ragkv.store.environment.time", Clock())
+    with Store.open(store.directory.parent) as own:
+        assert not own.readonly
+        assert (own.get_meta("a"), own.get_meta("late")) == (1, None)
+        holder = rf"PID {suspended.process.pid} \(ragkv ingest docs/, since {TIME}\) .* may be suspended"
+        for _ in range(2):
+            with pytest.raises(StoreBusyError, match=holder):
+                own.put_meta("b", 2)
+        os.kill(suspended.process.pid, signal.SIGCONT)
+        suspended.say("")
+        assert suspended.end()[0] == 0
+        own.put_meta("b", 2)  # now it is opened for writing
+        assert [own.get_meta(name) for name in ("a", "late", "b")] == [1, 1, 2]
+
+
+def test_a_writer_that_is_killed_in_its_turn_leaves_it_to_others(store, suspended):
+    with Store.open(store.directory.parent) as own:
+        suspended.end(signal.SIGKILL)
+        own.put_meta("b", 2)
+        assert [own.get_meta(name) for name in ("a", "late", "b")] == [1, None, 2]
+
+
 @pytest.mark.parametrize("end", ["released", "killed"])
 def test_the_lock_ends_with_its_holder(store, other, end):
     def stop(_: Holder) -> None:
@@ -771,44 +815,3 @@ def test_the_directory_of_the_process_may_change(cut, monkeypatch, tmp_path):
     with Store.open("index", readonly=True) as store:
         monkeypatch.chdir(Path("/"))
         assert store.text("a")
-
-
-# ---- migration
-
-
-@pytest.fixture
-def old(tmp_path: Path) -> Path:
-    return unpack(Path(__file__).parent / "fixtures" / "store-v2", tmp_path)
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_process_that_is_killed_in_it_leaves_the_old_format(old, moment, monkeypatch):
-    def die(txn: Transaction) -> None:
-        if moment == "after":
-            migrate(txn)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("ragkv.store.environment.migrate", die)
-        assert in_child(lambda: Store.open(old)) == -signal.SIGKILL
-    with Store.open(old, readonly=True) as store:
-        stats = store.stats()
-        assert stats.format_version == 2
-        assert store.verify().ok
-        orphans, models = set(store.orphans()), store.models()
-    with Store.open(old) as store:
-        assert problems(store) == []
-        assert (set(store.orphans()), store.models()) == (orphans, models)
-        now = store.stats()
-        files = {name: getattr(now, name) for name in ("file_bytes", "used_bytes", "map_bytes", "generation")}
-        assert now == replace(stats, **files, format_version=FORMAT_VERSION)
-        assert store.verify().ok
-
-
-def test_garbage_of_an_old_store_is_found_without_the_list(old):
-    with Store.open(old, readonly=True) as store:
-        before = store.collect(in_use=lambda _: True, dry_run=True)
-    with Store.open(old) as store:
-        assert store.collect(in_use=lambda _: True, dry_run=True) == before
-        assert store.collect(in_use=lambda _: True).records == before.records == 1
-        assert problems(store) == []

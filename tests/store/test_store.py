@@ -1,10 +1,8 @@
 """Documents, chunks and KV appear and disappear together, and a damaged record never becomes a tensor."""
 
 import logging
-import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from expected import Expected, observe, operation, perform
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY
 from storecheck import problems
-from storekit import chunk, document, equal, identity, kv_of, unpack, write
+from storekit import chunk, document, equal, identity, kv_of, write
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError, StoreError
@@ -252,75 +250,3 @@ def test_any_operations_leave_what_dicts_would_hold(numbers, tmp_path_factory):
             assert (stats.kv_records, stats.chunks) == (len(state.records), len(state.needs))
     finally:
         store.close()
-
-
-# ---- golden
-
-FIXTURES = Path(__file__).parent / "fixtures"
-GOLDEN = runpy.run_path(str(FIXTURES / "make_store.py"))
-Equal = Callable[..., bool]
-
-
-@pytest.fixture(params=["store-v1", "store-v2"])
-def index(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return unpack(FIXTURES / request.param, tmp_path)
-
-
-def check(store: Store, equal: Equal) -> None:
-    """The complete content of the documents, and KV of every kind."""
-    contents = GOLDEN["CONTENTS"]
-    stored = list(store.documents())
-    assert [one.document.document_id for one in stored] == sorted(contents)
-    for one in stored:
-        document, text, chunks = contents[one.document.document_id]
-        assert (one.document, one.recipe, one.ingested_at) == (document, GOLDEN["RECIPE"], GOLDEN["INGESTED_AT"])
-        assert (one.chunks, one.tokens) == (len(chunks), sum(len(chunk.token_ids) for chunk in chunks))
-        assert store.document(document.document_id) == one
-        assert store.is_current(document.document_id, document.content_hash, GOLDEN["RECIPE"])
-        assert store.text(document.document_id) == text
-        assert list(store.chunks(document.document_id)) == chunks
-        assert store.chunk_many(chunk.chunk_id for chunk in chunks) == {chunk.chunk_id: chunk for chunk in chunks}
-    identities = [GOLDEN[name] for name in ("PREFIXED", "PREFIX", "ORPHAN")]
-    identities += {GOLDEN["identity"](*chunk.token_ids) for _, _, chunks in contents.values() for chunk in chunks}
-    for of in identities:
-        assert store.has_kv(of)
-        assert equal(store.get_kv(of), GOLDEN["kv_of"](of))
-    for name in ("gone", "gone#0"):
-        assert store.document(name) is None
-        assert store.chunk(name) is None
-    assert store.get_kv(GOLDEN["identity"](8, 8)) is None
-    assert set(store.orphans()) == {GOLDEN["ORPHAN"].key()}
-    assert {name: store.get_meta(name) for name in GOLDEN["FACTS"]} == GOLDEN["FACTS"]
-    stats = store.stats()
-    assert (stats.documents, stats.kv_records) == (len(contents), len(identities))
-    assert stats.chunks == sum(len(chunks) for _, _, chunks in contents.values())
-    assert (stats.orphans, stats.unreadable) == (1, 0)
-    vectors = dict(store.vectors("dense"))
-    assert store.vector_many("sparse", vectors) == {
-        chunk.chunk_id: GOLDEN["vectors_of"](chunk).sparse
-        for _, _, chunks in contents.values()
-        for chunk in chunks
-        if chunk.chunk_id in vectors
-    }
-
-
-def test_reading(index):
-    data = (index / "store" / "data.mdb").read_bytes()
-    with Store.open(index, readonly=True) as store:
-        check(store, equal)
-        assert store.generation == GOLDEN["GENERATION"]
-        assert len(dict(store.vectors("dense"))) == (0 if store.stats().format_version == 1 else 75)
-    assert (index / "store" / "data.mdb").read_bytes() == data
-
-
-def test_writing(index):
-    for _ in range(2):  # the second time as rewritten by the current code
-        with Store.open(index) as store:
-            check(store, equal)
-            assert problems(store) == []
-            write(store, "more", (76,), (77,))
-            assert store.delete_document("more")
-            assert store._live().check_pages().unaccounted == 0
-    with Store.open(index, readonly=True) as store:
-        check(store, equal)
-        assert store.generation >= GOLDEN["GENERATION"] + 4

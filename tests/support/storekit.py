@@ -1,9 +1,5 @@
 """Small, deterministic documents, chunks and KV for the tests of the store."""
 
-import lzma
-import shutil
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -90,14 +86,6 @@ def vectors_of(chunk):
 def kv_of(identity):
     """KV that is a function of the identity, so that a test can see whose it is."""
     return make_kv(len(identity.chunk_ids), seed=int.from_bytes(identity.key()[:4], "big"))
-
-
-def unpack(fixture: Path, folder: Path) -> Path:
-    """Unpack the store of an earlier format from `tests/store/fixtures` as an index in `folder`."""
-    (folder / "store").mkdir()
-    with lzma.open(fixture / "data.mdb.xz") as packed, (folder / "store" / "data.mdb").open("wb") as data:
-        shutil.copyfileobj(packed, data)
-    return folder
 
 
 def big(n: int, tokens: int = 1000) -> tuple[KVIdentity, ChunkKV]:
