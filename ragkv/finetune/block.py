@@ -271,8 +271,11 @@ def _with_adapter(module: Any, config: BlockTuneConfig) -> Any:
     adapter = LoraConfig(
         r=config.lora_rank, lora_alpha=2 * config.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    with warnings.catch_warnings():  # peft uses a deprecated name of transformers
+    with warnings.catch_warnings():
+        # peft uses a deprecated name of transformers, and names experts also where a model's layers have none
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        warnings.filterwarnings("ignore", "target_parameters=.* no parameter was matched", RuntimeWarning)
+        warnings.filterwarnings("ignore", "The following \\w+_pattern keys did not match", RuntimeWarning)
         return get_peft_model(module, adapter)
 
 

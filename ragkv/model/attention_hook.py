@@ -254,29 +254,35 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, visible)
 
 
-@dataclass(frozen=True, slots=True)
 class LatentProjection:
-    """One layer's mapping between heads and latents: `weight` `(q_heads, nope + value_dim, rank)` expands a latent."""
+    """One layer's mapping between heads and latents. `module` is an attention module of transformers.
 
-    weight: Tensor
-    nope: int
+    UnsupportedModelError if its keys are expanded by anything else than a matrix.
+    """
 
-    @classmethod
-    def of(cls, module: Any) -> LatentProjection | None:
-        """The projection of an attention module, if it is latent attention as transformers writes it.
-
-        A quantised matrix is unpacked once, into the dtype that it computes with. UnsupportedModelError if keys are
-        expanded by anything else than a matrix.
-        """
-        if not hasattr(module, "expand_kv"):
-            return None
+    def __init__(self, module: Any) -> None:
         try:
-            project, rank, nope = module.kv_b_proj, module.kv_lora_rank, module.qk_nope_head_dim
-            width = nope + module.v_head_dim
+            self._project, self._rank, self._nope = module.kv_b_proj, module.kv_lora_rank, module.qk_nope_head_dim
+            self._width = self._nope + module.v_head_dim
         except AttributeError as error:
             raise UnsupportedModelError(f"its latent attention does not have the usual modules ({error})") from error
-        weight = project.weight.detach() if _plain(project) else _matrix(project, rank, module)
-        return cls(weight.view(-1, width, rank), nope)
+        self._module = module
+        # a quantised matrix is unpacked once, into the dtype that it computes with
+        self._unpacked = None if _plain(self._project) else _matrix(self._project, self._rank, module)
+
+    @property
+    def weight(self) -> Tensor:
+        """`(q_heads, nope + value_dim, rank)`, by which the layer expands a latent now: training changes it in place,
+        and an adapter (LoRA) puts another module in its place.
+        """
+        project = self._module.kv_b_proj
+        if _plain(project):
+            matrix: Tensor = project.weight.detach()
+        elif self._unpacked is not None and project is self._project and not _hooked(project):
+            matrix = self._unpacked
+        else:
+            matrix = _matrix(project, self._rank, self._module)
+        return matrix.view(-1, self._width, self._rank)
 
     def keys(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `(1, 1, n, rank + rope)` and values from what the layer caches; values are columns of the keys, so their
@@ -287,11 +293,11 @@ class LatentProjection:
 
     def queries(self, query: Tensor) -> Tensor:
         """Queries for such keys, `(1, q_heads, n, rank + rope)`, from queries for expanded keys."""
-        return torch.cat([query[..., : self.nope] @ self.weight[:, : self.nope], query[..., self.nope :]], -1)
+        return torch.cat([query[..., : self._nope] @ self.weight[:, : self._nope], query[..., self._nope :]], -1)
 
     def values(self, out: Tensor) -> Tensor:
         """The heads' attention output, `(1, q_heads, n, value_dim)`, from weighted sums of latent keys."""
-        latent, expand = out[..., : self.weight.shape[-1]], self.weight[:, self.nope :]
+        latent, expand = out[..., : self._rank], self.weight[:, self._nope :]
         if latent.dtype == torch.float32:
             return latent @ expand.transpose(-1, -2)
         # in half types a CPU multiplies by a transposed matrix four times slower
@@ -300,13 +306,18 @@ class LatentProjection:
 
 def latents_of(model: nn.Module) -> dict[int, LatentProjection]:
     """The projections of the layers that have latent attention."""
-    found = ((module, LatentProjection.of(module)) for module in model.modules())
-    return {module.layer_idx: latent for module, latent in found if latent is not None}  # type: ignore[misc]
+    modules = (module for module in model.modules() if hasattr(module, "expand_kv"))
+    return {module.layer_idx: LatentProjection(module) for module in modules}  # type: ignore[misc]
 
 
 def _plain(project: Any) -> bool:
     """Whether it is a plain linear layer without hooks or packing."""
-    return type(project) is nn.Linear and getattr(project, "bias", None) is None and type(project.weight.data) is Tensor
+    plain = type(project) is nn.Linear and not _hooked(project) and getattr(project, "bias", None) is None
+    return plain and type(project.weight.data) is Tensor
+
+
+def _hooked(project: nn.Module) -> bool:
+    return bool(project._forward_hooks or project._forward_pre_hooks)
 
 
 def _matrix(project: nn.Module, rank: int, module: nn.Module) -> Tensor:

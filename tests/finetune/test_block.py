@@ -51,8 +51,12 @@ def first_scores(model, config):
     return teacher_forced(model, parts._replace(response=()), "block")[0]
 
 
-def test_a_tuned_model_is_an_ordinary_one_that_says_how_it_is_read(config, small_folder):
-    config = replace(config, sink="none", eval_data=config.data)
+@pytest.mark.parametrize(
+    "family", ["llama-long", "deepseek3", "deepseek3-experts"]
+)  # and one whose adapter changes how latents are expanded
+def test_a_tuned_model_is_an_ordinary_one_that_says_how_it_is_read(config, make_folder, family):
+    folder = make_folder(family)
+    config = replace(config, model=str(folder), sink="none", eval_data=config.data)
     result, seen = [], {}
     done = finetune_block(
         config, on_progress=result.append, on_step=lambda step, model: seen.update({step: first_scores(model, config)})
@@ -66,7 +70,7 @@ def test_a_tuned_model_is_an_ordinary_one_that_says_how_it_is_read(config, small
     assert (found["block_tuned"], found["sink"], found["positions"]) == (True, "none", "reencoded")
     assert found["recipe"]["rows"] == 16
     assert found["recipe"]["lora_rank"] == 4
-    before, after = (json.loads((folder / "config.json").read_text()) for folder in (small_folder, config.output))
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, config.output))
     assert after == before
 
     tuned = load_model(str(config.output), device="cpu")

@@ -12,6 +12,7 @@ from ragkv.model.attention_hook import (
     LatentAttention,
     LatentProjection,
     latent_bytes,
+    latents_of,
     rotated_last,
     rotated_last_in_pairs,
 )
@@ -32,7 +33,7 @@ def layer(**changes):
 
 
 def test_other_attention_is_left_alone():
-    assert LatentProjection.of(nn.Linear(2, 2)) is None
+    assert latents_of(nn.Sequential(nn.Linear(2, 2))) == {}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,7 @@ def test_latent_attention_of_another_build_is_refused(changes, reason):
     if changes.get("kv_b_proj", 0) is None:
         del module.qk_nope_head_dim
     with pytest.raises(UnsupportedModelError, match=reason):
-        LatentProjection.of(module)
+        LatentProjection(module)
 
 
 class Halves(nn.Module):
@@ -64,13 +65,53 @@ class Halves(nn.Module):
 
 def test_a_quantised_matrix_is_taken_apart():
     matrix = torch.randint(-9, 9, (HEADS * (NOPE + VALUE), RANK)) / 2
-    latent = LatentProjection.of(layer(kv_b_proj=Halves(matrix)))
+    latent = LatentProjection(layer(kv_b_proj=Halves(matrix)))
     assert torch.equal(latent.weight, matrix.view(HEADS, NOPE + VALUE, RANK))
+
+
+class Doubled(nn.Module):
+    """A module around another, as LoRA puts one there."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states):
+        return 2 * self.inner(states)
+
+
+def scaled(parent):
+    parent.kv_b_proj.weight.data.mul_(2)
+
+
+def replaced(parent):
+    parent.kv_b_proj.weight = nn.Parameter(parent.kv_b_proj.weight.detach() * 2)
+
+
+def wrapped(parent):
+    parent.kv_b_proj = Doubled(parent.kv_b_proj)
+
+
+def hooked(parent):
+    parent.kv_b_proj.register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "change"),
+    [(False, scaled), (False, replaced), (False, wrapped), (False, hooked), (True, wrapped), (True, hooked)],
+)
+def test_latents_are_expanded_as_the_layer_does_now(quantised, change):
+    matrix = torch.randint(-9, 9, (HEADS * (NOPE + VALUE), RANK)) / 2
+    parent = layer(kv_b_proj=Halves(matrix)) if quantised else layer()
+    latent = LatentProjection(parent)
+    before = latent.weight.clone()
+    change(parent)
+    torch.testing.assert_close(latent.weight, 2 * before)
 
 
 def test_a_layer_that_gives_its_cache_nothing_is_refused():
     absorbing = LatentAttention(
-        SimpleNamespace(), {0: LatentProjection.of(layer())}, SimpleNamespace(given=(1, None, None))
+        SimpleNamespace(), {0: LatentProjection(layer())}, SimpleNamespace(given=(1, None, None))
     )
     nothing = torch.zeros(1, 1, 1, 1)
     call = LayerCall(layer=0, query=nothing, key=nothing, value=nothing, scale=1.0)
