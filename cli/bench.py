@@ -11,7 +11,6 @@ import ast
 import functools
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,19 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from ragkv.cli.console import note, stages
+from ragkv.cli.console import note
 from ragkv.cli.main import CommandGroup
 from ragkv.cli.options import Json, Quiet, source_of
 from ragkv.errors import UsageError
 
 _SPEED = "ragkv.benchmarks.speed"
 _MEASURED_IN = {
-    "apb": "inference",
     "ttft": "inference",
     "decode": "inference",
     "llama-cpp": "llama_cpp",
     "batch": "batch",
     "ingest": "batch",
     "store": "storage",
-    "retrieval": "index",
-    "ippd": "batch",
-    "index": "index",
-    "serve": "serving",
 }
 """The benchmarks, and the module of each."""
 
@@ -87,7 +81,7 @@ def choose() -> None:
     """Measure ragkv beside a baseline, in one run."""
 
 
-_SIZES = ("tokens", "lengths", "sizes", "questions", "chunks", "streams", "rounds")
+_SIZES = ("tokens", "questions", "chunks", "rounds")
 """The options of benchmarks that `--quick` sets."""
 
 
@@ -100,10 +94,7 @@ def bench_command(name: str, measure: Callable[..., Any]) -> Callable[..., None]
         given = [each for each in _SIZES if each in options and source_of(ctx, each) == "COMMANDLINE"]
         if options.get("quick") and given:
             raise UsageError(f"--quick chooses --{given[0]} by itself; leave one of them out.")
-        # indexes take hours, and show a bar
-        shown: Any = stages(f"bench {name}", silent=silent) if name == "index" else nullcontext(note)
-        with shown as on_step:
-            report = measure(**options, **({} if silent else {"on_step": on_step}))
+        report = measure(**options, **({} if silent else {"on_step": note}))
         report.show(as_json=as_json, quiet=quiet)
 
     signature = inspect.signature(measure, eval_str=True)

@@ -26,16 +26,16 @@ import typer
 
 from ragkv.benchmarks.papers.plots import OTHER_FOLDER, Picture, headed, require_matplotlib, save, style, wrapped
 from ragkv.benchmarks.papers.run import notes_path
-from ragkv.benchmarks.papers.table import commit_of
-from ragkv.benchmarks.speed.batch import SHAPES, IPPDShape, measure_shape
-from ragkv.benchmarks.speed.inference import (
+from ragkv.benchmarks.papers.speed import (
+    SHAPES,
+    IPPDShape,
     apb_entrants,
     block_lengths,
-    prefill,
-    random_llama,
-    random_request,
+    measure_shape,
     sequential_seconds,
 )
+from ragkv.benchmarks.papers.table import commit_of
+from ragkv.benchmarks.speed.inference import prefill, random_llama, random_request
 from ragkv.benchmarks.speed.report import BenchRow, OnStep, alternating, described, machine, shown, versions
 from ragkv.cli.console import note
 from ragkv.cli.main import SingleCommand, log_to_stderr, run
@@ -81,9 +81,7 @@ class Sizes:
     experts: tuple[int, ...] = (8, 32, 64)
     end_to_end: int = 32
     answer: int = 512
-    ippd: tuple[IPPDShape, ...] = tuple(
-        replace(s, instruction=s.instruction * s.divisor, context=s.context * s.divisor, divisor=1) for s in SHAPES
-    )
+    ippd: tuple[IPPDShape, ...] = SHAPES
     apb: tuple[int, ...] = (32 * K, 64 * K, 128 * K)
     rounds: int = 3
 
@@ -243,7 +241,7 @@ def _ippd(lm: LanguageModel, shape: IPPDShape, on_step: OnStep) -> list[Measured
             _IPPD,
             shape.number,
             shape.name,
-            replace(row, name=row.name.replace(f"shape {shape.number}", shape.name)),
+            row,
             f"{ippd:g} against {batched if 'generate' in row.baseline else cached:g} questions/s",
         )
         for row in measure_shape(lm, shape, 1, on_step)
@@ -252,8 +250,8 @@ def _ippd(lm: LanguageModel, shape: IPPDShape, on_step: OnStep) -> list[Measured
 
 def _apb(lm: LanguageModel, tokens: int) -> list[Measured]:
     ids = random_request(lm, 0, question=tokens, prefix=0).suffix_ids
-    runs = apb_entrants(lm, ids, lengths_for(tokens) or block_lengths(tokens), 1)
-    seconds = {name: run() for name, (run, _) in runs.items()}
+    runs = apb_entrants(lm, ids, lengths_for(tokens) or block_lengths(tokens))
+    seconds = {name: run() for name, run in runs.items()}
     printed = dict(zip(runs, _TABLE_11.get(tokens, ()), strict=False))
     return [
         Measured.of(

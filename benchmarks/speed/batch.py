@@ -8,21 +8,13 @@ Prefill: ragkv packs chunks of mixed length into steps without padding. Baseline
 chunk at a time, and in batches of 8 that are sorted by length and padded on the right. All of them end with the keys
 and values of every chunk; reading, chunking and storing are left out.
 
-Common contexts (IPPD §5, Table 1): the baselines are transformers' `generate` on full prompts in batches, padded on the
-left, sdpa; and one question at a time over a `DynamicCache` of its context, which is prefilled once and cropped after
-every question. All answer the same questions with the same number of tokens; end tokens count as any other. The paper's
-contexts are replaced by random tokens, because the cost of a pass does not depend on the text.
-
 Rounds of all sides are interleaved, with the same model, dtype and machine.
 """
 
 from __future__ import annotations
 
-import copy
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -34,7 +26,6 @@ from ragkv.benchmarks.speed.inference import (
     CHUNK_TOKENS,
     PREFIX_TOKENS,
     QUESTION_TOKENS,
-    cached_step,
     random_ids,
     random_llama,
     random_request,
@@ -53,10 +44,10 @@ from ragkv.benchmarks.speed.report import (
     versions,
 )
 from ragkv.cli.options import Device, given_numbers
-from ragkv.engines import ContextChunk, Request, make_engine
+from ragkv.engines import Request
 from ragkv.engines.block import BlockAttention
 from ragkv.model.language_model import LanguageModel
-from ragkv.runtime import Generation, Runtime, runtime_of
+from ragkv.runtime import Generation, runtime_of
 
 NEW_TOKENS = 16
 
@@ -231,280 +222,3 @@ def _prefill_chunks(lm: LanguageModel, batch: Chunks) -> int:
             for row, ids in enumerate(batch)
         ]
     return sum(int(kv[-1][0].shape[1]) + 0 * int(kv[-1][0][0, 0, 0].isnan()) for kv in kvs)
-
-
-PAD = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IPPDShape:
-    """A data set of the paper's: tokens of each part, contexts, and how many questions they have, in turns.
-
-    `instruction` and `context` are already divided by `divisor`, to fit the machine. `batches` are the sizes that are
-    tried for `generate`, of which the best counts.
-    """
-
-    number: int
-    name: str
-    instruction: int
-    context: int
-    question: int
-    answer: int
-    contexts: int
-    questions: tuple[int, ...]
-    batches: tuple[int, ...]
-    divisor: int = 1
-
-    def shorter(self) -> IPPDShape:
-        """For a quick run: half as many contexts, shortened parts halved again, one batch size."""
-        half = 1 if self.divisor == 1 else 2
-        return replace(
-            self,
-            instruction=self.instruction // (half if self.instruction > 1000 else 1),
-            context=self.context // half,
-            contexts=(self.contexts + 1) // 2,
-            batches=self.batches[:1],
-            divisor=self.divisor * half,
-        )
-
-    def __str__(self) -> str:
-        scale = f", long parts at 1/{self.divisor} of the paper's" if self.divisor > 1 else ""
-        asked = " or ".join(map(str, self.questions))
-        return (
-            f"shape {self.number}, {self.name}: {self.contexts} x {self.context} tokens after {self.instruction}, "
-            f"{asked} questions of {self.question} each, {self.answer} new tokens{scale}"
-        )
-
-
-SHAPES = (
-    IPPDShape(
-        number=1,
-        name="few shots (NarrativeQA)",
-        instruction=2754 // 2,
-        context=737 // 2,
-        question=12,
-        answer=6,
-        contexts=2,
-        questions=(30,),
-        batches=(8, 4, 16),
-        divisor=2,
-    ),
-    IPPDShape(
-        number=2,
-        name="short contexts (SQuAD)",
-        instruction=47,
-        context=178,
-        question=13,
-        answer=4,
-        contexts=8,
-        questions=(9,),
-        batches=(32, 8, 16),
-    ),
-    IPPDShape(
-        number=3,
-        name="one-token answers (RACE)",
-        instruction=40,
-        context=344,
-        question=40,
-        answer=1,
-        contexts=8,
-        questions=(3, 4),
-        batches=(8, 4, 16),
-    ),
-    IPPDShape(
-        number=4,
-        name="a long context (LongHealth)",
-        instruction=73,
-        context=11720 // 4,
-        question=73,
-        answer=1,
-        contexts=1,
-        questions=(20,),
-        batches=(4, 1, 2),
-        divisor=4,
-    ),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The contexts, each with its questions."""
-
-    instruction: tuple[int, ...]
-    contexts: tuple[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], ...]
-    answer: int
-
-    @property
-    def prompts(self) -> list[tuple[int, ...]]:
-        """The full prompt of every question."""
-        return [
-            (*self.instruction, *context, *question) for context, questions in self.contexts for question in questions
-        ]
-
-
-# Ways to answer: each gives the new tokens of every question, in order.
-
-
-def by_ippd(work: Work, runtime: Runtime) -> list[list[int]]:
-    """ragkv: all questions at once; contexts that `runtime` has seen before are reused."""
-    engine = make_engine("ippd", {})
-    generation = Generation(max_new_tokens=work.answer)
-    jobs = [
-        runtime.submit(
-            engine,
-            Request(
-                prefix_ids=work.instruction,
-                chunks=(ContextChunk(token_ids=context, score=0.5),),
-                suffix_ids=question,
-            ),
-            generation,
-        )
-        for context, questions in work.contexts
-        for question in questions
-    ]
-    return [[token.token_id for token in runtime.tokens(job)] for job in jobs]
-
-
-def by_generate(lm: LanguageModel, work: Work, batch: int) -> list[list[int]]:
-    """transformers: full prompts, padded on the left, `batch` at a time."""
-    prompts, found = work.prompts, []
-    with transformers_model(lm) as plain:
-        for at in range(0, len(prompts), batch):
-            part = prompts[at : at + batch]
-            longest = max(map(len, part))
-            ids = torch.tensor([[PAD] * (longest - len(p)) + list(p) for p in part], device=lm.device)
-            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in part], device=lm.device)
-            out = plain.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=work.answer,
-                do_sample=False,
-                pad_token_id=PAD,
-            )
-            found += out[:, longest:].tolist()
-    return found
-
-
-def context_caches(lm: LanguageModel, work: Work) -> list[Any]:
-    """transformers: a cache of instruction and context for each context; the instruction is prefilled once."""
-    first = DynamicCache()
-    cached_step(lm, first, work.instruction, 0)
-    caches = []
-    for context, _ in work.contexts:
-        cache = copy.deepcopy(first)
-        cached_step(lm, cache, context, len(work.instruction))
-        caches.append(cache)
-    return caches
-
-
-def by_cache(lm: LanguageModel, work: Work, caches: Sequence[Any]) -> list[list[int]]:
-    """transformers: each question over its context's cache, which is cropped afterwards."""
-    found = []
-    for (context, questions), cache in zip(work.contexts, caches, strict=True):
-        start = len(work.instruction) + len(context)
-        for question in questions:
-            answer, ids, at = [], question, start
-            for _ in range(work.answer):
-                answer.append(cached_step(lm, cache, ids, at))
-                at, ids = at + len(ids), (answer[-1],)
-            cache.crop(start - cache.get_seq_length())
-            found.append(answer)
-    return found
-
-
-def measure_ippd(
-    rounds: Annotated[int, typer.Option(help="Rounds per shape; medians are shown.", min=1)] = 3,
-    dtype: AutoDtype = "auto",
-    quick: Quick = False,
-    device: Device = None,
-    on_step: OnStep = unseen,
-    shapes: Sequence[IPPDShape] = SHAPES,
-) -> Report:
-    """Many questions about common contexts, compared with transformers' generate in batches and with a prefix cache.
-
-    The four data sets of the IPPD paper in their sizes, the longest scaled down. Example: `ragkv bench ippd --quick`
-    """
-    lm = random_llama(dtype, device)
-    lm.eos_ids = frozenset()  # all answers are of one length
-    lm.module.generation_config.eos_token_id = None
-    on_step(described(lm))
-    rows = []
-    for shape in [each.shorter() for each in shapes] if quick else shapes:
-        on_step(f"{shape} …")
-        rows += measure_shape(lm, shape, 1 if quick else rounds, on_step)
-    return Report(bench="ippd", machine=machine(str(lm.device)), versions=versions(), rows=tuple(rows))
-
-
-def work_of(shape: IPPDShape, vocabulary: int, other: int = 0) -> Work:
-    """Random tokens of the shape's sizes; `other` ones on demand."""
-    ids = partial(random_ids, vocabulary, torch.Generator().manual_seed(shape.number + 100 * other))
-    counts = (shape.questions[i % len(shape.questions)] for i in range(shape.contexts))
-    contexts = tuple((ids(shape.context), tuple(ids(shape.question) for _ in range(count))) for count in counts)
-    return Work(ids(shape.instruction), contexts, shape.answer)
-
-
-def measure_shape(lm: LanguageModel, shape: IPPDShape, rounds: int, on_step: OnStep) -> list[BenchRow]:
-    """Questions per second for a model whose answers have no end tokens, beside both baselines, cold and warm."""
-    work, before = (work_of(shape, lm.config.vocab_size, other) for other in (0, 1))
-    questions = len(work.prompts)
-    batch = _best_batch(lm, work, shape.batches)
-    on_step(f"  generate takes {batch} prompts at a time")
-    times: dict[str, list[float]] = {}
-
-    def timed(name: str, run: Callable[..., Any], *arguments: Any) -> Any:
-        start, used = time.perf_counter(), time.process_time()
-        done = run(*arguments)  # returns tokens on the host, so the device has finished
-        times.setdefault(name, []).append(time.perf_counter() - start)
-        on_step(f"  {name}: {times[name][-1]:.2f} s, of the processor {time.process_time() - used:.2f} s")
-        return done
-
-    for _ in range(rounds):
-        runtime = Runtime(lm)
-        by_ippd(before, runtime)  # a runtime that has run before, on other contexts: its passes are captured
-        timed("ippd", by_ippd, work, runtime)
-        caches = timed("caches", context_caches, lm, work)
-        timed("one by one", by_cache, lm, work, caches)
-        timed("ippd, contexts ready", by_ippd, work, runtime)
-        del caches, runtime
-        timed("generate", by_generate, lm, work, batch)
-    times["prefix cache"] = [sum(both) for both in zip(times["caches"], times["one by one"], strict=True)]
-    rates = {way: questions / statistics.median(seconds) for way, seconds in times.items()}
-    scale = f", 1/{shape.divisor} scale" if shape.divisor > 1 else ""
-    batched, cached = f"transformers generate by {batch}{scale}", f"transformers DynamicCache, one by one{scale}"
-    pairs = (
-        (" vs generate", "ippd", batched, "generate"),
-        (" vs prefix cache", "ippd", cached, "prefix cache"),
-        (", contexts ready, against generate", "ippd, contexts ready", batched, "generate"),
-        (", contexts ready, against prefix cache", "ippd, contexts ready", cached, "one by one"),
-    )
-    return [
-        BenchRow.of(
-            f"shape {shape.number}{what}", rates[own], "questions/s", baseline, rates[other], rates[own] / rates[other]
-        )
-        for what, own, baseline, other in pairs
-    ]
-
-
-def _best_batch(lm: LanguageModel, work: Work, batches: Sequence[int]) -> int:
-    """The batch with which `generate` answers most questions per second; afterwards everything is warm."""
-    one = _first(work, 1)
-    by_ippd(one, Runtime(lm))
-    by_cache(lm, one, context_caches(lm, one))
-    by_generate(lm, one, 1)
-    rates: dict[int, float] = {}
-    for batch in batches if len(batches) > 1 else ():
-        part = _first(work, batch)
-        start = time.perf_counter()
-        by_generate(lm, part, batch)
-        rates[batch] = len(part.prompts) / (time.perf_counter() - start)
-    return max(batches, key=lambda batch: rates.get(batch, 0.0))
-
-
-def _first(work: Work, count: int) -> Work:
-    """The first `count` questions."""
-    contexts = []
-    for context, questions in work.contexts:
-        if count > 0:
-            contexts.append((context, questions[:count]))
-        count -= len(questions)
-    return Work(work.instruction, tuple(contexts), work.answer)

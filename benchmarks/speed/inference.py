@@ -1,4 +1,4 @@
-"""How long do the first token from stored KV, a token over a long context, and the KV of a long document take?
+"""How long do the first token from stored KV and a token over a long context take?
 
 First token: the baseline is transformers' own sdpa prefill of the whole prompt, same model, dtype and machine, rounds
 interleaved. Measured: chunk KV read from LMDB (checksums and decoding included), question prefilled against it, first
@@ -8,12 +8,6 @@ Later tokens: the baseline is transformers' own decode step (sdpa) over the same
 `generate` uses) and in a `StaticCache` (filled once, never copied): same model, dtype, machine and run, steps
 interleaved. Measured: the block engine's step and the choice of the token, after the question was read. The KV is
 random: its values cost nothing.
-
-A long document (APB §4.3, Figure 4) is prefilled in one causal pass, by Star Attention, and by APB. All end with the
-keys and values of every token, with the same model, kernels and run, in one process; blocks run one after another, or
-on ranks side by side. APB has the lengths of `block_lengths`, and from 32K tokens on also the paper's; Star Attention
-has the same blocks. Each ratio is shown beside that of the FLOPs by the formula (`ragkv.model.apb.document`). Time is
-that of one CPU thread, or of the device if there is one.
 """
 
 from __future__ import annotations
@@ -45,28 +39,15 @@ from ragkv.benchmarks.speed.report import (
     alternating,
     described,
     machine,
-    rank_seconds,
     unseen,
     versions,
 )
-from ragkv.cli.options import Device, block_tuning, given_numbers
+from ragkv.cli.options import Device, given_numbers
 from ragkv.config import DTYPES, TierConfig, one_of
 from ragkv.engines import ContextChunk, Request, make_engine
 from ragkv.engines.block import BlockAttention
 from ragkv.errors import RagkvError
 from ragkv.index.index import memory_budget
-from ragkv.model.apb.compressors import KeyNorm
-from ragkv.model.apb.document import (
-    BlockLayout,
-    BlockLengths,
-    DecoderShape,
-    LongDocument,
-    SequentialExecutor,
-    apb_flops,
-    full_flops,
-    lengths_for,
-    star,
-)
 from ragkv.model.checkpoint import Checkpoint, computes_in, pick_device
 from ragkv.model.language_model import LanguageModel, shallow_copy
 from ragkv.model.linear import int8_weights, optimize_layers, ordinary_layers
@@ -410,141 +391,12 @@ def cached_step(lm: LanguageModel, cache: Any, ids: Sequence[int], at: int) -> i
         return int(logits[0, -1].argmax())
 
 
-def sequential_seconds(lm: LanguageModel, prompt: Sequence[int], answer: int) -> tuple[float, float]:
-    """Seconds to an answer's first token and last, by transformers: the prompt in one pass, then a DynamicCache."""
-    from transformers import DynamicCache
-
-    cache, started = DynamicCache(config=lm.config), time.perf_counter()
-    token = cached_step(lm, cache, prompt, 0)
-    first = time.perf_counter() - started
-    for at in range(len(prompt), len(prompt) + answer - 1):
-        token = cached_step(lm, cache, [token], at)
-    return first, time.perf_counter() - started
-
-
-WARM = 256
-"""Tokens of a first document, which is not counted."""
-BLOCKS = 8
-"""The number of blocks of a document that is too short for blocks of `MOST`."""
-MOST = 2048
-"""Tokens of a block: with more, the activations between layers no longer fit a CPU's caches."""
-
-
-def block_lengths(tokens: int) -> BlockLengths:
-    """The lengths to measure `apb` with: blocks of an eighth of the document, at most `MOST`; a quarter of a block in
-    the anchor, a sixteenth passed on.
-
-    The KV passed on is a share l_p/l_b of what one pass attends to, however short the blocks are. Halving the paper's
-    eighth saves as much as halving the lengths of blocks and anchors (docs/results/speed/long-documents.md).
-    """
-    block = max(1, min(MOST, -(-tokens // BLOCKS)))
-    return BlockLengths(block=block, anchor=block // 4, passing=block // 16)
-
-
-def measure_apb(
-    lengths: Annotated[str, typer.Option(help="Tokens of the documents.")] = "4096,8192,16384,32768",
-    block_tokens: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens in a block, or in block, anchor and what a block passes on (4096,1024,512).",
-            show_default="2048,512,128; for a short document less",
-            metavar="TOKENS",
-        ),
-    ] = None,
-    ranks: Annotated[int, typer.Option(help="Also the slowest of this many ranks, on a processor; 1: no.", min=1)] = 2,
-    rounds: Rounds = 1,
-    dtype: AutoDtype = "auto",
-    quick: Quick = False,
-    device: Device = None,
-    on_step: OnStep = unseen,
-) -> Report:
-    """Prefill of one long document: in one pass, by Star Attention, and by APB, blocks one after another or on 2 ranks.
-
-    Processor time of one thread, and the operations that the formula counts. Example: `ragkv bench apb --quick`
-    """
-    given = block_tuning(block_tokens)
-    cut = make_engine("apb", given).config.lengths(1) if given else None
-    sizes = [2048] if quick else given_numbers("--lengths", lengths)
-    model = random_llama(dtype, device)
-    ranks = ranks if model.device.type == "cpu" else 1
-    generator = torch.Generator().manual_seed(0)
-    rows: list[BenchRow] = []
-    with one_thread():
-        for tokens in (WARM, *sizes):
-            ids = random_ids(model.config.vocab_size, generator, tokens)
-            runs = apb_entrants(model, ids, cut or block_lengths(tokens), ranks)
-            if cut is None and (papers := lengths_for(tokens)) is not None:
-                runs["apb with the paper's lengths"] = _in_blocks(model, ids, papers)
-            times = {name: [run() for _ in range(1 if quick else rounds)] for name, (run, _) in runs.items()}
-            if tokens != WARM or WARM in sizes:
-                on_step(f"{tokens} tokens: " + ", ".join(f"{name} {found[0]:.1f} s" for name, found in times.items()))
-                seconds = {name: statistics.median(found) for name, found in times.items()}
-                rows += _rows(tokens, seconds, {name: flops for name, (_, flops) in runs.items()})
-    return Report(bench="apb", machine=machine(str(model.device)), versions=versions(), rows=tuple(rows))
-
-
-def apb_entrants(
-    model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths, ranks: int
-) -> dict[str, tuple[Callable[[], float], float]]:
-    """Name -> a function that measures its seconds once, and its FLOPs; for several ranks, the largest of them."""
-    shape = DecoderShape.of(model.config)
-    found = {
-        "full": (lambda: _processor_seconds(model, lambda: model.encode([ids])), full_flops(shape, len(ids))),
-        "star": _in_blocks(model, ids, star(cut.block)),
-        "apb": _in_blocks(model, ids, cut),
-    }
-    if ranks > 1:
-        one = _long_document(model, ids, cut)
-        shares = [apb_flops(shape, one.layout, only=range(r, one.layout.blocks, ranks)) for r in range(ranks)]
-        found[f"apb on {ranks} ranks"] = (lambda: max(rank_seconds(one, ranks)), max(shares))
-    return found
-
-
-def _rows(tokens: int, seconds: dict[str, float], flops: dict[str, float]) -> list[BenchRow]:
-    rows = []
-    ranks = [name for name in seconds if name not in ("full", "star", "apb")]
-    pairs = [("apb", "full"), ("star", "full"), ("apb", "star"), *((name, "full") for name in ranks)]
-    for name, baseline in (*pairs, *((name, "apb") for name in ranks)):
-        head = f"{name}, {tokens} tokens vs {baseline}"
-        rows.append(BenchRow.of(head, seconds[name], "s", baseline, seconds[baseline]))
-        operations, others = flops[name] / 1e12, flops[baseline] / 1e12
-        rows.append(BenchRow.of(f"{head}: operations", operations, "Tflop", baseline, others))
-    return rows
-
-
-def _long_document(model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths) -> LongDocument:
-    return LongDocument(model=model, layout=BlockLayout(tokens=len(ids), lengths=cut), ids=ids, compressor=KeyNorm())
-
-
-def _in_blocks(model: LanguageModel, ids: tuple[int, ...], cut: BlockLengths) -> tuple[Callable[[], float], float]:
-    """As in `apb_entrants`, with blocks that run one after another."""
-    long_document = _long_document(model, ids, cut)
-
-    def run() -> None:
-        for _ in SequentialExecutor().run(long_document):
-            continue
-
-    return lambda: _processor_seconds(model, run), apb_flops(DecoderShape.of(model.config), long_document.layout)
-
-
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Each rank is a thread with one torch thread, so that none spin-waits and processor time is a fair measure."""
+    """Compute with one torch thread, so that none spin-waits and processor time is a fair measure."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _processor_seconds(model: LanguageModel, work: Callable[[], object]) -> float:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-        started = time.perf_counter()
-        work()
-        torch.cuda.synchronize(model.device)
-        return time.perf_counter() - started
-    started = time.process_time()
-    work()
-    return time.process_time() - started

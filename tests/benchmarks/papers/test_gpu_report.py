@@ -2,13 +2,14 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ragkv.benchmarks.papers import gpu_report
-from ragkv.benchmarks.papers.gpu_report import TINY, Sizes, gpu_tests, make_report, measure
-from ragkv.benchmarks.speed.batch import IPPDShape
+from ragkv.benchmarks.papers.gpu_report import TINY, Sizes, make_report, measure
+from ragkv.benchmarks.papers.speed import SHAPES, IPPDShape, by_cache, by_generate, by_ippd, context_caches, work_of
+from ragkv.runtime import Runtime
 
 SMALL = Sizes(
     block=(50, 512),
@@ -68,12 +69,16 @@ def test_what_has_no_time_left_is_named_and_what_fails_does_not_stop_the_rest():
     ]
 
 
-def test_the_tests_that_need_a_gpu_run_in_a_process_of_their_own(monkeypatch):
-    class Done:
-        stdout, stderr = "x\nFAILED tests/a.py\n1 failed in 2s\n", ""
-
-    asked = []
-    monkeypatch.setattr(gpu_report.subprocess, "run", lambda command, **_: asked.extend(command) or Done)
-    assert gpu_tests() == "1 failed in 2s; FAILED tests/a.py"
-    assert asked[asked.index("-q") + 1 :][:2] == ["-m", "gpu"]
-    assert any(each.endswith("test_partial.py") for each in asked)
+def test_all_ways_to_answer_about_common_contexts_give_the_same_answers(make_model, monkeypatch):
+    model = make_model("llama")
+    monkeypatch.setattr(model.module.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(model, "eos_ids", frozenset())
+    shape = replace(SMALL.ippd[0], questions=(2, 3), answer=3)
+    work, runtime = work_of(shape, 300), Runtime(model)
+    answers = by_ippd(work, runtime)
+    assert [len(ids) for ids in answers] == [3] * 5
+    assert by_ippd(work, runtime) == answers
+    assert by_generate(model, work, 2) == answers
+    caches = context_caches(model, work)
+    assert by_cache(model, work, caches) == by_cache(model, work, caches) == answers
+    assert all(one.shorter().context < one.context for one in SHAPES)

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ragkv.benchmarks.speed import llama_cpp, report
-from ragkv.cli.bench import bench
+from ragkv.benchmarks.speed.inference import SHAPE, random_llama
+from ragkv.cli.main import app
 from ragkv.errors import MissingExtraError, RagkvError
-from ragkv.model.self_check import load_model
 
 
 @functools.cache
@@ -53,17 +53,16 @@ class StandIn:
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch):
+def model(monkeypatch):
     """A tiny model with heads as wide as a Q8_0 block, and clocks that advance at every reading."""
-    shape = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 64, "num_hidden_layers": 2}
-    report.make_language_model(tmp_path / "model", **shape)
+    shape = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 64}
 
-    def made(dtype="auto", *_):
-        return load_model(str(tmp_path / "model"), dtype="int8" if dtype == "int8" else "float32", device="cpu")
+    def tiny(dtype="auto", *_):
+        return random_llama("int8" if dtype == "int8" else "float32", "cpu", {**SHAPE, **shape, "num_hidden_layers": 2})
 
-    monkeypatch.setattr(llama_cpp, "random_llama", made)
+    monkeypatch.setattr(llama_cpp, "random_llama", tiny)
     stopwatches(monkeypatch, report)
-    return made()
+    return tiny()
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def standin(monkeypatch):
 
 
 def rows_of(*arguments: str):
-    result = CliRunner().invoke(bench, ["llama-cpp", "--tokens", "90", "--rounds", "1", "--json", *arguments])
+    result = CliRunner().invoke(app, ["bench", "llama-cpp", "--tokens", "90", "--rounds", "1", "--json", *arguments])
     assert result.exit_code == 0, (result.output, result.exception)
     return json.loads(result.stdout)["rows"]
 
@@ -112,7 +111,7 @@ def test_other_logits_are_refused(model, standin, monkeypatch):
     monkeypatch.setattr(
         StandIn, "read", lambda self, ids: np.random.default_rng(0).normal(size=model.config.vocab_size)
     )
-    found = CliRunner().invoke(bench, ["llama-cpp", "--quick"])
+    found = CliRunner().invoke(app, ["bench", "llama-cpp", "--quick"])
     assert isinstance(found.exception, RagkvError)
     assert "correlate with ours by only" in str(found.exception)
 
