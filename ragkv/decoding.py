@@ -6,10 +6,10 @@ import json
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Self
 
 from ragkv.errors import ConfigError, extra
+from ragkv.util.constraints import Constraint, compile_constraint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,8 @@ class Decoding:
         _ = self.constraint
 
     @property
-    def constraint(self) -> str | None:
-        """llguidance's grammar of the allowed answers; None if every text is allowed."""
+    def constraint(self) -> Constraint | None:
+        """The grammar of the allowed answers; None if every text is allowed."""
         return _constraint(self.schema, self.regex, self.grammar)
 
     @property
@@ -89,38 +89,24 @@ def schema_text(schema: Any) -> str:
         schema = schema.model_json_schema()
     try:
         return json.dumps(schema, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"decoding: schema is not a JSON schema: {error}.", param="schema") from error
 
 
-_JSON_LAYOUT = {"lenient": False, "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON on one line, as `json.dumps` writes it: a model that may write any white space may never stop."""
-
-
-@lru_cache(maxsize=128)
-def _constraint(schema: str | None, regex: str | None, grammar: str | None) -> str | None:
-    """The llguidance grammar of one of these, checked."""
-    found: str = ""
-    name, given = next(((n, g) for n, g in (("schema", schema), ("regex", regex), ("grammar", grammar)) if g), ("", ""))
-    if not name:
-        if (schema, regex, grammar) == (None, None, None):
-            return None
-        raise ConfigError("decoding: schema, regex and grammar must not be empty; leave it out.", param="schema")
-    with extra(f"An answer by a {name} needs llguidance", "structured", param=name):
-        from llguidance import LLMatcher
+def _constraint(schema: str | None, regex: str | None, grammar: str | None) -> Constraint | None:
+    """The compiled one of these."""
+    by_kind = {"schema": schema, "regex": regex, "grammar": grammar}
+    kind, text = next(((kind, text) for kind, text in by_kind.items() if text is not None), ("", ""))
+    if not kind:
+        return None
+    if not text:
+        raise ConfigError("decoding: schema, regex and grammar must not be empty; leave it out.", param=kind)
+    with extra(f"An answer by a {kind} needs llguidance", "structured", param=kind):
+        import llguidance  # noqa: F401 - the model's process needs it, too
     try:
-        if name == "schema":
-            found = LLMatcher.grammar_from_json_schema(given, overrides=_JSON_LAYOUT)  # type: ignore[arg-type]
-        else:
-            found = LLMatcher.grammar_from_regex(given) if name == "regex" else LLMatcher.grammar_from_lark(given)
-        wrong, messages = LLMatcher.validate_grammar_with_warnings(found)
-    except (ValueError, RecursionError) as error:
-        wrong, messages = True, [str(error)]
-    if wrong:
-        lines = "\n".join(messages).splitlines()  # some of them only mark the position
-        why = " ".join([*lines[:1], *(line[7:] for line in lines if line.startswith("error: "))]).removesuffix(".")
-        raise ConfigError(f"decoding: {name} cannot be used: {why[:300]}.", param=name)
-    return found
+        return compile_constraint(kind, text)
+    except ValueError as error:
+        raise ConfigError(f"decoding: {kind} cannot be used: {error}.", param=kind) from None
 
 
 def _number(

@@ -7,8 +7,8 @@ masks the tokens that a schema, regex or grammar forbids. `Decoder` combines the
 
 from __future__ import annotations
 
+import re
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from ragkv.decoding import GREEDY, Decoding, overlap
 from ragkv.engines.base import Sample
 from ragkv.errors import UnsupportedModelError, UsageError
 from ragkv.model.prompt import Tokens
+from ragkv.util.constraints import ByteBudgetCache, Constraint, matcher_limits
 
 if TYPE_CHECKING:
     from ragkv.engines import ModelFacts
@@ -99,10 +100,13 @@ def processors(decoding: Decoding, own: Sequence[Any] = ()) -> Any:
     return chain
 
 
-_CONSTRAINTS = 16  # compiled constraints that are cached
+_COMPILED_BYTES = 256 << 20  # of the compiled constraints that are cached
 _COPIES = 256  # of one constraint: they share a lexer, whose number of states is bounded
-_LONGEST_NUMBER = 24  # characters of the longest 64-bit number; a small model may write zeros for ever
+_MAX_DIGITS = 18  # in a row: the most that fit into 64 bits; a small model may write zeros for ever
+_MAX_NUMBER_CHARS = 24  # of a double
 _IN_NUMBER = frozenset("0123456789.eE+-")
+_NUMBER_HEAD = re.compile(r"[0-9.eE+-]*")
+_MAX_CHAR_TOKENS = 4  # the most tokens of one character: its bytes
 _PROBE = '{"a b": [1, "ä"]}\n'
 
 
@@ -128,37 +132,47 @@ class _Vocabulary:
         hidden = [i for i in model.tokens.control_ids if i < self.tokens.vocab_size and not model.tokens.decode([i])]
         self.banned = [i for i in hidden if not self.tokens.is_special_token(i)]
         """Tokens that llguidance takes for text, but that decode to none."""
-        self._compiled: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self._compiled: ByteBudgetCache[Constraint, tuple[Any, int]] = ByteBudgetCache(_COMPILED_BYTES)
         self._lock = threading.Lock()
 
-    def matcher(self, constraint: str) -> Any:
+    def matcher(self, constraint: Constraint) -> Any:
         """A matcher at the start of an answer. Requests with the same constraint share its compiled form and states."""
         from llguidance import LLMatcher
 
         with self._lock:
-            first, copies = self._compiled.pop(constraint, (None, 0))
+            first, copies = self._compiled.pop(constraint) or (None, 0)
             if first is None or copies == _COPIES:
-                first, copies = LLMatcher(self.tokens, constraint, log_level=0), 0
-            self._compiled[constraint] = first, copies + 1
-            if len(self._compiled) > _CONSTRAINTS:
-                self._compiled.popitem(last=False)
+                first = LLMatcher(self.tokens, constraint.grammar, log_level=0, limits=matcher_limits())
+                copies = 0
+            if not first.is_error():
+                self._compiled.put(constraint, (first, copies + 1), constraint.num_bytes)
             return first.deep_copy()
+
+    def forget(self, constraint: Constraint) -> None:
+        """Free the compiled form of a constraint that has failed."""
+        with self._lock:
+            self._compiled.pop(constraint)
 
 
 class TokenMask:
     """One request's constraint as a logits processor: it masks the tokens that may not follow those taken so far.
 
-    `json`: the answer is JSON, whose numbers end after 24 characters where they may end.
+    `json`: the answer is JSON, or with "nested" has objects in it. Their numbers end, where they may end, after as many
+    digits as 64 bits hold.
     """
 
-    def __init__(self, model: ModelFacts, constraint: str, ends: frozenset[int], *, json: bool = False) -> None:
+    def __init__(
+        self, model: ModelFacts, constraint: Constraint, ends: frozenset[int], *, json: bool | Literal["nested"] = False
+    ) -> None:
         self._vocabulary = model.companion(_Vocabulary)
+        self._constraint = constraint
         self._matcher = self._vocabulary.matcher(constraint)
         self._ends = ends
         self._json = json
         self._decode = model.tokens.decode
         self._quoted = self._escaped = False
-        self._number = 0  # characters of the number that the text so far ends with
+        self._depth = 0 if json == "nested" else 1
+        self._number = ""  # that the text so far ends with
         self._require()
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
@@ -178,9 +192,9 @@ class TokenMask:
         barred = np.ones(width, np.uint8)  # unpacked by numpy, which takes a tenth of torch's time here
         bits = np.unpackbits(~allowed, bitorder="little")[:width]
         barred[: len(bits)] = bits
-        if self._number >= _LONGEST_NUMBER:
+        if len(self._number) >= _MAX_DIGITS // 2:  # a token may have several digits
             left = np.flatnonzero(barred == 0)
-            longer = [each for each in left if self._decode([int(each)])[:1] in _IN_NUMBER]
+            longer = [i for i in left if self._too_long(self._decode([int(i)]))]
             barred[longer] = len(longer) < len(left)
         return scores.masked_fill_(
             torch.from_numpy(barred.view(np.bool_)).to(scores.device, non_blocking=True), -torch.inf
@@ -196,11 +210,21 @@ class TokenMask:
                 self._escaped = character == "\\" and not self._escaped
             else:
                 self._quoted = character == '"'
-                self._number = self._number + 1 if character in _IN_NUMBER else 0
+                self._depth += (character in "{[") - (character in "]}" and self._depth > 0)
+                self._number = self._number + character if character in _IN_NUMBER and self._depth else ""
         return bool(self._matcher.is_stopped())
+
+    def _too_long(self, text: str) -> bool:
+        """Whether `text` would make the number so far too long."""
+        head = _NUMBER_HEAD.match(text)
+        assert head is not None
+        number = self._number + head[0]
+        digits = max(map(len, re.split(r"[^0-9]+", number)))
+        return bool(head[0]) and (len(number) > _MAX_NUMBER_CHARS or digits > _MAX_DIGITS)
 
     def _require(self) -> None:
         if self._matcher.is_error():
+            self._vocabulary.forget(self._constraint)
             why = self._matcher.get_error().partition("\n")[0]
             raise UsageError(f"The schema, regex or grammar is too complex ({why}); make it simpler.")
 
@@ -247,9 +271,14 @@ class Detokenizer:
         return self._text[self._shown :].rstrip("\ufffd")
 
     def flush(self) -> str:
-        """The text that is still held back at the end; an unfinished character is U+FFFD."""
-        text, self._shown = self._text[self._shown :], len(self._text)
-        return text
+        """The text that is still held back at the end, without an unfinished character."""
+        text, shown = self._text, self._shown
+        self._shown = len(text)
+        for unfinished in range(1, _MAX_CHAR_TOKENS if text.endswith("\ufffd") else 0):
+            whole = self._decode(self._window[: max(len(self._window) - unfinished, 0)])
+            if not whole.endswith("\ufffd"):
+                return whole[shown:]
+        return text[shown:]
 
 
 class StopGate:
@@ -379,7 +408,10 @@ class Decoder:
         self._generation = generation
         self._ends = model.eos_ids.union(generation.decoding.stop_ids)
         constraint = generation.decoding.constraint
-        json = generation.decoding.schema is not None
+        decoding = generation.decoding
+        json: bool | Literal["nested"] = decoding.schema is not None
+        if decoding.grammar is not None and "%json" in decoding.grammar:
+            json = "nested"
         self._mask = None if constraint is None else TokenMask(model, constraint, self._ends, json=json)
         own = generation.processors if self._mask is None else (*generation.processors, self._mask)
         self._sampler = Sampler(generation.decoding, own)

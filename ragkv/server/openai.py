@@ -11,7 +11,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -212,7 +212,7 @@ class ChatRequest(QuestionOptions):
         raise ApiError(400, message, param="response_format")
 
     def callable_tools(self) -> list[dict[str, Any]]:
-        """The tools that may be called; ApiError for one that no call could be constrained to."""
+        """The tools that may be called."""
         named: Any = None
         if isinstance(self.tool_choice, dict):
             function = self.tool_choice.get("function")
@@ -223,13 +223,9 @@ class ChatRequest(QuestionOptions):
         if self.tool_choice == "none":
             return []
         found = {}
-        for place, tool in enumerate(self.tools or ()):
+        for tool in self.tools or ():
             shown = tool.function.model_dump()
             shown["parameters"] = {"type": "object", "additionalProperties": False, **(shown["parameters"] or {})}
-            try:
-                Decoding(schema=schema_text(shown["parameters"]))
-            except (UsageError, MissingExtraError) as error:
-                raise to_api_error(error, {"schema": f"tools[{place}].function.parameters"}) from error
             if named in (None, shown["name"]):
                 found[shown["name"]] = shown
         if self.tool_choice == "required" and not found:
@@ -256,8 +252,23 @@ class ChatRequest(QuestionOptions):
             schema = self.answer_schema()
             schema = schema if schema is None else json.loads(schema_text(schema))
             grammar = form.grammar(tools, required=required, several=several, schema=schema)
+            try:
+                Decoding(grammar=grammar)
+            except (UsageError, MissingExtraError):
+                self._require_schemas(tools)
+                raise
             options["decoding"] = {"grammar": grammar, "schema": None}
         return options
+
+    def _require_schemas(self, tools: Sequence[Mapping[str, Any]]) -> None:
+        """ApiError, with its name, for a tool whose parameters no call could be constrained to."""
+        places = {tool.function.name: place for place, tool in enumerate(self.tools or ())}
+        for tool in tools:
+            try:
+                Decoding(schema=schema_text(tool["parameters"]))
+            except (UsageError, MissingExtraError) as error:
+                place = f"tools[{places[tool['name']]}].function.parameters"
+                raise to_api_error(error, {"schema": place}) from error
 
     def options(self, chosen: ModelChoice, words: ConversationText) -> QueryOptions:
         """The options of `RagKV.stream`; ApiError if the model and `engine` name different engines.

@@ -246,7 +246,9 @@ def test_pieces_together_are_the_decoding_of_all_ids(kind, data):
     detokenizer = Detokenizer(tokens)
     pieces = [detokenizer.push(i) for i in ids]
     assert not any(piece.endswith("\ufffd") for piece in pieces)
-    assert "".join(pieces) + detokenizer.flush() == tokens.decode(ids)
+    text, whole = "".join(pieces) + detokenizer.flush(), tokens.decode(ids)
+    # an unfinished character at the end is left out
+    assert text in [tokens.decode(ids[: len(ids) - n]) for n in range(4 if whole.endswith("\ufffd") else 1)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,8 +282,9 @@ def test_a_run_of_byte_tokens_waits_until_it_is_judged():
 def test_what_waited_comes_out_once():
     tokens = tokens_of("metaspace BPE")
     detokenizer, gate = Detokenizer(tokens), StopGate(["##"])
-    assert detokenizer.push(tokens._tokenizer.convert_tokens_to_ids("<0xE5>")) == ""
-    assert [detokenizer.flush(), detokenizer.flush()] == ["\ufffd", ""]
+    for name in ("<0x41>", "<0xE5>"):  # the second begins a character
+        assert detokenizer.push(tokens._tokenizer.convert_tokens_to_ids(name)) == ""
+    assert [detokenizer.flush(), detokenizer.flush()] == ["A", ""]
     assert gate.push("one#") == "one"
     assert [gate.flush(), gate.flush()] == ["#", ""]
 
@@ -348,7 +351,8 @@ def test_characters_stay_whole_beside_stop_strings(make_model):
     assert "".join(t.text for t in tokens) == "né 漢字 🙂 "
     assert all("\ufffd" not in t.text for t in tokens)
     cut = script(model, "a漢", steps=3)
-    assert "".join(t.text for t in cut) == model.tokens.decode([t.token_id for t in cut]) == "a\ufffd"
+    assert model.tokens.decode([t.token_id for t in cut]) == "a\ufffd"
+    assert "".join(t.text for t in cut) == "a"
 
 
 class Facts(SimpleNamespace):

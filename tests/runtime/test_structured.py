@@ -182,14 +182,15 @@ def test_requests_with_one_constraint_share_what_is_compiled(make_model, monkeyp
     vars(counted).update({name: getattr(matcher, name) for name in dir(matcher) if name[0] in "gv"})  # static methods
     monkeypatch.setattr(llguidance, "LLMatcher", counted)
     monkeypatch.setattr(decoding_module, "_COPIES", 2)
-    monkeypatch.setattr(decoding_module, "_CONSTRAINTS", 2)
     model = make_model("llama")
     first, second, third = (Decoding(regex=each) for each in ("[ab]{2}", "[cd]{2}", "[ef]{2}"))
+    two = sum(each.constraint.num_bytes for each in (first, second)) + first.constraint.num_bytes // 2
+    monkeypatch.setattr(decoding_module, "_COMPILED_BYTES", two)
     answers = [answer(model, "full", each)[0] for each in (first, first, second, first, second, third, first)]
     assert answers == [answer(model, "full", each)[0] for each in (first, first, second, first, second, third, first)]
     # compiled again after two answers, and after two other constraints
     assert len(made) < 14
-    assert made[:5] == [each.constraint for each in (first, second, first, third, first)]
+    assert made[:5] == [each.constraint.grammar for each in (first, second, first, third, first)]
 
 
 def test_a_grammar_that_is_too_much_ends_its_own_answer(make_model):
