@@ -1,1 +1,1 @@
-"""Benchmarks: `speed` is installed (`ragkv bench`), `papers` and `mini` are only in the repository."""
+"""Benchmarks: `speed` is installed (`ragkv bench`), the others are only in the repository."""

@@ -1,4 +1,4 @@
-"""`ragkv finetune`: train a model of the user's, or a packet, for the engine `block`; retaining heads for `apb`."""
+"""`ragkv finetune`: train a model of the user's, or a packet, for the engine `block`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ragkv.cli.console import echo, note, print_json, size, steps
 from ragkv.cli.options import Device, Json, Quiet, shared_options
 from ragkv.config import PromptConfig, load_config
 from ragkv.errors import UsageError
-from ragkv.finetune.config import BlockTuneConfig, PacketConfig, RetainingConfig
+from ragkv.finetune.config import BlockTuneConfig, PacketConfig
 
 app = typer.Typer(help="Train models.", no_args_is_help=True)
 
@@ -92,27 +92,6 @@ def _trained(train: Callable[..., dict[str, Any]], config: Any, *, silent: bool)
     """Train with a bar over the steps."""
     with steps("training", silent=silent) as show:
         return train(config, on_progress=lambda step: show(step["step"], step["steps"], f"loss {step['loss']:.3f}"))
-
-
-@app.command("retaining-heads", no_args_is_help=True)
-@shared_options
-def retaining_heads(
-    *, config: RetainingConfig, device: Device = None, as_json: Json = False, quiet: Quiet = False
-) -> None:
-    """Train retaining heads (Locret), by which the engine `apb` chooses what blocks pass on; the model is frozen.
-
-    They are one small file beside the model, which `apb` then uses. The same command continues a stopped run.
-
-    Example: `ragkv finetune retaining-heads --model ./my-model --data train.jsonl`
-    """
-    from ragkv.finetune.retaining_heads import train_retaining_heads
-
-    done = _trained(train_retaining_heads, replace(config, device=device), silent=quiet or as_json)
-    if as_json:
-        print_json(done)
-        return
-    learnt = f"{done['steps']} steps, loss {done['loss_first']:.3f} to {done['loss_last']:.3f}"
-    echo(f"{learnt}; the heads are in {done['output']} ({size(done['bytes'])}).")
 
 
 @app.command(no_args_is_help=True)

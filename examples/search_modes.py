@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from ragkv.benchmarks.evaluation.worlds.text import clozes, english_sentences, reference_texts
 from ragkv.benchmarks.evaluation.worlds.world import shared_words
-from ragkv.benchmarks.mini.retrieval import world_step
+from ragkv.benchmarks.training.mini.retrieval import world_step
 from ragkv.config import MODES
 from ragkv.index.search import Searcher
 from ragkv.mini import embedder_path

@@ -33,8 +33,8 @@ from ragkv.benchmarks.evaluation.worlds.text import (
     referred,
     variable_list,
 )
-from ragkv.benchmarks.mini.train import COMMON, EMBEDDING_STD, start_induction
-from ragkv.finetune.retaining_heads import RetainingConfig, train_retaining_heads
+from ragkv.benchmarks.training.mini.train import COMMON, EMBEDDING_STD, start_induction
+from ragkv.benchmarks.training.retaining_heads import RetainingConfig, train_retaining_heads
 from ragkv.finetune.training import save_checkpoint
 
 OUTPUT = Path(__file__).parent / "variables"

@@ -40,7 +40,7 @@ from ragkv.model.checkpoint import MINI
 from ragkv.pipeline import RagKV
 from ragkv.runtime import Generation, Stream, runtime_of
 
-DOCUMENTATION = Path(__file__).parents[1] / "debian"
+DOCUMENTATION = Path(__file__).parents[1] / "training" / "debian"
 FORCED, WRITTEN = 12, 24
 """Tokens of full attention's answer that all lines are forced along, and tokens of a line's own answer."""
 FULL, NONE = "full", "block"
@@ -291,7 +291,7 @@ def _table(name: str, title: str, task: str, chunks: int, retrieval: str, engine
 BLEND_1 = _table(
     "blend-1",
     "Quality without training: documentation",
-    "benchmarks/debian/questions.jsonl",
+    "benchmarks/training/debian/questions.jsonl",
     4,
     "bm25",
     _ALONE | _CONTEXTS,

@@ -263,9 +263,11 @@ REAL_1 = Table(
         TableRow(label="tuned, IPPD", engine="ippd", role="tuned", same_as=_TUNED_FULL),
     ),
     columns=(
-        Column(label=_DOCUMENTATION, task="benchmarks/debian/questions.jsonl", chunks=4),
+        Column(label=_DOCUMENTATION, task="benchmarks/training/debian/questions.jsonl", chunks=4),
         Column(label=_WORLDS, task='passages(kind="two hops")'),
-        Column(label=_SAME[_DOCUMENTATION], task="benchmarks/debian/questions.jsonl", chunks=4, measure="same"),
+        Column(
+            label=_SAME[_DOCUMENTATION], task="benchmarks/training/debian/questions.jsonl", chunks=4, measure="same"
+        ),
         Column(label=_SAME[_WORLDS], task='passages(kind="two hops")', measure="same"),
     ),
     models={"": "smollm2-plain", "tuned": "smollm2"},

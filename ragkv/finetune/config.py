@@ -125,34 +125,6 @@ class BlockTuneConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetainingConfig:
-    """The settings of a training of retaining heads; the defaults are the paper's (APB)."""
-
-    model: FrozenModel
-    data: Annotated[Path, Setting("JSONL file to learn from (docs/finetune.md).")]
-    output: Annotated[Path | None, Setting("File for the heads.", "beside the model")] = None
-    steps: Annotated[int, Setting("Steps, of one line each.")] = 3000
-    warmup: Annotated[int, Setting("Steps in which the learning rate rises.")] = 300
-    lr: Annotated[float, Setting("Highest learning rate.")] = 5e-4
-    clip: Annotated[float, Setting("Longest gradient.")] = 0.5
-    smooth: Annotated[float, Setting("Weight of the loss of neighbouring scores.")] = 0.0025
-    inner: Annotated[int, Setting("Width of the heads' hidden layer.")] = 1024
-    pool: Annotated[int, Setting("A token gets the highest score of this many neighbours, an odd number.")] = 5
-    max_tokens: Annotated[int, Setting("Longer lines are left out.")] = 10240
-    seed: Seed = 0
-    checkpoint_every: CheckpointEvery = 100
-    resume: Resume = True
-    device: str | None = None
-
-    def __post_init__(self) -> None:
-        _require(self, counts=("steps", "inner", "max_tokens", "checkpoint_every"), amounts=("lr", "clip"))
-        if not (0 < self.pool < 1000 and self.pool % 2):
-            raise ConfigError(f"pool must be an odd number below 1000, not {self.pool}.")
-        if self.warmup < 0 or not 0 <= self.smooth < math.inf:
-            raise ConfigError("warmup and smooth must be at least 0.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PacketConfig:
     """The settings of a training of a packet; the defaults are the paper's.
 

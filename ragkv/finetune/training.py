@@ -22,7 +22,7 @@ from ragkv.finetune.data import Progress
 class Training:
     """Trains `modules` for `steps` steps. From its checkpoint at `path`, a killed run continues to the same weights.
 
-    The checkpoint is written every `every` steps, unless `writes` is False. It has `settings`, `facts`, and the states
+    The checkpoint is written every `every` steps. It has `settings`, `facts`, and the states
     of the modules by name, of the optimizer and of the schedule. Gradients are clipped to the norm `clip`.
     """
 
@@ -34,7 +34,6 @@ class Training:
     settings: Mapping[str, Any]
     every: int
     clip: float = math.inf
-    writes: bool = True
     facts: dict[str, Any] = field(default_factory=dict)
     done: int = 0
     seconds: float = 0.0
@@ -91,7 +90,7 @@ class Training:
             first = figures["loss"] if self.done == 1 else self.losses["loss_first"]
             self.losses = {"loss_first": first, "loss_last": figures["loss"]}
             stopped = stop is not None and stop.is_set()
-            if self.writes and (stopped or self.done % self.every == 0 or self.done == self.steps):
+            if stopped or self.done % self.every == 0 or self.done == self.steps:
                 self.save()
             if on_progress is not None:
                 counts = {"step": self.done, "steps": self.steps}

@@ -61,18 +61,6 @@ def test_a_model_that_is_tuned_without_a_bos_is_read_without_one(ragkv, tmp_path
     assert json.loads((tmp_path / "again" / "ragkv.json").read_text())["bos"] == "none"
 
 
-def test_retaining_heads_are_trained_beside_the_model(ragkv, tmp_path, model_folder, lines):
-    output = tmp_path / "heads.safetensors"
-    command = ("finetune", "retaining-heads", "--model", model_folder, "--data", lines, "--output", output)
-    done = ragkv(*command, "--steps", 2, "--inner", 8, "--device", "cpu", "--json")
-    assert (done.code, done.err) == (0, "")
-    payload = json.loads(done.out)
-    assert (payload["steps"], payload["examples"], payload["left_out"], payload["output"]) == (2, 1, 0, str(output))
-    assert output.stat().st_size == payload["bytes"]
-    long = ragkv(*command, "--max-tokens", 3, "--device", "cpu")
-    assert (long.code, "longer than 3 tokens" in long.sentence) == (2, True)
-
-
 def test_a_packet_is_trained_and_read(ragkv, tmp_path, model_folder, documents):
     data, output = tmp_path / "data.jsonl", tmp_path / "packet.safetensors"
     data.write_text('{"prompt": "Who?", "blocks": ["Ann made it.", "Bo."], "response": "?"}\n' * 2)

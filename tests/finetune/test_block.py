@@ -15,7 +15,7 @@ from asking import teacher_forced
 from safetensors.torch import load_file
 
 import ragkv.finetune.block
-from ragkv.benchmarks.mini.data import layout
+from ragkv.benchmarks.training.mini.data import layout
 from ragkv.engines import make_engine
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError
 from ragkv.finetune.block import BlockTuneConfig, finetune_block, visible

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ragkv.benchmarks.mini.data import train_tokenizer
-from ragkv.benchmarks.mini.retrieval import world_texts
+from ragkv.benchmarks.training.mini.data import train_tokenizer
+from ragkv.benchmarks.training.mini.retrieval import world_texts
 
 __all__ = ["tokenizer"]
 

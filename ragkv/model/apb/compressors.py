@@ -227,7 +227,7 @@ def load_heads(path: Path, model: LanguageModel) -> Heads:
     if trained_for is not None and trained_for != model.checkpoint.digest(model.revision):
         raise ModelLoadError(
             f"The retaining heads at {path} were trained for another model than {model.checkpoint.name!r}; train them "
-            "for it by: ragkv finetune retaining-heads."
+            "for it by: python -m ragkv.benchmarks.training.retaining_heads."
         )
     if not (pool.isdecimal() and pool.isascii() and len(pool) < 4 and int(pool) % 2):
         result = f"The retaining heads at {path} pool {pool[:20]!r} scores"

@@ -4,14 +4,14 @@ mkdir debs && cd debs
 apt-get download gnome-user-docs gnucash-docs installation-guide-amd64 apache2-doc git-doc aptitude-doc-en \
     postgresql-doc-15 debian-policy valgrind
 for package in *.deb; do dpkg-deb -x $package ../unpacked; done
-python benchmarks/smollm2/adapter.py data unpacked build/smollm2 --rounds 3
+python -m ragkv.benchmarks.training.smollm2.adapter data unpacked build/smollm2 --rounds 3
 ragkv finetune block ...                                         # README.md
-python benchmarks/smollm2/adapter.py bundle build/smollm2/tuned  # in bfloat16: 10 MB
+python -m ragkv.benchmarks.training.smollm2.adapter bundle build/smollm2/tuned  # in bfloat16: 10 MB
 
 The data are `train.jsonl` and `heldout.jsonl`, lines of several questions about the same passages (docs/finetune.md).
 The questions come from three places: `written.jsonl` (written after reading a passage of these packages),
 `documents.jsonl` (short documents that were written for this, with their questions) and `worlds.py` (generated ones).
-None of these documents is among those of `benchmarks/debian` or `examples/documents`.
+None of these documents is among those of `benchmarks/training/debian` or `examples/documents`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import argparse
 import json
 import random
 import re
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,6 +27,9 @@ from typing import Any, NamedTuple
 
 from lxml import etree
 
+from ragkv.benchmarks.training.debian.make import page
+from ragkv.benchmarks.training.debian.make import passages as cut_passages
+from ragkv.benchmarks.training.smollm2.worlds import documents as generated
 from ragkv.mini import smollm2_adapter_path
 from ragkv.model.checkpoint import ADAPTER
 
@@ -38,7 +40,6 @@ MOST = 700
 HELDOUT = 12
 """One passage or document in this many is held out."""
 SHARE = Path("usr/share")
-_DEBIAN = runpy.run_path(str(HERE.parent / "debian" / "make.py"))
 _MALLARD = ("help/C/gnome-help", "help/C/system-admin-guide")
 _HTML = (
     ("doc/gnucash-docs/gnucash-guide-en", "gnucash-guide", "*.html"),
@@ -69,7 +70,7 @@ class Asked(NamedTuple):
     key: str
 
 
-class Source(NamedTuple):
+class PassageSource(NamedTuple):
     """Passages of one document, each with the questions that it answers, and questions that it leaves open."""
 
     passages: tuple[tuple[str, tuple[Asked, ...]], ...]
@@ -114,7 +115,7 @@ def pages(unpacked: Path) -> Iterator[tuple[str, str]]:
         for path in sorted((unpacked / SHARE / folder).glob(pattern)):
             if path.is_file() and not path.name.startswith(("_", "search", "genindex")):
                 try:
-                    yield f"{name}/{path.stem}", _DEBIAN["page"](path)
+                    yield f"{name}/{path.stem}", page(path)
                 except (TypeError, etree.ParserError) as error:  # a page without a body
                     print(f"left out: {path} ({error})", file=sys.stderr)
 
@@ -123,13 +124,13 @@ def passages_of(unpacked: Path) -> dict[str, str]:
     """The passages of the packages by id: the page's name and the number of the passage in it."""
     found: dict[str, str] = {}
     for name, text in pages(unpacked):
-        for number, passage in enumerate(_DEBIAN["passages"](name, text)):
+        for number, passage in enumerate(cut_passages(name, text)):
             if len(passage.text) >= 150 and len(passage.chunk) <= 1600:
                 found.setdefault(f"{name}#{number}", passage.chunk)
     return found
 
 
-def written(passages: dict[str, str]) -> Iterator[Source]:
+def written(passages: dict[str, str]) -> Iterator[PassageSource]:
     """The questions about real text, a source for each passage."""
     asked: dict[str, list[Asked]] = {}
     for line in (HERE / "written.jsonl").read_text(encoding="utf-8").splitlines():
@@ -140,7 +141,7 @@ def written(passages: dict[str, str]) -> Iterator[Source]:
             print(f"no such passage: {name}", file=sys.stderr)
             continue
         answered = tuple(one for one in some if one.key)
-        yield Source(((passages[name], answered),), tuple(one for one in some if not one.key))
+        yield PassageSource(((passages[name], answered),), tuple(one for one in some if not one.key))
 
 
 def cut(rng: random.Random, title: str, text: str) -> list[str]:
@@ -158,7 +159,7 @@ def cut(rng: random.Random, title: str, text: str) -> list[str]:
     return [chunk if not number or not named else f"{title}\n\n{chunk}" for number, chunk in enumerate(chunks)]
 
 
-def placed(rng: random.Random, title: str, text: str, questions: Sequence[Asked]) -> Source:
+def placed(rng: random.Random, title: str, text: str, questions: Sequence[Asked]) -> PassageSource:
     """A document in chunks, each question with the one chunk that contains its key; other questions are dropped."""
     chunks = cut(rng, title, text)
     answered: list[list[Asked]] = [[] for _ in chunks]
@@ -166,13 +167,13 @@ def placed(rng: random.Random, title: str, text: str, questions: Sequence[Asked]
         holding = [number for number, chunk in enumerate(chunks) if one.key and one.key.lower() in chunk.lower()]
         if len(holding) == 1:
             answered[holding[0]].append(one)
-    return Source(
+    return PassageSource(
         tuple((chunk, tuple(some)) for chunk, some in zip(chunks, answered, strict=True)),
         tuple(one for one in questions if not one.key),
     )
 
 
-def documents(rng: random.Random) -> Iterator[Source]:
+def documents(rng: random.Random) -> Iterator[PassageSource]:
     """The short documents that were written for this."""
     for line in (HERE / "documents.jsonl").read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
@@ -180,13 +181,13 @@ def documents(rng: random.Random) -> Iterator[Source]:
         yield placed(rng, found["title"], found["text"], questions)
 
 
-def worlds(rng: random.Random, count: int) -> Iterator[Source]:
+def worlds(rng: random.Random, count: int) -> Iterator[PassageSource]:
     """Generated documents."""
-    for document in runpy.run_path(str(HERE / "worlds.py"))["documents"](rng.randrange(1 << 30), count):
+    for document in generated(rng.randrange(1 << 30), count):
         yield placed(rng, document.title, document.text, [Asked(*one) for one in document.questions])
 
 
-def rows(rng: random.Random, sources: Sequence[Source], others: Sequence[str]) -> Iterator[dict[str, Any]]:
+def rows(rng: random.Random, sources: Sequence[PassageSource], others: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A row for each source: some of its passages among others of the same kind, with up to ten questions.
 
     In three of ten rows one of these passages is missing, and up to three questions ask what it answers.
@@ -218,12 +219,14 @@ def rows(rng: random.Random, sources: Sequence[Source], others: Sequence[str]) -
         yield {"questions": questions, "blocks": texts}
 
 
-def joined(rng: random.Random, sources: Sequence[Source]) -> list[Source]:
+def joined(rng: random.Random, sources: Sequence[PassageSource]) -> list[PassageSource]:
     """Three sources each as one, since a passage of the packages has only a few questions."""
     mixed = rng.sample(sources, len(sources))
     groups = [mixed[start : start + 3] for start in range(0, len(mixed), 3)]
     return [
-        Source(tuple(held for one in group for held in one.passages), tuple(q for one in group for q in one.unanswered))
+        PassageSource(
+            tuple(held for one in group for held in one.passages), tuple(q for one in group for q in one.unanswered)
+        )
         for group in groups
     ]
 

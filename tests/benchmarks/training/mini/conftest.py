@@ -3,7 +3,7 @@
 import pytest
 from minitokenizer import tokenizer
 
-from ragkv.benchmarks.mini.train import MiniTrainConfig, Stage
+from ragkv.benchmarks.training.mini.train import MiniTrainConfig, Stage
 
 __all__ = ["tiny", "tokenizer"]
 

@@ -1,4 +1,4 @@
-"""`python -m ragkv.benchmarks.mini`: what it measures and exports."""
+"""`python -m ragkv.benchmarks.training.mini`: what it measures and exports."""
 
 import json
 
@@ -8,9 +8,9 @@ from outcome import typed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragkv.benchmarks.evaluation.worlds.world import World
-from ragkv.benchmarks.mini.__main__ import evaluate_mini, export_mini, greedy_answers, main
-from ragkv.benchmarks.mini.data import chunk_text, prefix_text, suffix_text
-from ragkv.benchmarks.mini.train import build_model
+from ragkv.benchmarks.training.mini.__main__ import evaluate_mini, export_mini, greedy_answers, main
+from ragkv.benchmarks.training.mini.data import chunk_text, prefix_text, suffix_text
+from ragkv.benchmarks.training.mini.train import build_model
 from ragkv.finetune.block import METADATA
 
 
@@ -42,10 +42,12 @@ def test_mini_goes_on_from_a_mini_model_only(train, tmp_path, content, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "ragkv: Missing option '--output'; see python -m ragkv.benchmarks.mini --help."),
-        (["embedder"], "ragkv: Missing option '--output'; see python -m ragkv.benchmarks.mini embedder --help."),
+        ([], "ragkv: Missing option '--output'; see python -m ragkv.benchmarks.training.mini --help."),
+        (
+            ["embedder"],
+            "ragkv: Missing option '--output'; see python -m ragkv.benchmarks.training.mini embedder --help.",
+        ),
         (["reranker", "--embedder", "none", "--output", "made"], "none holds no checkpoint.pt"),
-        (["--output", "made", "--processes", 2, "--device", "cuda"], "leave it out with another --device"),
     ],
 )
 def test_wrong_usage_is_one_sentence(train, arguments, message):

@@ -1,26 +1,17 @@
-"""Training: attention of packed rows, stages, processes that share rows, and resuming an interrupted run."""
+"""Training: attention of packed rows, and resuming an interrupted run."""
 
-import os
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 from transformers import DynamicCache
 
-from ragkv.benchmarks.mini.data import additive_mask, collate, qa_sample
-from ragkv.benchmarks.mini.train import (
-    ALONE,
-    DEFAULT_STAGES,
-    FULL_STAGES,
+from ragkv.benchmarks.training.mini.data import additive_mask, collate, qa_sample
+from ragkv.benchmarks.training.mini.train import (
     MiniTrainConfig,
-    Stage,
     build_model,
-    chosen_stages,
     packings,
-    peers,
     register,
     train_mini,
 )
@@ -61,18 +52,6 @@ def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-@pytest.mark.nightly
-def test_processes_that_share_the_rows_take_the_same_steps(tokenizer, tiny, tmp_path):
-    tiny = replace(tiny, autocast=False)
-    start, threads = build_model(tiny, tokenizer).state_dict(), torch.get_num_threads()
-    alone = train_mini(tiny, tokenizer, tmp_path / "alone").state_dict()
-    shared = train_mini(replace(tiny, processes=2), tokenizer, tmp_path / "shared").state_dict()
-    assert torch.get_num_threads() == threads
-    for name, value in alone.items():
-        apart, moved = (shared[name] - value).abs().mean(), (start[name] - value).abs().mean()
-        assert apart < 0.02 * moved, name  # AdamW makes full steps even if gradients are only rounding errors
-
-
 def test_a_fresh_model_has_induction_heads(tokenizer):
     """Layer 1 attends to the token after the earlier occurrence, many times more than uniform attention."""
     model = build_model(MiniTrainConfig(), tokenizer).eval()
@@ -93,31 +72,6 @@ def test_a_grown_model_begins_as_exact_as_the_small_one(tokenizer, tiny, tmp_pat
         torch.testing.assert_close(grown(ids).logits, small(ids).logits, atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="more than"):
         build_model(replace(tiny, layers=tiny.layers - 1, start=str(tmp_path / "small")), tokenizer)
-
-
-@pytest.mark.parametrize("change", [{"steps": -1}, {"batch": 0}, {"passages": (3, 2)}, {"block_share": 1.5}])
-def test_a_senseless_stage_is_refused(change):
-    with pytest.raises(ValueError, match="stage 'x'"):
-        Stage(**({"name": "x", "kind": "qa", "steps": 1, "batch": 1} | change))  # type: ignore[arg-type]
-
-
-def test_a_senseless_shape_and_processes_on_another_device_are_refused():
-    with pytest.raises(ValueError, match="multiple"):
-        MiniTrainConfig(hidden=100, q_heads=6)
-    with pytest.raises(ValueError, match="processes"):
-        MiniTrainConfig(processes=2, device="cuda")
-
-
-def test_a_spread_stage_sees_every_size_at_one_cost():
-    stage = Stage(name="wide", kind="mixed", steps=1, batch=3, passages=(0, 34), spread=True)
-    rng = random.Random(0)
-    drawn = Counter(stage.draw(rng) for _ in range(4000))
-    counts: Counter[int] = Counter()
-    for (passages, rows), times in drawn.items():
-        counts[passages] += times
-        assert rows * (passages + 7) == pytest.approx(3 * 41, rel=0.25)
-    assert set(counts) == set(range(35))
-    assert sum(counts[n] for n in range(2, 9)) == pytest.approx(sum(counts[n] for n in range(9, 35)), rel=0.25)
 
 
 def packed_batch(tokenizer, block):
@@ -175,52 +129,3 @@ def test_packed_logits_equal_separate_forwards(tokenizer, tiny, block, kernel):
         for segment in {segment for segment, asks in zip(sample.segments, sample.asks, strict=True) if asks}:
             here = batch.segments[row] == segment
             torch.testing.assert_close(logits[row][here], alone(model, sample, segment), atol=1e-4, rtol=1e-4)
-
-
-_ROWS = torch.arange(15.0).reshape(5, 3) / 7
-_WEIGHTS = torch.tensor([1.0, 0.5, 3.0, 0.25, 2.0])
-
-
-def _gradients(peer):
-    """The gradients of all rows, split among peers."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    own = list(peer.rows(len(_ROWS)))
-    losses = model(_ROWS[own]).square().sum(-1)
-    weights = _WEIGHTS[own]
-    ((losses * weights).sum() / weights.sum()).backward()
-    peer.mean_gradients(model, float(weights.sum()))
-    return [value.grad for value in model.parameters() if value.grad is not None]
-
-
-def _gradients_once(peer):
-    _gradients(peer)
-    os._exit(3)
-
-
-@pytest.mark.nightly
-def test_gradients_are_those_of_all_rows_and_a_process_that_dies_ends_the_others_wait():
-    threads, alone = torch.get_num_threads(), _gradients(ALONE)
-    with peers(2, _gradients_once) as peer:
-        for here, there in zip(_gradients(peer), alone, strict=True):
-            torch.testing.assert_close(here, there)
-        with pytest.raises(RuntimeError):
-            _gradients(peer)
-    assert torch.get_num_threads() == threads
-    assert not torch.distributed.is_initialized()
-
-
-def test_stages_are_the_whole_curriculum_or_the_questions_of_all_kinds():
-    assert chosen_stages(goes_on=False, full_only=False) == DEFAULT_STAGES
-    assert chosen_stages(goes_on=False, full_only=True) == FULL_STAGES
-    names = [stage.name for stage in chosen_stages(goes_on=True, full_only=False)]
-    assert names == [stage.name for stage in DEFAULT_STAGES if stage.kind == "mixed"]
-    full = chosen_stages(goes_on=True, full_only=True)
-    assert {stage.block_share for stage in full} == {0.0}
-    assert max(stage.passages[1] for stage in full) == max(stage.passages[1] for stage in DEFAULT_STAGES)
-
-
-def test_scale_multiplies_steps_and_leaves_one_at_least():
-    scaled = chosen_stages(goes_on=True, full_only=False, scale=0.1)
-    assert {stage.name: stage.steps for stage in scaled}["near"] == 100
-    assert {stage.steps for stage in chosen_stages(goes_on=False, full_only=False, scale=1e-6)} == {1}

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 from ragkv.benchmarks.evaluation.worlds.world import shared_words
-from ragkv.benchmarks.mini import retrieval
-from ragkv.benchmarks.mini.retrieval import (
+from ragkv.benchmarks.training.mini import retrieval
+from ragkv.benchmarks.training.mini.retrieval import (
     EmbedderTrainConfig,
     EncoderShape,
     RerankerTrainConfig,

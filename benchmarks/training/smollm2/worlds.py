@@ -31,7 +31,7 @@ UNKNOWN = "The documents do not say."
 
 
 @dataclass(frozen=True)
-class Document:
+class GeneratedDocument:
     """A document in Markdown with its questions, each as (question, answer, key)."""
 
     title: str
@@ -40,7 +40,7 @@ class Document:
 
 
 @dataclass
-class Fact:
+class DomainFact:
     """One attribute of a domain with its wordings."""
 
     name: str
@@ -57,7 +57,7 @@ class Domain:
     name: str
     slots: list[tuple[str, str]] = field(default_factory=list)
     lines: dict[str, list[str]] = field(default_factory=dict)
-    facts: dict[str, list[Fact]] = field(default_factory=dict)
+    facts: dict[str, list[DomainFact]] = field(default_factory=dict)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Thing:
     """One thing of a domain with the facts drawn for it."""
 
     slots: dict[str, str]
-    drawn: dict[str, tuple[Fact, str, str]]
+    drawn: dict[str, tuple[DomainFact, str, str]]
 
 
 HERE = Path(__file__).parent
@@ -276,7 +276,7 @@ def parse(text: str) -> list[Domain]:
             name, _, spec = rest.partition(": ")
             pairs = [(alt + " && ").split(" && ")[:2] for alt in spec.split(" || ")]
             shared = pairs[-1][1].strip()
-            fact = Fact(name, [(a.strip(), b.strip() or shared) for a, b in pairs])
+            fact = DomainFact(name, [(a.strip(), b.strip() or shared) for a, b in pairs])
             domains[-1].facts.setdefault(name.split("/")[0], []).append(fact)
         elif mark == "#" and fact:
             fact.label, _, fact.cell = (part.strip() for part in rest.partition(":"))
@@ -404,7 +404,7 @@ def rows(pairs: list[list[str]], r: random.Random, heads: tuple[str, ...] = ()) 
     return "\n".join(lines + [f"| {' | '.join(pair)} |" for pair in pairs])
 
 
-def document(domain: Domain, r: random.Random) -> Document:
+def document(domain: Domain, r: random.Random) -> GeneratedDocument:
     """One document of a domain."""
     style = {"sign": r.choice("££$$€"), "clock": r.choice(["24", "12"])}
     main, sibling, stranger = thing(domain, r, style), thing(domain, r, style), thing(domain, r, style)
@@ -498,14 +498,14 @@ def document(domain: Domain, r: random.Random) -> Document:
             wish = ask(r.choice(fact.lines["?"]), stranger, r, value, second)
         if wish not in wanting:
             wanting.append(wish)
-    return Document(title, text, (*questions, *((question, UNKNOWN, "") for question in wanting)))
+    return GeneratedDocument(title, text, (*questions, *((question, UNKNOWN, "") for question in wanting)))
 
 
-def documents(seed: int, count: int) -> list[Document]:
+def documents(seed: int, count: int) -> list[GeneratedDocument]:
     """The first `count` documents of a seed."""
     domains = parse(DOMAINS)
     order = random.Random(f"worlds {seed}")
-    made: list[Document] = []
+    made: list[GeneratedDocument] = []
     while len(made) < count:
         order.shuffle(domains)
         for domain in domains:
@@ -514,7 +514,7 @@ def documents(seed: int, count: int) -> list[Document]:
     return made[:count]
 
 
-def check(made: list[Document]) -> None:
+def check(made: list[GeneratedDocument]) -> None:
     """Raise if a key is missing from its answer or text, or if a document has another size than promised."""
     for each in made:
         for question, answer, key in each.questions:

@@ -1,4 +1,4 @@
-"""`ragkv finetune retaining-heads`: train retaining heads for a user's model (Locret; APB §3.4).
+"""`python -m ragkv.benchmarks.training.retaining_heads`: train retaining heads for a model (Locret; APB §3.4).
 
 The model is frozen. It reads an example's prompt and response once. From a token's own query, key and value, the heads
 of each layer learn to predict the highest attention logit that the token will get from the response.
@@ -6,18 +6,23 @@ of each layer learn to predict the highest attention logit that the token will g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 
 from ragkv.attention.partial import LayerCall
+from ragkv.cli.console import echo, print_json, size, steps
+from ragkv.cli.main import SingleCommand, log_to_stderr, run
+from ragkv.cli.options import Device, Json, Quiet, shared_options
 from ragkv.config import PromptConfig
-from ragkv.errors import UsageError
-from ragkv.finetune.config import RetainingConfig, resumed_settings
+from ragkv.errors import ConfigError, UsageError
+from ragkv.finetune.config import CheckpointEvery, FrozenModel, Resume, Seed, Setting, resumed_settings
 from ragkv.finetune.data import ExampleTokens, Progress, file_digest, read_examples, tokenise
 from ragkv.finetune.training import Training, drawn
 from ragkv.model.apb.compressors import RetainingHeads, highest_logits, widths_of
@@ -26,6 +31,35 @@ from ragkv.model.checkpoint import HEADS
 
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetainingConfig:
+    """The settings of a training of retaining heads; the defaults are the paper's (APB)."""
+
+    model: FrozenModel
+    data: Annotated[Path, Setting("JSONL file to learn from (docs/finetune.md).")]
+    output: Annotated[Path | None, Setting("File for the heads.", "beside the model")] = None
+    steps: Annotated[int, Setting("Steps, of one line each.")] = 3000
+    warmup: Annotated[int, Setting("Steps in which the learning rate rises.")] = 300
+    lr: Annotated[float, Setting("Highest learning rate.")] = 5e-4
+    clip: Annotated[float, Setting("Longest gradient.")] = 0.5
+    smooth: Annotated[float, Setting("Weight of the loss of neighbouring scores.")] = 0.0025
+    inner: Annotated[int, Setting("Width of the heads' hidden layer.")] = 1024
+    pool: Annotated[int, Setting("A token gets the highest score of this many neighbours, an odd number.")] = 5
+    max_tokens: Annotated[int, Setting("Longer lines are left out.")] = 10240
+    seed: Seed = 0
+    checkpoint_every: CheckpointEvery = 100
+    resume: Resume = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.inner, self.max_tokens, self.checkpoint_every) < 1 or min(self.lr, self.clip) <= 0:
+            raise ConfigError("steps, inner, max_tokens and checkpoint_every must be at least 1, lr and clip above 0.")
+        if not (0 < self.pool < 1000 and self.pool % 2):
+            raise ConfigError(f"pool must be an odd number below 1000, not {self.pool}.")
+        if self.warmup < 0 or not 0 <= self.smooth < math.inf:
+            raise ConfigError("warmup and smooth must be at least 0.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,14 +82,14 @@ class _ExampleCollector(AnchorAttention):
     def __init__(self, model: LanguageModel, prompt: int) -> None:
         super().__init__(model, [], 0)
         self._rotary, self._prompt = model.rotary, prompt
-        self.found: dict[int, RetainingExample] = {}
+        self.examples: dict[int, RetainingExample] = {}
 
     def layer_known(self, call: LayerCall) -> None:
         n, layer, key = self._prompt, call.layer, call.key
         labels = highest_logits(call.query[0, :, n:], key[0, :, :n], call.scale)
         back = -torch.arange(n, device=key.device)[None]
         asking, asked = (self._rotary.rotate(states[:, :, :n], layer, back)[0] for states in (call.query, key))
-        self.found[layer] = RetainingExample(asking, asked, call.value[0, :, :n], labels)
+        self.examples[layer] = RetainingExample(asking, asked, call.value[0, :, :n], labels)
 
 
 def retaining_example(
@@ -66,8 +100,8 @@ def retaining_example(
     model.through([*prompt, *response], 0, collector)
     # clones, because autograd takes no tensors of inference mode
     return {
-        layer: RetainingExample(each.query.clone(), each.key.clone(), each.value.clone(), each.labels.clone())
-        for layer, each in collector.found.items()
+        layer: RetainingExample(own.query.clone(), own.key.clone(), own.value.clone(), own.labels.clone())
+        for layer, own in collector.examples.items()
     }
 
 
@@ -91,7 +125,7 @@ def train_retaining_heads(config: RetainingConfig, *, on_progress: Progress | No
     model = load_model(config.model, device=config.device, train=True)
     path = _output(config, model)
     widths = widths_of(model)
-    short = [each for each in tokenise(model, examples) if _tokens(each) <= config.max_tokens]
+    short = [example for example in tokenise(model, examples) if _tokens(example) <= config.max_tokens]
     if not short:
         raise UsageError(f"All lines of {config.data} are longer than {config.max_tokens} tokens; give --max-tokens.")
     identity = model.checkpoint.digest(model.revision)
@@ -148,7 +182,37 @@ def _loss(config: RetainingConfig, model: LanguageModel, heads: RetainingHeads, 
     """The mean over the layers of one example's loss."""
     prompt = [*example.prefix, *(token for chunk in example.chunks for token in chunk), *example.suffix]
     losses = [
-        retaining_loss(heads(layer, each.query, each.key, each.value).float(), each.labels, config.smooth)
-        for layer, each in retaining_example(model, prompt, example.response).items()
+        retaining_loss(heads(layer, own.query, own.key, own.value).float(), own.labels, config.smooth)
+        for layer, own in retaining_example(model, prompt, example.response).items()
     ]
     return torch.stack(losses).mean()
+
+
+COMMAND = "python -m ragkv.benchmarks.training.retaining_heads"
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+
+
+@app.command(cls=SingleCommand, no_args_is_help=True)
+@shared_options
+def train(*, config: RetainingConfig, device: Device = None, as_json: Json = False, quiet: Quiet = False) -> None:
+    """Train retaining heads (Locret), by which the engine `apb` chooses what blocks pass on; the model is frozen.
+
+    They are one small file beside the model, which `apb` then uses. The same command continues a stopped run.
+
+    Example: `python -m ragkv.benchmarks.training.retaining_heads --model ./my-model --data train.jsonl`
+    """
+    log_to_stderr(debug=False)
+    with steps("training", silent=quiet or as_json) as show:
+        done = train_retaining_heads(
+            replace(config, device=device),
+            on_progress=lambda step: show(int(step["step"]), int(step["steps"]), f"loss {float(step['loss']):.3f}"),
+        )
+    if as_json:
+        print_json(done)
+        return
+    learnt = f"{done['steps']} steps, loss {done['loss_first']:.3f} to {done['loss_last']:.3f}"
+    echo(f"{learnt}; the heads are in {done['output']} ({size(done['bytes'])}).")
+
+
+if __name__ == "__main__":
+    run(app, COMMAND)

@@ -38,7 +38,7 @@ from ragkv.benchmarks.evaluation.retrieval import Settings, corpus_searches
 from ragkv.benchmarks.evaluation.worlds.passages import passages
 from ragkv.benchmarks.evaluation.worlds.text import module_docstrings
 from ragkv.benchmarks.evaluation.worlds.world import Split, World, paraphrases, shared_words
-from ragkv.benchmarks.mini.data import train_bpe
+from ragkv.benchmarks.training.mini.data import train_bpe
 from ragkv.doctor.metrics import Passage, RetrievalTask, hit_at, ndcg_at
 from ragkv.finetune.block import replace_folder
 from ragkv.finetune.data import Progress

@@ -1,4 +1,4 @@
-"""`python -m ragkv.benchmarks.mini`: train, evaluate and export the bundled models.
+"""`python -m ragkv.benchmarks.training.mini`: train, evaluate and export the bundled models.
 
 The language model is evaluated by greedy generation on held-out worlds, whose names it never saw. This uses plain
 transformers on purpose: ragkv's engines `full` and `block` must reproduce the figures.
@@ -31,7 +31,7 @@ from transformers import (
 from ragkv.benchmarks.evaluation.worlds.passages import passages
 from ragkv.benchmarks.evaluation.worlds.text import Cloze, clozes, english_sentences, reference_texts
 from ragkv.benchmarks.evaluation.worlds.world import QuestionKind, World
-from ragkv.benchmarks.mini.data import (
+from ragkv.benchmarks.training.mini.data import (
     additive_mask,
     chunk_text,
     layout,
@@ -40,7 +40,7 @@ from ragkv.benchmarks.mini.data import (
     suffix_text,
     train_tokenizer,
 )
-from ragkv.benchmarks.mini.retrieval import (
+from ragkv.benchmarks.training.mini.retrieval import (
     EmbedderTrainConfig,
     RerankerTrainConfig,
     build_mini_embedder,
@@ -48,7 +48,7 @@ from ragkv.benchmarks.mini.retrieval import (
     english_texts,
     world_texts,
 )
-from ragkv.benchmarks.mini.train import MiniTrainConfig, chosen_config, train_mini
+from ragkv.benchmarks.training.mini.train import MiniTrainConfig, chosen_config, train_mini
 from ragkv.cli.console import echo, note, print_json
 from ragkv.cli.main import CommandGroup, SingleCommand, log_to_stderr, run
 from ragkv.cli.options import Debug, Json, Quiet
@@ -218,7 +218,7 @@ def export_mini(
         (folder / METADATA).write_text(json.dumps(metadata, indent=1) + "\n", encoding="utf-8")
 
 
-COMMAND = "python -m ragkv.benchmarks.mini"
+COMMAND = "python -m ragkv.benchmarks.training.mini"
 Output = Annotated[Path, typer.Option("--output", help="Folder for the model; checkpoints are kept in it too.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of weights and data.")]
 Scale = Annotated[float, typer.Option("--scale", help="Multiply the steps, for a quick try or a longer run.")]
@@ -253,10 +253,6 @@ def mini(
             "--autocast/--no-autocast", help="Multiply in bf16, which is faster on GPUs and on CPUs with bf16 units."
         ),
     ] = True,
-    processes: Annotated[
-        int,
-        typer.Option("--processes", min=1, help="Processes that share the rows of each step; on a CPU, one per core."),
-    ] = 1,
     seed: Seed = 0,
     scale: Scale = 1.0,
     device: TrainedOn = "cpu",
@@ -269,12 +265,10 @@ def mini(
     The model is written to OUTPUT/model. A stopped run continues from its last checkpoint. The commands `embedder` and
     `reranker` train the other two bundled models; see their own `--help`.
 
-    Example: `python -m ragkv.benchmarks.mini --output mini-model`
+    Example: `python -m ragkv.benchmarks.training.mini --output mini-model`
     """
     log_to_stderr(debug=debug)
-    if processes > 1 and device != "cpu":
-        raise UsageError("--processes shares the cores of a CPU; leave it out with another --device.")
-    config = MiniTrainConfig(seed=seed, device=device, autocast=autocast, processes=processes)
+    config = MiniTrainConfig(seed=seed, device=device, autocast=autocast)
     config = chosen_config(config, start=start, full_only=full_only, scale=scale)
 
     show = None if quiet or as_json else _show("gold_accuracy", "gold tokens right")
@@ -305,7 +299,7 @@ def embedder(
 
     The model is written to OUTPUT/model. A stopped run continues from its last checkpoint.
 
-    Example: `python -m ragkv.benchmarks.mini embedder --output mini-embedder`
+    Example: `python -m ragkv.benchmarks.training.mini embedder --output mini-embedder`
     """
     config = EmbedderTrainConfig(seed=seed, device=device)
     config = replace(config, steps=max(1, round(config.steps * scale)))
@@ -326,7 +320,7 @@ def reranker(
 ) -> None:
     """Train the bundled mini reranker again, from the mini embedder; bge-reranker-v2-m3's file layout.
 
-    Example: `python -m ragkv.benchmarks.mini reranker --embedder mini-embedder --output mini-reranker`
+    Example: `python -m ragkv.benchmarks.training.mini reranker --embedder mini-embedder --output mini-reranker`
     """
     for needed in ("checkpoint.pt", "tokenizer", "model"):
         if not (embedder / needed).exists():
@@ -361,7 +355,7 @@ def _print_retrieval(rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def main() -> None:
-    """Entry point of `python -m ragkv.benchmarks.mini`."""
+    """Entry point of `python -m ragkv.benchmarks.training.mini`."""
     named = {"embedder", "reranker"}.intersection(sys.argv[1:2])
     run(retrieval if named else app, COMMAND)
 

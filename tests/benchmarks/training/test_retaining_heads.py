@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from ragkv.benchmarks.training.retaining_heads import (
+    RetainingConfig,
+    app,
+    retaining_example,
+    retaining_loss,
+    train_retaining_heads,
+)
 from ragkv.errors import ModelLoadError, UsageError
-from ragkv.finetune.retaining_heads import RetainingConfig, retaining_example, retaining_loss, train_retaining_heads
 from ragkv.model.apb.compressors import RetainingHeads, highest_logits, load_heads, widths_of
 from ragkv.model.apb.document import AnchorAttention
 from ragkv.model.self_check import load_model
@@ -123,3 +130,15 @@ def test_a_training_lowers_the_loss_and_its_heads_are_the_models_own(config, fol
     (folder / "config.json").write_text(json.dumps(payload | {"rms_norm_eps": 2e-5}))
     with pytest.raises(ModelLoadError, match="trained for another model"):
         load_heads(path, load_model(str(folder), device="cpu"))
+
+
+def test_the_program_runs(config, folder, tmp_path):
+    output = tmp_path / "heads.safetensors"
+    command = ["--model", str(folder), "--data", str(config.data), "--output", str(output), "--device", "cpu"]
+    done = CliRunner().invoke(app, [*command, "--steps", "2", "--inner", "8", "--json"])
+    assert done.exit_code == 0, (done.output, done.exception)
+    payload = json.loads(done.stdout)
+    assert (payload["steps"], payload["examples"], payload["output"]) == (2, 3, str(output))
+    assert output.stat().st_size == payload["bytes"]
+    long = CliRunner().invoke(app, [*command, "--max-tokens", "3"])
+    assert "longer than 3 tokens" in str(long.exception)

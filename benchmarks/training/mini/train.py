@@ -3,14 +3,13 @@
 The curriculum is a sequence of `Stage`s: copying random records, which forms induction heads; questions on few
 passages; then every kind of question on many passages, with a share of rows in the block layout (Block-Attention §2).
 A row depends only on (seed, stage, step, its place in the step), so a killed run continues from its last checkpoint
-with the same rows, bit for bit on one machine. On a CPU, processes share the rows of a step and sum their gradients,
-because a small model's operations gain little from threads.
+with the same rows, bit for bit on one machine.
 
 Attention: most of a packed row's attention matrix is masked, but PyTorch's CPU kernels compute all of it. Here only the
 visible parts are multiplied: the context in causal strips or chunk by chunk, and each question on the context and on
 itself. A step of the last stage takes about 0.7 of the time of products over whole rows with a mask, which in turn take
-a third of the time of sdpa. `tests/benchmarks/mini/test_train.py` compares it with plain forwards of every question
-alone.
+a third of the time of sdpa. `tests/benchmarks/training/mini/test_train.py` compares it with plain forwards of every
+question alone.
 
 Start: from random weights, induction heads take several hundred steps to form, and without them questions stay at
 chance. So rough ones are written into the first two layers, after which 98 % of the copied tokens are right in 80 small
@@ -27,20 +26,14 @@ from __future__ import annotations
 import json
 import math
 import random
-import signal
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, distributed, multiprocessing, nn
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     AttentionInterface,
@@ -50,7 +43,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ragkv.benchmarks.mini.data import (
+from ragkv.benchmarks.training.mini.data import (
     FIRST_WEIGHT,
     GOLD_WEIGHT,
     RELATION_WEIGHT,
@@ -200,8 +193,6 @@ class MiniTrainConfig:
     checkpoint_every: int = 50
     device: str = "cpu"
     autocast: bool = True
-    processes: int = 1
-    """Processes that share the rows of each step (`peers`), on a CPU only."""
     start: str | None = None
     """Folder of a model to start from instead of random weights. Layers that it lacks start as identities."""
 
@@ -210,8 +201,6 @@ class MiniTrainConfig:
             raise ValueError("hidden must be a multiple of q_heads, and q_heads of kv_heads")
         if not self.stages or self.checkpoint_every < 1:
             raise ValueError("give at least one stage and checkpoint_every >= 1")
-        if self.processes < 1 or (self.processes > 1 and self.device != "cpu"):
-            raise ValueError("processes must be at least 1, and 1 unless the device is cpu")
 
     def shape(self) -> dict[str, Any]:
         """The fields of config.json of a Llama of this shape, without the number of layers."""
@@ -440,87 +429,6 @@ def _look_back(frequencies: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return query, key
 
 
-_PATIENCE = timedelta(minutes=30)
-"""How long a process waits for the others; long, because a laptop may sleep meanwhile."""
-_PARTING = 20.0  # seconds that a process gets to end by itself
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """One of `count` processes that train together. Rank 0 writes checkpoints and reports progress."""
-
-    rank: int
-    count: int
-
-    def rows(self, count: int) -> range:
-        """Which of a step's `count` rows this process takes."""
-        return range(self.rank, count, self.count)
-
-    def mean_gradients(self, model: nn.Module, weight: float) -> None:
-        """Average the gradients over all processes' rows; `weight` is the divisor of this process's mean loss."""
-        if self.count == 1:
-            return
-        gradients = [value.grad for value in model.parameters() if value.grad is not None]
-        total = torch.tensor([weight])
-        distributed.all_reduce(total)
-        flat = torch.cat([gradient.flatten() for gradient in gradients]).mul_(weight / float(total))
-        distributed.all_reduce(flat)
-        for gradient, summed in zip(gradients, torch.split(flat, [one.numel() for one in gradients]), strict=True):
-            gradient.copy_(summed.view_as(gradient))
-
-
-ALONE = Peer(0, 1)
-
-
-@contextmanager
-def peers(count: int, work: Callable[[Peer], object]) -> Iterator[Peer]:
-    """Run `work` in `count` - 1 further processes while the `with` block runs, which gets this process's `Peer`.
-
-    The processes share this one's threads. They end with the block, however it ends. If one of them dies, the next step
-    of this process raises RuntimeError.
-    """
-    if count == 1:
-        yield ALONE
-        return
-    threads = torch.get_num_threads()
-    own = max(1, threads // count)
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        group = f"file://{folder}/group"
-        others = [
-            context.Process(target=_work, args=(work, Peer(rank, count), group, own), daemon=True)
-            for rank in range(1, count)
-        ]
-        for process in others:
-            process.start()
-        try:
-            first = Peer(0, count)
-            _join(first, group, own)
-            yield first
-        finally:
-            if distributed.is_initialized():
-                distributed.destroy_process_group()
-            for process in others:
-                process.terminate()
-            for process in others:
-                process.join(_PARTING)
-                process.kill()
-                process.join()
-            torch.set_num_threads(threads)
-
-
-def _work(work: Callable[[Peer], object], peer: Peer, group: str, threads: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the first process, which ends this one
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # a killed process would leave semaphores behind
-    _join(peer, group, threads)
-    work(peer)
-
-
-def _join(peer: Peer, group: str, threads: int) -> None:
-    torch.set_num_threads(threads)
-    distributed.init_process_group("gloo", init_method=group, rank=peer.rank, world_size=peer.count, timeout=_PATIENCE)
-
-
 _WATCHED = {
     "first_accuracy": FIRST_WEIGHT,
     "relation_accuracy": RELATION_WEIGHT,
@@ -606,22 +514,9 @@ def train_mini(
 
     Training continues from a checkpoint in `output`; one of another model shape is refused. `on_progress` is as in
     `Training.run`, with the figures stage, loss, accuracy, first_accuracy, relation_accuracy, gold_accuracy
-    (teacher-forced, NaN while copying) and tokens. If processes share the rows, the figures are those of this process's
-    rows.
+    (teacher-forced, NaN while copying) and tokens.
     """
     output.mkdir(parents=True, exist_ok=True)
-    with peers(config.processes, partial(_train, config, tokenizer, output)) as peer:
-        return _train(config, tokenizer, output, peer, on_progress)
-
-
-def _train(
-    config: MiniTrainConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    output: Path,
-    peer: Peer,
-    on_progress: Progress | None = None,
-) -> LlamaForCausalLM:
-    """The part of `train_mini` that runs in each process."""
     model = build_model(config, tokenizer).to(config.device).train()
     if config.device == "cpu":
         model.set_attn_implementation(register())
@@ -640,18 +535,16 @@ def _train(
         steps=len(schedule),
         every=config.checkpoint_every,
         clip=config.clip,
-        writes=peer.rank == 0,
     )
     training.resume(again="another --output")
 
     def advance(number: int) -> dict[str, Any]:
         stage, step = schedule[number]
-        rows = _rows(config, stage, step, tokenizer, peer)
+        rows = _rows(config, stage, step, tokenizer)
         batch = collate(rows, pad=int(tokenizer.pad_token_id))
         batch = TrainingBatch(*(column.to(config.device) for column in batch))
         loss, correct, weights = weighted_loss(model, batch, autocast=config.autocast)
         loss.backward()  # type: ignore[no-untyped-call]
-        peer.mean_gradients(model, float(weights.sum()))
         return {
             "stage": stage.name,
             "loss": loss.item(),
@@ -671,14 +564,11 @@ def _learning_rate(config: MiniTrainConfig, stage: Stage, step: int) -> float:
     return rate * min(1.0, (step + 1) / config.warmup)
 
 
-def _rows(
-    config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTrainedTokenizerFast, peer: Peer = ALONE
-) -> list[TrainingSample]:
-    """Draw the rows of `peer` in one step. All rows have equally many passages, so that there is little padding."""
+def _rows(config: MiniTrainConfig, stage: Stage, step: int, tokenizer: PreTrainedTokenizerFast) -> list[TrainingSample]:
+    """Draw the rows of one step. All rows have equally many passages, so that there is little padding."""
     key = f"{config.seed}:{stage.name}:{step}"
     count, batch = stage.draw(random.Random(key))
-    batch = max(batch, peer.count)
-    return [_row(random.Random(f"{key}:{row}"), stage, count, tokenizer) for row in peer.rows(batch)]
+    return [_row(random.Random(f"{key}:{row}"), stage, count, tokenizer) for row in range(batch)]
 
 
 def _row(rng: random.Random, stage: Stage, count: int, tokenizer: PreTrainedTokenizerFast) -> TrainingSample:

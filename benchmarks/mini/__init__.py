@@ -1,1 +1,0 @@
-"""How the bundled models are trained: `python -m ragkv.benchmarks.mini` (docs/mini.md)."""

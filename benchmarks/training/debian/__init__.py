@@ -1,0 +1,1 @@
+"""Documents of Debian's packages, and questions about them (README.md)."""

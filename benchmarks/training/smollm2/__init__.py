@@ -1,0 +1,1 @@
+"""The adapter of `--model smollm2`: its data, and its bundling (README.md)."""
