@@ -45,7 +45,6 @@ from ragkv.config import CONFIG_FILE, DTYPES, byte_count, load_config, one_of
 from ragkv.errors import UsageError
 
 if TYPE_CHECKING:
-    from ragkv.index.answer import QuestionWithOptions
     from ragkv.planning.calibration import ModelRequirements, Repeats
     from ragkv.planning.cluster import ClusterPlan
     from ragkv.planning.plan import Estimate, Plan
@@ -69,7 +68,7 @@ def show_budgets(
     if questions is not None and zipf is not None:
         raise UsageError("--questions is a log, and --zipf assumes one: give one of them.")
     with RagKV.open(index, device=device) as rag:
-        asked: list[QuestionWithOptions] | None = None
+        asked: list[dict[str, Any]] | None = None
         if questions is not None:
             asked = questions_of_log(rag, questions, quiet=quiet)
         found = plan_budgets(rag, questions=asked, zipf=zipf, top_k=top_k, seed=seed)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
@@ -30,7 +30,7 @@ from ragkv.util.files import open_plain, parse_json, read_plain, refusal, replac
 
 if TYPE_CHECKING:
     from ragkv.index.contexts import Contexts
-    from ragkv.pipeline import QuestionWithOptions, RagKV
+    from ragkv.pipeline import RagKV
     from ragkv.types import Chunk
 
 
@@ -97,13 +97,12 @@ def read_questions(path: Path, engine: str) -> tuple[list[QuestionLine], list[Ba
 
 def questions_of_log(
     rag: RagKV, path: Path, engine: str | None = None, options: Mapping[str, Any] | None = None, *, quiet: bool
-) -> list[QuestionWithOptions]:
+) -> list[dict[str, Any]]:
     """The questions of the file with their options; a question with texts of its own reads nothing from the index."""
     lines, bad = read_questions(path, engine or rag.config.default_engine)
     for line in bad if not quiet else ():
         note(f"{line.where}: {line.error}")
-    found = [{**(options or {}), **line.options, "question": line.text} for line in lines if not line.context]
-    return cast("list[QuestionWithOptions]", found)
+    return [{**(options or {}), **line.options, "question": line.text} for line in lines if not line.context]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -410,7 +409,7 @@ def show_batch(batch: QuestionBatch, *, as_json: bool, quiet: bool) -> None:
         raise typer.Exit(1)
 
 
-def _asked(rag: RagKV | Contexts, lines: Iterable[QuestionLine]) -> Iterator[QuestionWithOptions]:
+def _asked(rag: RagKV | Contexts, lines: Iterable[QuestionLine]) -> Iterator[dict[str, Any]]:
     """The questions as `query_each` takes them; a line's own context is tokenised when its turn comes."""
     from ragkv.index.contexts import given_chunk
 
@@ -419,7 +418,7 @@ def _asked(rag: RagKV | Contexts, lines: Iterable[QuestionLine]) -> Iterator[Que
         return rag.chunk(text, chunk_id=f"context-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}")
 
     for line in lines:
-        asked: QuestionWithOptions = {"question": line.text, **line.options}  # type: ignore[typeddict-item]
+        asked: dict[str, Any] = {"question": line.text, **line.options}
         if line.context:
             given = [given_chunk(chunk(text), f"context {at}") for at, text in enumerate(line.context, start=1)]
             asked["steps"] = 1

@@ -6,10 +6,13 @@ import json
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from ragkv.errors import ConfigError, extra
 from ragkv.util.constraints import Constraint, compile_constraint
+from ragkv.util.options import Option, doors
+
+DECODING_PANEL = "Decoding (default: as ragkv.toml says, else greedy)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +33,59 @@ class Decoding:
     many tokens. These count towards the length limit; `stop` and the constraints apply to the answer after them.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k_tokens: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    temperature: Annotated[
+        float | None,
+        Option("0 is greedy decoding; above 0, tokens are drawn.", panel=DECODING_PANEL, doors=doors("chat")),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        Option("Draw from the most likely tokens that together have this probability.", panel=DECODING_PANEL),
+    ] = None
+    top_k_tokens: Annotated[
+        int | None,
+        Option("Draw from this many of the most likely tokens (--top-k counts chunks).", panel=DECODING_PANEL),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Option(
+            "Draw from the tokens with at least this share of the most likely token's probability.",
+            panel=DECODING_PANEL,
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float, Option("Above 1, tokens that the answer already contains become less likely.", panel=DECODING_PANEL)
+    ] = 1.0
+    seed: Annotated[
+        int | None,
+        Option("With the same seed, the same tokens are drawn.", panel=DECODING_PANEL, doors=doors("chat")),
+    ] = None
+    stop: Annotated[
+        tuple[str, ...],
+        Option("End the answer before this text; may be given several times.", panel=DECODING_PANEL),
+    ] = ()
     stop_ids: tuple[int, ...] = ()
-    schema: str | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    thinking: int | str = "off"
+    schema: Annotated[
+        str | None,
+        Option(
+            "Answer in JSON by this JSON schema, or end at the greatest length.",
+            panel=DECODING_PANEL,
+            in_file=True,
+            is_json=True,
+        ),
+    ] = None
+    regex: Annotated[str | None, Option("The whole answer matches this regular expression.", panel=DECODING_PANEL)] = (
+        None
+    )
+    grammar: Annotated[
+        str | None, Option("The answer matches this Lark grammar.", panel=DECODING_PANEL, in_file=True)
+    ] = None
+    thinking: Annotated[
+        int | str,
+        Option(
+            "Whether a model that can think does before it answers: off, on, or a number of tokens.",
+            panel=DECODING_PANEL,
+        ),
+    ] = "off"
 
     def __post_init__(self) -> None:
         _number(

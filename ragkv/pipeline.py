@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 from ragkv.config import NONE, History, IndexConfig, RuntimeConfig
 from ragkv.errors import IngestError, RetrievalError, UsageError
-from ragkv.index.answer import AnswerStream, IndexBackend, QueryOptions, QuestionWithOptions, validate_task
+from ragkv.index.answer import AnswerStream, IndexBackend, validate_task
 from ragkv.index.batch import Answers, AsyncAnswers, AsyncAnswerStream, Result
 from ragkv.index.conversation import Conversation
 from ragkv.index.create import create_index, open_index
@@ -37,16 +37,15 @@ from ragkv.index.pack import Pack, write_pack
 from ragkv.index.search import (
     DocumentPage,
     Finder,
-    Retrieval,
     follow_collection,
     list_documents,
-    search_settings,
     select,
 )
 from ragkv.ingest import IngestProgress, IngestReport, Make, ParseLimits, ReadyDocument, SourceFile, preview
 from ragkv.ingest.ingester import is_current
 from ragkv.ingest.source import GivenPath, flat_paths
 from ragkv.ingest.watch import FolderChanges, FolderWatcher
+from ragkv.question import Asked, Question
 from ragkv.store import (
     Collection,
     Copy,
@@ -71,8 +70,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 __all__ = [
-    "QueryOptions",
-    "QuestionWithOptions",
+    "Question",
     "RagKV",
     "Result",
     "ingest_bar",
@@ -317,30 +315,28 @@ class RagKV:
                 self.index, self._finder, lambda each: each.run_chunks(documents), on_progress=on_progress
             )
 
-    def query(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
+    def query(self, question: Asked, **options: Any) -> Answer:
         """Answer one question; see `stream` for the options and errors."""
         stream = self.stream(question, **options)
         for _ in stream:
             continue
         return stream.answer
 
-    def stream(self, question: str, **options: Unpack[QueryOptions]) -> AnswerStream:
+    def stream(self, question: Asked, **options: Any) -> AnswerStream:
         """Stream the answer: iterate over the text, then read `.answer`.
 
-        The options are those of `QueryOptions` (`engine`, `top_k`, `decoding`, `where`, …).
+        The options are the fields of `Question` (`engine`, `top_k`, `decoding`, `where`, …).
 
         Raises UsageError for an unknown engine, `top_k` below 1, an empty question or a bad decoding setting;
         RetrievalError if no chunk matches; KVMismatchError if the index was made by another model.
         """
         return AnswerStream(self._backend, validate_task(self.config, question, **options))
 
-    def query_many(
-        self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]
-    ) -> list[Answer]:
+    def query_many(self, questions: Iterable[Asked], **options: Any) -> list[Answer]:
         """Answer questions together, in their order; see `query_each`. The first error ends the rest and is raised."""
         return self.query_each(questions, **options).in_order()
 
-    def query_each(self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]) -> Answers:
+    def query_each(self, questions: Iterable[Asked], **options: Any) -> Answers:
         """Answer questions together: an iterator of results, in the order in which they finish, with their numbers.
 
         `options` are those of `stream` for all questions; a question may override them: `{"question": "…", "engine":
@@ -349,26 +345,22 @@ class RagKV:
         """
         return Answers(self._backend, self.config, questions, options)
 
-    async def aquery_many(
-        self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]
-    ) -> list[Answer]:
+    async def aquery_many(self, questions: Iterable[Asked], **options: Any) -> list[Answer]:
         """`query_many` without blocking the event loop."""
         return await self.aquery_each(questions, **options).in_order()
 
-    def aquery_each(
-        self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]
-    ) -> AsyncAnswers:
+    def aquery_each(self, questions: Iterable[Asked], **options: Any) -> AsyncAnswers:
         """`query_each` for `async for`; leaving it early cancels the running answers."""
         return AsyncAnswers(self.index, lambda: self.query_each(questions, **options))
 
-    async def aquery(self, question: str, **options: Unpack[QueryOptions]) -> Answer:
+    async def aquery(self, question: Asked, **options: Any) -> Answer:
         """`query` without blocking the event loop; cancelling the task stops the answer at its next token."""
         async with self.astream(question, **options) as stream:
             async for _ in stream:
                 continue
         return stream.answer
 
-    def astream(self, question: str, **options: Unpack[QueryOptions]) -> AsyncAnswerStream:
+    def astream(self, question: Asked, **options: Any) -> AsyncAnswerStream:
         """`stream` for `async for`: the text as it is generated, then `.answer`; errors come with the first text."""
         return AsyncAnswerStream(self.index, lambda: self.stream(question, **options))
 
@@ -383,23 +375,20 @@ class RagKV:
         """
         return Conversation.of(self.index, history=history, history_tokens=history_tokens, rewrite=rewrite)
 
-    def retrieve(self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]) -> list[ScoredChunk]:
+    def retrieve(self, question: Asked, **options: Any) -> list[ScoredChunk]:
         """The best chunks for a question, best first, with raw and fused scores (PCED Eqs. 4-7).
 
-        `retrieval` is a mode of `ragkv.index.search`. With `rerank`, the reranker scores the best `candidates`, and the
-        best `top_k` of these are returned. `where` are conditions on documents ("source=notes/*.md"); `only(document,
-        chunk)` is a condition in Python. The defaults are in `ragkv.toml`. Raises UsageError for an invalid setting,
+        Of the options of `Question`, `top_k` and `SEARCH_OPTIONS` matter. With `rerank`, the reranker scores the best
+        `candidates`, and the best `top_k` of these are returned. Raises UsageError for an invalid setting,
         RetrievalError if the index lacks something that the mode needs.
         """
-        return self._finder.find(question, search_settings(self.config, top_k, retrieval))
+        return self._finder.find(Question.of(question, **options))
 
-    async def aretrieve(
-        self, question: str, *, top_k: int | None = None, **retrieval: Unpack[Retrieval]
-    ) -> list[ScoredChunk]:
+    async def aretrieve(self, question: Asked, **options: Any) -> list[ScoredChunk]:
         """`retrieve` without blocking the event loop."""
         import asyncio
 
-        return await asyncio.to_thread(self.retrieve, question, top_k=top_k, **retrieval)
+        return await asyncio.to_thread(self.retrieve, question, **options)
 
     def chunk(self, text: str, *, chunk_id: str, document_id: str = "") -> Chunk:
         """A chunk of any text, tokenised as in the prompt. The index's KV serves it if a stored chunk has the same
@@ -482,7 +471,7 @@ class RagKV:
     def wanted(
         self,
         *,
-        questions: Iterable[str | QuestionWithOptions] = (),
+        questions: Iterable[Asked] = (),
         documents: Sequence[str] | None = None,
         where: Sequence[str] = (),
         most: int | None = None,

@@ -31,7 +31,7 @@ from ragkv.benchmarks.evaluation.worlds.world import World
 from ragkv.benchmarks.speed.report import BenchRow, OnStep, Quick, Report, alternating, machine, unseen, versions
 from ragkv.cli.options import Device, given_names
 from ragkv.doctor.answers import Comparison, IndexSource, run_candidates
-from ragkv.doctor.io import Question
+from ragkv.doctor.io import GoldenQuestion
 from ragkv.doctor.metrics import Task
 from ragkv.engines import make_engine
 from ragkv.errors import UsageError
@@ -157,7 +157,7 @@ def _quality_rows(rag: RagKV, name: str, questions: Sequence[str], on_step: OnSt
     changes = {LAST_BIT: changed} | {codec: source.candidate(name, top_k=TOP_K, codec=codec) for codec in TARGETS}
     found: dict[str, list[Comparison]] = {change: [] for change in changes}
     for start in range(0, len(questions), 20):
-        task = Task.of([Question(text=text) for text in questions[start : start + 20]])
+        task = Task.of([GoldenQuestion(text=text) for text in questions[start : start + 20]])
         results = run_candidates(
             [task], [raw, *changes.values()], source=source, compare_logits=True, max_new_tokens=ANSWER_TOKENS
         )

@@ -24,7 +24,7 @@ from ragkv.types import SCALE_BYTES
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 HEAD = "<!-- Made by `make cli-docs` from the commands themselves; tests/test_docs.py compares. -->\n\n"
-WORDS = ("config", "decoding", "errors", "types")
+WORDS = ("config", "decoding", "errors", "question", "types")
 """Modules that every room uses; drawn as one box, and without arrows to it."""
 
 

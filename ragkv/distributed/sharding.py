@@ -319,8 +319,8 @@ class ShardedBackend(IndexBackend):
         return self._runtime
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
-        if task.question != self._question:  # else its chunks are read together with those of earlier searches
-            self._question, self._owners = task.question, {}
+        if task.query.question != self._question:  # else its chunks are read together with those of earlier searches
+            self._question, self._owners = task.query.question, {}
         if self._shards is not None:
             found = super().find(task, on_candidates)
             self._owners |= {s.chunk.chunk_id: self._shards.owners.get(s.chunk.chunk_id, 0) for s in found}
@@ -360,7 +360,7 @@ class ShardedBackend(IndexBackend):
             prefix=prefix,
             chunks=tuple(given),
             suffix_ids=task.suffix_ids(index.prompt, index.model.tokens),
-            question=task.question,
+            question=task.query.question,
             prompt=index.prompt,
         )
         numbers = asdict(use)
@@ -372,7 +372,7 @@ class ShardedBackend(IndexBackend):
     ) -> tuple[list[ContextChunk], KVUse]:
         """Each chunk, with its KV if it is on this rank; and the use of the KV that this rank has loaded."""
         encoding, mine = task.engine.reads, self._mine(scored)
-        kvs, use = self._kv_loader.chunks(encoding, mine, keep=task.keep, after=after)
+        kvs, use = self._kv_loader.chunks(encoding, mine, keep=task.query.keep, after=after)
         here = {s.chunk.chunk_id: kv for s, kv in zip(mine, kvs, strict=True)}
         packet = None if encoding is None else self._kv_loader.packet(encoding)
         alone = encoding is Encoding.STANDALONE if packet is None else not packet.prefixed

@@ -291,7 +291,7 @@ _SENTENCE = re.compile(r"[^.!?。！？]{24,400}[.!?。！？]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class GoldenQuestion:
     """A question and its gold answers, any of which is right; without any, correctness is unknown."""
 
     text: str
@@ -308,7 +308,7 @@ def contains_answer(text: str, answers: Sequence[str]) -> bool:
     return any(normal(answer) in found for answer in answers)
 
 
-def read_questions(path: Path) -> list[Question]:
+def read_questions(path: Path) -> list[GoldenQuestion]:
     """The questions of a JSONL file: `{"question": …, "answer": …}` or `"answers": […]`; other keys are ignored.
 
     Raises ConfigError that names the file and the line.
@@ -319,7 +319,7 @@ def read_questions(path: Path) -> list[Question]:
     return found
 
 
-def golden_questions(path: Path) -> tuple[list[Question], int]:
+def golden_questions(path: Path) -> tuple[list[GoldenQuestion], int]:
     """The questions of a file that have gold answers, and how many have none. ConfigError if all have none."""
     found = read_questions(path)
     golden = [question for question in found if question.answers]
@@ -328,7 +328,7 @@ def golden_questions(path: Path) -> tuple[list[Question], int]:
     return golden, len(found) - len(golden)
 
 
-def question_of(line: FileRow) -> Question:
+def question_of(line: FileRow) -> GoldenQuestion:
     """The question of one line. Raises ConfigError that names the line."""
     row, where = line.values, line.where
     if not isinstance(row.get("question"), str) or not row["question"].strip():
@@ -341,10 +341,10 @@ def question_of(line: FileRow) -> Question:
     golds = tuple(str(answer) for answer in answers)
     if any(not normal(gold) for gold in golds):  # every text contains an empty gold answer
         raise ConfigError(f"{where}: an answer is empty; leave it out, or write what is right.")
-    return Question(text=row["question"].strip(), answers=golds)
+    return GoldenQuestion(text=row["question"].strip(), answers=golds)
 
 
-def made_questions(store: Store, count: int, seed: int) -> list[Question]:
+def made_questions(store: Store, count: int, seed: int) -> list[GoldenQuestion]:
     """Make questions that the index's own chunks answer: they quote the beginning of a sentence and ask for the rest.
 
     They have no gold answers; they show whether an engine reads the chunks as full attention does. Documents are drawn
@@ -362,7 +362,7 @@ def made_questions(store: Store, count: int, seed: int) -> list[Question]:
             found[f'How does this sentence go on: "{_beginning(rng.choice(sentences).strip())}…"?'] = None
     if not found:
         raise RetrievalError("The index holds no sentence to make a question of; give --questions FILE.jsonl.")
-    return [Question(text=text) for text in found]
+    return [GoldenQuestion(text=text) for text in found]
 
 
 def _beginning(sentence: str) -> str:

@@ -45,7 +45,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from ragkv.doctor.io import Progress, Question, contains_answer
+from ragkv.doctor.io import GoldenQuestion, Progress, contains_answer
 from ragkv.errors import ConfigError
 
 _EPSILON = 1e-8  # the package's, so equal texts score 1 - 5e-9
@@ -131,7 +131,7 @@ class Task:
             raise ValueError(f"task {self.name!r}: max_new_tokens must be at least 1")
 
     @classmethod
-    def of(cls, questions: Sequence[Question], *, name: str = "", metric: str = "contains") -> Self:
+    def of(cls, questions: Sequence[GoldenQuestion], *, name: str = "", metric: str = "contains") -> Self:
         """A task whose chunks an index finds; the examples' ids are the positions of the questions."""
         examples = [
             Example(example_id=str(at), question=question.text, chunks=(), answers=question.answers)

@@ -25,7 +25,7 @@ import torch
 import ragkv
 from ragkv.config import NONE, EncodingConfig, IndexConfig
 from ragkv.doctor.answers import Candidate, ExampleResult, IndexSource, LoadedModel, run_candidates
-from ragkv.doctor.io import UNKNOWN, Progress, Question, Spec, Verdict
+from ragkv.doctor.io import UNKNOWN, GoldenQuestion, Progress, Spec, Verdict
 from ragkv.doctor.metrics import Interval, Task, difference_interval, mean_interval, share_interval
 from ragkv.engines import make_engine, unsupported_reason
 from ragkv.errors import RagkvError, RetrievalError, UsageError
@@ -513,7 +513,7 @@ class Doctor:
         self._talking = candidate(usual, turns=EARLIER, name="conversation")
 
     def examine(
-        self, questions: Sequence[Question], *, source: str, seed: int, on_progress: Progress | None = None
+        self, questions: Sequence[GoldenQuestion], *, source: str, seed: int, on_progress: Progress | None = None
     ) -> Quality:
         """Ask all questions; nothing is written. Raises RetrievalError if no question finds a chunk."""
         candidates = [self._full]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import load_config, save_config
 from ragkv.doctor.answers import Candidate, IndexSource, run_candidates
-from ragkv.doctor.io import Progress, Question, ResultCache, digest_of
+from ragkv.doctor.io import GoldenQuestion, Progress, ResultCache, digest_of
 from ragkv.doctor.metrics import Task
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import RetrievalError, UsageError
@@ -117,10 +117,10 @@ class Tuner:
 
     def search(
         self,
-        questions: Sequence[Question],
+        questions: Sequence[GoldenQuestion],
         *,
         prefixes: Sequence[int] = PREFIXES,
-        held_out: Sequence[Question] = (),
+        held_out: Sequence[GoldenQuestion] = (),
         on_progress: Progress | None = None,
     ) -> Search:
         """Search the prefix at T = S = 1, then T, then S, each with the best values so far. The index's own setting is
@@ -145,13 +145,13 @@ class Tuner:
                 on_progress(done, total, what)
 
         def measure(stage: Stage, settings: Sequence[APESetting]) -> APESetting:
-            def ask(question: Question, left: Sequence[APESetting]) -> list[bool]:
+            def ask(question: GoldenQuestion, left: Sequence[APESetting]) -> list[bool]:
                 notify(len(settings), stage)
                 return [self._right(question, setting) for setting in left]
 
             return search_stage(stage, settings, [(1, partial(ask, question)) for question in asked], trials)
 
-        def count(questions: Sequence[Question], setting: APESetting | None, what: str) -> int:
+        def count(questions: Sequence[GoldenQuestion], setting: APESetting | None, what: str) -> int:
             right = 0
             for question in questions:
                 right += self._right(question, setting)
@@ -179,17 +179,17 @@ class Tuner:
             held_out=validated,
         )
 
-    def _answerable(self, questions: Sequence[Question]) -> list[Question]:
+    def _answerable(self, questions: Sequence[GoldenQuestion]) -> list[GoldenQuestion]:
         """The questions that retrieve something. The chunks are remembered."""
         return [question for question in questions if self._chunks(question)]
 
-    def _chunks(self, question: Question) -> list[tuple[int, ...]]:
+    def _chunks(self, question: GoldenQuestion) -> list[tuple[int, ...]]:
         """The token ids of the chunks, which are the same for all settings."""
         [example] = Task.of([question]).examples
         placed = self._source.chunks(self._subject, example, self._candidate(None))
         return [chunk.token_ids for _, chunk in placed]
 
-    def _right(self, question: Question, setting: APESetting | None) -> bool:
+    def _right(self, question: GoldenQuestion, setting: APESetting | None) -> bool:
         """Whether APE with `setting` answers right (None: `full`, with the index's prefix), from the journal if known.
 
         The journal's key holds everything that the answer depends on, so a result is reused exactly as long as it is
@@ -235,7 +235,7 @@ class Tuner:
         return self._source.candidate("ape", options=options, **settings)
 
 
-def split(questions: Sequence[Question], seed: int) -> tuple[list[Question], list[Question]]:
+def split(questions: Sequence[GoldenQuestion], seed: int) -> tuple[list[GoldenQuestion], list[GoldenQuestion]]:
     """Split questions into a half to search on and a half to hold out. Raises UsageError for fewer than two."""
     if len(questions) < 2:
         raise UsageError("--holdout needs at least two questions.")

@@ -13,15 +13,16 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Se
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Required, Self, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from ragkv.config import MOST_STEPS, IndexConfig, StepsConfig, build_config
-from ragkv.decoding import GREEDY, Decoding, schema_text
-from ragkv.errors import NothingFoundError, StoreError, UsageError
+from ragkv.config import IndexConfig, StepsConfig
+from ragkv.decoding import GREEDY, Decoding
+from ragkv.errors import NothingFoundError, StoreError
 from ragkv.index.conversation import WrittenQueries, first_line
 from ragkv.index.index import Index
 from ragkv.index.kv_loader import After, KVLoader, Prefetch, index_request
-from ragkv.index.search import Finder, Retrieval, SearchSettings, search_settings
+from ragkv.index.search import Finder
+from ragkv.question import Question
 from ragkv.types import Answer, Encoding, KVUse, ScoredChunk, Source, Timing, TracedToken, field_sources
 from ragkv.util.telemetry import Span, span
 
@@ -32,74 +33,30 @@ if TYPE_CHECKING:
     from ragkv.runtime import Generation, Job, Lease, Runtime, Token
 
 
-class QueryOptions(Retrieval, total=False):
-    """Options of a question; unset or None means the value in `ragkv.toml`."""
-
-    system: str | None
-    """Instructions for this question, placed before it: the prompt's beginning cannot change, its KV is stored."""
-    engine: str | None
-    top_k: int | None
-    max_new_tokens: int
-    """The most tokens to generate, by default 128."""
-    decoding: Decoding | Mapping[str, Any] | None
-    """A `Decoding`, or the settings that differ from the index's `[decoding]` table: `{"temperature": 0.7}`."""
-    schema: Any
-    """The answer's JSON schema: a mapping, JSON text, or a class of pydantic; the same as `schema` in `decoding`, which
-    also has `regex` and `grammar`."""
-    logits_processors: Sequence[Any]
-    """transformers' logits processors, which get the generated tokens; do not share stateful ones between requests."""
-    stopping_criteria: Sequence[Any]
-    chunks: Sequence[ScoredChunk] | None
-    """Chunks to answer from instead of the first search, best first; they need not be from the index."""
-    keep: bool
-    """Store the KV of `chunks` that are not from the index, until the next `gc`."""
-    tail: Sequence[tuple[str, bool]] | None
-    """The prompt after the documents (`ragkv.model.tools.tool_tail`) in place of the question; the answer then includes
-    the names of the control tokens that `grammar` allows."""
-    steps: int | None
-    """The most searches: for the question, then for queries that the model writes (`StepsConfig`). With `chunks` the
-    default is 1."""
-    rewrite: str | None
-    """A prompt to the model before the search (`Conversation.rewrite_text`); its answer replaces `search_for`."""
-
-
-class QuestionWithOptions(QueryOptions, total=False):
-    """A question with its own options, which override the common ones."""
-
-    question: Required[str]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerTask:
-    """A question with all settings for its answer."""
+    """A question with every option set, the engine that answers it, and how the model writes search queries."""
 
-    question: str
+    query: Question
     engine: Engine
-    search: SearchSettings
-    max_new_tokens: int
     decoding: Decoding
-    logits_processors: Sequence[Any] = ()
-    stopping_criteria: Sequence[Any] = ()
-    chunks: Sequence[ScoredChunk] | None = None
-    keep: bool = False
-    tail: Sequence[tuple[str, bool]] | None = None
-    system: str = ""
-    steps: int = 1
-    rewrite: str | None = None
     writing: StepsConfig = field(default_factory=StepsConfig)
 
     def query_task(self, prompt: str, *, engine: Engine | None = None) -> AnswerTask:
         """The task of writing a search query: greedy, unconstrained and without thinking."""
         return replace(
             self,
-            question=prompt,
+            query=replace(
+                self.query,
+                question=prompt,
+                max_new_tokens=self.writing.max_new_tokens,
+                logits_processors=(),
+                stopping_criteria=(),
+                tail=None,
+                system="",
+            ),
             engine=engine or self.engine,
-            max_new_tokens=self.writing.max_new_tokens,
             decoding=GREEDY.settled(),
-            logits_processors=(),
-            stopping_criteria=(),
-            tail=None,
-            system="",
         )
 
     @property
@@ -108,74 +65,31 @@ class AnswerTask:
         from ragkv.runtime import Generation
 
         return Generation(
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.query.max_new_tokens,
             decoding=self.decoding,
-            processors=self.logits_processors,
-            criteria=self.stopping_criteria,
-            control=self.tail is not None and self.decoding.grammar is not None,
+            processors=self.query.logits_processors,
+            criteria=self.query.stopping_criteria,
+            control=self.query.tail is not None and self.decoding.grammar is not None,
         )
 
     def suffix_ids(self, prompt: Prompt, tokens: Tokens) -> tuple[int, ...]:
         """The prompt after the documents."""
-        asked = f"{self.system}\n\n{self.question}" if self.system else self.question
-        return prompt.suffix_ids(tokens, asked, self.tail, thinking=self.decoding.thinking != "off")
+        query = self.query
+        text = f"{query.system}\n\n{query.question}" if query.system else query.question
+        return prompt.suffix_ids(tokens, text, query.tail, thinking=self.decoding.thinking != "off")
 
 
-def validate_task(config: IndexConfig, question: str, **options: Unpack[QueryOptions]) -> AnswerTask:
-    """The task that the options describe, completed from the index's configuration.
+def validate_task(config: IndexConfig, asked: str | Question | Mapping[str, Any], **common: Any) -> AnswerTask:
+    """The task of a question (`Question.of`), completed from the index's configuration.
 
-    Raises UsageError for an unknown option or engine, `top_k` or `max_new_tokens` below 1, an empty question or a bad
-    setting.
+    Raises UsageError for an unknown option or engine, and for a bad setting.
     """
     from ragkv.engines import make_engine
 
-    if unknown := sorted(options.keys() - QueryOptions.__annotations__.keys()):
-        known = ", ".join(sorted(QuestionWithOptions.__annotations__))
-        raise UsageError(f"A question has no option {unknown[0]!r}; there are {known}.")
-    if not question.strip():
-        raise UsageError("The question is empty; ask something.", param="question")
-    system, chunks, steps = options.get("system") or "", options.get("chunks"), options.get("steps")
-    for name, text in (("question", question), ("system", system)):
-        if any("\ud800" <= char <= "\udfff" for char in text):  # surrogates come from bytes that are not UTF-8
-            raise UsageError(f"The {name} is not valid Unicode text; write it in UTF-8.", param=name)
-    max_new_tokens = options.get("max_new_tokens", 128)
-    if max_new_tokens < 1:
-        raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.", param="max_new_tokens")
-    if steps is not None and not 1 <= steps <= MOST_STEPS:
-        raise UsageError(f"--steps must be from 1 to {MOST_STEPS}, not {steps}.", param="steps")
-    decoding, schema = options.get("decoding"), options.get("schema")
-    if isinstance(decoding, Decoding):
-        settings = decoding if schema is None else replace(decoding, schema=schema_text(schema))
-    else:
-        given = dict(decoding or {}) | ({} if schema is None else {"schema": schema})
-        if given.get("schema") is not None:
-            given["schema"] = schema_text(given["schema"])
-        settings = build_config(Decoding, asdict(config.decoding) | given, "decoding")
-    engine = options.get("engine") or config.default_engine
-    return AnswerTask(
-        question=question.strip(),
-        engine=make_engine(engine, config.tuning, context=config.encoding.context),
-        search=search_settings(config, options.get("top_k"), options),
-        max_new_tokens=max_new_tokens,
-        decoding=settings.settled(),
-        logits_processors=options.get("logits_processors", ()),
-        stopping_criteria=options.get("stopping_criteria", ()),
-        chunks=chunks,
-        keep=options.get("keep", False),
-        tail=options.get("tail"),
-        system=system.strip(),
-        steps=(config.steps.count if chunks is None else 1) if steps is None else steps,
-        rewrite=options.get("rewrite"),
-        writing=config.steps,
-    )
-
-
-def validate_question(config: IndexConfig, asked: str | QuestionWithOptions, options: QueryOptions) -> AnswerTask:
-    """The task of one of many questions with common `options`; UsageError as in `validate_task`."""
-    own: dict[str, Any] = {"question": asked} if isinstance(asked, str) else dict(asked)
-    if not isinstance(own.get("question"), str):
-        raise UsageError('A question is a text, or options with its text as "question".')
-    return validate_task(config, own.pop("question"), **{**options, **own})
+    query = Question.of(asked, **common)
+    decoding, query = query.decoding_settings(config), query.completed(config)
+    engine = make_engine(query.engine, config.tuning, context=config.encoding.context)
+    return AnswerTask(query=query, engine=engine, decoding=decoding, writing=config.steps)
 
 
 class AnswerOwner(Protocol):
@@ -252,17 +166,17 @@ class IndexBackend:
         if task.engine.reads is Encoding.CONTEXT:
             index.require_room_for_context()
         _ = index.runtime
-        if task.chunks is None or task.steps > 1:
-            if task.search.mode != "bm25":
+        if task.query.chunks is None or task.query.steps > 1:
+            if task.query.retrieval != "bm25":
                 _ = index.encoders.embedder
-            if task.search.rerank:
+            if task.query.rerank:
                 _ = index.encoders.reranker
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
-        if task.chunks is not None:
-            found = list(task.chunks)
+        if task.query.chunks is not None:
+            found = list(task.query.chunks)
         else:
-            found = self._finder.find(task.question, task.search, on_candidates=on_candidates)
+            found = self._finder.find(task.query, on_candidates=on_candidates)
         if not found:
             raise NothingFoundError(
                 f"The index at {self._index.folder} holds no document yet; add some with: ragkv ingest PATH"
@@ -274,9 +188,9 @@ class IndexBackend:
     def request(
         self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
     ) -> tuple[Request, KVUse]:
-        asked = task.engine, task.question, scored, prefetch
+        asked = task.engine, task.query.question, scored, prefetch
         ids = task.suffix_ids(self._index.prompt, self._index.model.tokens)
-        return index_request(self._index, self._kv_loader, *asked, keep=task.keep, after=after, suffix_ids=ids)
+        return index_request(self._index, self._kv_loader, *asked, keep=task.query.keep, after=after, suffix_ids=ids)
 
     def store(self, after: After) -> None:
         while after:
@@ -296,7 +210,7 @@ class AnswerStream:
     """
 
     def __init__(self, backend: AnswerBackend, task: AnswerTask) -> None:
-        self.question = task.question
+        self.question = task.query.question
         self.tokens = 0
         """Generated tokens so far."""
         self.prompt_tokens = 0
@@ -486,8 +400,8 @@ class AnswerStream:
         backend.require(task)
         self._runtime = backend.runtime
         self._mark("started")
-        if task.rewrite is not None and task.chunks is None:
-            self._asked, prefetch = task.query_task(task.rewrite, engine=make_engine("full", {})), None
+        if task.query.rewrite is not None and task.query.chunks is None:
+            self._asked, prefetch = task.query_task(task.query.rewrite, engine=make_engine("full", {})), None
         else:
             prefetch = self._search_first("")
         self._begun = True
@@ -516,8 +430,8 @@ class AnswerStream:
     def _search_first(self, rewritten: str) -> Prefetch | None:
         """Search for the question, or for the rewritten follow-up question."""
         task = self._task
-        usual = task.search.search_for or task.question
-        self._steps = WrittenQueries(task.writing, task.question, rewritten or usual, task.steps)
+        usual = task.query.search_for or task.query.question
+        self._steps = WrittenQueries(task.writing, task.query.question, rewritten or usual, task.query.steps)
         return self._search(rewritten)
 
     def _search(self, query: str) -> Prefetch | None:
@@ -531,12 +445,12 @@ class AnswerStream:
             self.queries.append(query)
             self.when_found()
             with suppress(NothingFoundError):
-                search = replace(task.search, search_for=query)
-                found, prefetch = self._find(replace(task, search=search, chunks=None))
+                again = replace(task.query, search_for=query, chunks=None)
+                found, prefetch = self._find(replace(task, query=again))
         if not found and not steps.rankings:
             found, prefetch = self._find(task)
         more = steps.found(found, _chunk_id)
-        best = steps.best(task.search.top_k, _chunk_id)
+        best = steps.best(task.query.top_k, _chunk_id)
         self._scored = best[: task.engine.most_chunks][::-1]
         self._mark("retrieved")
         self._mark("reranked")
@@ -561,7 +475,7 @@ class AnswerStream:
         def begin(likely: list[ScoredChunk]) -> None:
             nonlocal prefetch
             self._mark("retrieved")
-            if task.search.rerank:
+            if task.query.rerank:
                 encoding = None if engine.whole_documents else engine.reads
                 prefetch = backend.prefetch(encoding, likely[: engine.most_chunks])
 
@@ -636,14 +550,14 @@ class AnswerStream:
         if ended.records:
             model = Path(self._backend.owner.model.checkpoint.name)
             stages: list[tuple[str, str, str, dict[str, Any]]] = [
-                ("search", "started", "retrieved", {"mode": task.search.mode, "chunks": len(self._scored)}),
-                ("rerank", "retrieved", "reranked", {"candidates": task.search.candidates}),
+                ("search", "started", "retrieved", {"mode": task.query.retrieval, "chunks": len(self._scored)}),
+                ("rerank", "retrieved", "reranked", {"candidates": task.query.candidates}),
                 ("prefill", "loaded", "first", {"tokens": self.prompt_tokens}),
                 ("decode", "first", "", {"tokens": self.tokens}),
             ]
             with ended.current():
                 for name, begin, end, facts in stages:
-                    if begin in times and (name != "rerank" or (task.search.rerank and task.chunks is None)):
+                    if begin in times and (name != "rerank" or (task.query.rerank and task.query.chunks is None)):
                         stage = {f"ragkv.{name}.{key}": value for key, value in facts.items()}
                         Span(f"ragkv.{name}", stage, started=times[begin]).end(at=times.get(end, now))
             ended.note(
@@ -682,7 +596,7 @@ class AnswerStream:
                 total=_ms(started, ended),
             ),
             kv=self._use,
-            decoding={"max_new_tokens": self._task.max_new_tokens, **asdict(self._task.decoding)},
+            decoding={"max_new_tokens": self._task.query.max_new_tokens, **asdict(self._task.decoding)},
             dtype=self._dtype,
             charge=self._charge,
             trace=tuple(self.trace),

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ragkv.errors import AnswerInterruptedError, KVMismatchError, MissingExtraError, ModelLoadError
-from ragkv.index.answer import (
-    AnswerBackend,
-    AnswerStream,
-    QueryOptions,
-    QuestionWithOptions,
-    validate_question,
-    validate_task,
-)
+from ragkv.index.answer import AnswerBackend, AnswerStream, validate_task
+from ragkv.question import Asked, text_of
 from ragkv.types import Answer
 
 if TYPE_CHECKING:
@@ -77,12 +71,12 @@ class Answers(Iterator[Result]):
         self,
         backend: AnswerBackend,
         config: IndexConfig,
-        questions: Iterable[str | QuestionWithOptions],
-        options: QueryOptions,
+        questions: Iterable[Asked],
+        options: Mapping[str, Any],
     ) -> None:
         validate_task(config, "?", **options)  # options that are wrong for all questions raise now
         self._backend = backend
-        self._start = lambda asked: AnswerStream(backend, validate_question(config, asked, options))
+        self._start = lambda asked: AnswerStream(backend, validate_task(config, asked, **options))
         self._questions = enumerate(questions)
         self._cancelled = threading.Event()
         self._running: list[_One] = []
@@ -155,13 +149,13 @@ class Answers(Iterator[Result]):
 class _One:
     """One of many questions, with its stream."""
 
-    def __init__(self, number: int, asked: str | QuestionWithOptions) -> None:
+    def __init__(self, number: int, asked: Asked) -> None:
         self._number = number
         self._asked = asked
         self._stream: AnswerStream | None = None
         self.begun = False
 
-    def begin(self, start: Callable[[str | QuestionWithOptions], AnswerStream], *, wait: bool) -> Result | None:
+    def begin(self, start: Callable[[Asked], AnswerStream], *, wait: bool) -> Result | None:
         """Start it if there is room (`begun`); returns the result if it failed."""
         try:
             if self._stream is None:
@@ -199,12 +193,12 @@ class _One:
         self.close()
         if isinstance(error, _FOR_ALL):
             raise error
-        question = self._asked if isinstance(self._asked, str) else self._asked.get("question", "")
+        question = text_of(self._asked)
         tokens = 0 if self._stream is None else self._stream.tokens
         return Result(number=self._number, question=question, error=error, tokens=tokens)
 
 
-def _next(questions: Iterator[tuple[int, str | QuestionWithOptions]]) -> _One | None:
+def _next(questions: Iterator[tuple[int, Asked]]) -> _One | None:
     found = next(questions, None)
     return None if found is None else _One(*found)
 

@@ -6,15 +6,16 @@ import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 from ragkv.config import EncodingConfig, IndexConfig, RuntimeConfig, StepsConfig
 from ragkv.errors import AnswerInterruptedError, PromptTooLongError
-from ragkv.index.answer import AnswerStream, AnswerTask, QueryOptions, QuestionWithOptions, validate_task
+from ragkv.index.answer import AnswerStream, AnswerTask, validate_task
 from ragkv.index.batch import Answers
 from ragkv.index.index import runtime_limits
 from ragkv.index.kv_loader import After, Prefetch
 from ragkv.model.prompt import render
+from ragkv.question import Asked
 from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
@@ -78,11 +79,11 @@ class Contexts:
         self.closed = True
         self.runtime.close(self, _CLOSED)
 
-    def stream(self, question: str, **options: Unpack[QueryOptions]) -> AnswerStream:
+    def stream(self, question: Asked, **options: Any) -> AnswerStream:
         """Like `RagKV.stream`; `chunks` replace the common texts for this question."""
         return AnswerStream(self, validate_task(self.config, question, **options))
 
-    def query_each(self, questions: Iterable[str | QuestionWithOptions], **options: Unpack[QueryOptions]) -> Answers:
+    def query_each(self, questions: Iterable[Asked], **options: Any) -> Answers:
         """Like `RagKV.query_each`."""
         return Answers(self, self.config, questions, options)
 
@@ -109,7 +110,7 @@ class Contexts:
         require_supported(task.engine, self.model)
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
-        return self._common[::-1] if task.chunks is None else list(task.chunks)
+        return self._common[::-1] if task.query.chunks is None else list(task.query.chunks)
 
     def sizes(
         self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
@@ -148,7 +149,7 @@ class Contexts:
             else self._kv(Encoding.STANDALONE, self._prefix_ids),
             chunks=tuple(given),
             suffix_ids=suffix,
-            question=task.question,
+            question=task.query.question,
             prompt=self.prompt,
         ), use
 
@@ -166,7 +167,7 @@ class Contexts:
         from ragkv.model.apb.document import SequentialExecutor, document_for_question
 
         prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if self._prefix_ids else None
-        question = self.prompt.chunk_ids(self.model.tokens, task.question)
+        question = self.prompt.chunk_ids(self.model.tokens, task.query.question)
         found: list[ContextChunk] = []
         use = KVUse()
         for each in scored:

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 from ragkv.config import CONFIG_FILE, NONE
 from ragkv.errors import CorruptStoreError, RagkvError, RetrievalError, StoreError, StoreFullError, UsageError
-from ragkv.index.answer import QuestionWithOptions, validate_question
+from ragkv.index.answer import validate_task
 from ragkv.index.index import Index, damaged_metadata, indexes_of, read_metadata
 from ragkv.index.kv_loader import KVLoader
 from ragkv.index.search import Finder, collection_state, derived_states, stale_derived
 from ragkv.ingest import batches_of, chunk_vectors, encode_identities, find_chunk
+from ragkv.question import Asked
 from ragkv.store import (
     Collection,
     Copy,
@@ -270,7 +271,7 @@ def of_questions(
     index: Index,
     kv_loader: KVLoader,
     finder: Finder,
-    questions: Iterable[str | QuestionWithOptions],
+    questions: Iterable[Asked],
     on_question: Callable[[int], None],
 ) -> Wanted:
     """The KV that these questions would read; none for a question that finds nothing."""
@@ -278,12 +279,12 @@ def of_questions(
     owners: dict[KVIdentity, str] = {}
     for number, asked in enumerate(questions):
         on_question(number)
-        task = validate_question(index.config, asked, {})
+        task = validate_task(index.config, asked)
         encoding = task.engine.reads
         if encoding is None or task.engine.whole_documents:
             continue
         try:
-            found = finder.find(task.question, task.search)[: task.engine.most_chunks]
+            found = finder.find(task.query)[: task.engine.most_chunks]
         except RetrievalError:
             continue
         identities = kv_loader.identities(encoding, [scored.chunk for scored in found])

@@ -21,15 +21,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ragkv.config import MODES, NONE, Fusion, IndexConfig, Mode
+from ragkv.config import MODES, Fusion, Mode
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError, StoreError, UsageError
 from ragkv.index.filters import DocumentFilter, DocumentMetadata, FieldIndex, all_values, match, unmatched, where_filter
 from ragkv.index.index import Index, indexes_of, why_not_served
+from ragkv.question import Question
 from ragkv.retrievers import (
     BM25,
     DenseConfig,
@@ -69,55 +70,6 @@ _FUSIONS: Mapping[Fusion, Callable[[Sequence[Sequence[Hit]]], list[Hit]]] = {
     "relative": relative_score_fusion,
     "rrf": reciprocal_rank_fusion,
 }
-
-
-class Retrieval(TypedDict, total=False):
-    """A question's retrieval settings. A missing value or None means the one in `ragkv.toml`.
-
-    `search_for` replaces the question as the search query: a follow-up question may not name its subject. `only`
-    decides whether a chunk of a document may be found. Like `where`, it applies before the best are selected.
-    """
-
-    retrieval: str | None
-    rerank: bool | None
-    candidates: int | None
-    where: Sequence[str]
-    search_for: str | None
-    only: Callable[[Document, Chunk], bool] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchSettings:
-    """How one question searches, with all defaults filled in."""
-
-    mode: Mode
-    top_k: int
-    candidates: int
-    rerank: bool
-    where: tuple[str, ...] = ()
-    search_for: str | None = None
-    only: Callable[[Document, Chunk], bool] | None = None
-
-
-def search_settings(config: IndexConfig, top_k: int | None, asked: Retrieval) -> SearchSettings:
-    """A question's settings, completed from the index's configuration. UsageError for invalid values."""
-    top_k = config.top_k if top_k is None else top_k
-    retrieval, rerank, candidates = asked.get("retrieval"), asked.get("rerank"), asked.get("candidates")
-    if top_k < 1:
-        raise UsageError(f"--top-k must be at least 1, not {top_k}.", param="top_k")
-    if candidates is not None and candidates < 1:
-        raise UsageError(f"--candidates must be at least 1, not {candidates}.", param="candidates")
-    if retrieval is not None and retrieval not in MODES:
-        raise UsageError(f"--retrieval must be one of {', '.join(MODES)}, not {retrieval!r}.", param="retrieval")
-    return SearchSettings(
-        mode=retrieval or config.retrieval,
-        top_k=top_k,
-        candidates=candidates or config.candidates,
-        rerank=config.rerank and config.reranker != NONE if rerank is None else rerank,
-        where=tuple(asked.get("where") or ()),
-        search_for=asked.get("search_for"),
-        only=asked.get("only"),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -822,26 +774,26 @@ class Finder:
 
     def find(
         self,
-        question: str,
-        search: SearchSettings,
+        query: Question,
         *,
         on_candidates: Callable[[list[ScoredChunk]], None] | None = None,
     ) -> list[ScoredChunk]:
         """The best chunks, best first; `on_candidates` gets the likely winners before reranking."""
-        question = search.search_for or question
-        searcher = self.searcher(search.mode, rerank=search.rerank)
-        among = self._among(search.where, search.only)
-        pool = max(search.top_k, search.candidates)
-        count = pool if search.rerank else search.top_k
-        found = searcher.candidates(question, mode=search.mode, count=count, pool=pool, among=among)
+        query = query.completed(self._index.config)
+        text, mode = query.search_for or query.question, cast("Mode", query.retrieval)
+        searcher = self.searcher(mode, rerank=query.rerank)
+        among = self._among(query.where, query.only)
+        pool = max(query.top_k, query.candidates)
+        count = pool if query.rerank else query.top_k
+        found = searcher.candidates(text, mode=mode, count=count, pool=pool, among=among)
         known = self._fetch(found)
         # another process may have deleted a chunk since the search
         found = [each for each in found if each.chunk_id in known]
         if on_candidates is not None:
-            on_candidates([each.scored(*known[each.chunk_id]) for each in found[: search.top_k]])
-        if search.rerank and found:
-            found = searcher.rerank(question, found)
-        return [each.scored(*known[each.chunk_id]) for each in found[: search.top_k]]
+            on_candidates([each.scored(*known[each.chunk_id]) for each in found[: query.top_k]])
+        if query.rerank and found:
+            found = searcher.rerank(text, found)
+        return [each.scored(*known[each.chunk_id]) for each in found[: query.top_k]]
 
     def documents(self, where: Sequence[str]) -> list[StoredDocument]:
         """The documents that meet `where`, ordered by id. UsageError if there is none.

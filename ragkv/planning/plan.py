@@ -32,7 +32,7 @@ from ragkv.ingest.chunker import split_text
 from ragkv.ingest.parser import Section
 from ragkv.ingest.sandbox import SourceReader, SourceText, UnreadableSource
 from ragkv.ingest.source import GivenPath, Skipped, SourceFile, find_sources, flat_paths
-from ragkv.pipeline import QuestionWithOptions, RagKV
+from ragkv.pipeline import RagKV
 from ragkv.planning.calibration import (
     ChunkCalibration,
     Clock,
@@ -674,7 +674,7 @@ class BudgetPlans:
 def plan_budgets(
     rag: RagKV,
     *,
-    questions: Sequence[QuestionWithOptions] | None = None,
+    questions: Sequence[Mapping[str, Any]] | None = None,
     zipf: float | None = None,
     top_k: int | None = None,
     seed: int = 0,

@@ -19,7 +19,7 @@ from ragkv.config import MOST_STEPS
 from ragkv.errors import RagkvError
 from ragkv.index.answer import source_of
 from ragkv.index.search import chunk_named
-from ragkv.pipeline import QueryOptions, RagKV
+from ragkv.pipeline import RagKV
 from ragkv.server.errors import readable_error
 from ragkv.server.local import LocalClient, UnservedError, query_body
 from ragkv.server.schemas import FailFastList, PageBox, ShownChunk
@@ -129,7 +129,7 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
         system: Annotated[str | None, Field(description="Instructions for this question.")] = None,
     ) -> ToolAnswer:
         """Answer a question from the documents, with the passages that the answer was made from."""
-        options: QueryOptions = {
+        options: dict[str, Any] = {
             "top_k": top_k, "where": where or [], "engine": engine, "max_new_tokens": max_new_tokens,
             "steps": steps, "system": system,
         }  # fmt: skip

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from ragkv.decoding import Decoding, schema_text
 from ragkv.errors import MissingExtraError, NothingFoundError, RetrievalError, UsageError
-from ragkv.index.answer import AnswerStream, QueryOptions
+from ragkv.index.answer import AnswerStream
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.index.contexts import given_chunk
 from ragkv.model.tools import ToolCallParser, tool_format, tool_tail
@@ -232,7 +232,7 @@ class ChatRequest(QuestionOptions):
             raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
         return list(found.values())
 
-    def tool_options(self, chosen: ModelChoice, words: ConversationText, later: Sequence[Message]) -> QueryOptions:
+    def tool_options(self, chosen: ModelChoice, words: ConversationText, later: Sequence[Message]) -> dict[str, Any]:
         """The options for tools and their results: the prompt after the documents, and the grammar of calls."""
         tools = self.callable_tools()
         if not tools and not later:
@@ -244,7 +244,7 @@ class ChatRequest(QuestionOptions):
             {**message.model_dump(include={"role", "tool_calls", "tool_call_id"}), "content": message.text(place)}
             for place, message in enumerate(later, start=len(self.messages) - len(later))
         ]
-        options: QueryOptions = {"tail": tool_tail(model, chosen.rag.prompt, words.prompt, tools, given)}
+        options: dict[str, Any] = {"tail": tool_tail(model, chosen.rag.prompt, words.prompt, tools, given)}
         if tools:
             required = self.tool_choice == "required" or isinstance(self.tool_choice, dict)
             several = self.parallel_tool_calls is not False and not isinstance(self.tool_choice, dict)
@@ -270,7 +270,7 @@ class ChatRequest(QuestionOptions):
                 place = f"tools[{places[tool['name']]}].function.parameters"
                 raise to_api_error(error, {"schema": place}) from error
 
-    def options(self, chosen: ModelChoice, words: ConversationText) -> QueryOptions:
+    def options(self, chosen: ModelChoice, words: ConversationText) -> dict[str, Any]:
         """The options of `RagKV.stream`; ApiError if the model and `engine` name different engines.
 
         A question about the conversation itself is answered by engine `full`, because no KV is stored for it.

@@ -19,7 +19,6 @@ from pydantic import BaseModel, FailFast, Field
 from ragkv.config import NONE
 from ragkv.engines import engine_names, supported_engines
 from ragkv.errors import RagkvError
-from ragkv.index.answer import QueryOptions
 from ragkv.index.filters import Pattern, is_pattern, values_of
 from ragkv.index.index import served
 from ragkv.index.search import DocumentView, list_documents
@@ -284,13 +283,13 @@ class QuestionOptions(BaseModel):
 
     def query_options(
         self, words: ConversationText, *, engine: str | None, top_k: int | None, most: int | None, **sampling: Any
-    ) -> QueryOptions:
+    ) -> dict[str, Any]:
         """The options of `RagKV.stream`, which checks them. Arguments are those that the protocols name differently:
         the engine, the number of chunks, the token limit of the answer, `top_k_tokens` and `schema`.
         """
         decoding: dict[str, Any] = {name: getattr(self, name) for name in _DECODING} | sampling
         decoding["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
-        options: QueryOptions = {
+        options: dict[str, Any] = {
             "engine": engine,
             "top_k": top_k,
             "retrieval": self.retrieval,

@@ -13,7 +13,7 @@ from ragkv.distributed.session import ContextRankBackend, IndexRankBackend, Sess
 from ragkv.errors import RagkvError, RanksError, RetrievalError, UsageError
 from ragkv.index.answer import AnswerStream, validate_task
 from ragkv.index.contexts import Contexts
-from ragkv.index.search import search_settings
+from ragkv.question import Question
 from ragkv.runtime import Runtime
 
 FACTS = {
@@ -96,13 +96,13 @@ def test_retrieval_and_answers_over_shards_are_those_of_one_index(shards, whole)
 
     def work(session):
         backend = session._backend
-        settings = [search_settings(whole.config, 3, {"retrieval": m, "rerank": r, "where": w}) for m, r, w in asked]
-        found = [facts(backend._finder.find(QUESTION, each)) for each in settings]
+        settings = [Question(question=QUESTION, top_k=3, retrieval=m, rerank=r, where=w) for m, r, w in asked]
+        found = [facts(backend._finder.find(each)) for each in settings]
         answers = []
         for engine in engines:
             answers.append(answered(session, engine=engine, max_new_tokens=2))
         with pytest.raises(UsageError, match="No document"):
-            backend._finder.find(QUESTION, search_settings(whole.config, 3, {"where": ("source=nobody.txt",)}))
+            backend._finder.find(Question(question=QUESTION, where=("source=nobody.txt",)))
         with pytest.raises(RetrievalError):
             list(session.stream("zzz", {}))
         return found, answers

@@ -32,7 +32,7 @@ from ragkv.doctor.answers import (
     next_token_kl,
     run_candidates,
 )
-from ragkv.doctor.io import Question, parse_specs
+from ragkv.doctor.io import GoldenQuestion, parse_specs
 from ragkv.doctor.metrics import Example, Task, bootstrap_mean
 from ragkv.engines import ContextChunk, make_engine
 from ragkv.errors import ConfigError, UnsupportedModelError, UsageError
@@ -321,7 +321,7 @@ def reader_of(rag, **settings) -> tuple[Reader, list[ContextChunk]]:
     """A reader of the index, and the chunks retrieved for the question."""
     source = IndexSource(rag, **settings)
     loaded = source.model(rag.config.model)
-    placed = source.chunks(loaded, Task.of([Question(text=QUESTION)]).examples[0], source.candidate("full"))
+    placed = source.chunks(loaded, Task.of([GoldenQuestion(text=QUESTION)]).examples[0], source.candidate("full"))
     return loaded.reader(rag.config.prompt), [chunk for _, chunk in placed]
 
 

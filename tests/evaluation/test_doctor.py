@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from ragkv.doctor.answers import Comparison, ExampleResult, IndexSource, RoundTrip
-from ragkv.doctor.io import UNKNOWN, Question, keep_quality, kept_quality, outdated, plot_quality, unread_quality
+from ragkv.doctor.io import UNKNOWN, GoldenQuestion, keep_quality, kept_quality, outdated, plot_quality, unread_quality
 from ragkv.doctor.metrics import Task
 from ragkv.doctor.report import (
     CODEC_LIMITS,
@@ -31,7 +31,7 @@ from ragkv.pipeline import RagKV
 from ragkv.runtime import Stream, runtime_of
 from ragkv.store import Zstd
 
-ASKED = [Question(text="Who founded Halden Works?"), Question(text="What does Bolt Ltd make for ships?")]
+ASKED = [GoldenQuestion(text="Who founded Halden Works?"), GoldenQuestion(text="What does Bolt Ltd make for ships?")]
 STEPS = 4
 
 
@@ -175,7 +175,11 @@ def test_codecs_are_compared_with_the_same_engine(rag, coarse):
 
 def test_gold_answers_are_counted_for_full_and_every_engine(rag):
     text = rag.query(ASKED[0].text, engine="full", max_new_tokens=STEPS).text
-    asked = [Question(text=ASKED[0].text, answers=(text,)), Question(text=ASKED[1].text, answers=("never",)), ASKED[1]]
+    asked = [
+        GoldenQuestion(text=ASKED[0].text, answers=(text,)),
+        GoldenQuestion(text=ASKED[1].text, answers=("never",)),
+        ASKED[1],
+    ]
     quality = examine(rag, asked, engines=["block"])
     assert (quality.gold, quality.full_accuracy) == (2, 0.5)
     own = rag.query(ASKED[0].text, engine="block", max_new_tokens=STEPS).text
@@ -250,7 +254,7 @@ def test_chunks_of_another_version_of_the_model_are_read_from_their_text(rag):
 
 
 def test_questions_that_find_nothing_are_counted_and_all_of_them_are_an_error(rag):
-    lost = Question(text="zyzzyva")
+    lost = GoldenQuestion(text="zyzzyva")
     assert examine(rag, [lost, ASKED[0]], engines=["block"]).skipped == 1
     with pytest.raises(RetrievalError, match="No question finds a chunk"):
         examine(rag, [lost], engines=["block"])
@@ -334,7 +338,7 @@ def test_accuracy_decides_once_enough_questions_are_answered_right(rag, monkeypa
     texts = [rag.query(question, engine=name, max_new_tokens=STEPS).text for name in ("full", "block")]
     assert all(texts)
     assert texts[0] != texts[1]
-    gold = [Question(text=question, answers=tuple(texts))]
+    gold = [GoldenQuestion(text=question, answers=tuple(texts))]
     monkeypatch.setattr("ragkv.doctor.report.ENOUGH", 2)
     [few] = examine(rag, gold, engines=["block"]).engines
     monkeypatch.setattr("ragkv.doctor.report.ENOUGH", 1)
@@ -366,7 +370,7 @@ def test_a_hundred_right_answers_are_enough_and_three_are_not(rag, monkeypatch):
 
     monkeypatch.setattr("ragkv.doctor.report.run_candidates", run)
     doctor = Doctor(rag, engines=["block"], codecs=["zstd"], max_new_tokens=1)
-    asked = [Question(text=ASKED[0].text, answers=("x",))]
+    asked = [GoldenQuestion(text=ASKED[0].text, answers=("x",))]
     few, many = (doctor.examine(asked * n, source="", seed=0) for n in (3, 100))
     assert (few.engines[0].top1, few.engines[0].verdict) == (1.0, "not enough to tell")
     assert (many.engines[0].top1, many.engines[0].verdict) == (1.0, "good")

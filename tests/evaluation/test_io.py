@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragkv.doctor.io import Question, Spec, made_questions, parse_specs, read_questions
+from ragkv.doctor.io import GoldenQuestion, Spec, made_questions, parse_specs, read_questions
 from ragkv.errors import ConfigError, UsageError
 
 
@@ -50,9 +50,9 @@ def test_both_forms_of_a_line_are_read_and_other_keys_ignored(tmp_path):
         encoding="utf-8",
     )
     assert read_questions(path) == [
-        Question(text="Who?", answers=("Mira Oskel",)),
-        Question(text="When?", answers=("1907", "1908")),
-        Question(text="Why?"),
+        GoldenQuestion(text="Who?", answers=("Mira Oskel",)),
+        GoldenQuestion(text="When?", answers=("1907", "1908")),
+        GoldenQuestion(text="Why?"),
     ]
 
 
@@ -84,9 +84,9 @@ def test_a_bad_file_is_one_sentence_with_the_line(tmp_path, text, says):
 
 
 def test_an_answer_is_right_if_it_contains_a_gold_one_where_there_are_any():
-    assert Question(text="Who?", answers=("Bolt", "ann LEE")).right("It was  Ann\nLee.") is True
-    assert Question(text="Who?").right("Mira") is None
-    assert Question(text="Who?", answers=("Ann",)).right("Mira") is False
+    assert GoldenQuestion(text="Who?", answers=("Bolt", "ann LEE")).right("It was  Ann\nLee.") is True
+    assert GoldenQuestion(text="Who?").right("Mira") is None
+    assert GoldenQuestion(text="Who?", answers=("Ann",)).right("Mira") is False
 
 
 def test_made_questions_are_beginnings_of_sentences_of_the_index(rag):

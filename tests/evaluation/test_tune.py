@@ -8,11 +8,14 @@ import pytest
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, load_config
 from ragkv.doctor import tune
-from ragkv.doctor.io import Question, ResultCache
+from ragkv.doctor.io import GoldenQuestion, ResultCache
 from ragkv.doctor.tune import STEPS, APESetting, Tuner, split, write_setting
 from ragkv.errors import RetrievalError, StoreError, UsageError
 
-ASKED = [Question(text="Who founded Halden Works?", answers=("Mira",)), Question(text="Who is Ann?", answers=("x",))]
+ASKED = [
+    GoldenQuestion(text="Who founded Halden Works?", answers=("Mira",)),
+    GoldenQuestion(text="Who is Ann?", answers=("x",)),
+]
 
 
 def tuner_of(rag, path, **options) -> Tuner:
@@ -25,7 +28,7 @@ def landscape(rag, tmp_path, monkeypatch):
 
     def make(judge, count: int):
         tuner = tuner_of(rag, tmp_path / "unused.jsonl")
-        questions = [Question(text=f"Halden {i}", answers=("y",)) for i in range(count)]
+        questions = [GoldenQuestion(text=f"Halden {i}", answers=("y",)) for i in range(count)]
         calls = []
 
         def right(question, setting):
@@ -141,7 +144,10 @@ def test_answers_are_those_of_the_engine_at_each_setting(rag, tmp_path):
                 other.index.config = load_config(rag.folder)
             text = other.query(question, engine=engine, max_new_tokens=6).text
         assert text
-        right, wrong = Question(text=question, answers=(text,)), Question(text=question, answers=(text + "!",))
+        right, wrong = (
+            GoldenQuestion(text=question, answers=(text,)),
+            GoldenQuestion(text=question, answers=(text + "!",)),
+        )
         tuner._answerable([right, wrong])
         assert tuner._right(right, setting) is True
         assert tuner._right(wrong, setting) is False
@@ -220,15 +226,15 @@ def test_a_config_that_cannot_be_written_is_one_sentence(rag, monkeypatch):
 def test_what_cannot_be_searched_on_is_refused(rag, tmp_path):
     tuner = tuner_of(rag, tmp_path / "journal.jsonl")
     with pytest.raises(UsageError, match="needs gold answers"):
-        tuner.search([Question(text="Halden?")])
+        tuner.search([GoldenQuestion(text="Halden?")])
     with pytest.raises(RetrievalError, match="No question finds a chunk"):
-        tuner.search([Question(text="zyzzyva", answers=("x",))])
+        tuner.search([GoldenQuestion(text="zyzzyva", answers=("x",))])
     with pytest.raises(UsageError, match="at least two"):
         split(ASKED[:1], 0)
 
 
 def test_halves_are_drawn_by_their_seed():
-    questions = [Question(text=str(i)) for i in range(31)]
+    questions = [GoldenQuestion(text=str(i)) for i in range(31)]
     search, back = split(questions, 1)
     assert (len(search), len(back)) == (16, 15)
     assert {*search, *back} == {*questions}

@@ -10,7 +10,7 @@ from script import written
 from ragkv.benchmarks.evaluation.answers import baseline_of
 from ragkv.config import IndexConfig, StepsConfig
 from ragkv.doctor.answers import Candidate, IndexSource, run_candidates
-from ragkv.doctor.io import Question
+from ragkv.doctor.io import GoldenQuestion
 from ragkv.doctor.metrics import Task
 from ragkv.errors import ConfigError, UsageError
 from ragkv.index.conversation import WrittenQueries, interleaved
@@ -179,7 +179,7 @@ def test_the_evaluation_searches_as_a_question_does(rag, monkeypatch):
     written(monkeypatch, ["full"], {"Look for": [LEADER, TOWN] * 2})
     expected = rag.query(QUESTION, engine="full", steps=3, max_new_tokens=4)
     source = IndexSource(rag)
-    task = Task.of([Question(text=QUESTION, answers=("x",))], name="hops")
+    task = Task.of([GoldenQuestion(text=QUESTION, answers=("x",))], name="hops")
     candidates = [source.candidate("full", steps=3), source.candidate("full")]
     several, once = run_candidates([task], candidates, source=source, max_new_tokens=4)
     assert (several.text, several.chunks) == (expected.text, 3)

@@ -39,7 +39,6 @@ from ragkv.engines import engine_class
 from ragkv.errors import UsageError
 from ragkv.index.answer import AnswerStream
 from ragkv.index.batch import AsyncAnswerStream
-from ragkv.index.search import Retrieval
 from ragkv.integrations.llama_index.nodes import (
     FUSED,
     RERANK,
@@ -55,7 +54,8 @@ from ragkv.integrations.llama_index.nodes import (
     with_scores,
 )
 from ragkv.model.checkpoint import pick_device
-from ragkv.pipeline import QueryOptions, RagKV
+from ragkv.pipeline import RagKV
+from ragkv.question import SEARCH_OPTIONS
 from ragkv.retrievers import Reranker, ScoreKind, fuse, load_reranker, normalise_rerank
 from ragkv.types import Answer, Chunk, Document, ScoredChunk
 
@@ -80,7 +80,7 @@ class RagKVRetriever(BaseRetriever):
         top_k: int | None = None,
         similarity_top_k: int | None = None,
         filters: MetadataFilters | None = None,
-        search: Retrieval | None = None,
+        search: Mapping[str, Any] | None = None,
         callback_manager: CallbackManager | None = None,
         object_map: dict[str, Any] | None = None,
         objects: list[IndexNode] | None = None,
@@ -91,7 +91,7 @@ class RagKVRetriever(BaseRetriever):
         self.rag = rag
         self.top_k = chunk_count(top_k, similarity_top_k)
         self.filters = filters
-        self.search = search or Retrieval()
+        self.search = dict(search or {})
         super().__init__(callback_manager=callback_manager, object_map=object_map, objects=objects, verbose=verbose)
 
     @classmethod
@@ -127,14 +127,14 @@ class RagKVRetriever(BaseRetriever):
         self._filters = filters
 
     @property
-    def search(self) -> Retrieval:
+    def search(self) -> Mapping[str, Any]:
         """The other arguments of `RagKV.retrieve`."""
         return self._search
 
     @search.setter
-    def search(self, search: Retrieval) -> None:
-        if unknown := [*(search.keys() - Retrieval.__annotations__.keys())]:
-            raise UsageError(f"search does not take {unknown[0]!r}; it takes {', '.join(Retrieval.__annotations__)}.")
+    def search(self, search: Mapping[str, Any]) -> None:
+        if unknown := [*(search.keys() - {*SEARCH_OPTIONS})]:
+            raise UsageError(f"search does not take {unknown[0]!r}; it takes {', '.join(SEARCH_OPTIONS)}.")
         self._search = search
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,11 +146,11 @@ class RagKVRetriever(BaseRetriever):
         self.callback_manager = CallbackManager()
 
     @property
-    def filtered_search(self) -> Retrieval:
+    def filtered_search(self) -> Mapping[str, Any]:
         """`search` with the filters."""
         if self.filters is None:
             return self.search
-        return Retrieval(**{**self.search, "only": _both(chunk_filter(self.filters), self.search.get("only"))})
+        return {**self.search, "only": _both(chunk_filter(self.filters), self.search.get("only"))}
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         found = self.rag.retrieve(query_bundle.query_str, top_k=self.top_k, **self.filtered_search)
@@ -293,7 +293,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         top_k: int | None = None,
         similarity_top_k: int | None = None,
         filters: MetadataFilters | None = None,
-        search: Retrieval | None = None,
+        search: Mapping[str, Any] | None = None,
         max_new_tokens: int = 128,
         decoding: Decoding | Mapping[str, Any] | None = None,
         streaming: bool = False,
@@ -325,7 +325,7 @@ class RagKVQueryEngine(BaseQueryEngine):
         self._share_callbacks()
         self._engine = engine_class(engine or rag.config.default_engine)
         self._score_kind = score_kind
-        self._options = QueryOptions(
+        self._options = dict[str, Any](
             engine=self._engine.name, max_new_tokens=max_new_tokens, decoding=decoding, keep=keep, steps=steps
         )
 
@@ -455,7 +455,7 @@ class RagKVQueryEngine(BaseQueryEngine):
 
     def _request(self, nodes: Sequence[NodeWithScore], retrieve_ms: float) -> _Request:
         pairs = to_scored(self.rag, nodes, self._score_kind, limit=self._engine.most_chunks)
-        options = QueryOptions(**self._options, chunks=[scored for _, scored in pairs])
+        options = {**self._options, "chunks": [scored for _, scored in pairs]}
         if isinstance(self.retriever, RagKVRetriever) and self._options["steps"]:
             options = {**options, "top_k": self.retriever.top_k, **self.retriever.filtered_search}
         return _Request(
@@ -474,7 +474,7 @@ class _Request:
 
     rag: RagKV
     nodes: list[NodeWithScore]
-    options: QueryOptions
+    options: dict[str, Any]
     metadata: dict[str, Any]
     retrieve_ms: float
     sources: list[NodeWithScore]
