@@ -76,6 +76,7 @@ def stats(
     """
     brief()
     from ragkv.pipeline import RagKV
+    from ragkv.store.tier import shown
 
     if where and not per_document:
         raise UsageError("--where selects documents; add --per-document, or use ragkv ls.")
@@ -84,7 +85,7 @@ def stats(
         budget = rag.store.budget if config.budget is None else config.budget
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
         unread = unread_quality(rag.store)
-        tiers = rag.probe_tiers()
+        tiers = [{"url": shown(tier.url)} for tier in config.tiers]
         listed = rag.list_documents(where=where or ()).documents if per_document else ()
         documents = [one.stats for one in listed]
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
@@ -116,10 +117,7 @@ def stats(
         if value is not None:
             table.add_row(key.replace("_", " "), _shown(key, value))
     for tier in tiers:
-        state = f"answers in {1e3 * tier['seconds']:.0f} ms"
-        if tier["error"] or not tier["create_only"]:
-            state = f"does not answer: {tier['error']}" if tier["error"] else "overwrites values: use another"
-        table.add_row("tier", f"{tier['url']} {state}")
+        table.add_row("tier", tier["url"])
     for report in quality:
         for row in report["engines"]:
             table.add_row(f"quality of {row.get('label', row['engine'])}", _quality(row, report))
@@ -262,9 +260,10 @@ def repair(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Drop damaged parts of an index and make them again: KV from the chunks' tokens, rows from other rows.
+    """Drop damaged parts of an index and make them again: KV from the chunks' tokens, vectors from their text.
 
-    A document that cannot be restored is dropped and named. The exit code is then 1, as it is if damage remains.
+    A document whose text or chunks are damaged is dropped and named: ingest its file again. The exit code is then 1, as
+    it is if damage remains.
 
     Example: `ragkv repair --index my-index`
     """
@@ -297,15 +296,13 @@ def _show_repair(report: Repair, index: str) -> None:
     parts = [
         (report.encoded, "KV record", "encoded anew"),
         (report.dropped_records, "KV record", "dropped"),
-        (len(report.mended), "document", "mended"),
+        (len(report.mended), "document", "repaired"),
         (len(report.dropped), "document", "dropped"),
         (report.rows, "row", "put right"),
         (len(report.facts), "fact", "forgotten"),
     ]
     done = ", ".join(f"{count(number, noun)} {verb}" for number, noun, verb in parts if number)
     echo(f"{index}: {count(len(report.found), 'finding')}; {'would be: ' if report.dry_run else ''}{done}.")
-    if report.mended and not report.dry_run:
-        echo("Mended documents are read again by the next ragkv ingest of their files; their KV is kept.")
 
 
 def gc(
@@ -395,34 +392,27 @@ def pack(
     destination: Annotated[Path, typer.Argument(help="The new file.", metavar="FILE")],
     names: Documents = None,
     index: Index = DEFAULT_INDEX,
-    sign: Annotated[
-        Path | None, typer.Option(help="Sign with the Ed25519 private key in this PEM file.", metavar="KEY")
-    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Write an index, or with DOCUMENT only these and their KV, into one file, for ragkv unpack on another machine.
 
-    It holds no tiers, no deleted text and no KV of other documents. `openssl genpkey -algorithm ed25519 -out key.pem`
-    makes a key to sign with.
+    It holds no tiers, no deleted text and no KV of other documents.
 
-    Example: `ragkv pack manuals.ragkv 'manuals/*' --index my-index --sign key.pem`
+    Example: `ragkv pack manuals.ragkv 'manuals/*' --index my-index`
     """
     from ragkv.pipeline import RagKV
 
     if str(destination) == "-":
         raise UsageError("A pack is written to a file, not to stdout; name one, as in my-index.ragkv.")
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
-        found = rag.pack(destination, names=names or (), key=sign, on_progress=on_progress)
+        found = rag.pack(destination, names=names or (), on_progress=on_progress)
     _show_pack(found, destination, as_json=as_json, quiet=quiet)
 
 
 def unpack(
     file: Annotated[str, typer.Argument(help="A file that ragkv pack wrote, or its URL (s3://…).", metavar="FILE")],
     index: Annotated[Path, typer.Option(help="A new or empty folder for the index.", metavar="FOLDER")],
-    trust: Annotated[
-        Path | None, typer.Option(help="Refuse all packs but those signed by this Ed25519 public key.", metavar="KEY")
-    ] = None,
     documents_only: Annotated[
         bool, typer.Option("--documents-only", help="Take the documents and encode them again, for any model.")
     ] = False,
@@ -435,14 +425,14 @@ def unpack(
 ) -> None:
     """Make an index from a pack: its questions are answered from the KV in it, and nothing is encoded.
 
-    A damaged file, another signature than --trust's, and a model or embedder with other weights than the pack's are
-    refused. Unpack without --trust only what you trust: KV can be computed from any other text.
+    A damaged file, and a model or embedder with other weights than the pack's, are refused. Unpack only what you trust:
+    KV can be computed from any other text. minisign or gpg tell who made a file.
 
-    Example: `ragkv unpack manuals.ragkv --index my-manuals --trust public.pem`
+    Example: `ragkv unpack manuals.ragkv --index my-manuals`
     """
     from ragkv.index.pack import unpack as unpacked
 
-    found = unpacked(file, index, trust=trust, documents_only=documents_only, model=model, device=device)
+    found = unpacked(file, index, documents_only=documents_only, model=model, device=device)
     _show_pack(found, index, as_json=as_json, quiet=quiet)
 
 
@@ -452,8 +442,7 @@ def _show_pack(found: Pack, path: Path, *, as_json: bool, quiet: bool) -> None:
     elif not quiet:
         what = f"{count(found.documents, 'document')}, {count(found.chunks, 'chunk')}"
         made = f"{found.encoded:,} encoded" if found.encoded else count(found.kv_records, "KV record")
-        signed = f"signed by {found.signed_by}" if found.signed_by else "not signed"
-        echo(f"{path}: {what}, {made}, {size(found.bytes)}, {signed}.")
+        echo(f"{path}: {what}, {made}, {size(found.bytes)}.")
 
 
 @shared_options

@@ -99,10 +99,6 @@ def serve(
         Path | None,
         typer.Option(help="A ragkv.toml, or an index, whose [[tiers]] the replicas use.", rich_help_panel=_RAY),
     ] = None,
-    trust: Annotated[
-        Path | None,
-        typer.Option(help="Refuse packs that this Ed25519 public key has not signed.", rich_help_panel=_RAY),
-    ] = None,
     background: Annotated[
         bool, typer.Option("--background", help="Start the server, wait until it is ready, and leave it running.")
     ] = False,
@@ -160,7 +156,6 @@ def serve(
             packs=places,
             replicas=replicas,
             tiers=None if tiers is None else str(tiers),
-            trust=None if trust is None else str(trust),
             host=host,
             keys=None if keys is None else str(keys),
             origins=settings.origins,

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from ragkv.ingest.chunker import find_chunk
 from ragkv.ingest.ingester import (
     Ingester,
     IngestFingerprint,
@@ -44,7 +43,6 @@ __all__ = [
     "chunk_vectors",
     "decode",
     "encode_identities",
-    "find_chunk",
     "from_bytes",
     "from_web",
     "join_rows",

@@ -507,10 +507,6 @@ class RagKV:
         """For each shared tier: how many of the index's records are intact there, and the names of damaged ones."""
         return [] if (tiers := self.index.tiers) is None else tiers.check(self.store.identities())
 
-    def probe_tiers(self) -> list[dict[str, Any]]:
-        """For each shared tier: whether it answers, its latency, and whether it refuses to overwrite a value."""
-        return [] if (tiers := self.index.tiers) is None else tiers.probe()
-
     def repair(
         self,
         *,
@@ -555,15 +551,13 @@ class RagKV:
         path: str | Path,
         *,
         names: Sequence[str] = (),
-        key: str | Path | None = None,
         on_progress: Notify | None = None,
     ) -> Pack:
         """Write the index, or the documents that `names` select, with their KV to the new file `path`.
 
-        `key` is a PEM file with the Ed25519 key that signs it. `ragkv.index.pack.unpack` makes an index of the file.
+        `ragkv.index.pack.unpack` makes an index of the file.
         """
-        key = None if key is None else Path(key)
-        return write_pack(self.index, Path(path), names=names, key=key, on_progress=on_progress)
+        return write_pack(self.index, Path(path), names=names, on_progress=on_progress)
 
     def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
         """Copy the index to `path` from one snapshot, while others read and write."""

@@ -577,21 +577,6 @@ class SharedTiers:
             reports.append(report)
         return reports
 
-    def probe(self) -> list[dict[str, Any]]:
-        """For each tier: whether it answers, its latency, and whether it refuses to overwrite a value."""
-        reports = []
-        for each in self._tiers:
-            started, name = time.perf_counter(), each.name(os.urandom(32))
-            report: dict[str, Any] = {"url": each.url, "create_only": None, "error": None}
-            try:
-                each.tier.put(name, b"probe")
-                report["create_only"] = not each.tier.put(name, b"again") and each.tier.get(name) == b"probe"
-                each.tier.delete([name])
-            except Exception as error:  # of any client
-                report["error"] = str(error)
-            reports.append({**report, "seconds": round(time.perf_counter() - started, 4)})
-        return reports
-
     def uses(self) -> list[dict[str, Any]]:
         """The counters of each tier, with its URL and whether it is blocked now (`open`)."""
         return [{"url": each.url, "open": each.breaker.open, **asdict(each.use)} for each in self._tiers]

@@ -28,7 +28,7 @@ from ragkv.index.answer import validate_task
 from ragkv.index.index import Index, damaged_metadata, indexes_of, read_metadata
 from ragkv.index.kv_loader import KVLoader
 from ragkv.index.search import Finder, collection_state, derived_states, stale_derived
-from ragkv.ingest import batches_of, chunk_vectors, encode_identities, find_chunk
+from ragkv.ingest import batches_of, chunk_vectors, encode_identities
 from ragkv.question import Asked
 from ragkv.store import (
     Collection,
@@ -61,10 +61,6 @@ class IndexRepairSource:
     def __init__(self, index: Index, kv_loader: KVLoader) -> None:
         self._index = index
         self._kv_loader = kv_loader
-        self.find_chunk = find_chunk
-
-    def tokens(self, text: str) -> tuple[int, ...]:
-        return self._index.prompt.chunk_ids(self._index.model.tokens, text)
 
     def identities(self, chunk: Chunk) -> list[KVIdentity]:
         if not self._index.has_tokens(chunk.token_ids):

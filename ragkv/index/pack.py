@@ -1,6 +1,6 @@
 """Packs: an index, or chosen documents of one with their KV, as one file that answers elsewhere without encoding.
 
-A pack is a manifest, its signature, and two files: `ragkv.toml` without its tiers, and a compacted copy of the store.
+A pack is a manifest and two files: `ragkv.toml` without its tiers, and a compacted copy of the store.
 The manifest has their digests, and names the model and embedder that made them (docs/formats.md, "Packs"). An unpacked
 index appears complete and verified, or not at all.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ragkv.config import CONFIG_FILE, QdrantConfig, load_config, save_config
-from ragkv.errors import KVMismatchError, RetrievalError, StoreError, UsageError, extra
+from ragkv.errors import KVMismatchError, RetrievalError, StoreError, UsageError
 from ragkv.index.create import create_index, open_index
 from ragkv.index.filters import match
 from ragkv.index.index import Index, read_metadata
@@ -33,11 +33,11 @@ from ragkv.store.tier import ObjectTier
 from ragkv.util import batches
 from ragkv.util.files import parse_json, refusal
 
-MAGIC = b"RAGKVPACK1\n"
-_HEAD = struct.Struct("<II")
-"""Length of the manifest and of the signature in bytes; the signature has 0 or 64."""
+MAGIC = b"RAGKVPACK2\n"
+_HEAD = struct.Struct("<I")
+"""Length of the manifest in bytes."""
 _FILES = (CONFIG_FILE, "store/data.mdb")
-_MOST = 1 << 20
+_MANIFEST_BYTES = 1 << 20
 _BLOCK = 1 << 20
 _TOGETHER = 1000
 """Documents and chunks that are deleted in one transaction, because each transaction waits for the disk."""
@@ -46,7 +46,7 @@ _CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """The contents of a pack, the checkpoint that made its KV, and the public key that signed it, in hex."""
+    """The contents of a pack, and the checkpoint that made its KV."""
 
     model: str
     fingerprint: str
@@ -55,7 +55,6 @@ class Pack:
     chunks: int
     kv_records: int
     bytes: int
-    signed_by: str | None = None
     encoded: int = 0
     """Chunk KV that had to be encoded while unpacking: 0 except with documents alone."""
 
@@ -64,22 +63,19 @@ class Pack:
         return asdict(self)
 
 
-def write_pack(
-    index: Index, path: Path, *, names: Sequence[str] = (), key: Path | None = None, on_progress: Notify | None = None
-) -> Pack:
+def write_pack(index: Index, path: Path, *, names: Sequence[str] = (), on_progress: Notify | None = None) -> Pack:
     """Write a pack of the index, or of the documents that `names` select, to the new file `path`.
 
-    `key` is a PEM file with an Ed25519 private key (`openssl genpkey -algorithm ed25519`). UsageError for an existing
-    file, an empty index, and a name without a document; KVMismatchError if the model has changed since the ingest.
+    UsageError for an existing file, an empty index, and a name without a document; KVMismatchError if the model has
+    changed since the ingest.
     """
     if os.path.lexists(path):
         raise UsageError(f"{path} exists already; name a new file.")
-    signer = None if key is None else _key(key, private=True)
     index.require_same_model()
-    found = list(index.store.documents())
-    if not found:
+    documents = list(index.store.documents())
+    if not documents:
         raise UsageError(f"The index at {index.folder} holds no document to pack.")
-    chosen = {one.document.document_id for one in (match(found, names) if names else found)}
+    chosen = {stored.document.document_id for stored in (match(documents, names) if names else documents)}
     with partial_folder(path) as work, renamed(work / "all" / "store", path), renamed(work / "pack" / "store", path):
         copy_index(index, work / "all", compact=False, verify=False, on_progress=on_progress)
         with Store.open(work / "all") as store:
@@ -88,9 +84,9 @@ def write_pack(
                 store.drop_meta("qdrant")  # another index than that of the collection
             while keys := store.tombstones():
                 store.purge_tombstones(keys, lambda _: True)
-            others = (one for one in store.documents() if one.document.document_id not in chosen)  # also later ones
-            for some in batches(others, lambda one: 1 + one.chunks, _TOGETHER):
-                store.delete_documents([one.document.document_id for one in some])
+            others = (stored for stored in store.documents() if stored.document.document_id not in chosen)  # also later
+            for batch in batches(others, lambda stored: 1 + stored.chunks, _TOGETHER):
+                store.delete_documents([stored.document.document_id for stored in batch])
             store.collect(in_use=lambda _: True)
             store.copy(work / "pack", compact=True, on_progress=on_progress)  # leaves out deleted data
             stats = store.stats()
@@ -104,13 +100,11 @@ def write_pack(
             chunks=stats.chunks,
             kv_records=stats.kv_records,
             bytes=sum(member.stat().st_size for member in members),
-            signed_by=None if signer is None else signer.public_key().public_bytes_raw().hex(),
         )
         facts = [{"bytes": member.stat().st_size, "blake2b": _digest_of(member)} for member in members]
         manifest = json.dumps({**asdict(pack), "files": facts}).encode()
-        signature = b"" if signer is None else signer.sign(MAGIC + manifest)
         with (work / "file").open("wb") as out:
-            out.write(MAGIC + _HEAD.pack(len(manifest), len(signature)) + manifest + signature)
+            out.write(MAGIC + _HEAD.pack(len(manifest)) + manifest)
             for member in members:
                 with member.open("rb") as file:
                     shutil.copyfileobj(file, out, _BLOCK)
@@ -120,20 +114,19 @@ def write_pack(
         return replace(pack, bytes=path.stat().st_size)
 
 
-def sealed(path: Path | str, trust: Path | None = None) -> str:
+def sealed(path: Path | str) -> str:
     """The digest of a pack's manifest, which contains all other digests: with it, `unpack` makes exactly this index.
 
-    Reads only the manifest; raises like `unpack` if it is not a pack, or not signed by `trust`.
+    Reads only the manifest; raises like `unpack` if it is not a pack.
     """
     with _opened(path) as read:
-        return _parsed(read, path, trust)[2]
+        return _parsed(read, path)[2]
 
 
 def unpack(
     path: Path | str,
     folder: Path,
     *,
-    trust: Path | None = None,
     documents_only: bool = False,
     model: str | None = None,
     device: str | None = None,
@@ -141,18 +134,17 @@ def unpack(
 ) -> Pack:
     """Make the index of a pack, a file or an object (`s3://…`, `gs://…`, `az://…`), at the new folder `folder`.
 
-    `trust` is a PEM file with the Ed25519 public key that must have signed it. `documents_only` takes only documents
-    and chunks, and encodes them. `model` is the model's location, or with `documents_only` another model; by default
-    the pack's. `digest`, from `sealed`, identifies the expected pack.
+    `documents_only` takes only documents and chunks, and encodes them. `model` is the model's location, or with
+    `documents_only` another model; by default the pack's. `digest`, from `sealed`, identifies the expected pack.
 
     StoreError for a file that is not a pack or was changed; KVMismatchError if the model or embedder is not the one
-    that made it; UsageError for another signature, or a folder that is not new.
+    that made it; UsageError for a folder that is not new.
     """
     require_free(folder, Path(path))
     with partial_folder(folder) as work, renamed(work / "index", path):
         with _opened(path) as read:
-            pack, facts, found = _parsed(read, path, trust)
-            if digest is not None and digest != found:
+            pack, facts, manifest_digest = _parsed(read, path)
+            if digest not in (None, manifest_digest):
                 raise UsageError(f"{path} is not the pack any more that was to be unpacked: it was replaced meanwhile.")
             (work / "index" / "store").mkdir(parents=True)
             for name, fact in zip(_FILES, facts, strict=True):
@@ -161,11 +153,11 @@ def unpack(
                 raise _damaged(path, "it is longer than its manifest says")
         config = load_config(work / "index")
         with Store.open(work / "index", readonly=True) as store:
-            stats, made = store.stats(), read_metadata(store, "model") or {}
-        held = replace(
+            stats, recorded = store.stats(), read_metadata(store, "model") or {}
+        actual = replace(
             pack,
             model=config.model,
-            fingerprint=made.get("fingerprint", pack.fingerprint),
+            fingerprint=recorded.get("fingerprint", pack.fingerprint),
             embedder=config.embedder,
             documents=stats.documents,
             chunks=stats.chunks,
@@ -173,7 +165,7 @@ def unpack(
             bytes=sum(fact["bytes"] for fact in facts),
             encoded=0,
         )
-        if held != pack:  # without a signature, nothing else covers the manifest
+        if actual != pack:  # nothing else covers the manifest
             raise _damaged(path, "its manifest describes another index")
         config = replace(
             config, tiers=(), qdrant=QdrantConfig(), model=config.model if model is None else lasting(model)
@@ -208,21 +200,21 @@ def unpack(
 def _encode_again(packed: Path, folder: Path, device: str | None) -> int:
     """Make an index at `folder` with the settings, documents and chunks of another one; returns the encoded KVs."""
     config = load_config(packed)
-    settings = {each.name: getattr(config, each.name) for each in fields(config)}
+    settings = {field.name: getattr(config, field.name) for field in fields(config)}
     index = create_index(folder, settings, device=device)
     try:
         with Store.open(packed, readonly=True) as store:
-            documents, kept = [], [each.name for each in fields(ReadyChunk)]
+            documents, names = [], [field.name for field in fields(ReadyChunk)]
             for stored in store.documents():
                 chunks = [
-                    ReadyChunk(**{name: getattr(one, name) for name in kept})
-                    for one in store.chunks(stored.document.document_id)
+                    ReadyChunk(**{name: getattr(chunk, name) for name in names})
+                    for chunk in store.chunks(stored.document.document_id)
                 ]
                 if chunks:
                     text = store.text(stored.document.document_id)
                     documents.append(ReadyDocument(document=stored.document, text=text or "", chunks=chunks))
         with index.store.writing("ragkv unpack"):
-            return run_ingest(index, Finder(index), lambda each: each.run_chunks(documents)).kv_encoded
+            return run_ingest(index, Finder(index), lambda ingester: ingester.run_chunks(documents)).kv_encoded
     finally:
         index.close()
 
@@ -230,14 +222,14 @@ def _encode_again(packed: Path, folder: Path, device: str | None) -> int:
 @contextmanager
 def _opened(path: Path | str) -> Iterator[Callable[[int], bytes]]:
     """A function that reads the next bytes of a file, or of an object by its URL."""
-    with ExitStack() as held:
+    with ExitStack() as stack:
         try:
             path = str(path).removeprefix("file://")
             if "://" in path:
                 place, _, name = path.rpartition("/")
                 read = ObjectTier(place, timeout=_CONNECT_SECONDS).reader(name)
             elif Path(path).is_file():  # a pipe would block
-                read = _reading(held.enter_context(Path(path).open("rb")), path)
+                read = _reading(stack.enter_context(Path(path).open("rb")), path)
             else:
                 raise FileNotFoundError
         except FileNotFoundError as error:
@@ -263,39 +255,29 @@ def _damaged(path: Path | str, why: str) -> StoreError:
     return StoreError(f"{path} is not a pack, or not as it was written ({why}): get it again")
 
 
-def _parsed(
-    read: Callable[[int], bytes], path: Path | str, trust: Path | None
-) -> tuple[Pack, list[dict[str, Any]], str]:
+def _parsed(read: Callable[[int], bytes], path: Path | str) -> tuple[Pack, list[dict[str, Any]], str]:
     """A pack's manifest, the entries of its files, and its digest; `read` then continues with the first file."""
     head = read(len(MAGIC) + _HEAD.size)
     if head.startswith(MAGIC[:-2]) and not head.startswith(MAGIC):
         raise StoreError(f"{path} is a pack of another version of ragkv: unpack it with that one, or pack it with this")
     if len(head) != len(MAGIC) + _HEAD.size or not head.startswith(MAGIC):
         raise _damaged(path, "its first bytes are not those of a pack")
-    length, signed = _HEAD.unpack(head[len(MAGIC) :])
-    if length > _MOST or signed not in (0, 64):
+    [length] = _HEAD.unpack(head[len(MAGIC) :])
+    if length > _MANIFEST_BYTES:
         raise _damaged(path, "its manifest is too long")
-    manifest, signature = read(length), read(signed)
+    manifest = read(length)
     try:
-        found = parse_json(manifest)
-        facts = found["files"]
-        pack = Pack(**{each.name: found[each.name] for each in fields(Pack)})
+        values = parse_json(manifest)
+        facts = values["files"]
+        pack = Pack(**{field.name: values[field.name] for field in fields(Pack)})
         kinds = {name: getattr(pack, name) for name in ("documents", "chunks", "kv_records", "bytes", "encoded")}
         sizes = [(fact["bytes"], fact["blake2b"]) for fact in facts]
         right = all(type(number) is int and number >= 0 for number in (*kinds.values(), *(size for size, _ in sizes)))
-        names = (pack.model, pack.fingerprint, pack.embedder, *(digest for _, digest in sizes), pack.signed_by or "")
+        names = (pack.model, pack.fingerprint, pack.embedder, *(digest for _, digest in sizes))
         if not right or len(sizes) != len(_FILES) or not all(isinstance(name, str) for name in names):
             raise ValueError("it lacks something")
-        public = None if pack.signed_by is None else bytes.fromhex(pack.signed_by)
     except (ValueError, LookupError, TypeError) as error:
         raise _damaged(path, f"its manifest cannot be read: {error}") from error
-    if (public is None) != (not signature):
-        raise _damaged(path, "its signature is missing")
-    if trust is not None and public != _key(trust, private=False).public_bytes_raw():
-        by = "is not signed" if pack.signed_by is None else f"was signed by another key ({(public or b'').hex()})"
-        raise UsageError(f"{path} {by}; --trust {trust} accepts only packs that the key of that file has signed.")
-    if public is not None:
-        _require_signed(public, signature, MAGIC + manifest, path)
     return pack, facts, hashlib.blake2b(MAGIC + manifest, digest_size=32).hexdigest()
 
 
@@ -314,33 +296,3 @@ def _extract(read: Callable[[int], bytes], target: Path, fact: dict[str, Any], p
 def _digest_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
-
-
-def _key(path: Path, *, private: bool) -> Any:
-    """The Ed25519 key of a PEM file; UsageError if it holds none."""
-    with extra("Signatures need cryptography", "tiers"):
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-    try:
-        data = path.read_bytes()
-        if private:
-            key: Any = serialization.load_pem_private_key(data, password=None)
-        else:
-            key = serialization.load_pem_public_key(data)
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(
-            f"{path} holds no {'private' if private else 'public'} key in PEM form ({refusal(error)})."
-        ) from error
-    if not isinstance(key, ed25519.Ed25519PrivateKey if private else ed25519.Ed25519PublicKey):
-        raise UsageError(f"{path} holds no Ed25519 key; make one with: openssl genpkey -algorithm ed25519")
-    return key
-
-
-def _require_signed(public: bytes, signature: bytes, signed: bytes, path: Path | str) -> None:
-    with extra(f"{path} is signed, which needs cryptography", "tiers"):
-        from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    try:
-        Ed25519PublicKey.from_public_bytes(public).verify(signature, signed)
-    except (InvalidSignature, ValueError) as error:
-        raise _damaged(path, "its signature does not match") from error

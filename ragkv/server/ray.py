@@ -79,7 +79,6 @@ class RayOptions:
     gpus: float | None = None
     cpus: float = 0.5
     tiers: str | None = None
-    trust: str | None = None
     host: str = "0.0.0.0"
     keys: str | None = None
     origins: Sequence[str] = ()
@@ -96,10 +95,9 @@ class RayOptions:
 
     def pinned(self) -> RayOptions:
         """The options with the packs' digests and the tiers as they are now, so that replicas read neither later."""
-        trust = None if self.trust is None else Path(self.trust)
         place = None if self.tiers is None else Path(self.tiers)
         shared = () if place is None else load_config(place if place.is_dir() else place.parent).tiers
-        return replace(self, digests={name: sealed(pack, trust) for name, pack in self.packs.items()}, shared=shared)
+        return replace(self, digests={name: sealed(pack) for name, pack in self.packs.items()}, shared=shared)
 
 
 @contextmanager

@@ -1,27 +1,26 @@
-"""Repair what `verify` finds: rebuild a row from the rest of the store where possible, else drop it.
+"""Repair what `verify` finds: make a row again from intact ones where that is certain, else drop it.
 
-Much of a row can be derived from others. A chunk's id is a hash of its span, so the span is found by trying. Its tokens
-are also in its KV's manifest. A text consists of its chunks and the white space between them. Page and heading are
-taken from the neighbouring chunks where these agree. A rebuilt document loses its ingest fingerprint, so the next
-ingest of its source makes it again, with the KV that exists.
+KV is encoded again from a chunk's tokens, vectors from its text; places, references and counts follow from other rows.
+A document whose own row, text or chunk is damaged is deleted, because answers from the rest would be wrong. It is
+named, and the next ingest reads it again from its source. Its KV stays as orphans, so that nothing is encoded then.
 
 Repair verifies and repairs in rounds until nothing is found. Each step is one transaction that checks again before it
-changes anything, so a repair may be killed, repeated, and run beside queries. Nothing readable is dropped, with one
-exception: if a document cannot be made whole, its text and chunks are deleted, because answers from the rest would be
-wrong. Its KV stays as orphans, so ingesting the document again does not encode it again.
+changes anything, so a repair may be killed, repeated, and run beside queries.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ragkv.errors import CorruptStoreError
 from ragkv.store.codecs import Codec, DamagedError
 from ragkv.store.counters import advance, generation, is_stale, recount, update_unreferenced
-from ragkv.store.documents import drop_rows, drop_vectors, names_of, read_vector
+from ragkv.store.documents import drop_rows, drop_vectors, read_vector
 from ragkv.store.environment import Database
 from ragkv.store.maintenance.verify import (
     Counter,
@@ -54,14 +53,12 @@ from ragkv.store.tables import (
     document_digest,
     document_key,
     for_each,
-    pack_chunk,
     pack_document,
-    pack_text,
     parse_document,
     parse_text,
     vector_rows,
 )
-from ragkv.types import Chunk, Document, Encoding
+from ragkv.types import Chunk
 from ragkv.util import batches
 
 if TYPE_CHECKING:
@@ -69,18 +66,10 @@ if TYPE_CHECKING:
 
 
 class RepairSource(Protocol):
-    """Cuts, tokenises, encodes and embeds chunks for a repair; the store cannot do that.
+    """Encodes and embeds chunks for a repair; the store cannot do that.
 
     Its methods are called outside of transactions.
     """
-
-    def find_chunk(
-        self, document: Document, text: str, ordinal: int, low: int, high: int, known: Callable[[str], bool]
-    ) -> tuple[str, int, int] | None:
-        """Id, start and end of the chunk within `text[low:high]` whose id is `known`, else None."""
-
-    def tokens(self, text: str) -> tuple[int, ...]:
-        """A chunk's token ids."""
 
     def identities(self, chunk: Chunk) -> Sequence[KVIdentity]:
         """The identities of this chunk's KV that the index may need with its current configuration."""
@@ -98,26 +87,19 @@ class UnrepairableError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedDocument:
-    """Everything in one snapshot about a document; `row` and `generation` show whether it has changed since.
+    """A document with intact chunks in one snapshot; `row` and `generation` show whether it has changed since.
 
-    `good` are the intact chunks by ordinal, `bad` the ordinals of the others, `extra` those beyond the document's
-    count. `names` are, for each bad chunk, the digests of its possible ids; `tokens` the token ids in the KV of such a
-    name. `bad_vectors` are the ordinals of chunks with an unreadable vector. `ids_taken`: a chunk's id is also used by
-    another document.
+    `extra` are the ordinals of rows beyond the document's count, `bad_vectors` those of chunks with an unreadable
+    vector.
     """
 
     key: bytes
     row: bytes
     generation: int
     stored: StoredDocument
-    text: str | None
-    good: dict[int, Chunk]
-    bad: list[int]
+    chunks: list[Chunk]
     extra: list[int]
-    names: dict[int, set[bytes]]
-    tokens: dict[bytes, tuple[int, ...]]
     bad_vectors: set[int]
-    ids_taken: bool
 
     @property
     def digest(self) -> bytes:
@@ -125,170 +107,58 @@ class DamagedDocument:
         return document_digest(self.key)
 
 
-@dataclass(slots=True, kw_only=True)
-class RepairPlan:
-    """The changes that rebuild a document."""
-
-    deletes: list[tuple[str, bytes]] = field(default_factory=list)
-    puts: list[tuple[str, bytes, bytes]] = field(default_factory=list)
-
-    @property
-    def size(self) -> int:
-        """The approximate number of bytes to write."""
-        return sum(len(value) for _, _, value in self.puts)
-
-
 def find_damage(txn: Transaction, key: bytes) -> DamagedDocument:
-    """Read a document with all its rows; `UnrepairableError` if the document's row is lost."""
+    """Read a document with all its rows; `UnrepairableError` unless its row, text and chunks are intact."""
     row = bytes(txn.get("documents", key) or b"")
     try:
         stored = parse_document(row)
     except CorruptStoreError as error:
         raise UnrepairableError("its row is damaged") from error
     document = document_digest(key)
-    good: dict[int, Chunk] = {}
-    there = chunk_ordinals(txn, document)
-    if stored.chunks > most_chunks(there):
-        raise UnrepairableError(f"it counts {stored.chunks} chunks, of which {len(there)} are there")
-    for ordinal in sorted(there & set(range(stored.chunks))):
-        chunk, _ = chunk_of(txn, chunk_key(document, ordinal))
-        if chunk is not None and (chunk.document_id, chunk.ordinal) == (stored.document.document_id, ordinal):
-            good[ordinal] = chunk
-    bad = [ordinal for ordinal in range(stored.chunks) if ordinal not in good]
-    names = {ordinal: set(names_of(txn, chunk_key(document, ordinal))) for ordinal in bad}
-    if not all(names.values()):
-        # The place is lost too. Then the name is one that needs KV and has no place.
-        unplaced = {name for name in txn.keys("needs") if name != INDEX_OWNER and txn.get("places", name) is None}
-        names = {ordinal: found or unplaced for ordinal, found in names.items()}
-    known = {name for found in names.values() for name in found}
+    try:
+        parse_text(txn.get("texts", document) or b"")
+    except CorruptStoreError as error:
+        raise UnrepairableError("its text is lost") from error
+    ordinals = chunk_ordinals(txn, document)
+    if stored.chunks > most_chunks(ordinals):
+        raise UnrepairableError(f"it counts {stored.chunks} chunks, of which {len(ordinals)} are there")
+    chunks = []
+    for ordinal in range(stored.chunks):
+        place = chunk_key(document, ordinal)
+        chunk, _ = chunk_of(txn, place)
+        if chunk is None or (chunk.document_id, chunk.ordinal) != (stored.document.document_id, ordinal):
+            raise UnrepairableError(f"its chunk {ordinal} is lost")
+        if _is_taken(txn, chunk, place):
+            raise UnrepairableError("its chunk ids are another document's")
+        chunks.append(chunk)
     return DamagedDocument(
         key=key,
         row=row,
         generation=generation(txn),
         stored=stored,
-        text=_text(txn, document),
-        good=good,
-        bad=bad,
-        extra=sorted(there - set(range(stored.chunks))),
-        names=names,
-        tokens={name: tokens for name in known if (tokens := _tokens(txn, name)) is not None},
+        chunks=chunks,
+        extra=sorted(ordinals - set(range(stored.chunks))),
         bad_vectors={ordinal for ordinal in range(stored.chunks) if _has_bad_vector(txn, chunk_key(document, ordinal))},
-        ids_taken=any(_is_taken(txn, chunk, chunk_key(document, ordinal)) for ordinal, chunk in good.items()),
     )
 
 
-def plan_document(damaged: DamagedDocument, repair_source: RepairSource) -> RepairPlan:
-    """Plan how to rebuild a document; `UnrepairableError` if that is impossible."""
-    stored, text = damaged.stored, damaged.text
-    if damaged.ids_taken:
-        raise UnrepairableError("its chunk ids are another document's")
-    if text is None and damaged.bad:
-        raise UnrepairableError("its text is lost, and chunks of it too")
-    plan = RepairPlan()
-    chunks = dict(damaged.good)
-    if text is None:
-        text = _joined(list(chunks.values()))
-        plan.puts.append(("texts", damaged.digest, pack_text(text)))
-    for ordinal in damaged.bad:
-        chunks[ordinal] = _found(damaged, text, ordinal, chunks, repair_source)
-        plan.puts.append(("chunks", chunk_key(damaged.digest, ordinal), pack_chunk(chunks[ordinal])))
-        plan.deletes += [("places", name) for name in damaged.names[ordinal] if len(damaged.names[ordinal]) == 1]
-    plan.deletes += [("chunks", chunk_key(damaged.digest, ordinal)) for ordinal in damaged.extra]
-    plan.puts += [("places", digest(chunk.chunk_id), chunk_key(damaged.digest, n)) for n, chunk in chunks.items()]
-    if damaged.bad_vectors:
-        plan.puts += _vectors(damaged, [chunks[ordinal] for ordinal in sorted(damaged.bad_vectors)], repair_source)
-    # A rebuilt chunk may lack its page or heading. Without a fingerprint, the next ingest replaces the document.
-    whole = not (damaged.bad or damaged.text is None or damaged.bad_vectors)
-    now = replace(
-        stored,
-        recipe=stored.recipe if whole else "",
-        chunks=len(chunks),
-        tokens=sum(len(chunk.token_ids) for chunk in chunks.values()),
-    )
-    plan.puts.append(("documents", damaged.key, pack_document(now)))
-    return plan
-
-
-def apply_plan(txn: Transaction, damaged: DamagedDocument, plan: RepairPlan) -> bool:
-    """Apply the plan; False if the document has changed since it was read."""
+def repair_document(damaged: DamagedDocument, vectors: Mapping[str, ChunkVectors], txn: Transaction) -> bool:
+    """Make places, counts and these vectors of a document again; False if it has changed since it was read."""
     if generation(txn) != damaged.generation or bytes(txn.get("documents", damaged.key) or b"") != damaged.row:
         return False
-    for ordinal in damaged.bad_vectors:
-        drop_vectors(txn, chunk_key(damaged.digest, ordinal))
-    for table, key in plan.deletes:
-        txn.delete(table, key)
-    for table, key, value in plan.puts:
-        txn.put(table, key, value)
+    for ordinal in damaged.extra:
+        txn.delete("chunks", chunk_key(damaged.digest, ordinal))
+    for chunk in damaged.chunks:
+        place = chunk_key(damaged.digest, chunk.ordinal)
+        txn.put("places", digest(chunk.chunk_id), place)
+        if chunk.ordinal in damaged.bad_vectors:
+            drop_vectors(txn, place)
+            for key, part in vector_rows(vectors[chunk.chunk_id], place):
+                txn.put("vectors", key, part)
+    tokens = sum(len(chunk.token_ids) for chunk in damaged.chunks)
+    txn.put("documents", damaged.key, pack_document(replace(damaged.stored, tokens=tokens)))
     advance(txn)
     return True
-
-
-def _found(
-    damaged: DamagedDocument, text: str, ordinal: int, chunks: Mapping[int, Chunk], repair_source: RepairSource
-) -> Chunk:
-    """Find the chunk between its neighbours; earlier chunks have already been rebuilt."""
-    before, after = chunks.get(ordinal - 1), chunks.get(min((n for n in chunks if n > ordinal), default=-1))
-    low, high = 0 if before is None else before.end, len(text) if after is None else after.start
-    names = damaged.names[ordinal]
-    document = damaged.stored.document
-    span = repair_source.find_chunk(document, text, ordinal, low, high, lambda name: digest(name) in names)
-    if span is None:
-        raise UnrepairableError(
-            f"its chunk {ordinal} is damaged, and its text does not show where the chunk began and ended"
-        )
-    chunk_id, start, end = span
-    next_to = [chunk for chunk in (before, after) if chunk is not None]
-    pages, headings = {chunk.page for chunk in next_to}, {chunk.heading for chunk in next_to}
-    tokens = damaged.tokens.get(digest(chunk_id))
-    return Chunk(
-        chunk_id=chunk_id,
-        document_id=document.document_id,
-        ordinal=ordinal,
-        text=text[start:end],
-        token_ids=repair_source.tokens(text[start:end]) if tokens is None else tokens,
-        start=start,
-        end=end,
-        page=pages.pop() if len(pages) == 1 else None,
-        heading=headings.pop() if len(headings) == 1 else None,
-    )
-
-
-def _vectors(
-    damaged: DamagedDocument, chunks: Sequence[Chunk], repair_source: RepairSource
-) -> Iterator[tuple[str, bytes, bytes]]:
-    made = repair_source.embed(chunks)
-    if made is None:
-        raise UnrepairableError("a vector of it is damaged, and there is no embedder to make it again")
-    for chunk in chunks:
-        for key, part in vector_rows(made[chunk.chunk_id], chunk_key(damaged.digest, chunk.ordinal)):
-            yield "vectors", key, part
-
-
-def _joined(chunks: Sequence[Chunk]) -> str:
-    """The text that the chunks were cut from, with line ends for the white space between them."""
-    text = ""
-    for chunk in chunks:
-        if chunk.start < len(text) or chunk.end - chunk.start != len(chunk.text):
-            raise UnrepairableError("its text is lost, and its chunks do not say where they stood in it")
-        text += "\n" * (chunk.start - len(text)) + chunk.text
-    return text
-
-
-def _text(txn: Transaction, document: bytes) -> str | None:
-    value = txn.get("texts", document)
-    try:
-        return None if value is None else parse_text(value)
-    except CorruptStoreError:
-        return None
-
-
-def _tokens(txn: Transaction, name: bytes) -> tuple[int, ...] | None:
-    """The token ids of a chunk, from the manifest of its KV."""
-    for key in txn.values("needs", name):
-        manifest = find_record(txn, key)
-        if manifest is not None and manifest.identity.encoding is not Encoding.LONG:
-            return manifest.identity.chunk_ids
-    return None
 
 
 def _has_bad_vector(txn: Transaction, chunk: bytes) -> bool:
@@ -310,6 +180,8 @@ def _is_taken(txn: Transaction, chunk: Chunk, at: bytes) -> bool:
 
 
 _ROUNDS = 5
+_VECTORS_BYTES = 1 << 20
+"""More than the vectors of nearly any chunk."""
 _BATCH_TOKENS = 2048
 _OF_DOCUMENTS = ("documents", "texts", "chunks", "places", "vectors")
 T = TypeVar("T")
@@ -321,8 +193,7 @@ class Repair:
 
     `encoded` and `dropped_records` count KV records; `mended` and `dropped` name documents, the dropped ones with the
     reason; `rows` counts other rows that were repaired or belonged to nothing; `facts` names lost metadata of the
-    index; `points` were sent to Qdrant or deleted there. Dropped documents have to be ingested again. Mended ones are
-    replaced by the next ingest of their source, which reuses their KV.
+    index; `points` were sent to Qdrant or deleted there. Dropped documents have to be ingested again.
     """
 
     found: tuple[Problem, ...] = ()
@@ -423,25 +294,34 @@ class _Repairer:
             name = key.decode("utf-8", "replace")
             try:
                 with self._database.read() as txn:
-                    if txn.get("documents", key) is None:
-                        return
-                    damaged = find_damage(txn, key)
-                name = damaged.stored.document.document_id
-                if document_key(name) != key:
+                    row = bytes(txn.get("documents", key) or b"")
+                    with suppress(CorruptStoreError):
+                        name = parse_document(row).document.document_id
+                    misplaced = name != key.decode("utf-8", "replace") and document_key(name) != key
+                    damaged = None if misplaced or not row else find_damage(txn, key)
+                if misplaced:
                     self._write(lambda txn: _move_document(txn, key))
                     self._report.rows += 1
+                if damaged is None:
                     return
-                plan = plan_document(damaged, self._repair_source)
+                vectors = self._vectors(damaged)
             except UnrepairableError as reason:
                 self._write(lambda txn: _drop_document(txn, key))
                 self._report.dropped[name] = str(reason)
                 return
             if self._report.dry_run or self._database.write(
-                lambda txn, damaged=damaged, plan=plan: apply_plan(txn, damaged, plan),  # type: ignore[misc]
-                need=plan.size,
+                partial(repair_document, damaged, vectors), need=_VECTORS_BYTES * len(vectors)
             ):
                 self._report.mended.append(name)
                 return
+
+    def _vectors(self, damaged: DamagedDocument) -> Mapping[str, ChunkVectors]:
+        """The vectors that have to be made again, by chunk id."""
+        chunks = [chunk for chunk in damaged.chunks if chunk.ordinal in damaged.bad_vectors]
+        vectors = self._repair_source.embed(chunks) if chunks else {}
+        if vectors is None:
+            raise UnrepairableError("a vector of it is damaged, and there is no embedder to make it again")
+        return vectors
 
     def _drop_stray(self, problems: Sequence[Problem]) -> None:
         def apply(txn: Transaction) -> int:

@@ -8,8 +8,6 @@ from hashlib import blake2b
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from indexed import indexed
 
 from ragkv import RagKV
@@ -26,23 +24,6 @@ QUESTION = "Who founded Bolt Ltd?"
 
 
 @pytest.fixture
-def keys(tmp_path):
-    """PEM files of a key pair, private and public, and another public key."""
-    paths = []
-    for name in ("own", "other"):
-        key = Ed25519PrivateKey.generate()
-        pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-        form = serialization.PublicFormat.SubjectPublicKeyInfo
-        for kind, data in (
-            ("key", key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)),
-            ("pub", key.public_key().public_bytes(pem, form)),
-        ):
-            paths.append(tmp_path / f"{name}.{kind}")
-            paths[-1].write_bytes(data)
-    return paths[0], paths[1], paths[3]
-
-
-@pytest.fixture
 def rag(tmp_path, model_folder):
     settings = {"engines": ("block",), "tiers": [{"url": f"file://{tmp_path}/objects"}], "chunk_tokens": 128}
     with indexed(tmp_path, TEXTS, model=model_folder, **settings) as made:
@@ -50,10 +31,9 @@ def rag(tmp_path, model_folder):
 
 
 @pytest.mark.parametrize("names", [(), ("*bolt*",)])
-def test_a_pack_answers_elsewhere_and_encodes_nothing(rag, tmp_path, keys, names):
-    private, public, _ = keys
-    made = rag.pack(tmp_path / "pack", names=names, key=private)
-    assert unpack(tmp_path / "pack", tmp_path / "there", trust=public, device="cpu").signed_by == made.signed_by
+def test_a_pack_answers_elsewhere_and_encodes_nothing(rag, tmp_path, names):
+    made = rag.pack(tmp_path / "pack", names=names)
+    assert unpack(tmp_path / "pack", tmp_path / "there", device="cpu").fingerprint == made.fingerprint
     assert made.documents == (len(names) or 2)
     with RagKV.open(tmp_path / "there", device="cpu") as there:
         assert there.config.tiers == ()
@@ -96,28 +76,26 @@ def test_a_document_that_is_ingested_meanwhile_is_not_packed(rag, tmp_path, monk
     assert b"Late Mill" not in (tmp_path / "pack").read_bytes()
 
 
-def test_one_flipped_byte_anywhere_is_refused(rag, tmp_path, keys):
-    """In the header, in the manifest with and without a signature, in the files, and at a wrong end: a one-sentence
-    error that leaves nothing behind.
+def test_one_flipped_byte_anywhere_is_refused(rag, tmp_path):
+    """In the header, in the manifest, in the files, and at a wrong end: a one-sentence error that leaves nothing
+    behind.
     """
-    rag.pack(tmp_path / "signed", names=["*bolt*"], key=keys[0])
-    rag.pack(tmp_path / "plain", names=["*bolt*"])
-    wholes, dice = [(tmp_path / name).read_bytes() for name in ("signed", "plain")], random.Random(5)
-    head, length = len(MAGIC) + 8, int.from_bytes(wholes[1][len(MAGIC) :][:4], "little")
-    for whole in wholes:
-        places = [*range(head), *dice.sample(range(head, head + length), 60), *dice.sample(range(len(whole)), 25)]
-        damages = [whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :] for at in places]
-        damages += [whole[:at] for at in (0, 5, 20, 500, len(whole) - 1)] + [whole + b"\0"]
-        for damaged in damages:
-            refused(tmp_path, damaged, keys[1] if whole is wholes[0] else None)
+    rag.pack(tmp_path / "pack", names=["*bolt*"])
+    whole, dice = (tmp_path / "pack").read_bytes(), random.Random(5)
+    head, length = len(MAGIC) + 4, int.from_bytes(whole[len(MAGIC) :][:4], "little")
+    places = [*range(head), *dice.sample(range(head, head + length), 60), *dice.sample(range(len(whole)), 25)]
+    damages = [whole[:at] + bytes([whole[at] ^ 1 << dice.randrange(8)]) + whole[at + 1 :] for at in places]
+    damages += [whole[:at] for at in (0, 5, 20, 500, len(whole) - 1)] + [whole + b"\0"]
+    for damaged in damages:
+        refused(tmp_path, damaged)
 
 
-def refused(tmp_path, pack, trust=None, says=".", **settings):
+def refused(tmp_path, pack, says=".", **settings):
     """Check that unpacking these bytes fails with one sentence that matches `says`, and leaves nothing behind."""
     (tmp_path / "damaged").write_bytes(pack)
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises((StoreError, UsageError), match=says) as raised:
-        unpack(tmp_path / "damaged", tmp_path / "new" / "there", trust=trust, device="cpu", **settings)
+        unpack(tmp_path / "damaged", tmp_path / "new" / "there", device="cpu", **settings)
     assert "\n" not in str(raised.value)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -130,7 +108,6 @@ def refused(tmp_path, pack, trust=None, says=".", **settings):
         ({"model": "../../elsewhere"}, "describes another index"),
         ({"bytes": 1 << 70}, "describes another index"),
         ({"documents": True}, "lacks something"),
-        ({"signed_by": "00"}, "signature is missing"),
         ({"files": [{"bytes": 1 << 62, "blake2b": ""}] * 2}, "ends early"),
         ({"files": [{"bytes": -1, "blake2b": ""}] * 2}, "lacks something"),
         ({"files": [{"bytes": 0, "blake2b": "", "name": "../../evil"}] * 2}, "digest"),
@@ -141,10 +118,10 @@ def refused(tmp_path, pack, trust=None, says=".", **settings):
 def test_a_hostile_manifest_is_refused(rag, tmp_path, change, says):
     """Wrong facts, huge sizes, and names outside the folder (a pack's files have no names)."""
     rag.pack(tmp_path / "pack", names=["*bolt*"])
-    head, rest = (tmp_path / "pack").read_bytes()[: len(MAGIC) + 8], (tmp_path / "pack").read_bytes()[len(MAGIC) + 8 :]
+    head, rest = (tmp_path / "pack").read_bytes()[: len(MAGIC) + 4], (tmp_path / "pack").read_bytes()[len(MAGIC) + 4 :]
     length = int.from_bytes(head[len(MAGIC) :][:4], "little")
     manifest = json.dumps({**json.loads(rest[:length]), **change}).encode()
-    forged = MAGIC + len(manifest).to_bytes(4, "little") + bytes(4) + manifest + rest[length:]
+    forged = MAGIC + len(manifest).to_bytes(4, "little") + manifest + rest[length:]
     refused(tmp_path, forged, says=says)
     refused(tmp_path, forged, says=says, documents_only=True)
 
@@ -152,14 +129,14 @@ def test_a_hostile_manifest_is_refused(rag, tmp_path, change, says):
 def test_what_is_wrong_inside_is_named_by_the_pack(rag, tmp_path):
     """Not by the folder it was unpacked to, which is gone; nor is what cannot be read called what cannot be written."""
     rag.pack(tmp_path / "pack", names=["*bolt*"])
-    head, rest = (tmp_path / "pack").read_bytes()[: len(MAGIC) + 8], (tmp_path / "pack").read_bytes()[len(MAGIC) + 8 :]
+    head, rest = (tmp_path / "pack").read_bytes()[: len(MAGIC) + 4], (tmp_path / "pack").read_bytes()[len(MAGIC) + 4 :]
     manifest, start = json.JSONDecoder().raw_decode(rest.decode(errors="replace"))
     settings, data = b"other = 1\n", rest[start + manifest["files"][0]["bytes"] :]
     manifest["files"][0] = {"bytes": len(settings), "blake2b": blake2b(settings, digest_size=32).hexdigest()}
     facts = json.dumps({**manifest, "bytes": len(settings) + len(data)}).encode()
-    forged = MAGIC + len(facts).to_bytes(4, "little") + bytes(4) + facts + settings + data
+    forged = MAGIC + len(facts).to_bytes(4, "little") + facts + settings + data
     refused(tmp_path, forged, says="/damaged/ragkv.toml: unknown key 'other'")
-    refused(tmp_path, b"RAGKVPACK2\n" + head[len(MAGIC) :] + rest, says="another version")
+    refused(tmp_path, b"RAGKVPACK1\n" + head[len(MAGIC) :] + rest, says="another version")
     if (unread := Path("/proc/self/mem")).is_file():
         with pytest.raises(StoreError, match="mem cannot be read"):
             unpack(unread, tmp_path / "there")
@@ -192,22 +169,10 @@ def test_what_is_no_file_or_a_link_is_no_pack_or_target(rag, tmp_path):
     assert not (tmp_path / "gone").exists()
 
 
-def test_a_foreign_signature_is_refused(rag, tmp_path, keys):
-    private, public, other = keys
-    rag.pack(tmp_path / "signed", key=private)
-    rag.pack(tmp_path / "plain")
-    for pack, trust, says in (
-        ("signed", other, "another key"),
-        ("plain", public, "is not signed"),
-        ("signed", private, "no public key"),
-        ("nothing", None, "no pack"),
-    ):
-        with pytest.raises(UsageError, match=says):
-            unpack(tmp_path / pack, tmp_path / "there", trust=trust)
+def test_a_pack_is_never_written_over(rag, tmp_path):
+    rag.pack(tmp_path / "pack")
     with pytest.raises(UsageError, match="exists already"):
-        rag.pack(tmp_path / "plain")
-    with pytest.raises(UsageError, match="no private key"):
-        rag.pack(tmp_path / "new", key=public)
+        rag.pack(tmp_path / "pack")
 
 
 def test_another_model_is_refused_and_may_encode_the_documents(rag, tmp_path, model_folder):
@@ -233,7 +198,7 @@ def test_another_model_is_refused_and_may_encode_the_documents(rag, tmp_path, mo
 
 @pytest.mark.parametrize("manifest", [b"{}", b"[]", b"\xff", b'{"files": [{}, {}]}', b'{"files": 3, "model": 1}'])
 def test_a_manifest_from_anywhere_is_an_error_in_words(tmp_path, manifest):
-    head = len(manifest).to_bytes(4, "little") + bytes(4)
+    head = len(manifest).to_bytes(4, "little")
     (tmp_path / "pack").write_bytes(MAGIC + head + manifest)
     with pytest.raises(RagkvError, match="not a pack"):
         unpack(tmp_path / "pack", tmp_path / "there")

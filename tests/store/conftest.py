@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from storekit import document, identity, kv_of, vectors_of
 
 from ragkv.attention.kv import ChunkKV
-from ragkv.ingest.chunker import chunk_id, find_chunk
+from ragkv.ingest.chunker import chunk_id
 from ragkv.store import ChunkVectors, KVIdentity, Store
 from ragkv.store.tables import TABLES, Transaction, digest
 from ragkv.types import Chunk
@@ -69,9 +68,6 @@ class Library:
             vectors={chunk.chunk_id: vectors_of(chunk) for chunk in chunks},
         )
         return chunks
-
-    def find_chunk(self, *arguments: Any) -> tuple[str, int, int] | None:
-        return find_chunk(*arguments)
 
     def tokens(self, text: str) -> tuple[int, ...]:
         return tuple(text.encode())

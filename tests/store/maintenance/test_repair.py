@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from storekit import identity
 
 from ragkv.errors import StoreError
 from ragkv.store import Store
-from ragkv.store.maintenance.repair import apply_plan, find_damage, plan_document
+from ragkv.store.maintenance.repair import find_damage, repair_document
 from ragkv.store.tables import (
     INDEX_OWNER,
     Transaction,
@@ -20,7 +19,6 @@ from ragkv.store.tables import (
     parse_chunk,
     parse_document,
 )
-from ragkv.types import Encoding
 
 Change = Callable[[Transaction, Any], object]
 
@@ -135,18 +133,8 @@ RESTORED = [
     case("document under another key", "mismatch", "documents", lambda _: lambda txn, _: move(
         txn, "documents", b"a", b"z")),
     case("document counts wrongly", "mismatch", "documents", wrong_count),
-    case("text damaged", "damaged", "texts", rows_of("texts", lambda _: digest("a"))),
-    case("text missing", "missing", "texts", drop("texts", lambda _: digest("a"))),
     case("text of nothing", "stray", "texts", add("texts", elsewhere, lambda _: b"x")),
-    case("first chunk damaged", "damaged", "chunks", rows_of("chunks", place("a", 0))),
-    case("last chunk damaged", "damaged", "chunks", rows_of("chunks", place("a", 3))),
-    case("two chunks damaged", "damaged", "chunks", rows_of("chunks", place("a", 1), place("a", 2))),
-    case("all chunks damaged", "damaged", "chunks", rows_of("chunks", *(place("a", n) for n in range(4)))),
-    case("chunk missing", "missing", "chunks", drop("chunks", place("a", 1))),
-    case("chunk of another document", "damaged", "chunks", swapped),
     case("one chunk too many", "mismatch", "documents", extra_row),
-    case("chunk and place lost", "missing", "chunks", both(
-        drop("chunks", place("a", 1)), drop("places", owner("a", 1)))),
     case("chunk of nothing", "stray", "chunks", add("chunks", lambda _: elsewhere(_) + bytes(4), lambda _: b"x")),
     case("place missing", "missing", "places", drop("places", owner("a", 2))),
     case("place leads elsewhere", "mismatch", "places", add("places", owner("a", 2), place("b", 0))),
@@ -174,16 +162,10 @@ RESTORED = [
         txn, "vectors", vector(b"c", "a", 1)(lib), vector(b"c", "a", 1, 1)(lib))),
     case("vector of nothing", "stray", "vectors", add("vectors", vector(b"d", "z", 0), lambda _: b"x")),
     case("vector under a strange key", "stray", "vectors", add("vectors", lambda _: b"x123", lambda _: b"x")),
-    case("everything at once", "damaged", "chunks", both(
-        rows_of("chunks", place("a", 0), place("b", 1)), rows_of("texts", lambda _: digest("c")),
+    case("everything at once", "damaged", "kv", both(
         rows_of("kv", key("a", 1), key("b", 1)), drop("references", key("a", 2)), drop("needs", owner("a", 3)),
         rows_of("segments", segment("c", 0, 0)), add("vectors", vector(b"d", "z", 0), lambda _: b"x"))),
 ]  # fmt: skip
-
-
-def without_recipe(rows: dict[str, list[tuple[bytes, bytes]]]) -> dict[str, Any]:
-    documents = {key: dataclasses.replace(parse_document(value), recipe="") for key, value in rows["documents"]}
-    return {**rows, "documents": documents}
 
 
 @pytest.mark.parametrize(("kind", "table", "damage"), RESTORED)
@@ -204,26 +186,18 @@ def test_damage_is_named_and_every_row_comes_back(library, kind, table, damage):
     report = library.store.repair(library)
     assert report.ok
     assert report.found == found.findings
-    assert without_recipe(library.rows()) == without_recipe(before)
+    assert library.rows() == before
     assert library.store.verify().ok
-
-
-def test_a_mended_document_is_made_anew_by_the_next_ingest(library):
-    """The page and the heading were only in the damaged row."""
-    chunks = library.write("d", "p one\np two\np three", pages=True)
-    assert library.store.is_current("d", "hash of p one\np two\np three", "recipe")
-    library.edit(lambda txn: flip(txn, "chunks", library.place("d", 1)))
-    before = library.store.generation
-    assert library.store.repair(library).mended == ["d"]
-    assert list(library.store.chunks("d")) == [chunks[0], dataclasses.replace(chunks[1], page=None), chunks[2]]
-    assert not library.store.is_current("d", "hash of p one\np two\np three", "recipe")
-    assert library.store.generation > before
 
 
 LOST = [
     case("row", "damaged", "documents", rows_of("documents", lambda _: b"a")),
-    case("text and chunk", "damaged", "texts", both(
-        rows_of("texts", lambda _: digest("a")), rows_of("chunks", place("a", 1)))),
+    case("text damaged", "damaged", "texts", rows_of("texts", lambda _: digest("a"))),
+    case("text missing", "missing", "texts", drop("texts", lambda _: digest("a"))),
+    case("first chunk damaged", "damaged", "chunks", rows_of("chunks", place("a", 0))),
+    case("all chunks damaged", "damaged", "chunks", rows_of("chunks", *(place("a", n) for n in range(4)))),
+    case("chunk missing", "missing", "chunks", drop("chunks", place("a", 1))),
+    case("chunk of another document", "damaged", "chunks", swapped),
     case("chunk that nothing names", "damaged", "chunks", both(
         rows_of("chunks", place("a", 1)), drop("places", owner("a", 1)), drop("needs", owner("a", 1)))),
 ]  # fmt: skip
@@ -322,34 +296,19 @@ def test_a_repair_that_was_stopped_goes_on(library, monkeypatch):
 
 
 def test_a_document_that_changes_meanwhile_is_looked_at_again(library):
-    """The plan for the damaged version must not be applied to the new version."""
-    library.edit(lambda txn: flip(txn, "chunks", library.place("a", 1)))
-    find, seen = library.find_chunk, []
+    """The repair of the damaged version must not be applied to the new version."""
+    library.edit(lambda txn: flip(txn, "vectors", vector(b"d", "a", 1)(library)))
+    embed, seen = library.embed, []
 
-    def find_late(*arguments: Any) -> Any:
+    def embed_late(chunks: Any) -> Any:
         if not seen:
             seen.append(library.write("a", "quite\nanother"))
-        return find(*arguments)
+        return embed(chunks)
 
-    library.find_chunk = find_late
+    library.embed = embed_late
     assert library.store.repair(library).ok
     assert list(library.store.chunks("a")) == seen[0]
     assert library.store.verify().ok
-
-
-def test_the_tokens_of_a_long_documents_block_are_not_those_of_a_chunk(library):
-    """A chunk refers to the block that contains it, but its tokens are recovered from its own KV."""
-    before = chunk(library, "a", 1)
-    first = min(of.key() for of in library.identities(before))
-    blocks = (
-        dataclasses.replace(identity(*range(n, n + 9)), encoding=Encoding.LONG, prefix_ids=(0,) * 9)
-        for n in range(1000)
-    )
-    block = next(of for of in blocks if of.key() < first)
-    assert library.store.put_kv(block, library.encode([block])[0], chunk_id=before.chunk_id)
-    library.edit(lambda txn: flip(txn, "chunks", library.place("a", 1)))
-    assert library.store.repair(library).mended == ["a"]
-    assert chunk(library, "a", 1).token_ids == before.token_ids
 
 
 def test_a_document_that_goes_while_its_kv_is_made_leaves_nothing(library):
@@ -381,12 +340,12 @@ def test_a_documents_row_elsewhere_never_takes_the_place_of_its_own(library):
 
 def test_a_plan_is_for_the_generation_in_which_it_was_made(library):
     """Another document may have taken over a chunk's id in the meantime."""
-    library.edit(lambda txn: flip(txn, "chunks", library.place("a", 1)))
+    name = name_of(library, "a", 2)
+    library.edit(lambda txn: txn.delete("places", name))
     with library.store._live().read() as txn:
         damaged = find_damage(txn, b"a")
-    plan = plan_document(damaged, library)
     library.write("z", "something else")
-    assert not library.store._live().write(lambda txn: apply_plan(txn, damaged, plan))
+    assert not library.store._live().write(lambda txn: repair_document(damaged, {}, txn))
     assert library.store.repair(library).mended == ["a"]
 
 
@@ -426,9 +385,10 @@ def test_long_ids_are_found_by_their_rows(library):
     name = "n" * 2000
     library.write(name, "one\ntwo")
     before = library.rows()
-    library.edit(lambda txn: flip(txn, "texts", digest(name)))
+    place = name_of(library, name, 1)
+    library.edit(lambda txn: txn.delete("places", place))
     assert library.store.repair(library).mended == [name]
-    assert without_recipe(library.rows()) == without_recipe(before)
+    assert library.rows() == before
     library.edit(lambda txn: flip(txn, "documents", document_key(name)))
     report = library.store.repair(library)
     assert len(report.dropped) == 1
