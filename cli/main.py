@@ -231,7 +231,6 @@ _COMMITTING = frozenset({"warm", "delete", "repair", "gc"})
 """The commands that commit their work in small steps; `ingest` says itself what it has committed."""
 _COMMANDS = {name: panel for panel, names in _PANELS.items() for name in names.split()}
 _MODULES = {
-    "models": "plan",
     "tune": "doctor",
     "chat": "query",
     **dict.fromkeys(("ls", "show", "delete", "stats", "verify", "repair", "gc", "compact", "backup"), "maintenance"),

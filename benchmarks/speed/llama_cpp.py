@@ -12,6 +12,7 @@ is measured with flash attention and without, and the faster one counts, for eac
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -53,7 +54,6 @@ from ragkv.benchmarks.speed.report import (
 from ragkv.cli.options import given_numbers
 from ragkv.errors import MissingExtraError, RagkvError, install_hint
 from ragkv.model.language_model import LanguageModel, in_float32
-from ragkv.planning.calibration import overtaken_after
 from ragkv.runtime import Stream
 from ragkv.store import Q8, Half, Store
 from ragkv.types import Encoding
@@ -218,6 +218,21 @@ def _agreement(lm: LanguageModel, file: Path) -> float:
             "measured; try another version of llama-cpp-python."
         )
     return found
+
+
+def overtaken_after(ours: tuple[float, float, float], others: tuple[float, float, float]) -> int | None:
+    """The number of the token that another runtime delivers earlier than this one; None if it never does.
+
+    Both are given as the seconds of the first token, of the second one, and of each later one.
+    """
+    ahead = others[0] - ours[0]
+    if ahead < 0:
+        return 1
+    ahead += others[1] - ours[1]
+    if ahead < 0:
+        return 2
+    behind = ours[2] - others[2]
+    return 3 + math.floor(ahead / behind) if behind > 0 else None
 
 
 def _measure_length(

@@ -1,4 +1,4 @@
-"""`ragkv ingest --kv`, `ragkv warm`, `ragkv config set kv_budget=…` and `ragkv plan --index`."""
+"""`ragkv ingest --kv`, `ragkv warm` and `ragkv config set kv_budget=…`."""
 
 import json
 
@@ -28,12 +28,10 @@ def read(ragkv, *arguments):
     return json.loads(message.out)
 
 
-def test_kv_is_made_ahead_kept_within_a_budget_and_planned(ragkv, lazy, tmp_path):
+def test_kv_is_made_ahead_and_kept_within_a_budget(ragkv, lazy, tmp_path):
     log = tmp_path / "log.jsonl"
     log.write_text('{"question": "Who founded Halden Works?"}\nno json\n')
     assert read(ragkv, "stats", "--index", lazy)["kv_records"] == 0
-    refused = ragkv("plan", "--index", lazy)
-    assert (refused.code, "no questions to go by" in refused.sentence) == (2, True)
     warm = ("warm", "--index", lazy, "--questions", log, "--engine", "block", "--top-k", "1")
     assert "no question has read a chunk yet" in ragkv("warm", "--most", 1, "--index", lazy).out
     assert "log.jsonl, line 2" in ragkv(*warm).err
@@ -49,11 +47,6 @@ def test_kv_is_made_ahead_kept_within_a_budget_and_planned(ragkv, lazy, tmp_path
     assert 0 < found["kv_budget_used"] <= 1
     assert found["kv_evictions"] > 0
     assert ragkv("verify", "--index", lazy).code == 0
-    planned = read(ragkv, "plan", "--index", lazy)
-    assert planned["source"] == "recorded uses"
-    assert planned["rooms"][-1]["hits"] >= planned["rooms"][0]["hits"]
-    for options in (["--zipf", "1.0"], ["--questions", log]):
-        assert "kv_budget" in ragkv("plan", "--index", lazy, *options).out
 
 
 def test_config_set_changes_one_line_and_leaves_the_comments(ragkv, lazy):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rankthreads import on_ranks
-from steady import steady
 
 from ragkv import RagKV
 from ragkv.benchmarks.evaluation.answers import TaskSource
@@ -23,7 +22,6 @@ from ragkv.index.create import _fitting
 from ragkv.index.maintenance import IndexRepairSource
 from ragkv.ingest import ReadyChunk, ReadyDocument, encode_identities
 from ragkv.ingest.encoding import LINE_TOKENS, seen_before
-from ragkv.planning.plan import plan_ingest
 from ragkv.runtime import Runtime, Stream
 from ragkv.store.tables import chunk_key, digest, pack_chunk
 from ragkv.types import Capability, Chunk, Document, Encoding, ScoredChunk
@@ -477,28 +475,3 @@ def test_a_window_that_the_model_has_no_positions_for_is_refused(tmp_path, model
     ):
         rag.ingest(tmp_path / "works.txt")
     assert not list(tmp_path.glob("index/derived/*"))
-
-
-# ---- what it costs
-
-
-def test_a_plan_counts_what_chunks_see(tmp_path, model_folder):
-    """Chunks of about 78 tokens: with a window of 40, all but the first of a document see 40 tokens."""
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text(name + TEXT)
-    settings = {"model": str(model_folder), "device": "cpu", "engines": ("ape",), "chunk_tokens": 96}
-    plan = plan_ingest(
-        tmp_path / "a.txt",
-        tmp_path / "b.txt",
-        encoding=EncodingConfig(context=40),
-        now=steady(),
-        seconds=1e6,
-        **settings,
-    )
-    chunks = plan.corpus.chunks.value
-    assert plan.corpus.seen == pytest.approx(40 * (chunks - 2) / chunks)
-    assert plan.encodings == ("context",)
-    assert plan.to_json()["context_tokens"] == round(plan.corpus.seen, 1)
-    plain = plan_ingest(tmp_path / "a.txt", now=steady(), seconds=1e6, **settings)
-    assert (plain.corpus.seen, plain.encodings) == (0, ("prefixed",))
-    assert plain.codecs[0].bytes_per_million_tokens == pytest.approx(plan.codecs[0].bytes_per_million_tokens)

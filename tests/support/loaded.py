@@ -15,7 +15,7 @@ from ragkv.config import CONFIG_FILE, IndexConfig, load_config
 from ragkv.index.index import load_models
 from ragkv.model import self_check
 
-ASKING = frozenset({"ragkv.index.index", "ragkv.cli.query", "ragkv.doctor.answers", "ragkv.planning.calibration"})
+ASKING = frozenset({"ragkv.index.index", "ragkv.cli.query", "ragkv.doctor.answers", "ragkv.index.requirements"})
 """Modules that use a model without changing its weights."""
 
 

@@ -1,11 +1,12 @@
 """A clock that advances by a fixed step whenever it is read, so results do not depend on the machine."""
 
+from collections.abc import Callable
 from itertools import accumulate, cycle
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from ragkv.planning.calibration import Clock
+Clock = Callable[[], float]
 
 
 def steady(*steps: float) -> Clock:
