@@ -1,17 +1,19 @@
 """The server process: the app with its routes, the connections, and how it starts and stops.
 
 Clients cannot hold the server up. Connections have deadlines for sending a request and for reading the answer, and idle
-connections are limited per address. On a stop signal, running answers get a limited time; then the process ends.
+connections are limited. On a stop signal, running answers get a limited time; then the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import resource
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 import ragkv
@@ -36,7 +38,16 @@ from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.jobs import JobManager
 from ragkv.server.local import LocalSocket, peer_uid
 from ragkv.server.metrics import ConcurrencyLimiter, IndexMetrics
-from ragkv.server.middleware import Guard, LocalApp, LocalRequest, Responded, error_body, guard_app, page_routes
+from ragkv.server.middleware import (
+    MCP_PATH,
+    Guard,
+    LocalApp,
+    LocalRequest,
+    Responded,
+    error_body,
+    guard_app,
+    page_routes,
+)
 from ragkv.server.openai import protocol_routes
 from ragkv.server.schemas import FAILURES, HealthReply, ServedIndexes
 from ragkv.server.settings import ServerLimits, ServerSettings, reserve, trim_memory
@@ -149,6 +160,8 @@ async def _http(request: Request, error: Exception) -> Json:
     return Json(failure.body, error.status_code, headers=error.headers)
 
 
+_BACKLOG = 128
+_RESERVED_FILES = 16
 GRACE = 5
 """Seconds in which an interrupted answer can still send its last event."""
 _TRIM_TICKS = 300
@@ -226,6 +239,7 @@ class GracefulServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         await super().startup(sockets)
         self._ready()
 
@@ -265,38 +279,56 @@ class GracefulServer(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-class Idle:
-    """The connections without a running request, oldest first: at most `most`, and at most half of them from one
-    address.
+class AcceptErrors:
+    """An event loop's exception handler that logs one line a minute when there are no descriptors for connections.
+    asyncio would log a traceback for each attempt.
+    """
 
-    One more closes the oldest, of its own address or of the address with most connections. So idle connections
-    cannot shut out other clients: a client that sends its request at once is never the oldest.
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._quiet_until:
+            self._quiet_until = loop.time() + 60
+            logger.warning("connections wait: the process has no free file descriptors; raise `ulimit -n`")
+
+
+def descriptor_shares(limits: ServerLimits, requests: int) -> tuple[int, int, int]:
+    """The most idle connections, the most requests (refused ones included), and the most connections accepted at once,
+    so that they leave a quarter of the free file descriptors to the indexes.
+    """
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        free = most - sum(1 for _ in Path("/dev/fd").iterdir()) - _RESERVED_FILES
+    except OSError:
+        free = most // 2
+    share = sys.maxsize if most == resource.RLIM_INFINITY else max(free // 4, 2)
+    return min(limits.idle, share), min(4 * requests + 64, share), min(_BACKLOG, share)
+
+
+class Idle:
+    """The connections without a running request, at most `most`: one more closes the oldest. So idle connections shut
+    nobody out, as a client that sends its request at once is never the oldest.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._by_address: dict[str, dict[TimeoutProtocol, None]] = {}
+        self._connections: dict[TimeoutProtocol, None] = {}
 
     def add(self, connection: TimeoutProtocol) -> None:
         """The connection waits for the headers of a request. Adding it again changes nothing."""
-        mine = self._by_address.setdefault(connection.address, {})
-        mine.setdefault(connection)
-        if len(mine) > max(self._most // 2, 1):
-            self._close_oldest(mine)
-        elif sum(map(len, self._by_address.values())) > self._most:
-            self._close_oldest(max(self._by_address.values(), key=len))
+        self._connections.setdefault(connection)
+        if len(self._connections) > self._most:
+            oldest = next(iter(self._connections))
+            self.remove(oldest)
+            oldest.transport.abort()
 
     def remove(self, connection: TimeoutProtocol) -> None:
         """The connection has a request, or is closed."""
-        if (mine := self._by_address.get(connection.address)) is not None:
-            mine.pop(connection, None)
-            if not mine:
-                del self._by_address[connection.address]
-
-    def _close_oldest(self, connections: dict[TimeoutProtocol, None]) -> None:
-        oldest = next(iter(connections))
-        self.remove(oldest)
-        oldest.transport.close()
+        self._connections.pop(connection, None)
 
 
 class TimeoutProtocol(H11Protocol):
@@ -307,8 +339,6 @@ class TimeoutProtocol(H11Protocol):
 
     def __init__(self, limits: ServerLimits, idle: Idle, local_apps: Mapping[str, ASGIApp], **given: Any) -> None:
         super().__init__(**given)
-        self.address = ""
-        """The client's IP address; empty for a Unix socket."""
         self._idle = idle
         self._local_apps = local_apps
         self.access_log = False  # uvicorn's log lines contain the query string
@@ -317,7 +347,6 @@ class TimeoutProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = self.client[0] if self.client else ""
         connected = transport.get_extra_info("socket")
         if connected.family == socket.AF_UNIX:
             self.app = self._local_apps[connected.getsockname()]
@@ -447,12 +476,23 @@ def run_tools(
 
     # no sessions: a tool's answer depends only on its arguments; the guard checks hosts and keys
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
-    app = tools.streamable_http_app(stateless_http=True, json_response=True, transport_security=security)
+    app = _only_posts(tools.streamable_http_app(stateless_http=True, json_response=True, transport_security=security))
     last = LastSecond(settings.stop_seconds + 2 * GRACE)
     try:
         _run(app, settings, port, on_ready, lambda: None, lambda: None, lifespan=True, last=last)
     finally:
         last.cancel()
+
+
+def _only_posts(app: ASGIApp) -> ASGIApp:
+    """`app` without the stream of `GET /mcp`: tools without sessions never send anything there."""
+
+    async def posts(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == MCP_PATH and scope["method"] != "POST":
+            raise ApiError(405, "The tools are called by POST.", headers={"allow": "POST"})
+        await app(scope, receive, send)
+
+    return posts
 
 
 def _run(
@@ -474,23 +514,22 @@ def _run(
         last.begin()
         on_stopping()
 
-    most = 4 * settings.requests + 64
+    listening = port or reserve(settings.host, settings.port)
+    idle, most, backlog = descriptor_shares(settings.limits, settings.requests)
     outer = guard_app(
         app, keys=settings.keys, limits=settings.limits, origins=settings.origins, most=most, responded=responded
     )
-    listening = port or reserve(settings.host, settings.port)
 
     def ready() -> None:
         host, number = listening.getsockname()[:2]
         on_ready(f"http://{f'[{host}]' if ':' in host else host}:{number}")
 
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    idle = min(settings.limits.idle, files // 2) if files != resource.RLIM_INFINITY else settings.limits.idle
     by_address: dict[str, ASGIApp] = {}
     config = uvicorn.Config(
         outer,
         # uvicorn calls it like a class
         http=cast("Any", partial(TimeoutProtocol, settings.limits, Idle(idle), by_address)),
+        backlog=backlog,
         ws="none",
         log_config=None,
         access_log=False,

@@ -35,6 +35,7 @@ from ragkv.model.checkpoint import pick_device
 from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.local import LocalSocket, identity
 from ragkv.server.settings import Keys, ServerLimits
+from ragkv.util.files import parse_json
 from ragkv.util.telemetry import Span, take_request_id
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ragkv.server.schemas import ServedIndexes
     from ragkv.server.streaming import AnswerResponse
 
+MCP_PATH = "/mcp"
 UPLOAD = re.compile(r"/api/indexes/[^/]+/documents/?")
 """The path for uploads, the only one that accepts a form."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/?#@\s]+)(?::[0-9]*)?")
@@ -61,8 +63,10 @@ _TYPES = {
     "txt": "text/plain; charset=utf-8",
 }
 _START = "index.html"
-_DRAINS = 64
+_MAX_DRAINS = 64
 """The most refused bodies that are read at a time: clients without a key must not use up the open files."""
+_DRAIN_SECONDS = 30.0
+"""The longest that the body of a refused request is read."""
 _HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -104,7 +108,7 @@ class Guard:
         self._limits = limits
         self._origins = frozenset(origins)
         self._open = open_paths()
-        self._drains = asyncio.Semaphore(_DRAINS)
+        self._drains = asyncio.Semaphore(int(min(_MAX_DRAINS, most)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,38 +116,42 @@ class Guard:
             return
         headers = Headers(scope=scope)
         log = _RequestLog(scope, headers)
-        exchange = _Exchange(headers, receive, log.watching(send))
-        self._inside += 1
+        send = log.watching(send)
+        passed = False
         try:
             self._refuse(scope, headers, log)
+            body = self._body(scope, headers, receive)
             if scope["method"] == "HEAD":  # handled as GET; the HTTP connection drops the body
                 scope = {**scope, "method": "GET"}
+            passed = True
+            self._inside += 1
             with log.span.current():
-                await self._app(scope, self._body(scope, headers, exchange.receive), exchange.send)
+                await self._app(scope, body, send)
         except Exception as error:
             failure = to_api_error(error)
             if failure.status >= 500 and not isinstance(error, ApiError):
                 with log.span.current():
                     logger.exception("request %s failed", log.identifier)
             if not log.status:
+                if not passed and "expect" not in headers and not self._drains.locked():
+                    async with self._drains:
+                        await _drop_body(headers, receive)
                 answer = Json(failure.body, failure.status, headers={**failure.headers, "connection": "close"})
-                await answer(scope, receive, exchange.send)
+                await answer(scope, receive, send)
         finally:
-            self._inside -= 1
+            self._inside -= passed
             route = getattr(scope.get("route"), "path", None)
             self._responded(scope["method"], route, log.status)
             log.end(route)
-        await exchange.finish(self._drains)
 
     def _refuse(self, scope: Scope, headers: Headers, log: _RequestLog) -> None:
         if self._hosts is not None and _host(headers.get("host", "")) not in self._hosts:
             # otherwise a web page whose host name resolves to this machine could read the answers (DNS rebinding)
             raise ApiError(403, "This server answers under its own address only.", code="wrong_host")
+        if "content-length" in headers and "transfer-encoding" in headers:  # two servers may disagree about the end
+            raise ApiError(400, "Send Content-Length or Transfer-Encoding, not both.")
         if scope["method"] == "OPTIONS" or scope["path"] in self._open:
             return
-        if self._inside > self._most:
-            text = f"{self._most} requests are under way, the most at a time: try again in a second."
-            raise ApiError(503, text, kind="server_error", code="unavailable", headers={"retry-after": "1"})
         if self._keys is not None:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             log.owner = self._keys.owner(key.strip()) if scheme.lower() == "bearer" else None
@@ -155,6 +163,9 @@ class Guard:
                     code="invalid_api_key",
                     headers={"www-authenticate": "Bearer"},
                 )
+        if self._inside >= self._most:
+            text = f"{self._most} requests are under way, the most at a time: try again in a second."
+            raise ApiError(503, text, kind="server_error", code="unavailable", headers={"retry-after": "1"})
 
     def _body(self, scope: Scope, headers: Headers, receive: Receive) -> _Body:
         """The request's body under the limits of its path; ApiError for a wrong type or size."""
@@ -163,10 +174,15 @@ class Guard:
             return _Body(receive, limits.body_bytes, limits.body_seconds)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         upload = kind == "multipart/form-data" and UPLOAD.fullmatch(scope["path"]) is not None
-        if upload:
+        if upload or scope["path"] == MCP_PATH:
             self._refuse_page(headers)
-        elif kind != "application/json":  # browsers send a form or plain text from any web page without a CORS check
+        if (
+            not upload and kind != "application/json"
+        ):  # browsers send a form or plain text from any web page without a CORS check
             raise ApiError(415, "Send the body as application/json.", code="unsupported_media_type")
+        if headers.get("content-encoding", "identity") != "identity":
+            message = "Content-Encoding is not supported: send the body uncompressed."
+            raise ApiError(415, message, code="unsupported_media_type")
         body = _Body(receive, limits.body_bytes, limits.body_seconds)
         if upload:  # a slow upload may take long, but not without sending anything
             body = _Body(receive, limits.upload_bytes, limits.upload_seconds, idle=limits.body_seconds)
@@ -176,13 +192,13 @@ class Guard:
         return body
 
     def _refuse_page(self, headers: Headers) -> None:
-        """ApiError for a form that a foreign web page sends, as the browser's headers show."""
+        """ApiError for what a foreign web page sends, as the browser's headers show."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none")
         if "*" in self._origins or origin in self._origins:
             return
         own = origin is None or origin.partition("://")[2] == headers.get("host")
         if not own or site not in ("none", "same-origin"):
-            raise ApiError(403, "A page of another origin may not send files here.", code="wrong_origin")
+            raise ApiError(403, "A page of another origin may not send this here.", code="wrong_origin")
 
 
 def guard_app(
@@ -214,13 +230,13 @@ class _Body:
         self._seconds = seconds
         self._idle = idle
         self._until = time.monotonic() + seconds
-        self._whole = False
+        self.whole = False
 
     def too_large(self) -> ApiError:
         return ApiError(413, f"The body has more than {self.most} bytes.", code="too_large")
 
     async def __call__(self) -> Message:
-        if self._whole:  # the body is complete: the next message is the disconnect of the client
+        if self.whole:  # the body is complete: the next message is the disconnect of the client
             return await self._receive()
         try:
             async with asyncio.timeout(min(max(self._until - time.monotonic(), 0.0), self._idle)):
@@ -231,46 +247,20 @@ class _Body:
         self._left -= len(message.get("body", b""))
         if self._left < 0:
             raise self.too_large()
-        self._whole = not message.get("more_body", False)
+        self.whole = not message.get("more_body", False)
         return message
 
 
-class _Exchange:
-    """The messages of a request and its response, which ends when the request's body is read too.
-
-    A server that closes a connection with unread data resets it, and the client loses the response (RFC 9112, 9.6).
+async def _drop_body(headers: Headers, receive: Receive) -> None:
+    """Read the rest of a refused body while it comes: a connection that is closed with unread data is reset, and the
+    client loses the response (RFC 9112, 9.6).
     """
-
-    def __init__(self, headers: Headers, receive: Receive, send: Send) -> None:
-        self._receive = receive
-        self._send = send
-        self._unread = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
-        self._held = False
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self._unread = message.get("more_body", False)
-        return message
-
-    async def send(self, message: Message) -> None:
-        if self._unread and message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._held = True
-            message = {**message, "more_body": True}
-        await self._send(message)
-
-    async def finish(self, drains: asyncio.Semaphore) -> None:
-        """Read and drop the rest of the body, while it comes, and end the response. If all `drains` are taken, the
-        body is not read.
-        """
-        if not self._held:
-            return
-        if not drains.locked():
-            rest = _Body(self.receive, sys.maxsize, 30.0, idle=1.0)
-            async with drains:
-                with suppress(ApiError):
-                    while self._unread:
-                        await rest()
-        await self._send({"type": "http.response.body"})
+    if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return
+    rest = _Body(receive, sys.maxsize, _DRAIN_SECONDS, idle=1.0)
+    with suppress(ApiError):
+        while not rest.whole:
+            await rest()
 
 
 class _RequestLog:
@@ -425,8 +415,10 @@ def _another_way() -> ApiError:
 
 def _require_same(rag: RagKV, expected: str) -> dict[str, Any]:
     """The command's expectations; ApiError 409 unless the server would answer from the same index in the same way."""
-    with suppress(RagkvError, ValueError, KeyError, TypeError):  # a bad index: the command itself reports it
-        fields: dict[str, Any] = json.loads(expected)
+    with suppress(
+        RagkvError, ValueError, KeyError, TypeError, RecursionError
+    ):  # a bad index: the command itself reports it
+        fields: dict[str, Any] = parse_json(expected)
         if (
             fields["identity"] == identity()
             and (fields["opened"] is None or _opened_with(rag, **fields["opened"]))

@@ -1,4 +1,4 @@
-"""OpenAI's protocol: `/v1/chat/completions`, `/v1/models`, `/v1/embeddings`, and Jina's and Cohere's rerank routes.
+"""OpenAI's protocol: `/v1/chat/completions`, `/v1/models`, `/v1/embeddings`, and Jina's and Cohere's rerank route.
 
 Each parameter of a request is used, ignored as documented, or refused by name. None changes an answer silently.
 """
@@ -696,7 +696,7 @@ class EmbeddingReply(BaseModel):
 class RankedDocument(BaseModel):
     index: int
     relevance_score: float
-    document: RerankDocument | None = Field(default=None, description="Only with `return_documents`.")
+    document: RerankDocument | None = Field(default=None, description="Not if `return_documents` is false.")
 
 
 class RerankReply(BaseModel):
@@ -735,10 +735,8 @@ async def embedded(asked: EmbeddingRequest, chosen: ModelChoice, aside: Aside) -
     )
 
 
-async def reranked(asked: RerankRequest, chosen: ModelChoice, aside: Aside, *, documents: bool) -> bytes:
-    """The documents, best first, with the sigmoid of the reranker's logit as relevance: a `RerankReply` as JSON.
-    `documents`: include their texts by default.
-    """
+async def reranked(asked: RerankRequest, chosen: ModelChoice, aside: Aside) -> bytes:
+    """The documents, best first, with the sigmoid of the reranker's logit as relevance: a `RerankReply` as JSON."""
     texts = [each if isinstance(each, str) else each.text for each in asked.documents]
     require_unicode([asked.query, *texts])
     reranker: Reranker = await aside(lambda: _reranker(chosen))
@@ -752,7 +750,7 @@ async def reranked(asked: RerankRequest, chosen: ModelChoice, aside: Aside, *, d
     tokens += await aside(lambda: _tokens(chosen, [asked.query]))
     scores = [1 / (1 + math.exp(-max(min(logit, 60.0), -60.0))) for logit in logits]
     order = sorted(range(len(texts)), key=lambda index: (-scores[index], index))[: asked.top_n]
-    shown = documents if asked.return_documents is None else asked.return_documents
+    shown = asked.return_documents is not False
     results = [
         {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if shown else {}) for i in order
     ]
@@ -881,12 +879,7 @@ def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, foote
     @routes.post("/v1/rerank", response_model=RerankReply)
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents by their relevance, by the index's reranker."""
-        return await _aside(request, partial(reranked, body, served.chosen(body.model), documents=True))
-
-    @routes.post("/v2/rerank", response_model=RerankReply)
-    async def rerank2(body: RerankRequest, request: Request) -> Response:
-        """As `/v1/rerank`, and as Cohere's second version without the documents unless they are asked for."""
-        return await _aside(request, partial(reranked, body, served.chosen(body.model), documents=False))
+        return await _aside(request, partial(reranked, body, served.chosen(body.model)))
 
     def _model(identifier: str) -> dict[str, Any]:
         name = identifier.removeprefix(f"{OWNER}/").partition(":")[0]

@@ -288,6 +288,8 @@ class QuestionOptions(BaseModel):
         the engine, the number of chunks, the token limit of the answer, `top_k_tokens` and `schema`.
         """
         decoding: dict[str, Any] = {name: getattr(self, name) for name in _DECODING} | sampling
+        if self.seed == -1:  # as in vLLM and llama.cpp: none
+            decoding["seed"] = None
         decoding["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         options: dict[str, Any] = {
             "engine": engine,

@@ -7,6 +7,7 @@ are loaded.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import hmac
 import os
@@ -122,7 +123,7 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # RFC 6454; browse
 class ServerLimits:
     """The most bytes of a body, and how many seconds a client may take: to send a request's headers, then its body, and
     to read the response when the buffers are full. File uploads have limits of their own. At most `idle` connections
-    are kept without a running request, half of them from one address."""
+    are kept without a running request."""
 
     body_bytes: int = 4 << 20
     head_seconds: float = 15.0
@@ -196,6 +197,9 @@ def reserve(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:  # an invalid host name is a UnicodeError
         if made is not None:
             made.close()
+        if getattr(error, "errno", None) == errno.EADDRINUSE:
+            message = f"Another program listens on {host} port {port}; stop it, or choose another port with --port."
+            raise UsageError(message) from error
         raise UsageError(f"{host} port {port} cannot be listened on: {refusal(error)}.") from error
     return made
 

@@ -55,7 +55,7 @@ def first_sentence(error: BaseException) -> str:
 
 
 def _written(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode("ascii")
+    return repr(found[0])[1:-1]  # not by a codec, which is imported when it is first used
 
 
 _PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")

@@ -465,9 +465,8 @@ def test_embeddings_and_reranking(call, rag, monkeypatch):
     assert [each["index"] for each in ranked] == [1, 2]
     assert 0.8 < ranked[1]["relevance_score"] < ranked[0]["relevance_score"] < 1
     assert ranked[0]["document"] == {"text": "abc"}
-    second = call("POST", "/v2/rerank", json=body).json()["results"]
-    assert second == [{name: each[name] for name in ("index", "relevance_score")} for each in ranked]
-    assert call("POST", "/v2/rerank", json={**body, "return_documents": True}).json()["results"] == ranked
+    bare = call("POST", "/v1/rerank", json={**body, "return_documents": False}).json()["results"]
+    assert bare == [{name: each[name] for name in ("index", "relevance_score")} for each in ranked]
     long = {**body, "documents": ["Halden Works was founded by Mira Oskel in 1907.", "a"], "max_tokens_per_doc": 1}
     first = rag.model.tokens.decode(rag.model.tokens.encode(long["documents"][0])[:1])
     reply = call("POST", "/v1/rerank", json=long).json()

@@ -4,6 +4,7 @@ After each test, the log has no traceback and no text of documents or questions,
 ordinary request is answered.
 """
 
+import gzip
 import hmac
 import itertools
 import json
@@ -21,7 +22,6 @@ from pydantic import ValidationError
 
 from ragkv import RagKV
 from ragkv.server.api import QueryRequest, SearchRequest
-from ragkv.server.app import Idle
 from ragkv.server.openai import MOST_PARTS, MOST_TEXTS, ChatRequest, EmbeddingRequest, RerankRequest
 from ragkv.server.settings import Keys, ServerLimits
 
@@ -187,10 +187,22 @@ def test_chunks_that_are_none_are_refused(patient, body):
     assert statuses(answer)[:1] in ([400], [413])
 
 
-def test_two_lengths_of_one_body_are_refused_or_close_the_connection(patient):
+def test_two_lengths_of_one_body_are_refused(patient):
     smuggled = get("/v1/models")
-    answer = patient.send(post(b"0\r\n\r\n" + smuggled, "transfer-encoding: chunked\r\n"))
+    answer = patient.send(post(b"0\r\n\r\n" + smuggled, "transfer-encoding: chunked\r\n", close=False))
     assert statuses(answer) == [400]
+    assert b"not both" in answer
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip"])
+def test_a_body_that_is_compressed_is_refused_for_that(patient, encoding):
+    answer = patient.send(post(gzip.compress(asked()), f"content-encoding: {encoding}\r\n"))
+    assert statuses(answer) == [415]
+    assert b"Content-Encoding is not supported" in answer
+
+
+def test_a_seed_of_minus_1_is_none(patient):
+    assert statuses(patient.send(post(asked(seed=-1)))) == [200]
 
 
 @pytest.mark.parametrize(
@@ -436,39 +448,6 @@ def test_bodies_that_do_not_come_leave_room_for_whoever_asks_how_it_is(patient):
     for _ in waiting():
         if statuses(patient.send(get("/v1/models"))) == [200]:
             break
-
-
-class Connection:
-    """A connection of the server, without a client."""
-
-    def __init__(self, address):
-        self.address, self.transport, self.closed = address, self, False
-
-    def close(self):
-        self.closed = True
-
-
-def test_idle_connections_are_counted_by_address():
-    idle = Idle(8)
-    quiet = [Connection("10.0.0.1") for _ in range(2)]
-    loud = [Connection("10.0.0.2") for _ in range(20)]
-    for one in quiet + loud:
-        idle.add(one)
-        idle.add(one)
-    assert [one.closed for one in quiet] == [False] * 2
-    assert [one.closed for one in loud] == [True] * 16 + [False] * 4  # half of the limit
-    others = [Connection(f"10.0.1.{i}") for i in range(3)]
-    for one in others:
-        idle.add(one)
-    assert [one.closed for one in quiet + others] == [False] * 5
-    assert [one.closed for one in loud[16:]] == [True, False, False, False]  # of the address with the most
-    for one in loud:
-        idle.remove(one)
-        idle.remove(one)
-    more = [Connection("10.0.0.2") for _ in range(3)]
-    for one in more:
-        idle.add(one)
-    assert not any(one.closed for one in more + quiet + others)
 
 
 @pytest.mark.parametrize(

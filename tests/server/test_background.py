@@ -88,7 +88,7 @@ def test_a_server_that_does_not_come_up_says_why(run, tmp_path):
         port = taken.getsockname()[1]
         failed = run("serve", "--background", "--port", port)
     assert (failed.returncode, failed.stdout) == (2, "")
-    assert failed.stderr.startswith(f"ragkv: 127.0.0.1 port {port} cannot be listened on")
+    assert failed.stderr.startswith(f"ragkv: Another program listens on 127.0.0.1 port {port}; ")
     assert failed.stderr.count("\n") == 1
     [log] = (tmp_path / "state").rglob("*.log")
     assert log.read_text() == failed.stderr

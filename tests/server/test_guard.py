@@ -7,7 +7,7 @@ import pytest
 from guarded import guarded, post_scope
 
 from ragkv.errors import ConfigError, UsageError
-from ragkv.server.middleware import _DRAINS
+from ragkv.server.middleware import _MAX_DRAINS
 from ragkv.server.settings import Keys, ServerSettings, add_key, named_places
 
 
@@ -158,7 +158,7 @@ def test_few_refused_bodies_are_read_at_a_time():
         await asyncio.gather(*asking, return_exceptions=True)
         return ended
 
-    assert asyncio.run(refuse(_DRAINS + 2)) == [_DRAINS, _DRAINS + 1]
+    assert asyncio.run(refuse(_MAX_DRAINS + 2)) == [_MAX_DRAINS, _MAX_DRAINS + 1]
 
 
 def test_headers_of_every_answer(call):

@@ -25,7 +25,6 @@ ROUTES = [
     "POST /v1/chat/completions",
     "POST /v1/embeddings",
     "POST /v1/rerank",
-    "POST /v2/rerank",
     "GET /api/indexes",
     "POST /api/indexes/{name}/query",
     "POST /api/indexes/{name}/query/check",

@@ -7,6 +7,8 @@ import re
 import shutil
 import sys
 import threading
+from contextlib import closing
+from http.client import HTTPConnection
 
 import pytest
 from heldmodel import HeldModel
@@ -194,6 +196,15 @@ def test_a_server_of_another_version_is_not_asked(served, folder, ragkv, opens, 
     monkeypatch.setattr(local, "identity", lambda: "0.0.1 elsewhere")
     assert ragkv("ls", "--index", folder).code == 0
     assert opens
+
+
+def test_expectations_that_are_no_json_are_not_met(served, folder):
+    for header in ("[" * 20_000, "{", "null", '"a"'):
+        connection = HTTPConnection("localhost")
+        connection.sock = local.connect(folder, seconds=PATIENCE)
+        with closing(connection):
+            connection.request("GET", "/api/indexes/_/documents", headers={"Ragkv-Expects": header})
+            assert connection.getresponse().status == 409
 
 
 def test_an_index_whose_settings_have_changed_is_opened_again(served, folder, ragkv, opens):

@@ -6,6 +6,7 @@ import signal
 import sys
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from clichild import CliChild
 from live import live
@@ -154,6 +155,13 @@ def test_over_http(folder, rag):
     try:
         url = server.line().split()[-1]
         (payload,), _ = asked(url, ("ask", {"question": QUESTION, "max_new_tokens": 6}))
+        for headers in ({}, {"last-event-id": "1"}):
+            accepts = {"accept": "application/json, text/event-stream", **headers}
+            assert httpx.get(url, headers=accepts, timeout=600).status_code == 405
+            ping = {"jsonrpc": "2.0", "id": 1, "method": "ping"}
+            assert httpx.post(url, json=ping, headers=accepts, timeout=600).status_code == 200
+            for origin in ("http://evil.example", "null"):
+                assert httpx.post(url, json=ping, headers={**accepts, "origin": origin}, timeout=600).status_code == 403
     finally:
         code, _, message = server.end(signal.SIGHUP)  # as when its terminal closes
     assert payload.structured_content["answer"] == rag.query(QUESTION, max_new_tokens=6).text
