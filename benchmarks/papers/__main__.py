@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -16,14 +15,12 @@ from ragkv.benchmarks.papers.run import (
     TableResult,
     find_table,
     grid,
-    order_json,
-    revise_table,
     run_table,
     to_json,
     verdict_line,
     write_table,
 )
-from ragkv.benchmarks.papers.table import COMMAND, RunOptions, Table, Verdict, count_verdicts
+from ragkv.benchmarks.papers.table import COMMAND, RunOptions, count_verdicts
 from ragkv.cli.console import draw, echo, kept_steps, note, plain, print_grid, print_json
 from ragkv.cli.main import SingleCommand, log_to_stderr, run
 from ragkv.cli.options import Debug, Device, Dtype, Quiet
@@ -61,14 +58,6 @@ def table(
     work: Annotated[
         Path, typer.Option(help="Folder that keeps answers, so that a stopped run continues.")
     ] = DEFAULT_WORK,
-    rejudge: Annotated[
-        bool,
-        typer.Option(
-            "--rejudge",
-            help="Measure nothing; judge the orders in NAME.json again and write them, with NAME.notes.md, into "
-            "NAME.md.",
-        ),
-    ] = False,
     device: Device = None,
     dtype: Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, an object per table.")] = False,
@@ -78,21 +67,16 @@ def table(
     """Fill a table of the papers and write NAME.json and NAME.md, with the origin of the figures and their order.
 
     Explain differences from the paper in NAME.notes.md, which the command copies into NAME.md (docs/results.md). Every
-    answer is kept, so a stopped run continues where it was.
+    answer is kept, so a stopped run continues where it was, and one that was finished is only written again.
 
     Example: `python -m ragkv.benchmarks.papers pced-1 --limit 20 --output results`
     """
     log_to_stderr(debug=debug)
     if list_only:
-        _list(list(TABLES.values()), as_json=as_json)
+        _list()
         return
     if name is None:
         raise UsageError(f"Which table? Choose one of {', '.join(TABLES)}, or all.")
-    if rejudge:
-        if model or limit is not None or seed or dtype is not None:
-            raise UsageError("--rejudge measures nothing; leave out --model, --limit, --seed and --dtype.")
-        _rejudge(name, output, as_json=as_json, quiet=quiet)
-        return
     if pictures:
         require_matplotlib()
     wanted = list(TABLES.values()) if name == ALL else [find_table(name)]
@@ -123,29 +107,6 @@ def table(
         print_json([to_json(result) for result in results])
 
 
-def _rejudge(name: str, folder: Path, *, as_json: bool, quiet: bool) -> None:
-    """Judge a table again; with `all`, every table in the folder."""
-    if name == ALL:
-        names = [each for each in TABLES if (folder / f"{each}.json").exists()]
-        if not names:
-            raise UsageError(f"{folder} holds no table; name the folder with --output.")
-    else:
-        names = [find_table(name).name]
-    found = {}
-    for number, each in enumerate(names):
-        verdicts = revise_table(each, folder)
-        found[each] = [order_json(verdict) for verdict in verdicts]
-        if not as_json:
-            if number:
-                echo()
-            echo(str(each))
-            _print_verdicts(verdicts)
-        if not quiet:
-            note(f"{folder / each}.json and {each}.md written")
-    if as_json:
-        print_json([{"table": each, "orders": orders} for each, orders in found.items()])
-
-
 def _roles(given: list[str]) -> dict[str, str]:
     """The folders by role; "" is the one without a role."""
     found: dict[str, str] = {}
@@ -162,41 +123,21 @@ def _roles(given: list[str]) -> dict[str, str]:
 def _print(result: TableResult) -> None:
     echo(result.table.title)
     print_grid(*grid(result))
-    _print_verdicts(result.verdicts)
-
-
-def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
-    """Print how many statements hold, and each measured statement that does not hold or is not shown."""
-    if verdicts:
-        echo(count_verdicts(verdicts))
-    for verdict in verdicts:
+    if result.verdicts:
+        echo(count_verdicts(result.verdicts))
+    for verdict in result.verdicts:
         if verdict.word in ("does not hold", "not shown"):
             echo(f"  {verdict_line(verdict)}")
 
 
-def _list(tables: list[Table], *, as_json: bool) -> None:
-    if as_json:
-        print_json(
-            [
-                {
-                    "table": each.name,
-                    "title": each.title,
-                    "follows": each.follows,
-                    "lines": [line.label for line in each.lines],
-                    "columns": [column.label for column in each.columns],
-                    "limit": each.limit,
-                }
-                for each in tables
-            ]
-        )
-        return
+def _list() -> None:
     shown = plain()
     for column in ("table", "title", "lines", "columns"):
         shown.add_column(
             column, no_wrap=column != "title", justify="right" if column in ("lines", "columns") else "left"
         )
-    for each in tables:
-        shown.add_row(each.name, each.title, str(len(each.lines)), str(len(each.columns)))
+    for table in TABLES.values():
+        shown.add_row(table.name, table.title, str(len(table.lines)), str(len(table.columns)))
     draw(shown)
 
 

@@ -2,21 +2,18 @@
 
 A model in Llama 3.1 8B's shape with random weights in bfloat16 answers random tokens: the cost of a pass depends on
 neither. Each row has ragkv's figure, that of transformers' own sdpa attention over the same tokens in the same run, and
-the paper's figure. The tests that need a GPU run first. The shortest sizes come first; a size that would not fit into
-the remaining time is skipped and named. Without a GPU everything runs in miniature on the CPU, which shows that the
+the paper's figure. The shortest sizes come first; a size that would not fit into the remaining time is skipped and
+named. Without a GPU everything runs in miniature on the CPU, which shows that the
 report works but nothing about speed.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ragkv.benchmarks.papers.plots import OTHER_FOLDER, Picture, headed, require_matplotlib, save, style, wrapped
+from ragkv.benchmarks.papers.plots import OTHER_FOLDER
 from ragkv.benchmarks.papers.run import notes_path
 from ragkv.benchmarks.papers.speed import (
     SHAPES,
@@ -129,16 +126,16 @@ _PCED = "PCED, Figure 3 (64 documents of 2,048 tokens at most): documents as exp
 _IPPD = "IPPD, Table 5 (Qwen3-8B, L40S): questions about common contexts"
 _APB = "APB, Table 11 (Llama 3.1 8B; FlashAttention on one A800, the others on eight): prefill of a long document"
 _PLOTTED = "plotted, not printed"
-# ms of block and vanilla, and operations of vanilla; block's are 7.5e11 throughout
+# ms of block and vanilla
 _TABLE_2 = {
-    50: (26, 26, 7.5e11),
-    512: (26, 50, 7.6e12),
-    K: (26, 87, 1.5e13),
-    2 * K: (26, 167, 3.0e13),
-    4 * K: (27, 330, 6.1e13),
-    8 * K: (29, 691, 1.2e14),
-    16 * K: (34, 1515, 2.45e14),
-    32 * K: (45, 3638, 4.9e14),
+    50: (26, 26),
+    512: (26, 50),
+    K: (26, 87),
+    2 * K: (26, 167),
+    4 * K: (27, 330),
+    8 * K: (29, 691),
+    16 * K: (34, 1515),
+    32 * K: (45, 3638),
 }
 # questions/s of IPPD, of transformers in batches, of prefix caching in vLLM, in the order of `SHAPES`
 _TABLE_5 = ((57.77, 1.75, 26.39), (62.04, 14.25, 50.10), (52.12, 21.18, 25.17), (6.95, 0.71, 11.43))
@@ -161,20 +158,6 @@ def tasks(lm: LanguageModel, sizes: Sizes, on_step: OnStep) -> list[Task]:
     return sorted(found, key=lambda task: task[1])
 
 
-def flops(lm: LanguageModel, tokens: int, context: int) -> float:
-    """Operations of `tokens` new tokens over `context`: two per weight and token, four per score and width of a head.
-
-    The embedding is looked up, and the head is computed for the last token alone.
-    """
-    config, vocabulary = lm.config, lm.config.vocab_size * lm.config.hidden_size
-    scores = tokens * context + tokens * (tokens + 1) / 2
-    return float(
-        2 * (lm.parameters - 2 * vocabulary) * tokens
-        + 2 * vocabulary
-        + 4 * config.num_hidden_layers * config.hidden_size * scores
-    )
-
-
 def _block(lm: LanguageModel, total: int, rounds: int) -> list[Measured]:
     context = total - 50
     request = random_request(lm, context, prefix=0)
@@ -183,14 +166,10 @@ def _block(lm: LanguageModel, total: int, rounds: int) -> list[Measured]:
         "vanilla": lambda: prefill(lm, _prompt(request)),
     }
     times = alternating(works, rounds)
-    ours, theirs = (flops(lm, tokens, before) / 1e12 for tokens, before in ((50, context), (total, 0)))
-    block, vanilla, whole = _TABLE_2[total]
-    seconds, operations = f"{block} against {vanilla} ms", f"0.75 against {whole / 1e12:g} Tflop"
+    block, vanilla = _TABLE_2[total]
     own, other = (1000 * times[name] for name in works)
-    return [
-        Measured.of(_BLOCK, total, "first token", own, "ms", "prefill", other, seconds),
-        Measured.of(_BLOCK, total, "operations by formula", ours, "Tflop", "prefill", theirs, operations),
-    ]
+    paper = f"{block} against {vanilla} ms"
+    return [Measured.of(_BLOCK, total, "first token", own, "ms", "prefill", other, paper)]
 
 
 def _prompt(request: Request) -> list[int]:
@@ -268,39 +247,6 @@ def _apb(lm: LanguageModel, tokens: int) -> list[Measured]:
     ]
 
 
-def time_picture(title: str, rows: Sequence[Measured]) -> Picture:
-    """Ours and the baseline over the tokens, both axes logarithmic."""
-
-    def draw(figure: Any) -> None:
-        axes, number = figure.add_subplot(), 0
-        for series in dict.fromkeys(one.series for one in rows):
-            found = [one for one in rows if one.series == series]
-            for label, values in (
-                (f"ragkv, {series}", [one.row.value for one in found]),
-                (f"{found[0].row.baseline}, {series}", [one.row.baseline_value for one in found]),
-            ):
-                axes.plot([one.size for one in found], values, label=wrapped(label, 28), linewidth=2, **style(number))
-                number += 1
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="tokens", ylabel=rows[0].row.unit)
-        headed(figure, title)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.02))
-
-    return Picture((9.0, 4.6), draw)
-
-
-def gpu_tests() -> str:
-    """The last line of `pytest -m gpu`; only files with such tests are collected."""
-    mark = "mark." + "gpu"
-    files = [str(path) for path in (_REPOSITORY / "tests").rglob("test_*.py") if mark in path.read_text("utf-8")]
-    spread = ["-n", "8", "-p", "no:benchmark"] if find_spec("xdist") else []
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *spread, *sorted(files)]
-    done = subprocess.run(command, cwd=_REPOSITORY, capture_output=True, text=True, check=False)
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return "; ".join([*(done.stdout or done.stderr).strip().splitlines()[-1:], *failed]) or "no answer"
-
-
 def measure(
     todo: Sequence[Task], seconds: float, on_step: OnStep, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[list[Measured], list[str]]:
@@ -329,9 +275,7 @@ def measure(
 
 
 def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], notes: Sequence[str]) -> list[Path]:
-    """Write gpu.md, with what a person wrote in gpu.notes.md, gpu.json and a picture for each section of seconds.
-    Returns their paths.
-    """
+    """Write gpu.md, with what a person wrote in gpu.notes.md, and gpu.json. Returns their paths."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -341,10 +285,10 @@ def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], note
         "# The papers' headline figures on one GPU",
         f"Made by `{COMMAND}` in {facts['seconds']:.0f} s; commit {facts['commit']}; {facts['model']}; "
         + ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
-        + f".\n\n`pytest -m gpu`: {facts['tests']}",
+        + ".",
     ]
     written = [folder / "gpu.json", folder / "gpu.md"]
-    for number, (section, group) in enumerate(groupby(rows, key=lambda one: one.section)):
+    for section, group in groupby(rows, key=lambda one: one.section):
         found = list(group)
         body = [
             [
@@ -358,11 +302,6 @@ def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], note
             for one in found
         ]
         parts += [f"## {section}", markdown_table(["", "ragkv", "baseline", "", "ratio", "the paper"], body)]
-        timed = [one for one in found if one.row.unit in ("s", "ms")]
-        if len({one.size for one in timed}) > 1:
-            stem = folder / f"gpu-{number}"
-            written += save(time_picture(section, timed), stem, command=COMMAND, notes=[facts["device"]])
-            parts.append(f"![{section}]({stem.name}.svg)")
     parts += ["## Not measured", "".join(f"- {one}\n" for one in notes)] if notes else []
     if (own := notes_path(folder, "gpu")).exists():
         parts += ["## Notes", own.read_text(encoding="utf-8")]
@@ -373,14 +312,10 @@ def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], note
     return written
 
 
-def make_report(
-    folder: Path, sizes: Sizes, shape: Mapping[str, Any], minutes: float, tests: Callable[[], str], on_step: OnStep
-) -> list[Path]:
-    """Run the tests, measure, and write; returns the paths. `tests` gives the line about them."""
+def make_report(folder: Path, sizes: Sizes, shape: Mapping[str, Any], minutes: float, on_step: OnStep) -> list[Path]:
+    """Measure and write; returns the paths."""
     started = time.perf_counter()
     gpu = torch.cuda.is_available() and shape is LLAMA_8B
-    on_step("the tests that need a GPU …")
-    outcome = tests()
     lm = random_llama("bfloat16" if gpu else "float32", "cuda" if gpu else "cpu", shape)
     lm.eos_ids = frozenset()  # all answers are of one length
     lm.module.generation_config.eos_token_id = None
@@ -400,7 +335,6 @@ def make_report(
         "model": described(lm),
         "commit": commit_of(_REPOSITORY),
         "versions": versions(),
-        "tests": outcome,
         "seconds": time.perf_counter() - started,
     }
     return write(folder, rows, facts, notes)
@@ -411,7 +345,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 
 @app.command(cls=SingleCommand)
 def report(
-    out: Annotated[Path, typer.Option(help="Folder for gpu.md, gpu.json and pictures.")] = Path("docs/results/gpu"),
+    out: Annotated[Path, typer.Option(help="Folder for gpu.md and gpu.json.")] = Path("docs/results/gpu"),
     miniature: Annotated[bool, typer.Option("--miniature", help="Small, on the processor; so without a GPU.")] = False,
     minutes: Annotated[float, typer.Option(help="Sizes that would take longer are skipped.", min=0)] = 8.0,
 ) -> None:
@@ -420,10 +354,9 @@ def report(
     Example: `python -m ragkv.benchmarks.papers.gpu_report --out results`
     """
     log_to_stderr(debug=False)
-    require_matplotlib()
     small = miniature or not torch.cuda.is_available()
     sizes, shape = (MINIATURE, TINY) if small else (Sizes(), LLAMA_8B)
-    written = make_report(out, sizes, shape, minutes, gpu_tests, note)
+    written = make_report(out, sizes, shape, minutes, note)
     note(f"{written[1]} written")
 
 

@@ -1,7 +1,4 @@
-"""Fill a paper's table: ask every line the questions of every column, check the paper's orders, write and plot it.
-
-The orders and notes of a written page can be updated again without measuring anything.
-"""
+"""Fill a paper's table: ask every line the questions of every column, check the paper's orders, write and plot it."""
 
 from __future__ import annotations
 
@@ -29,15 +26,12 @@ from ragkv.benchmarks.papers.pced import (
 )
 from ragkv.benchmarks.papers.plots import OTHER_FOLDER, Picture, Point, bar_picture, curve_picture, save
 from ragkv.benchmarks.papers.table import (
-    COMMAND,
     MEASURES,
     Cell,
     Column,
-    Difference,
     Figure,
     KnownFigures,
     Model,
-    Order,
     Origin,
     Paper,
     RunOptions,
@@ -46,7 +40,6 @@ from ragkv.benchmarks.papers.table import (
     TableRow,
     Verdict,
     count_verdicts,
-    decide,
     figure_of,
     judge,
 )
@@ -466,60 +459,6 @@ def _facts(result: TableResult) -> list[str]:
     versions = ", ".join(f"{package} {version}" for package, version in origin.versions.items())
     lines.append(f"Commit {origin.commit}, seed {origin.seed}; {versions}; {origin.device}.")
     return lines
-
-
-_END = re.compile(rf"^(?:{re.escape(ORDER)}|{re.escape(NOTES)})$", re.MULTILINE)
-
-
-def revise_table(name: str, folder: Path) -> list[Verdict]:
-    """Judge the orders in `folder`/NAME.json by the current rule and write them, with NAME.notes.md, into both files.
-
-    The figures, their differences and their origin do not change. Raises ConfigError if a file is missing or does not
-    have the command's format, and RagkvError if a file cannot be written.
-    """
-    report_path, page_path, notes = folder / f"{name}.json", folder / f"{name}.md", notes_path(folder, name)
-    try:
-        report = json.loads(report_path.read_text(encoding="utf-8"))
-        page = page_path.read_text(encoding="utf-8")
-        written = notes.read_text(encoding="utf-8") if notes.exists() else ""
-    except FileNotFoundError as error:
-        raise ConfigError(f"There is no {error.filename}; {COMMAND} {name} makes it.") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"Table {name} in {folder} cannot be read ({error}); make it again.") from error
-    try:
-        verdicts = [_verdict(fields) for fields in report["orders"]]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"{report_path} is not what {COMMAND} writes ({type(error).__name__}: {error}); make it again."
-        ) from error
-    report["orders"] = [order_json(verdict) for verdict in verdicts]
-    end = _END.search(page)
-    parts = [page[: end.start() if end else None], *end_of_page(name, verdicts, written)]
-    write_whole(report_path, json.dumps(report, ensure_ascii=False, indent=1) + "\n", instead=OTHER_FOLDER)
-    write_whole(page_path, "\n\n".join(part.rstrip("\n") for part in parts) + "\n", instead=OTHER_FOLDER)
-    return verdicts
-
-
-def _verdict(fields: Mapping[str, Any]) -> Verdict:
-    order = Order(
-        left=Cell(**fields["left"]),
-        relation=fields["relation"],
-        right=Cell(**fields["right"]),
-        source=fields["source"],
-        within=float(fields["within"]),
-    )
-    found = fields["difference"]
-    if found is None:
-        return decide(order, None)
-    low, high = map(float, found["ci95"])
-    difference = Difference(
-        value=float(found["value"]),
-        ci95=(low, high),
-        n=int(found["n"]),
-        paired=bool(found["paired"]),
-        identical=bool(found["identical"]),
-    )
-    return decide(order, difference)
 
 
 TABLES: dict[str, Table] = {

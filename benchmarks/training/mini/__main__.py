@@ -176,7 +176,6 @@ def build_mini(config: MiniTrainConfig, output: Path, *, on_progress: Progress |
         train_tokenizer(itertools.chain(world_texts(400), english_texts(1_200_000))).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     model = train_mini(config, tokenizer, output, on_progress=on_progress).cpu()
-    model.set_attn_implementation("sdpa")
     rows = measure(model, tokenizer, contexts=25)
     export_mini(model, tokenizer, output / "model", config=config, rows=rows)
     return rows

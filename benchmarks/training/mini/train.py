@@ -5,12 +5,6 @@ passages; then every kind of question on many passages, with a share of rows in 
 A row depends only on (seed, stage, step, its place in the step), so a killed run continues from its last checkpoint
 with the same rows, bit for bit on one machine.
 
-Attention: most of a packed row's attention matrix is masked, but PyTorch's CPU kernels compute all of it. Here only the
-visible parts are multiplied: the context in causal strips or chunk by chunk, and each question on the context and on
-itself. A step of the last stage takes about 0.7 of the time of products over whole rows with a mask, which in turn take
-a third of the time of sdpa. `tests/benchmarks/training/mini/test_train.py` compares it with plain forwards of every
-question alone.
-
 Start: from random weights, induction heads take several hundred steps to form, and without them questions stay at
 chance. So rough ones are written into the first two layers, after which 98 % of the copied tokens are right in 80 small
 steps. In layer 0, the first head of every key/value group reads the previous token. A direction common to all
@@ -26,18 +20,14 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -60,7 +50,7 @@ from ragkv.benchmarks.training.mini.data import (
 )
 from ragkv.errors import UsageError
 from ragkv.finetune.block import visible
-from ragkv.finetune.data import PAD_SEGMENT, Progress
+from ragkv.finetune.data import Progress
 from ragkv.finetune.training import Training
 
 
@@ -234,131 +224,6 @@ def chosen_config(
     return replace(config, stages=stages, start=str(start), layers=own if full_only else max(own, config.layers))
 
 
-NAME = "ragkv_packed_rows"
-_STRIP = 256
-"""Context queries per product. Fewer skip more of the masked triangle."""
-
-
-class RowPacking(NamedTuple):
-    """The layout of a row: the tokens of each segment of its context and of each question. The rest is padding."""
-
-    context: tuple[int, ...]
-    asks: tuple[int, ...]
-    block: bool
-
-
-def packings(segments: Tensor, asks: Tensor, block: Tensor) -> list[RowPacking]:
-    """The layout of every row, from the columns that `visible` takes: (rows, tokens) twice, and (rows,)."""
-    found = []
-    for row, asked, alone in zip(segments.tolist(), asks.tolist(), block.tolist(), strict=True):
-        runs = [(key, len(list(run))) for key, run in groupby(zip(row, asked, strict=True))]
-        parts = {
-            is_ask: tuple(size for (segment, own), size in runs if segment != PAD_SEGMENT and own == is_ask)
-            for is_ask in (False, True)
-        }
-        found.append(RowPacking(parts[False], parts[True], alone))
-    return found
-
-
-def packed_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    packing: Sequence[RowPacking] = (),
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Attention of `query` (rows, q_heads, tokens, head_dim) on `key` and `value` (rows, kv_heads, tokens, head_dim).
-
-    `packing` says which tokens each row's tokens see; `attention_mask` is ignored. Returns (rows, tokens, q_heads,
-    head_dim), transformers' order. Outputs of padding are zero.
-    """
-    group = query.shape[1] // key.shape[1]
-    query = query * scaling
-    key = key.repeat_interleave(group, dim=1)  # (rows, q_heads, tokens, head_dim)
-    value = value.repeat_interleave(group, dim=1)
-    outputs = []
-    for q, k, v, row in zip(query.unbind(), key.unbind(), value.unbind(), packing, strict=True):
-        context, used = sum(row.context), sum(row.context) + sum(row.asks)
-        first, first_k, first_v = q[:, :context], k[:, :context], v[:, :context]
-        parts = [_alone(first, first_k, first_v, row.context)] if row.block else _strips(first, first_k, first_v)
-        if row.asks:
-            asked = (q[:, context:used], k[:, context:used], v[:, context:used])
-            parts.append(_behind(asked, row.asks, first_k, first_v))
-        parts.append(q.new_zeros(q.shape[0], q.shape[1] - used, q.shape[2]))
-        outputs.append(torch.cat(parts, dim=1))
-    return torch.stack(outputs).transpose(1, 2), None
-
-
-def _strips(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Causal attention over (heads, tokens, head_dim), one strip of queries at a time. `q` is already scaled."""
-    found = []
-    for start in range(0, q.shape[1], _STRIP):
-        end = min(start + _STRIP, q.shape[1])
-        scores = _causal_scores(q[:, start:end], k[:, :end])
-        found.append(scores.softmax(-1) @ v[:, :end])
-    return found
-
-
-def _alone(q: Tensor, k: Tensor, v: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Causal attention of each part of a row over itself, (heads, tokens, head_dim). `sizes` are the parts' lengths."""
-    places, taken = _places(sizes)
-    own_q, own_k, own_v = (part[:, places].flatten(0, 1) for part in (q, k, v))  # (heads x parts, longest, head_dim)
-    return _unpadded(_causal_scores(own_q, own_k).softmax(-1) @ own_v, q.shape[0], taken)
-
-
-def _behind(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    sizes: tuple[int, ...],
-    shared_k: Tensor,
-    shared_v: Tensor,
-) -> Tensor:
-    """As `_alone`, but each part also sees all of `shared_k` and `shared_v` (heads, shared, head_dim) before itself."""
-    q, shared = qkv[0], shared_k.shape[1]
-    heads = q.shape[0]
-    places, taken = _places(sizes)
-    own_q, own_k, own_v = (part[:, places].flatten(0, 1) for part in qkv)
-    own = _unpadded(_causal_scores(own_q, own_k), heads, taken)  # (heads, tokens, longest)
-    weights = torch.cat([q @ shared_k.transpose(-1, -2), own], dim=-1).softmax(-1)
-    from_own = weights[..., shared:][:, places].flatten(0, 1) @ own_v
-    return weights[..., :shared] @ shared_v + _unpadded(from_own, heads, taken)
-
-
-def _unpadded(padded: Tensor, heads: int, taken: Tensor) -> Tensor:
-    """Reshape (heads x parts, longest, width) to (heads, tokens, width) and drop the padding of short parts."""
-    return padded.reshape(heads, -1, padded.shape[-1])[:, taken]
-
-
-def _causal_scores(q: Tensor, k: Tensor) -> Tensor:
-    """q·kᵀ with a causal mask; the queries belong to the last tokens of the keys."""
-    queries, keys = q.shape[1], k.shape[1]
-    ahead = torch.full((queries, keys), torch.finfo(torch.float32).min).triu_(1 + keys - queries)
-    return torch.baddbmm(ahead, q, k.transpose(-1, -2))
-
-
-def _places(sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The index of each part's tokens, (parts, longest), padded with its first, and which of them are no padding."""
-    longest = max(sizes)
-    lengths = torch.tensor(sizes)
-    starts = lengths.cumsum(0) - lengths
-    own = torch.arange(longest)[None] < lengths[:, None]  # (parts, longest)
-    places = (starts[:, None] + torch.arange(longest)).where(own, starts[:, None])
-    return places, own.flatten().nonzero()[:, 0]
-
-
-def register() -> str:
-    """Register the function and its mask with transformers, and return its name."""
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
-    return NAME
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """The registered mask function. It makes no mask, because the packing says what is visible."""
-
-
 EMBEDDING_STD = 0.03
 COMMON = 0.6
 """Length of the direction common to all embeddings, relative to an embedding's random part."""
@@ -489,12 +354,9 @@ def weighted_loss(model: LlamaForCausalLM, batch: TrainingBatch, *, autocast: bo
     device = batch.tokens.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
         columns = (batch.segments, batch.asks, batch.block)
-        if model.config._attn_implementation == NAME:
-            seen: dict[str, Any] = {"packing": packings(*columns)}
-        else:
-            seen = {"attention_mask": additive_mask(visible(*columns), torch.bfloat16 if autocast else torch.float32)}
+        mask = additive_mask(visible(*columns), torch.bfloat16 if autocast else torch.float32)
         hidden = model.model(
-            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, **seen
+            input_ids=batch.tokens, position_ids=batch.positions, use_cache=False, attention_mask=mask
         ).last_hidden_state  # (rows, tokens, hidden)
         wanted = batch.weights[:, 1:] > 0
         logits = model.lm_head(hidden[:, :-1][wanted])  # (targets, vocab)
@@ -518,8 +380,6 @@ def train_mini(
     """
     output.mkdir(parents=True, exist_ok=True)
     model = build_model(config, tokenizer).to(config.device).train()
-    if config.device == "cpu":
-        model.set_attn_implementation(register())
     optimizer = _optimizer(config, model)
     schedule = [(stage, step) for stage in config.stages for step in range(stage.steps)]
 

@@ -1,6 +1,5 @@
 """Searches for T and S (greedy, over the steps of `ragkv tune`) and for γ, on questions that no table uses."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -56,25 +55,6 @@ def test_the_best_t_then_the_best_s_at_it():
     assert "100.0 % with both" in explanation
 
 
-def test_hopeless_settings_are_given_up_and_the_result_is_the_same(monkeypatch):
-    monkeypatch.setattr(ape, "_ASKED", 3)
-    monkeypatch.setattr(ape, "_PORTION", 1)
-    answers = Answers(lambda t, s: 1 - abs(t - 0.6) * 5 - abs(s - 0.5) / 2)
-    found, _ = search_ape(answers)
-    assert (found.temperature, found.scale) == (0.6, 0.5)
-    counts = Counter(answers.asked)
-    assert counts[0.6, 0.5] == counts[0.6, 1.0] == counts[1.0, 1.0] == 3  # the last is reported
-    assert counts[0.1, 1.0] == 1
-
-
-def test_it_searches_where_no_column_asks():
-    answers = Answers(lambda t, s: 1.0)
-    search_ape(answers)
-    assert answers.tasks
-    assert all("split=train" in name for name in answers.tasks)
-    assert all("train" not in column.task for table in TABLES.values() for column in table.columns)
-
-
 def test_the_table_is_filled_with_what_was_found():
     table = TABLES["ape-5"]
     assert table.prepare is not None
@@ -85,27 +65,6 @@ def test_the_table_is_filled_with_what_was_found():
         "prefix, T and S": "ape(temperature=0.6, scale=0.5)",
     }
     assert "T = 0.6 and S = 0.5" in found.remarks[-1]
-
-
-SHOWN = [name for name, one in TABLES.items() if any(line.engine.startswith("ape") for line in one.lines)]
-
-
-@pytest.mark.parametrize("name", SHOWN)
-def test_every_table_with_ape_has_the_plain_and_the_searched_pair(name):
-    """No row uses the default setting, which a page would not explain."""
-    table = TABLES[name]
-    assert table.prepare is not None
-
-    def ask(tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
-        swept = "gamma" in lines[0].engine
-        fake = Answers(lambda gamma: 1.0, ["gamma"]) if swept else Answers(lambda t, s: 1 - abs(t - 0.6))
-        return fake(tasks, lines)
-
-    found = table.prepare(table, ask)
-    engines = {line.engine for line in found.lines if line.engine.startswith("ape")}
-    assert {"ape(temperature=1, scale=1)", "ape(temperature=0.6, scale=1)"} <= engines
-    assert "ape" not in engines
-    assert any("T = 0.6 and S = 1 were searched" in remark for remark in found.remarks)
 
 
 def test_gamma_is_the_best_of_the_papers_sweep_and_the_nearest_to_its_own_among_equals():

@@ -72,10 +72,3 @@ def test_chunks_of_the_documentation_come_from_an_index(tmp_path, monkeypatch):
     assert {figure.n for figure in result.cells.values()} == {2}
     assert result.figure("block, context", "gap recovered").value != 0
     assert result.origin.models[""].dtype == "float32"
-
-
-def test_a_ratio_keeps_its_mean_and_its_spread():
-    shares = blend._shares([1.0, 3.0], [2.0, 2.0])
-    assert fmean(shares) == pytest.approx(1.0)
-    assert shares == pytest.approx([0.5, 1.5])
-    assert blend._shares([1.0, 2.0, 6.0], [2.0, 4.0, 12.0]) == pytest.approx([0.5] * 3)  # equal shares: no spread

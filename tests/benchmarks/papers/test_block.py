@@ -78,13 +78,6 @@ def test_figures_and_order_of_the_file(tmp_path, payload):
     assert any("Trained at commit abc from `vanilla`: 200 steps of 8 rows" in line for line in result.table.remarks)
 
 
-def test_a_variant_that_was_not_trained_is_left_out(tmp_path, payload):
-    payload["points"] = [each for each in payload["points"] if each["variant"] == "block"]
-    result = run_table(TABLE, RunOptions(models={"": write(tmp_path, payload)}))
-    assert [line.label for line in result.lines] == ["tuned, full", "tuned, block"]
-    assert len(result.verdicts) == 2
-
-
 def test_no_file_and_damaged_ones(tmp_path, payload):
     with pytest.raises(ConfigError, match=r"no .*steps\.json; run python examples/block_steps\.py"):
         run_table(TABLE, RunOptions(models={"": str(tmp_path)}))

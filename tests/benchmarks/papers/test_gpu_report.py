@@ -30,11 +30,9 @@ SMALL = Sizes(
 
 
 def test_every_paper_has_rows_and_the_first_line_says_that_no_gpu_was_used(tmp_path):
-    pytest.importorskip("matplotlib")
-    written = make_report(tmp_path / "gpu", SMALL, TINY, 60.0, lambda: "1 skipped", lambda _: None)
+    written = make_report(tmp_path / "gpu", SMALL, TINY, 60.0, lambda _: None)
     page = (tmp_path / "gpu" / "gpu.md").read_text()
     assert page.startswith("No GPU was used")
-    assert "`pytest -m gpu`: 1 skipped" in page
     assert "26 against 50 ms" in page  # Table 2 at 512 tokens
     report = json.loads((tmp_path / "gpu" / "gpu.json").read_text())
     assert report["gpu"] is False
@@ -43,7 +41,7 @@ def test_every_paper_has_rows_and_the_first_line_says_that_no_gpu_was_used(tmp_p
     assert {name: sections.count(name) for name in sections} == {
         "APB": 2,
         "APE": 2,
-        "Block-Attention": 4,
+        "Block-Attention": 2,
         "IPPD": 4,
         "PCED": 3,
     }
@@ -51,7 +49,6 @@ def test_every_paper_has_rows_and_the_first_line_says_that_no_gpu_was_used(tmp_p
         better = row["value"] / row["baseline_value"] if "/s" in row["unit"] else row["baseline_value"] / row["value"]
         assert row["ratio"] == pytest.approx(better, rel=0.1, abs=0.01)
     assert all(path.exists() for path in written)
-    assert f"![{report['rows'][4]['section']}](gpu-2.svg)" in page
 
 
 def test_what_has_no_time_left_is_named_and_what_fails_does_not_stop_the_rest():

@@ -51,41 +51,8 @@ def test_a_table_is_printed_and_written(fill, model_folder, tmp_path):
     assert [row["n"] for row in report["rows"]] == [1]
 
 
-def test_json_of_all_tables_with_a_role(fill, model_folder, tmp_path):
-    found = fill("all", "--model", model_folder, "--model", f"tuned={model_folder}", "--limit", 1, "--json")
-    assert found.code == 0, found.err
-    [report] = json.loads(found.out)
-    assert report == json.loads((tmp_path / "out" / "small.json").read_text())
-    assert [line["label"] for line in report["lines"]] == ["All", "tuned"]
-    assert f"--model tuned={model_folder}" in report["origin"]["command"]
-
-
-def test_a_page_is_judged_again_from_its_json(fill, model_folder, tmp_path):
-    assert fill("small", "--model", model_folder, "--limit", 1).code == 0
-    before = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
-    again = fill("small", "--rejudge")
-    assert again.code == 0, again.err
-    assert "1 is not shown" in again.out
-    assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == before
-    (tmp_path / "out" / "small.notes.md").write_text("Because of the weather.")
-    assert json.loads(fill("all", "--rejudge", "--json").out)[0]["orders"][0]["verdict"] == "not shown"
-    assert (tmp_path / "out" / "small.md").read_text().endswith("## What differs, and why\n\nBecause of the weather.\n")
-    assert (fill("small", "--rejudge", "--limit", 1).code, fill("small", "--rejudge", "--quiet").code) == (2, 0)
-    (tmp_path / "out" / "small.json").write_text("[]")
-    damaged = fill("small", "--rejudge")
-    assert (damaged.code, "is not what python -m ragkv.benchmarks.papers writes" in damaged.sentence) == (2, True)
-
-
-def test_nothing_there_to_judge_again(fill, tmp_path):
-    assert "holds no table" in fill("all", "--rejudge").sentence
-    assert "There is no" in fill("small", "--rejudge").sentence
-
-
 def test_the_tables_are_listed(papers):
     assert [line.split()[0] for line in papers("--list").out.splitlines() if line[0] != " "][1:] == [*TABLES]
-    listed = json.loads(papers("--list", "--json").out)
-    assert [one["table"] for one in listed] == list(TABLES)
-    assert listed[0]["lines"][:2] == ["APE, T = S = 1", "APE, T and S searched"]
 
 
 @pytest.mark.parametrize(
@@ -101,9 +68,3 @@ def test_what_cannot_be_is_refused(fill, arguments, message):
     found = fill(*arguments)
     assert (found.code, found.out) == (2, "")
     assert message in " ".join(found.err.split())
-
-
-def test_a_file_is_no_folder(papers, tmp_path):
-    (tmp_path / "out").write_text("")
-    found = papers("codecs", "--output", tmp_path / "out")
-    assert (found.code, "is a file; give a folder" in found.err) == (2, True)

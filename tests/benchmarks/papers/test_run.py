@@ -14,9 +14,7 @@ from ragkv.benchmarks.papers.run import (
     TABLES,
     RunOptions,
     TableResult,
-    end_of_page,
     illustrate,
-    revise_table,
     run_table,
     to_json,
     to_markdown,
@@ -25,19 +23,17 @@ from ragkv.benchmarks.papers.run import (
 from ragkv.benchmarks.papers.table import (
     Cell,
     Column,
-    Difference,
     Figure,
     Order,
     Origin,
     Paper,
     Table,
     TableRow,
-    decide,
 )
 from ragkv.doctor import answers
 from ragkv.doctor.answers import Candidate, ExampleResult
 from ragkv.doctor.metrics import Example, Task
-from ragkv.errors import ConfigError, UsageError
+from ragkv.errors import ConfigError
 
 
 @pytest.fixture
@@ -109,15 +105,6 @@ def test_cells_are_the_answers(fill):
     assert [verdict.word for verdict in result.verdicts[1:]] == ["not shown", "not measured"]
 
 
-def test_a_line_of_a_role_is_measured_when_its_model_is_named(fill, model_folder):
-    result = fill(models={"": str(model_folder), "tuned": str(model_folder)})
-    assert [line.label for line in result.lines][-1] == "tuned"
-    assert result.verdicts[2].difference is not None
-    assert set(result.origin.models) == {"", "tuned"}
-    with pytest.raises(UsageError, match="tuned"):
-        fill(models={"other": str(model_folder)})
-
-
 def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
     asked = 0
     answer = answers._CandidateRun._answer
@@ -159,15 +146,6 @@ def test_markdown(fill):
     assert "What differs" not in text  # no verdict fails
     noted = to_markdown(fill(), "All is what it is.\n")
     assert noted.endswith("## What differs, and why\n\nAll is what it is.\n")
-
-
-def test_what_does_not_hold_asks_for_an_explanation(small):
-    order = small.orders[0]
-    apart = Difference(value=-0.5, ci95=(-0.7, -0.3), n=24, paired=True)
-    parts = end_of_page("small", [decide(order, apart)], "")
-    assert parts[-1].startswith("## What differs, and why")
-    assert "write `small.notes.md`" in parts[-1]
-    assert "| does not hold | -50.0 points (-70.0 to -30.0) |" in parts[-2]
 
 
 def test_files_and_what_was_written_by_hand(fill, tmp_path):
@@ -291,87 +269,3 @@ def test_files_of_a_table_with_its_picture(tmp_path: Path):
     bare = write_table(result, tmp_path / "bare", pictures=False)
     assert [path.name for path in bare] == ["pced-2.json", "pced-2.md"]
     assert "svg" not in bare[1].read_text(encoding="utf-8")
-
-
-RESULTS = Path(__file__).parents[3] / "docs" / "results"
-PAGE = """# T
-
-| figures |
-
-## Order
-
-1 of 3 statements of order hold here (2 tied).
-
-| old |
-
-## What differs, and why
-
-Old notes.
-"""
-
-
-def result(low, high, *, relation=">", within=0.0, identical=False):
-    """A statement with a verdict that contradicts the rule."""
-    value = (low + high) / 2
-    return {
-        "left": {"line": "a", "column": "x"},
-        "relation": relation,
-        "right": {"line": "b", "column": "x"},
-        "within": within,
-        "source": "X 3 to 2",
-        "verdict": "does not hold",
-        "difference": {"value": value, "ci95": [low, high], "n": 24, "paired": True, "identical": identical},
-    }
-
-
-@pytest.fixture
-def write(tmp_path):
-    def make(*orders):
-        (tmp_path / "t.json").write_text(json.dumps({"table": "t", "orders": orders, "kept": 1}))
-        (tmp_path / "t.md").write_text(PAGE)
-        return tmp_path
-
-    return make
-
-
-def test_a_page_gets_todays_verdicts(write):
-    orders = (
-        result(0.0, 0.125),
-        result(0.1, 0.3),
-        result(-0.1425, 0.1425, relation="~", identical=True),
-        result(-0.1425, 0.1425, relation="~", within=2, identical=True),
-        {**result(0, 0), "difference": None},
-    )
-    folder = write(*orders)
-    words = [verdict.word for verdict in revise_table("t", folder)]
-    assert words == ["not shown", "holds", "holds", "not shown", "not measured"]
-    report = json.loads((folder / "t.json").read_text())
-    assert report["orders"] == [order | {"verdict": word} for order, word in zip(orders, words, strict=True)]
-    assert report["kept"] == 1
-    page = (folder / "t.md").read_text()
-    assert page.startswith("# T\n\n| figures |\n\n## Order\n\n2 of 5 statements of order hold here, 2 are not shown")
-    assert "| old |" not in page
-    assert "Old notes" not in page
-    (folder / "t.notes.md").write_text("New notes.")
-    assert [verdict.word for verdict in revise_table("t", folder)] == words
-    assert (folder / "t.md").read_text() == f"{page}\n## What differs, and why\n\nNew notes.\n"
-
-
-@pytest.mark.parametrize("damage", ["[]", "{", '{"orders": [3]}', '{"orders": [{}]}', '{"orders": 1}', "{}"])
-def test_what_is_no_table_is_told(write, damage):
-    folder = write()
-    (folder / "t.json").write_text(damage)
-    with pytest.raises(ConfigError, match="make it again"):
-        revise_table("t", folder)
-    with pytest.raises(ConfigError, match=r"no .*u\.json; python -m ragkv\.benchmarks\.papers u makes it"):
-        revise_table("u", folder)
-
-
-@pytest.mark.parametrize("name", [path.stem for path in sorted(RESULTS.glob("*.json"))])
-def test_the_pages_of_the_documentation_are_judged_by_todays_rule(name, tmp_path):
-    written = [path for path in RESULTS.iterdir() if path.name in (f"{name}.json", f"{name}.md", f"{name}.notes.md")]
-    for path in written:
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    revise_table(name, tmp_path)
-    changed = [path.name for path in written if (tmp_path / path.name).read_bytes() != path.read_bytes()]
-    assert changed == [], "run: python -m ragkv.benchmarks.papers all --rejudge"

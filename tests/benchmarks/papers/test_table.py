@@ -7,30 +7,16 @@ import pytest
 from ragkv.benchmarks.papers.run import TABLES, find_table
 from ragkv.benchmarks.papers.table import (
     Cell,
-    Column,
     Difference,
     Order,
     Paper,
-    Table,
-    TableRow,
-    count_verdicts,
     decide,
     difference_of,
-    figure_of,
-    judge,
     printed,
 )
-from ragkv.doctor.metrics import bootstrap_mean
 from ragkv.engines import engine_class
-from ragkv.errors import ConfigError, UsageError
 
 ROOT = Path(__file__).parents[3]
-LINES = (TableRow(label="a", engine="full"), TableRow(label="b", engine="ape"))
-COLUMNS = (Column(label="x", task="passages"), Column(label="y", task="icl"))
-
-
-def table(**settings):
-    return Table(**{"name": "t", "title": "T", "follows": "-", "lines": LINES, "columns": COLUMNS, **settings})
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -53,15 +39,6 @@ def test_every_table_can_be_asked(name):
     assert len(set(map(str, one.orders))) == len(one.orders)
 
 
-@pytest.mark.parametrize("name", [name for name, one in TABLES.items() if one.paper])
-def test_the_papers_lines_are_in_the_table(name):
-    """Under the paper's name, or as several rows named after it."""
-    one = TABLES[name]
-    labels = [line.label for line in one.lines]
-    for line in {line for paper in one.paper for line in paper.values}:
-        assert any(label == line or label.startswith(f"{line}, ") for label in labels), line
-
-
 PAPER = Paper(caption="P", model="M", columns=("X", "Y"), values={"a": (3, 5), "b": (1, None), "c": (3.5, 5)})
 
 
@@ -78,36 +55,6 @@ def test_orders_are_the_papers_own():
         printed([PAPER], "a", ">", "b", {"x": ("Y",)})
 
 
-def mean(label, *of):
-    return Column(label=label, mean_of=of)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lines": (*LINES, LINES[0])}, "'a' occurs twice"),
-        ({"columns": (*COLUMNS, COLUMNS[1])}, "'y' occurs twice"),
-        ({"lines": (TableRow(label="a", engine="ape", same_as="c"),)}, "'c', which is no line"),
-        ({"columns": (*COLUMNS, mean("m", "x", "z"))}, "mean of 'z'"),
-        ({"columns": (*COLUMNS, mean("m", "x"), mean("n", "m"))}, "mean of 'm'"),
-        ({"columns": (*COLUMNS, Column(label="z", task="icl", limit=3))}, "two limits"),
-        ({"orders": (Order(left=Cell("a", "x"), relation=">", right=Cell("c", "x"), source="s"),)}, "names c"),
-    ],
-)
-def test_what_is_not_consistent(settings, message):
-    with pytest.raises(ValueError, match=message):
-        table(**settings)
-
-
-def test_what_the_engine_does_not_have():
-    with pytest.raises(ConfigError, match="gama"):
-        TableRow(label="a", engine="pced(gama=1)").candidate("mini", None)
-    with pytest.raises(UsageError, match="nope"):
-        TableRow(label="a", engine="nope").candidate("mini", None)
-    with pytest.raises(UsageError, match="pced-1, pced-2"):
-        find_table("pced-9")
-
-
 def scores(values, column="x", start=0):
     return {column: [(str(at), float(value)) for at, value in enumerate(values, start)]}
 
@@ -117,14 +64,6 @@ A, B = Cell("a", "x"), Cell("b", "x")
 
 def order(relation, within=0.0):
     return Order(left=A, relation=relation, right=B, source="s", within=within)
-
-
-def test_a_figure_is_the_mean_with_its_interval():
-    values = [1, 0, 1, 1, 0, 1, 1, 1, 0, 1]
-    found, known = figure_of(scores(values), 3), bootstrap_mean([values], 3)
-    assert (found.value, found.n) == (known.value, 10)
-    assert found.ci95 == pytest.approx(known.ci95, abs=0.1)
-    assert figure_of(scores(values), 3) == found
 
 
 def test_the_same_questions_are_compared_one_by_one():
@@ -190,20 +129,3 @@ def test_the_very_same_is_refuted_by_one_question():
     assert decide(order("~"), difference(-6, 6, identical=True)).word == "holds"
     assert decide(order("~"), difference(0, 12.5)).word == "does not hold"
     assert decide(order("~"), difference(-6, 6, paired=False)).word == "not shown"
-
-
-def test_what_a_verdict_says():
-    held = judge(order(">"), {A: scores([1] * 9), B: scores([0] * 9)}, 0)
-    assert (held.word, held.held, held.difference.value) == ("holds", True, 1.0)
-    turned = judge(order(">"), {A: scores([0] * 9), B: scores([1] * 9)}, 0)
-    assert (turned.word, turned.held) == ("does not hold", False)
-    equal = judge(order(">"), {A: scores([0, 1, 0]), B: scores([1, 0, 0])}, 0)
-    assert (equal.word, equal.held) == ("not shown", None)
-    absent = judge(order(">"), {A: scores([1])}, 0)
-    assert (absent.word, absent.held) == ("not measured", None)
-    assert count_verdicts([held, held, turned, equal, absent]) == (
-        "2 of 5 statements of order hold here, 1 does not hold, 1 is not shown (the interval leaves it open), "
-        "1 was not measured."
-    )
-    assert count_verdicts([held]) == "1 of 1 statements of order hold here."
-    assert count_verdicts([]) == ""

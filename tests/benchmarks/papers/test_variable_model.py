@@ -4,7 +4,6 @@ import random
 import runpy
 import sys
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,14 +47,6 @@ def test_rows_name_the_values_of_references_as_they_are_read(script):
     assert both == {2, 3}
 
 
-def test_rows_of_a_batch_are_filled_up(script):
-    ids, labels = script.batch(random.Random(0), 12, 96)
-    assert ids.shape == labels.shape
-    assert ids.shape[0] == 12
-    assert (labels[ids == script.IDS[script.PAD]] == script.SILENT).all()
-    assert len({row.index(script.IDS[BEGIN[0]]) for row in ids.tolist()}) == 2  # with and without the question first
-
-
 def test_the_table_has_blocks_of_the_papers_proportions():
     table = TABLES["apb-3"]
     [paper] = table.paper
@@ -73,18 +64,6 @@ def test_the_table_has_blocks_of_the_papers_proportions():
         assert one["compressor"] == ("random" if "random" in label else "heads")
         assert (one["anchor"] == 0) == ("no anchor" in label)
         assert (one["passing"] == 0) == ("no passing" in label)
-
-
-@pytest.mark.nightly
-def test_the_model_of_the_repository_has_learned_its_lists(monkeypatch):
-    monkeypatch.chdir(SCRIPT.parents[1])
-    whole = TABLES["apb-3"]
-    lines = tuple(line for line in whole.lines if line.label in ("full attention", "APB", "no anchor, no passing"))
-    result = run_table(replace(whole, lines=lines, orders=()), RunOptions(limit=12))
-    full, apb, alone = ([result.figure(line.label, column.label).value for column in whole.columns] for line in lines)
-    assert full == [1, 1]
-    assert min(apb) >= 0.75
-    assert alone[1] <= 0.5
 
 
 @pytest.mark.nightly

@@ -11,8 +11,6 @@ from ragkv.benchmarks.training.mini.data import additive_mask, collate, qa_sampl
 from ragkv.benchmarks.training.mini.train import (
     MiniTrainConfig,
     build_model,
-    packings,
-    register,
     train_mini,
 )
 from ragkv.errors import UsageError
@@ -114,17 +112,11 @@ def alone(model, sample, segment):
 
 
 @pytest.mark.parametrize("block", [False, True])
-@pytest.mark.parametrize("kernel", ["sdpa", "packed"])
-def test_packed_logits_equal_separate_forwards(tokenizer, tiny, block, kernel):
+def test_packed_logits_equal_separate_forwards(tokenizer, tiny, block):
     model = build_model(tiny, tokenizer).eval()
     samples, batch = packed_batch(tokenizer, block)
-    columns = (batch.segments, batch.asks, batch.block)
-    if kernel == "packed":
-        model.set_attn_implementation(register())
-        logits = packed_logits(model, batch, packing=packings(*columns))
-    else:
-        logits = packed_logits(model, batch, attention_mask=additive_mask(visible(*columns), torch.float32))
-    model.set_attn_implementation("sdpa")
+    mask = additive_mask(visible(batch.segments, batch.asks, batch.block), torch.float32)
+    logits = packed_logits(model, batch, attention_mask=mask)
     for row, sample in enumerate(samples):
         for segment in {segment for segment, asks in zip(sample.segments, sample.asks, strict=True) if asks}:
             here = batch.segments[row] == segment
