@@ -122,4 +122,4 @@ class AnswerInterruptedError(RagkvError):
 
 
 class RanksError(RagkvError):
-    """One of the processes that answer together is lost, too slow, or has another model than the others."""
+    """One of the processes that encode a document together is lost, too slow, or has another model than the others."""

@@ -14,7 +14,7 @@ import threading
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -24,8 +24,7 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ragkv.retrievers.arrays import IdSet, Postings, best_rows, mapped_array, term_hashes
-from ragkv.retrievers.base import Hit
+from ragkv.retrievers.arrays import Postings, best_rows, mapped_array, term_hashes
 from ragkv.retrievers.segments import IndexSegment, SegmentedIndex
 
 _Weights: TypeAlias = tuple[NDArray[np.int32], NDArray[np.float32]]
@@ -86,23 +85,6 @@ class _Words:
 
     postings: Postings
     lengths: NDArray[np.uint32]  # (rows,), in words
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CorpusStatistics:
-    """Corpus statistics for BM25: the number of chunks, their words, and how many chunks have each word of a question.
-
-    `having` is by `term_hashes`, in hexadecimal. Statistics of shards add up to those of the whole index.
-    """
-
-    chunks: int
-    words: int
-    having: Mapping[str, int]
-
-    def __add__(self, other: CorpusStatistics) -> CorpusStatistics:
-        having = Counter(self.having)
-        having.update(other.having)
-        return CorpusStatistics(chunks=self.chunks + other.chunks, words=self.words + other.words, having=having)
 
 
 class BM25(SegmentedIndex[str, Sequence[Mapping[str, _Weights]], _Words]):
@@ -175,19 +157,6 @@ class BM25(SegmentedIndex[str, Sequence[Mapping[str, _Weights]], _Words]):
             scores = self._scores = _Scores(segments)
         return [found for key in term_hashes(tokenise(query)) if (found := scores.of(key))] or None
 
-    def statistics(self, question: str) -> CorpusStatistics:
-        """This index's part of the statistics for a question."""
-        return _Scores(self._state.segments).statistics(term_hashes(tokenise(question)))
-
-    def search_part(
-        self, question: str, k: int, whole: CorpusStatistics, *, among: Collection[str] | IdSet | None = None
-    ) -> list[Hit]:
-        """`search` in a shard, with the scores that the whole index would give."""
-        segments = self._state.segments
-        scores = _Scores(segments, whole)
-        asked = [found for key in term_hashes(tokenise(question)) if (found := scores.of(key))]
-        return self._best(segments, asked, k, among) if asked else []
-
     def _search(
         self,
         segment: IndexSegment[_Words],
@@ -238,17 +207,13 @@ class _Scores:
     Words that occur in many questions are frequent in the chunks too and have the most postings, so caching pays.
     """
 
-    def __init__(self, segments: Sequence[IndexSegment[_Words]], whole: CorpusStatistics | None = None) -> None:
+    def __init__(self, segments: Sequence[IndexSegment[_Words]]) -> None:
         self.segments = segments
-        self._whole = whole
         self._lock = threading.Lock()
         self._known: dict[bytes, dict[str, _Weights]] = {}
         self._size = 0
         self._chunks = sum(segment.living for segment in segments)
         words = sum(int(segment.data.lengths.sum(where=~segment.hidden, dtype=np.uint64)) for segment in segments)
-        self._words = words
-        if whole is not None:
-            self._chunks, words = whole.chunks, whole.words
         mean = words / self._chunks if words else 1.0
         # the same operations as bm25s', in the same order: k1 * ((1 - b) + b * length / mean)
         self._norms = [_K1 * ((1 - _B) + _B * segment.data.lengths / mean) for segment in segments]
@@ -264,11 +229,6 @@ class _Scores:
             while self._size > _KEPT and len(self._known) > 1:
                 self._size -= _size(self._known.pop(next(iter(self._known))))
             return found
-
-    def statistics(self, keys: Iterable[bytes]) -> CorpusStatistics:
-        """How many chunks have each of these words."""
-        having = {key.hex(): self._places(key)[1] for key in keys}
-        return CorpusStatistics(chunks=self._chunks, words=self._words, having=having)
 
     def _places(self, key: bytes) -> tuple[list[slice], int]:
         """The places of the word in each segment, and the number of visible chunks that have it."""
@@ -287,8 +247,6 @@ class _Scores:
         places, count = self._places(key)
         if not count:
             return {}
-        if self._whole is not None:
-            count = self._whole.having[key.hex()]
         rarity = np.float64(np.float32(math.log(1 + (self._chunks - count + 0.5) / (count + 0.5))))
         found = {}
         for segment, norm, at in zip(self.segments, self._norms, places, strict=True):

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DRAWING = runpy.run_path(str(ROOT / "docs" / "site" / "pages.py"))
-MODULES = {"config", "decoding", "errors", "pipeline", "plan", "question", "types"}
+MODULES = {"config", "decoding", "errors", "pipeline", "plan", "question", "ranks", "types"}
 """Modules in `ragkv/` besides the packages: the facade, and names that users import."""
 
 

@@ -8,10 +8,6 @@ different sliding windows have different lists of reads.
 A sequence's own tokens are batched too. `PrefillBatch` pads sequences of similar length that read their first tokens,
 because a kernel call per sequence would cost more than its work; the attention is causal, so the padding needs no mask.
 `DecodeBatch` serves sequences that take one token each and share an arena block.
-
-If several ranks hold the chunks, every rank runs the new tokens through the whole model and reads the chunks that it
-holds; `merged_across` merges the partial results. Only an output and a logsumexp per token, head and layer are
-exchanged, whatever the length of the context (APB §3, decoding).
 """
 
 from __future__ import annotations
@@ -21,7 +17,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -88,7 +83,6 @@ class BatchPlan:
         offsets = sorted({chunk.offset for uses in self._seen.values() for _, chunk in uses})
         self._table_row = {offset: row for row, offset in enumerate(offsets)}
         self._reads: dict[int | None, tuple[ChunkRead, ...]] = {}
-        self._spread: dict[int | None, tuple[tuple[int, Tokens], ...]] = {}
         self.weights = self._weights()
 
     @property
@@ -103,8 +97,7 @@ class BatchPlan:
     def reads(self, window: int | None) -> tuple[ChunkRead, ...]:
         """The reads of a layer with this sliding window: a token at i sees keys at i-window+1..i."""
         if window not in self._reads:
-            here = ((key, uses) for key, uses in self._seen.items() if uses[0][1].kv.here)
-            found = (self._reading(key, uses, window) for key, uses in here)
+            found = (self._reading(key, uses, window) for key, uses in self._seen.items())
             self._reads[window] = tuple(read for read in found if read is not None)
         return self._reads[window]
 
@@ -112,21 +105,6 @@ class BatchPlan:
     def windowed(self) -> bool:
         """Whether a layer with a sliding window reads chunks."""
         return any(found for window, found in self._reads.items() if window is not None)
-
-    def spread(self, window: int | None) -> tuple[tuple[int, Tokens], ...]:
-        """The groups whose chunks are held by single ranks, with the tokens that see them; the same on all ranks."""
-        if window not in self._spread:
-            found: dict[int, dict[int, SequenceSlice]] = {}
-            for (_, _, group, _), uses in self._seen.items():
-                for span, chunk in uses:
-                    near = window is None or chunk.end > span.sequence.position - window + 1
-                    if near and chunk.kv.owner is not None:
-                        found.setdefault(group, {})[span.at] = span
-            self._spread[window] = tuple(
-                (group, tokens_of([found[group][at] for at in sorted(found[group])], self._device))
-                for group in sorted(found)
-            )
-        return self._spread[window]
 
     def _reading(
         self, key: tuple[int, float, int, int], uses: list[tuple[SequenceSlice, PlacedChunk]], window: int | None
@@ -204,54 +182,6 @@ def _seen(
                 found.setdefault((*key, times[key]), []).append((span, chunk))
                 times[key] += 1
     return found
-
-
-class Ranks(Protocol):
-    """The processes that answer together. All of them call the same methods in the same order."""
-
-    @property
-    def rank(self) -> int:
-        """This process's number, from 0."""
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-
-    def gather(self, mine: Tensor) -> Tensor:
-        """Every rank's tensor in the order of the ranks, `(ranks, *mine.shape)`. All tensors have the same shape, and
-        all ranks get the same result.
-        """
-
-    def first(self, mine: Tensor) -> Tensor:
-        """Rank 0's tensor; all ranks pass the same shape."""
-
-
-def merged_across(
-    ranks: Ranks,
-    partials: Mapping[int, Sequence[tuple[Tokens, PartialAttention]]],
-    spread: Sequence[tuple[int, Tokens]],
-    like: PartialAttention,
-) -> list[PartialAttention]:
-    """The partial attention of all ranks, merged in rank order in fp32: one for each of `spread`'s groups.
-
-    `partials` is this rank's partial attention, by group, of the tokens of `like`, `(1, q_heads, n, head_dim)`. One
-    collective of `(q_heads, tokens, head_dim + 1)` serves all groups. A rank that has read nothing for a token sends
-    the logsumexp −inf.
-    """
-    result = []
-    for group, tokens in spread:
-        if group in partials:
-            mine = merge_partials_of(partials[group], like.lse.shape[-1])
-            out, lse = mine.out[0, :, tokens].float(), mine.lse[0, :, tokens]
-        else:
-            out = torch.zeros_like(like.out[0, :, tokens], dtype=torch.float32)
-            lse = torch.full_like(like.lse[0, :, tokens], -torch.inf)
-        result.append(torch.cat([out, lse[..., None]], -1))
-    gathered = ranks.gather(torch.cat(result, 1)).to(like.out.device)  # (ranks, q_heads, tokens, head_dim + 1)
-    each = torch.split(gathered, [partial.shape[1] for partial in result], 2)
-    return [
-        merge_partials([PartialAttention(one[None, ..., :-1], one[None, ..., -1]) for one in group]) for group in each
-    ]
 
 
 MOST_TOKENS = 512
@@ -456,8 +386,7 @@ class Step:
     tokens only count after `commit`. A `fixed` step, of sequences that take one token each, represents their next
     tokens after `advance`, if it `repeats`. With `last`, the index of the last layer that has keys of its own, the pass
     computes only keys and values: that layer raises `KVComplete` as soon as it has them. For sequences that all run
-    `until` a layer, that layer raises it. `shared` maps each layer that reads another layer's keys to that layer. With
-    `ranks`, all ranks take the same step, and each reads the chunks that it holds.
+    `until` a layer, that layer raises it. `shared` maps each layer that reads another layer's keys to that layer.
     """
 
     def __init__(
@@ -469,7 +398,6 @@ class Step:
         *,
         last: int | None = None,
         shared: Mapping[int, int] | None = None,
-        ranks: Ranks | None = None,
         fixed: bool = False,
     ) -> None:
         ends = list(itertools.accumulate(counts))
@@ -480,7 +408,6 @@ class Step:
         self._last = last
         self._shared = shared or {}
         self._rotary = rotary
-        self._ranks = ranks
         self._fixed = fixed
         self._plans: dict[tuple[torch.device, tuple[torch.dtype, bool, bool] | None], _DevicePlan] = {}
         self._in_place: dict[tuple[torch.dtype, bool, bool], InPlace] = {}
@@ -534,24 +461,17 @@ class Step:
         self._observe(layer, call)
         plan = device_plan.plan
         packs, reads = device_plan.packs(call)
-        spread = () if self._ranks is None else plan.spread(call.window)
-        if not packs and not reads and not spread and not apart:
+        if not packs and not reads and not apart:
             return beside_sink(call.sink, own).to(query.dtype)
         rotation = device_plan.rotations.of(query, layer)
         whole = slice(0, plan.tokens)
         groups: dict[int, list[tuple[Tokens, PartialAttention]]] = {0: [(whole, own)]}
         for number, tokens, partial in apart:
             groups.setdefault(number, []).append((tokens, partial))
-        mine: dict[int, list[tuple[Tokens, PartialAttention]]] = {}  # of chunks that single ranks hold
         for pack in packs:
             groups.setdefault(pack.group, []).extend(pack.attend(call, rotation))
         for read in reads:
-            partial = _read(read, call, rotation)
-            into = groups if self._ranks is None or read.kv.owner is None else mine
-            into.setdefault(read.group, []).append((read.tokens, partial))
-        if self._ranks is not None and spread:
-            for (number, tokens), partial in zip(spread, merged_across(self._ranks, mine, spread, own), strict=True):
-                groups.setdefault(number, []).append((tokens, partial))
+            groups.setdefault(read.group, []).append((read.tokens, _read(read, call, rotation)))
         for weight in plan.weights:
             if weight.group in groups:  # otherwise the window excludes all its chunks
                 group = merge_partials_of(groups.pop(weight.group), plan.tokens)
@@ -568,7 +488,7 @@ class Step:
         """The plan for all layers that are computed like this one; made for the first of them."""
         device, in_place, kind = call.query.device, None, None
         tensors = call.query, call.key, call.value
-        if self._ranks is None and not self._fixed and not varlen.takes(*tensors):
+        if not self._fixed and not varlen.takes(*tensors):
             single = self._single and decode_takes(call)
             many = self._many and flash_takes(*tensors, call.softcap)
             kind = call.key.dtype, single, many
@@ -623,7 +543,7 @@ class _DevicePlan:
             found: dict[tuple[int, float, int], list[ChunkRead]] = {}
             others: list[ChunkRead] = []
             for read in self.plan.reads(call.window):
-                if read.kv.pages is None or read.kv.owner is not None or read.first or read.mask is not None:
+                if read.kv.pages is None or read.first or read.mask is not None:
                     others.append(read)
                 else:
                     found.setdefault((id(read.kv.pages.block), read.temperature, read.group), []).append(read)

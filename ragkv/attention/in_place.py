@@ -67,7 +67,7 @@ def reads_in_place(group: ChunkGroup) -> bool:
 
 
 def _readable(kv: ChunkKV) -> bool:
-    return kv.owner is None and all(
+    return all(
         t.device.type == "cpu" and t.dtype in _KINDS and head_width(t) % 8 == 0 and (t.stride(2) == 1 or not t.numel())
         for t in (*stored(kv.keys), *stored(kv.values))
     )

@@ -108,8 +108,7 @@ class ChunkKV:
     `keys[l]` and `values[l]` are `(kv_heads, tokens, head_dim)` of layer `l`. Layers may differ in shape except for
     `tokens`; a layer that keeps nothing has no heads (`LayerShape`). `encoded_at` is the position of the first token
     during prefill (0 for `standalone`, P for `prefixed`). `states`, sorted by layer and name, are those of recurrent
-    layers after the last token. `owner` is the rank that holds the tensors if several processes answer together
-    (`ragkv.attention.batch`); None: every process has them. `pages` is set if the tensors are views of pages. `stacked`
+    layers after the last token. `pages` is set if the tensors are views of pages. `stacked`
     is set if they are views of one tensor: keys and values of all layers in turn,
     `(2 · layers, kv_heads, tokens, head_dim)`, packed if they are.
     """
@@ -118,7 +117,6 @@ class ChunkKV:
     values: Sequence[Tensor]
     encoded_at: int = 0
     states: tuple[State, ...] = ()
-    owner: int | None = None
     pages: Pages | None = None
     stacked: Tensor | None = None
     _heads: dict[int, ChunkKV] = field(default_factory=dict, init=False, repr=False)
@@ -136,17 +134,6 @@ class ChunkKV:
         names = [(state.layer, state.name) for state in self.states]
         if names != sorted(set(names)) or any(not 0 <= layer < len(self.keys) for layer, _ in names):
             raise ValueError("states are sorted by layer and name, each there once")
-
-    @classmethod
-    def elsewhere(cls, *, owner: int, layers: int, tokens: int, encoded_at: int) -> ChunkKV:
-        """A placeholder for a chunk that another rank holds: position and length without tensors."""
-        nothing = torch.empty((0, tokens, 0))
-        return cls(keys=(nothing,) * layers, values=(nothing,) * layers, encoded_at=encoded_at, owner=owner)
-
-    @property
-    def here(self) -> bool:
-        """Whether the tensors are in this process."""
-        return self.owner is None or any(key.shape[0] for key in stored(self.keys))
 
     @property
     def layers(self) -> int:
@@ -201,7 +188,6 @@ class ChunkKV:
                 values=_each(self.values, lambda value: value[:, :tokens]),
                 encoded_at=self.encoded_at,
                 states=self.states,
-                owner=self.owner,
                 pages=self.pages,
             )
             self._heads.setdefault(tokens, made)
@@ -217,7 +203,6 @@ class ChunkKV:
             keys=_each(self.keys, lambda key: key[:, start:stop].clone()),
             values=_each(self.values, lambda value: value[:, start:stop].clone()),
             encoded_at=self.encoded_at + start,
-            owner=self.owner,
         )
 
     def to(self, place: Place, *, copy: bool = False) -> ChunkKV:
@@ -235,7 +220,6 @@ class ChunkKV:
             values=there(self.values),
             encoded_at=self.encoded_at,
             states=tuple(s._replace(value=moved(s.value, devices[s.layer], copy=copy)) for s in self.states),
-            owner=self.owner,
         )
 
     def wide(self) -> ChunkKV:

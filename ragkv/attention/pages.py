@@ -91,7 +91,7 @@ class PagePool:
             held[0].new_empty((1, held[0].shape[0], 0, head_width(held[0])), dtype=kv.dtype)
             for held in (stored(kv.keys), stored(kv.values))
         )
-        if kv.pages is not None or not kv.tokens or not kv.here or not varlen.takes(key, key, value):
+        if kv.pages is not None or not kv.tokens or not varlen.takes(key, key, value):
             return kv
         with self._lock:
             pages = self._take(kv, devices)

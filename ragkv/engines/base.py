@@ -100,7 +100,7 @@ class Release:
 class Join:
     """Copy adjacent chunks into a sequence's own KV, every key rotated to its position; the engine may overwrite it.
 
-    The result: the `KVCache`, with room for `tokens` and for the answer. UsageError if other ranks hold chunks.
+    The result: the `KVCache`, with room for `tokens` and for the answer.
     """
 
     segments: Sequence[PlacedChunk]

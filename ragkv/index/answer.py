@@ -1,7 +1,7 @@
 """Answer one question: resolve all settings, retrieve, load KV, decode, and account for the answer.
 
 A question is complete and validated before anything is loaded. An `AnswerBackend` provides the chunks, their KV and the
-runtime, so that the same code answers from an index, from given texts and from several ranks.
+runtime, so that the same code answers from an index and from given texts.
 """
 
 from __future__ import annotations

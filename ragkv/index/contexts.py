@@ -35,7 +35,8 @@ class Contexts:
     """Whole texts by name, in prompt order, and the model that reads them. A context manager.
 
     It answers like `RagKV`. `config` gives the prompt, the decoding, the tuning and the default engine. Engines that
-    read chunk KV get it from memory, where each text is encoded once.
+    read chunk KV get it from memory, where each text is encoded once. `executor` encodes the blocks of long texts; by
+    default, one after another.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Contexts:
         config: IndexConfig,
         *,
         limits: RuntimeConfig | None = None,
+        executor: BlockExecutor | None = None,
     ) -> None:
         from ragkv.engines import make_engine
         from ragkv.runtime import runtime_of
@@ -58,8 +60,7 @@ class Contexts:
         self._prefix_ids = self.prompt.prefix_ids(model.tokens)
         self.runtime: Runtime = runtime_of(model, runtime_limits(model, config, limits))
         self._packet = make_engine("block", config.tuning).packet
-        self._executor: BlockExecutor | None = None
-        """The encoder of the blocks of long texts; None: this process, one after another."""
+        self._executor = executor
         self._common = [
             given_chunk(self.chunk(text, chunk_id=f"context-{at}"), name) for at, (name, text) in enumerate(texts, 1)
         ]

@@ -201,14 +201,9 @@ class Searcher:
         vectors = self._colbert([hit.chunk_id for hit in hits])
         there = [hit for hit in hits if hit.chunk_id in vectors]
         scores = colbert_scores(asked["colbert"], [vectors[hit.chunk_id] for hit in there])
-        return self._judged_late(there, {hit.chunk_id: float(score) for hit, score in zip(there, scores, strict=True)})
-
-    def _judged_late(self, hits: Sequence[Hit], scores: Mapping[str, float]) -> list[Found]:
-        """The hits that have a ColBERT score, best first."""
         found = [
-            _found(hit.chunk_id, {"dense": hit.score, "colbert": scores[hit.chunk_id]}, "colbert")
-            for hit in hits
-            if hit.chunk_id in scores
+            _found(hit.chunk_id, {"dense": hit.score, "colbert": float(score)}, "colbert")
+            for hit, score in zip(there, scores, strict=True)
         ]
         return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
 
@@ -854,10 +849,6 @@ class Finder:
 
     def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
         """A searcher over the retrieval indexes that the mode needs, updated to the store's generation."""
-        return Searcher(**self._parts(mode, rerank=rerank))
-
-    def _parts(self, mode: Mode, *, rerank: bool) -> dict[str, Any]:
-        """The arguments of such a searcher."""
         encoders, config = self._index.encoders, self._index.config
         searched: tuple[str, ...] = ("bm25",)
         if mode != "bm25":
@@ -866,14 +857,15 @@ class Finder:
             if why := why_not_served(mode, kinds, "This index"):
                 raise RetrievalError(why, param="retrieval")
             searched = indexes_of(mode, kinds)
-        return {
-            "embedder": None if mode == "bm25" else encoders.embedder,
-            "indexes": {name: self._current(name) for name in searched},
-            "texts": lambda ids: {name: chunk.text for name, chunk in self._store.chunk_many(ids).items()},
-            "colbert": partial(self._store.vector_many, "colbert"),
-            "reranker": encoders.reranker if rerank else None,
-            "fusion": config.fusion,
-        }
+        colbert: Any = partial(self._store.vector_many, "colbert")
+        return Searcher(
+            embedder=None if mode == "bm25" else encoders.embedder,
+            indexes={name: self._current(name) for name in searched},
+            texts=lambda ids: {name: chunk.text for name, chunk in self._store.chunk_many(ids).items()},
+            colbert=colbert,
+            reranker=encoders.reranker if rerank else None,
+            fusion=config.fusion,
+        )
 
     def _fetch(self, found: Sequence[Found]) -> Mapping[str, tuple[Chunk, str]]:
         """The found chunks that are still there, by id, each with its document's source."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from ragkv.attention.batch import KVComplete, Ranks, Step
+from ragkv.attention.batch import KVComplete, Step
 from ragkv.attention.kv import ChunkKV, Place, PlacedChunk
 from ragkv.attention.sequence import TokenSequence
 from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
@@ -270,7 +270,6 @@ class LanguageModel:
         *,
         every: bool = False,
         seen: list[LayerMask] | None = None,
-        ranks: Ranks | None = None,
         vectors: Tensor | None = None,
         run: Run | None = None,
     ) -> Tensor:
@@ -279,12 +278,11 @@ class LanguageModel:
         Returns fp32 logits: `(sequences, vocab)` of each sequence's last token (of a `StackedSequence`, of the tokens
         marked as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with
         the last keys and values. Sequences that only run `until` a layer form a pass of their own. Nothing is appended
-        if it raises. `seen` is for the self-check. With `ranks`, all ranks take this step, each over the chunks that it
-        holds. Negative ids stand for the input `vectors` (`ragkv.model.packet`). `run` computes an ordinary pass's
-        logits.
+        if it raises. `seen` is for the self-check. Negative ids stand for the input `vectors` (`ragkv.model.packet`).
+        `run` computes an ordinary pass's logits.
         """
         logits, steps = torch.empty((0, 0)), []
-        one_pass = partial(self._pass, every=every, seen=seen, ranks=ranks, vectors=vectors, run=run)
+        one_pass = partial(self._pass, every=every, seen=seen, vectors=vectors, run=run)
         few = self.kernels_alone and sum(map(len, ids)) <= FEW
         module = kernel_module("ragkv.util.kernels") if few else None
         with nullcontext() if module is None else module.instead_of_torch():
@@ -307,7 +305,6 @@ class LanguageModel:
         *,
         every: bool,
         seen: list[LayerMask] | None,
-        ranks: Ranks | None,
         vectors: Tensor | None,
         run: Run | None,
     ) -> tuple[Tensor, Step]:
@@ -317,11 +314,11 @@ class LanguageModel:
         )
         last = None if wanted else self.last_own if until is None else until
         counts = [len(each) for each in ids]
-        step = Step(sequences, counts, self.rotary, self.device, last=last, shared=self.shared, ranks=ranks)
+        step = Step(sequences, counts, self.rotary, self.device, last=last, shared=self.shared)
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         tokens, positions, keep = self._uploaded(flat, step.positions, kept)
-        if run is not None and last is None and ranks is None and vectors is None and seen is None:
+        if run is not None and last is None and vectors is None and seen is None:
             return run(self, step, tokens, positions, keep), step
         given = {"input_ids": tokens[None]}
         if vectors is not None:

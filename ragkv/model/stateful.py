@@ -32,7 +32,6 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-from ragkv.attention.batch import Ranks
 from ragkv.attention.kv import ChunkKV, PlacedChunk, State
 from ragkv.attention.sequence import KVCache, StackedSequence, TokenSequence
 from ragkv.errors import UnsupportedModelError
@@ -422,14 +421,12 @@ class StatefulModel(LanguageModel):
         *,
         every: bool = False,
         seen: list[LayerMask] | None = None,
-        ranks: Ranks | None = None,
         vectors: Tensor | None = None,
         run: Run | None = None,
     ) -> Tensor:
         """As `LanguageModel.step`; sequences are batched where that is exact (`resume_options`).
 
-        A sequence reads one chunk at most, so there is nothing to merge with other `ranks`. It takes no `vectors`, and
-        `run` never applies.
+        It takes no `vectors`, and `run` never applies.
         """
         if vectors is not None:
             raise UnsupportedModelError("a model that resumes from its cache takes only token ids")

@@ -184,15 +184,15 @@ class KVPool:
             in_place.shared(seen[id(chunk.kv)], chunk.kv.tokens) for chunk in group.segments
         ):
             return group
-        chunks, others = _joinable(group)
+        chunks = tuple(chunk for chunk in group.segments if chunk.kv.tokens)
         if not worth_joining(replace(group, segments=chunks), windowed=windowed):
             return self._wide(group)
         key = _run(chunks)
         readers = sum(seen[id(chunk.kv)] for chunk in chunks) / len(chunks)
         if key not in self._joined and readers / max(runs[key], 1) >= SHARED_BY:
             return self._wide(group)
-        kv = self._made(key, chunks, lambda: replace(join(chunks, rotary), owner=chunks[0].kv.owner))
-        return replace(group, segments=(*others, PlacedChunk(kv=kv, start=chunks[0].start)))
+        kv = self._made(key, chunks, lambda: join(chunks, rotary))
+        return replace(group, segments=(PlacedChunk(kv=kv, start=chunks[0].start),))
 
     def _wide(self, group: ChunkGroup) -> ChunkGroup:
         """The group with its KV widened, because every step reads it; made once for all sequences that see it."""
@@ -211,15 +211,6 @@ class KVPool:
             kv = self._joined[key] = make()
             self._originals[kv] = tuple(chunk.kv for chunk in chunks)
         return kv
-
-
-def _joinable(group: ChunkGroup) -> tuple[tuple[PlacedChunk, ...], tuple[PlacedChunk, ...]]:
-    """The chunks that may be joined, and the rest: KV of this rank stays apart from KV that all ranks have."""
-    chunks = tuple(chunk for chunk in group.segments if chunk.kv.tokens)
-    if all(chunk.kv.owner is None for chunk in chunks):
-        return chunks, ()
-    mine = tuple(chunk for chunk in chunks if chunk.kv.owner is not None and chunk.kv.here)
-    return mine, tuple(chunk for chunk in chunks if chunk not in mine)
 
 
 def _run(chunks: Sequence[PlacedChunk]) -> Hashable:

@@ -35,7 +35,6 @@ from ragkv.runtime.scheduler import Scheduler, Ticket
 from ragkv.runtime.step import Job, Stepper
 
 if TYPE_CHECKING:
-    from ragkv.attention.batch import Ranks
     from ragkv.engines import Engine, Request
     from ragkv.model.language_model import LanguageModel
 
@@ -196,9 +195,7 @@ class Runtime:
     """Answers requests to one model, many at a time, from any number of threads.
 
     At most `batch_tokens` tokens are in one step and `max_rows` sequences run at a time; by default, both follow from
-    the available memory (`limits_for`). At most `budget` bytes of chunk KV are leased. With `ranks`, the runtimes of
-    all ranks take the same steps: they have the same limits and get the same requests in the same order, from one
-    thread each. Rank 0 chooses the tokens.
+    the available memory (`limits_for`). At most `budget` bytes of chunk KV are leased.
     """
 
     def __init__(
@@ -210,9 +207,7 @@ class Runtime:
         own_tokens: int = 1 << 20,
         budget: int = 8 << 30,
         strict: bool = False,
-        ranks: Ranks | None = None,
     ) -> None:
-        self._ranks = ranks
         self._model = weakref.ref(model)  # weak: the model holds its runtime
         self.pool = KVPool(budget, partial(_module_of, self._model))
         self._scheduler = Scheduler(batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens, strict=strict)
@@ -233,7 +228,7 @@ class Runtime:
             if runtime is not None:
                 runtime._end(job, error)
 
-        self._stepper = Stepper(self._model, self.pool, self._scheduler, end, self._ranks)
+        self._stepper = Stepper(self._model, self.pool, self._scheduler, end)
         self._leasing: deque[object] = deque()  # the requests that wait for KV, in order
         self._closed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         # appended to without the lock

@@ -2,10 +2,6 @@
 
 `Job` is one request: its program, the operation that the program waits for, and the tokens that the caller has not
 taken yet. `Stepper` runs all of them.
-
-If ranks hold different chunks, `rank_of` says which rank runs a sequence. One that reads chunks of several ranks is run
-by all, and they merge its attention in every layer. One that reads the chunks of a single rank (an expert of PCED) runs
-only there, and only its logits are exchanged.
 """
 
 from __future__ import annotations
@@ -21,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ragkv.attention.batch import Ranks
 from ragkv.attention.sequence import MOST_TOKENS, KVArena, KVCache, StackedSequence, TokenSequence
 from ragkv.engines.base import Argmax, Forward, Join, Operation, Program, Release, Sample, WaitFor
-from ragkv.errors import UsageError
 from ragkv.runtime.decoding import Decoder, Token
 from ragkv.runtime.graphs import DecodeGraph
 from ragkv.runtime.kv_pool import KVPool, with_shared
@@ -161,57 +155,6 @@ class Job:
         return self.program.send(answer)
 
 
-def rank_of(sequence: TokenSequence) -> int | None:
-    """The rank that runs the sequence: that of its chunks, 0 if no chunk belongs to a single rank, None for all ranks.
-
-    A sequence that is run for its KV alone is run by all ranks, because sequences of any rank may see it afterwards.
-    """
-    owners = {chunk.kv.owner for chunk in sequence.segments if chunk.kv.tokens} - {None}
-    if sequence.silent or len(owners) > 1:
-        return None
-    return next(iter(owners), 0)
-
-
-def step_across(
-    model: LanguageModel, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]], ranks: Ranks
-) -> Tensor:
-    """As `model.step(sequences, ids)` where every rank holds all chunks: fp32 logits, the same bits on all ranks.
-
-    Sequences that all ranks run form a pass of their own, so that all ranks batch it in the same way.
-    """
-    runs_on = [rank_of(sequence) for sequence in sequences]
-    kept = [len(sequence.kept(len(each))) for sequence, each in zip(sequences, ids, strict=True)]
-    found: list[Tensor] = [torch.empty(0)] * len(sequences)
-
-    def run(which: Sequence[int], among: Ranks | None) -> Tensor:
-        some, their = [sequences[i] for i in which], [ids[i] for i in which]
-        return model.step(some, their) if among is None else model.step(some, their, ranks=among)
-
-    def put(which: Sequence[int], logits: Tensor) -> None:
-        counts = [kept[i] for i in which]
-        for i, scores in zip(which, torch.split(logits[: sum(counts)], counts), strict=True):
-            found[i] = scores
-
-    common = [i for i, runner in enumerate(runs_on) if runner is None]
-    if common:
-        put(common, run(common, ranks))
-    by_rank = {rank: [i for i, runner in enumerate(runs_on) if runner == rank] for rank in range(ranks.size)}
-    most = max(sum(kept[i] for i in which) for which in by_rank.values())
-    if most:
-        mine = by_rank[ranks.rank]
-        result = torch.zeros((most, model.config.vocab_size), dtype=torch.float32, device=model.device)
-        if mine:
-            logits = run(mine, None)
-            result[: len(logits)] = logits
-        for i in {i for which in by_rank.values() for i in which}.difference(mine):
-            sequences[i].cache.commit(len(ids[i]))
-            sequences[i].position += len(ids[i])
-        for rank, logits in enumerate(ranks.gather(result)):
-            put(by_rank[rank], logits.to(model.device))
-    wanted = [scores for scores, count in zip(found, kept, strict=True) if count]
-    return torch.cat(wanted) if wanted else torch.empty((0, 0))
-
-
 Slices = list[tuple[int, TokenSequence, Sequence[int]]]
 
 
@@ -227,13 +170,11 @@ class Stepper:
         pool: KVPool,
         scheduler: Scheduler,
         end: Callable[[Job, BaseException | None], None],
-        ranks: Ranks | None = None,
     ) -> None:
         self._reference = model
         self._pool = pool
         self._scheduler = scheduler
         self._end = end
-        self._ranks = ranks
         self._arena = KVArena()
         self._pace = Pace()
         self.graph = DecodeGraph()
@@ -262,9 +203,7 @@ class Stepper:
         choosing = any(_chooses(job) and not job.paused for job in self.running)
         if not (admitted or advanced or reading or choosing):
             return False
-        # all ranks take the same steps, so a step must not depend on a clock
-        prefill = self._pace.tokens if self._ranks is None else None
-        takes = self._scheduler.share([job.wants() for job in reading], prefill)
+        takes = self._scheduler.share([job.wants() for job in reading], self._pace.tokens)
         start = perf_counter()
         work = [(job, slices) for job, take in zip(reading, takes, strict=True) if (slices := job.slices(take))]
         if work:
@@ -316,11 +255,10 @@ class Stepper:
         ]
         kept = [[len(sequence.kept(len(ids))) for _, sequence, ids in slices] for _, slices in work]
         try:
-            logits = self._pass(sequences, [ids for _, slices in work for _, _, ids in slices])
+            logits = self.graph.step(self.model, sequences, [ids for _, slices in work for _, _, ids in slices])
         except Exception as error:
-            if len(work) == 1 or self._ranks is not None:  # other ranks would not repeat the steps
-                for job, _ in work:
-                    self._end(job, error)
+            if len(work) == 1:
+                self._end(work[0][0], error)
             else:
                 logger.warning("a pass for %d requests failed, and is repeated for each: %s", len(work), error)
                 for each in work:
@@ -331,11 +269,6 @@ class Stepper:
         own = torch.split(logits, [sum(counts) for counts in kept])
         for (job, slices), counts, scores in zip(work, kept, own, strict=True):
             job.read(slices, counts, scores)
-
-    def _pass(self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:
-        if self._ranks is None:
-            return self.graph.step(self.model, sequences, ids)
-        return step_across(self.model, sequences, ids, self._ranks)
 
     def _join_contexts(self, work: Sequence[tuple[Job, Slices]]) -> None:
         if not self.model.joins:
@@ -394,9 +327,7 @@ class Stepper:
             kept.append((job, chosen.numel(), winners is not None, finite is not None))
         if not kept:
             return
-        chosen_here = torch.cat(result)
-        agreed = chosen_here if self._ranks is None else self._ranks.first(chosen_here)  # rank 0 chooses
-        numbers = iter(agreed.tolist())  # the only synchronisation with the device
+        numbers = iter(torch.cat(result).tolist())  # the only synchronisation with the device
         for job, count, won, drawn in kept:
             tokens = [next(numbers) for _ in range(count)]
             winner = next(numbers) if won else None
@@ -449,10 +380,6 @@ class Stepper:
             self._end(job, error)
 
     def _joined(self, job: Job, join: Join) -> KVCache:
-        if any(chunk.kv.owner is not None for chunk in join.segments):
-            raise UsageError(
-                "Chunks that other ranks hold cannot be recomputed; ask by engine 'block', or on one rank."
-            )
         return KVCache.joined(join.segments, self.model.rotary, reserve=join.tokens + max(_remaining(job), LEAST_ROOM))
 
     def _prepare(self, job: Job, forward: Forward) -> None:

@@ -12,7 +12,7 @@ from ragkv.attention.batch import Step
 from ragkv.attention.sequence import RecomputedSequence
 from ragkv.engines import blend as blending
 from ragkv.engines import make_engine
-from ragkv.errors import ConfigError, UsageError
+from ragkv.errors import ConfigError
 from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 
 # chunks shorter and longer than the test models' windows of 8 tokens, at positions 4 to 27
@@ -367,13 +367,3 @@ def test_settings(make_model):
         [17, 18, 19, 20],
         [19, 20, 21, 22],
     ]
-
-
-def test_chunks_of_other_ranks_are_refused(make_model):
-    from dataclasses import replace
-
-    model, engine = make_model("llama"), make_engine("blend", {})
-    asked = request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX)
-    chunks = tuple(replace(chunk, kv=replace(chunk.kv, owner=1)) for chunk in asked.chunks)
-    with pytest.raises(UsageError, match="other ranks hold"):
-        Stream(runtime_of(model), engine, replace(asked, chunks=chunks))

@@ -6,23 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rankthreads import on_ranks
 
 from ragkv import RagKV
 from ragkv.benchmarks.evaluation.answers import TaskSource
 from ragkv.config import EncodingConfig, IndexConfig
-from ragkv.distributed.session import IndexRankBackend
 from ragkv.doctor.answers import IndexSource, all_candidates
 from ragkv.doctor.io import Spec
 from ragkv.doctor.metrics import Example
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import ConfigError, CorruptStoreError, UnsupportedModelError, UsageError
-from ragkv.index.answer import AnswerStream, validate_task
 from ragkv.index.create import _fitting
 from ragkv.index.maintenance import IndexRepairSource
 from ragkv.ingest import ReadyChunk, ReadyDocument, encode_identities
 from ragkv.ingest.encoding import LINE_TOKENS, seen_before
-from ragkv.runtime import Runtime, Stream
+from ragkv.runtime import Stream
 from ragkv.store.tables import chunk_key, digest, pack_chunk
 from ragkv.types import Capability, Chunk, Document, Encoding, ScoredChunk
 
@@ -356,31 +353,6 @@ def test_text_that_is_not_from_the_index_sees_the_prefix_alone(tmp_path, model_f
         found = rag.kv_loader.identities(Encoding.CONTEXT, [own, chunk.chunk, renamed])
         assert [identity.encoding.value for identity in found] == ["prefixed", "context", "prefixed"]
         assert found[2].prefix_ids == rag.index.prefix_ids
-
-
-def test_ranks_answer_as_one_process(tmp_path, model_folder):
-    """Each rank knows the positions at which the others' chunks were encoded, but not the text that they saw."""
-    (tmp_path / "works.txt").write_text(TEXT)
-    with created(tmp_path / "index", model_folder, context=40, chunk_tokens=64, top_k=4) as rag:
-        rag.ingest(tmp_path / "works.txt")
-        for engine in ("ape", "pced"):
-            wanted = rag.query(QUESTION, engine=engine, max_new_tokens=4)
-
-            def work(group, engine=engine):
-                backend = IndexRankBackend(rag.index, shards=False).backend(group, Runtime(rag.model, ranks=group))
-                given, request = [], backend.request
-                backend.request = lambda *asked: given.append(request(*asked)) or given[-1]
-                stream = AnswerStream(backend, validate_task(rag.config, QUESTION, engine=engine, max_new_tokens=4))
-                list(stream)
-                kvs = [chunk.kv for chunk in given[0][0].chunks]
-                return stream.answer, [kv.encoded_at for kv in kvs], [kv.here for kv in kvs]
-
-            (one, places, here), (other, others, there) = on_ranks(2, work)
-            assert one.text == other.text == wanted.text
-            assert (one.kv.hits, one.kv.misses) == (len(here), 0)
-            assert places == others
-            assert len(set(places)) > 1
-            assert [not is_here for is_here in here] == there
 
 
 def test_what_is_evaluated_is_what_the_index_reads(tmp_path, model_folder):

@@ -5,7 +5,7 @@
 on, and over itself (§3.6, Eq. 2). Keys are rotated for their final positions, so no query is rotated. What is passed on
 has no queries and takes part in attention alone. In each layer a block chooses what it passes on, exchanges it, then
 attends; so blocks may run one after another (`SequentialExecutor`), or in parallel on several ranks
-(`ragkv.distributed`), with the same tensor operations and the same bits.
+(`ragkv.ranks`), with the same tensor operations and the same bits.
 
 `document_for_question` is the variant whose anchor holds the question (§3.3).
 
@@ -474,13 +474,8 @@ def _heads(model: LanguageModel) -> Heads:
 class BlockExecutor(Protocol):
     """Runs blocks. The results are the same bits on any hardware layout."""
 
-    def run(
-        self, long_document: LongDocument, known: Mapping[int, EncodedBlock] | None = None
-    ) -> Iterator[EncodedBlock]:
-        """All blocks of the document in order; `known` ones are not encoded again.
-
-        A block that another process holds is returned as `ChunkKV.elsewhere`.
-        """
+    def run(self, long_document: LongDocument) -> Iterator[EncodedBlock]:
+        """All blocks of the document in order."""
 
 
 class SequentialExchange:
@@ -505,6 +500,7 @@ class SequentialExecutor:
     def run(
         self, long_document: LongDocument, known: Mapping[int, EncodedBlock] | None = None
     ) -> Iterator[EncodedBlock]:
+        """The blocks in order; `known` ones are not encoded again."""
         known = known or {}
         exchange = SequentialExchange()
         layers = [layer for layer in range(long_document.model.layers) if layer not in long_document.model.shared]
