@@ -1,9 +1,8 @@
 """Ingest jobs for uploaded files.
 
-An index runs one job at a time, in a thread; a limited number of jobs waits. The index's folder `jobs/` holds the state
-of its jobs and the uploaded files until they are ingested. `journal.json` is always replaced as a whole, so a killed
-server leaves the last state of each job. The process that serves the index holds the file lock `lock`. Backups leave
-the folder out.
+An index runs one job at a time, in a thread; a limited number of jobs waits. Jobs are in memory: after a restart they
+are unknown, and what they had committed is in the index. The index's folder `jobs/` holds the uploaded files until they
+are ingested; backups leave it out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
-import json
 import logging
 import os
 import secrets
@@ -33,13 +31,13 @@ from ragkv.errors import (
     StoreFullError,
     StoreGoneError,
 )
-from ragkv.ingest import IngestProgress, IngestReport, SourceFile, from_bytes
+from ragkv.ingest import IngestProgress, IngestReport, SourceFile
 from ragkv.ingest.watch import FolderChanges
 from ragkv.server.errors import ApiError, stopping_error, too_many
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
 from ragkv.store import Store
-from ragkv.util.files import FULL, make_folder, open_plain, read_plain, remove_tree, replace_plain
+from ragkv.util.files import FULL, make_folder, open_plain, remove_tree
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
@@ -80,20 +78,18 @@ class ReportReply(BaseModel):
 
 
 class JobStatus(BaseModel):
-    """An ingest job. `interrupted`: the server ended before it; what the report lists is in the index, the rest is not
-    kept and has to be sent again."""
+    """An ingest job. `interrupted`: the server stops; what the report lists is in the index, the rest has to be sent
+    again."""
 
-    id: str = Field(pattern="^[0-9a-f]{16}$")
+    id: str
     state: State
-    files: list[str] = Field(
-        description="The files' names; the first of them for a watched folder.", max_length=MOST_FILES
-    )
+    files: list[str] = Field(description="The files' names; the first of them for a watched folder.")
     done: int = Field(description="Bytes of the files that are worked off.")
     total: int = Field(description="Bytes of the files.")
     report: ReportReply | None
     error: str | None
-    created: float = Field(description="Seconds since 1970.", allow_inf_nan=False)
-    ended: float | None = Field(allow_inf_nan=False)
+    created: float = Field(description="Seconds since 1970.")
+    ended: float | None
 
 
 class Stopped(Exception):  # noqa: N818 - asked for
@@ -101,33 +97,18 @@ class Stopped(Exception):  # noqa: N818 - asked for
 
 
 class IngestJob:
-    """A job and the files that it still has to ingest. `before` maps document ids to the hashes of those documents that
-    were in the index when the job started.
-    """
+    """A job and the files that it still has to ingest."""
 
-    def __init__(
-        self,
-        facts: JobStatus,
-        sources: Sequence[SourceFile] = (),
-        before: Mapping[str, str] | None = None,
-        changes: FolderChanges | None = None,
-    ) -> None:
+    def __init__(self, facts: JobStatus, sources: Sequence[SourceFile], changes: FolderChanges | None) -> None:
         self.facts = facts
         self.sources = list(sources)
         self.changes = changes
         """What has changed in a watched folder; None for an upload."""
-        self.before = dict(before or {})
+        self.before: dict[str, str] = {}
+        """The hashes of those of its documents that the index had when it started."""
         self.stopping = False
         """Whether it was asked to end."""
         self.watchers: set[Callable[[], object]] = set()
-
-    def end(self, state: State, report: IngestReport | None, error: str | None) -> None:
-        """Set the final state; the files are no longer needed."""
-        facts = self.facts
-        facts.report = None if report is None else _report_facts(report)
-        facts.error = None if error is None else _unicode(error)
-        facts.state, facts.ended = state, time.time()
-        self.sources = []
 
     @property
     def over(self) -> bool:
@@ -137,11 +118,24 @@ class IngestJob:
         """The job for clients."""
         return self.facts.model_dump()
 
+    def notify(self) -> None:
+        """Call the watchers."""
+        for watcher in list(self.watchers):
+            watcher()
+
+    def progress(self, progress: IngestProgress | None = None) -> None:
+        """Record how far it is; Stopped if it was asked to end."""
+        if self.stopping:
+            raise Stopped
+        if progress is not None:
+            self.facts.done = min(int(progress.done_bytes), self.facts.total)
+            self.notify()
+
 
 def _report_facts(report: IngestReport) -> ReportReply:
     payload = report.to_json()
     for name in ("skipped", "left_out"):
-        payload[name] = [{"path": each["path"], "reason": _unicode(each["reason"])} for each in payload[name]]
+        payload[name] = [{"path": skip["path"], "reason": _unicode(skip["reason"])} for skip in payload[name]]
     return ReportReply.model_validate(payload)
 
 
@@ -150,41 +144,27 @@ def _unicode(text: str) -> str:
 
 
 def committed(store: Store, sources: Sequence[SourceFile], before: Mapping[str, str]) -> IngestReport:
-    """The report of an interrupted ingest: which of these files the index holds."""
+    """The report of an ingest that was ended: which of these files the index holds."""
     report = IngestReport()
     for source in sources:
         stored = store.document(source.document_id)
         if stored is None or stored.document.content_hash != source.digest():
             continue
         was = before.get(source.document_id)
-        found = report.added if was is None else report.unchanged
-        if was is not None and was != stored.document.content_hash:
-            found = report.updated
-        found.append(source.document_id)
-        report.chunks += stored.chunks if found is not report.unchanged else 0
+        same = was == stored.document.content_hash
+        ids = report.unchanged if same else report.added if was is None else report.updated
+        ids.append(source.document_id)
+        report.chunks += 0 if same else stored.chunks
     return report
 
 
-class _JournalRow(BaseModel):
-    job: JobStatus
-    before: dict[str, str]
+class UploadFolder:
+    """The index's folder `jobs/`, in which uploaded files lie until they are ingested. The server that uses it holds
+    its lock: ApiError 409 if another one has it; StoreError if it cannot be used.
+    """
 
-
-class _Journal(BaseModel):
-    format: Literal[1]
-    jobs: list[_JournalRow]
-
-
-_MOST_BYTES = 16 << 20
-_MOST_JOBS = 64
-"""More than a queue holds at any time."""
-
-
-class JobStore:
-    """The jobs of the index in `folder`. ApiError 409 if another server has it; StoreError if it cannot be used."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "jobs"
+    def __init__(self, index: Path) -> None:
+        self._folder = index / "jobs"
         try:
             make_folder(self._folder, parents=False)  # do not recreate a deleted index
             self._lock = open_plain(self._folder / "lock", os.O_RDWR | os.O_CREAT)
@@ -196,80 +176,44 @@ class JobStore:
             os.close(self._lock)
             message = "Another server adds documents to this index: send them to that one, or stop it."
             raise ApiError(409, message, code="served_elsewhere") from error
+        self._sweep()
 
     def close(self) -> None:
+        self._sweep()
         os.close(self._lock)
 
-    def read(self) -> list[IngestJob]:
-        """The jobs as last saved; none, with a warning, if the journal cannot be read."""
-        path = self._folder / "journal.json"
-        try:
-            found = _Journal.model_validate_json(read_plain(path, limit=_MOST_BYTES))
-            return [IngestJob(row.job, before=row.before) for row in found.jobs[-_MOST_JOBS:]]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError) as error:
-            logger.warning("%s is not used, and will be rewritten: %s", path, type(error).__name__)
-            return []
-
     @property
-    def held(self) -> bool:
+    def in_place(self) -> bool:
         """Whether the folder is still the one that was opened: the index may have been deleted or replaced."""
         try:
             return os.path.samestat(os.fstat(self._lock), (self._folder / "lock").lstat())
         except OSError:
             return False
 
-    def save(self, jobs: Sequence[IngestJob]) -> None:
-        """Write the state of these jobs to the journal; StoreError if that fails."""
-        self._require_held()
-        rows = [_JournalRow(job=job.facts, before={} if job.over else job.before) for job in jobs]
-        content = json.dumps(_Journal(format=1, jobs=rows).model_dump())
-        try:
-            replace_plain(self._folder / "journal.json", content.encode())
-        except OSError as error:
-            raise refused(self._folder, error) from error
-
     def make(self, identifier: str) -> Path:
         """A new folder for a job's files."""
-        self._require_held()
+        if not self.in_place:
+            raise StoreGoneError(f"{self._folder} was deleted, moved or replaced while it was open.")
         try:
             (path := self._folder / identifier).mkdir(mode=0o700)
         except OSError as error:
             raise refused(self._folder, error) from error
         return path
 
-    def kept(self, job: IngestJob) -> list[SourceFile]:
-        """The job's files that still exist. Their names are numbers, in the order of `files`."""
-        places = [self._folder / job.facts.id / str(number) for number in range(len(job.facts.files))]
-        named = zip(places, job.facts.files, strict=True)
-        return [from_bytes(place, name=name) for place, name in named if place.is_file() and not place.is_symlink()]
-
     def drop(self, identifier: str) -> None:
         """Delete a job's files."""
-        if not self.held:
-            return
         try:
-            remove_tree(self._folder / identifier)
+            if self.in_place:
+                remove_tree(self._folder / identifier)
         except OSError as error:
             logger.warning("uploaded files in %s cannot be deleted: %s", self._folder, error.strerror)
 
-    def sweep(self) -> None:
-        """Delete all uploaded files, and the temporary files of a killed server."""
-        if not self.held:
-            return
-        try:
-            found = list(self._folder.iterdir())
-        except OSError as error:  # the index was deleted
-            logger.warning("uploaded files in %s cannot be deleted: %s", self._folder, error.strerror)
-            return
-        for path in found:
-            if path.name not in ("lock", "journal.json"):
-                self.drop(path.name)
-
-    def _require_held(self) -> None:
-        if not self.held:
-            raise StoreGoneError(f"{self._folder} was deleted, moved or replaced while it was open.")
+    def _sweep(self) -> None:
+        """Delete all uploaded files, also those of a killed server."""
+        with suppress(FileNotFoundError):  # the index was deleted
+            for path in list(self._folder.iterdir()):
+                if path.name != "lock":
+                    self.drop(path.name)
 
 
 def refused(folder: Path, error: OSError) -> StoreError:
@@ -290,27 +234,22 @@ _CUT_SHORT = "The server ended before this job did. What the report lists is in 
 
 
 class JobQueue:
-    """The ingest jobs of one index; thread-safe. `on_end` receives the final state of each job."""
+    """The ingest jobs of one index, in memory; thread-safe. `on_end` receives the final state of each job."""
 
     def __init__(self, rag: RagKV, on_end: Callable[[State], object]) -> None:
         self._rag = rag
         self._on_end = on_end
         self._lock = threading.RLock()
-        self._folder = JobStore(rag.folder)
+        self._folder = UploadFolder(rag.folder)
         self._jobs: dict[str, IngestJob] = {}
         self._receiving: set[str] = set()
         self._worker: threading.Thread | None = None
         self._closing = False
-        try:
-            self._recover()
-        except BaseException:
-            self._folder.close()
-            raise
 
     @property
     def in_place(self) -> bool:
         """Whether the index is open and has not been replaced."""
-        return self._rag.store.in_place and self._folder.held
+        return self._rag.store.in_place and self._folder.in_place
 
     def reserve(self) -> tuple[str, Path]:
         """Reserve a place in the queue, and return the folder for its files; ApiError 429 if the queue is full."""
@@ -321,12 +260,9 @@ class JobQueue:
                 message = f"{waiting} ingest jobs wait already, the most at a time: try again when one has ended."
                 raise too_many(message, seconds=10)
             identifier = secrets.token_hex(8)
+            folder = self._folder.make(identifier)
             self._receiving.add(identifier)
-        try:
-            return identifier, self._folder.make(identifier)
-        except BaseException:
-            self._receiving.discard(identifier)
-            raise
+            return identifier, folder
 
     def release(self, identifier: str) -> None:
         """Give up a reserved place."""
@@ -356,12 +292,11 @@ class JobQueue:
             created=time.time(),
             ended=None,
         )
-        job = IngestJob(facts, sources, changes=changes)
+        job = IngestJob(facts, sources, changes)
         with self._lock:
             self._require_open()
             self._jobs[identifier] = job
             try:
-                self._save()
                 if self._worker is None:
                     self._worker = self._rag.index.start_thread(self._work, name="ragkv-ingest")
             except BaseException:
@@ -405,26 +340,25 @@ class JobQueue:
         self.stop()
         if (worker := self._worker) is not None:
             worker.join()
-        self._folder.sweep()
         self._folder.close()
-
-    def _recover(self) -> None:
-        """Mark the jobs that an earlier server left unfinished as interrupted, and report what they had committed."""
-        self._jobs = {job.facts.id: job for job in self._folder.read()}
-        for job in [each for each in self._jobs.values() if not each.over]:
-            job.sources = self._folder.kept(job)
-            self._end(job, "interrupted", report=self._left_by(job), error=_CUT_SHORT)
-        self._folder.sweep()
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
             try:
-                self._run(job)
+                report = self._ingest(job)
+            except Stopped:
+                state: State = "interrupted" if self._closing else "cancelled"
+                self._end(job, state, self._left_by(job), _CUT_SHORT if self._closing else None)
+            except IngestError as error:
+                self._end(job, "failed", IngestReport(skipped=list(error.skipped)), str(error))
             except RagkvError as error:
-                self._end(job, "failed", report=self._left_by(job), error=str(error))
+                self._end(job, "failed", self._left_by(job), str(error))
             except Exception:
                 logger.exception("ingest job %s failed", job.facts.id)
-                self._end(job, "failed", report=self._left_by(job), error="The server failed; its log says more.")
+                self._end(job, "failed", self._left_by(job), "The server failed; its log says more.")
+            else:
+                job.facts.done = job.facts.total
+                self._end(job, "done", report)
 
     def _next(self) -> IngestJob | None:
         with self._lock:
@@ -433,43 +367,21 @@ class JobQueue:
                 self._worker = None
                 return None
             job.facts.state = "running"
-            return job
-
-    def _run(self, job: IngestJob) -> None:
-        stored = [self._rag.store.document(source.document_id) for source in job.sources]
-        job.before = {one.document.document_id: one.document.content_hash for one in stored if one is not None}
-        with self._lock:
-            self._keep(job)
-        try:
-            report = self._ingest(job)
-        except Stopped:
-            state: State = "interrupted" if self._closing else "cancelled"
-            self._end(job, state, report=self._left_by(job), error=_CUT_SHORT if self._closing else None)
-        except IngestError as error:
-            skipped = IngestReport(skipped=list(error.skipped))
-            self._end(job, "failed", report=skipped, error=str(error))
-        else:
-            job.facts.done = job.facts.total
-            self._end(job, "done", report=report)
+        job.notify()
+        return job
 
     def _ingest(self, job: IngestJob) -> IngestReport:
-        def on_progress(progress: IngestProgress) -> None:
-            self._go_on(job)
-            job.facts.done = min(int(progress.done_bytes), job.facts.total)
-            self._notify(job)
-
+        stored = [self._rag.store.document(source.document_id) for source in job.sources]
+        job.before = {row.document.document_id: row.document.content_hash for row in stored if row is not None}
+        options: dict[str, Any] = {"timeout": 1, "on_wait": lambda _: None, "on_progress": job.progress}
         while True:
-            self._go_on(job)
+            job.progress()
             try:  # another process may be ingesting: wait for it, unless this job is cancelled
                 if job.changes is not None:
-                    return self._rag.follow(job.changes, timeout=1, on_wait=lambda _: None, on_progress=on_progress)
-                return self._rag.ingest(*job.sources, timeout=1, on_wait=lambda _: None, on_progress=on_progress)
+                    return self._rag.follow(job.changes, **options)
+                return self._rag.ingest(*job.sources, **options)
             except StoreBusyError:
                 continue
-
-    def _go_on(self, job: IngestJob) -> None:
-        if job.stopping:
-            raise Stopped
 
     def _left_by(self, job: IngestJob) -> IngestReport | None:
         """What the job has committed; None if that cannot be determined."""
@@ -479,37 +391,19 @@ class JobQueue:
             logger.warning("cannot find out what job %s has committed: %s", job.facts.id, type(error).__name__)
             return None
 
-    def _end(
-        self,
-        job: IngestJob,
-        state: State,
-        *,
-        report: IngestReport | None = None,
-        error: str | None = None,
-    ) -> None:
+    def _end(self, job: IngestJob, state: State, report: IngestReport | None = None, error: str | None = None) -> None:
         with self._lock:
             # update everything before the watchers wake up
             self._folder.drop(job.facts.id)
             self._on_end(state)
-            job.end(state, report, error)
-            ended = [each for each in self._jobs.values() if each.over]
+            facts, job.sources = job.facts, []
+            facts.report = None if report is None else _report_facts(report)
+            facts.error = None if error is None else _unicode(error)
+            facts.state, facts.ended = state, time.time()
+            ended = [job for job in self._jobs.values() if job.over]
             for old in ended[: max(0, len(ended) - MOST_KEPT)]:
                 del self._jobs[old.facts.id]
-            self._keep(job)
-
-    def _keep(self, job: IngestJob) -> None:
-        try:
-            self._save()
-        except RagkvError as error:  # continue: only after a crash would the older state be shown
-            logger.warning("the state of the ingest jobs is not kept: %s", error)
-        self._notify(job)
-
-    def _save(self) -> None:
-        self._folder.save(list(self._jobs.values()))
-
-    def _notify(self, job: IngestJob) -> None:
-        for watcher in list(job.watchers):
-            watcher()
+        job.notify()
 
     def _require_open(self) -> None:
         if self._closing:
@@ -589,7 +483,7 @@ class JobManager:
         rag.index.start_thread(work, name="ragkv-watch")
 
     def recover(self) -> None:
-        """Clean up what a killed server left in the indexes."""
+        """Delete the files that a killed server left in the indexes."""
         for name, rag in self._served:
             if (rag.folder / "jobs").exists():
                 with suppress(ApiError):  # another server's, or read-only

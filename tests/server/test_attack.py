@@ -268,7 +268,7 @@ def test_a_body_of_chunks_without_end_is_refused(patient, request_of, data):
             while not select.select([connection], [], [], 0)[0]:
                 connection.sendall(b"400\r\n" + data.ljust(1024) + b"\r\n")
         assert statuses(received(connection)) in ([413], [400], [])  # a reset may overtake the response
-    assert {path.name for path in patient.jobs.glob("*")} <= {"lock", "journal.json"}
+    assert {path.name for path in patient.jobs.glob("*")} <= {"lock"}
 
 
 # slowness
@@ -307,7 +307,7 @@ def test_a_body_that_does_not_end_or_come_is_told_so(hurried_bodies):
         with hurried_bodies.connect() as connection:
             connection.sendall(part_of_one)
             assert statuses(received(connection)) == [408]
-    assert {path.name for path in hurried_bodies.jobs.glob("*")} <= {"lock", "journal.json"}
+    assert {path.name for path in hurried_bodies.jobs.glob("*")} <= {"lock"}
 
 
 def test_an_answer_that_is_not_read_is_given_up(hurried_bodies):

@@ -141,7 +141,7 @@ def test_a_replaced_index_is_answered_from_what_is_there_now(serving, lost, tmp_
     assert json.loads(message.rpartition("data: ")[2])["job"]["state"] == "done"
     listed = serving("GET", "/api/indexes/lost/documents").json()["documents"]
     assert {each["name"] for each in listed} == {"orla.txt", "a.txt"}
-    assert {path.name for path in (lost / "jobs").iterdir()} == {"journal.json", "lock"}
+    assert {path.name for path in (lost / "jobs").iterdir()} == {"lock"}
 
 
 def test_an_index_whose_model_has_changed_since_is_not_taken(serving, lost, tmp_path, model_folder):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import logging
-import shutil
 import threading
 from urllib.parse import quote
 
@@ -20,7 +19,6 @@ from ragkv.ingest.ingester import Ingester
 from ragkv.server.api import MOST_FILES
 from ragkv.server.app import make_app
 from ragkv.server.errors import ApiError
-from ragkv.server.jobs import JobStore
 from ragkv.server.schemas import ServedIndexes
 from ragkv.util.files import remove_tree
 
@@ -73,8 +71,8 @@ def names(rag):
 
 
 def left(rag):
-    """The content of the folder of jobs, without the journal and the lock."""
-    return {path.name for path in (rag.folder / "jobs").iterdir()} - {"journal.json", "lock"}
+    """The content of the folder of jobs, without the lock."""
+    return {path.name for path in (rag.folder / "jobs").iterdir()} - {"lock"}
 
 
 def test_files_of_every_kind_become_documents_as_an_ingest_keeps_them(own, send, ended, call):
@@ -287,7 +285,6 @@ def test_only_the_last_jobs_are_remembered(own, desk, send, ended, call, monkeyp
         assert events(call("GET", f"{JOBS}/{identifier}/events"))
     assert call("GET", first.headers["location"]).status_code == 404
     assert len(call("GET", JOBS).json()["jobs"]) == 3
-    assert len(json.loads((own.folder / "jobs" / "journal.json").read_text())["jobs"]) == 3
 
 
 def test_a_cancelled_job_tells_what_is_in_the_index(own, send, ended, call, monkeypatch):
@@ -429,85 +426,28 @@ def test_the_log_names_no_document(own, call, caplog):
     assert [json.loads(line)["path"] for line in message] == [f"{DOCUMENTS}/…"] * 2
 
 
-def abandoned(own, send, ended, held):
-    """What a killed server leaves in the middle of an ingest: the folder of jobs at that moment."""
-    ended(send(("earlier.txt", TEXT)))
-    held.go.clear()
-    held.begun.clear()
-    first, second = send(("a.txt", TEXT), ("b.txt", TEXT + b"!")), send(("c.txt", TEXT))
-    assert held.begun.wait(600)
-    shutil.copytree(own.folder / "jobs", own.folder.parent / "killed")
-    held.go.set()
-    ended(first)
-    ended(second)
-
-
-def test_half_done_jobs_are_told_as_interrupted(own, send, ended, held, desk, desk_of, app_of, call_on):
-    held.go.set()
-    abandoned(own, send, ended, held)
+def test_files_of_a_killed_server_are_deleted(own, send, ended, desk, desk_of):
+    ended(send(("a.txt", TEXT)))
     desk.close()
-    own.delete("stdin:b.txt")  # as if the server had been killed before this document
-    own.delete("stdin:c.txt")
-    shutil.rmtree(own.folder / "jobs")
-    (own.folder.parent / "killed").rename(own.folder / "jobs")
-    app = app_of(own=own)
-    third, second, first = call_on(app, "GET", JOBS).json()["jobs"]
-    assert (first["state"], second["state"], third["state"]) == ("done", "interrupted", "interrupted")
-    assert second["report"]["added"] == ["stdin:a.txt"]
-    assert third["report"]["added"] == []
-    assert "send the rest again" in second["error"]
-    assert second["ended"] is not None
+    (own.folder / "jobs" / "0123456789abcdef").mkdir()
+    (own.folder / "jobs" / "0123456789abcdef" / "0").write_bytes(TEXT)
+    other = desk_of(own=own)
+    other.recover()
     assert not left(own)
-    result = events(call_on(app, "GET", f"{JOBS}/{second['id']}/events"))
-    assert result == [("interrupted", {"job": second})]
+    assert other.jobs("own") == []
 
 
 def test_a_stopping_server_interrupts_its_jobs(own, send, held, desk, call):
     first, second = send(("a.txt", TEXT)), send(("b.txt", TEXT))
     assert held.begun.wait(600)
+    jobs = desk.jobs("own")
     desk.stop()
     assert send(("c.txt", TEXT)).status_code == 503
     held.go.set()
     desk.close()
-    folder = JobStore(own.folder)
-    result = {job.facts.id: job.facts.state for job in folder.read()}
-    folder.close()
-    assert result == {response.json()["job"]["id"]: "interrupted" for response in (first, second)}
+    assert [job.facts.state for job in jobs] == ["interrupted", "interrupted"]
+    assert {job.facts.id for job in jobs} == {response.json()["job"]["id"] for response in (first, second)}
     assert not left(own)
-
-
-@pytest.mark.parametrize(
-    "journal",
-    [
-        b"", b"{", b"[]", b"null", b'{"format": 2, "jobs": []}', b'{"format": 1, "jobs": [{}]}', b"[" * 100000,
-        b'{"format": 1, "jobs": [{"before": {}, "job": {"id": "../../../x", "state": "running", "files": [], '
-        b'"done": 0, "total": 0, "report": null, "error": null, "created": 0, "ended": null}}]}',
-        b'{"format": 1, "jobs": [{"before": {}, "job": {"id": "0123456789abcdef", "state": "done", "files": [], '
-        b'"done": 0, "total": 0, "report": null, "error": null, "created": NaN, "ended": null}}]}',
-        b'{"format": 2, "jobs": [{"before": {}, "job": {"id": "0123456789abcdef", "state": "done", "files": [], '
-        b'"done": 0, "total": 0, "report": null, "error": null, "created": 0, "ended": 0}}]}',
-        b'{"format": 1, "jobs": [{"before": {}, "job": {"id": "0123456789abcdef", "state": "running", "files": ['
-        + b", ".join([b'"a"'] * 100_000) + b'], "done": 0, "total": 0, "report": null, "error": null, "created": 0, '
-        b'"ended": null}}]}',  # more files than are accepted at once
-    ],
-    ids=range(11),
-)  # fmt: skip
-def test_a_damaged_journal_is_begun_anew(own, call, send, ended, journal):
-    (own.folder / "jobs").mkdir()
-    (own.folder / "jobs" / "journal.json").write_bytes(journal)
-    assert call("GET", JOBS).json() == {"jobs": []}
-    assert ended(send(("a.txt", TEXT)))["state"] == "done"
-
-
-def test_a_large_journal_is_read_as_far_as_a_server_writes_one(own, call):
-    """The index's author may have written it: 1.5 MB of jobs."""
-    job = {"files": [], "done": 0, "total": 0, "report": None, "error": None, "created": 0, "ended": 1}
-    many = [{"before": {}, "job": {**job, "id": f"{n:016x}", "state": "done"}} for n in range(8000)]
-    (own.folder / "jobs").mkdir()
-    (own.folder / "jobs" / "journal.json").write_text(json.dumps({"format": 1, "jobs": many}))
-    result = call("GET", JOBS).json()["jobs"]
-    assert [each["id"] for each in result] == [row["job"]["id"] for row in many[: -len(result) - 1 : -1]]
-    assert 0 < len(result) <= 64
 
 
 def test_links_in_the_folder_of_jobs_lead_nowhere(own, call, tmp_path):
@@ -535,7 +475,7 @@ def test_what_looks_after_an_index_leaves_jobs_alone(own, send, ended, tmp_path)
     ended(send(("a.txt", TEXT)))
     assert own.verify().ok
     own.gc()
-    assert (own.folder / "jobs" / "journal.json").is_file()
+    assert (own.folder / "jobs" / "lock").is_file()
     own.backup(tmp_path / "copy")
     assert not (tmp_path / "copy" / "jobs").exists()
     with RagKV.open(tmp_path / "copy", device="cpu") as copy:
