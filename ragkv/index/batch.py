@@ -319,12 +319,11 @@ class AsyncAnswerStream:
     """
 
     def __init__(self, index: Index, start: Callable[[], AnswerStream], *, announce: bool = False) -> None:
-        self._index = index
         self._start = start
         self._announce = announce
         self._stream: AnswerStream | None = None
         self._cancelled = threading.Event()
-        self._deltas = self._run()
+        self._deltas: AsyncGenerator[str] = _from_thread(index, self._decode, self.cancel, name="ragkv-answer")
 
     def __aiter__(self) -> AsyncIterator[str]:
         return self._deltas
@@ -383,14 +382,12 @@ class AsyncAnswerStream:
         """The tokens so far, a growing list."""
         return () if self._stream is None else self._stream.trace
 
-    def _run(self) -> AsyncGenerator[str]:
-        def work(notify: Callable[[str], None]) -> None:
-            self._stream = self._start()
-            if self._cancelled.is_set():  # before there was a stream to cancel
-                self._stream.cancel()
-            if self._announce:
-                self._stream.when_found = lambda: notify("")
-            for delta in self._stream:
-                notify(delta)
-
-        return _from_thread(self._index, work, self.cancel, name="ragkv-answer")
+    def _decode(self, notify: Callable[[str], None]) -> None:
+        """Start the answer and pass on its text, in the thread."""
+        self._stream = self._start()
+        if self._cancelled.is_set():  # before there was a stream to cancel
+            self._stream.cancel()
+        if self._announce:
+            self._stream.when_found = lambda: notify("")
+        for delta in self._stream:
+            notify(delta)

@@ -11,7 +11,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
@@ -533,29 +533,24 @@ class ChatStream(AsyncAnswerStream):
         found = self._instead or super().answer
         return found if self._cited else replace(found, sources=())
 
-    async def _run(self) -> AsyncGenerator[str]:
-        deltas = super()._run()
+    def _decode(self, notify: Callable[[str], None]) -> None:
         try:
-            async for delta in deltas:
-                yield delta
+            super()._decode(notify)
         except NothingFoundError as error:
             assert self._stream is not None
             self._stream.cancel()
             if self._undocumented is not None:
                 self._cited, self._start = False, self._undocumented
-                async for delta in super()._run():
-                    yield delta
+                super()._decode(notify)
                 return
-            if any(self._stream.answer.decoding[name] for name in ("schema", "regex", "grammar")):
+            answer = self._stream.answer
+            if any(answer.decoding[name] for name in ("schema", "regex", "grammar")):
                 raise to_api_error(error, self._asked.names) from error  # a sentence would not fit the schema
-            self._instead = replace(
-                self._stream.answer, text=readable_error(error, self._asked.names), finish_reason="stop", sources=()
-            )
-            yield self._instead.text
+            text = readable_error(error, self._asked.names)
+            self._instead = replace(answer, text=text, finish_reason="stop", sources=())
+            notify(text)
         except (UsageError, RetrievalError) as error:
             raise to_api_error(error, self._asked.names) from error
-        finally:
-            await deltas.aclose()
 
 
 class ModelCard(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -96,11 +96,11 @@ class AnswerResponse:
 
     async def begin(self) -> None:
         """Wait for the first text, so that an error before it sets the status of the response."""
-        self._first = await anext(self._deltas, None)
+        self._first = await self._next()
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer as one object."""
-        async for _ in self._all():
+        while await self._next() is not None:
             continue
         payload = self._formatter.whole(self._complete(), self._stream)
         await self.close(finished=True)
@@ -116,9 +116,11 @@ class AnswerResponse:
         for event in self._formatter.on_start():
             yield event
         try:
-            async for delta in self._all():
+            delta = await self._next() if self._first is None else self._first
+            while delta is not None:
                 for event in self._formatter.on_text(delta, self._stream):
                     yield event
+                delta = await self._next()
             ending = list(self._formatter.on_end(self._complete(), self._stream))
             await self.close(finished=True)
         except Exception as error:
@@ -141,15 +143,10 @@ class AnswerResponse:
         self.tracker.leave()
         await self._stream.aclose()
 
-    async def _all(self) -> AsyncIterator[str]:
-        if self._first is not None:
-            yield self._begun(self._first)
-        async for delta in self._deltas:
-            yield self._begun(delta)
-        self.tracker.began()
-
-    def _begun(self, delta: str) -> str:
-        if delta:  # an empty text only signals that retrieval is done
+    async def _next(self) -> str | None:
+        """The next text; None at the end."""
+        delta = await anext(self._deltas, None)
+        if delta != "":  # an empty text only signals that retrieval is done
             self.tracker.began()
         return delta
 
