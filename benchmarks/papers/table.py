@@ -217,7 +217,7 @@ class TableRow:
     def candidate(self, model: str, dtype: str | None) -> Candidate:
         """The candidate that answers this line. Raises UsageError or ConfigError for options that the engine lacks."""
         [spec] = parse_specs(self.engine)
-        [found] = all_candidates(
+        [candidate] = all_candidates(
             [spec],
             models=[model],
             codecs=[self.codec],
@@ -226,7 +226,7 @@ class TableRow:
             top_k=self.top_k,
             dtype=dtype,
         )
-        return found
+        return candidate
 
 
 Ask: TypeAlias = Callable[[Sequence[Task], Sequence[TableRow]], list[list[ExampleResult]]]
@@ -509,11 +509,11 @@ def count_verdicts(verdicts: Iterable[Verdict]) -> str:
     words = Counter(verdict.word for verdict in verdicts)
     if not words:
         return ""
-    found = [f"{words['holds']} of {words.total()} statements of order hold here"]
+    parts = [f"{words['holds']} of {words.total()} statements of order hold here"]
     if fail := words["does not hold"]:
-        found.append(f"{fail} {'does' if fail == 1 else 'do'} not hold")
+        parts.append(f"{fail} {'does' if fail == 1 else 'do'} not hold")
     if unshown := words["not shown"]:
-        found.append(f"{unshown} {'is' if unshown == 1 else 'are'} not shown (the interval leaves it open)")
+        parts.append(f"{unshown} {'is' if unshown == 1 else 'are'} not shown (the interval leaves it open)")
     if absent := words["not measured"]:
-        found.append(f"{absent} {'was' if absent == 1 else 'were'} not measured")
-    return ", ".join(found) + "."
+        parts.append(f"{absent} {'was' if absent == 1 else 'were'} not measured")
+    return ", ".join(parts) + "."

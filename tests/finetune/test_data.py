@@ -38,7 +38,7 @@ def row_logits(model, rows):
     model.module.set_attn_implementation(NAME)
     try:
         with torch.no_grad():
-            found = model.module(
+            logits = model.module(
                 input_ids=columns["input_ids"],
                 position_ids=columns["position_ids"],
                 logits_to_keep=columns["logits_to_keep"],
@@ -47,7 +47,7 @@ def row_logits(model, rows):
             ).logits[0]
     finally:
         model.module.set_attn_implementation("ragkv")
-    return found.float()
+    return logits.float()
 
 
 CASES = [
