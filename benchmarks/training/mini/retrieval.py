@@ -64,12 +64,6 @@ class EncoderShape:
     intermediate: int = 512
     vocab: int = 4096
 
-    def __post_init__(self) -> None:
-        if min(self.hidden, self.layers, self.heads, self.intermediate) < 1 or self.hidden % self.heads:
-            raise ValueError("sizes must be positive and hidden a multiple of heads")
-        if self.vocab < 300:
-            raise ValueError("vocab must be at least 300: all bytes and the special tokens")
-
 
 def encoder_config(shape: EncoderShape, vocab: int, **more: Any) -> XLMRobertaConfig:
     """XLM-R's configuration for `vocab` tokens. `more` are further fields, such as `num_labels=1`."""
@@ -272,10 +266,6 @@ class TrainConfig:
     checkpoint_every: int = 100
     device: str = "cpu"
 
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.checkpoint_every < 1:
-            raise ValueError("steps and checkpoint_every must be at least 1")
-
 
 def run_training(
     config: TrainConfig,
@@ -354,11 +344,6 @@ class EmbedderTrainConfig(TrainConfig):
     size: int = 16
     asks: int = 64
     temperature: float = 0.05
-
-    def __post_init__(self) -> None:
-        TrainConfig.__post_init__(self)
-        if self.worlds < 1 or self.size < 8 or self.asks < 1:
-            raise ValueError("worlds and asks must be at least 1, size at least 8")
 
 
 class TrainingVectors(NamedTuple):
@@ -522,11 +507,6 @@ class RerankerTrainConfig(TrainConfig):
     hard: int = 3
     easy: int = 1
     size: int = 20
-
-    def __post_init__(self) -> None:
-        TrainConfig.__post_init__(self)
-        if self.asks < 1 or self.easy < 1 or min(self.hard, self.added, self.short) < 0 or self.size < 8:
-            raise ValueError("asks and easy must be at least 1, hard, added and short at least 0, size at least 8")
 
 
 def build_reranker(config: RerankerTrainConfig, embedder: M3) -> XLMRobertaForSequenceClassification:

@@ -34,6 +34,12 @@ def test_every_table_can_be_asked(name):
             task = column.make(seed=1, limit=1)
             assert len(task.examples) == 1
             assert len(task.examples[0].chunks) == column.chunks
+    lines, columns = [line.label for line in table.lines], [column.label for column in table.columns]
+    assert (len(set(lines)), len(set(columns))) == (len(lines), len(columns))
+    assert {line.same_as for line in table.lines} <= {"", *lines}
+    assert all(not table.column(label).mean_of for column in table.columns for label in column.mean_of)
+    assert {cell.line for order in table.orders for cell in (order.left, order.right)} <= set(lines)
+    assert {cell.column for order in table.orders for cell in (order.left, order.right)} <= set(columns)
     assert table.orders or name == "pced-2"  # pced-2 shows one answer
     assert all(order.source for order in table.orders)
     assert len(set(map(str, table.orders))) == len(table.orders)
