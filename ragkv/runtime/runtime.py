@@ -265,8 +265,7 @@ class Runtime:
         require_supported(engine, model)
         limit = 0 if generation is None else generation.max_new_tokens
         parts = (request.prefix_ids, *(chunk.token_ids for chunk in request.chunks), request.suffix_ids)
-        vectors = 0 if engine.packet is None else engine.packet.tokens * len(request.filled)
-        require_reach(engine, model, sum(map(len, parts)) + vectors + limit)
+        require_reach(engine, model, sum(map(len, parts)) + limit)
         demand = engine.demand(request, limit)
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
         ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared)
