@@ -625,7 +625,6 @@ def _facts(view: ChunkView) -> None:
     place = [f"chunk {chunk.ordinal}"]
     place += [] if chunk.page is None else [f"page {chunk.page}"]
     place += [] if chunk.heading is None else [f"under {chunk.heading!r}"]
-    place += [] if chunk.box is None else ["box " + " ".join(f"{each:.3f}" for each in chunk.box)]
     print_facts(
         [
             ("chunk", chunk.chunk_id),

@@ -11,17 +11,17 @@ from __future__ import annotations
 import hashlib
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from operator import attrgetter
 
 from ragkv.errors import ConfigError
 from ragkv.ingest.parser import HEADING_SEPARATOR, Section
 from ragkv.ingest.sandbox import SourceText
-from ragkv.types import Box, Chunk, Document
+from ragkv.types import Chunk, Document
 
 TokenCounter = Callable[[str], int]
 
@@ -34,13 +34,12 @@ _GLUE = "\ufffc"  # neither white space nor punctuation, and in no tokenizer sho
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextChunk:
-    """A part of a text, from the character `start` on; `page`, `heading` and `box` are for its citation."""
+    """A part of a text, from the character `start` on; `page` and `heading` are for its citation."""
 
     text: str
     start: int
     page: int | None = None
     heading: str | None = None
-    box: Box | None = None
 
     @property
     def end(self) -> int:
@@ -58,7 +57,6 @@ class TextChunk:
             end=self.end,
             page=self.page,
             heading=self.heading,
-            box=self.box,
         )
 
 
@@ -86,24 +84,9 @@ def split_text(source: SourceText, *, count_tokens: TokenCounter, max_tokens: in
                     start=start,
                     page=group[0].page,
                     heading=_common_heading(touched),
-                    box=_box_around(group[first:last], start, end),
                 )
             )
     return chunks
-
-
-def _box_around(sections: Sequence[Section], start: int, end: int) -> Box | None:
-    """The box around the lines of one page that `[start, end)` touches; None if no place of them is known."""
-    boxes = [
-        box
-        for section in sections
-        for (line, box), (following, _) in pairwise([*section.lines, (section.end - section.start, ())])
-        if section.start + line < end and section.start + following > start
-    ]
-    if not boxes:
-        return None
-    left, top, right, bottom = zip(*boxes, strict=True)
-    return min(left), min(top), max(right), max(bottom)
 
 
 def _bounded(count_tokens: TokenCounter, max_tokens: int) -> TokenCounter:

@@ -25,7 +25,6 @@ from typing import Any, Self
 
 from ragkv.config import IngestConfig, byte_count
 from ragkv.errors import RagkvError
-from ragkv.types import Box
 from ragkv.util.plugins import PluginRegistry
 
 logger = logging.getLogger(__name__)
@@ -116,8 +115,7 @@ _LONGEST_HEADING = 300  # characters; a heading is repeated in the paths of all 
 class Section:
     """Characters `[start, end)` of a text: a page (counted from 1), the text under a heading, or a row.
 
-    `heading` is a path ("Guide > Install"). A section that is `alone` never shares a chunk with its neighbours. `lines`
-    are those of a page that was read by OCR: the first character of each, from `start` on, and the box of its words.
+    `heading` is a path ("Guide > Install"). A section that is `alone` never shares a chunk with its neighbours.
     """
 
     start: int
@@ -125,7 +123,6 @@ class Section:
     page: int | None = None
     heading: str | None = None
     alone: bool = False
-    lines: Sequence[tuple[int, Box]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

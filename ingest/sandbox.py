@@ -235,10 +235,7 @@ class SourceReader:
             self.close()
         if "reason" in answer:
             raise UnreadableSource(source.name, answer["reason"])
-        sections = []
-        for *values, lines in answer["sections"]:
-            places = tuple((at, tuple(box)) for at, box in lines)
-            sections.append(Section(**dict(zip(_SECTION, [*values, places], strict=True))))
+        sections = [Section(**dict(zip(_SECTION, values, strict=True))) for values in answer["sections"]]
         found = {name: answer[name] for name in _SENT}
         return SourceText(**found, sections=tuple(sections), left_out=tuple(answer["left_out"]))
 

@@ -68,15 +68,6 @@ class Capability(StrEnum):
     """A sequence holds several questions that do not see each other."""
 
 
-Box: TypeAlias = tuple[float, float, float, float]
-"""Left, top, right and bottom as fractions of the upright page's width and height, from its upper left corner."""
-
-
-def box_from_json(box: Sequence[float] | None) -> Box | None:
-    """The box from JSON, which has no tuples."""
-    return None if box is None else tuple(map(float, box))  # type: ignore[return-value]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """One source, already read to text.
@@ -98,8 +89,7 @@ class Chunk:
     """A span of a document's text.
 
     `token_ids` are the generation model's tokens of the chunk as it appears in the prompt: its text, then the separator
-    that follows every chunk. `start` and `end` are character offsets into the document's text. `box` is around its
-    words on the page, or picture, that was read by OCR.
+    that follows every chunk. `start` and `end` are character offsets into the document's text.
     """
 
     chunk_id: str
@@ -111,7 +101,6 @@ class Chunk:
     end: int
     page: int | None = None
     heading: str | None = None
-    box: Box | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +123,7 @@ class ScoredChunk:
 class Source:
     """One chunk that an answer is based on. `tokens_won` is, for PCED, how many tokens this chunk's expert chose.
 
-    `heading` is the path of headings above the chunk, or the row of a table that the chunk is. `box` is the chunk's.
+    `heading` is the path of headings above the chunk, or the row of a table that the chunk is.
     """
 
     document: str
@@ -142,7 +131,6 @@ class Source:
     text: str
     page: int | None
     heading: str | None = None
-    box: Box | None = None
     score: float
     retrieval_score: float
     rerank_score: float | None
@@ -238,7 +226,7 @@ class Answer:
             text=result["answer"],
             engine=result["engine"],
             finish_reason=result["finish_reason"],
-            sources=tuple(Source(**{**each, "box": box_from_json(each.get("box"))}) for each in result["sources"]),
+            sources=tuple(Source(**each) for each in result["sources"]),
             timing=Timing(**result["timing_ms"]),
             kv=KVUse(**result["kv"]),
             decoding=result["decoding"],

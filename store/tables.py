@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store.codecs import Buffer, DamagedError, add_checksum, verify_checksum
 from ragkv.store.record import EncodedRecord, pack_ids, unpack_ids
-from ragkv.types import Chunk, Document, box_from_json
+from ragkv.types import Chunk, Document
 from ragkv.util.files import parse_json
 
 TABLES: Mapping[str, bool] = {
@@ -356,8 +356,6 @@ _CHUNK_FIELDS = tuple(field.name for field in fields(Chunk) if field.name != "to
 def pack_chunk(chunk: Chunk) -> bytes:
     """The uint32 length of the JSON, the JSON of all fields but the token ids, the token ids as uint32."""
     row = {name: getattr(chunk, name) for name in _CHUNK_FIELDS}
-    if chunk.box is None:  # the row format that earlier versions read
-        del row["box"]
     head = json.dumps(row).encode()
     return add_checksum(_LENGTH.pack(len(head)), head, pack_ids(chunk.token_ids))
 
@@ -367,15 +365,10 @@ def parse_chunk(value: Buffer) -> Chunk:
         body = _limited(value)
         end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
         row = _table(body[_LENGTH.size : end])
-        box = box_from_json(row.pop("box", None))
         _require(row, _CHUNK)
         if not row["chunk_id"]:
             raise ValueError("it has no id")
-        if box is not None:
-            left, top, right, bottom = box
-            if not (0 <= left <= right <= 1 and 0 <= top <= bottom <= 1):
-                raise ValueError("its box is not on its page")
-        return Chunk(**row, box=box, token_ids=unpack_ids(body[end:]))
+        return Chunk(**row, token_ids=unpack_ids(body[end:]))
 
     return _parsed(parse, "a chunk")
 

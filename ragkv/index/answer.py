@@ -618,7 +618,6 @@ def source_of(scored: ScoredChunk, won: int | None = None) -> Source:
         text=scored.chunk.text,
         page=scored.chunk.page,
         heading=scored.chunk.heading,
-        box=scored.chunk.box,
         score=scored.score,
         retrieval_score=scored.retrieval_score,
         rerank_score=scored.rerank_score,

@@ -22,7 +22,7 @@ from ragkv.index.search import chunk_named
 from ragkv.pipeline import RagKV
 from ragkv.server.errors import readable_error
 from ragkv.server.local import LocalClient, UnservedError, query_body
-from ragkv.server.schemas import FailFastList, PageBox, ShownChunk
+from ragkv.server.schemas import FailFastList, ShownChunk
 
 MOST_DOCUMENTS = 1000
 P = ParamSpec("P")
@@ -43,7 +43,6 @@ class FoundPassage(BaseModel):
     text: str
     page: int | None
     heading: str | None
-    box: PageBox | None = None
     score: float
 
 

@@ -34,17 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-PageBox = Annotated[
-    Sequence[float],
-    Field(
-        min_length=4,
-        max_length=4,
-        description="The box around its words on a page that was read by OCR: left, top, right and bottom as fractions "
-        "of the upright page, from its upper left corner.",
-    ),
-]
-
-
 class ShownChunk(BaseModel):
     """A chunk and its position: `start` and `end` are characters of the document's text."""
 
@@ -56,7 +45,6 @@ class ShownChunk(BaseModel):
     end: int
     page: int | None
     heading: str | None
-    box: PageBox | None = None
 
     @classmethod
     def of(cls, chunk: Chunk) -> Self:
@@ -126,7 +114,6 @@ class AnswerSource(BaseModel):
     text: str
     page: int | None
     heading: str | None
-    box: PageBox | None = None
     score: float = Field(description="The fused relevance, from 0 to below 1 (PCED Eqs. 4-7).")
     retrieval_score: float
     rerank_score: float | None

@@ -9,7 +9,6 @@ from storekit import chunk, vectors_of, write
 
 from ragkv.errors import CorruptStoreError, StoreError
 from ragkv.store import ChunkVectors, Store
-from ragkv.store.tables import pack_chunk, parse_chunk
 from ragkv.types import Chunk, Document
 
 
@@ -83,16 +82,6 @@ def test_damage_is_an_error_that_says_what_to_do(store, kind):
         list(store.vectors(kind))
 
 
-def test_a_row_without_a_box_is_as_it_always_was():
-    plain = Chunk(chunk_id="a", document_id="d", ordinal=0, text="Mill", token_ids=(1,), start=0, end=4)
-    boxed = replace(plain, box=(0.1, 0.0, 0.5, 1.0))
-    assert b'"box"' not in pack_chunk(plain)
-    assert [parse_chunk(pack_chunk(each)) for each in (plain, boxed)] == [plain, boxed]
-    for bad in ((0.5, 0.0, 0.1, 1.0), (0.1, 0.0, 0.5, 1.1), (0.1, 0.0, 0.5)):
-        with pytest.raises(CorruptStoreError, match="a chunk in the store is damaged"):
-            parse_chunk(pack_chunk(replace(plain, box=bad)))
-
-
 def test_what_could_not_be_read_is_not_written(store):
     document = Document(document_id="d", source="d", content_hash="")
     plain = Chunk(chunk_id="a", document_id="d", ordinal=0, text="Mill", token_ids=(1,), start=0, end=4)
@@ -100,7 +89,6 @@ def test_what_could_not_be_read_is_not_written(store):
         (document, replace(plain, chunk_id="")),
         (document, replace(plain, page=-1)),
         (document, replace(plain, page=1 << 48)),
-        (document, replace(plain, box=(0.5, 0.0, 0.1, 1.0))),
         (replace(document, metadata={"year": 1907}), plain),
     ):
         with pytest.raises(StoreError, match=r"'d' cannot be stored, because it could not be read: its? "):

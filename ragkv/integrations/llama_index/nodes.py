@@ -197,7 +197,6 @@ def _to_node(scored: ScoredChunk, document: Document | None) -> NodeWithScore:
     chunk = scored.chunk
     metadata, relationships = own_part(document, chunk.chunk_id)
     ours: dict[str, Any] = {"document": scored.source, "page": chunk.page, "heading": chunk.heading}
-    ours["box"] = None if chunk.box is None else list(chunk.box)
     ours = {key: value for key, value in ours.items() if value is not None and key not in metadata}
     scores = {
         RETRIEVAL: scored.retrieval_score,
