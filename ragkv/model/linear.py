@@ -98,8 +98,8 @@ class KernelLinear(nn.Linear):
         bias: Tensor | None = self.bias
         count = input.numel() // self.in_features
         if not 0 < count <= most_rows(weight.dtype) or torch.is_grad_enabled() or not weight.is_contiguous():
-            with by_torch():
-                return super().forward(input)
+            with by_torch():  # not by `self.weight`, which would make the weights of a `HalfLinear` float32 for ever
+                return nn.functional.linear(input, weight.to(dtype), bias)
         rows = input.contiguous()
         if not (weight.dtype == dtype == torch.bfloat16 and _has_dot("bfloat16")):
             rows, bias = rows.float(), None if bias is None else bias.float()

@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_modules
 
 _BOOKKEEPING = ("backward", "state_dict", "_with_kwargs", "_always_called", "_non_persistent")
 """Parts of the names of a module's attributes that no forward pass reads, or that change with others."""
+_TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules"})
 _DEPTH = 4
 """Nested containers of an attribute that are compared: PEFT's settings are mappings of lists."""
 _SAMPLE_BYTES = 64
@@ -24,12 +25,12 @@ _VERSION = operator.attrgetter("_version")
 
 
 class ModuleState:
-    """The modules below `module` at one time: their classes, attributes and hooks, and the place and version of every
-    tensor.
+    """The modules below `module` at one time: their classes, attributes and hooks, and the address of every tensor.
 
     `same` takes 0.1 ms for 30 layers: containers are compared with copies of theirs by Python's own comparison, which
-    does not look into an object that is still the same. Numbers that are written through `Tensor.data` change neither a
-    tensor's place nor its version; `same_numbers` compares some bytes of each tensor as well.
+    does not look into an object that is still the same. What reads the tensors' memory again also reads what was
+    written there meanwhile; what has kept numbers asks `same_numbers`. What is written through `Tensor.data` does not
+    change a tensor's version, so some bytes are compared as well.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,8 +39,11 @@ class ModuleState:
         self._forwards = [(kind, kind.forward) for kind in dict.fromkeys(self._classes)]
         self._containers: list[Any] = []
         self._copies: list[Any] = []
+        self._empty: list[Any] = []
+        """Hooks' containers that were empty; other empty ones change nothing until a module's code changes too."""
         self._holders: list[Any] = []
         self._keys: list[Any] = []
+        self._single: list[Tensor] = []
         self._tensors: list[Tensor] = []
         configs = {id(value): value for each in self._modules for value in vars(each).values() if _is_config(value)}
         seen: set[int] = set()
@@ -47,7 +51,8 @@ class ModuleState:
             self._add(holder, seen, _DEPTH)
         self._placed = [tensor for tensor in self._tensors if _has_address(tensor)]
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._addresses, self._versions = self._places()
+        self._addresses = [*map(Tensor.data_ptr, self._placed)]
+        self._versions = [*map(_VERSION, self._counted)]
         self._samples = [*self._read_samples()]
 
     def _add(self, container: Any, seen: set[int], depth: int) -> None:
@@ -57,12 +62,16 @@ class ModuleState:
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for key, value in items:
             if isinstance(value, Tensor):
-                if not isinstance(container, set | frozenset):
+                if value.numel() == 1 and not isinstance(container, set | frozenset):  # an equal one would pass `==`
                     self._holders.append(container)
                     self._keys.append(key)
-                    self._tensors.append(value)
+                    self._single.append(value)
+                self._tensors.append(value)
             elif isinstance(value, dict | list | set | tuple) and not _ignored(key):
-                self._add(value, seen, depth - 1)
+                if not value and isinstance(key, str) and "hooks" in key:
+                    self._empty.append(value)
+                elif value or key not in _TORCHS_OWN:
+                    self._add(value, seen, depth - 1)
         if not isinstance(container, tuple):
             self._containers.append(container)
             self._copies.append(container.copy())
@@ -71,21 +80,20 @@ class ModuleState:
         """Whether nothing has changed that a pass reads, as far as Python can see."""
         try:
             return (
-                all(map(operator.is_, map(operator.getitem, self._holders, self._keys), self._tensors))
+                self._addresses == [*map(Tensor.data_ptr, self._placed)]
                 and self._containers == self._copies
+                and not any(self._empty)
                 and self._classes == [*map(type, self._modules)]
                 and all(kind.forward is forward for kind, forward in self._forwards)
-                and (self._addresses, self._versions) == self._places()
+                and all(map(operator.is_, map(operator.getitem, self._holders, self._keys), self._single))
             )
         except (LookupError, TypeError, ValueError, RuntimeError):  # an attribute that was replaced cannot be compared
             return False
 
     def same_numbers(self) -> bool:
-        """`same`, and whether the first, middle and last bytes of each tensor in the machine's memory are."""
-        return self.same() and self._samples == [*self._read_samples()]
-
-    def _places(self) -> tuple[list[int], list[int]]:
-        return [*map(Tensor.data_ptr, self._placed)], [*map(_VERSION, self._counted)]
+        """`same`, and whether nobody has written into a tensor, by its version and some of its bytes."""
+        written = self._versions != [*map(_VERSION, self._counted)] or self._samples != [*self._read_samples()]
+        return self.same() and not written
 
     def _read_samples(self) -> Iterator[bytes]:
         for tensor in self._placed:

@@ -348,6 +348,14 @@ def test_layers_whose_weights_are_read_have_them_in_float32(half_folder):
     assert torch.equal(layer.up_proj._parameters["weight"], right)
 
 
+@pytest.mark.parametrize("rows", [1, 17, 300])
+def test_a_pass_of_any_size_leaves_the_weights_in_16_bits(rows, half_folder, monkeypatch):
+    monkeypatch.setattr(linear, "most_rows", lambda dtype: 16)  # as where the processor has matrix units
+    model = load_model(str(half_folder), dtype="float32")
+    model.encode([(5,) * rows])
+    assert all(type(layer) is HalfLinear for layer in _matrices(model))
+
+
 def test_a_checkpoint_of_any_type_is_held_without_loss(half_folder, tmp_path):
     folder = shutil.copytree(half_folder, tmp_path / "model")
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
