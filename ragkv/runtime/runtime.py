@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -29,13 +28,15 @@ from torch import Tensor
 
 from ragkv.engines.base import Sample, require_reach, require_supported
 from ragkv.errors import AnswerInterruptedError, UsageError
+from ragkv.runtime.batch_executor import BatchExecutor
 from ragkv.runtime.decoding import Decoder, Generation, Token
+from ragkv.runtime.executor import Executor, require_served
 from ragkv.runtime.kv_pool import KVPool, Lease, with_shared
 from ragkv.runtime.scheduler import Scheduler, Ticket
 from ragkv.runtime.step import Job, Stepper
 
 if TYPE_CHECKING:
-    from ragkv.engines import Engine, Request
+    from ragkv.engines import Engine, ModelFacts, Request
     from ragkv.model.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,8 @@ class Runtime:
     """Answers requests to one model, many at a time, from any number of threads.
 
     At most `batch_tokens` tokens are in one step and `max_rows` sequences run at a time; by default, both follow from
-    the available memory (`limits_for`). At most `budget` bytes of chunk KV are leased.
+    the available memory (`limits_for`). At most `budget` bytes of chunk KV are leased. `executor` makes what runs the
+    model; it must not keep the model alive.
     """
 
     def __init__(
@@ -207,9 +209,14 @@ class Runtime:
         own_tokens: int = 1 << 20,
         budget: int = 8 << 30,
         strict: bool = False,
+        executor: Callable[[Any], Executor] = BatchExecutor,
     ) -> None:
         self._model = weakref.ref(model)  # weak: the model holds its runtime
-        self.pool = KVPool(budget, partial(_module_of, self._model))
+        self._make_executor = executor
+        self.executor = executor(model)
+        self.pool = KVPool(budget)
+        if (most := self.executor.traits.max_sequences) is not None:
+            max_rows = min(max_rows, most)
         self._scheduler = Scheduler(batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens, strict=strict)
         self._start()
         _all.add(self)
@@ -228,7 +235,7 @@ class Runtime:
             if runtime is not None:
                 runtime._end(job, error)
 
-        self._stepper = Stepper(self._model, self.pool, self._scheduler, end)
+        self._stepper = Stepper(self.executor, self.pool, self._scheduler, end)
         self._leasing: deque[object] = deque()  # the requests that wait for KV, in order
         self._closed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         # appended to without the lock
@@ -236,9 +243,9 @@ class Runtime:
         self._leaving: deque[Job] = deque()
 
     @property
-    def model(self) -> LanguageModel:
-        """The model that it runs."""
-        return self._stepper.model
+    def model(self) -> ModelFacts:
+        """The model that it runs; ReferenceError once it has been freed."""
+        return self.executor.model
 
     @property
     def idle(self) -> bool:
@@ -263,16 +270,23 @@ class Runtime:
         """
         model = self.model
         require_supported(engine, model)
+        require_served(engine, self.executor)
         limit = 0 if generation is None else generation.max_new_tokens
         parts = (request.prefix_ids, *(chunk.token_ids for chunk in request.chunks), request.suffix_ids)
         require_reach(engine, model, sum(map(len, parts)) + limit)
         demand = engine.demand(request, limit)
+        most = self.executor.traits.max_sequences
+        if most is not None and demand.rows > most:
+            raise UsageError(
+                f"The question needs {demand.rows} sequences at a time, and {self.executor.traits.name} has {most}; "
+                "lower --top-k."
+            )
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
         ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared)
         decoder = None if generation is None else Decoder(model, generation)
         # a stream that its caller drives would make the others wait
         origin = (engine, request) if engine.stacks and decoder is not None else None
-        program = None if origin else with_shared(engine.program(request, model), self.pool)
+        program = None if origin else with_shared(engine.program(request, model), self.pool, self.executor)
         job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease, origin=origin)
         with self._locked():
             self._require_open(owner)
@@ -410,8 +424,10 @@ class Runtime:
 
     def restart(self) -> None:
         """Forget all requests: for the child of a fork, where nothing answers them."""
-        jobs = list(self._jobs.values())
-        self.pool, self._scheduler = self.pool.emptied(), self._scheduler.emptied()
+        jobs, model = list(self._jobs.values()), self._model()
+        if model is not None:
+            self.executor = self._make_executor(model)
+        self.pool, self._scheduler = KVPool(self.pool.budget), self._scheduler.emptied()
         self._start()
         for job in jobs:
             job.end(AnswerInterruptedError("The answer was begun before a fork; ask again in this process."))
@@ -525,7 +541,7 @@ class Runtime:
         self._jobs.pop(job.ticket, None)
         if job in self._stepper.running:
             self._stepper.running.remove(job)
-            self._stepper.graph.forget()
+            self.executor.request_ended()
         if job.lease is not None:
             self._returned.append(job.lease)
 
@@ -556,12 +572,6 @@ def runtime_of(model: LanguageModel, limits: RuntimeLimits | None = None) -> Run
     The first caller sets its `limits`.
     """
     return model.companion(Runtime, lambda model: Runtime(model, **({} if limits is None else asdict(limits))))
-
-
-def _module_of(model: weakref.ref[LanguageModel]) -> Any:
-    held = model()
-    assert held is not None  # a step is running
-    return held.module
 
 
 def _forget_all() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -17,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ragkv.attention.sequence import MOST_TOKENS, KVArena, KVCache, StackedSequence, TokenSequence
+from ragkv.attention.sequence import MOST_TOKENS, StackedSequence, TokenSequence
 from ragkv.engines.base import Argmax, Forward, Join, Operation, Program, Release, Sample, WaitFor
+from ragkv.errors import UnsupportedModelError
 from ragkv.runtime.decoding import Decoder, Token
-from ragkv.runtime.graphs import DecodeGraph
+from ragkv.runtime.executor import Executor, require_plain
 from ragkv.runtime.kv_pool import KVPool, with_shared
 from ragkv.runtime.scheduler import Pace, Scheduler, Ticket
 
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
-    from ragkv.model.language_model import LanguageModel
     from ragkv.runtime.kv_pool import Lease
 
 logger = logging.getLogger(__name__)
@@ -166,30 +165,20 @@ class Stepper:
 
     def __init__(
         self,
-        model: weakref.ref[LanguageModel],
+        executor: Executor,
         pool: KVPool,
         scheduler: Scheduler,
         end: Callable[[Job, BaseException | None], None],
     ) -> None:
-        self._reference = model
+        self._executor = executor
         self._pool = pool
         self._scheduler = scheduler
         self._end = end
-        self._arena = KVArena()
         self._pace = Pace()
-        self.graph = DecodeGraph()
         self.running: list[Job] = []
         """The jobs that were admitted and have not ended."""
         self.marks: list[tuple[Job, TokenSequence, int, int]] = []
         """The state of the last pass's sequences before it."""
-
-    @property
-    def model(self) -> LanguageModel:
-        """The runtime's model; ReferenceError once it has been freed."""
-        model = self._reference()
-        if model is None:
-            raise ReferenceError("the runtime's model has been freed: keep a reference to it while it is in use")
-        return model
 
     def step(self, admitted: Sequence[Job]) -> bool:
         """Admit these jobs and run one step for all; False if nothing can run."""
@@ -228,13 +217,13 @@ class Stepper:
         for group in groups.values():
             origins = [job.origin for job in group if job.origin is not None]
             try:
-                programs = origins[0][0].together([request for _, request in origins], self.model)
+                programs = origins[0][0].together([request for _, request in origins], self._executor.model)
             except Exception as error:
                 for job in group:
                     self._end(job, error)
                 continue
             for job, program in zip(group, programs, strict=True):
-                job.program, job.origin = with_shared(program, self._pool), None
+                job.program, job.origin = with_shared(program, self._pool, self._executor), None
 
     def _advance_waiting(self) -> bool:
         """Advance the programs that wait for another one, if that is done; returns whether there were any."""
@@ -246,7 +235,6 @@ class Stepper:
 
     def _forward(self, work: Sequence[tuple[Job, Slices]]) -> None:
         """One forward pass for all jobs; if it fails, one per job, so that only the faulty ones fail."""
-        self._join_contexts(work)
         sequences = [sequence for _, slices in work for _, sequence, _ in slices]
         owners = [job for job, slices in work for _ in slices]
         self.marks = [
@@ -254,8 +242,11 @@ class Stepper:
             for job, sequence in zip(owners, sequences, strict=True)
         ]
         kept = [[len(sequence.kept(len(ids))) for _, sequence, ids in slices] for _, slices in work]
+        ids = [ids for _, slices in work for _, _, ids in slices]
+        operations = [job.operation for job in self.running if isinstance(job.operation, Forward)]
         try:
-            logits = self.graph.step(self.model, sequences, [ids for _, slices in work for _, _, ids in slices])
+            self._executor.lay_out(sequences, ids, [sequence for each in operations for sequence in each.rows])
+            logits = self._executor.forward(sequences, ids)
         except Exception as error:
             if len(work) == 1:
                 self._end(work[0][0], error)
@@ -269,34 +260,6 @@ class Stepper:
         own = torch.split(logits, [sum(counts) for counts in kept])
         for (job, slices), counts, scores in zip(work, kept, own, strict=True):
             job.read(slices, counts, scores)
-
-    def _join_contexts(self, work: Sequence[tuple[Job, Slices]]) -> None:
-        if not self.model.joins:
-            return
-        joining = [
-            sequence
-            for _, slices in work
-            for _, sequence, ids in slices
-            if len(ids) == 1 and sequence.cache.length and not sequence.laid_out
-        ]
-        fresh = [
-            sequence
-            for _, slices in work
-            for _, sequence, _ in slices
-            if not sequence.cache.length and not sequence.laid_out
-        ]
-        joining += self._pool.in_common(fresh)
-        if joining:
-            forwards = [job.operation for job in self.running if isinstance(job.operation, Forward)]
-            active = [sequence for forward in forwards for sequence in forward.rows]
-            try:
-                self._pool.lay_out(joining, active, self.model.rotary, windowed=bool(self.model.windows))
-            except (MemoryError, RuntimeError) as error:  # only an optimisation
-                logger.warning(
-                    "a context's chunks are read one by one, because there is no memory to join them: %s", error
-                )
-            for sequence in joining:
-                sequence.laid_out = True
 
     def _deliver(self, jobs: Sequence[Job]) -> None:
         """Send the programs their logits, choose all tokens that they request, synchronise once, and send those."""
@@ -320,7 +283,9 @@ class Stepper:
                 chosen, finite = job.choice()
                 winners = job.operation.winners if isinstance(job.operation, Sample) else None
                 transfers = [chosen, None if winners is None else winners.index_select(0, chosen.reshape(1)), finite]
-                result += [t.reshape(-1).to(self.model.device, torch.long) for t in transfers if t is not None]
+                result += [
+                    t.reshape(-1).to(self._executor.traits.device, torch.long) for t in transfers if t is not None
+                ]
             except Exception as error:
                 self._end(job, error)
                 continue
@@ -340,7 +305,7 @@ class Stepper:
     def _take(self, job: Job, token_id: int, winner: int | None, *, finite: bool) -> None:
         assert isinstance(job.operation, Sample)
         assert job.decoder is not None
-        most = self.model.max_positions
+        most = self._executor.model.max_positions
         try:
             token = job.decoder.take(
                 job.operation,
@@ -365,10 +330,9 @@ class Stepper:
             operation = job.send(result)
             while isinstance(operation, Release | Join):
                 if isinstance(operation, Join):
-                    operation = job.send(self._joined(job, operation))
+                    operation = job.send(self._copied(job, operation))
                     continue
-                for sequence in operation.rows:
-                    sequence.cache = KVCache()
+                self._executor.release(operation.rows)
                 operation = job.send(None)
             if isinstance(operation, Forward):
                 self._prepare(job, operation)
@@ -379,21 +343,21 @@ class Stepper:
         except Exception as error:
             self._end(job, error)
 
-    def _joined(self, job: Job, join: Join) -> KVCache:
-        return KVCache.joined(join.segments, self.model.rotary, reserve=join.tokens + max(_remaining(job), LEAST_ROOM))
+    def _copied(self, job: Job, join: Join) -> Any:
+        if not self._executor.traits.copies:
+            raise UnsupportedModelError(
+                f"{self._executor.traits.name} cannot overwrite the KV of chunks; use engine 'block'."
+            )
+        return self._executor.copied(join.segments, reserve=join.tokens + max(_remaining(job), LEAST_ROOM))
 
     def _prepare(self, job: Job, forward: Forward) -> None:
         if not forward.rows or not all(forward.ids) or len(set(map(id, forward.rows))) < len(forward.rows):
             raise ValueError(
                 "a Forward names each of its sequences once, at least one, with at least one token for each"
             )
-        last = max(max(sequence.places(len(ids))) for sequence, ids in zip(forward.rows, forward.ids, strict=True))
-        self.model.require_positions(last + 1)
+        require_plain(self._executor, forward.rows)
         running = sum(job.ticket.rows for job in self.running)
-        for sequence, ids in zip(forward.rows, forward.ids, strict=True):
-            fresh = not sequence.cache.length and sequence.cache.reserve  # without a reserve it reads only once
-            if fresh and not isinstance(sequence, StackedSequence):
-                sequence.cache = self._arena.place(len(ids), _remaining(job), running)
+        self._executor.reserve(forward.rows, forward.ids, answer=_remaining(job), running=running)
 
 
 def _remaining(job: Job) -> int:

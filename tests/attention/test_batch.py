@@ -14,7 +14,7 @@ import torch
 from ragkv.attention.batch import SequenceSlice, prefill_batches
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, StackedSequence, TokenMark, TokenSequence
-from ragkv.runtime.kv_pool import KVPool
+from ragkv.runtime.batch_executor import ContextLayout
 
 BLOCKS = {
     "a": [0, 41, 42, 43, 44],
@@ -61,7 +61,7 @@ def logits(model, rows, *, settled):
     questions = QUESTIONS[: len(rows)]
     first = model.step(rows, [ids[:1] for ids in questions], every=True)
     if settled:
-        KVPool(0).lay_out(rows, rows, model.rotary, windowed=bool(model.windows))
+        ContextLayout().lay_out(rows, rows, model.rotary, windowed=bool(model.windows))
     rest = model.step(rows, [ids[1:] for ids in questions], every=True)
     return torch.cat([first[:, None], rest.view(len(rows), 2, -1)], 1)
 

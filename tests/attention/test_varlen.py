@@ -256,7 +256,7 @@ def test_steps_that_repeat_are_captured_once_for_each_set_of_sequences(make_mode
     runtime, found = crowd.together(model, [one, replace(other, steps=6)])
     torch.testing.assert_close([scores for _, _, scores in found], [expected[0], expected[1][:6]], atol=1e-4, rtol=1e-4)
     assert replays == [5, 5, 2]  # three steps of one request are not worth a capture after so few replays
-    assert runtime._stepper.graph._captured is None
+    assert runtime.executor._graph._captured is None
     _, found = crowd.together(model, [one, replace(other, at=6)])
     torch.testing.assert_close([scores for _, _, scores in found], expected, atol=1e-4, rtol=1e-4)
     assert replays[3:] == [2, 0]  # one had the first six steps; the other has the three after it

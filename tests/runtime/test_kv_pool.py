@@ -16,6 +16,7 @@ from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, TokenSequence
 from ragkv.engines import make_engine
 from ragkv.runtime import Stream, runtime_of
+from ragkv.runtime.batch_executor import ContextLayout
 from ragkv.runtime.graphs import RECORDED_PASSES
 from ragkv.runtime.kv_pool import KVPool
 from ragkv.store import Q8, Half
@@ -54,16 +55,16 @@ def test_what_few_rows_read_is_left_where_it_lies(model, kvs):
     long = model.encode([[3 + i % 90 for i in range(600)]])
     rows = [TokenSequence.over(side_by_side((*kvs, *long), start=start), position=900) for start in (3, 4, 5)]
     before = [row.groups for row in rows]
-    settled(KVPool(0), model, rows[:2])
+    settled(ContextLayout(), model, rows[:2])
     assert [row.groups for row in rows] == before
-    settled(KVPool(0), model, rows)
+    settled(ContextLayout(), model, rows)
     assert not any(row.groups is groups for row, groups in zip(rows, before, strict=True))
 
 
 @pytest.mark.usefixtures("without_kernel")
 def test_a_rows_chunks_become_one_where_it_alone_reads_them(model, kvs):
     row = TokenSequence((ChunkGroup(segments=side_by_side(kvs), temperature=0.5, scale=0.7, scale_mode="log"),), 50)
-    [[kv]] = settled(KVPool(0), model, [row])
+    [[kv]] = settled(ContextLayout(), model, [row])
     assert kv.tokens == sum(one.tokens for one in kvs)
     assert (row.segments[0].start, row.position) == (3, 50)
     [found] = row.groups
@@ -77,17 +78,17 @@ def test_a_group_that_gains_nothing_is_the_one_that_was_given(model, kvs):
         for s in (side_by_side(kvs[:1]), (*side_by_side(kvs[:1]), PlacedChunk(kv=kvs[1], start=9)))
     )
     row = TokenSequence((alone, apart), 50)
-    settled(KVPool(0), model, [row], windowed=True)
+    settled(ContextLayout(), model, [row], windowed=True)
     assert row.groups[0] is alone
     assert row.groups[1] is apart
-    settled(KVPool(0), model, [row])
+    settled(ContextLayout(), model, [row])
     assert [kv.tokens for kv in (segment.kv for segment in row.groups[1].segments)] == [13]
 
 
 @pytest.mark.usefixtures("without_kernel")
 def test_rows_that_see_the_same_chunks_at_the_same_distances_share_what_is_joined(model, kvs):
     """Including a row that comes later."""
-    pool, starts = KVPool(0), (3, 3, 20, 3)
+    pool, starts = ContextLayout(), (3, 3, 20, 3)
     *rows, later = (TokenSequence.over(side_by_side(kvs, start=start), position=90) for start in starts)
     found = settled(pool, model, rows) + settled(pool, model, [later], [*rows, later])
     assert len({id(kv) for kvs in found for kv in kvs}) == 1
@@ -97,7 +98,7 @@ def test_rows_that_see_the_same_chunks_at_the_same_distances_share_what_is_joine
 @pytest.mark.usefixtures("without_kernel")
 def test_rows_that_see_the_same_chunks_at_other_distances_share_nothing(model, kvs):
     near, far = ((PlacedChunk(kv=kvs[0], start=3), PlacedChunk(kv=kvs[1], start=start)) for start in (7, 40))
-    [[one], [other]] = settled(KVPool(0), model, [TokenSequence.over(seen, position=90) for seen in (near, far)])
+    [[one], [other]] = settled(ContextLayout(), model, [TokenSequence.over(seen, position=90) for seen in (near, far)])
     assert one is not other
 
 
@@ -106,12 +107,12 @@ def test_chunks_that_many_rows_see_among_others_stay_where_they_lie(model, kvs):
     """Each chunk is then read once for all rows; joined, every row would have its own copy."""
     orders = [kvs, kvs[::-1], [kvs[1], kvs[0], *kvs[2:]], [*kvs[2:], *kvs[:2]]]
     rows = [TokenSequence.over(side_by_side(order), position=90) for order in orders]
-    assert settled(KVPool(0), model, rows) == [list(order) for order in orders]
+    assert settled(ContextLayout(), model, rows) == [list(order) for order in orders]
 
 
 @pytest.mark.usefixtures("without_kernel")
 def test_what_is_joined_lives_as_long_as_the_rows_that_read_it(model, kvs):
-    pool, row = KVPool(0), TokenSequence.over(side_by_side(kvs), position=90)
+    pool, row = ContextLayout(), TokenSequence.over(side_by_side(kvs), position=90)
     settled(pool, model, [row])
     assert len(pool._joined) == len(pool._originals) == 1
     row.groups = ()
@@ -130,7 +131,7 @@ def test_a_group_is_laid_out_as_its_chunks_lie(family, gaps, make_model):
         segments.append(PlacedChunk(kv=kv, start=at + gap))
         at = segments[-1].end
     apart, together = TokenSequence.over(segments, position=at), TokenSequence.over(segments, position=at)
-    settled(KVPool(0), model, [together], windowed=bool(model.windows))
+    settled(ContextLayout(), model, [together], windowed=bool(model.windows))
     expected = model.step([apart], [[100, 101, 102]], every=True)
     found = model.step([together], [[100, 101, 102]], every=True)
     torch.testing.assert_close(found, expected, atol=3e-5 * float(expected.abs().max()), rtol=0)
@@ -220,7 +221,7 @@ def test_what_every_step_reads_is_unpacked_once_for_all(codec, model, kvs):
     """When joined, and when unpacked separately; a second user of the pool gets the same tensors."""
     half = [round_trip(kv, identity(*range(kv.tokens)), codec)[1] for kv in kvs]
     assert all(kv.packed for kv in half)
-    pool = KVPool(0)
+    pool = ContextLayout()
     apart = (PlacedChunk(kv=half[0], start=0), PlacedChunk(kv=half[1], start=half[0].tokens + 9))
     rows = [TokenSequence.over(apart, position=60) for _ in range(2)]
     settled(pool, model, rows, windowed=True)
@@ -231,7 +232,7 @@ def test_what_every_step_reads_is_unpacked_once_for_all(codec, model, kvs):
     assert not any(kv.packed for kv in first)
     joined = TokenSequence.over(side_by_side(half), position=60)
     exact = TokenSequence.over(side_by_side([kv.wide() for kv in half]), position=60)
-    settled(KVPool(0), model, [joined, exact])
+    settled(ContextLayout(), model, [joined, exact])
     [one], [other] = ([segment.kv for segment in row.segments] for row in (joined, exact))
     for a, b in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
         assert torch.equal(a, b)

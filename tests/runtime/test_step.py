@@ -374,9 +374,9 @@ def test_rows_that_come_one_after_another_do_not_copy_the_context_each(make_mode
         runtime.submit(engine_of(long), request_of(model, long), Generation(max_new_tokens=40))
         for _ in range(4):
             runtime.advance()
-        joined.append(len(runtime.pool._joined))
+        joined.append(len(runtime.executor._layout._joined))
     assert max(joined) <= 2
     while runtime.advance():
         continue
     gc.collect()
-    assert not runtime.pool._joined
+    assert not runtime.executor._layout._joined

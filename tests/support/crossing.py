@@ -71,24 +71,31 @@ def counting(model: Any = None) -> Iterator[Waits]:
     """
     waits, run = Waits(), graphs._Captured.run
 
-    def begin(*_: Any) -> None:
+    def begin() -> None:
         waits.step += not _get_current_dispatch_mode_stack()  # recording is not running
 
     def replay(*given: Any) -> torch.Tensor:
         begin()
         return run(*given)
 
-    hook = None if model is None else getattr(model, "module", model).register_forward_pre_hook(begin)
+    module = getattr(model, "module", model)
+
+    def call(
+        self: Any, *given: Any, **named: Any
+    ) -> Any:  # not a hook: KV and captures of a module with one are not used
+        if self is module:
+            begin()
+        return self._wrapped_call_impl(*given, **named)
+
     _counting.append(waits)
     try:
         with pytest.MonkeyPatch.context() as patch:
             if model is not None:
                 patch.setattr(graphs._Captured, "run", replay)
+                patch.setattr(type(module), "__call__", call, raising=False)
             yield waits
     finally:
         _counting[:] = [other for other in _counting if other is not waits]
-        if hook is not None:
-            hook.remove()
 
 
 def count_read(op: str, tensor: torch.Tensor, *, blocking: bool = True) -> None:
