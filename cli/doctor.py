@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,12 +36,12 @@ from ragkv.cli.options import (
     codec_lists,
     engine_lists,
     given_names,
-    given_numbers,
 )
 from ragkv.config import CONFIG_FILE
 from ragkv.errors import RagkvError, RetrievalError, StoreError, UsageError
 
 if TYPE_CHECKING:
+    from ragkv.doctor.metrics import MetricValue
     from ragkv.doctor.report import Environment, JudgedModel, ModelState, Quality
     from ragkv.doctor.tune import APESetting, Search
     from ragkv.pipeline import RagKV
@@ -92,10 +93,6 @@ def doctor(
             "--quick", help="8 questions, 16 tokens, the index's engines and codec: rarely enough for a verdict."
         ),
     ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draw quality against the time to the first token into this file, .svg or .png."),
-    ] = None,
     health: Annotated[
         bool, typer.Option("--health", help="Only check the machine, the models and the index; compare nothing.")
     ] = False,
@@ -108,18 +105,17 @@ def doctor(
     Every engine and codec is compared on your own documents: KL of next tokens, agreement of the most likely token,
     equal answers, and accuracy if gold answers are given, each with a 95 % interval. From these follows a verdict
     (good, fair, poor, or not enough to tell), which is kept in the index and shown by `ragkv stats`. Times to the first
-    token are also shown, and one setting is proposed. A poor verdict is a result, so the exit code is 0. Without an
-    index, or with --health, nothing is compared.
+    token are also shown, and one setting is proposed. Where lines of --questions name gold passages ("sources",
+    "evidence"), recall and MRR of every mode of retrieval are shown too. A poor verdict is a result, so the exit code
+    is 0. Without an index, or with --health, nothing is compared.
 
     Example: `ragkv doctor --questions questions.jsonl`
     """
     from ragkv.doctor.io import (
         Spec,
-        check_plot,
         keep_quality,
         made_questions,
         parse_specs,
-        plot_quality,
         read_questions,
     )
     from ragkv.doctor.metrics import draw_sample
@@ -131,16 +127,15 @@ def doctor(
         models_present,
         remedies,
     )
+    from ragkv.doctor.retrieval import judged_questions, measure_retrieval, names_gold
     from ragkv.engines import engine_class
     from ragkv.pipeline import RagKV
     from ragkv.store import codec_from_config, codec_names
 
-    asked_for = any(given is not None for given in (model, questions, engines, codecs, plot)) or quick
+    asked_for = any(given is not None for given in (model, questions, engines, codecs)) or quick
     if health and asked_for:
         raise UsageError("--health compares nothing; leave out the options of the comparison, or --health.")
     judged = None if engines is None else parse_specs(engines)
-    if plot is not None:
-        check_plot(plot)
     coded = None if codecs is None else [] if codecs.strip() == "none" else given_names("--codecs", codecs)
     for spec in judged or ():
         engine_class(spec.name)
@@ -191,10 +186,19 @@ def doctor(
         found.todo = list(dict.fromkeys([*remedies(stats, examination.subject), *found.todo]))
         if not as_json:
             _show_model(subject, found.todo)
+        gold = None
+        if questions is not None and names_gold(questions):
+            try:
+                gold = judged_questions(questions, rag.store)
+            except RetrievalError as error:
+                note(str(error))
         asked = made_questions(rag.store, limit, seed) if read is None else draw_sample(read, limit, seed)
         source = "made from the index's own chunks" if read is None else str(questions)
         with steps("doctor", silent=quiet or as_json) as on_progress:
-            quality = examination.examine(asked, source=source, seed=seed, on_progress=on_progress)
+            judged_modes = () if gold is None else measure_retrieval(rag, gold.sample(limit, seed), seed=seed)
+            quality = examination.examine(
+                asked, source=source, seed=seed, retrieval=judged_modes, on_progress=on_progress
+            )
         kept = True
         try:
             keep_quality(rag.store, quality.to_json())
@@ -205,9 +209,8 @@ def doctor(
             print_json({**found.to_json(), "model": asdict(subject), "quality": quality.to_json(), "kept": kept})
         else:
             _show_quality(quality)
+            _show_retrieval(quality.retrieval)
             _show_conversation(quality, rag.config.history)
-        if plot is not None:  # last, because it may fail: a disk may have become full
-            plot_quality(quality.to_json(), plot)
 
 
 @dataclass(slots=True)
@@ -347,6 +350,19 @@ def _show_quality(quality: Quality) -> None:
             echo(f"{name}: {advice}")
 
 
+def _show_retrieval(rows: Sequence[MetricValue]) -> None:
+    """A row per mode: recall and MRR of the gold passages that the file names."""
+    metrics = list(dict.fromkeys(row.metric for row in rows))
+    if not metrics:
+        return
+    echo()
+    table = plain("retrieval", *metrics)
+    for mode in dict.fromkeys(row.engine for row in rows):
+        table.add_row(mode, *(share(row.value, row.ci95) for row in rows if row.engine == mode))
+    draw(table)
+    echo(f"retrieval: {count(rows[0].n, 'question')} with a gold passage in the index.")
+
+
 def _milliseconds(seconds: float) -> str:
     return f"{three_digits(seconds * 1000)} ms"
 
@@ -374,9 +390,6 @@ def tune(
         Path, typer.Argument(help='JSONL file: {"question": …, "answers": […]}.', metavar="FILE.jsonl")
     ],
     index: Index = DEFAULT_INDEX,
-    prefixes: Annotated[
-        str, typer.Option(help="How many newline tokens to try before the documents.")
-    ] = "0,2,12,22,42",
     limit: Annotated[
         int | None, typer.Option(help="Ask at most this many questions.", min=1, show_default="all")
     ] = None,
@@ -391,20 +404,18 @@ def tune(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Search APE's shared prefix, temperature T and scale S on your questions, and write the best into the index.
+    """Search APE's temperature T and scale S on your questions, and write the best into the index.
 
-    The search is greedy, as in the paper: first the length of the prefix, then T, then S, in steps of 0.1. An answer is
-    right if it contains a gold answer. Every result is kept in the index, so the same command continues a search that
-    was stopped.
+    The search is greedy, as in the paper: first T, then S, in steps of 0.1. An answer is right if it contains a gold
+    answer.
 
     Example: `ragkv tune questions.jsonl --index my-index --holdout`
     """
-    from ragkv.doctor.io import ResultCache, golden_questions
+    from ragkv.doctor.io import golden_questions
     from ragkv.doctor.metrics import draw_sample
     from ragkv.doctor.tune import Tuner, split, write_setting
     from ragkv.pipeline import RagKV
 
-    newlines = given_numbers("--prefixes", prefixes, least=0, most=1000)
     golden, without = golden_questions(questions)
     if without and not quiet:
         note(f"{count(without, 'question')} without a gold answer left out.")
@@ -412,30 +423,27 @@ def tune(
     asked, held_out = split(asked, seed) if holdout else (asked, [])
     with RagKV.open(index, device=device) as rag:
         rag.index.require_same_model()
-        journal = ResultCache(rag.folder / "derived" / "tune-ape.jsonl", keep=not dry_run)
-        tuner = Tuner(rag, journal, top_k=top_k, max_new_tokens=max_new_tokens)
+        tuner = Tuner(rag, top_k=top_k, max_new_tokens=max_new_tokens)
         with steps("tune", silent=quiet or as_json, stages=True) as on_progress:
-            search = tuner.search(asked, prefixes=newlines, held_out=held_out, on_progress=on_progress)
+            search = tuner.search(asked, held_out=held_out, on_progress=on_progress)
         written = not dry_run and search.winner != search.now
         if written:
             write_setting(rag.folder, search.winner)
-    moved = search.winner.prefix_newlines != search.now.prefix_newlines
     if as_json:
-        print_json({**search.to_json(), "written": written, "ingest_again": written and moved})
+        print_json({**search.to_json(), "written": written})
         return
     _show(search)
-    _conclude(search, index, written=written, moved=moved, dry_run=dry_run)
+    _conclude(search, index, dry_run=dry_run)
 
 
 def _show(search: Search) -> None:
-    table = plain("stage", "newlines", "T", "S", "right", "", "")
-    table.add_row("full", "", "", "", f"{search.full} of {search.asked}", f"{search.full / search.asked:.1%}", "")
+    table = plain("stage", "T", "S", "right", "", "")
+    table.add_row("full", "", "", f"{search.full} of {search.asked}", f"{search.full / search.asked:.1%}", "")
     for trial in search.trials:
         setting = trial.setting
         marks = [word for word, which in (("as it was", search.now), ("best", search.winner)) if setting == which]
         table.add_row(
             trial.stage,
-            str(setting.prefix_newlines),
             f"{setting.temperature:g}",
             f"{setting.scale:g}",
             f"{trial.right} of {trial.asked}",
@@ -446,7 +454,7 @@ def _show(search: Search) -> None:
     draw(table)
 
 
-def _conclude(search: Search, index: Path, *, written: bool, moved: bool, dry_run: bool) -> None:
+def _conclude(search: Search, index: Path, *, dry_run: bool) -> None:
     if search.skipped:
         echo(f"{count(search.skipped, 'question')} found no chunk and were left out.")
     held = search.held_out
@@ -461,14 +469,7 @@ def _conclude(search: Search, index: Path, *, written: bool, moved: bool, dry_ru
         echo(f"{index} already has the best setting.")
         return
     echo(f"{'Would write' if dry_run else 'Wrote'} to {index}: {_named(search.winner)} (before: {_named(search.now)}).")
-    if moved and written:
-        echo(
-            "The prefix has another length now, so KV that was stored after the old one is of no use: run ragkv ingest "
-            "on your documents again, or each question encodes the chunks that it misses."
-        )
 
 
 def _named(setting: APESetting) -> str:
-    return (
-        f"prefix_newlines = {setting.prefix_newlines}, temperature = {setting.temperature:g}, scale = {setting.scale:g}"
-    )
+    return f"temperature = {setting.temperature:g}, scale = {setting.scale:g}"

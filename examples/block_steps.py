@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from ragkv.benchmarks.evaluation.tasks.catalog import make_task
+from ragkv.benchmarks.evaluation.tasks import make_task
 from ragkv.benchmarks.evaluation.worlds.passages import write_world_examples
 from ragkv.benchmarks.papers.table import commit_of
 from ragkv.config import PromptConfig

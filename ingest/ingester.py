@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ragkv.engines.apb import APBConfig
     from ragkv.model.apb.compressors import Compressor
     from ragkv.model.language_model import LanguageModel
+    from ragkv.model.packet import Packet
     from ragkv.store.tier import Fetched
 
 EVERY = 1 << 16
@@ -124,6 +125,8 @@ class IngestFingerprint:
     """How long documents are cut into blocks (`ragkv.engines.apb`); None for an index without blocks."""
     context: int = 0
     """`[encoding] context`, where an encoding depends on it."""
+    packet: Packet | None = None
+    """The vectors around every chunk, for the encoding `packet`."""
 
     def digest(self) -> str:
         """The hex digest that is stored with each document.
@@ -132,7 +135,7 @@ class IngestFingerprint:
         default.
         """
         seeing = {Encoding.PREFIXED, Encoding.CONTEXT}
-        prefixed = not seeing.isdisjoint(self.encodings)
+        prefixed = not seeing.isdisjoint(self.encodings) or (self.packet is not None and self.packet.prefixed)
         facts: dict[str, object] = {
             "model": self.model,
             "prefix": self.prompt.before_contexts if prefixed else "",
@@ -149,6 +152,8 @@ class IngestFingerprint:
             facts |= {"embedder": self.embedder, "vectors": self.vectors}
         if self.blocks is not None:
             facts |= {"blocks": dict(self.blocks), "prefix": self.prompt.before_contexts}
+        if self.packet is not None:
+            facts["packet"] = self.packet.digest.hex()
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -777,7 +782,7 @@ class Ingester:
                 fetched = self._fetch(batch)
                 batch = [identity for identity in batch if identity not in fetched]
                 started = time.perf_counter()
-                encoded = encode_identities(self._load(), batch, self._prefix_kv)
+                encoded = encode_identities(self._load(), batch, self._prefix_kv, self._recipe.packet)
             report.encode_seconds += time.perf_counter() - started
             records |= encoded | {identity: kv for identity, (_, kv) in fetched.items()}
             report.kv_encoded += len(encoded)
@@ -806,7 +811,7 @@ class Ingester:
                 chunk, before, prepared.document.title, recipe.context, recipe.prompt, self._load().tokens
             )
         prefix_ids = () if encoding is Encoding.STANDALONE else self._prompt_prefix()
-        return chunk_identity(recipe.model, encoding, prefix_ids, chunk.token_ids, seen)
+        return chunk_identity(recipe.model, encoding, prefix_ids, chunk.token_ids, seen, recipe.packet)
 
     def _in_blocks(self, prepared: _Prepared, config: APBConfig, report: IngestReport) -> list[KVIdentity]:
         """The block records of a document, which its chunks then need."""
@@ -876,10 +881,12 @@ def encode_identities(
     model: Encoder,
     identities: Sequence[KVIdentity],
     prefix: Callable[[], ChunkKV | None],
+    packet: Packet | None = None,
 ) -> dict[KVIdentity, ChunkKV]:
     """Encode the chunks of these identities, in one batch per encoding.
 
-    `prefix` returns the KV of the prompt's prefix and is not called for identities that saw none.
+    `prefix` returns the KV of the prompt's prefix and is not called for identities that saw none; `packet` is that of
+    packets.
     """
     made: dict[KVIdentity, ChunkKV] = {}
     for encoding in sorted({identity.encoding for identity in identities}):
@@ -889,7 +896,8 @@ def encode_identities(
             for batch in batches_of(group):  # the KV that the chunks see is dropped after each batch
                 made.update(encode_in_context(model, batch, before))
             continue
-        kvs = model.encode([identity.chunk_ids for identity in group], prefix=before)
+        around = packet if encoding is Encoding.PACKET else None
+        kvs = model.encode([identity.chunk_ids for identity in group], prefix=before, packet=around)
         made.update(zip(group, kvs, strict=True))
     return made
 

@@ -201,9 +201,8 @@ def _difference(row: ScoreRow) -> str:
 
 
 DEFAULT_LIMIT = 100
-_FILES = "Files of LOFT, LongBench and RULER"
 _SCORES = "Relevance of the chunks"
-_BENCHMARK = "BEIR and LOFT folders"
+_BENCHMARK = "BEIR's folders"
 _MODEL = "mini, a folder or a hub id."
 
 
@@ -244,9 +243,7 @@ def answers(
         list[str] | None,
         typer.Option(help="Model folder or hub id; may be given several times.", show_default="mini, or the index's"),
     ] = None,
-    chunks: Annotated[
-        str, typer.Option(help="Chunks per question, for tasks and LOFT; tasks take several sizes: 8,32.")
-    ] = "8",
+    chunks: Annotated[str, typer.Option(help="Chunks per question of a task; several sizes: 8,32.")] = "8",
     limit: Annotated[
         int | None, typer.Option(help="Questions per task.", min=1, show_default="100, all of a file")
     ] = None,
@@ -288,12 +285,9 @@ def answers(
     ] = "1",
     embedder: Annotated[str | None, _option(_SCORES, _MODEL, "mini beside mini")] = None,
     reranker: Annotated[str | None, _option(_SCORES, _MODEL, "mini beside mini")] = None,
-    layout: Annotated[
-        str | None, _option(_FILES, "loft, longbench, ruler or ragkv.", "by the file", "--format")
+    metric: Annotated[
+        str | None, typer.Option(help="Metric of the answers to a file's questions.", show_default="contains")
     ] = None,
-    metric: Annotated[str | None, _option(_FILES, "Metric of the answers.", "the data set's")] = None,
-    split: Annotated[str | None, _option(_FILES, "Questions of a LOFT folder.", "test")] = None,
-    chunk_tokens: Annotated[int, _option(_FILES, "Cut long texts into chunks of this many tokens.", min=8)] = 512,
     work: Annotated[
         Path, typer.Option(help="Keep answers in this folder, so that the same command continues a stopped run.")
     ] = DEFAULT_WORK,
@@ -308,8 +302,8 @@ def answers(
 ) -> None:
     """Measure the accuracy of engines on tasks, and the difference from full attention.
 
-    A task is built in, or a file of LOFT, LongBench or RULER. With --index it is a file of questions with gold answers,
-    asked of your index. Every answer is kept, so the same command continues a stopped run (docs/evaluation.md).
+    A task is built in, or a JSONL file of questions with their chunks. With --index it is a file of questions with
+    gold answers, asked of your index. Every answer is kept, so the same command continues a stopped run.
 
     Example: `python -m ragkv.benchmarks.evaluation answers worlds --engines "full,block,pced(gamma=2.5)" --chunks 8,32`
     """
@@ -325,17 +319,14 @@ def answers(
         source: ChunkSource
         if index is not None:
             own = {"--dtype": dtype, "--embedder": embedder, "--reranker": reranker}
-            files = {"--format": layout, "--metric": metric, "--split": split}
-            if given := [name for name, value in (own | files).items() if value]:
+            if given := [name for name, value in (own | {"--metric": metric}).items() if value]:
                 raise UsageError(f"{given[0]} cannot be used with --index; leave it out.")
             rag = stack.enter_context(RagKV.open(index, device=device))
             found = [_questions(Path(name), limit, seed) for name in what]
             source = IndexSource(rag, device=device)
             settings = source.settings | {"codec": rag.config.codec, "tuning": rag.config.tuning}
         else:
-            reading: dict[str, Any] = {"format": layout, "metric": metric, "split": split}
-            reading |= {"chunk_tokens": chunk_tokens, "chunks": max(sizes)}
-            found = [task for name in what for task in _tasks(name, sizes, limit, seed, reading)]
+            found = [task for name in what for task in _tasks(name, sizes, limit, seed, metric)]
             beside = MINI if set(model or [MINI]) == {MINI} else None  # mini's embedder knows nothing of the real world
             source = TaskSource(embedder=embedder or beside, reranker=reranker or beside, device=device)
             settings = {"model": MINI, "codec": RAW, "retrieval": GIVEN, "dtype": dtype}
@@ -384,7 +375,7 @@ def tasks(
 
     Example: `python -m ragkv.benchmarks.evaluation tasks --json`
     """
-    from ragkv.benchmarks.evaluation.tasks.catalog import described
+    from ragkv.benchmarks.evaluation.tasks import described
 
     known = described()
     if as_json:
@@ -400,15 +391,15 @@ def tasks(
         note('Write options in parentheses: "worlds(split=train)"; --seed, --limit and --chunks apply to all tasks.')
 
 
-def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, reading: dict[str, Any]) -> list[Task]:
+def _tasks(text: str, sizes: list[int], limit: int | None, seed: int, metric: str | None) -> list[Task]:
     """The tasks of a file, or a built-in task at every size."""
-    from ragkv.benchmarks.evaluation.tasks.catalog import make_task
+    from ragkv.benchmarks.evaluation.tasks import make_task
 
     path = Path(text)
     if path.exists():
-        from ragkv.benchmarks.evaluation.tasks.files import load_tasks
+        from ragkv.benchmarks.evaluation.files import load_task
 
-        return load_tasks(path, limit=limit, seed=seed, **reading)
+        return [load_task(path, metric=metric or "contains", limit=limit, seed=seed)]
     named = parse_specs(text)
     return [make_task(one, seed=seed, limit=limit or DEFAULT_LIMIT, chunks=size) for one in named for size in sizes]
 
@@ -425,7 +416,7 @@ def _questions(path: Path, limit: int | None, seed: int) -> Task:
 def retrieval(
     path: Annotated[
         Path,
-        typer.Argument(help="A JSONL file of questions, or the folder of a BEIR or LOFT benchmark.", metavar="PATH"),
+        typer.Argument(help="A JSONL file of questions, or the folder of a BEIR benchmark.", metavar="PATH"),
     ],
     index: Index = DEFAULT_INDEX,
     modes: Annotated[
@@ -448,9 +439,6 @@ def retrieval(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Ask at most this many questions.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Seed of the draw of questions and of the intervals.")] = 0,
-    layout: Annotated[
-        str | None, typer.Option("--format", help="ragkv, beir or loft.", show_default="by the files")
-    ] = None,
     split: Annotated[str | None, _option(_BENCHMARK, "Questions of the benchmark.", "test")] = None,
     embedder: Annotated[str | None, _option(_BENCHMARK, _MODEL, "none, BM25 only")] = None,
     reranker: Annotated[str | None, _option(_BENCHMARK, _MODEL, "none")] = None,
@@ -458,9 +446,6 @@ def retrieval(
         int | None,
         _option(_BENCHMARK, "Cut passages off after this many tokens.", "the embedder's limit", min=8),
     ] = None,
-    work: Annotated[
-        Path, _option(_BENCHMARK, "Keep vectors in this folder, so that the same command continues a stopped run.")
-    ] = DEFAULT_WORK,
     device: Device = None,
     output: Output = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON list.")] = False,
@@ -473,15 +458,10 @@ def retrieval(
 
     Example: `python -m ragkv.benchmarks.evaluation retrieval questions.jsonl --modes dense,bm25 --k 1,5,10`
     """
-    from ragkv.benchmarks.evaluation.retrieval import (
-        Settings,
-        corpus_searches,
-        index_searches,
-        judged_questions,
-        load_models,
-    )
-    from ragkv.benchmarks.evaluation.tasks.files import read_benchmark
+    from ragkv.benchmarks.evaluation.files import read_benchmark
+    from ragkv.benchmarks.evaluation.retrieval import corpus_searches, load_models
     from ragkv.doctor.metrics import measure
+    from ragkv.doctor.retrieval import Settings, index_searches, judged_questions
     from ragkv.pipeline import RagKV
 
     depths = sorted(given_numbers("--k", k))
@@ -489,8 +469,7 @@ def retrieval(
     named = None if modes is None else given_names("--modes", modes)
     settings = Settings(modes=named, rerank=rerank, candidates=candidates)
     silent = quiet or as_json
-    own = layout == "ragkv" or (layout is None and not path.is_dir())
-    if own:
+    if not path.is_dir():
         given = {"--split": split, "--embedder": embedder, "--reranker": reranker, "--max-tokens": max_tokens}
         if wrong := [option for option, value in given.items() if value is not None]:
             raise UsageError(f"{wrong[0]} is only for {_BENCHMARK}; leave it out for a file of questions.")
@@ -500,12 +479,12 @@ def retrieval(
             with steps("eval retrieval", silent=silent) as on_progress:
                 figures = measure(task, searches, depths, seed=seed, on_progress=on_progress)
     else:
-        task = read_benchmark(path, layout=layout, split=split).sample(limit, seed)
+        task = read_benchmark(path, split=split or "test").sample(limit, seed)
         if embedder is None and modes is None and not quiet:
             note("Without --embedder only BM25 is measured; --embedder NAME adds the other modes.")
         models = load_models(settings, embedder, reranker, device=device, max_tokens=max_tokens)
         with steps("embedding", silent=silent) as on_progress:
-            searches = corpus_searches(task, settings, *models, work=work, on_progress=on_progress)
+            searches = corpus_searches(task, settings, *models, on_progress=on_progress)
         with steps("eval retrieval", silent=silent) as on_progress:
             figures = measure(task, searches, depths, seed=seed, on_progress=on_progress)
     columns = [*(f"recall@{at}" for at in depths), f"mrr@{depths[-1]}", f"ndcg@{depths[-1]}"]

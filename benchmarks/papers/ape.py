@@ -30,10 +30,10 @@ def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> tuple[APESettin
     The questions are of one hop and two hops over `chunks` passages of training worlds. A table that asks something
     else passes its `task`, of which other questions are drawn by a separate seed.
     """
-    plain = APESetting(prefix_newlines=0, temperature=1.0, scale=1.0)
+    plain = APESetting(temperature=1.0, scale=1.0)
     trials: dict[APESetting, SettingScore] = {}
     tasks = [Column(label="", task=task, chunks=chunks).make(_SEED, 2 * _ASKED)] if task else _tasks(chunks)
-    asked = sum(len(own.examples) for own in tasks)
+    asked = sum(len(each.examples) for each in tasks)
     over = f"`{task}`" if task else "training worlds"
 
     def right(portion: list[Task], settings: Sequence[APESetting]) -> list[float]:

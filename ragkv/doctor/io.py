@@ -16,12 +16,10 @@ import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from ragkv.errors import ConfigError, MissingExtraError, RagkvError, RetrievalError, UsageError, install_hint
+from ragkv.errors import ConfigError, RagkvError, RetrievalError, UsageError
 from ragkv.index.conversation import QUALITY
 from ragkv.util.display import one_line
 from ragkv.util.files import is_folder, make_folder, open_plain, parse_json, read_plain, refusal, replace_plain
@@ -470,45 +468,6 @@ def check_target(option: str, path: Path) -> None:
         raise UsageError(f"{option} {path} cannot be written: there is no folder {path.parent}; make it.")
     if path.is_dir():
         raise UsageError(f"{option} {path} is a folder; give a file.")
-
-
-def check_plot(path: Path) -> None:
-    """Refuse, before hours of work, a picture that could not be drawn: UsageError or MissingExtraError."""
-    if path.suffix not in (".svg", ".png"):
-        raise UsageError(f"--plot writes .svg or .png, not {path.name!r}.")
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError(f"--plot needs matplotlib; {install_hint('plots')}.")
-    check_target("--plot", path)
-
-
-def plot_quality(report: dict[str, Any], path: Path) -> None:
-    """Draw a report's engines into `path`: quality with its interval over the median time to the first token.
-
-    Quality is the share of right answers if there are gold answers, else of tokens on which the engine agrees with
-    full attention. Raises RagkvError if the file cannot be written.
-    """
-    check_plot(path)
-    from matplotlib.figure import Figure
-
-    gold, full = report["full_accuracy"], report["full_first_token"]
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    points: list[tuple[str, Any, Any, list[float] | None]] = [("full", full, 1.0 if gold is None else gold, None)]
-    for row in report["engines"]:
-        ends = row["ci95"]["top1"] if gold is None else [gold - end for end in reversed(row["ci95"]["loss"])]
-        points.append((row["label"], row["first_token"], row["top1"] if gold is None else row["accuracy"], ends))
-    for number, (label, seconds, value, ends) in enumerate(points):
-        axes.plot(seconds * 1000, 100 * value, "o", color=f"C{number % 10}")
-        axes.annotate(label, (seconds * 1000, 100 * value), xytext=(6, 4), textcoords="offset points", fontsize=8)
-        if ends is not None:
-            axes.plot([seconds * 1000] * 2, [100 * end for end in ends], color=f"C{number % 10}", linewidth=1)
-    axes.set_xscale("log")
-    axes.set_xlabel("first token, ms, with KV in memory")
-    axes.set_ylabel("same first choice as full attention, %" if gold is None else "right answers, %")
-    axes.set_title(f"{report['model']}: {report['questions']} questions, top {report['top_k']}", loc="left")
-    held = BytesIO()
-    figure.savefig(held, format=path.suffix[1:], dpi=150)
-    write_whole(path, held.getvalue(), instead="give another --plot")
 
 
 def outdated(store: Store, report: dict[str, Any]) -> str | None:

@@ -26,7 +26,7 @@ import ragkv
 from ragkv.config import NONE, EncodingConfig, IndexConfig
 from ragkv.doctor.answers import Candidate, ExampleResult, IndexSource, LoadedModel, run_candidates
 from ragkv.doctor.io import UNKNOWN, GoldenQuestion, Progress, Spec, Verdict
-from ragkv.doctor.metrics import Interval, Task, difference_interval, mean_interval, share_interval
+from ragkv.doctor.metrics import Interval, MetricValue, Task, difference_interval, mean_interval, share_interval
 from ragkv.engines import make_engine, unsupported_reason
 from ragkv.errors import RagkvError, RetrievalError, UsageError
 from ragkv.index.conversation import proved_history
@@ -450,6 +450,8 @@ class Quality:
     codecs: tuple[CodecRow, ...]
     conversation: ConversationRow | None
     """None if there were no more than `EARLIER` questions."""
+    retrieval: tuple[MetricValue, ...] = ()
+    """Recall and MRR of the modes of retrieval, if the questions name gold passages."""
 
     def to_json(self) -> dict[str, Any]:
         """The report in the form that `ragkv doctor --json` prints and the index keeps."""
@@ -513,9 +515,18 @@ class Doctor:
         self._talking = candidate(usual, turns=EARLIER, name="conversation")
 
     def examine(
-        self, questions: Sequence[GoldenQuestion], *, source: str, seed: int, on_progress: Progress | None = None
+        self,
+        questions: Sequence[GoldenQuestion],
+        *,
+        source: str,
+        seed: int,
+        retrieval: Sequence[MetricValue] = (),
+        on_progress: Progress | None = None,
     ) -> Quality:
-        """Ask all questions; nothing is written. Raises RetrievalError if no question finds a chunk."""
+        """Ask all questions; nothing is written. Raises RetrievalError if no question finds a chunk.
+
+        `retrieval` is what was measured of the modes of retrieval.
+        """
         candidates = [self._full]
         for one in self._engines:
             candidates += [one, *(coded for coded in self._coded if coded.name == f"{one.label}, {coded.codec}")]
@@ -531,7 +542,8 @@ class Doctor:
         )
         if not results:
             raise RetrievalError("No question finds a chunk of the index; ask with words that the documents use.")
-        return self._report(results, source=source, seed=seed, questions=len(questions))
+        report = self._report(results, source=source, seed=seed, questions=len(questions))
+        return replace(report, retrieval=tuple(retrieval))
 
     def _report(self, results: Sequence[ExampleResult], *, source: str, seed: int, questions: int) -> Quality:
         full = self._counts(results, self._full)
@@ -615,7 +627,7 @@ def _alternatives(config: IndexConfig, subject: LoadedModel) -> list[Spec]:
     """
     block = make_engine("block", config.tuning).config
     found = [Spec(name) for name in ("block", "blend") if name not in config.engines]
-    if block.preset != "no-positions":
+    if block.preset != "no-positions" and block.packet is None:  # a packet determines what its chunks see
         found.append(Spec("block", {"over": "standalone" if block.over == "prefixed" else "prefixed"}))
         if not config.encoding.context:
             over = {} if block.over == "prefixed" else {"over": "prefixed"}

@@ -1,4 +1,4 @@
-"""The greedy search of APE §4.4 over prefix length, temperature and scale, on the user's own questions."""
+"""The greedy search of APE §4.4 over temperature and scale, on the user's own questions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import load_config, save_config
 from ragkv.doctor.answers import Candidate, IndexSource, run_candidates
-from ragkv.doctor.io import GoldenQuestion, Progress, ResultCache, digest_of
+from ragkv.doctor.io import GoldenQuestion, Progress
 from ragkv.doctor.metrics import Task
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import RetrievalError, UsageError
@@ -20,27 +20,23 @@ from ragkv.util.files import locked
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
 
-PREFIXES = (0, 2, 12, 22, 42)
-"""Numbers of newline tokens added to the prefix: none, two, and 10, 20 and 40 more (APE §4.4)."""
-
 STEPS = tuple(round(1 - tenth / 10, 1) for tenth in range(10))
 """Values of T and of S: 1.0, 0.9, … 0.1, the paper's (0, 1] in steps of 0.1."""
 
-Stage = Literal["now", "prefix", "temperature", "scale"]
+Stage = Literal["now", "temperature", "scale"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class APESetting:
     """The parameters of APE that are searched."""
 
-    prefix_newlines: int
     temperature: float
     scale: float
 
     @property
-    def distance(self) -> tuple[int, float, float]:
+    def distance(self) -> tuple[float, float]:
         """The distance from a setting without effect. Among equally good settings, the nearest one is chosen."""
-        return self.prefix_newlines, abs(1 - self.temperature), abs(1 - self.scale)
+        return abs(1 - self.temperature), abs(1 - self.scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,26 +80,17 @@ class Search:
 
 
 class Tuner:
-    """A search over one index, which reads the store and never writes it. Results are kept in `journal`.
+    """A search over one index, which reads the store and never writes it.
 
-    In each stage, every question is asked with all candidates before the next one, so that a chunk is encoded once per
-    prefix and stage, however little memory there is.
+    In each stage, every question is asked with all settings before the next one, so that a chunk is loaded once per
+    stage, however little memory there is.
     """
 
-    def __init__(
-        self,
-        rag: RagKV,
-        journal: ResultCache,
-        *,
-        top_k: int | None = None,
-        max_new_tokens: int = 64,
-    ) -> None:
+    def __init__(self, rag: RagKV, *, top_k: int | None = None, max_new_tokens: int = 64) -> None:
         if max_new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be at least 1, not {max_new_tokens}.")
-        self._rag = rag
         self._source = IndexSource(rag, stored=True)
         self._subject = self._source.model(rag.config.model)
-        self._journal = journal
         self._top_k = top_k or rag.config.top_k
         self._max_new_tokens = max_new_tokens
         self._decoding = replace(rag.config.decoding, temperature=0.0)  # greedy, with the index's stop strings
@@ -111,31 +98,26 @@ class Tuner:
         require_supported(engine, self._subject.model)
         config = engine.config
         self._scale_mode: str = config.scale_mode
-        self.now = APESetting(
-            prefix_newlines=rag.config.prompt.prefix_newlines, temperature=config.temperature, scale=config.scale
-        )
+        self.now = APESetting(temperature=config.temperature, scale=config.scale)
 
     def search(
         self,
         questions: Sequence[GoldenQuestion],
         *,
-        prefixes: Sequence[int] = PREFIXES,
         held_out: Sequence[GoldenQuestion] = (),
         on_progress: Progress | None = None,
     ) -> Search:
-        """Search the prefix at T = S = 1, then T, then S, each with the best values so far. The index's own setting is
-        tried too.
+        """Search T at S = 1, then S at the best T. The index's own setting is tried too.
 
         Questions that retrieve nothing are left out. Raises UsageError without gold answers, and RetrievalError if no
         question finds a chunk.
         """
         if any(not question.answers for question in (*questions, *held_out)):
             raise UsageError("The search counts right answers, so every question needs gold answers.")
-        asked, kept_back = self._answerable(questions), self._answerable(held_out)
+        asked, validation = self._answerable(questions), self._answerable(held_out)
         if not asked:
             raise RetrievalError("No question finds a chunk of the index; ask with words that the documents use.")
-        candidates = len(prefixes) + 2 * len(STEPS)
-        done, total = 0, len(asked) * (2 + candidates) + 3 * len(kept_back)
+        done, total = 0, len(asked) * (2 + 2 * len(STEPS)) + 3 * len(validation)
         trials: dict[APESetting, SettingScore] = {}
 
         def notify(count: int, what: str) -> None:
@@ -160,79 +142,49 @@ class Tuner:
 
         full = count(asked, None, "full")
         measure("now", [self.now])
-        plain = [APESetting(prefix_newlines=n, temperature=1.0, scale=1.0) for n in sorted(set(prefixes))]
-        best = measure("prefix", plain)
-        best = measure("temperature", [replace(best, temperature=value) for value in STEPS])
+        best = measure("temperature", [APESetting(temperature=value, scale=1.0) for value in STEPS])
         measure("scale", [replace(best, scale=value) for value in STEPS])
         winner = _best(trials.values())
         validated = None
-        if kept_back:
-            now, won, yardstick = (count(kept_back, setting, "held out") for setting in (self.now, winner, None))
-            validated = HeldOut(asked=len(kept_back), now=now, winner=won, full=yardstick)
+        if validation:
+            now, won, yardstick = (count(validation, setting, "held out") for setting in (self.now, winner, None))
+            validated = HeldOut(asked=len(validation), now=now, winner=won, full=yardstick)
         return Search(
             trials=tuple(trials.values()),
             now=self.now,
             winner=winner,
             full=full,
             asked=len(asked),
-            skipped=len(questions) + len(held_out) - len(asked) - len(kept_back),
+            skipped=len(questions) + len(held_out) - len(asked) - len(validation),
             held_out=validated,
         )
 
     def _answerable(self, questions: Sequence[GoldenQuestion]) -> list[GoldenQuestion]:
         """The questions that retrieve something. The chunks are remembered."""
-        return [question for question in questions if self._chunks(question)]
-
-    def _chunks(self, question: GoldenQuestion) -> list[tuple[int, ...]]:
-        """The token ids of the chunks, which are the same for all settings."""
-        [example] = Task.of([question]).examples
-        placed = self._source.chunks(self._subject, example, self._candidate(None))
-        return [chunk.token_ids for _, chunk in placed]
+        candidate = self._candidate(None)
+        return [
+            question
+            for question in questions
+            if self._source.chunks(self._subject, Task.of([question]).examples[0], candidate)
+        ]
 
     def _right(self, question: GoldenQuestion, setting: APESetting | None) -> bool:
-        """Whether APE with `setting` answers right (None: `full`, with the index's prefix), from the journal if known.
-
-        The journal's key holds everything that the answer depends on, so a result is reused exactly as long as it is
-        valid. It has the chunks that the question retrieves rather than the index's generation.
-        """
-        candidate = self._candidate(setting)
-        facts = {"question": question.text, "setting": None if setting is None else asdict(setting)}
-        key = digest_of(
-            {
-                **facts,
-                "answers": question.answers,
-                "chunks": self._chunks(question),
-                "model": self._subject.fingerprint,
-                "prompt": self._subject.reader(candidate.prompt).prompt.facts(),
-                "scale_mode": self._scale_mode,
-                "max_new_tokens": self._max_new_tokens,
-                "decoding": asdict(self._decoding),
-            }
-        )
-        known = (self._journal.get(key) or {}).get("right")
-        if isinstance(known, bool):
-            return known
+        """Whether APE with `setting` answers right (None: `full`)."""
         [result] = run_candidates(
             [Task.of([question])],
-            [candidate],
+            [self._candidate(setting)],
             source=self._source,
             stop_when_right=True,  # later tokens cannot change the result
             max_new_tokens=self._max_new_tokens,
             decoding=self._decoding,
         )
-        self._journal.put(key, right=result.score == 1.0, **facts)
         return result.score == 1.0
 
     def _candidate(self, setting: APESetting | None) -> Candidate:
-        newlines = self.now.prefix_newlines if setting is None else setting.prefix_newlines
-        settings: dict[str, Any] = {
-            "top_k": self._top_k,
-            "prompt": replace(self._rag.config.prompt, prefix_newlines=newlines),
-        }
         if setting is None:
-            return self._source.candidate("full", **settings)
-        options = {"temperature": setting.temperature, "scale": setting.scale, "scale_mode": self._scale_mode}
-        return self._source.candidate("ape", options=options, **settings)
+            return self._source.candidate("full", top_k=self._top_k)
+        options = {**asdict(setting), "scale_mode": self._scale_mode}
+        return self._source.candidate("ape", options=options, top_k=self._top_k)
 
 
 def split(questions: Sequence[GoldenQuestion], seed: int) -> tuple[list[GoldenQuestion], list[GoldenQuestion]]:
@@ -248,14 +200,7 @@ def write_setting(folder: Path, setting: APESetting) -> None:
     with locked(folder):
         config = load_config(folder)
         ape = {**config.tuning.get("ape", {}), "temperature": setting.temperature, "scale": setting.scale}
-        save_config(
-            folder,
-            replace(
-                config,
-                tuning={**config.tuning, "ape": ape},
-                prompt=replace(config.prompt, prefix_newlines=setting.prefix_newlines),
-            ),
-        )
+        save_config(folder, replace(config, tuning={**config.tuning, "ape": ape}))
 
 
 def search_stage(
@@ -278,8 +223,8 @@ def search_stage(
     asked, total = dict.fromkeys(right, 0), sum(count for count, _ in portions)
     done, left = 0, list(right)
     for count, ask in portions:
-        for setting, found in zip(left, ask(left), strict=True):
-            right[setting] += found
+        for setting, correct in zip(left, ask(left), strict=True):
+            right[setting] += correct
             asked[setting] += count
         done += count
         lead = max([*right.values(), *(trial.right for trial in known)], default=0)

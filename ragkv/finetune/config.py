@@ -122,3 +122,53 @@ class BlockTuneConfig:
         if self.learning_rate is not None:
             return self.learning_rate
         return 2e-5 if self.lora_rank is None else 2e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PacketConfig:
+    """The settings of a training of a packet; the defaults are the paper's.
+
+    The responses in the data are not used, but answers of the model's own. A step has `batch` ×
+    `gradient_accumulation` rows. `prompt` is the prompt around `{"prompt", "blocks"}` lines, usually an index's.
+    """
+
+    model: FrozenModel
+    output: Annotated[Path, Setting("File for the packet.")]
+    data: Annotated[Path, Setting("JSONL file of questions to learn from (docs/finetune.md).")]
+    eval_data: Annotated[
+        Path | None, Setting("JSONL file of questions to measure with.", "one of eight is held out")
+    ] = None
+    header: Annotated[int, Setting("Vectors before each chunk.")] = 8
+    trailer: Annotated[int, Setting("Vectors after each chunk.")] = 8
+    sink: Annotated[
+        Literal["auto", "prefix", "bos", "none"],
+        Setting("Block before the first document: prefix, bos, none, or auto, as for the engine `block`."),
+    ] = "auto"
+    over: Annotated[
+        Literal["standalone", "prefixed"],
+        Setting("What chunks see while they are encoded: standalone, as in the paper, or prefixed."),
+    ] = "standalone"
+    answer_tokens: Annotated[int, Setting("Most tokens of an answer of the model.")] = 64
+    epochs: Annotated[float, Setting("Passes over the questions.")] = 30.0
+    steps: Steps = None
+    lr: Annotated[float, Setting("Learning rate at the first step; it falls to zero.")] = 5e-4
+    batch: Annotated[int, Setting("Rows at once on a device.")] = 8
+    gradient_accumulation: Annotated[int, Setting("Batches that make one step.")] = 8
+    prompt: PromptConfig = field(default_factory=PromptConfig)
+    seed: Seed = 0
+    checkpoint_every: CheckpointEvery = 10
+    resume: Resume = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        _require(
+            self,
+            counts=("answer_tokens", "steps", "batch", "gradient_accumulation", "checkpoint_every"),
+            amounts=("epochs", "lr"),
+        )
+        for name in ("header", "trailer"):
+            if not 0 <= getattr(self, name) <= 256:
+                raise ConfigError(f"{name} must be between 0 and 256, not {getattr(self, name)}.")
+        if self.header + self.trailer == 0:
+            raise ConfigError("A packet needs a header or a trailer; give one of them at least 1 vector.")

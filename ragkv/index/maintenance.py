@@ -74,7 +74,8 @@ class IndexRepairSource:
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         """The KV of each identity, in order."""
         loader = self._kv_loader
-        made = encode_identities(self._index.model, identities, loader.prefix)
+        packet = loader.packet(*(identity.encoding for identity in identities))
+        made = encode_identities(self._index.model, identities, loader.prefix, packet)
         return [made[identity] for identity in identities]
 
     def embed(self, chunks: Sequence[Chunk]) -> Mapping[str, ChunkVectors] | None:
@@ -342,7 +343,8 @@ def warm(index: Index, kv_loader: KVLoader, wanted: Wanted, on_progress: Callabl
         new = [identity for identity in batch if identity not in fetched]
         started = time.perf_counter()
         encoded += sum(identity.tokens for identity in new)
-        made = encode_identities(index.model, new, kv_loader.prefix)
+        packet = kv_loader.packet(*(identity.encoding for identity in new))
+        made = encode_identities(index.model, new, kv_loader.prefix, packet)
         report.seconds += time.perf_counter() - started
         index.offer(list(made.items()))
         made |= {identity: kv for identity, (_, kv) in fetched.items()}

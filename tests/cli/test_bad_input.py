@@ -29,6 +29,7 @@ BLOCKS = INTO + " --long-documents apb --engines apb --chunk-tokens 96 --block-t
 MANY = "query --index {index} --questions {folder}/questions.jsonl"
 PIPED = "ingest - --index {new}"
 SET = "config set --index {index} "
+PACKET = "finetune packet --model {model} --data {folder}/data.jsonl --output {new} --device cpu"
 SERVE = "serve --index {index}"
 EACH = ("query Who?", "ls", "stats", "verify", "repair", "gc", "delete x", "backup x", "compact --output x")
 
@@ -261,8 +262,6 @@ TABLE: list[tuple[str, int, str]] = [
     ("unpack memory://bucket/a.ragkv --index new", 2, "There is no pack at memory://bucket/a.ragkv"),
     # what is judged
     (DOCTOR + " --codecs ,", 2, "--codecs is empty"),
-    (DOCTOR + " --plot quality.pdf", 2, "--plot writes .svg or .png"),
-    (DOCTOR + " --plot nowhere/quality.svg", 2, "there is no folder nowhere"),
     (DOCTOR + " --codecs brotli", 2, "brotli"),
     (DOCTOR + " --questions /no/file", 2, "No such file: /no/file"),
     (DOCTOR + " --questions {documents}", 2, "cannot be read (Is a directory); give"),
@@ -283,7 +282,6 @@ TABLE: list[tuple[str, int, str]] = [
     (PLAN + " --seconds nan", 2, "--seconds"),
     (PLAN + " --seconds inf", 2, "--seconds must be more than 0, not inf"),
     (PLAN + " --engines full", 2, "stores no KV, so there is nothing to plan"),
-    (TUNE + " --prefixes=-1", 2, "is not a list of numbers from 0 to 1000"),
     ("tune {folder}/plain.jsonl --index {index}", 2, "has no gold answers"),
     (TUNE + " --holdout", 2, "--holdout needs at least two questions"),
     ("models {folder}/none", 1, "No model folder at"),
@@ -298,6 +296,11 @@ TABLE: list[tuple[str, int, str]] = [
     (FINETUNE + " --model ./none", 1, "No model folder at './none'"),
     (FINETUNE + " --eval-data none.jsonl", 2, "none.jsonl cannot be read"),
     (FINETUNE + " --prompt-of none", 2, "There is no index at none"),
+    (PACKET + " --header 0 --trailer 0", 2, "A packet needs a header or a trailer"),
+    (PACKET + " --over none", 2, "over must be one of standalone, prefixed"),
+    (PACKET + " --lr 0", 2, "lr must be above 0"),
+    (PACKET + " --output no/packet", 2, "name a file in a folder that is there"),
+    (PACKET + " --data none.jsonl", 2, "none.jsonl cannot be read"),
     ("tune {folder}/lines.jsonl --index {index}", 2, "line 2: not valid JSON"),
     ("tune {folder}/absent.jsonl --index {index}", 2, "No such file"),
 ]

@@ -131,10 +131,10 @@ def test_changes_at_the_same_time_wait_for_each_other(ragkv, monkeypatch, empty)
         os.close(other)
         saved.append(config)
 
-    for module in ("index.create", "evaluation.tune"):
+    for module in ("index.create", "doctor.tune"):
         monkeypatch.setattr(f"ragkv.{module}.save_config", save)
     ragkv("config", "set", "steps.count=2", "--index", empty)
-    write_setting(empty, APESetting(prefix_newlines=0, temperature=0.9, scale=0.9))
+    write_setting(empty, APESetting(temperature=0.9, scale=0.9))
     assert len(saved) == 2
 
 

@@ -99,20 +99,19 @@ def test_damage_and_missing_models_are_things_to_do(ragkv, index, tmp_path):
 
 
 def tune(ragkv, index, questions, *options):
-    return ragkv("tune", questions, "--index", index, "--prefixes", "0,2", "--max-new-tokens", 1, *options)
+    return ragkv("tune", questions, "--index", index, "--max-new-tokens", 1, *options)
 
 
 def test_the_table_the_winner_and_the_config(ragkv, index, questions):
-    write_setting(index, APESetting(prefix_newlines=0, temperature=0.9, scale=0.9))
+    write_setting(index, APESetting(temperature=0.9, scale=0.9))
     before = (index / CONFIG_FILE).read_text()
     dry = tune(ragkv, index, questions, "--dry-run")
     assert dry.code == 0, dry.err
     assert "Would write" in dry.out
     assert (index / CONFIG_FILE).read_text() == before
-    assert not (index / "derived" / "tune-ape.jsonl").exists()
     ran = tune(ragkv, index, questions)
     assert "1 question without a gold answer left out" in ran.err
-    for part in ("full", "as it was", "best", "prefix", "temperature", "scale", "0 of 1", "--holdout validates"):
+    for part in ("full", "as it was", "best", "temperature", "scale", "0 of 1", "--holdout validates"):
         assert part in ran.out
     # a random model gets nothing right: all tie, and the setting with the fewest changes wins
     assert "Wrote" in ran.out
@@ -122,15 +121,33 @@ def test_the_table_the_winner_and_the_config(ragkv, index, questions):
     assert "tune: full" in again.err
 
 
-def test_json_and_a_moved_prefix(ragkv, index, questions):
-    config = (index / CONFIG_FILE).read_text().replace("prefix_newlines = 0", "prefix_newlines = 5")
-    (index / CONFIG_FILE).write_text(config)
+def test_tune_prints_json(ragkv, index, questions):
     ran = tune(ragkv, index, questions, "--json")
     assert ran.code == 0, ran.err
-    found = json.loads(ran.out)
-    assert (found["written"], found["ingest_again"], found["asked"]) == (True, True, 1)
-    assert len(found["trials"]) == 1 + 2 + 9 + 9
-    assert [t["setting"] for t in found["trials"] if t["winner"]] == [found["winner"]]
-    assert load_config(index).prompt.prefix_newlines == 0
-    (index / CONFIG_FILE).write_text(config)
-    assert "run ragkv ingest on your documents again" in tune(ragkv, index, questions).out
+    result = json.loads(ran.out)
+    assert (result["written"], result["asked"]) == (False, 1)
+    assert len(result["trials"]) == 1 + 9 + 9
+    assert [t["setting"] for t in result["trials"] if t["winner"]] == [result["winner"]]
+
+
+def test_modes_of_retrieval_are_compared_where_gold_passages_are_named(ragkv, index, tmp_path):
+    path = tmp_path / "gold.jsonl"
+    lines = [
+        {"question": "Who founded Halden Works?", "answer": "Mira", "sources": ["halden.md"]},
+        {"question": "What does Bolt Ltd make?", "evidence": "Bolt Ltd makes"},
+        {"question": "Who founded Nix Mills?", "answer": "Otto Nix"},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    options = ("--index", index, "--questions", path, "--quick")
+    shown = ragkv("doctor", *options)
+    assert shown.code == 0, shown.err
+    assert "retrieval  recall@1" in shown.out
+    assert "retrieval: 2 questions with a gold passage in the index." in shown.out
+    rows = json.loads(ragkv("doctor", *options, "--json").out)["quality"]["retrieval"]
+    assert {row["metric"] for row in rows} == {"recall@1", "recall@5", "recall@10", "mrr@10"}
+    assert [(row["engine"], row["value"], row["n"]) for row in rows] == [("bm25", 1.0, 2)] * 4
+
+    path.write_text(json.dumps({"question": "Who founded Halden Works?", "answer": "Mira", "sources": ["gone.md"]}))
+    nothing = ragkv("doctor", *options)
+    assert (nothing.code, "retrieval  recall@1" in nothing.out) == (0, False)
+    assert "No chunk of the index is relevant" in nothing.err

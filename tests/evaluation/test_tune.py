@@ -1,4 +1,4 @@
-"""The greedy search: it takes the paper's path, resumes, and writes only its result."""
+"""The greedy search: it takes the paper's path, and writes only its result."""
 
 import random
 from dataclasses import asdict, replace
@@ -7,8 +7,7 @@ import pytest
 
 from ragkv import RagKV
 from ragkv.config import CONFIG_FILE, load_config
-from ragkv.doctor import tune
-from ragkv.doctor.io import GoldenQuestion, ResultCache
+from ragkv.doctor.io import GoldenQuestion
 from ragkv.doctor.tune import STEPS, APESetting, Tuner, split, write_setting
 from ragkv.errors import RetrievalError, StoreError, UsageError
 
@@ -18,16 +17,12 @@ ASKED = [
 ]
 
 
-def tuner_of(rag, path, **options) -> Tuner:
-    return Tuner(rag, ResultCache(path), **({"max_new_tokens": 2} | options))
-
-
 @pytest.fixture
-def landscape(rag, tmp_path, monkeypatch):
+def landscape(rag, monkeypatch):
     """A tuner with answers from a table: `judge(question number, setting)`."""
 
     def make(judge, count: int):
-        tuner = tuner_of(rag, tmp_path / "unused.jsonl")
+        tuner = Tuner(rag, max_new_tokens=2)
         questions = [GoldenQuestion(text=f"Halden {i}", answers=("y",)) for i in range(count)]
         calls = []
 
@@ -41,17 +36,16 @@ def landscape(rag, tmp_path, monkeypatch):
     return make
 
 
-def by_hand(judge, count, now, prefixes):
+def by_hand(judge, count, now):
     """The same search without pruning: every candidate answers every question."""
 
     def best(settings):
         def cost(s):
-            return -sum(judge(i, s) for i in range(count)), s.prefix_newlines, abs(1 - s.temperature), abs(1 - s.scale)
+            return -sum(judge(i, s) for i in range(count)), abs(1 - s.temperature), abs(1 - s.scale)
 
         return min(settings, key=cost)
 
-    first = best([APESetting(prefix_newlines=n, temperature=1.0, scale=1.0) for n in prefixes])
-    second = best([replace(first, temperature=t) for t in STEPS])
+    second = best([APESetting(temperature=t, scale=1.0) for t in STEPS])
     third = best([replace(second, scale=s) for s in STEPS])
     return best([now, third])
 
@@ -70,9 +64,9 @@ def test_giving_up_never_changes_what_is_found(landscape):
     winners = set()
     for seed in range(40):  # noqa: B007 - `judge` reads it
         calls.clear()
-        found = tuner.search(questions, prefixes=(12, 0, 2))
+        found = tuner.search(questions)
         winners.add(found.winner)
-        assert found.winner == by_hand(judge, 8, tuner.now, (0, 2, 12))
+        assert found.winner == by_hand(judge, 8, tuner.now)
         assert len(calls) == 8 + sum(trial.asked for trial in found.trials) < 8 + 8 * len(found.trials)
         for trial in found.trials:
             assert trial.right == sum(judge(i, trial.setting) for i in range(trial.asked))
@@ -80,8 +74,8 @@ def test_giving_up_never_changes_what_is_found(landscape):
     assert len(winners) > 10
 
 
-def test_the_path_is_prefix_then_temperature_then_scale(landscape):
-    wanted = APESetting(prefix_newlines=12, temperature=0.6, scale=0.8)
+def test_the_path_is_temperature_then_scale(landscape):
+    wanted = APESetting(temperature=0.6, scale=0.8)
 
     def judge(number, setting):
         if setting is None:
@@ -89,49 +83,48 @@ def test_the_path_is_prefix_then_temperature_then_scale(landscape):
         hits = [getattr(setting, name) == value for name, value in asdict(wanted).items()]
         return sum(hits) > number
 
-    tuner, questions, _ = landscape(judge, 3)
-    tuner.now = APESetting(prefix_newlines=0, temperature=0.9, scale=0.9)
-    found = tuner.search(questions, prefixes=(0, 2, 12), held_out=questions[:1])
+    tuner, questions, _ = landscape(judge, 2)
+    tuner.now = APESetting(temperature=0.9, scale=0.9)
+    found = tuner.search(questions, held_out=questions[:1])
     assert found.winner == wanted
     stages = [trial.stage for trial in found.trials]
-    assert stages == ["now"] + ["prefix"] * 3 + ["temperature"] * 9 + ["scale"] * 9
-    assert all(t.setting.prefix_newlines == 12 for t in found.trials[4:])
-    assert all(t.setting.temperature == 0.6 for t in found.trials[13:])
-    assert (found.full, found.asked, found.held_out.winner, found.held_out.now) == (3, 3, 1, 0)
+    assert stages == ["now"] + ["temperature"] * 10 + ["scale"] * 9
+    assert all(t.setting.temperature == 0.6 for t in found.trials[11:])
+    assert (found.full, found.asked, found.held_out.winner, found.held_out.now) == (2, 2, 1, 0)
     assert [row["winner"] for row in found.to_json()["trials"]].count(True) == 1
 
 
 def test_an_index_that_says_nothing_is_searched_from_the_default(landscape):
     tuner, questions, calls = landscape(lambda number, setting: True, 1)
-    assert tuner.now == APESetting(prefix_newlines=0, temperature=1.0, scale=1.0)
-    assert len(tuner.search(questions, prefixes=(0, 2)).trials) == 2 + 9 + 9  # the first prefix is the index's
+    assert tuner.now == APESetting(temperature=1.0, scale=1.0)
+    assert len(tuner.search(questions).trials) == 1 + 9 + 9  # the first setting is the index's
     assert len(calls) == len(set(calls))
 
 
 def test_ties_change_as_little_as_can_be(landscape):
     tuner, questions, _ = landscape(lambda number, setting: True, 2)
-    tuner.now = APESetting(prefix_newlines=0, temperature=0.9, scale=0.9)
-    assert tuner.search(questions).winner == APESetting(prefix_newlines=0, temperature=1.0, scale=1.0)
+    tuner.now = APESetting(temperature=0.9, scale=0.9)
+    assert tuner.search(questions).winner == APESetting(temperature=1.0, scale=1.0)
 
 
 def test_the_index_s_own_setting_wins_where_the_path_misses_it(landscape):
     tuner, questions, _ = landscape(lambda number, setting: setting is not None and setting.scale == 0.9 != 1, 2)
-    tuner.now = APESetting(prefix_newlines=7, temperature=0.3, scale=0.9)
+    tuner.now = APESetting(temperature=0.3, scale=0.9)
 
     def judge(question, setting):
         return setting == tuner.now
 
     tuner._right = judge
-    assert tuner.search(questions, prefixes=(0,)).winner == tuner.now
+    assert tuner.search(questions).winner == tuner.now
 
 
-def test_answers_are_those_of_the_engine_at_each_setting(rag, tmp_path):
+def test_answers_are_those_of_the_engine_at_each_setting(rag):
     """One setting at a time, compared with an index that is configured with it."""
     question = ASKED[0].text
-    tuner = tuner_of(rag, tmp_path / "journal.jsonl", max_new_tokens=6)
+    tuner = Tuner(rag, max_new_tokens=6)
     for setting in (
-        APESetting(prefix_newlines=0, temperature=0.3, scale=0.7),
-        APESetting(prefix_newlines=12, temperature=1.0, scale=1.0),
+        APESetting(temperature=0.3, scale=0.7),
+        APESetting(temperature=1.0, scale=1.0),
         None,
     ):
         if setting is not None:
@@ -139,9 +132,6 @@ def test_answers_are_those_of_the_engine_at_each_setting(rag, tmp_path):
         with RagKV.open(rag.folder, device="cpu") as other:
             other.index._model = rag.model
             engine = "full" if setting is None else "ape"
-            if setting is None:
-                write_setting(rag.folder, tuner.now)
-                other.index.config = load_config(rag.folder)
             text = other.query(question, engine=engine, max_new_tokens=6).text
         assert text
         right, wrong = (
@@ -153,64 +143,19 @@ def test_answers_are_those_of_the_engine_at_each_setting(rag, tmp_path):
         assert tuner._right(wrong, setting) is False
 
 
-def test_a_stopped_search_goes_on_where_it_was(rag, tmp_path, monkeypatch):
-    path = tmp_path / "derived" / "journal.jsonl"
-    asked = []
-    run = tune.run_candidates
-
-    def counted(tasks, candidates, **options):
-        asked.append(tasks[0].examples[0].question)
-        if len(asked) == 7:
-            raise KeyboardInterrupt
-        return run(tasks, candidates, **options)
-
-    monkeypatch.setattr(tune, "run_candidates", counted)
-
-    def search(questions=ASKED[:1], tokens=1):
-        return tuner_of(rag, path, max_new_tokens=tokens).search(questions, prefixes=(0, 2))
-
-    before = rag.stats()
-    with pytest.raises(KeyboardInterrupt):
-        search()
-    assert len(path.read_text().splitlines()) == 6
-    with path.open("a") as torn:
-        torn.write('{"key": "half a li')
-    first = search()
-    all_of_them = 1 + 1 + 2 + 18  # the interrupted one, full, prefixes (including the index's own), T and S
-    assert len(asked) == all_of_them
-    assert search() == first
-    assert len(asked) == all_of_them
-    search(ASKED)  # only the new question is asked
-    assert asked[all_of_them:] == [ASKED[1].text] * (all_of_them - 1)
-    search(tokens=2)  # another answer length means other answers
-    assert len(asked) == 3 * all_of_them - 2
-    assert rag.stats() == before
-
-
-def test_a_dry_journal_reads_and_does_not_write(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    ResultCache(path, keep=False).put("a", right=True)
-    assert not path.exists()
-    ResultCache(path).put("a", right=True)
-    dry = ResultCache(path, keep=False)
-    dry.put("b", right=False)
-    assert (dry.get("a")["right"], dry.get("b")["right"], ResultCache(path).get("b")) == (True, False, None)
-
-
 def test_a_setting_is_written_and_all_else_stays(rag):
     folder = rag.folder
     text = (folder / CONFIG_FILE).read_text() + '\n[tuning.pced]\ngamma = 1.5\n\n[tuning.ape]\nscale_mode = "log"\n'
     (folder / CONFIG_FILE).write_text(text)
     before = load_config(folder)
-    write_setting(folder, APESetting(prefix_newlines=12, temperature=0.7, scale=0.6))
+    write_setting(folder, APESetting(temperature=0.7, scale=0.6))
     after = load_config(folder)
     assert after.tuning == {
         **before.tuning,
         "pced": {"gamma": 1.5},
         "ape": {"scale_mode": "log", "temperature": 0.7, "scale": 0.6},
     }
-    assert replace(after, tuning=before.tuning, prompt=before.prompt) == before
-    assert after.prompt == replace(before.prompt, prefix_newlines=12)
+    assert replace(after, tuning=before.tuning) == before
     assert sorted(p.name for p in folder.iterdir() if p.is_file()) == [CONFIG_FILE]
 
 
@@ -220,11 +165,11 @@ def test_a_config_that_cannot_be_written_is_one_sentence(rag, monkeypatch):
 
     monkeypatch.setattr("ragkv.util.files.os.fsync", fail)
     with pytest.raises(StoreError, match=r"ragkv\.toml cannot be written"):
-        write_setting(rag.folder, APESetting(prefix_newlines=0, temperature=1.0, scale=1.0))
+        write_setting(rag.folder, APESetting(temperature=1.0, scale=1.0))
 
 
-def test_what_cannot_be_searched_on_is_refused(rag, tmp_path):
-    tuner = tuner_of(rag, tmp_path / "journal.jsonl")
+def test_what_cannot_be_searched_on_is_refused(rag):
+    tuner = Tuner(rag, max_new_tokens=2)
     with pytest.raises(UsageError, match="needs gold answers"):
         tuner.search([GoldenQuestion(text="Halden?")])
     with pytest.raises(RetrievalError, match="No question finds a chunk"):

@@ -1,4 +1,4 @@
-"""Small BEIR and LOFT folders, and an embedder that records its input."""
+"""A small BEIR folder, and an embedder that records its input."""
 
 import json
 from collections.abc import Sequence
@@ -30,17 +30,6 @@ def beir_folder(folder: Path) -> Path:
     (folder / "qrels").mkdir()
     lines = ["query-id\tcorpus-id\tscore", *("\t".join(map(str, row)) for row in QRELS)]
     (folder / "qrels" / "test.tsv").write_text("\n".join(lines) + "\n")
-    return folder
-
-
-def loft_folder(folder: Path, name: str = "test_queries.jsonl") -> Path:
-    corpus = [{"pid": i, "title_text": t, "passage_text": x, "metadata": {}} for i, (t, x) in TEXTS.items()]
-    write_lines(folder / "corpus.jsonl", corpus)
-    rows = [
-        {"qid": i, "query_text": x, "answers": [[d, s] for q, d, s in QRELS if q == i], "metadata": {}}
-        for i, x in QUESTIONS.items()
-    ]
-    write_lines(folder / name, rows)
     return folder
 
 

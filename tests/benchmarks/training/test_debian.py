@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ragkv.benchmarks.evaluation.tasks.files import load_tasks
+from ragkv.benchmarks.evaluation.files import load_task
 from ragkv.benchmarks.training.debian.make import passages
 from ragkv.doctor.io import normal
 
@@ -59,7 +59,7 @@ def test_every_work_has_its_terms():
 
 
 def test_it_is_read_as_a_task():
-    [task] = load_tasks(HERE / "questions.jsonl", count_tokens=len)
+    task = load_task(HERE / "questions.jsonl")
     examples = list(task.examples)
     assert len(examples) == len(ROWS)
     assert {example.kind for example in examples} == {row["kind"] for row in ROWS}
