@@ -41,10 +41,10 @@ from ragkv.cli.options import (
     NoServer,
     NoWait,
     Quiet,
-    SearchOptions,
+    Retrieval,
+    TopK,
     Where,
     given_values,
-    shared_options,
     wait,
     without_server,
 )
@@ -445,7 +445,6 @@ def _show_pack(found: Pack, path: Path, *, as_json: bool, quiet: bool) -> None:
         echo(f"{path}: {what}, {made}, {size(found.bytes)}.")
 
 
-@shared_options
 def warm(
     *,
     names: Documents = None,
@@ -459,7 +458,8 @@ def warm(
     ] = None,
     where: Where = None,
     engine: Engine = None,
-    search: Annotated[SearchOptions, "top_k", "retrieval"],
+    top_k: TopK = None,
+    retrieval: Retrieval = None,
     device: Device = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -480,7 +480,7 @@ def warm(
         raise UsageError("Say what to make KV for: documents (or --where), --questions FILE, or --most N; one of them.")
     with RagKV.open(index, readonly=False, device=device) as rag, steps("warm", silent=quiet or as_json) as show:
         if questions is not None:
-            options = given_values(top_k=search.top_k, retrieval=search.retrieval)
+            options = given_values(top_k=top_k, retrieval=retrieval)
             asked = questions_of_log(rag, questions, engine, options, quiet=quiet)
             none = "no question finds a chunk whose KV its engine reads"
             wanted = rag.wanted(questions=asked, on_question=lambda done: show(done, len(asked), "search"))

@@ -38,8 +38,10 @@ from ragkv.config import (
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageError
 from ragkv.finetune.config import Setting
 from ragkv.model.checkpoint import lasting
+from ragkv.question import question_arguments, question_options
 from ragkv.util.display import one_line
 from ragkv.util.files import read_toml, shortened, user_folder
+from ragkv.util.options import at_door
 
 
 def engines(incomplete: str) -> list[str]:
@@ -291,9 +293,7 @@ def in_force(
 
 
 DEFAULT_INDEX = Path("ragkv-index")
-_RETRIEVAL = "Retrieval"
 RUNTIME = "Many questions"
-DECODING = "Decoding (default: as ragkv.toml says, else greedy)"
 _LENGTH = re.compile("[0-9]{1,9}")
 
 
@@ -349,10 +349,12 @@ def _require_cuda(name: str) -> None:
         raise ModelLoadError(f"Device {name!r} is not available: {missing}; leave --device out to use the CPU.")
 
 
-def _at_least_one(ctx: typer.Context, param: typer.CallbackParam, value: int | None) -> int | None:
-    """Refuse 0 before anything is loaded."""
-    if value is not None and value < 1 and not ctx.resilient_parsing:
-        raise UsageError(f"--{str(param.name).replace('_', '-')} must be at least 1, not {value}.")
+def _fitting(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
+    """Refuse a wrong value before anything is loaded."""
+    if value is not None and not ctx.resilient_parsing:
+        options = question_options()
+        name = next(each for each in options if param.name in (each, options[each].option.setting))
+        options[name].require(value)
     return value
 
 
@@ -481,14 +483,6 @@ ContextTokens = Annotated[
         show_default="0",
     ),
 ]
-System = Annotated[
-    str | None,
-    typer.Option(
-        "--system",
-        help="Instructions for this question; they come before it, after the documents, so stored KV still applies.",
-        show_default=False,
-    ),
-]
 Codec = Annotated[
     str | None,
     _option(
@@ -552,25 +546,6 @@ Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only results and errors.", callback=_without_warnings)
 ]
 
-Engine = Annotated[
-    str | None,
-    _option(
-        "default_engine",
-        help="How the chunks are read: full, single, all, ippd, ippd-stacked, ape, block, blend, pced, mapreduce, apb, "
-        "or an engine of your own.",
-        show_default="the index's",
-        autocompletion=engines,
-    ),
-]
-TopK = Annotated[
-    int | None,
-    _option(
-        "top_k",
-        help="How many chunks to answer from.",
-        show_default="the index's",
-        callback=_at_least_one,
-    ),
-]
 WorkFolder = Annotated[
     Path | None,
     typer.Option("--folder", callback=_folder, help="Measure on this disk.", show_default="the temporary folder"),
@@ -580,15 +555,6 @@ Documents = Annotated[
     typer.Argument(
         help="Documents: ids, source names, paths, or patterns such as 'docs/*'.",
         metavar="DOCUMENT",
-        show_default=False,
-    ),
-]
-Where = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--where",
-        metavar="FIELD=PATTERN",
-        help="Only documents that match, such as source=notes/*.md; may be given several times.",
         show_default=False,
     ),
 ]
@@ -618,14 +584,6 @@ MaxRows = Annotated[
         min=1,
     ),
 ]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="With the same seed, the same tokens are drawn.", rich_help_panel=DECODING, show_default=False),
-]
-
-
-def _decoding(help_text: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel=DECODING, show_default=False)
 
 
 def text_of(name: str, path: Path) -> str:
@@ -637,122 +595,101 @@ def text_of(name: str, path: Path) -> str:
         raise UsageError(f"--{name} {path} cannot be read: {why}.") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOptions:
-    """What to search for a question, and how; None and () leave it to the index."""
-
-    top_k: TopK = None
-    retrieval: Annotated[
-        str | None,
-        typer.Option(
-            help="How to search: dense, sparse, colbert, hybrid or bm25.",
-            show_default="the index's",
-            rich_help_panel=_RETRIEVAL,
-            autocompletion=modes,
-        ),
-    ] = None
-    rerank: Annotated[
-        bool | None,
-        typer.Option(
-            "--rerank/--no-rerank",
-            help="Sort the candidates with the index's reranker, or do not.",
-            show_default="the index's",
-            rich_help_panel=_RETRIEVAL,
-        ),
-    ] = None
-    candidates: Annotated[
-        int | None,
-        typer.Option(
-            help="How many chunks the reranker reads; the best --top-k of them remain.",
-            callback=_at_least_one,
-            show_default="the index's",
-            rich_help_panel=_RETRIEVAL,
-        ),
-    ] = None
-    where: Where = None
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            help="Search up to this many times: for the question, then for queries that the model writes.",
-            show_default="the index's, or 1",
-            rich_help_panel=_RETRIEVAL,
-        ),
-    ] = None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `RagKV.ask`."""
-        return asdict(self) | {"where": self.where or ()}
+_COMPLETIONS = {"engine": engines, "retrieval": modes}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodingOptions:
-    """How the tokens of an answer are chosen; None leaves it to the index."""
+def question_option(name: str) -> Any:
+    """`typer.Option` for an option of a question (`ragkv.question`)."""
+    field = question_options()[name]
+    option = field.option
+    flag = FLAGS[option.setting] if option.setting else option.flag
+    several = "; may be given several times." if field.is_list else "."
+    return typer.Option(
+        *([flag] if flag else []),
+        envvar=VARIABLES.get(option.setting),
+        help=option.help.removesuffix(".") + several,
+        show_default=option.unset or (name == "max_new_tokens"),
+        metavar="FILE" if option.in_file else option.metavar or None,
+        rich_help_panel=option.panel or None,
+        autocompletion=_COMPLETIONS.get(name),
+        callback=_fitting if option.least is not None or option.choices else None,
+    )
 
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Most tokens of an answer.", rich_help_panel=DECODING, callback=_at_least_one)
-    ] = 128
-    temperature: Annotated[float | None, _decoding("0 is greedy decoding; above 0, tokens are drawn.")] = None
-    top_p: Annotated[
-        float | None, _decoding("Draw from the most likely tokens that together have this probability.")
-    ] = None
-    top_k_tokens: Annotated[
-        int | None, _decoding("Draw from this many of the most likely tokens (--top-k counts chunks).")
-    ] = None
-    min_p: Annotated[
-        float | None, _decoding("Draw from the tokens with at least this share of the most likely token's probability.")
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, _decoding("Above 1, tokens that the answer already contains become less likely.")
-    ] = None
-    seed: Seed = None
-    stop: Annotated[list[str] | None, _decoding("End the answer before this text; may be given several times.")] = None
-    schema: Annotated[
-        Path | None, _decoding("Answer in JSON by the JSON schema in this file, or end by --max-new-tokens.")
-    ] = None
-    thinking: Annotated[
-        str | None, _decoding("Whether a model that can think does before it answers: off, on, or a number of tokens.")
-    ] = None
-    regex: Annotated[str | None, _decoding("The whole answer matches this regular expression.")] = None
-    grammar: Annotated[Path | None, _decoding("The answer matches the Lark grammar in this file.")] = None
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of `RagKV.ask`."""
-        read = {name: text_of(name, path) for name in ("schema", "grammar") if (path := getattr(self, name))}
-        thinking = int(self.thinking) if self.thinking and _LENGTH.fullmatch(self.thinking) else self.thinking
-        given = given_values(**asdict(self) | {"stop": self.stop or None, "thinking": thinking} | read)
-        return {"max_new_tokens": given.pop("max_new_tokens"), "decoding": given}
+Engine = Annotated[str | None, question_option("engine")]
+TopK = Annotated[int | None, question_option("top_k")]
+Retrieval = Annotated[str | None, question_option("retrieval")]
+Where = Annotated[list[str] | None, question_option("where")]
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionDoor:
+    """Marks a command's parameter that gets the options which `door` shows, as arguments of `Question`."""
+
+    door: str
+
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The command's options, by the names of the question's."""
+        found = {}
+        for field in at_door(question_options(), self.door):
+            kind: Any = str if get_origin(field.type) else field.type
+            kind = Path if field.option.in_file else list[str] if field.is_list else kind
+            default = field.default if field.name == "max_new_tokens" else None
+            annotation = Annotated[kind | None, question_option(field.name)]
+            found[field.name] = inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+            )
+        return found
+
+    def arguments(self, typed: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of `Question`; UsageError for a file that cannot be read."""
+        options = question_options()
+        read = {name: text_of(name, path) for name, path in typed.items() if options[name].option.in_file and path}
+        values = {name: value for name, value in typed.items() if value not in (None, [])} | read
+        if _LENGTH.fullmatch(values.get("thinking", "")):
+            values["thinking"] = int(values["thinking"])
+        return question_arguments(values)
+
+
+QuestionArguments = Annotated[Mapping[str, Any], QuestionDoor("query")]
+ChatArguments = Annotated[Mapping[str, Any], QuestionDoor("chat")]
 
 
 def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """`command` with an option for each field of the dataclasses that it takes, and such objects made of their values.
 
-    A field is an option if it is annotated with typer's `Option`, or with a `Setting`; others keep their defaults.
-    `Annotated[DecodingOptions, "seed"]` has options for the named fields only.
+    A field is an option if it is annotated with typer's `Option`, or with a `Setting`; others keep their defaults. A
+    parameter with a `QuestionDoor` has an option for each of a question's.
     """
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
-    taken: dict[str, tuple[type, list[str]]] = {}
+    taken: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {}
     for parameter in signature.parameters.values():
-        kind, *names = get_args(parameter.annotation) or (parameter.annotation,)
-        if not is_dataclass(kind) or not isinstance(kind, type):
-            parameters.append(parameter)
-            continue
-        options = _options_of(kind)
-        taken[parameter.name] = kind, names or [*options]
-        parameters += [options[name] for name in names or options]
+        kind, *notes = get_args(parameter.annotation) or (parameter.annotation,)
+        if notes and isinstance(notes[0], QuestionDoor):
+            options = notes[0].parameters()
+            taken[parameter.name] = _by_keyword(notes[0].arguments), [*options]
+        elif is_dataclass(kind) and isinstance(kind, type):
+            options = _options_of(kind)
+            taken[parameter.name] = kind, [*options]
+        else:
+            options = {parameter.name: parameter}
+        parameters += options.values()
 
     @wraps(command)
-    def run(**given: Any) -> Any:
-        for name, (kind, names) in taken.items():
-            given[name] = kind(**{each: given.pop(each) for each in names})
-        return command(**given)
+    def run(**typed: Any) -> Any:
+        for name, (build, names) in taken.items():
+            typed[name] = build(**{option: typed.pop(option) for option in names})
+        return command(**typed)
 
     # mypy does not allow an assignment to a function's signature
     keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
     vars(run)["__signature__"] = signature.replace(parameters=keywords)
     return run
+
+
+def _by_keyword(build: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
+    return lambda **values: build(values)
 
 
 def _options_of(kind: type) -> dict[str, inspect.Parameter]:

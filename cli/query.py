@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, cast
@@ -39,17 +39,15 @@ from ragkv.cli.options import (
     VARIABLES,
     BatchTokens,
     BlockTokens,
-    DecodingOptions,
+    ChatArguments,
     Device,
-    Engine,
     Index,
     Json,
     JsonLines,
     MaxRows,
     NoServer,
+    QuestionArguments,
     Quiet,
-    SearchOptions,
-    System,
     UserFile,
     block_tuning,
     given_values,
@@ -62,8 +60,10 @@ from ragkv.cli.options import (
 from ragkv.cli.question_files import answer_all, show_batch
 from ragkv.config import HISTORY, History, IndexConfig, IngestConfig, RuntimeConfig, load_config, one_of
 from ragkv.errors import IngestError, KVMismatchError, RagkvError, UsageError
+from ragkv.question import question_options
 from ragkv.server.local import LocalClient, ServerReply, UnservedError, query_body, question_warnings
 from ragkv.types import Answer
+from ragkv.util.options import at_door
 
 if TYPE_CHECKING:
     from ragkv.index.answer import AnswerStream
@@ -75,7 +75,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 Turns: TypeAlias = Sequence[tuple[str, str]]
 """The earlier questions, with their answers."""
-_FOR_INDEX = ("index", *(each.name for each in fields(SearchOptions)))
+_FOR_INDEX = ("index", "steps", *(each.name for each in at_door(question_options(), "search")))
 """Options for where and how to search."""
 
 
@@ -154,10 +154,7 @@ def query(
         str | None, typer.Argument(help="What you want to know.", metavar="QUESTION", show_default=False)
     ] = None,
     index: Index = DEFAULT_INDEX,
-    engine: Engine = None,
-    system: System = None,
-    search: SearchOptions,
-    decoding: DecodingOptions,
+    options: QuestionArguments,
     model: Annotated[
         str | None,
         typer.Option(
@@ -230,14 +227,11 @@ def query(
     if questions is None:
         brief()
     limits = RuntimeConfig(**given_values(batch_tokens=batch_tokens, max_rows=max_rows))
-    options = {"engine": engine, "system": system, **decoding.arguments}
     tuning = block_tuning(block_tokens)
     if tuning and not context:
         raise UsageError("--block-tokens is for --context; an index keeps the lengths that it was ingested with.")
-    if not context:
-        options |= search.arguments
-        if model is not None:
-            _require_model(index, model)
+    if not context and model is not None:
+        _require_model(index, model)
     if questions is not None and output is not None:
         with _source(ctx, index, context, model, device, limits, tuning, quiet=quiet) as source:
             if not context and not quiet:
@@ -245,7 +239,7 @@ def query(
 
                 if message := question_note(source.config, cast("RagKV", source).store):
                     note(message)
-            chosen = engine or source.config.default_engine
+            chosen = options.get("engine") or source.config.default_engine
             batch = answer_all(source, questions, output, engine=chosen, options=options, silent=quiet or as_json)
         show_batch(batch, as_json=as_json, quiet=quiet)
         return
@@ -447,10 +441,7 @@ _HELP = """/sources       show the full text of the chunks behind the last answe
 def chat(
     *,
     index: Index = DEFAULT_INDEX,
-    engine: Engine = None,
-    system: System = None,
-    search: SearchOptions,
-    decoding: Annotated[DecodingOptions, "max_new_tokens", "temperature", "seed"],
+    options: ChatArguments,
     history: Annotated[
         str | None,
         typer.Option(
@@ -486,14 +477,14 @@ def chat(
     if history is not None:
         one_of("--history", history, HISTORY)
     settings = ChatSettings(
-        options=search.arguments | decoding.arguments | {"system": system},
+        options={name: value for name, value in options.items() if name != "engine"},
         history=cast("History | None", history),
         history_tokens=history_tokens,
         rewrite=rewrite,
         quiet=quiet,
     )
     with ChatBackend(index, device, settings, by_itself=without_server(no_server)) as backend:
-        session = _Session(backend, backend.choose(engine), index=index, as_json=as_json, quiet=quiet)
+        session = _Session(backend, backend.choose(options.get("engine")), index=index, as_json=as_json, quiet=quiet)
         if sys.stdin.isatty() and not quiet:
             note(f"{session.engine} on {index}. Type a question, /help for commands, or Ctrl-D to end.")
         for line in _lines():

@@ -24,9 +24,11 @@ import typer
 from ragkv.cli.console import count, echo, note, percent_bar, print_json
 from ragkv.doctor.io import FileRow, question_of
 from ragkv.errors import ConfigError, RagkvError, UsageError
+from ragkv.question import question_options
 from ragkv.types import Answer
 from ragkv.util.display import json_text
-from ragkv.util.files import open_plain, parse_json, read_plain, refusal, replace_plain
+from ragkv.util.files import open_plain, parse_json, read_plain, refusal, replace_plain, shortened
+from ragkv.util.options import at_door
 
 if TYPE_CHECKING:
     from ragkv.index.contexts import Contexts
@@ -136,16 +138,14 @@ def _line(row: FileRow, number: int, engine: str) -> QuestionLine:
     if own is not None and (isinstance(own, bool) or not isinstance(own, (str, int))):
         raise ConfigError('"id" is a text or a whole number.')
     text = question_of(row).text
-    own_engine = row.text("engine", default=engine)
-    options: dict[str, Any] = {"engine": own_engine}
-    for name in ("top_k", "max_new_tokens", "steps"):
-        value = row.values.get(name)
+    options: dict[str, Any] = {}
+    for option in at_door(question_options(), "file"):
+        value = _texts(row, option.name) if option.is_list else row.values.get(option.name)
         if value is not None:
-            if type(value) is not int or value < 1:
-                raise ConfigError(f'"{name}" is a whole number from 1 up.')
-            options[name] = value
-    if (where := _texts(row, "where")) is not None:
-        options["where"] = where
+            if wanted := option.refusal(value):
+                raise ConfigError(f'"{option.name}" must be {wanted}, not {shortened(value)}.')
+            options[option.name] = value
+    own_engine = options.setdefault("engine", engine)
     return QuestionLine(
         number=number,
         where=row.where,

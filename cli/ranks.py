@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +14,9 @@ from ragkv.cli.main import SingleCommand, log_to_stderr, run
 from ragkv.cli.options import (
     BlockTokens,
     Debug,
-    DecodingOptions,
     Device,
     Json,
+    QuestionDoor,
     Quiet,
     block_tuning,
     shared_options,
@@ -41,7 +42,7 @@ def ranks(
     ],
     block_tokens: BlockTokens = None,
     model: Annotated[str | None, typer.Option(help="The model that answers.", show_default=False)] = None,
-    decoding: Annotated[DecodingOptions, "max_new_tokens", "temperature", "seed"],
+    typed: Annotated[Mapping[str, Any], QuestionDoor("ranks")],
     timeout: Annotated[
         float, typer.Option(help="Seconds that a rank waits for the others: to come, to load, to compute a layer.")
     ] = 300.0,
@@ -67,7 +68,7 @@ def ranks(
     store, rank, size = meeting_place(timeout)
     if device is None and torch.cuda.is_available():
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    options: dict[str, Any] = {"engine": "apb", **decoding.arguments}
+    options: dict[str, Any] = {"engine": "apb", **typed}
     try:
         tuning = block_tuning(block_tokens)
         language_model, texts, config = context_material(context, model, device, tuning=tuning, quiet=quiet or rank > 0)

@@ -35,7 +35,7 @@ class Decoding:
 
     temperature: Annotated[
         float | None,
-        Option("0 is greedy decoding; above 0, tokens are drawn.", panel=DECODING_PANEL, doors=doors("chat")),
+        Option("0 is greedy decoding; above 0, tokens are drawn.", panel=DECODING_PANEL, doors=doors("chat", "ranks")),
     ] = None
     top_p: Annotated[
         float | None,
@@ -43,7 +43,7 @@ class Decoding:
     ] = None
     top_k_tokens: Annotated[
         int | None,
-        Option("Draw from this many of the most likely tokens (--top-k counts chunks).", panel=DECODING_PANEL),
+        Option("Draw from this many of the most likely tokens.", panel=DECODING_PANEL),
     ] = None
     min_p: Annotated[
         float | None,
@@ -57,11 +57,11 @@ class Decoding:
     ] = 1.0
     seed: Annotated[
         int | None,
-        Option("With the same seed, the same tokens are drawn.", panel=DECODING_PANEL, doors=doors("chat")),
+        Option("With the same seed, the same tokens are drawn.", panel=DECODING_PANEL, doors=doors("chat", "ranks")),
     ] = None
     stop: Annotated[
         tuple[str, ...],
-        Option("End the answer before this text; may be given several times.", panel=DECODING_PANEL),
+        Option("End the answer before this text.", panel=DECODING_PANEL),
     ] = ()
     stop_ids: tuple[int, ...] = ()
     schema: Annotated[

@@ -81,7 +81,7 @@ class Question:
     candidates: Annotated[
         int,
         Option(
-            "How many chunks the reranker reads; the best --top-k of them remain.",
+            "How many chunks the reranker reads; the best `top_k` of them remain.",
             unset=_INDEX,
             least=1,
             panel=_RETRIEVAL,
@@ -91,7 +91,7 @@ class Question:
     where: Annotated[
         tuple[str, ...],
         Option(
-            "Only documents that match, such as source=notes/*.md; may be given several times.",
+            "Only documents that match FIELD=PATTERN, such as source=notes/*.md.",
             metavar="FIELD=PATTERN",
             doors=doors("chat", "mcp", "file", "search"),
         ),
@@ -110,7 +110,7 @@ class Question:
     """With `chunks` the default is 1."""
     max_new_tokens: Annotated[
         int,
-        Option("Most tokens of an answer.", least=1, panel=DECODING_PANEL, doors=doors("chat", "mcp", "file")),
+        Option("Most tokens of an answer.", least=1, panel=DECODING_PANEL, doors=doors("chat", "mcp", "file", "ranks")),
     ] = 128
     decoding: Decoding | Mapping[str, Any] = UNSET
     """A `Decoding`, or the settings that differ from the index's `[decoding]` table: `{"temperature": 0.7}`."""

@@ -70,6 +70,11 @@ def test_the_sizing_table_is_up_to_date():
     assert MADE["placed"](text, "sizing", MADE["sizing"]()) == text, "run: make cli-docs"
 
 
+def test_the_table_of_options_is_up_to_date():
+    text = (DOCS / "questions.md").read_text(encoding="utf-8")
+    assert MADE["placed"](text, "options", MADE["options"]()) == text, "run: make cli-docs"
+
+
 def test_every_page_is_in_the_menu():
     menu = re.findall(r"[\w-]+\.md", (DOCS / "site" / "mkdocs.yml").read_text(encoding="utf-8"))
     assert sorted(menu) == sorted(page.name for page in DOCS.glob("*.md"))

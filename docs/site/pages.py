@@ -18,6 +18,8 @@ from typer.cli import get_docs_for_click
 
 from ragkv.benchmarks.evaluation.families import COLUMNS, ENGINES, EXACT, Survey
 from ragkv.cli.main import app
+from ragkv.cli.options import question_option
+from ragkv.question import question_options
 from ragkv.store import Int4, Int8
 from ragkv.types import SCALE_BYTES
 
@@ -26,6 +28,7 @@ DOCS = ROOT / "docs"
 HEAD = "<!-- Made by `make cli-docs` from the commands themselves; tests/test_docs.py compares. -->\n\n"
 WORDS = ("config", "decoding", "errors", "question", "types")
 """Modules that every room uses; drawn as one box, and without arrows to it."""
+ALSO = {"chat": "chat", "file": "file", "mcp": "MCP"}
 
 
 def placed(text: str, name: str, made: str) -> str:
@@ -54,6 +57,18 @@ def families(survey: Survey) -> str:
     for cells in (COLUMNS, ["---"] * len(COLUMNS), *(verdict.cells() for verdict in survey.verdicts)):
         escaped = (cell.replace("|", r"\|").replace("<", r"\<") for cell in cells)
         lines.append(f"| {' | '.join(escaped)} |")
+    return "\n".join(lines) + "\n"
+
+
+def options() -> str:
+    """The table of a question's options."""
+    lines = ["| option | command line | meaning | also |", "| --- | --- | --- | --- |"]
+    for field in question_options().values():
+        flag = question_option(field.name).param_decls
+        command = flag[0] if flag else f"--{field.name.replace('_', '-')}"
+        more = ", ".join(shown for door, shown in ALSO.items() if door in field.option.doors)
+        command += " FILE" if field.option.in_file else ""
+        lines.append(f"| `{field.name}` | `{command}` | {field.option.help} | {more} |")
     return "\n".join(lines) + "\n"
 
 
@@ -181,6 +196,7 @@ if __name__ == "__main__":
         ("models.md", "families", families(Survey.recorded())),
         ("operations.md", "sizing", sizing()),
         ("design.md", "rooms", picture(room_graph())),
+        ("questions.md", "options", options()),
     ):
         path = DOCS / page
         path.write_text(placed(path.read_text(encoding="utf-8"), name, made), encoding="utf-8")

@@ -45,6 +45,7 @@ from ragkv.server.schemas import (
     AnswerCitation,
     AnswerReply,
     ChunkPage,
+    ConversationOptions,
     DocumentListing,
     DocumentText,
     FailFastList,
@@ -58,13 +59,13 @@ from ragkv.server.schemas import (
     chunk_urls,
     document_facts,
     document_page,
+    question_fields,
 )
 from ragkv.server.streaming import (
     AnswerResponse,
     ThoughtDeltas,
     TrimmedText,
     in_conversation,
-    require_unicode,
     send_answer,
     unless_gone,
     with_comments,
@@ -154,19 +155,16 @@ class TurnRequest(BaseModel):
     answer: str
 
 
-class SearchRequest(BaseModel):
+@question_fields("search")
+class SearchRequest(QuestionOptions):
     """A question to search for; a field that is left out or null is as in `ragkv.toml`."""
 
     model_config = ConfigDict(extra="forbid")
     question: str
-    top_k: int | None = None
-    retrieval: str | None = None
-    rerank: bool | None = None
-    candidates: int | None = None
-    where: FailFastList[str] = []
 
 
-class QueryRequest(QuestionOptions):
+@question_fields()
+class QueryRequest(ConversationOptions):
     """A question. `history`: the turns before it, used according to `history_mode`, with at most `history_tokens` of
     them in the prompt; `trace`: report the expert that won each token; `citations`: report the sources of each
     sentence; `warnings`: report warnings about the engine and the model.
@@ -174,9 +172,6 @@ class QueryRequest(QuestionOptions):
 
     model_config = ConfigDict(extra="forbid")
     question: str
-    system: str | None = Field(default=None, description="Instructions, placed before the question.")
-    top_k: int | None = None
-    max_new_tokens: int | None = Field(default=None, ge=1)
     history: FailFastList[TurnRequest] = Field(default=[], max_length=4096)
     history_mode: History | None = None
     history_tokens: int = Field(default=512, ge=0)
@@ -218,7 +213,7 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
         """Check a question and its settings without answering it; with `warnings`, what to know before the answer."""
         rag = served.index(name)
         _, warnings = await prepared(rag, body)
-        return Json({"engine": body.engine or rag.config.default_engine, "warnings": warnings})
+        return Json({"engine": body.option("engine") or rag.config.default_engine, "warnings": warnings})
 
     @routes.post("/indexes/{name}/search", response_model=SearchReply)
     async def search(name: str, body: SearchRequest, request: Request) -> Json:
@@ -286,22 +281,12 @@ def _prepared(rag: RagKV, body: QueryRequest) -> tuple[AnswerStream, list[str]]:
         history_tokens=body.history_tokens,
         rewrite=body.rewrite,
     )
-    options = body.query_options(
-        words,
-        engine=body.engine,
-        top_k=body.top_k,
-        most=body.max_new_tokens,
-        top_k_tokens=body.top_k_tokens,
-        schema=body.json_schema,
-    )
-    options["system"] = body.system
-    stream = rag.stream(words.prompt, **options)
+    stream = rag.stream(words.prompt, **body.query_options(words))
     return stream, question_warnings(rag, stream) if body.warnings else []
 
 
 def _searched(rag: RagKV, body: SearchRequest) -> list[Source]:
-    require_unicode([body.question])
-    return [source_of(scored) for scored in rag.retrieve(**body.model_dump())]
+    return [source_of(scored) for scored in rag.retrieve(body.question, **body.arguments())]
 
 
 def _document(rag: RagKV, document_id: str) -> Json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -15,11 +16,11 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel, Field
 
 import ragkv
-from ragkv.config import MOST_STEPS
 from ragkv.errors import RagkvError
 from ragkv.index.answer import source_of
 from ragkv.index.search import chunk_named
 from ragkv.pipeline import RagKV
+from ragkv.question import question_arguments, question_options
 from ragkv.server.errors import readable_error
 from ragkv.server.local import LocalClient, UnservedError, query_body
 from ragkv.server.schemas import FailFastList, ShownChunk
@@ -32,7 +33,6 @@ Conditions = Annotated[
     FailFastList[str] | None,
     Field(description="Only documents that meet FIELD=PATTERN, as in source=notes/*.md, or a metadata key."),
 ]
-Amount = Annotated[int | None, Field(ge=1, le=256, description="How many passages; unset: as the index is set.")]
 
 
 class FoundPassage(BaseModel):
@@ -106,32 +106,18 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
         return None
 
     @tool("search")
-    async def search(question: str, top_k: Amount = None, where: Conditions = None) -> FoundPassages:
+    @_with_options("mcp", "search")
+    async def search(question: str, **options: Any) -> FoundPassages:
         """Find the passages of the documents that say most about a question or some words, best first."""
-        options: dict[str, Any] = {"top_k": top_k, "where": where or []}
         found = await served(lambda client: client.search({"question": question, **options}))
         if found is None:
             found = [source_of(each).to_json() for each in await rag.aretrieve(question, **options)]
         return FoundPassages(passages=[_passage(each) for each in found])
 
     @tool("ask")
-    async def ask(
-        question: str,
-        top_k: Amount = None,
-        where: Conditions = None,
-        engine: Annotated[str | None, Field(description="How passages are read: ape, block, pced, full, …")] = None,
-        max_new_tokens: Annotated[int, Field(ge=1, le=4096, description="The longest answer, in tokens.")] = 256,
-        steps: Annotated[
-            int | None,
-            Field(ge=1, le=MOST_STEPS, description="The most searches: the model writes those after the first."),
-        ] = None,
-        system: Annotated[str | None, Field(description="Instructions for this question.")] = None,
-    ) -> ToolAnswer:
+    @_with_options("mcp")
+    async def ask(question: str, **options: Any) -> ToolAnswer:
         """Answer a question from the documents, with the passages that the answer was made from."""
-        options: dict[str, Any] = {
-            "top_k": top_k, "where": where or [], "engine": engine, "max_new_tokens": max_new_tokens,
-            "steps": steps, "system": system,
-        }  # fmt: skip
         body, identifier = query_body(question, options), secrets.token_hex(8)
         try:
             answer = await served(lambda client: client.query(body, lambda warning: None, identifier).answer)
@@ -139,7 +125,7 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
             await asyncio.shield(served(lambda client: client.cancel(identifier)))
             raise
         if answer is None:
-            answer = await rag.aquery(question, **options)
+            answer = await rag.aquery(question, **question_arguments(options))
         return ToolAnswer(
             answer=answer.text,
             engine=answer.engine,
@@ -168,6 +154,33 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
         return Documents(documents=[ListedDocument(**each.to_json()) for each in page.documents], after=page.after)
 
     return tools
+
+
+_MOST = {"top_k": 256, "max_new_tokens": 4096}
+"""What an assistant may ask for at most."""
+_USUAL = {"max_new_tokens": 256}
+
+
+def _with_options(*names: str) -> Callable[[Callable[..., Awaitable[R]]], Callable[..., Awaitable[R]]]:
+    """A decorator for a tool: an argument for each option of a question that all of these doors show."""
+
+    def extend(work: Callable[..., Awaitable[R]]) -> Callable[..., Awaitable[R]]:
+        signature = inspect.signature(work, eval_str=True)
+        parameters = list(signature.parameters.values())[:-1]
+        for field in question_options().values():
+            if not field.option.doors.issuperset(names):
+                continue
+            option, most = field.option, _MOST.get(field.name, field.option.most)
+            kind: Any = FailFastList[str] if field.is_list else field.type
+            annotation: Any = Annotated[kind | None, Field(ge=option.least, le=most, description=option.help)]
+            default = _USUAL.get(field.name)
+            parameters.append(
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+            )
+        vars(work)["__signature__"] = signature.replace(parameters=parameters)
+        return work
+
+    return extend
 
 
 def _with_tool_errors(work: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:

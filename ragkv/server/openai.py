@@ -34,11 +34,12 @@ from ragkv.server.schemas import (
     EVENTS,
     OWNER,
     AnswerSource,
+    ConversationOptions,
     FailFastList,
     ModelChoice,
-    QuestionOptions,
     ServedIndexes,
     chunk_urls,
+    question_fields,
 )
 from ragkv.server.streaming import (
     AnswerResponse,
@@ -141,7 +142,8 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ChatRequest(QuestionOptions):
+@question_fields(without=("system", "top_k", "max_new_tokens"))
+class ChatRequest(ConversationOptions):
     """The body of `POST /v1/chat/completions`: OpenAI's parameters and ragkv's own."""
 
     model_config = ConfigDict(extra="allow", strict=False)
@@ -178,7 +180,7 @@ class ChatRequest(QuestionOptions):
             "question": f"messages[{len(self.messages) - 1}]",
             "max_new_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
             "top_k": "top_k_chunks",
-            "top_k_tokens": "top_k" if self.top_k_tokens is None else "top_k_tokens",
+            "top_k_tokens": "top_k" if self.option("top_k_tokens") is None else "top_k_tokens",
             "schema": "schema" if self.response_format is None else "response_format",
             "grammar": "tools" if self.tools else "grammar",
         }
@@ -186,14 +188,15 @@ class ChatRequest(QuestionOptions):
     def token_limit(self) -> int | None:
         """None, and many clients' -1, mean the default. It is larger for JSON and calls: half of one is useless."""
         given = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        constrained = self.tools or self.regex or self.grammar or self.answer_schema() is not None
+        constrained = self.tools or self.option("regex") or self.option("grammar") or self.answer_schema() is not None
         return STRUCTURED_TOKENS if constrained and given in (None, -1) else None if given == -1 else given
 
     def sampled_top_k(self) -> int | None:
         """The sampler's top-k."""
+        tokens: int | None = self.option("top_k_tokens")
         if self.top_k is None or self.top_k in (0, -1):
-            return self.top_k_tokens
-        if self.top_k_tokens not in (None, self.top_k):
+            return tokens
+        if tokens not in (None, self.top_k):
             raise ApiError(400, "top_k and top_k_tokens mean the same; leave one out.", param="top_k")
         return self.top_k
 
@@ -201,8 +204,8 @@ class ChatRequest(QuestionOptions):
         """The JSON schema of the answer; None for any text."""
         match self.response_format:
             case None | {"type": "text"}:
-                return self.json_schema
-            case _ if self.json_schema is not None:
+                return self.option("schema")
+            case _ if self.option("schema") is not None:
                 raise ApiError(400, "response_format and schema mean the same; leave one out.", param="schema")
             case {"type": "json_object"}:
                 return {"type": "object"}
@@ -237,7 +240,7 @@ class ChatRequest(QuestionOptions):
         tools = self.callable_tools()
         if not tools and not later:
             return {}
-        if tools and (self.stop or self.regex is not None or self.grammar is not None):
+        if tools and (self.option("stop") or self.option("regex") is not None or self.option("grammar") is not None):
             raise ApiError(400, "stop, regex and grammar cannot be used together with tools.", param="tools")
         model = chosen.rag.model
         given = [
@@ -277,9 +280,10 @@ class ChatRequest(QuestionOptions):
         """
         engine: str | None = "full"
         if words.conversation is None:
-            engine = chosen.engine or self.engine
-            if self.engine not in (None, engine):
-                message = f"The model names engine {chosen.engine!r}, and `engine` {self.engine!r}."
+            wanted = self.option("engine")
+            engine = chosen.engine or wanted
+            if wanted not in (None, engine):
+                message = f"The model names engine {chosen.engine!r}, and `engine` {wanted!r}."
                 raise ApiError(400, message, param="engine")
         options = self.query_options(
             words,
@@ -287,7 +291,7 @@ class ChatRequest(QuestionOptions):
             top_k=self.top_k_chunks,
             top_k_tokens=self.sampled_top_k(),
             schema=self.answer_schema(),
-            most=self.token_limit(),
+            max_new_tokens=self.token_limit(),
         )
         if words.conversation is not None:
             given = chosen.rag.chunk(words.conversation, chunk_id="conversation")
@@ -823,7 +827,7 @@ def _prepared(body: ChatRequest, chosen: ModelChoice) -> tuple[bool, AnswerStrea
     try:
         options: dict[str, Any] = {**body.options(chosen, words)}
         more: dict[str, Any] = {**body.tool_options(chosen, words, calls_after(body.messages))}
-        options |= more | {"decoding": options["decoding"] | more.get("decoding", {})}
+        options |= more | {"decoding": options.get("decoding", {}) | more.get("decoding", {})}
         stream = chosen.rag.stream(words.prompt, **options)
     except (UsageError, MissingExtraError) as error:
         raise to_api_error(error, body.names) from error

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 from fastapi import Request
-from pydantic import BaseModel, FailFast, Field
+from pydantic import BaseModel, FailFast, Field, create_model
 
 from ragkv.config import NONE
 from ragkv.engines import engine_names, supported_engines
@@ -22,9 +22,11 @@ from ragkv.errors import RagkvError
 from ragkv.index.filters import Pattern, is_pattern, values_of
 from ragkv.index.index import served
 from ragkv.index.search import DocumentView, list_documents
+from ragkv.question import question_arguments, question_options
 from ragkv.server.errors import ApiError
 from ragkv.server.streaming import ConversationText
 from ragkv.types import Chunk, KVUse, Source, Timing
+from ragkv.util.options import OptionField, at_door
 from ragkv.util.telemetry import note_span
 
 if TYPE_CHECKING:
@@ -225,9 +227,6 @@ class ChunkPage(BaseModel):
     next: int | None
 
 
-_DECODING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "regex", "grammar", "thinking")
-
-
 class FirstError(FailFast):
     """pydantic's mark, which Python 3.11 can put into a union."""
 
@@ -240,59 +239,75 @@ FailFastList = Annotated[list[T], FirstError()]
 each takes seconds, in which the server answers no one."""
 
 
-class QuestionOptions(BaseModel):
-    """How a question is searched for and answered; a field that is left out or null is as in `ragkv.toml`."""
+M = TypeVar("M", bound=BaseModel)
 
-    engine: str | None = None
-    retrieval: str | None = None
-    rerank: bool | None = None
-    candidates: int | None = None
-    where: FailFastList[str] | None = None
-    steps: int | None = Field(
-        default=None, description="The most searches: for the question, then for queries that the model writes."
-    )
+
+def question_fields(door: str = "http", *, without: Sequence[str] = ()) -> Callable[[type[M]], type[M]]:
+    """A decorator for a request's model: it adds a field for each option of a question that the door shows.
+
+    A field that is left out or null is as in `ragkv.toml`. `without` are those that the protocol names differently.
+    """
+
+    def extend(model: type[M]) -> type[M]:
+        added: dict[str, Any] = {}
+        for field in at_door(question_options(), door):
+            if field.name not in without:
+                attribute, shown = _attribute(field.name), field_schema(field)
+                info: Any = Field(None, alias=field.name, description=field.option.help, json_schema_extra=shown)
+                added[attribute] = (field_type(field) | None, info)
+        return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added)
+
+    return extend
+
+
+def field_type(field: OptionField) -> Any:
+    """The type of an option in JSON: a list may be one text, a JSON object may be its text."""
+    if field.is_list:
+        return str | FailFastList[str]
+    return dict[str, Any] | str if field.option.is_json else field.type
+
+
+def field_schema(field: OptionField) -> dict[str, Any]:
+    """An option's bounds and choices, for descriptions; `Question` checks them, so that its errors are those of any
+    other door."""
+    least, most, choices = field.option.least, field.option.most, field.option.choices
+    bounds = {"minimum": least, "maximum": most, "enum": [*choices, None] if choices else None}
+    return {name: value for name, value in bounds.items() if value is not None}
+
+
+def _attribute(name: str) -> str:
+    """The attribute of a field: pydantic's models have one called `schema` themselves."""
+    return f"json_{name}" if hasattr(BaseModel, name) else name
+
+
+class QuestionOptions(BaseModel):
+    """How a question is searched for and answered. `question_fields` adds the options."""
+
+    def option(self, name: str) -> Any:
+        """The value of an option; None if it is unset."""
+        return getattr(self, _attribute(name), None)
+
+    def arguments(self, **own: Any) -> dict[str, Any]:
+        """The arguments of `Question`; `own` are those that the protocol names differently."""
+        values = {name: self.option(name) for name in question_options()} | own
+        if values["seed"] == -1:  # as in vLLM and llama.cpp: none
+            values["seed"] = None
+        for name, field in question_options().items():
+            if field.is_list and isinstance(values[name], str):
+                values[name] = [values[name]]
+        return question_arguments(values)
+
+
+class ConversationOptions(QuestionOptions):
+    """A question that may follow others."""
+
     rewrite: bool | None = Field(
         default=None, description="Whether the model rewrites a follow-up question for the search."
     )
-    temperature: float | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    top_k_tokens: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: str | FailFastList[str] | None = None
-    json_schema: dict[str, Any] | str | None = Field(
-        default=None, alias="schema", description="The answer is JSON by this schema, or ends at its greatest length."
-    )
-    regex: str | None = None
-    thinking: int | str | None = Field(default=None, description='"off", "on", or a number of tokens.')
-    grammar: str | None = Field(default=None, description="Lark, as llguidance reads it.")
 
-    def query_options(
-        self, words: ConversationText, *, engine: str | None, top_k: int | None, most: int | None, **sampling: Any
-    ) -> dict[str, Any]:
-        """The options of `RagKV.stream`, which checks them. Arguments are those that the protocols name differently:
-        the engine, the number of chunks, the token limit of the answer, `top_k_tokens` and `schema`.
-        """
-        decoding: dict[str, Any] = {name: getattr(self, name) for name in _DECODING} | sampling
-        if self.seed == -1:  # as in vLLM and llama.cpp: none
-            decoding["seed"] = None
-        decoding["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
-        options: dict[str, Any] = {
-            "engine": engine,
-            "top_k": top_k,
-            "retrieval": self.retrieval,
-            "rerank": self.rerank,
-            "candidates": self.candidates,
-            "where": self.where or (),
-            "search_for": words.search,
-            "rewrite": words.rewrite,
-            "steps": self.steps,
-            "decoding": {name: value for name, value in decoding.items() if value is not None},
-        }
-        if most is not None:
-            options["max_new_tokens"] = most
-        return options
+    def query_options(self, words: ConversationText, **own: Any) -> dict[str, Any]:
+        """The options of `RagKV.stream`, which checks them."""
+        return {**self.arguments(**own), "search_for": words.search, "rewrite": words.rewrite}
 
 
 OWNER = "ragkv"

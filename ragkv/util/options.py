@@ -5,9 +5,11 @@ A field is an option if it is annotated `Annotated[type, Option("…")]`. An opt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
+from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from ragkv.errors import UsageError
@@ -24,8 +26,8 @@ class Option:
     """One sentence that is true at every door."""
     unset: str = ""
     """Where the value of an unset option comes from."""
-    least: float | None = None
-    most: float | None = None
+    least: int | None = None
+    most: int | None = None
     choices: tuple[str, ...] = ()
     panel: str = ""
     """The heading of the command line's help."""
@@ -50,6 +52,30 @@ class OptionField(NamedTuple):
     default: Any
     option: Option
 
+    @property
+    def is_list(self) -> bool:
+        """Whether it holds several texts."""
+        return get_origin(self.type) is tuple
+
+    def refusal(self, value: Any) -> str:
+        """What a value must be that is of another type, out of the bounds, or not among the choices; else empty."""
+        kind, option = self.type, self.option
+        if kind in _KINDS and (not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool)):
+            return _KINDS[kind]
+        if option.choices and value not in option.choices:
+            return f"one of {', '.join(option.choices)}"
+        if option.least is not None and not option.least <= value <= (option.most or math.inf):
+            return f"at least {option.least}" if option.most is None else f"from {option.least} to {option.most}"
+        return ""
+
+    def require(self, value: Any) -> None:
+        """UsageError for a value that the option cannot have."""
+        if wanted := self.refusal(value):
+            raise UsageError(f"--{self.name.replace('_', '-')} must be {wanted}, not {value!r}.", param=self.name)
+
+
+_KINDS: Mapping[Any, str] = {int: "a whole number", str: "a text", bool: "true or false"}
+
 
 def doors(*more: str) -> frozenset[str]:
     """`ragkv query`, HTTP, and more."""
@@ -69,37 +95,17 @@ def _options_of(owner: Any) -> Mapping[str, OptionField]:
         kind, *notes = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (None,)
         for option in notes:
             if isinstance(option, Option):
+                kinds = [each for each in get_args(kind) if each is not NoneType]
+                kind = kinds[0] if len(kinds) == 1 else kind
                 found[field.name] = OptionField(field.name, kind, field.default, option)
     return found
 
 
 def require_options(owner: Any) -> None:
-    """UsageError for a value of another type, out of its bounds, or not among its choices."""
-    for name, (_, kind, _, option) in options_of(type(owner)).items():
-        value = getattr(owner, name)
-        if value is not None and (wanted := _refusal(value, kind, option)):
-            raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, not {value!r}.", param=name)
-
-
-def _refusal(value: Any, kind: Any, option: Option) -> str:
-    """What the value must be; empty if it is."""
-    if kind in _KINDS and (not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool)):
-        return _KINDS[kind]
-    if option.choices and value not in option.choices:
-        return f"one of {', '.join(option.choices)}"
-    if (option.least is not None and value < option.least) or (option.most is not None and value > option.most):
-        return bounds(option)
-    return ""
-
-
-def bounds(option: Option) -> str:
-    """The bounds as text: "at least 1" or "from 1 to 8"."""
-    if option.most is None:
-        return "" if option.least is None else f"at least {option.least:g}"
-    return f"from {option.least:g} to {option.most:g}"
-
-
-_KINDS = {int: "a whole number", str: "a text", bool: "true or false"}
+    """UsageError for an option whose value is none that it may have."""
+    for name, field in options_of(type(owner)).items():
+        if (value := getattr(owner, name)) is not None:
+            field.require(value)
 
 
 def at_door(table: Mapping[str, OptionField], door: str) -> Iterator[OptionField]:

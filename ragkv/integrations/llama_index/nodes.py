@@ -303,9 +303,11 @@ _INSTEAD: Mapping[str, str] = {
 }
 
 
-def refuse_unknown(owner: type[Any], options: Mapping[str, Any]) -> None:
-    """UsageError for the first of `options`, which are not parameters of `owner`'s constructor."""
+def refuse_unknown(owner: type[Any], options: Mapping[str, Any], more: Sequence[str] = ()) -> None:
+    """UsageError for the first of `options` that is neither a parameter of `owner`'s constructor nor one of `more`."""
     for name in options:
+        if name in more:
+            continue
         if name in _INSTEAD:
             raise UsageError(f"{owner.__name__} does not take {name}: {_INSTEAD[name]}.")
         known = [
@@ -313,7 +315,7 @@ def refuse_unknown(owner: type[Any], options: Mapping[str, Any]) -> None:
             for each in inspect.signature(owner).parameters.values()
             if each.kind is not inspect.Parameter.VAR_KEYWORD
         ]
-        raise UsageError(f"{owner.__name__} does not take {name!r}; it takes {', '.join(known)}.")
+        raise UsageError(f"{owner.__name__} does not take {name!r}; it takes {', '.join([*known, *more])}.")
 
 
 def chunk_count(top_k: int | None, similarity_top_k: int | None) -> int | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self, get_args
 
@@ -34,7 +34,6 @@ from llama_index.core.schema import IndexNode, NodeWithScore, QueryBundle
 from llama_index.core.settings import Settings
 from llama_index.core.vector_stores.types import MetadataFilters
 
-from ragkv.decoding import Decoding
 from ragkv.engines import engine_class
 from ragkv.errors import UsageError
 from ragkv.index.answer import AnswerStream
@@ -55,7 +54,7 @@ from ragkv.integrations.llama_index.nodes import (
 )
 from ragkv.model.checkpoint import pick_device
 from ragkv.pipeline import RagKV
-from ragkv.question import SEARCH_OPTIONS
+from ragkv.question import SEARCH_OPTIONS, Question
 from ragkv.retrievers import Reranker, ScoreKind, fuse, load_reranker, normalise_rerank
 from ragkv.types import Answer, Chunk, Document, ScoredChunk
 
@@ -267,16 +266,25 @@ class RagKVRerank(BaseNodePostprocessor):
 EMPTY = "Empty Response"  # the answer of LlamaIndex's own synthesizers when nothing was retrieved
 
 
+_OPTIONS = tuple(
+    each.name
+    for each in fields(Question)
+    if each.name not in ("question", "top_k", "chunks", "tail", "rewrite", *SEARCH_OPTIONS)
+)
+"""The options of a question that belong to its answer; `search` and `top_k` are those of the retriever."""
+
+
 class RagKVQueryEngine(BaseQueryEngine):
     """Answers from the stored KV of an index.
 
     A response's metadata has engine, finish_reason, kv, timing_ms, decoding, charge and queries.
 
-    `top_k` (or `similarity_top_k`), `filters` and `search` go to a `RagKVRetriever`. Any retriever of LlamaIndex
-    can be given instead. Nodes that are chunks of the index (same id and text) use stored KV; others are encoded for
-    the question, and with `keep` their KV is stored until the next `ragkv gc`. `score_kind` is the scale of such a
-    retriever's scores ("dense" for cosine similarity, "sparse" for BM25). With `steps`, the model writes further
-    queries for ragkv's own retriever; their nodes pass no post-processor.
+    Takes the options of `ragkv.question.Question` that belong to an answer (`engine`, `max_new_tokens`, `decoding`,
+    `system`, `keep`, `steps`, …). `top_k` (or `similarity_top_k`), `filters` and `search` go to a `RagKVRetriever`. Any
+    retriever of LlamaIndex can be given instead. Nodes that are chunks of the index (same id and text) use stored KV;
+    others are encoded for the question, and with `keep` their KV is stored until the next `ragkv gc`. `score_kind` is
+    the scale of such a retriever's scores ("dense" for cosine similarity, "sparse" for BM25). With `steps`, the model
+    writes further queries for ragkv's own retriever; their nodes pass no post-processor.
 
     With `streaming` the response is a stream whose metadata is complete at its end. Async methods run the model in a
     thread; cancelling the task ends the answer. Thread-safe. A pickle or a deep copy reopens the index. UsageError for
@@ -289,27 +297,22 @@ class RagKVQueryEngine(BaseQueryEngine):
         *,
         retriever: BaseRetriever | None = None,
         node_postprocessors: Sequence[BaseNodePostprocessor] = (),
-        engine: str | None = None,
         top_k: int | None = None,
         similarity_top_k: int | None = None,
         filters: MetadataFilters | None = None,
         search: Mapping[str, Any] | None = None,
-        max_new_tokens: int = 128,
-        decoding: Decoding | Mapping[str, Any] | None = None,
         streaming: bool = False,
-        keep: bool = False,
-        steps: int | None = None,
         score_kind: ScoreKind = "dense",
         callback_manager: CallbackManager | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> None:
-        refuse_unknown(type(self), unknown)
+        refuse_unknown(type(self), options, _OPTIONS)
         if score_kind not in (kinds := get_args(ScoreKind)):
             raise UsageError(f"score_kind must be one of {', '.join(kinds)}, not {score_kind!r}.")
         super().__init__(callback_manager=callback_manager or Settings.callback_manager)
         self.rag = rag
         sought = {"top_k": top_k, "similarity_top_k": similarity_top_k, "filters": filters, "search": search}
-        sought["steps"] = steps
+        sought["steps"] = options.get("steps")
         if retriever is not None and (given := [name for name, value in sought.items() if value is not None]):
             raise UsageError(f"{given[0]} is for ragkv's own retriever; set it on the retriever that you give.")
         self.retriever = retriever or RagKVRetriever(
@@ -323,11 +326,9 @@ class RagKVQueryEngine(BaseQueryEngine):
         self.streaming = streaming
         self._postprocessors = tuple(node_postprocessors)
         self._share_callbacks()
-        self._engine = engine_class(engine or rag.config.default_engine)
+        self._engine = engine_class(options.get("engine") or rag.config.default_engine)
         self._score_kind = score_kind
-        self._options = dict[str, Any](
-            engine=self._engine.name, max_new_tokens=max_new_tokens, decoding=decoding, keep=keep, steps=steps
-        )
+        self._options = {**options, "engine": self._engine.name}
 
     @classmethod
     def from_index(cls, index: str | Path, *, device: str | None = None, **options: Any) -> Self:
@@ -456,7 +457,7 @@ class RagKVQueryEngine(BaseQueryEngine):
     def _request(self, nodes: Sequence[NodeWithScore], retrieve_ms: float) -> _Request:
         pairs = to_scored(self.rag, nodes, self._score_kind, limit=self._engine.most_chunks)
         options = {**self._options, "chunks": [scored for _, scored in pairs]}
-        if isinstance(self.retriever, RagKVRetriever) and self._options["steps"]:
+        if isinstance(self.retriever, RagKVRetriever) and self._options.get("steps"):
             options = {**options, "top_k": self.retriever.top_k, **self.retriever.filtered_search}
         return _Request(
             rag=self.rag,
