@@ -167,11 +167,11 @@ def _each(name: str, values: Any, fits: Callable[[Any], bool], wanted: str) -> t
     """The values as a tuple. A bare string is an error: the caller probably meant a list of one string."""
     if not isinstance(values, Iterable) or isinstance(values, (str, bytes)):
         raise ConfigError(f"decoding: {name} must be a list of {wanted}, not {values!r}.", param=name)
-    found = tuple(values)
-    for value in found:
+    items = tuple(values)
+    for value in items:
         if not fits(value):
             raise ConfigError(f"decoding: {name} must hold {wanted}, not {value!r}.", param=name)
-    return found
+    return items
 
 
 def _is_text(value: Any) -> bool:

@@ -559,7 +559,7 @@ class AnswerStream:
                 for name, begin, end, facts in stages:
                     if begin in times and (name != "rerank" or (task.query.rerank and task.query.chunks is None)):
                         stage = {f"ragkv.{name}.{key}": value for key, value in facts.items()}
-                        Span(f"ragkv.{name}", stage, started=times[begin]).end(at=times.get(end, now))
+                        Span(f"ragkv.{name}", stage, started=times[begin]).end(ended=times.get(end, now))
             ended.note(
                 {
                     "gen_ai.request.model": model.name if model.is_absolute() else str(model),

@@ -484,10 +484,10 @@ class ChangesBody(BaseModel):
     def found(self) -> FolderChanges:
         """Without the files that have vanished meanwhile; ApiError 400 for a type that no loader reads."""
         sources = []
-        for each in self.sources:
-            if media_type_of(each.media_type) is None:
-                raise ApiError(400, f"No loader reads the type {each.media_type!r}.", param="sources")
-            path = Path(each.path)
+        for source in self.sources:
+            if media_type_of(source.media_type) is None:
+                raise ApiError(400, f"No loader reads the type {source.media_type!r}.", param="sources")
+            path = Path(source.path)
             try:
                 size = path.stat().st_size
             except (FileNotFoundError, NotADirectoryError):
@@ -495,7 +495,9 @@ class ChangesBody(BaseModel):
             except OSError:
                 size = 0  # the ingest reports why it cannot be read
             sources.append(
-                SourceFile(path=path, document_id=each.path, name=each.name, media_type=each.media_type, size=size)
+                SourceFile(
+                    path=path, document_id=source.path, name=source.name, media_type=source.media_type, size=size
+                )
             )
         return FolderChanges(sources=sources, gone=self.gone)
 
@@ -531,11 +533,11 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
         """Delete a document with all that only it needed. Answers on their way keep what they have."""
         rag = manager.writable(name)
         try:
-            found = rag.delete(document_id, timeout=1, on_wait=lambda _: None)
+            deleted = rag.delete(document_id, timeout=1, on_wait=lambda _: None)
         except StoreBusyError as error:
             message = "Documents are being added to the index: delete again when that has ended."
             raise ApiError(409, message, code="busy", headers={"retry-after": "10"}) from error
-        if not found:
+        if not deleted:
             raise ApiError(404, "There is no such document.", code="not_found")
         return Json({"deleted": document_id})
 
@@ -612,24 +614,24 @@ def cited(question: str, answer: Answer) -> list[AnswerCitation]:
     A word that fewer sources contain weighs more. Fenced code and refusals are not cited. Neighbours on one line with
     the same sources are one citation.
     """
-    found: list[AnswerCitation] = []
+    citations: list[AnswerCitation] = []
     if len(answer.text) > _LONGEST or not answer.sources:
-        return found
+        return citations
     weights = _WordWeights(question, [source.text for source in answer.sources])
     for start, end in islice(_sentences(answer.text), _MOST_SENTENCES):
         if _REFUSAL.search(answer.text, start, end):
             continue
         if not (places := weights.sources(answer.text[start:end])):
             continue
-        if found and found[-1].sources == places and not answer.text[found[-1].end : start].strip(" \t"):
-            start = found.pop().start
-        found.append(AnswerCitation(start=start, end=end, sources=places))
-    return found
+        if citations and citations[-1].sources == places and not answer.text[citations[-1].end : start].strip(" \t"):
+            start = citations.pop().start
+        citations.append(AnswerCitation(start=start, end=end, sources=places))
+    return citations
 
 
 def _sentences(text: str) -> Iterator[tuple[int, int]]:
     """The sentences of Markdown, line by line, without list markers, headings, heads of tables, and fenced code."""
-    fence, at = "", 0
+    fence, offset = "", 0
     for line, below in zip_longest(lines := text.splitlines(keepends=True), lines[1:], fillvalue=""):
         mark = _FENCE.match(line)
         if fence:
@@ -642,9 +644,9 @@ def _sentences(text: str) -> Iterator[tuple[int, int]]:
             start = opening.end() if opening else 0
             for end in (*(stop.end() for stop in _STOP.finditer(body, start)), len(body)):
                 if word := _NOT_BLANK.search(body, start, end):
-                    yield at + word.start(), at + end
+                    yield offset + word.start(), offset + end
                     start = end
-        at += len(line)
+        offset += len(line)
 
 
 class _WordWeights:

@@ -136,14 +136,14 @@ def _place(wrong: dict[str, Any], body: Any) -> str:
     out.
     """
     kind, *parts = wrong["loc"]
-    found = []
+    names = []
     for number, part in enumerate(parts, start=1):
         there = part in body if isinstance(body, dict) else isinstance(body, list) and part in range(len(body))
         if kind == "body" and not there and not (wrong["type"] == "missing" and number == len(parts)):
             break
-        found.append(str(part))
+        names.append(str(part))
         body = body[part] if there else None
-    return ".".join(found)
+    return ".".join(names)
 
 
 async def _http(request: Request, error: Exception) -> Json:
@@ -551,16 +551,16 @@ def _run(
 
 def _local_sockets(served: ServedIndexes) -> dict[str, LocalSocket]:
     """A socket for each index that can have one. An index with two names gets only one."""
-    found: dict[str, LocalSocket] = {}
+    sockets: dict[str, LocalSocket] = {}
     folders: set[Path] = set()
     for name, rag in served:
         if (folder := rag.folder.resolve()) in folders:
             continue
         folders.add(folder)
         try:
-            found[name] = LocalSocket.make(rag.folder)
+            sockets[name] = LocalSocket.make(rag.folder)
         except BlockingIOError:
             logger.warning("another server answers ragkv query, chat and ls for %s; this one answers HTTP", rag.folder)
         except OSError as error:
             logger.info("%s gets no socket, so ragkv query, chat and ls do their own work: %s", rag.folder, error)
-    return found
+    return sockets

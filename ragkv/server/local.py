@@ -53,11 +53,11 @@ def question_warnings(rag: RagKV | None, stream: AnswerStream) -> list[str]:
     """
     from ragkv.index.ingestion import question_note
 
-    found: list[str | None] = []
+    notes: list[str | None] = []
     if rag is not None:
         rag.index.require_same_model()
-        found.append(question_note(rag.config, rag.store))
-    return [message for message in (*found, stream.warning) if message]
+        notes.append(question_note(rag.config, rag.store))
+    return [message for message in (*notes, stream.warning) if message]
 
 
 FOLDER = "resident"
@@ -268,9 +268,9 @@ class LocalClient:
 
     def documents(self, where: list[str], *, after: str, limit: int | None) -> dict[str, Any]:
         """What `ragkv ls --json` prints."""
-        found: list[dict[str, Any]] = []
+        documents: list[dict[str, Any]] = []
         while True:
-            most = _PAGE if limit is None else min(limit - len(found), _PAGE)
+            most = _PAGE if limit is None else min(limit - len(documents), _PAGE)
             try:
                 asked = urlencode({"where": where, "after": after, "limit": most}, doseq=True)
             except UnicodeEncodeError:  # an argument that is not UTF-8
@@ -278,10 +278,10 @@ class LocalClient:
             page = self._json("GET", f"/api/indexes/_/documents?{asked}")
             for one in page["documents"]:
                 del one["name"]
-                found.append({"document": one.pop("document_id"), **one})
+                documents.append({"document": one.pop("document_id"), **one})
             after = page["next"]
-            if after is None or len(found) == limit:
-                return {"documents": found, "after": after, "total": page["total"]}
+            if after is None or len(documents) == limit:
+                return {"documents": documents, "after": after, "total": page["total"]}
 
     def follow(self, changes: FolderChanges) -> IngestReport:
         """Have a job of the server ingest the findings of a `FolderWatcher`; IngestError if it fails."""
@@ -318,20 +318,20 @@ class LocalClient:
     def _ask(
         self, method: str, path: str, body: Mapping[str, Any] | None, *, identifier: str = "", seconds: float = 0
     ) -> tuple[HTTPConnection, HTTPResponse]:
-        found = connect(self._index, seconds=ANSWER_SECONDS)
-        if found is None:
+        connected = connect(self._index, seconds=ANSWER_SECONDS)
+        if connected is None:
             raise UnservedError
         from http.client import HTTPConnection, HTTPException
 
         connection = HTTPConnection("localhost")
-        connection.sock = found
+        connection.sock = connected
         expected = json.dumps({"identity": identity(), "opened": self._opened, "id": identifier})
         headers = {"Ragkv-Expects": expected, "Content-Type": "application/json", "Connection": "close"}
         try:
-            found.settimeout(seconds or ANSWER_SECONDS)
+            connected.settimeout(seconds or ANSWER_SECONDS)
             connection.request(method, path, None if body is None else json.dumps(body), headers)
             response = connection.getresponse()
-            found.settimeout(SILENT_SECONDS)
+            connected.settimeout(SILENT_SECONDS)
             failed = None if response.status in (200, 202) else json.loads(response.read())
         except (OSError, HTTPException, ValueError):
             connection.close()

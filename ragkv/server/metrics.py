@@ -48,24 +48,24 @@ class ConcurrencyLimiter:
         self._trackers: set[RequestTracker] = set()
         self._stopped = False
         self.registry = CollectorRegistry()
-        made = self._metric
-        self._running = made(Gauge, "num_requests_running", "Answers that are being generated.")
-        self._waiting = made(Gauge, "num_requests_waiting", "Requests that have no token yet.")
+        metric = self._metric
+        self._running = metric(Gauge, "num_requests_running", "Answers that are being generated.")
+        self._waiting = metric(Gauge, "num_requests_waiting", "Requests that have no token yet.")
         first, last = "From the request to its first token.", "From the request to its last token."
-        self._first = made(Histogram, "time_to_first_token_seconds", first, buckets=_SECONDS)
-        self._whole = made(Histogram, "e2e_request_latency_seconds", last, buckets=_SECONDS)
-        self._prompt = made(Counter, "prompt_tokens", "Tokens of prompts.")
-        self._made = made(Counter, "generation_tokens", "Tokens generated.")
-        self._done = made(Counter, "request_success", "Finished answers.", "finished_reason")
-        self._looked = made(Counter, "prefix_cache_queries", "Chunks needed.")
-        self._stored = made(Counter, "prefix_cache_hits", "Chunks whose KV was stored.")
+        self._first = metric(Histogram, "time_to_first_token_seconds", first, buckets=_SECONDS)
+        self._whole = metric(Histogram, "e2e_request_latency_seconds", last, buckets=_SECONDS)
+        self._prompt = metric(Counter, "prompt_tokens", "Tokens of prompts.")
+        self._made = metric(Counter, "generation_tokens", "Tokens generated.")
+        self._done = metric(Counter, "request_success", "Finished answers.", "finished_reason")
+        self._looked = metric(Counter, "prefix_cache_queries", "Chunks needed.")
+        self._stored = metric(Counter, "prefix_cache_hits", "Chunks whose KV was stored.")
         self._responses = Counter(
             "ragkv:http_requests",
             "HTTP requests by the status of their response; 499: the client went away.",
             ["method", "handler", "status"],
             registry=self.registry,
         )
-        self._jobs = made(Counter, "ingest_jobs", "Ingest jobs that have ended.", "state")
+        self._jobs = metric(Counter, "ingest_jobs", "Ingest jobs that have ended.", "state")
 
     def job_ended(self, name: str, state: str) -> None:
         """Count an ingest job of the index `name`: done, failed, cancelled or interrupted."""
@@ -149,13 +149,13 @@ class IndexMetrics:
         self._served = served
 
     def collect(self) -> Iterator[Metric]:
-        found = [(name, tier) for name, rag in self._served if (tiers := rag.index.tiers) for tier in tiers.uses()]
-        for fact in [] if not found else found[0][1].keys() - {"url"}:
+        uses = [(name, tier) for name, rag in self._served if (tiers := rag.index.tiers) for tier in tiers.uses()]
+        for fact in [] if not uses else uses[0][1].keys() - {"url"}:
             family = GaugeMetricFamily if fact == "open" else CounterMetricFamily
             metric = family(
                 f"ragkv:tier_{fact}", f"{fact.replace('_', ' ')} of a shared tier", labels=["model_name", "tier"]
             )
-            for name, tier in found:
+            for name, tier in uses:
                 metric.add_metric([name, tier["url"]], float(tier[fact]))
             yield metric
         says = "chunks that Qdrant proposed and the index does not hold"

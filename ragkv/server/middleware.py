@@ -469,13 +469,13 @@ def open_paths() -> frozenset[str]:
 @functools.cache
 def _files() -> dict[str, StaticFile]:
     """The files, read once, so that no request names a file on the disk."""
-    found = {}
+    files = {}
     for path in (resources.files("ragkv.server") / "page").iterdir():
         kind = path.name.rpartition(".")[2]
         if kind in _TYPES:
             body = path.read_bytes()
-            found[path.name] = StaticFile(body, _TYPES[kind], f'"{hashlib.sha256(body).hexdigest()[:16]}"')
-    return found
+            files[path.name] = StaticFile(body, _TYPES[kind], f'"{hashlib.sha256(body).hexdigest()[:16]}"')
+    return files
 
 
 def _sent(request: Request, name: str) -> Response:

@@ -225,15 +225,15 @@ class ChatRequest(ConversationOptions):
                 raise ApiError(400, f"{message[:-1]} with the name of one of the tools.", param="tool_choice")
         if self.tool_choice == "none":
             return []
-        found = {}
+        by_name = {}
         for tool in self.tools or ():
             shown = tool.function.model_dump()
             shown["parameters"] = {"type": "object", "additionalProperties": False, **(shown["parameters"] or {})}
             if named in (None, shown["name"]):
-                found[shown["name"]] = shown
-        if self.tool_choice == "required" and not found:
+                by_name[shown["name"]] = shown
+        if self.tool_choice == "required" and not by_name:
             raise ApiError(400, "tool_choice is required, but there are no tools.", param="tool_choice")
-        return list(found.values())
+        return list(by_name.values())
 
     def tool_options(self, chosen: ModelChoice, words: ConversationText, later: Sequence[Message]) -> dict[str, Any]:
         """The options for tools and their results: the prompt after the documents, and the grammar of calls."""
@@ -243,11 +243,11 @@ class ChatRequest(ConversationOptions):
         if tools and (self.option("stop") or self.option("regex") is not None or self.option("grammar") is not None):
             raise ApiError(400, "stop, regex and grammar cannot be used together with tools.", param="tools")
         model = chosen.rag.model
-        given = [
+        turns = [
             {**message.model_dump(include={"role", "tool_calls", "tool_call_id"}), "content": message.text(place)}
             for place, message in enumerate(later, start=len(self.messages) - len(later))
         ]
-        options: dict[str, Any] = {"tail": tool_tail(model, chosen.rag.prompt, words.prompt, tools, given)}
+        options: dict[str, Any] = {"tail": tool_tail(model, chosen.rag.prompt, words.prompt, tools, turns)}
         if tools:
             required = self.tool_choice == "required" or isinstance(self.tool_choice, dict)
             several = self.parallel_tool_calls is not False and not isinstance(self.tool_choice, dict)
@@ -760,7 +760,7 @@ async def _in_batches(
     texts: Sequence[str], work: Callable[[list[str]], tuple[list[Any], int]], aside: Aside
 ) -> tuple[list[Any], int]:
     """The results of `work` for each text, in order, and the sum of its counts."""
-    found: list[Any] = [None] * len(texts)
+    results: list[Any] = [None] * len(texts)
     total = 0
     # texts of similar length together, because a model pads them
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
@@ -768,8 +768,8 @@ async def _in_batches(
         values, count = await aside(lambda batch=batch: work([texts[i] for i in batch]))  # type: ignore[misc]
         total += count
         for i, value in zip(batch, values, strict=True):
-            found[i] = value
-    return found, total
+            results[i] = value
+    return results, total
 
 
 def _embedder(chosen: ModelChoice) -> Embedder:

@@ -148,14 +148,14 @@ def _delete_unused(folder: Path) -> None:
 
 def _opened(options: RayOptions, held: ExitStack) -> dict[str, RagKV]:
     """The indexes of the packs, read-only, until `held` is closed."""
-    found = {}
+    indexes = {}
     for name, pack in options.packs.items():
         folder = held.enter_context(snapshot(pack, options.digests[name], options.shared))
         rag = RagKV.open(
             folder, device=options.device, readonly=True, batch_tokens=options.batch_tokens, max_rows=options.max_rows
         )
-        found[name] = held.enter_context(rag)
-    return found
+        indexes[name] = held.enter_context(rag)
+    return indexes
 
 
 def preferred(chunks: Sequence[tuple[str, int]], replicas: Sequence[str]) -> str:
@@ -362,11 +362,11 @@ def merged_metrics(texts: Mapping[str, str]) -> bytes:
     return generate_latest(Found())
 
 
-def replica_counts(name: str, given: str) -> dict[str, Any]:
+def replica_counts(name: str, count: str) -> dict[str, Any]:
     """The setting of a deployment for "2" or "1-8" replicas."""
-    low, _, high = str(given).partition("-")
+    low, _, high = str(count).partition("-")
     if not (low.isdecimal() and (high or low).isdecimal() and 0 < int(low) <= int(high or low)):
-        raise UsageError(f"{name} is a number, or two of them as in 1-8, unlike {given!r}.")
+        raise UsageError(f"{name} is a number, or two of them as in 1-8, unlike {count!r}.")
     if not high:
         return {"num_replicas": int(low)}
     return {
@@ -445,13 +445,13 @@ def run_on_ray(address: str, options: RayOptions, *, port: int, on_ready: Callab
     join_ray(address, logging_level=logging.ERROR, **own)
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        made = application({each.name: getattr(options, each.name) for each in fields(options)})
+        app = application({each.name: getattr(options, each.name) for each in fields(options)})
         have, least = ray.cluster_resources(), int(options.replicas.partition("-")[0])
         if have.get("CPU", 0) < least * options.cpus or 0 < have.get("GPU", 0) < least:
             logger.warning("the cluster has no room for %d replicas: waiting until it has grown", least)
         serve.start(http_options={"host": options.host, "port": port})
         try:
-            serve.run(made, name=OWNER, route_prefix="/")
+            serve.run(app, name=OWNER, route_prefix="/")
         except RuntimeError as error:
             raise RagkvError(f"The replicas did not start: {_reason(serve.status(), error)}") from error
         stopped = threading.Event()  # until here, an interrupt ends the command as any other

@@ -434,17 +434,17 @@ def index_facts(name: str, rag: RagKV) -> dict[str, Any]:
 
 def all_facts(served: Iterable[tuple[str, RagKV]]) -> list[dict[str, Any]]:
     """The facts of all readable indexes. A deleted one is left out; its error is raised if there is no other."""
-    found: list[dict[str, Any]] = []
+    facts: list[dict[str, Any]] = []
     failed: RagkvError | None = None
     for name, rag in served:
         try:
-            found.append(index_facts(name, rag))
+            facts.append(index_facts(name, rag))
         except RagkvError as error:
             logger.warning("index %s is not listed: %s", name, error)
             failed = error
-    if failed is not None and not found:
+    if failed is not None and not facts:
         raise failed
-    return found
+    return facts
 
 
 def document_page(rag: RagKV, name: str, where: Sequence[str], *, after: str, limit: int) -> dict[str, Any]:

@@ -39,11 +39,11 @@ class Keys:
     def read(cls, path: Path) -> Keys:
         """Read the file. ConfigError if it is unreadable, writable by others, malformed, or has no key."""
         with _opened(path, os.O_RDONLY) as file:
-            found = _parsed(path, file.read())
+            hashes = _parsed(path, file.read())
             _refuse_shared(path, file)
-        if not found:
+        if not hashes:
             raise ConfigError(f"{path} holds no key; make one with --new-key NAME.")
-        return cls(found)
+        return cls(hashes)
 
     def owner(self, key: str) -> str | None:
         """The name of the key's owner, in constant time whether there is one or not."""
@@ -99,15 +99,15 @@ def _parsed(path: Path, content: bytes) -> dict[str, str]:
         lines = content.decode().splitlines()
     except ValueError as error:
         raise ConfigError(f"The keys in {path} cannot be read or written: {refusal(error)}.") from error
-    found = {}
+    hashes = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
         if match is None:
             raise ConfigError(f"{path}, line {number}: a key is NAME sha256:HASH; make one with --new-key NAME.")
-        found[match[1]] = match[2]
-    return found
+        hashes[match[1]] = match[2]
+    return hashes
 
 
 def _hash(key: str) -> str:
@@ -162,23 +162,23 @@ class ServerSettings:
                 )
 
 
-def named_places(given: Sequence[str]) -> dict[str, str]:
+def named_places(named: Sequence[str]) -> dict[str, str]:
     """The folders, or packs, of `--index` (`DIR` or `NAME=DIR`) by name, which is the folder's or file's by default.
 
     UsageError for two of one name, and for a name that does not fit into a model id.
     """
-    found: dict[str, str] = {}
-    for each in given:
-        name, sign, folder = each.partition("=")
+    places: dict[str, str] = {}
+    for place in named:
+        name, sign, folder = place.partition("=")
         if not sign or not _NAME.fullmatch(name):  # a folder may have "=" in its path
-            folder = each
-            path = Path(each).resolve()
+            folder = place
+            path = Path(place).resolve()
             stem = path.name if path.is_dir() else path.name.removesuffix(".ragkv")
             name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._")[:64] or "index"
-        if name in found:
+        if name in places:
             raise UsageError(f"Two indexes are called {name!r}; give one another name: --index NAME={folder}.")
-        found[name] = folder
-    return found
+        places[name] = folder
+    return places
 
 
 def reserve(host: str, port: int) -> socket.socket:
@@ -186,22 +186,22 @@ def reserve(host: str, port: int) -> socket.socket:
 
     UsageError if the address is not available.
     """
-    made = None
+    listening = None
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier server may linger
         if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.bind(address)
     except (OSError, OverflowError, UnicodeError) as error:  # an invalid host name is a UnicodeError
-        if made is not None:
-            made.close()
+        if listening is not None:
+            listening.close()
         if getattr(error, "errno", None) == errno.EADDRINUSE:
             message = f"Another program listens on {host} port {port}; stop it, or choose another port with --port."
             raise UsageError(message) from error
         raise UsageError(f"{host} port {port} cannot be listened on: {refusal(error)}.") from error
-    return made
+    return listening
 
 
 _HEAPS = 2

@@ -82,7 +82,7 @@ class Span:
             if name:
                 self._span.update_name(name)
 
-    def end(self, error: BaseException | str | None = None, *, at: float | None = None) -> None:
+    def end(self, error: BaseException | str | None = None, *, ended: float | None = None) -> None:
         """End it. After an error it records the error's class only, as the message may quote the question."""
         if self._span is None:
             return
@@ -91,7 +91,7 @@ class Span:
 
             self._span.set_attribute("error.type", error if isinstance(error, str) else type(error).__name__)
             self._span.set_status(StatusCode.ERROR)
-        self._span.end(self._epoch(time.perf_counter() if at is None else at))
+        self._span.end(self._epoch(time.perf_counter() if ended is None else ended))
 
     def _epoch(self, clock: float) -> int:
         """A time of `time.perf_counter` as nanoseconds since 1970; one offset serves both ends of the span."""
@@ -112,14 +112,14 @@ class Span:
 @contextmanager
 def span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[Span]:
     """A span around the block, current in it."""
-    made = Span(name, attributes)
+    around = Span(name, attributes)
     try:
-        with made.current():
-            yield made
+        with around.current():
+            yield around
     except BaseException as error:
-        made.end(error)
+        around.end(error)
         raise
-    made.end()
+    around.end()
 
 
 def note_span(attributes: Mapping[str, Any]) -> None:
