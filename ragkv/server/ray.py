@@ -57,8 +57,6 @@ TRIES = 5
 READY_SECONDS = 5.0
 """How long `/readyz` waits for a replica."""
 _SNAPSHOT = "is a snapshot, which is read-only: change the index that it was packed from, and serve a new pack"
-_NAMES = re.compile(rb'"id":"chatcmpl-[^"]*"|"created":\d+')
-"""The parts in which two streams of the same answer differ."""
 _SCOPE = ("method", "path", "raw_path", "query_string", "headers", "scheme", "http_version", "root_path")
 
 logger = logging.getLogger(__name__)
@@ -283,58 +281,38 @@ class Front:
             raise _unavailable("No replica is ready yet.") from error
 
     async def _retry(self, chunks: Sequence[tuple[str, int]], scope: Scope, body: bytes, send: Send) -> None:
-        """Ask one replica after another, until an answer is complete.
-
-        A response that is not streamed is complete before anything is sent. A lost stream is continued by one that
-        begins with the same bytes, as a greedy answer does; otherwise it ends with an error event.
+        """Ask one replica after another, until one has begun to answer: a response that is not streamed is complete
+        before anything is sent. A stream that is lost later ends with an error event.
         """
         from ray.exceptions import RayError, RayTaskError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
-        sent, names = b"", list[bytes]()
+        sent = False
         for left in reversed(range(TRIES)):
             stream = self._ask(chunks, scope, body)
             try:
                 status, headers = await anext(stream)
                 headers = [(name, value) for name, value in headers if name != b"x-request-id"]
-                start = {"type": "http.response.start", "status": status, "headers": headers}
-                if not any(name == b"content-type" and b"event-stream" in value for name, value in headers):
-                    whole = b"".join([piece async for piece in stream])
-                    if not sent:
-                        await send(start)
-                        await send({"type": "http.response.body", "body": whole})
-                        return
-                    break
-                again = sent
-                async for piece in stream:
-                    own = _NAMES.findall(piece)
-                    names = names or own
-                    for old, new in zip(own, names, strict=False):
-                        piece = piece.replace(old, new)
-                    if again and not again.startswith(piece):
-                        break
-                    if not again:
-                        if not sent:
-                            await send(start)
-                        sent += piece
+                streamed = any(name == b"content-type" and b"event-stream" in value for name, value in headers)
+                piece = await anext(stream, b"") if streamed else b"".join([piece async for piece in stream])
+                sent = True
+                await send({"type": "http.response.start", "status": status, "headers": headers})
+                await send({"type": "http.response.body", "body": piece, "more_body": streamed})
+                if streamed:
+                    async for piece in stream:
                         await send({"type": "http.response.body", "body": piece, "more_body": True})
-                    again = again[len(piece) :]
-                if again:
-                    break
-                if not sent:
-                    await send(start)
-                await send({"type": "http.response.body", "body": b""})
+                    await send({"type": "http.response.body", "body": b""})
                 return
             except BackPressureError as error:
-                if sent:
-                    break
                 message = "All replicas answer as many requests as they may: try again in a second."
                 raise too_many(message, seconds=1) from error
             except (RayError, RayServeException) as error:
                 if isinstance(error, RayTaskError) and not sent:  # the request failed; the replica is not lost
                     raise
                 logger.warning("a replica was lost (%s)", error)
-                if not (left or sent):
+                if sent:
+                    break
+                if not left:
                     raise _unavailable("No replica could answer: try again in a second.") from error
             finally:
                 stream.cancel()

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -160,33 +159,13 @@ def test_a_request_that_has_sent_nothing_is_asked_again(ask, rag, losses, stream
     assert len(response.headers.get_list("x-request-id")) == 1
 
 
-@pytest.mark.parametrize("drawn", [False, True])
 @pytest.mark.parametrize(("path", "body"), [("/api/indexes/two/query", ASKED), ("/v1/chat/completions", CHAT)])
-def test_a_stream_that_is_lost_is_continued_or_ends_with_an_error(ask, replica, monkeypatch, path, body, drawn):
-    """It continues on a replica with the same output, and ends if the output differs."""
-    answer = replica.answer
-
-    async def changed(chunks, scope, body, calls=[]):  # noqa: B006
-        calls.append(chunks)
-        async for piece in answer(chunks, scope, body):
-            yield piece.replace(b'"', b" ") if drawn and len(calls) > 1 and isinstance(piece, bytes) else piece
-
-    monkeypatch.setattr(replica, "answer", changed)
-    response, handle = ask("POST", path, 4, 3, json={**body, "stream": True})
-    assert (response.status_code, len(handle.calls)) == (200, 2 if drawn else 3)
+def test_a_stream_that_is_lost_ends_with_an_error(ask, path, body):
+    response, handle = ask("POST", path, 4, json={**body, "stream": True})
+    assert (response.status_code, len(handle.calls)) == (200, 1)
     events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line[6:7] == "{"]
-    if drawn:
-        assert "was lost: ask again" in events[-1]["error"]["message"]
-        assert ("event: error" in response.text) == path.startswith("/api")
-        return
-    whole = ask("POST", path, json={**body, "stream": True})[0].text
-    assert without_names(response.text) == without_names(whole)
-    assert len({event["id"] for event in events if "id" in event}) == (0 if path.startswith("/api") else 1)
-
-
-def without_names(text):
-    """A response without its ids and times."""
-    return re.sub(r'chatcmpl-[^"]*|"created":\d+|"timing_ms":{[^}]*}|"[a-z_]*(hits|bytes)":\d+', "", text)
+    assert "was lost: ask again" in events[-1]["error"]["message"]
+    assert ("event: error" in response.text) == path.startswith("/api")
 
 
 def test_a_lost_cluster_is_an_error(ask):
