@@ -240,14 +240,14 @@ def _serve_here(
 def _watched(folders: Mapping[str, Path], *, read_only: bool) -> list[tuple[str, Path, bool]]:
     """(index, folder, prune) of each `[[watch]]` of the user file whose index is being served."""
     names = {folder.resolve(): name for name, folder in folders.items()}
-    folders = []
+    mirrored = []
     for watched in UserFile.read(user_file()).watch:
         index, folder = Path(watched.index).expanduser(), Path(watched.folder).expanduser()
         if not (index.is_absolute() and folder.is_absolute()):
             raise ConfigError(f"{user_file()}: the paths of [[watch]] have to be absolute, or begin with ~.")
         if index.resolve() in names and not read_only:
-            folders.append((names[index.resolve()], folder, watched.prune))
-    return folders
+            mirrored.append((names[index.resolve()], folder, watched.prune))
+    return mirrored
 
 
 def _start_in_background(first: Path, *, as_json: bool, quiet: bool) -> None:

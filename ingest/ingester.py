@@ -41,7 +41,6 @@ from ragkv.store import ChunkVectors, DocumentChange, KVIdentity, Store
 from ragkv.store.data_file import mapped_bytes
 from ragkv.types import Chunk, Document, Encoding
 from ragkv.util import batches
-from ragkv.util.display import as_html, card, details, table
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
@@ -157,10 +156,6 @@ class IngestFingerprint:
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-MOST_SHOWN = 100
-"""Names of each list that a notebook shows."""
-
-
 @dataclass(slots=True, kw_only=True)
 class IngestProgress:
     """The state for a progress bar, passed to the callback after every step. Bytes are those of the sources.
@@ -256,39 +251,9 @@ class IngestReport:
         }
         return cls(**{**found, **skips})
 
-    def _repr_html_(self) -> str:
-        """HTML for a notebook: counts, times, and the files with their outcome."""
-        lists = {
-            name: getattr(self, name)
-            for name in ("added", "updated", "unchanged", "pruned", "skipped", "left_out", "one_block")
-        }
-        counts = " · ".join(f"{len(found):,} {name.replace('_', ' ')}" for name, found in lists.items() if found)
-        rows = [
-            ("chunks", f"{self.chunks:,} of {self.tokens:,} tokens"),
-            ("KV", f"{self.kv_encoded:,} encoded, {self.kv_reused:,} reused, {self.kv_later:,} when first asked for"),
-            ("KV bytes", f"{self.kv_bytes:,}"),
-            (
-                "seconds",
-                f"{self.seconds:.1f}, of them model {self.encode_seconds:.1f}, embedder {self.embed_seconds:.1f}",
-            ),
-        ]
-        would = "Would ingest: " if self.dry_run else ""
-        return card(
-            f"<div>{would}{counts or 'no documents'}</div>",
-            "" if self.dry_run else table(("", ""), rows),
-            *(_listed(name.replace("_", " "), found) for name, found in lists.items() if found),
-        )
-
 
 def _path(name: str) -> Path | str:
     return name if "://" in name else Path(name)
-
-
-def _listed(name: str, found: Sequence[str | Skipped]) -> str:
-    lines = [each if isinstance(each, str) else f"{each.path}: {each.reason}" for each in found[:MOST_SHOWN]]
-    more = f"<li>and {len(found) - MOST_SHOWN:,} more</li>" if len(found) > MOST_SHOWN else ""
-    items = "".join(f"<li>{as_html(line)}</li>" for line in lines)
-    return details(f"{len(found):,} {name}", f"<ul>{items}{more}</ul>")
 
 
 def preview(

@@ -13,10 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from itertools import groupby
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
-
-from ragkv.util.display import as_html, as_markdown, card, details, expert_mark, run, table
 
 DType: TypeAlias = Literal[
     "bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"
@@ -258,34 +255,6 @@ class Answer:
             "queries": list(self.queries),
         }
 
-    def _repr_html_(self) -> str:
-        """For notebooks: the answer, its sources, and for PCED the winning experts in colours (PCED Fig. 2)."""
-        facts = f"{len(self.sources)} sources · engine {self.engine} · {self.timing.total:,.0f} ms"
-        kv = f"KV of {self.kv.hits} of {self.kv.hits + self.kv.misses} chunks was stored"
-        legend = _legend(self.sources) if any(token.source is not None for token in self.trace) else ""
-        return card(
-            f'<div style="opacity:.8">{as_html(self.question)}</div>',
-            f'<div style="margin:.4em 0;white-space:pre-wrap">{self._coloured()}</div>',
-            legend,
-            details(as_html(f"{facts} · {kv}"), _table_of(self.sources)),
-        )
-
-    def _repr_markdown_(self) -> str:
-        """The answer and its sources as Markdown."""
-        sources = [f"{place}. {as_markdown(source.title)}" for place, source in enumerate(self.sources, start=1)]
-        return "\n\n".join(part for part in (as_markdown(self.text), "\n".join(sources)) if part)
-
-    def _coloured(self) -> str:
-        """The answer as HTML, from its trace if an expert won any of it."""
-        if all(token.source is None for token in self.trace):
-            return as_html(self.text)
-        runs = [
-            (place, "".join(token.text for token in tokens))
-            for place, tokens in groupby(self.trace, lambda token: token.source)
-        ]
-        runs[0] = (runs[0][0], runs[0][1].lstrip())  # as in `text`
-        return "".join(run(text, at, "" if at is None else self.sources[at].title) for at, text in runs)
-
 
 _JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|[^\s{}\[\],:"]+')
 
@@ -315,25 +284,6 @@ def field_sources(trace: Sequence[TracedToken]) -> dict[str, int]:
                 pointer = "".join(f"/{str(each).replace('~', '~0').replace('/', '~1')}" for each in path)
                 found[pointer] = won.most_common(1)[0][0]
     return found
-
-
-def _legend(sources: Sequence[Source]) -> str:
-    won = [(place, source) for place, source in enumerate(sources) if source.tokens_won]
-    marks = (f"{expert_mark(place)} {as_html(source.title)} ({source.tokens_won})" for place, source in won)
-    return f'<div style="font-size:.9em">Tokens won by {" · ".join(marks)}</div>'
-
-
-def _table_of(sources: Sequence[Source]) -> str:
-    rows = (
-        (
-            expert_mark(place) if source.tokens_won else str(place + 1),
-            details(as_html(source.title), f'<div style="white-space:pre-wrap">{as_html(source.text)}</div>'),
-            f"{source.score:.3f}",
-            "" if source.tokens_won is None else str(source.tokens_won),
-        )
-        for place, source in enumerate(sources)
-    )
-    return table(("", "source", "score", "tokens won"), rows)
 
 
 class LayerShape(NamedTuple):

@@ -1,19 +1,14 @@
-r"""Show text that other people wrote, safely: as plain text in a terminal, and as HTML or Markdown in a notebook.
+r"""Show text that other people wrote safely in a terminal.
 
 Documents, file names, models and answers may contain control characters, which a terminal obeys: escape sequences can
 write the clipboard, a carriage return overwrites the line, and bidi or invisible characters disguise a name. They are
-shown as Python writes them: `\x1b`, `\u202e`. In HTML and Markdown all such text is escaped.
-
-The HTML uses inline styles, because notebooks drop style sheets, and translucent colours, so that it is readable on
-light and on dark backgrounds.
+shown as Python writes them: `\x1b`, `\u202e`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
-from html import escape
 from typing import Any
 
 # Controls (C0 except newline and tab, DEL, C1), line and paragraph separators, bidi marks, invisible characters, tags,
@@ -56,56 +51,3 @@ def first_sentence(error: BaseException) -> str:
 
 def _written(found: re.Match[str]) -> str:
     return repr(found[0])[1:-1]  # not by a codec, which is imported when it is first used
-
-
-_PUNCTUATION = re.compile(r"([!-/:-@\[-`{-~])")
-_LINE = "border-bottom:1px solid rgba(128,128,128,.35)"
-
-
-def as_html(text: object) -> str:
-    """Text escaped for HTML."""
-    return escape(visible(str(text)), quote=True)
-
-
-def as_markdown(text: str) -> str:
-    """Text escaped for Markdown, with its line breaks."""
-    lines = (_PUNCTUATION.sub(r"\\\1", line.strip()) for line in visible(text).splitlines())
-    return "\\\n".join(line for line in lines if line)
-
-
-def card(*parts: str) -> str:
-    """The outer element of a notebook's output; `parts` are HTML."""
-    return f'<div style="max-width:60em;line-height:1.5">{"".join(parts)}</div>'
-
-
-def details(summary: str, body: str) -> str:
-    """HTML that opens when its summary is clicked."""
-    return (
-        f'<details style="margin:.4em 0"><summary style="cursor:pointer;opacity:.8">{summary}</summary>{body}</details>'
-    )
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table. Its heads and cells are HTML."""
-    cell = f"text-align:left;vertical-align:top;padding:.25em .6em;background:none;{_LINE}"
-    above = "".join(f'<th style="{cell}" scope="col">{name}</th>' for name in head)
-    body = "".join("<tr>" + "".join(f'<td style="{cell}">{each}</td>' for each in row) + "</tr>" for row in rows)
-    whole = f"<thead><tr>{above}</tr></thead><tbody>{body}</tbody>"
-    return f'<table style="border-collapse:collapse;color:inherit">{whole}</table>'
-
-
-def run(text: str, expert: int | None, name: str) -> str:
-    """A run of an answer in the colour of the expert (counted from 0) that won it, with the name as a tooltip."""
-    if expert is None:
-        return as_html(text)
-    return f'<span style="{_colour(expert)}" title="{expert + 1}: {as_html(name)}">{as_html(text)}</span>'
-
-
-def expert_mark(expert: int) -> str:
-    """An expert's number in its colour, for the legend."""
-    return f'<span style="{_colour(expert)};padding:0 .45em">{expert + 1}</span>'
-
-
-def _colour(expert: int) -> str:
-    hue = round(210 + expert * 137.508) % 360  # the golden angle: neighbours differ, however many there are
-    return f"background:hsla({hue},80%,50%,.25);border-bottom:2px solid hsl({hue},70%,50%)"
