@@ -9,10 +9,9 @@ replace a built-in one.
 `half` rounds float32 to float16, scaled by a power of two where needed. `q8` rounds the numbers of a head and token to
 int8 with one scale; attention reads both in their stored form (`Codec.packing`). `int8` and `int4` round each number to
 a multiple of its slice's step, and zstd's entropy coder packs the integers. KIVI has a scale per group and a fixed
-number of bits; on mini, at the same size, one step per slice has a tenth of KIVI's KL divergence (docs/formats.md).
-Attention scores depend on the absolute error of a key channel: with one step, narrow channels take few bits and outlier
-channels many, no scales are stored, and no number is off by more than half a step.
-Two ideas of KIVI remain: a key channel's mean is subtracted if that saves bits, and keys get more bits than values.
+number of bits. But attention scores depend on the absolute error of a key channel: with one step, narrow channels take
+few bits and outlier channels many, no scales are stored, and no number is off by more than half a step. As in KIVI,
+keys get more bits than values.
 """
 
 from __future__ import annotations
@@ -492,36 +491,34 @@ def codec_from_config(config: Mapping[str, Any]) -> Codec:
     return codec.from_config(options)
 
 
-_HEAD = struct.Struct("<BBBxfIII")
-_LENGTH = struct.Struct("<I")
+_HEAD = struct.Struct("<BxxxfII")
 _DTYPES: Mapping[int, DType] = {1: "bfloat16", 2: "float16", 3: "float32"}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _STEP_BITS = 16
 """Low bits of a step that are zero: with 8 significant bits, multiples below 2^16 are exact in float32."""
-_LARGEST = 16_000
-"""Multiples stay below this, so that the difference of a multiple and an offset fits into 16 bits."""
+_LARGEST_MULTIPLE = 16_000
+_BIAS = 128
+"""Added to the multiples, so that small ones of either sign have the high byte 0, which compresses to nothing."""
 _LEAST_STEP, _GREATEST_STEP = 2.0**-126, 2.0**126
 _BEYOND: Mapping[DType, float] = {"bfloat16": 2.0**96, "float16": 65_504 / 2, "float32": 2.0**96}
 """Slices with larger numbers are stored unchanged."""
-_HEADERS = 64
-_SMALL = _HEADERS + 32
+_SHORT_BYTES = 96
 """Bytes that a slice may take beyond one bit per number less than allowed, so that headers and code tables do not cost
 short chunks too much precision."""
-_SAMPLE = 1 << 14
-_TRIES = 5
 _NEAR = 0.06
-"""The search ends when a slice takes at most this many bits per number less than allowed."""
+"""The search ends when a sample takes at most this many bits per number less than allowed."""
+_SAMPLE = 1 << 14
 
 Floats = NDArray[np.float32]
-Ints = NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True)
 class _Quantiser(Codec):
-    """`key_bits` and `value_bits` are the average bits per number, including all overhead.
+    """`key_bits` and `value_bits` are about the average bits per number, including all overhead.
 
-    The encoder searches the finest step within them. A slice is stored unchanged if it has NaN, infinities or numbers
-    beyond 2^96 (float16: 32,752), or if it would not become smaller.
+    A slice is stored unchanged if it has NaN, infinities or numbers beyond 2^96 (float16: 32,752), or if it would not
+    become smaller. Payload: for each slice `_HEAD` (the dtype; the step, 0 for unchanged; the decoded bytes; the stored
+    bytes), and its multiples plus `_BIAS` as int16 in the form of `Zstd`, or its bytes.
     """
 
     key_bits: float
@@ -536,24 +533,51 @@ class _Quantiser(Codec):
         return Zstd()
 
     def encode(self, buf: Buffer, slices: Sequence[KVSlice]) -> Buffer:
-        parts = []
+        parts: list[Buffer] = []
         for kv_slice, piece in _pieces(buf, slices):
-            bits = self.key_bits if kv_slice.role == "keys" else self.value_bits
-            parts.append(_encode_slice(piece, kv_slice, bits))
+            numbers = _floats(piece, kv_slice.dtype)
+            largest = max(-float(numbers.min()), float(numbers.max())) if numbers.size else math.inf
+            step, body = 0.0, piece.tobytes()
+            if largest <= _BEYOND[kv_slice.dtype]:  # not of NaN
+                bits = self.key_bits if kv_slice.role == "keys" else self.value_bits
+                finest = _round_up(largest / _LARGEST_MULTIPLE)
+                best = _step(numbers.reshape(-1, kv_slice.dim), bits, finest)
+                packed = bytes(Zstd().encode(_multiples(numbers, best).tobytes(), _INT16))
+                if len(packed) < len(body):
+                    step, body = best, packed
+            parts += [_HEAD.pack(_CODES[kv_slice.dtype], step, piece.size, len(body)), body]
         return b"".join(parts)
 
     def decode(self, buf: Buffer, out: Bytes | None = None) -> Bytes:
-        payload = memoryview(buf)
-        try:
-            encoded_slices = _parse(payload)
-            out = output(sum(encoded.nbytes for encoded in encoded_slices), out)
-            start = 0
-            for encoded in encoded_slices:
-                encoded.decode(out[start : start + encoded.nbytes])
-                start += encoded.nbytes
-        except (struct.error, zstandard.ZstdError, MemoryError) as error:
-            raise DamagedError(f"{self.id} cannot decode it ({error})") from error
+        import torch
+
+        from ragkv.attention.kv import DTYPES
+
+        runs, payload, start = list[tuple[DType, float, int, memoryview]](), memoryview(buf), 0
+        while start < len(payload):
+            if len(payload) - start < _HEAD.size:
+                raise DamagedError(f"{len(payload)} bytes are not a quantised payload")
+            code, step, nbytes, stored = _HEAD.unpack_from(payload, start)
+            body = payload[start + _HEAD.size :][:stored]
+            start += _HEAD.size + stored
+            right = code in _DTYPES and nbytes % ITEM_SIZES[_DTYPES[code]] == 0 and start <= len(payload)
+            if not right or not (_is_step(step) or (step == 0 and stored == nbytes)):
+                raise DamagedError(f"{len(payload)} bytes are not a quantised payload")
+            runs.append((_DTYPES[code], step, nbytes, body))
+        out, start = output(sum(nbytes for _, _, nbytes, _ in runs), out), 0
+        for dtype, step, nbytes, body in runs:
+            target = out[start : start + nbytes]
+            start += nbytes
+            if not step:
+                target[:] = np.frombuffer(body, np.uint8)
+                continue
+            multiples = Zstd().decode(body, output(2 * (nbytes // ITEM_SIZES[dtype]), None)).view("<i2") - _BIAS
+            numbers = torch.from_numpy(multiples.astype(np.float32)).mul_(step)  # exact
+            torch.from_numpy(target).view(DTYPES[dtype]).copy_(numbers)
         return out
+
+
+_INT16 = (KVSlice("values", "float16", 1, 1, 1),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -574,33 +598,6 @@ class Int4(_Quantiser):
     value_bits: float = 3.9
 
 
-def _encode_slice(data: Bytes, kv_slice: KVSlice, bits: float) -> bytes:
-    """The slice's header with its frames, or with its bytes if these are smaller."""
-    shape = (kv_slice.heads, kv_slice.tokens, kv_slice.dim)
-    kept = _HEAD.pack(_CODES[kv_slice.dtype], 0, 0, 0.0, *shape) + data.tobytes()
-    if not data.size:
-        return kept
-    numbers = _floats(data, kv_slice.dtype).reshape(shape)
-    largest = max(-float(numbers.min()), float(numbers.max()))
-    if not largest <= _BEYOND[kv_slice.dtype]:  # also true for NaN
-        return kept
-    sample = numbers[:, :: max(1, numbers.size // _SAMPLE)]
-    means = _offsets(numbers, sample) if kv_slice.role == "keys" else None
-    allowed = max(numbers.size * bits / 8, numbers.size * (bits - 1) / 8 + _SMALL)
-    finest = _round_up(largest / _LARGEST)
-    step = _guess(sample if means is None else sample - means, 8 * (allowed - _HEADERS) / numbers.size, finest)
-    tried: dict[float, bytes] = {}
-    while step not in tried and len(tried) < _TRIES:
-        tried[step] = packed = _pack(numbers, kv_slice, step, means)
-        over = 8 * (len(packed) - allowed) / numbers.size
-        if -_NEAR < over <= 0:
-            break
-        step = max(finest, _round_up(step * 2 ** (over + _NEAR / 2)))
-    fitting = [step for step, packed in tried.items() if len(packed) <= allowed]
-    best = tried[min(fitting)] if fitting else min(tried.values(), key=len)
-    return best if len(best) < len(kept) else kept
-
-
 def _floats(data: Bytes, dtype: DType) -> Floats:
     """The numbers as float32, which represents all other types exactly; numpy has no bfloat16."""
     if dtype != "bfloat16":
@@ -610,78 +607,25 @@ def _floats(data: Bytes, dtype: DType) -> Floats:
     return wide.view(np.float32)
 
 
-def _offsets(keys: Floats, sample: Floats) -> Floats | None:
-    """The mean of every channel, `(heads, 1, dim)`; None if subtracting it saves less than storing it costs."""
-    means: Floats = keys.mean(axis=1, keepdims=True)
-    within = float(np.square(sample - means, dtype=np.float64).mean())
-    total = float(sample.var(dtype=np.float64))
-    return means if 0 < within < total and math.log2(total / within) / 2 > 10 / keys.shape[1] else None
-
-
-def _guess(sample: Floats, bits: float, finest: float) -> float:
-    """The step at which the sample's entropy is about `bits` per number. Doubling the step saves one bit."""
-    step = float(sample.std(dtype=np.float64)) * 2 ** (2 - bits)
-    for _ in range(_TRIES):
-        step = max(finest, step)
-        multiples = _multiples(sample, step)
-        over = sum(map(_entropy, _planes(multiples))) - bits
-        step *= 2**over
-        if abs(over) < _NEAR / 2:
+def _step(rows: Floats, bits: float, finest: float) -> float:
+    """The step at which a sample of these numbers takes about `bits` for each. Doubling the step saves one bit."""
+    allowed = max(bits, bits - 1 + 8 * _SHORT_BYTES / rows.size)
+    sample = rows[:: max(1, rows.size // _SAMPLE)]
+    step, fitting = float(sample.std(dtype=np.float64)) * 2 ** (2 - bits), list[float]()
+    for _ in range(6):
+        step = max(finest, _round_up(step))
+        size = _HEAD.size + len(bytes(Zstd().encode(_multiples(sample, step).tobytes(), _INT16)))
+        over = 8 * size / sample.size - allowed
+        fitting += [step] if over <= 0 else []
+        if -_NEAR < over <= 0:
             break
-    return max(finest, _round_up(step))
+        step = min(step * 2 ** (over + _NEAR / 2), _GREATEST_STEP)
+    return min(fitting, default=max(finest, _round_up(step)))
 
 
-def _entropy(plane: NDArray[np.int8]) -> float:
-    """Bits per number of an ideal code for this plane."""
-    counts = np.bincount(plane.reshape(-1).view(np.uint8))
-    shares = counts[counts > 0] / plane.size
-    return -float(np.sum(shares * np.log2(shares)))
-
-
-def _pack(numbers: Floats, kv_slice: KVSlice, step: float, means: Floats | None) -> bytes:
-    """Header and frames of the slice at this step."""
-    multiples = _multiples(numbers, step)
-    frames: list[bytes] = []
-    offset_planes = 0
-    if means is not None:
-        offsets = _multiples(means, step)
-        multiples -= offsets
-        frames += _frames(offsets)
-        offset_planes = len(frames)
-    frames += _frames(multiples)
-    head = _HEAD.pack(
-        _CODES[kv_slice.dtype],
-        len(frames) - offset_planes,
-        offset_planes,
-        step,
-        kv_slice.heads,
-        kv_slice.tokens,
-        kv_slice.dim,
-    )
-    return b"".join([head, *(_LENGTH.pack(len(frame)) for frame in frames), *frames])
-
-
-def _multiples(numbers: Floats, step: float) -> Ints:
-    """The nearest whole multiples of the step."""
-    divided = numbers / np.float32(step)
-    found: Ints = np.rint(divided, out=divided).astype(np.int16)
-    return found
-
-
-def _frames(numbers: Ints) -> list[bytes]:
-    compressor = zstandard.ZstdCompressor(level=1)
-    return [compressor.compress(plane.data) for plane in _planes(numbers)]
-
-
-def _planes(numbers: Ints) -> list[NDArray[np.int8]]:
-    """One plane of int8 if all numbers fit; else the low and the high bytes of n + 128.
-
-    With the offset, small numbers of either sign have the high byte 0, which compresses well.
-    """
-    if int(numbers.min()) >= -128 and int(numbers.max()) <= 127:
-        return [numbers.astype(np.int8)]
-    biased = numbers + 128
-    return [biased.astype(np.int8), (biased >> 8).astype(np.int8)]
+def _multiples(numbers: Floats, step: float) -> NDArray[np.int16]:
+    """The nearest whole multiples of the step, plus `_BIAS`."""
+    return np.rint(numbers / np.float32(step)).astype("<i2") + np.int16(_BIAS)
 
 
 def _round_up(step: float) -> float:
@@ -691,100 +635,6 @@ def _round_up(step: float) -> float:
     return float(np.uint32((bits + low) & ~low).view(np.float32))
 
 
-@dataclass(frozen=True, slots=True)
-class _EncodedSlice:
-    """One slice of a payload: its header, and its frames or, if stored unchanged, its bytes."""
-
-    dtype: DType
-    step: float
-    shape: tuple[int, int, int]
-    frames: tuple[memoryview, ...]
-    offset_frames: tuple[memoryview, ...]
-
-    @property
-    def numbers(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numbers * ITEM_SIZES[self.dtype]
-
-    def decode(self, out: Bytes) -> None:
-        """(n + offset) · step, exact in float32, rounded once to the slice's dtype (ties to even)."""
-        if self.step == 0:
-            out[:] = np.frombuffer(self.frames[0], np.uint8)
-            return
-        import torch
-
-        from ragkv.attention.kv import DTYPES
-
-        heads, _, dim = self.shape
-        multiples = torch.from_numpy(_integers(self.frames, self.numbers)).view(self.shape)
-        target = torch.from_numpy(out).view(DTYPES[self.dtype]).view(self.shape)
-        offsets = None
-        if self.offset_frames:
-            offsets = torch.from_numpy(_integers(self.offset_frames, heads * dim)).view(heads, 1, dim)
-        # bfloat16 holds whole numbers up to 256 exactly, and its product is rounded once, as in float32.
-        small = multiples.dtype == torch.int8 and (offsets is None or offsets.dtype == torch.int8)
-        work = target if self.dtype == "float32" or (small and self.dtype == "bfloat16") else None
-        work = torch.empty(self.shape) if work is None else work
-        work.copy_(multiples)
-        if offsets is not None:
-            work.add_(offsets.to(work.dtype))
-        work.mul_(self.step)
-        if work is not target:
-            target.copy_(work)
-
-
-def _parse(payload: memoryview) -> list[_EncodedSlice]:
-    """The slices of a payload; `DamagedError` if it is invalid."""
-    found: list[_EncodedSlice] = []
-    start = 0
-    while start < len(payload) or not found:
-        code, planes, offset_planes, step, *shape = _HEAD.unpack_from(payload, start)
-        start += _HEAD.size
-        head = _EncodedSlice(_DTYPES.get(code, "int8"), step, (shape[0], shape[1], shape[2]), (), ())
-        count = planes + offset_planes
-        if planes:
-            lengths = [_LENGTH.unpack_from(payload, start + 4 * i)[0] for i in range(count)]
-            start += 4 * count
-        else:
-            lengths = [head.nbytes]
-        frames = []
-        for length in lengths:
-            frames.append(payload[start : start + length])
-            start += length
-        if (
-            code not in _DTYPES
-            or planes > 2
-            or offset_planes > 2
-            or start > len(payload)
-            or (not (_is_step(step) and head.numbers) if planes else step != 0 or offset_planes)
-        ):
-            raise DamagedError(f"{len(payload)} bytes are not a quantised payload")
-        found.append(
-            _EncodedSlice(head.dtype, step, head.shape, tuple(frames[offset_planes:]), tuple(frames[:offset_planes]))
-        )
-    return found
-
-
 def _is_step(step: float) -> bool:
     bits = int(np.float32(step).view(np.uint32))
     return _LEAST_STEP <= step <= _GREATEST_STEP and bits & ((1 << _STEP_BITS) - 1) == 0
-
-
-def _integers(frames: Sequence[memoryview], count: int) -> NDArray[np.int8] | Ints:
-    """`count` whole numbers, int8 from one plane, int16 from two."""
-    decompressor = zstandard.ZstdDecompressor()
-    planes = []
-    for frame in frames:
-        if zstandard.get_frame_parameters(frame).content_size != count:
-            raise DamagedError("a frame has the wrong length")
-        planes.append(np.frombuffer(decompressor.decompress(frame, allow_extra_data=False), np.int8))
-    if len(planes) == 1:
-        return planes[0].copy()  # torch warns about read-only memory
-    joined = planes[1].astype(np.int16)
-    joined <<= 8
-    joined |= planes[0].view(np.uint8)
-    joined -= 128
-    return joined
