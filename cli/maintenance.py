@@ -81,32 +81,32 @@ def stats(
     if where and not per_document:
         raise UsageError("--where selects documents; add --per-document, or use ragkv ls.")
     with RagKV.open(index, readonly=True) as rag:
-        found, config, kept = rag.stats(), rag.config, rag.store.ledger()
+        totals, config, uses = rag.stats(), rag.config, rag.store.ledger()
         budget = rag.store.budget if config.budget is None else config.budget
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
         unread = unread_quality(rag.store)
         tiers = [{"url": shown(tier.url)} for tier in config.tiers]
         listed = rag.list_documents(where=where or ()).documents if per_document else ()
-        documents = [one.stats for one in listed]
+        documents = [document.stats for document in listed]
     made_with = {name: getattr(config, name) for name in ("model", "codec", "embedder", "reranker", "retrieval")}
     window = config.encoding.context
     policy = {
         "context_tokens": window or None,
-        "context_cost": round(1 + window * found.chunks / found.tokens, 1) if window and found.tokens else None,
+        "context_cost": round(1 + window * totals.chunks / totals.tokens, 1) if window and totals.tokens else None,
         "kv": config.kv,
         "kv_budget_bytes": budget,
-        "kv_budget_used": None if budget is None else round(found.kv_bytes / max(budget, 1), 4),
-        "kv_hits": kept.hits,
-        "kv_misses": kept.misses,
-        "kv_hit_rate": None if kept.hit_rate is None else round(kept.hit_rate, 4),
-        "kv_evictions": kept.evictions,
-        "kv_refused": kept.refused,
-        "saved_seconds": round(kept.saved_seconds, 3),
+        "kv_budget_used": None if budget is None else round(totals.kv_bytes / max(budget, 1), 4),
+        "kv_hits": uses.hits,
+        "kv_misses": uses.misses,
+        "kv_hit_rate": None if uses.hit_rate is None else round(uses.hit_rate, 4),
+        "kv_evictions": uses.evictions,
+        "kv_refused": uses.refused,
+        "saved_seconds": round(uses.saved_seconds, 3),
     }
-    values = {"index": str(index), **made_with, **asdict(found), **policy}
+    values = {"index": str(index), **made_with, **asdict(totals), **policy}
     if as_json:
         # not under `documents`, which is their number
-        more = {"per_document": [one.to_json() for one in documents]} if per_document else {}
+        more = {"per_document": [document.to_json() for document in documents]} if per_document else {}
         print_json({**values, "tiers": tiers, "quality": quality, **more})
         return
     if quiet and per_document:
@@ -133,7 +133,7 @@ def stats(
 def _shown(key: str, value: Any) -> str:
     """A figure in readable form: bytes with their unit, shares in per cent."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_shown(key, one)}" for name, one in value.items()) or "-"
+        return ", ".join(f"{name} {_shown(key, part)}" for name, part in value.items()) or "-"
     if key in ("kv_budget_used", "kv_hit_rate"):
         return share(value)
     if key == "context_cost":
@@ -164,15 +164,15 @@ def _show(documents: list[DocumentStats]) -> None:
     table.add_column("document", overflow="fold")
     for name in ("chunks", "tokens", "KV records", "KV", "KV of its own", "ingested"):
         table.add_column(name, no_wrap=True)
-    for one in documents:
+    for document in documents:
         table.add_row(
-            one.source,
-            f"{one.chunks:,}",
-            f"{one.tokens:,}",
-            f"{one.kv_records:,}",
-            size(one.kv_bytes),
-            size(one.kv_bytes_own),
-            time.strftime("%Y-%m-%d", time.localtime(one.ingested_at)),
+            document.source,
+            f"{document.chunks:,}",
+            f"{document.tokens:,}",
+            f"{document.kv_records:,}",
+            size(document.kv_bytes),
+            size(document.kv_bytes_own),
+            time.strftime("%Y-%m-%d", time.localtime(document.ingested_at)),
         )
     echo()
     draw(table)
@@ -203,48 +203,48 @@ def verify(
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
-        found = rag.verify(quick=quick, on_progress=on_progress)
+        verification = rag.verify(quick=quick, on_progress=on_progress)
         shared = rag.verify_tiers() if tiers else []
     damaged = [f"damaged: {name} in the tier {tier['url']}" for tier in shared for name in tier["damaged"]]
     if as_json:
-        print_json({**found.to_json(), **({"tiers": shared} if tiers else {})})
+        print_json({**verification.to_json(), **({"tiers": shared} if tiers else {})})
     else:
-        show_findings(found.findings)
+        show_findings(verification.findings)
         for line in damaged:
             echo(line)
         if not quiet:
-            _show_verification(found, str(index))
+            _show_verification(verification, str(index))
             for tier in shared:
                 counted = (
                     f"{tier['present']:,} values whole, {len(tier['damaged']):,} damaged, {tier['absent']:,} absent"
                 )
                 note(f"{tier['url']}: {counted}{'; ' + tier['error'] if tier['error'] else ''}")
-    if not found.ok or damaged:
+    if not verification.ok or damaged:
         raise typer.Exit(1)
 
 
 def show_findings(findings: tuple[Problem, ...]) -> None:
     """Print a line for each finding, up to a readable number."""
-    for finding in findings[:SHOWN]:
-        echo(f"{finding.kind}: {finding}")
+    for problem in findings[:SHOWN]:
+        echo(f"{problem.kind}: {problem}")
     if len(findings) > SHOWN:
         echo(f"... and {count(len(findings) - SHOWN, 'finding')} more; --json lists all")
 
 
-def _show_verification(found: Verification, index: str) -> None:
-    checked = found.checked
+def _show_verification(verification: Verification, index: str) -> None:
+    checked = verification.checked
     what = f"{count(checked['documents'], 'document')}, {count(checked['chunks'], 'chunk')}, "
     what += f"{count(checked['kv'], 'KV record')}, {size(checked['bytes'])} read"
-    echo(f"{index}: {'no damage' if found.ok else count(len(found.findings), 'finding')} ({what}).")
-    for left_out in found.unchecked:
+    echo(f"{index}: {'no damage' if verification.ok else count(len(verification.findings), 'finding')} ({what}).")
+    for left_out in verification.unchecked:
         note(f"not checked: {left_out}")
-    orphans = found.orphans
+    orphans = verification.orphans
     if orphans.records or orphans.segments:
         note(
             f"{count(orphans.records, 'orphan record')} and {count(orphans.segments, 'orphan segment')} "
             f"({size(orphans.bytes)}): not damage; an ingest is running or was stopped, and ragkv gc deletes them"
         )
-    for name, state in found.derived.items():
+    for name, state in verification.derived.items():
         if state != "current":
             note(f"{name}: {state}")
 
@@ -284,13 +284,13 @@ def repair(
 
 def _show_repair(report: Repair, index: str) -> None:
     if report.dry_run:
-        show_findings(report.found)
+        show_findings(report.problems)
     for name, reason in report.dropped.items():
         echo(f"{'would be ' if report.dry_run else ''}dropped: {name} ({reason}); ingest it again")
     show_findings(report.left)
     if report.points:
         echo(f"{index}: {count(report.points, 'point')} sent to Qdrant, or deleted there.")
-    if not report.found:
+    if not report.problems:
         echo(f"{index}: no damage, nothing to repair.")
         return
     parts = [
@@ -302,7 +302,7 @@ def _show_repair(report: Repair, index: str) -> None:
         (len(report.facts), "fact", "forgotten"),
     ]
     done = ", ".join(f"{count(number, noun)} {verb}" for number, noun, verb in parts if number)
-    echo(f"{index}: {count(len(report.found), 'finding')}; {'would be: ' if report.dry_run else ''}{done}.")
+    echo(f"{index}: {count(len(report.problems), 'finding')}; {'would be: ' if report.dry_run else ''}{done}.")
 
 
 def gc(
@@ -322,18 +322,19 @@ def gc(
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=dry_run) as rag, progress_bar(quiet or as_json) as on_progress:
-        found = rag.gc(dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
+        collection = rag.gc(dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
     if as_json:
-        print_json(found.to_json())
+        print_json(collection.to_json())
         return
     if quiet:
         return
     verb = "Would drop" if dry_run else "Dropped"
     echo(
-        f"{index}: {verb} {count(found.records, 'orphan record')}, {count(found.segments, 'orphan segment')} and "
-        f"{count(found.index_records, 'record')} of old prompts ({size(found.bytes)}), "
-        f"{count(found.derived, 'stale derived folder')} ({size(found.derived_bytes)})"
-        + (f", {count(found.tiers, 'value')} in shared tiers." if found.tiers else ".")
+        f"{index}: {verb} {count(collection.records, 'orphan record')}, "
+        f"{count(collection.segments, 'orphan segment')} and "
+        f"{count(collection.index_records, 'record')} of old prompts ({size(collection.bytes)}), "
+        f"{count(collection.derived, 'stale derived folder')} ({size(collection.derived_bytes)})"
+        + (f", {count(collection.tiers, 'value')} in shared tiers." if collection.tiers else ".")
     )
 
 
@@ -406,8 +407,8 @@ def pack(
     if str(destination) == "-":
         raise UsageError("A pack is written to a file, not to stdout; name one, as in my-index.ragkv.")
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
-        found = rag.pack(destination, names=names or (), on_progress=on_progress)
-    _show_pack(found, destination, as_json=as_json, quiet=quiet)
+        contents = rag.pack(destination, names=names or (), on_progress=on_progress)
+    _show_pack(contents, destination, as_json=as_json, quiet=quiet)
 
 
 def unpack(
@@ -432,17 +433,17 @@ def unpack(
     """
     from ragkv.index.pack import unpack as unpacked
 
-    found = unpacked(file, index, documents_only=documents_only, model=model, device=device)
-    _show_pack(found, index, as_json=as_json, quiet=quiet)
+    contents = unpacked(file, index, documents_only=documents_only, model=model, device=device)
+    _show_pack(contents, index, as_json=as_json, quiet=quiet)
 
 
-def _show_pack(found: Pack, path: Path, *, as_json: bool, quiet: bool) -> None:
+def _show_pack(contents: Pack, path: Path, *, as_json: bool, quiet: bool) -> None:
     if as_json:
-        print_json(found.to_json())
+        print_json(contents.to_json())
     elif not quiet:
-        what = f"{count(found.documents, 'document')}, {count(found.chunks, 'chunk')}"
-        made = f"{found.encoded:,} encoded" if found.encoded else count(found.kv_records, "KV record")
-        echo(f"{path}: {what}, {made}, {size(found.bytes)}.")
+        what = f"{count(contents.documents, 'document')}, {count(contents.chunks, 'chunk')}"
+        made = f"{contents.encoded:,} encoded" if contents.encoded else count(contents.kv_records, "KV record")
+        echo(f"{path}: {what}, {made}, {size(contents.bytes)}.")
 
 
 def warm(
@@ -490,7 +491,7 @@ def warm(
         else:
             none = "these documents have no text"
             wanted = rag.wanted(documents=names or (), where=where or ())
-        report = rag.warm(wanted, on_progress=lambda done: show(done.present + done.made, done.wanted, "encode"))
+        report = rag.warm(wanted, on_progress=lambda done: show(done.present + done.encoded, done.wanted, "encode"))
     if as_json:
         print_json(report.to_json())
     elif not quiet:
@@ -501,10 +502,10 @@ def _show_warming(report: WarmReport, index: Path, none: str) -> None:
     if not report.wanted:
         echo(f"{index}: nothing to make: {none}.")
         return
-    there, made = (f"{number:,} {'was' if number == 1 else 'were'}" for number in (report.present, report.made))
+    there, made = (f"{number:,} {'was' if number == 1 else 'were'}" for number in (report.present, report.encoded))
     echo(
         f"{index}: of {count(report.wanted, 'chunk KV')}, {there} there and {made} made"
-        + (f" ({size(report.bytes)}, in {report.seconds:.1f} s)." if report.made else ".")
+        + (f" ({size(report.bytes)}, in {report.seconds:.1f} s)." if report.encoded else ".")
     )
     if report.refused:
         echo(f"{report.refused:,} found no room: the budget is full of KV that is worth more.")
@@ -547,17 +548,17 @@ def ls(
             page = LocalClient(index).documents(where or [], after=after, limit=limit or None)
     if page is None:
         page = _read(index, pattern, where or [], after, limit or None)
-    found, total, behind = page["documents"], page["total"], page["after"]
+    documents, total, behind = page["documents"], page["total"], page["after"]
     if as_json:
         print_json(page)
     elif quiet:
-        for one in found:
-            echo(one["document"])
-    elif found:
-        _table(found)
-        chunks = sum(one["chunks"] for one in found)
-        kv = sum(one["kv_bytes"] for one in found)
-        shown = f"{count(len(found), 'document')}, {count(chunks, 'chunk')}, KV {size(kv)}"
+        for document in documents:
+            echo(document["document"])
+    elif documents:
+        _table(documents)
+        chunks = sum(document["chunks"] for document in documents)
+        kv = sum(document["kv_bytes"] for document in documents)
+        shown = f"{count(len(documents), 'document')}, {count(chunks, 'chunk')}, KV {size(kv)}"
         note(f"{shown} (KV that documents share is counted for each)")
     elif total:
         note(f"There are no more documents (of {total:,}).")
@@ -577,19 +578,19 @@ def _read(index: Path, pattern: str | None, where: list[str], after: str, limit:
         return {"documents": documents, "after": page.after, "total": rag.stats().documents}
 
 
-def _table(found: list[dict[str, Any]]) -> None:
+def _table(documents: list[dict[str, Any]]) -> None:
     table = plain()
     table.add_column("document", overflow="fold")
     for name in ("chunks", "tokens", "KV", "text", "vectors"):
         table.add_column(name, no_wrap=True, justify="right")
-    for one in found:
+    for document in documents:
         table.add_row(
-            one["source"],
-            f"{one['chunks']:,}",
-            f"{one['tokens']:,}",
-            size(one["kv_bytes"]),
-            size(one["text_bytes"]),
-            size(one["vector_bytes"]),
+            document["source"],
+            f"{document['chunks']:,}",
+            f"{document['tokens']:,}",
+            size(document["kv_bytes"]),
+            size(document["text_bytes"]),
+            size(document["vector_bytes"]),
         )
     draw(table)
 

@@ -86,7 +86,7 @@ class MemoryTier:
         does not exist. If another thread fails to load a key, this one loads it.
         """
         rest = list(dict.fromkeys(keys))
-        found: dict[bytes, ChunkKV] = {}
+        loaded_kv: dict[bytes, ChunkKV] = {}
         held: set[bytes] = set()
         while rest:
             own: dict[bytes, _PendingLoad] = {}
@@ -96,7 +96,7 @@ class MemoryTier:
                 with self._lock:
                     for key in rest:
                         if (kv := self._get(key)) is not None:
-                            found[key] = kv
+                            loaded_kv[key] = kv
                             held.add(key)
                             self._hits += 1
                         elif key in self._pending:
@@ -111,17 +111,17 @@ class MemoryTier:
                 except BaseException:  # an interrupt, also before its first line: others would wait for ever
                     self._finish(own, loaded)
                     raise
-            found |= {key: kv for key in own if (kv := loaded.get(key)) is not None}
+            loaded_kv |= {key: kv for key in own if (kv := loaded.get(key)) is not None}
             # Wait for others only after loading, or two threads could wait for each other.
             for key, pending in others.items():
                 kv = pending.wait()
                 if kv is not None:
-                    found[key] = kv
+                    loaded_kv[key] = kv
                     held.add(key)
             with self._lock:
                 self._hits += len(others.keys() & held)
             rest = [key for key, pending in others.items() if pending.failed]
-        return found, held
+        return loaded_kv, held
 
     def missing(self, keys: Iterable[bytes]) -> list[bytes]:
         """The keys that are neither in memory nor being loaded, without counting misses."""
@@ -168,16 +168,16 @@ class MemoryTier:
 
     def _finish(self, own: Mapping[bytes, _PendingLoad], loaded: Mapping[bytes, ChunkKV] | None) -> None:
         """Keep the loaded KV, None after an error, and release the threads that wait for it."""
-        made = loaded or {}
+        by_key = loaded or {}
         with self._lock:
             for key, pending in own.items():
                 if self._pending.get(key) is pending:
-                    kv = made.get(key)
+                    kv = by_key.get(key)
                     if kv is not None and not pending.dropped:
                         self._insert(key, kv)
                     del self._pending[key]
         for key, pending in own.items():
-            pending.finish(made.get(key), failed=loaded is None)
+            pending.finish(by_key.get(key), failed=loaded is None)
 
     def _get(self, key: bytes) -> ChunkKV | None:
         kv = self._alive.get(key)

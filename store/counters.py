@@ -76,10 +76,10 @@ class Counters:
     @property
     def bytes_by_encoding(self) -> dict[str, int]:
         """Bytes of KV as stored."""
-        found: Counter[str] = Counter()
+        sizes: Counter[str] = Counter()
         for group, sums in sorted(self.groups.items()):
-            found[group.encoding] += sums.bytes
-        return dict(found)
+            sizes[group.encoding] += sums.bytes
+        return dict(sizes)
 
     @property
     def models(self) -> set[str]:
@@ -199,21 +199,21 @@ def read_counters(txn: Transaction) -> Counters | None:
     """The stored counters; None if they cannot be trusted."""
     if is_stale(txn):
         return None
-    found = Counters()
+    counters = Counters()
     try:
         for key, value in txn.scan("counters"):
             if key == _TOKENS:
-                found.tokens = _whole(_parse(value))
+                counters.tokens = _whole(_parse(value))
             elif key.startswith(_UNREADABLE):
-                found.unreadable[key] = 1
+                counters.unreadable[key] = 1
             else:
                 group, sums = _sums(_parse(value))
                 if _group_key(group) != key:
                     raise DamagedError("a counter has a key that is not its own")
-                found.groups[group] = sums
+                counters.groups[group] = sums
     except DamagedError:
         return None
-    return found
+    return counters
 
 
 def counters_of(txn: Transaction) -> Counters:
@@ -230,12 +230,12 @@ def has_wrong_counters(txn: Transaction, counters: Counters) -> bool:
 
 def count_all(txn: Transaction) -> Counters:
     """Count all documents and records, row by row."""
-    found = Counters()
+    counters = Counters()
     for key, row in txn.scan("documents"):
-        found.count_document(key, row)
+        counters.count_document(key, row)
     for key, row in txn.scan("kv"):
-        found.count_record(key, row, needed=txn.is_needed(key))
-    return found
+        counters.count_record(key, row, needed=txn.is_needed(key))
+    return counters
 
 
 def recount(txn: Transaction) -> None:
@@ -261,11 +261,11 @@ def unreferenced(txn: Transaction) -> Iterator[bytes]:
         if not txn.is_referenced(key):
             yield key
     after: bytes | None = None
-    while found := next(txn.keys("segments", after=after), None):
-        key = found[:VALUE_BYTES]
+    while segment_key := next(txn.keys("segments", after=after), None):
+        key = segment_key[:VALUE_BYTES]
         if txn.get("kv", key) is None and is_garbage(txn, key):
             yield key
-        after = key + b"\xff\xff\xff\xff" if len(found) >= VALUE_BYTES else found
+        after = key + b"\xff\xff\xff\xff" if len(segment_key) >= VALUE_BYTES else segment_key
 
 
 def _unreadable(table: str, key: bytes) -> bytes:

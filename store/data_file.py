@@ -517,18 +517,18 @@ class _StoreVerifier(lmdb_verify._Verifier):  # type: ignore[misc]
     def _nodes(self, pgno: int, buf: bytes, *, least: int, branch: bool) -> tuple[int, ...]:
         """The offsets of a page's nodes in key order; they must fill the page without gaps."""
         end, count = self._check_btree_bounds(buf, 0, self.psize, f"page {pgno}")
-        found: tuple[int, ...] = struct.unpack_from(f"={count}H", buf, HEAD_BYTES)
-        for at in sorted(found):
-            if at != end or at + _NODE.size > self.psize:
+        offsets: tuple[int, ...] = struct.unpack_from(f"={count}H", buf, HEAD_BYTES)
+        for offset in sorted(offsets):
+            if offset != end or offset + _NODE.size > self.psize:
                 self.err(f"page {pgno} has nodes that overlap or leave a gap")
-            low, high, flags, size = _NODE.unpack_from(buf, at)
+            low, high, flags, size = _NODE.unpack_from(buf, offset)
             if size > _KEY_LIMIT or not (size or branch):
                 self.err(f"page {pgno} has a key of {size} bytes")
             value = 0 if branch else 8 if flags & lmdb_verify.F_BIGDATA else low | high << 16
-            end = at + _NODE.size + size + value + 1 & -2
+            end = offset + _NODE.size + size + value + 1 & -2
         if end != self.psize or count < least:
             self.err(f"page {pgno} has too few nodes, or nodes that leave a gap")
-        return found
+        return offsets
 
     def _require_values(self, pgno: int, buf: bytes, base: int, size: int) -> None:
         """The head of a page or sub-page of sorted values: LMDB counts 2 bytes of each value in `lower`, the rest of
@@ -602,11 +602,11 @@ class TrustStamp:
 
     def holds(self) -> bool:
         """Whether the file is unchanged since a process of this user left it, or such a process is writing to it."""
-        found = self._read()
-        if found == self.at_rest():
+        stamp = self._read()
+        if stamp == self.at_rest():
             return True
-        pid = found.removeprefix("writing ").partition(" ")[0]
-        return pid.isdigit() and found == _writer(pid) and " ended " not in found
+        pid = stamp.removeprefix("writing ").partition(" ")[0]
+        return pid.isdigit() and stamp == _writer(pid) and " ended " not in stamp
 
     def begin(self) -> None:
         """Record that this process is about to write to a file that it trusts. Call it under LMDB's write lock."""

@@ -149,13 +149,13 @@ class _Content:
     def _by_id(self, other: _Content) -> dict[str, tuple[str, dict[bytes, bytes]]]:
         """Text and vectors by chunk id, without the chunks that are the same in `other` and at the same place."""
         mine, others = self._vectors(), other._vectors()
-        found = {}
+        by_id = {}
         for key, row in self.chunks.items():
             vectors = mine.get(key, {})
             if row != other.chunks.get(key) or vectors != others.get(key, {}):
                 chunk = parse_chunk(row)
-                found[chunk.chunk_id] = chunk.text, vectors
-        return found
+                by_id[chunk.chunk_id] = chunk.text, vectors
+        return by_id
 
     def _vectors(self) -> dict[bytes, dict[bytes, bytes]]:
         """By the keys of chunks, their rows in `vectors` by kind and part."""
@@ -291,11 +291,11 @@ def names_of(txn: Transaction, key: bytes) -> list[bytes]:
     return [name for name, place in txn.scan("places") if place == key]
 
 
-def drop_vectors(txn: Transaction, at: bytes) -> dict[bytes, bytes]:
+def drop_vectors(txn: Transaction, place: bytes) -> dict[bytes, bytes]:
     """Delete the vectors of all chunks whose keys begin with `at`; returns the rows that they were."""
-    found: dict[bytes, bytes] = {}
+    rows: dict[bytes, bytes] = {}
     for kind in VECTOR_KINDS:
-        found.update((key, bytes(value)) for key, value in txn.scan("vectors", vector_prefix(kind, at)))
-    for key in found:
+        rows.update((key, bytes(value)) for key, value in txn.scan("vectors", vector_prefix(kind, place)))
+    for key in rows:
         txn.delete("vectors", key)
-    return found
+    return rows

@@ -30,14 +30,14 @@ def _exported() -> int:
     """The address of xxhash's XXH3_64bits(address, size)."""
     try:
         library = ctypes.CDLL(xxhash._xxhash.__file__)  # type: ignore[attr-defined]
-        found = getattr(library, "XXH3_64bits_dispatch", None) or library.XXH3_64bits
+        function = getattr(library, "XXH3_64bits_dispatch", None) or library.XXH3_64bits
     except (AttributeError, OSError) as error:
         raise ImportError(f"xxhash does not export its function: {error}") from error
-    found.restype, found.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
+    function.restype, function.argtypes = ctypes.c_uint64, (ctypes.c_char_p, ctypes.c_size_t)
     for data in (b"", b"ragkv", bytes(range(256)) * 5):
-        if found(data, len(data)) != xxhash.xxh3_64_intdigest(data):
+        if function(data, len(data)) != xxhash.xxh3_64_intdigest(data):
             raise ImportError("xxhash exports another function")
-    return ctypes.cast(found, ctypes.c_void_p).value or 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 _XXH3 = _exported()
@@ -66,15 +66,15 @@ def _check_and_copy(data):
     """
     claimed(data)
     hashes, segments = argument(data, ARGUMENTS), argument(data, ARGUMENTS + 2)
-    target, at, right = argument(data, ARGUMENTS + 3), _FIRST, 0
+    target, place, right = argument(data, ARGUMENTS + 3), _FIRST, 0
     while right < segments:
-        if _digest(hashes, argument(data, at), argument(data, at + 1)) != argument(data, at + 2):
+        if _digest(hashes, argument(data, place), argument(data, place + 1)) != argument(data, place + 2):
             break
-        parts = argument(data, at + 3)
-        at += 4
+        parts = argument(data, place + 3)
+        place += 4
         for _ in range(parts):
-            target = _copied(target, argument(data, at), argument(data, at + 1))
-            at += 2
+            target = _copied(target, argument(data, place), argument(data, place + 1))
+            place += 2
         right += 1
     integers(argument(data, ARGUMENTS + 1))[0] = right
 
@@ -88,14 +88,14 @@ def copy_checked(segments: Sequence[tuple[Bytes, int, Sequence[Bytes]]], out: By
     """Copy the parts of each segment `(its bytes, their XXH3, its parts)` into `out`, one after another. False if a
     checksum does not match, or if the parts do not fill `out`.
     """
-    given, total = list[int](), 0
+    numbers, total = list[int](), 0
     for held, digest, parts in segments:
-        given += held.__array_interface__["data"][0], held.size, digest, len(parts)
+        numbers += held.__array_interface__["data"][0], held.size, digest, len(parts)
         for part in parts:
-            given += given[-4:-2] if part is held else (part.__array_interface__["data"][0], part.size)
+            numbers += numbers[-4:-2] if part is held else (part.__array_interface__["data"][0], part.size)
             total += part.size
     if total != out.size:
         return False
     right, target = ctypes.c_int64(0), out.__array_interface__["data"][0]
-    run(_kernel(), 1, 1, _XXH3, ctypes.addressof(right), len(segments), target, *given)
+    run(_kernel(), 1, 1, _XXH3, ctypes.addressof(right), len(segments), target, *numbers)
     return right.value == len(segments)

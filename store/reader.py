@@ -67,7 +67,7 @@ class _Loading:
     payloads: list[Buffer]
     packing: Packing | None
     copies: CopyStream | None
-    found: ChunkKV | None = field(default=None, init=False)
+    kv: ChunkKV | None = field(default=None, init=False)
     error: DamagedError | None = field(default=None, init=False)
     redo: bool = field(default=False, init=False)
     _buffer: NDArray[np.uint8] | None = field(default=None, init=False)
@@ -91,7 +91,7 @@ class _Loading:
         buffer: NDArray[np.uint8] | Tensor = self._place()
         if self.copies is not None and self._staged is not None:
             buffer = self.copies.send(self._staged)
-        self.found = record_tensors(self.manifest, buffer, packing=self.packing)
+        self.kv = record_tensors(self.manifest, buffer, packing=self.packing)
         self._buffer = self._staged = None
 
     def _place(self) -> NDArray[np.uint8]:
@@ -187,7 +187,7 @@ def read_many(
     for record in loading.values():
         if record.error is not None:
             warn_unusable(record.key, record.error)
-    return {identity: record.found for identity, record in loading.items() if record.found is not None}
+    return {identity: record.kv for identity, record in loading.items() if record.kv is not None}
 
 
 def find_manifest(txn: Transaction, key: bytes, identity: KVIdentity, shape: KVShape | None = None) -> Manifest | None:

@@ -408,14 +408,14 @@ class Store:
                     return
                 yield parse_chunk(value)
 
-        found = []
+        results = []
         with self._live().read() as txn:
             for chunk_id in chunk_ids:
                 chunk = chunk_by_id(txn, chunk_id)
                 row = None if chunk is None else txn.get("documents", document_key(chunk.document_id))
                 if chunk is not None and row is not None:
-                    found.append(visit(parse_document(row).document, chunk, before(chunk)))
-        return found
+                    results.append(visit(parse_document(row).document, chunk, before(chunk)))
+        return results
 
     def chunks_named(self, names: Iterable[bytes]) -> list[Chunk]:
         """The chunks that `Changes` names, from one snapshot, without those that are not in the store."""
@@ -428,21 +428,21 @@ class Store:
     def documents_named(self, names: Iterable[bytes]) -> list[tuple[StoredDocument, list[str]]]:
         """The documents that `Changes` names, with the ids of their chunks, from one snapshot, without those that are
         not in the store."""
-        found: list[tuple[StoredDocument, list[str]]] = []
+        documents: list[tuple[StoredDocument, list[str]]] = []
         bare: set[bytes] = set()
         with self._live().read() as txn:
             for name in names:
                 chunks = [parse_chunk(row) for _, row in txn.scan("chunks", name)]
                 row = txn.get("documents", document_key(chunks[0].document_id)) if chunks else None
                 if row is not None:
-                    found.append((parse_document(row), [chunk.chunk_id for chunk in chunks]))
+                    documents.append((parse_document(row), [chunk.chunk_id for chunk in chunks]))
                 elif not chunks and any(txn.scan("texts", name, limit=1)):
                     bare.add(name)
             if bare:  # the id of a document without chunks is in no chunk
                 keys = [key for key in txn.keys("documents") if document_digest(key)[:NAME_BYTES] in bare]
                 rows = (txn.get("documents", key) for key in keys)
-                found += [(parse_document(row), []) for row in rows if row is not None]
-        return found
+                documents += [(parse_document(row), []) for row in rows if row is not None]
+        return documents
 
     def vectors(self, kind: VectorKind) -> Iterator[tuple[str, Vector]]:
         """Every chunk id with its vector of a kind, in the order of `chunks`; chunks without one are left out.
@@ -461,14 +461,14 @@ class Store:
 
     def vector_many(self, kind: VectorKind, chunk_ids: Iterable[str]) -> dict[str, Vector]:
         """The vectors of these chunks, from one snapshot; ids without a vector are left out."""
-        found = {}
+        vectors = {}
         with self._live().read() as txn:
             for chunk_id in chunk_ids:
                 place = txn.get("places", digest(chunk_id))
                 vector = None if place is None or len(place) != PLACE_BYTES else vector_of(txn, kind, bytes(place))
                 if vector is not None:
-                    found[chunk_id] = vector
-        return found
+                    vectors[chunk_id] = vector
+        return vectors
 
     def places(self) -> Iterator[tuple[bytes, bytes]]:
         """Of every chunk, the digest of its id and that of its document's id (`H` in docs/formats.md), in batches."""
@@ -569,7 +569,7 @@ class Store:
         """
         return bool(self.put_many([(identity, kv, chunk_id)]))
 
-    def put_many(self, made: Iterable[tuple[KVIdentity, ChunkKV | EncodedRecord, str | None]]) -> set[bytes]:
+    def put_many(self, records: Iterable[tuple[KVIdentity, ChunkKV | EncodedRecord, str | None]]) -> set[bytes]:
         """`put_kv` for several, about 64 MiB in a transaction; returns the keys of those that were stored.
 
         Without a chunk's id, KV belongs to the index: it is kept until the next `gc`, or until it has to make room.
@@ -577,7 +577,7 @@ class Store:
         self._refuse_readonly()
 
         def arrivals() -> Iterator[Arrival]:
-            for identity, kv, chunk_id in made:
+            for identity, kv, chunk_id in records:
                 (record,) = self._encode([(identity, kv)])
                 owner = INDEX_OWNER if chunk_id is None else digest(chunk_id)
                 yield Arrival(record=record, tokens=identity.tokens, owner=owner, exact=self._exact)
@@ -606,14 +606,14 @@ class Store:
         """Whether memory holds new KV with exactly the numbers that are stored."""
         return self.codec.early or self.codec.lossless() == self.codec
 
-    def rounded(self, made: Mapping[KVIdentity, ChunkKV]) -> dict[KVIdentity, ChunkKV]:
+    def rounded(self, new: Mapping[KVIdentity, ChunkKV]) -> dict[KVIdentity, ChunkKV]:
         """New KV with the numbers that reading it from the store will give, if the codec rounds early.
 
         With other lossy codecs, the question that encoded it reads it unrounded.
         """
         return {
             of: round_trip(kv, of, self.codec)[1] if self.codec.suited(kv.shape.dtype).early else kv
-            for of, kv in made.items()
+            for of, kv in new.items()
         }
 
     def has_many(self, identities: Iterable[KVIdentity]) -> set[KVIdentity]:
@@ -651,12 +651,12 @@ class Store:
     def purge_tombstones(self, keys: Iterable[bytes], delete: Callable[[list[bytes]], bool]) -> int | None:
         """Call `delete` with those of these keys that the store has no record of, and forget all if it is True; returns
         how many were deleted, or None."""
-        given = list(keys)
+        noted = list(keys)
         with self._live().read() as txn:
-            gone = [key for key in given if txn.get("kv", key) is None]
+            gone = [key for key in noted if txn.get("kv", key) is None]
         if gone and not delete(gone):
             return None
-        self._write(for_each(given, lambda txn, key: txn.delete("meta", TOMBSTONE + key)))
+        self._write(for_each(noted, lambda txn, key: txn.delete("meta", TOMBSTONE + key)))
         return len(gone)
 
     def identities(self) -> Iterator[KVIdentity]:
@@ -741,9 +741,9 @@ class Store:
         """Drop KV that nothing needs, and the index's own KV that is not `in_use`; no ingest may run meanwhile."""
         if not dry_run:
             self._refuse_readonly()
-        found = collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
-        found.uses = forget_gone(self._live(), dry_run=dry_run)
-        return found
+        collection = collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+        collection.uses = forget_gone(self._live(), dry_run=dry_run)
+        return collection
 
     def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
         """Copy one snapshot to a new store in the index at `path`, which must have none; returns its bytes."""

@@ -152,21 +152,21 @@ class Transaction:
         if first is None or bytes(first) != INDEX_OWNER:
             return first is not None
         with self._txn.cursor(db=self._tables["references"]) as cursor:
-            found = cursor.set_key(key)
-            while found and bytes(cursor.value()) == INDEX_OWNER:
-                found = cursor.next_dup()
-            return bool(found)
+            more = cursor.set_key(key)
+            while more and bytes(cursor.value()) == INDEX_OWNER:
+                more = cursor.next_dup()
+            return bool(more)
 
     def keys(self, table: str, *, after: bytes | None = None) -> Iterator[bytes]:
         """Keys in order, each once, beginning behind `after`. No value is read from the disk."""
         with self._txn.cursor(db=self._tables[table]) as cursor:
-            found = cursor.set_range(after) if after else cursor.first()
-            if found and bytes(cursor.key()) == after:
-                found = cursor.next_nodup()
-            while found:
+            more = cursor.set_range(after) if after else cursor.first()
+            if more and bytes(cursor.key()) == after:
+                more = cursor.next_nodup()
+            while more:
                 key = bytes(cursor.key())
                 yield key
-                found = cursor.next_nodup()
+                more = cursor.next_nodup()
 
     def scan(
         self, table: str, prefix: bytes = b"", *, after: bytes | None = None, limit: int | None = None
@@ -174,12 +174,12 @@ class Transaction:
         """At most `limit` entries whose keys begin with `prefix`, in order, beginning behind `after`."""
         with self._txn.cursor(db=self._tables[table]) as cursor:
             start = after or prefix
-            found = cursor.set_range(start) if start else cursor.first()
-            if found and bytes(cursor.key()) == after:
-                found = cursor.next_nodup()
-            while found and limit != 0 and (key := bytes(cursor.key())).startswith(prefix):
+            more = cursor.set_range(start) if start else cursor.first()
+            if more and bytes(cursor.key()) == after:
+                more = cursor.next_nodup()
+            while more and limit != 0 and (key := bytes(cursor.key())).startswith(prefix):
                 yield key, cursor.value()
-                found, limit = cursor.next(), limit and limit - 1
+                more, limit = cursor.next(), limit and limit - 1
 
     def count(self, table: str) -> int:
         """Entries of a table."""

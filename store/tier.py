@@ -106,11 +106,11 @@ class RedisTier:
             raise ConfigError(f"The tier {shown(url)} cannot be used ({error}).") from error
 
     def get(self, name: str) -> bytes | None:
-        found: bytes | None = self._client.get(name)
-        if found is None:
+        value: bytes | None = self._client.get(name)
+        if value is None:
             return None
-        parts = [found]
-        for part in _further_parts(name, found):
+        parts = [value]
+        for part in _further_parts(name, value):
             more = self._client.get(part)
             if not more:
                 return None
@@ -174,8 +174,8 @@ class ObjectTier:
         from obstore.exceptions import NotFoundError
 
         try:
-            found = self._obstore.get(self._store, name)
-            return bytes(found.bytes())
+            value = self._obstore.get(self._store, name)
+            return bytes(value.bytes())
         except (NotFoundError, FileNotFoundError):
             return None
 
@@ -426,34 +426,34 @@ class SharedTiers:
         Waits for a tier at most its `timeout`, and at most as long as encoding the missing chunks would take, if that
         was measured (`seconds_per_token`, else 0). KV found in a tier is later written to those before it.
         """
-        found: dict[KVIdentity, tuple[EncodedRecord, ChunkKV]] = {}
+        fetched: dict[KVIdentity, tuple[EncodedRecord, ChunkKV]] = {}
         missing = list(dict.fromkeys(identities))
-        for place, each in enumerate(self._tiers):
-            missing = [identity for identity in missing if identity not in found]
+        for place, tier in enumerate(self._tiers):
+            missing = [identity for identity in missing if identity not in fetched]
             if missing:
                 encoding = sum(identity.tokens for identity in missing) * seconds_per_token
-                new = self._from(each, missing, shape, min(each.config.timeout, encoding or each.config.timeout))
+                new = self._from(tier, missing, shape, min(tier.config.timeout, encoding or tier.config.timeout))
                 if new and place:  # the tiers before it are faster, and lack these
                     self._later([(identity, record) for identity, (record, _) in new.items()], self._tiers[:place])
-                found |= new
-        return found
+                fetched |= new
+        return fetched
 
     def _from(
-        self, each: _Connected, missing: Sequence[KVIdentity], shape: KVShape | None, deadline: float
+        self, tier: _Connected, missing: Sequence[KVIdentity], shape: KVShape | None, deadline: float
     ) -> dict[KVIdentity, tuple[EncodedRecord, ChunkKV]]:
-        names = {identity: each.name(identity.key()) for identity in missing}
-        wanted = [identity for identity in missing if names[identity] not in each.denied]
-        if not wanted or self._closed or not each.breaker.allow():
-            each.use.skipped += len(missing)
+        names = {identity: tier.name(identity.key()) for identity in missing}
+        wanted = [identity for identity in missing if names[identity] not in tier.denied]
+        if not wanted or self._closed or not tier.breaker.allow():
+            tier.use.skipped += len(missing)
             return {}
-        found: dict[KVIdentity, tuple[EncodedRecord, ChunkKV]] = {}
+        fetched: dict[KVIdentity, tuple[EncodedRecord, ChunkKV]] = {}
         problem: object = "it was interrupted"
         try:
             asked = dict[Future[bytes | None], KVIdentity]()
             with suppress(RuntimeError):  # it was closed meanwhile, or no more threads can be started
                 for identity in wanted:
-                    asked[each.threads.submit(each.tier.get, names[identity])] = identity
-            each.use.skipped += len(wanted) - len(asked)
+                    asked[tier.threads.submit(tier.tier.get, names[identity])] = identity
+            tier.use.skipped += len(wanted) - len(asked)
             done, late = wait(asked, timeout=deadline)
             problem = None if asked else "no thread could be started for it"
             for future in done:
@@ -461,31 +461,31 @@ class SharedTiers:
                 value, error = _outcome(future)
                 if error is not None:
                     problem = error
-                    each.use.failures += 1
+                    tier.use.failures += 1
                 elif value is None:
-                    each.use.misses += 1
+                    tier.use.misses += 1
                 else:
                     try:
-                        found[identity] = each.unseal(value, identity, shape)
-                        each.use.hits += 1
-                        each.use.read_bytes += len(value)
+                        fetched[identity] = tier.unseal(value, identity, shape)
+                        tier.use.hits += 1
+                        tier.use.read_bytes += len(value)
                     except (DamagedError, ConfigError) as damage:
                         problem = damage
-                        each.use.damaged += 1
-                        each.deny(names[identity])
-                        logger.warning("%s of the tier %s counts as missing: %s", names[identity], each.url, damage)
+                        tier.use.damaged += 1
+                        tier.deny(names[identity])
+                        logger.warning("%s of the tier %s counts as missing: %s", names[identity], tier.url, damage)
             if late:
-                each.use.late, problem = each.use.late + len(late), f"no answer within {deadline:.3g} s"
+                tier.use.late, problem = tier.use.late + len(late), f"no answer within {deadline:.3g} s"
                 for future in late:
                     future.cancel()
         finally:
             if problem is not None:
                 with suppress(Exception):
-                    each.tier.interrupt()
-            each.note(problem)
-        return found
+                    tier.tier.interrupt()
+            tier.note(problem)
+        return fetched
 
-    def offer(self, made: Sequence[tuple[KVIdentity, ChunkKV]], *, patient: bool = False) -> None:
+    def offer(self, records: Sequence[tuple[KVIdentity, ChunkKV]], *, patient: bool = False) -> None:
         """Write new KV to all tiers, later, in a thread; drop it if too much waits, or with `patient` wait for room.
 
         `patient` waits for a tier that is up, and not longer than `TRANSFER_SECONDS`.
@@ -493,47 +493,49 @@ class SharedTiers:
         if patient:
             with self._room:
                 self._room.wait_for(lambda: self._waiting <= WAITING_BYTES, timeout=TRANSFER_SECONDS)
-        self._later(made, self._tiers)
+        self._later(records, self._tiers)
 
-    def _later(self, made: Sequence[tuple[KVIdentity, ChunkKV | EncodedRecord]], tiers: Sequence[_Connected]) -> None:
+    def _later(
+        self, records: Sequence[tuple[KVIdentity, ChunkKV | EncodedRecord]], tiers: Sequence[_Connected]
+    ) -> None:
         """Write to these tiers in the writing thread, unless too much waits already."""
-        size = sum(kv.stored_bytes if isinstance(kv, EncodedRecord) else kv.nbytes for _, kv in made)
+        size = sum(kv.stored_bytes if isinstance(kv, EncodedRecord) else kv.nbytes for _, kv in records)
         with self._room:
             if self._closed or self._waiting > WAITING_BYTES:
-                for each in tiers:
-                    each.use.skipped += len(made)
+                for tier in tiers:
+                    tier.use.skipped += len(records)
                 return
             self._waiting += size
         try:
-            self._writer.submit(self._write, list(made), size, tiers)
+            self._writer.submit(self._write, list(records), size, tiers)
         except RuntimeError:  # the interpreter is shutting down
             self._done(size)
 
     def _write(
-        self, made: list[tuple[KVIdentity, ChunkKV | EncodedRecord]], size: int, tiers: Sequence[_Connected]
+        self, records: list[tuple[KVIdentity, ChunkKV | EncodedRecord]], size: int, tiers: Sequence[_Connected]
     ) -> None:
         try:
-            for identity, kv in made:
+            for identity, kv in records:
                 record = None
-                for each in tiers:
-                    name = each.name(identity.key())
-                    if self._closed or name in each.denied or not each.writes.allow():
-                        each.use.skipped += 1
+                for tier in tiers:
+                    name = tier.name(identity.key())
+                    if self._closed or name in tier.denied or not tier.writes.allow():
+                        tier.use.skipped += 1
                         continue
                     problem: object = "it was interrupted"
                     try:
                         if record is None:
                             record = kv if isinstance(kv, EncodedRecord) else encode_record(kv, identity, self._codec)
-                        value = each.seal(record)
-                        if each.tier.put(name, value):
-                            each.use.written += 1
-                            each.use.written_bytes += len(value)
+                        value = tier.seal(record)
+                        if tier.tier.put(name, value):
+                            tier.use.written += 1
+                            tier.use.written_bytes += len(value)
                         problem = None
                     except Exception as error:  # of any client
                         problem = error
-                        each.use.failures += 1
+                        tier.use.failures += 1
                     finally:
-                        each.note(problem, writing=True)
+                        tier.note(problem, writing=True)
         finally:
             self._done(size)
 
@@ -548,11 +550,11 @@ class SharedTiers:
         Pending writes are completed first, so that no value comes back after its deletion.
         """
         reached = self.settle()
-        for each in self._tiers if reached else ():
+        for connected in self._tiers if reached else ():
             try:
-                each.tier.delete([each.name(key) for key in keys])
+                connected.tier.delete([connected.name(key) for key in keys])
             except Exception as error:  # of any client
-                logger.warning("the tier %s could not delete %d values: %s", each.url, len(keys), error)
+                logger.warning("the tier %s could not delete %d values: %s", connected.url, len(keys), error)
                 reached = False
         return reached
 
@@ -560,14 +562,14 @@ class SharedTiers:
         """Read the values of these identities from every tier: how many are there, and the names of damaged ones."""
         wanted = list(identities)
         reports = []
-        for each in self._tiers:
-            report: dict[str, Any] = {"url": each.url, "present": 0, "absent": 0, "damaged": [], "error": None}
+        for tier in self._tiers:
+            report: dict[str, Any] = {"url": tier.url, "present": 0, "absent": 0, "damaged": [], "error": None}
             for identity in wanted:
-                name = each.name(identity.key())
+                name = tier.name(identity.key())
                 try:
-                    value = each.tier.get(name)
+                    value = tier.tier.get(name)
                     if value is not None:
-                        each.unseal(value, identity, None)
+                        tier.unseal(value, identity, None)
                     report["present" if value is not None else "absent"] += 1
                 except (DamagedError, ConfigError):
                     report["damaged"].append(name)
@@ -579,7 +581,7 @@ class SharedTiers:
 
     def uses(self) -> list[dict[str, Any]]:
         """The counters of each tier, with its URL and whether it is blocked now (`open`)."""
-        return [{"url": each.url, "open": each.breaker.open, **asdict(each.use)} for each in self._tiers]
+        return [{"url": tier.url, "open": tier.breaker.open, **asdict(tier.use)} for tier in self._tiers]
 
     def settle(self, seconds: float = TRANSFER_SECONDS) -> bool:
         """Wait until everything is written; False if that takes longer."""
@@ -590,10 +592,10 @@ class SharedTiers:
         """Complete pending writes, for at most `TRANSFER_SECONDS`, and end the threads."""
         self.settle()
         self._closed = True
-        for each in self._tiers:
+        for tier in self._tiers:
             with suppress(Exception):
-                each.tier.interrupt()
-            each.threads.shutdown(wait=False, cancel_futures=True)
+                tier.tier.interrupt()
+            tier.threads.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
 

@@ -87,15 +87,15 @@ class IndexRepairSource:
 def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Verification:
     """Verify the store and its metadata, and report the state of the retrieval indexes."""
     store = index.store
-    found = store.verify(quick=quick, on_progress=on_progress)
-    found = replace(found, findings=(*damaged_metadata(store), *found.findings))
+    verification = store.verify(quick=quick, on_progress=on_progress)
+    verification = replace(verification, findings=(*damaged_metadata(store), *verification.findings))
     needed = set(indexes_of(index.config.retrieval, index.config.vectors))
     if not index.config.qdrant.url:
-        return replace(found, derived=derived_states(index.derived, needed, store.generation))
+        return replace(verification, derived=derived_states(index.derived, needed, store.generation))
     derived = derived_states(index.derived, needed - {"dense", "sparse"}, store.generation)
     if index.config.embedder != NONE:
         derived["qdrant"] = collection_state(index, quick=quick)
-    return replace(found, derived=derived)
+    return replace(verification, derived=derived)
 
 
 def repair_index(
@@ -107,7 +107,7 @@ def repair_index(
     for problem in () if dry_run else facts:
         store.drop_meta(problem.key.removeprefix(b"fact/").decode())
     report = store.repair(IndexRepairSource(index, kv_loader), encode=encode, dry_run=dry_run, on_progress=on_progress)
-    report.found = (*facts, *report.found)
+    report.problems = (*facts, *report.problems)
     report.facts += [problem.key.removeprefix(b"fact/").decode() for problem in facts]
     if "model" in report.facts and not dry_run:
         # If the KV comes from several models, "unknown" makes every question refuse the index.
@@ -136,22 +136,22 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
             derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
             if not dry_run:
                 remove_tree(path)
-    found = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
-    found.derived, found.derived_bytes = derived, derived_bytes
+    collection = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+    collection.derived, collection.derived_bytes = derived, derived_bytes
     if index.tiers is not None:
-        found.tiers = len(store.tombstones()) + found.uses if dry_run else delete_from_tiers(index)
-    return found
+        collection.tiers = len(store.tombstones()) + collection.uses if dry_run else delete_from_tiers(index)
+    return collection
 
 
 def delete_from_tiers(index: Index) -> int:
     """Delete from the shared tiers what no chunk needs any more; what cannot be reached stays noted for `gc`."""
-    store, tiers, found = index.store, index.tiers, 0
+    store, tiers, deleted_values = index.store, index.tiers, 0
     while tiers is not None and (keys := store.tombstones()):
         deleted = store.purge_tombstones(keys, tiers.delete)
         if deleted is None:
             break
-        found += deleted
-    return found
+        deleted_values += deleted
+    return deleted_values
 
 
 def _weight(folder: Path) -> int:
@@ -169,11 +169,12 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
         write_plain(partial / CONFIG_FILE, read_plain(index.folder / CONFIG_FILE))
         if verify:
             with Store.open(partial, readonly=True) as copied:
-                found = copied.verify(on_progress=on_progress)
+                verification = copied.verify(on_progress=on_progress)
             (partial / "store" / "lock.mdb").unlink(missing_ok=True)
-            if not found.ok:
+            if not verification.ok:
                 raise StoreError(
-                    f"the copy has {len(found.findings)} faults, of which the first is {found.findings[0]}; "
+                    f"the copy has {len(verification.findings)} faults, of which the first is "
+                    f"{verification.findings[0]}; "
                     f"nothing was written to {path}"
                 )
         sync_path(partial)
@@ -198,7 +199,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
     """A new folder beside `path`, to be renamed to it. At the end it is deleted, with any empty parents that were made
     for it. StoreError for an OSError; errors name `path`."""
     partial = Path(path.parent.resolve(), f".{path.name}.partial-{secrets.token_hex(4)}")
-    made = [parent for parent in partial.parents if not parent.exists()]
+    new_parents = [parent for parent in partial.parents if not parent.exists()]
     try:
         partial.mkdir(parents=True)
         with renamed(partial, path):
@@ -208,7 +209,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # after a success it may have been renamed
         with suppress(OSError):  # not empty
-            for parent in made:
+            for parent in new_parents:
                 parent.rmdir()
 
 
@@ -246,13 +247,13 @@ Wanted = dict[KVIdentity, tuple[str, int]]
 class WarmReport:
     """The result of `warm`, counted in chunk KVs.
 
-    `wanted` were `present`, `made` now, or `refused` because the budget is full of KV with a higher score. `tokens`,
+    `wanted` were `present`, `encoded` now, or `refused` because the budget is full of KV with a higher score. `tokens`,
     `bytes` and `seconds` are for those that were made.
     """
 
     wanted: int = 0
     present: int = 0
-    made: int = 0
+    encoded: int = 0
     refused: int = 0
     tokens: int = 0
     bytes: int = 0
@@ -260,7 +261,8 @@ class WarmReport:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `ragkv warm --json` prints."""
-        return {**asdict(self), "seconds": round(self.seconds, 3)}
+        values = asdict(self)
+        return {"made": values.pop("encoded"), **values, "seconds": round(self.seconds, 3)}
 
 
 def of_questions(
@@ -280,11 +282,11 @@ def of_questions(
         if encoding is None or task.engine.whole_documents:
             continue
         try:
-            found = finder.find(task.query)[: task.engine.most_chunks]
+            scored_chunks = finder.find(task.query)[: task.engine.most_chunks]
         except RetrievalError:
             continue
-        identities = kv_loader.identities(encoding, [scored.chunk for scored in found])
-        for scored, identity in zip(found, identities, strict=True):
+        identities = kv_loader.identities(encoding, [scored.chunk for scored in scored_chunks])
+        for scored, identity in zip(scored_chunks, identities, strict=True):
             times[identity] += 1
             owners[identity] = scored.chunk.chunk_id
     return {identity: (owners[identity], count) for identity, count in times.items()}
@@ -344,18 +346,18 @@ def warm(index: Index, kv_loader: KVLoader, wanted: Wanted, on_progress: Callabl
         started = time.perf_counter()
         encoded += sum(identity.tokens for identity in new)
         packet = kv_loader.packet(*(identity.encoding for identity in new))
-        made = encode_identities(index.model, new, kv_loader.prefix, packet)
+        encoded_kv = encode_identities(index.model, new, kv_loader.prefix, packet)
         report.seconds += time.perf_counter() - started
-        index.offer(list(made.items()))
-        made |= {identity: kv for identity, (_, kv) in fetched.items()}
-        kept = index.store.put_many((identity, kv, missing[identity][0]) for identity, kv in made.items())
-        report.made += len(kept)
-        report.tokens += sum(kv.tokens for identity, kv in made.items() if identity.key() in kept)
-        report.bytes += sum(kv.nbytes for identity, kv in made.items() if identity.key() in kept)
+        index.offer(list(encoded_kv.items()))
+        encoded_kv |= {identity: kv for identity, (_, kv) in fetched.items()}
+        stored_keys = index.store.put_many((identity, kv, missing[identity][0]) for identity, kv in encoded_kv.items())
+        report.encoded += len(stored_keys)
+        report.tokens += sum(kv.tokens for identity, kv in encoded_kv.items() if identity.key() in stored_keys)
+        report.bytes += sum(kv.nbytes for identity, kv in encoded_kv.items() if identity.key() in stored_keys)
         on_progress(report)
-        if not kept:
+        if not stored_keys:
             break  # the rest has lower scores
-    report.refused = len(missing) - report.made
+    report.refused = len(missing) - report.encoded
     if encoded:
         index.store.record_uses({}, seconds_per_token=report.seconds / encoded)
     return report

@@ -165,15 +165,15 @@ class UseTotals:
 
 def read_totals(txn: Transaction) -> UseTotals:
     """The totals; zero if there are none or they are invalid."""
-    found = _json(txn, LEDGER)
-    if not isinstance(found, dict) or found.keys() != {each.name for each in fields(UseTotals)}:
+    values = _json(txn, LEDGER)
+    if not isinstance(values, dict) or values.keys() != {field.name for field in fields(UseTotals)}:
         return UseTotals()
-    for each in fields(UseTotals):
-        value = found[each.name]
-        number = type(value) is int or (type(value) is float and isinstance(each.default, float))
+    for field in fields(UseTotals):
+        value = values[field.name]
+        number = type(value) is int or (type(value) is float and isinstance(field.default, float))
         if not number or not math.isfinite(value) or not 0 <= value < _MOST:
             return UseTotals()
-    return UseTotals(**found)
+    return UseTotals(**values)
 
 
 def write_totals(txn: Transaction, totals: UseTotals) -> None:
@@ -363,16 +363,16 @@ class Evictor:
 
     def _walk(self) -> list[tuple[float, bytes]]:
         """The records with the lowest scores, each with its score."""
-        found: list[tuple[float, bytes]] = []
+        scores: list[tuple[float, bytes]] = []
 
         def visit(txn: Transaction, key: bytes) -> int:
             value = eviction_score_of(read_use(txn, key))
             if value != NEVER or txn.is_needed(key):
-                found.append((value, key))
+                scores.append((value, key))
             return 0
 
         self._database.walk("kv", visit)
-        return heapq.nsmallest(max(_LEAST, len(found) // 16), found)
+        return heapq.nsmallest(max(_LEAST, len(scores) // 16), scores)
 
     def _admit(
         self, txn: Transaction, arrivals: Sequence[Arrival], *, last: bool

@@ -196,7 +196,7 @@ class Repair:
     index; `points` were sent to Qdrant or deleted there. Dropped documents have to be ingested again.
     """
 
-    found: tuple[Problem, ...] = ()
+    problems: tuple[Problem, ...] = ()
     left: tuple[Problem, ...] = ()
     encoded: int = 0
     dropped_records: int = 0
@@ -217,7 +217,7 @@ class Repair:
         return {
             "ok": self.ok,
             "dry_run": self.dry_run,
-            "found": [problem.to_json() for problem in self.found],
+            "found": [problem.to_json() for problem in self.problems],
             "left": [problem.to_json() for problem in self.left],
             "encoded": self.encoded,
             "dropped_records": self.dropped_records,
@@ -422,7 +422,7 @@ def repair(
     repairer = _Repairer(database, repair_source, codec, report, on_progress)
     for _ in range(_ROUNDS):
         report.left = verify(database, on_progress=on_progress).findings
-        report.found = report.found or report.left
+        report.problems = report.problems or report.left
         if not report.left or any(problem.kind == "pages" for problem in report.left):
             repairer.count_anew()
             return report

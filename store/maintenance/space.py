@@ -125,14 +125,14 @@ class KVRecord:
 
 def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
     """The records that a chunk needs, by encoding. One whose manifest is damaged is left out; `verify` reports it."""
-    found = []
+    records = []
     for key in txn.values("needs", digest(chunk_id)):
         value = txn.get("kv", key)
         if value is None:
             continue
         with suppress(DamagedError):
             manifest = Manifest.parse(value)
-            found.append(
+            records.append(
                 KVRecord(
                     key=key.hex(),
                     model=manifest.identity.model,
@@ -147,7 +147,7 @@ def records_of(txn: Transaction, chunk_id: str) -> list[KVRecord]:
                     shared_by=len(set(txn.values("references", key)) - {INDEX_OWNER}),
                 )
             )
-    return sorted(found, key=lambda record: (record.encoding, record.key))
+    return sorted(records, key=lambda record: (record.encoding, record.key))
 
 
 def survey_documents(database: Database, document_ids: Iterable[str] | None = None) -> Iterator[DocumentStats]:
@@ -165,10 +165,10 @@ def survey_documents(database: Database, document_ids: Iterable[str] | None = No
 
 
 def _share(txn: Transaction, key: bytes, stored: StoredDocument) -> DocumentStats:
-    at = document_digest(key)
-    names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", at)}
+    place = document_digest(key)
+    names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", place)}
     sizes = {record: _payload_bytes(txn, record) for name in names for record in txn.values("needs", name)}
-    text = txn.get("texts", at)
+    text = txn.get("texts", place)
     return DocumentStats(
         document=stored.document.document_id,
         source=stored.document.source,
@@ -179,7 +179,7 @@ def _share(txn: Transaction, key: bytes, stored: StoredDocument) -> DocumentStat
         kv_bytes_own=sum(size for record, size in sizes.items() if names.issuperset(txn.values("references", record))),
         text_bytes=0 if text is None else len(text),
         vector_bytes=sum(
-            len(part) for kind in VECTOR_KINDS for _, part in txn.scan("vectors", vector_prefix(kind, at))
+            len(part) for kind in VECTOR_KINDS for _, part in txn.scan("vectors", vector_prefix(kind, place))
         ),
         ingested_at=stored.ingested_at,
     )
@@ -274,15 +274,15 @@ def collect(
 
     Hold the writer's lock. It only visits the list of unreferenced KV and the index's own records.
     """
-    found = Collection(dry_run=dry_run)
+    collection = Collection(dry_run=dry_run)
     keys = _candidates(database)
     progress = Counter(on_progress, "gc", len(keys), "records")
     for start in range(0, len(keys), _BATCH):
         batch = keys[start : start + _BATCH]
-        _sweep(database, batch, in_use, found)
+        _sweep(database, batch, in_use, collection)
         progress.add(len(batch))
     progress.finish()
-    return found
+    return collection
 
 
 def _candidates(database: Database) -> list[bytes]:
@@ -292,7 +292,7 @@ def _candidates(database: Database) -> list[bytes]:
     return own + [key for batch in database.batches("unreferenced") for key, _ in batch]
 
 
-def _sweep(database: Database, keys: list[bytes], in_use: Callable[[Manifest], bool], found: Collection) -> None:
+def _sweep(database: Database, keys: list[bytes], in_use: Callable[[Manifest], bool], collection: Collection) -> None:
     """Check the records again and drop them in one transaction: a query may refer to one by now.
 
     A dry run only checks.
@@ -303,22 +303,22 @@ def _sweep(database: Database, keys: list[bytes], in_use: Callable[[Manifest], b
         for key in keys:
             garbage = _as_garbage(txn, key, in_use)
             if garbage is None:
-                if not found.dry_run:
+                if not collection.dry_run:
                     update_unreferenced(txn, key)  # a damaged list may name what is in use
                 continue
             dropped.append(garbage)
-            if not found.dry_run:
+            if not collection.dry_run:
                 txn.evict(key, (INDEX_OWNER,))
         return dropped
 
-    if found.dry_run:
+    if collection.dry_run:
         with database.read() as txn:
             dropped = apply(txn)
     else:
         dropped = database.write(apply)
     for kind, count, size in dropped:
-        setattr(found, kind, getattr(found, kind) + count)
-        found.bytes += size
+        setattr(collection, kind, getattr(collection, kind) + count)
+        collection.bytes += size
 
 
 def _as_garbage(txn: Transaction, key: bytes, in_use: Callable[[Manifest], bool]) -> tuple[Kind, int, int] | None:

@@ -118,21 +118,21 @@ def check_document(txn: Transaction, key: bytes) -> Iterator[Problem]:
         return
     yield from _in_text(txn, key, name)
     document = document_digest(key)
-    found = chunk_ordinals(txn, document)
-    if stored.chunks > most_chunks(found):
-        what = f"it counts {stored.chunks} chunks, of which {len(found)} are there"
+    ordinals = chunk_ordinals(txn, document)
+    if stored.chunks > most_chunks(ordinals):
+        what = f"it counts {stored.chunks} chunks, of which {len(ordinals)} are there"
         yield of_row(kind="damaged", what=what, document=name)
         return
     expected = set(range(stored.chunks))
     tokens: int | None = 0  # None once a chunk's tokens are unknown
-    for ordinal in sorted(found | expected):
-        at = chunk_key(document, ordinal)
-        of_chunk = partial(Problem, table="chunks", key=at, where=f"chunk {ordinal} of {name}", document=name)
-        if ordinal not in found:
+    for ordinal in sorted(ordinals | expected):
+        place_key = chunk_key(document, ordinal)
+        of_chunk = partial(Problem, table="chunks", key=place_key, where=f"chunk {ordinal} of {name}", document=name)
+        if ordinal not in ordinals:
             tokens = None
             yield of_chunk(kind="missing", what="its row is missing")
             continue
-        chunk, cause = chunk_of(txn, at)
+        chunk, cause = chunk_of(txn, place_key)
         if chunk is None or chunk.document_id != name or chunk.ordinal != ordinal:
             tokens = None
             yield of_chunk(kind="damaged", what=cause or "it is another chunk's row")
@@ -142,17 +142,17 @@ def check_document(txn: Transaction, key: bytes) -> Iterator[Problem]:
         place = txn.get("places", own)
         if place is None:
             yield of_chunk(kind="missing", table="places", key=own, what="its place is missing")
-        elif bytes(place) != at:
+        elif bytes(place) != place_key:
             yield of_chunk(kind="mismatch", table="places", key=own, what="its place is another's")
-    if found - expected or tokens not in (None, stored.tokens):
+    if ordinals - expected or tokens not in (None, stored.tokens):
         what = f"it counts {stored.chunks} chunks and {stored.tokens} tokens, which its chunks do not add up to"
         yield of_row(kind="mismatch", what=what, document=name)
 
 
 def _in_text(txn: Transaction, key: bytes, name: str) -> Iterator[Problem]:
-    at = document_digest(key)
-    of_text = partial(Problem, table="texts", key=at, where=f"the text of {name}", document=name)
-    value = txn.get("texts", at)
+    text_key = document_digest(key)
+    of_text = partial(Problem, table="texts", key=text_key, where=f"the text of {name}", document=name)
+    value = txn.get("texts", text_key)
     if value is None:
         yield of_text(kind="missing", what="its row is missing")
         return
@@ -164,11 +164,11 @@ def _in_text(txn: Transaction, key: bytes, name: str) -> Iterator[Problem]:
 
 def check_place(txn: Transaction, key: bytes) -> Iterator[Problem]:
     """`places`: the chunk that a place leads to is the one that the place belongs to."""
-    at = bytes(txn.get("places", key) or b"")
-    chunk, _ = chunk_of(txn, at)
+    chunk_place = bytes(txn.get("places", key) or b"")
+    chunk, _ = chunk_of(txn, chunk_place)
     if chunk is not None and digest(chunk.chunk_id) == key:
         return
-    if chunk is None and txn.get("chunks", at) is not None:
+    if chunk is None and txn.get("chunks", chunk_place) is not None:
         # The chunk's row is damaged, which is reported for the row; repair needs the place to identify the chunk.
         return
     what = "there is no such chunk where it leads"
@@ -464,15 +464,15 @@ class QuickCheck:
         self._layouts[manifest.identity.model, layout] = sizes
 
     def _reference(self, txn: Transaction, key: bytes, owner: memoryview) -> Rows:
-        found: Rows = ()
+        problems: Rows = ()
         if key != self._record:
             self._record = key
             if txn.get("kv", key) is None:
-                found = [problem for one in txn.values("references", key) for problem in check_needs(txn, one)]
+                problems = [problem for one in txn.values("references", key) for problem in check_needs(txn, one)]
         name = bytes(owner)
         if txn.has("needs", name, key) and (name == INDEX_OWNER or txn.get("places", name) is not None):
-            return found
-        return (*found, *(problem for problem in check_references(txn, key) if problem.owner == name))
+            return problems
+        return (*problems, *(problem for problem in check_references(txn, key) if problem.owner == name))
 
     def _vector(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
         kind, place = key[:1], key[1:-4]
@@ -775,15 +775,15 @@ class _Walk:
         record = key[:VALUE_BYTES]
         if self._record_of_segment[:2] != (txn, record):
             self._record_of_segment = (txn, record, segment_count(txn, record))
-        found: Iterable[Problem] = ()
+        problems: Iterable[Problem] = ()
         if int.from_bytes(key[VALUE_BYTES:], "big") >= self._record_of_segment[2]:
             if txn.get("kv", record) is None or not txn.is_referenced(record):
                 self._orphans["segments"] += 1
                 self._orphans["bytes"] += _length(txn, "segments", key)
-                found = check_unreferenced(txn, record)
+                problems = check_unreferenced(txn, record)
             else:
-                found = [problem for problem in check_segments(txn, record) if problem.key == key]
-        return self._seen("segments", found, 0)
+                problems = [problem for problem in check_segments(txn, record) if problem.key == key]
+        return self._seen("segments", problems, 0)
 
     def _compare_counters(self) -> None:
         """Report wrong counters, unless damaged rows make the right ones unknown."""

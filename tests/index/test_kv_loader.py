@@ -436,12 +436,12 @@ def test_warming_makes_what_is_asked_for_and_no_more_the_second_time(tmp_path):
     with made(tmp_path, kv="on-demand", engines=("block",)) as rag:
         wanted = rag.wanted(questions=[{"question": QUESTIONS[0], "engine": "block", "top_k": 1}])
         report = rag.warm(wanted)
-        assert (report.wanted, report.made, report.present, report.refused) == (1, 1, 0, 0)
+        assert (report.wanted, report.encoded, report.present, report.refused) == (1, 1, 0, 0)
         assert rag.warm(wanted).present == 1
         assert ask(rag, top_k=1).kv.hits == 1
         rag.settle()
-        assert rag.warm(rag.wanted(documents=["carr.txt"])).made == 1
-        assert rag.warm(rag.wanted(documents=["*"])).made == 1
+        assert rag.warm(rag.wanted(documents=["carr.txt"])).encoded == 1
+        assert rag.warm(rag.wanted(documents=["*"])).encoded == 1
         assert rag.store.ledger().misses == 0
         assert rag.wanted(questions=[{"question": QUESTIONS[0], "engine": "full"}]) == {}
         rag.store.set_budget(0)

@@ -304,7 +304,7 @@ def test_missing_kv_is_made_with_what_its_chunk_saw(tmp_path, model_folder, coun
         wanted = rag.wanted(documents=["works.md"])
         assert wanted.keys() == expected.keys()
         report = rag.warm(wanted)
-        assert (report.present, report.made) == (2, len(chunks) - 2)
+        assert (report.present, report.encoded) == (2, len(chunks) - 2)
         used = rag.wanted(most=2)
         assert used.keys() == set(identities[1:3])
         for identity, kv in expected.items():

@@ -180,12 +180,12 @@ def test_damage_is_named_and_every_row_comes_back(library, kind, table, damage):
     named = {(finding.kind, finding.table, finding.key) for finding in found.findings}
     assert {(f.kind, f.table, f.key) for f in quick.findings if f.table != "counters"} <= named
     would = library.store.repair(library, dry_run=True)
-    assert would.found == found.findings
+    assert would.problems == found.findings
     assert not would.dropped
     assert library.rows() == damaged
     report = library.store.repair(library)
     assert report.ok
-    assert report.found == found.findings
+    assert report.problems == found.findings
     assert library.rows() == before
     assert library.store.verify().ok
 
