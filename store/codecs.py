@@ -625,7 +625,8 @@ def _step(rows: Floats, bits: float, finest: float) -> float:
 
 def _multiples(numbers: Floats, step: float) -> NDArray[np.int16]:
     """The nearest whole multiples of the step, plus `_BIAS`."""
-    return np.rint(numbers / np.float32(step)).astype("<i2") + np.int16(_BIAS)
+    multiples: NDArray[np.int16] = np.rint(numbers / np.float32(step)).astype(np.int16) + np.int16(_BIAS)
+    return multiples
 
 
 def _round_up(step: float) -> float:
