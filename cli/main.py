@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from itertools import pairwise
 from typing import Annotated, Any, cast
 
 import typer
@@ -72,6 +73,28 @@ class SingleCommand(TyperCommand):
     invoke = _in_one_sentence()(TyperCommand.invoke)
 
 
+def require_values(command: Any) -> Any:
+    """Make a command, and those below it, refuse an option as the value of the option before it.
+
+    The parser takes the next word whatever it is, so that `ingest docs --ray --index i` would read the folder `i`.
+    A value that is spelled like an option is given as `--name=--json`.
+    """
+    for below in getattr(command, "commands", {}).values():
+        require_values(below)
+    taking = {flag for option in command.params if not getattr(option, "is_flag", True) for flag in option.opts}
+    flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
+
+    def parse_args(ctx: Any, args: list[str]) -> Any:
+        words = args[: args.index("--")] if "--" in args else args
+        for word, value in pairwise(words):
+            if word in taking and value in flags and word.startswith("-"):
+                raise UsageError(f"Option '{word}' requires an argument; see {ctx.command_path} --help.")
+        return type(command).parse_args(command, ctx, args)
+
+    command.parse_args = parse_args
+    return command
+
+
 def _typed() -> str:
     """The name of the command on the command line; empty for none, or for another program's."""
     return next((word for word in sys.argv[1:] if word in _COMMANDS or f"{word}!" in _COMMANDS), "")
@@ -84,6 +107,9 @@ def _sentence(error: Any) -> Exception:
     # without a context, an option lacks its value
     command = f"ragkv {_typed()}".rstrip() if error.ctx is None else error.ctx.command_path
     line = " ".join(error.format_message().split())
+    if type(error).__name__ == "MissingParameter" and getattr(error.param, "help", None):
+        what = " ".join(error.param.help.split()).rstrip(".")
+        line = f"{line.rstrip('.')} ({what[:1].lower() if what[1:2].islower() else what[:1]}{what[1:]})"
     if command == "ragkv query" and line.startswith("Got unexpected extra argument"):
         line = 'The question is one argument: put it in quotes, as in ragkv query "Who …?"'
     return UsageError(
@@ -265,7 +291,7 @@ def _command(name: str) -> Any:
         alone.add_typer(found, name=name, rich_help_panel=panel)
     else:
         alone.command(name=name, no_args_is_help=helps, rich_help_panel=panel)(found)
-    return typer.main.get_group(alone).commands[name]
+    return require_values(typer.main.get_group(alone).commands[name])
 
 
 app = typer.Typer(

@@ -131,7 +131,9 @@ class Store:
         except (FileExistsError, NotADirectoryError) as error:
             raise StoreError(f"{path} is a file: name a directory for the index") from error
         except OSError as error:
-            raise StoreError(f"{directory} cannot be made ({refusal(error)})") from error
+            # of a folder whose parents are there or made, "no such file" means that the file system has none of ours
+            why = "its file system takes no folders" if isinstance(error, FileNotFoundError) else refusal(error)
+            raise StoreError(f"{directory} cannot be made ({why}): name another folder for the index.") from error
         with WriterLock(directory).hold("making the store", timeout=MAKING_SECONDS):
             discard_stub(directory / "data.mdb")
             try:

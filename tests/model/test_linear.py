@@ -561,3 +561,12 @@ def test_weights_stay_where_they_are_otherwise(why, tmp_path, monkeypatch):
             patch.setattr(linear, "huge_memory", none)
         linear._gather([weight])
     assert weight.data_ptr() == place
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64)])
+def test_no_rows_give_no_rows(shape, capfd):
+    for layer in (nn.Linear(64, 32), _layer(64, 32, torch.float32), _layer(64, 32, torch.bfloat16)):
+        made = Int8Linear(layer) if type(layer) is nn.Linear else layer
+        with torch.inference_mode():
+            assert made(torch.empty(shape, dtype=layer.weight.dtype)).shape == (*shape[:-1], 32)
+    assert capfd.readouterr().err == ""  # an error in a kernel is only printed

@@ -6,6 +6,8 @@ import json
 import re
 import unicodedata
 from dataclasses import replace
+from datetime import date
+from types import SimpleNamespace
 
 import pytest
 from controlled import BYTES, KINDS, NAMES, SPACES, controlled, tokens_of
@@ -22,6 +24,7 @@ from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.index.conversation import Conversation
 from ragkv.index.create import new_config
 from ragkv.model.prompt import Tokens, closing, harden, render
+from ragkv.model.tools import _format_of
 
 FLAGS = [frozenset(), frozenset({"lstrip", "rstrip"}), frozenset({"normalized"}), frozenset({"single_word", "rstrip"})]
 
@@ -448,6 +451,54 @@ def test_a_prompt_is_kept_with_all_that_it_says(tokenizer):
         PromptConfig(bos="always")
     with pytest.raises(ConfigError, match="prefix_newlines"):
         PromptConfig(prefix_newlines=-1)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}\n" + TURNS
+
+
+def test_another_question_on_another_day_keeps_the_date_and_the_kv(folder, tokenizer, tmp_path, monkeypatch):
+    """The template prints today's date into the prefix, which every stored KV has seen."""
+    tokenizer.chat_template = DATED
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "note.txt").write_text("Halden Works was founded by Mira Oskel.")
+
+    class Day(date):
+        now = date(2024, 2, 29)
+
+        @classmethod
+        def today(cls):
+            return cls.now
+
+    monkeypatch.setattr("ragkv.index.index.date", Day)
+    options = {"model": str(folder), "engines": ("ape",), "device": "cpu"}
+    with RagKV.create(tmp_path / "index", **options) as rag:
+        rag.ingest(tmp_path / "note.txt")
+        assert rag.index.prompt.prefix.startswith("29 Feb 2024\n")
+    Day.now = date(2025, 3, 1)
+    settings = tmp_path / "index" / "ragkv.toml"
+    for question in ("Q: {question}", "Ask: {question}"):  # kept again, and still the first day
+        settings.write_text(re.sub(r"(?m)^question = .*", f'question = "{question}"', settings.read_text()))
+        with RagKV.open(tmp_path / "index", device="cpu") as rag:
+            assert rag.index.prompt.before_question.endswith(question.partition("{")[0])
+            assert rag.index.prompt.prefix.startswith("29 Feb 2024\n")
+            assert rag.query("Who founded it?", max_new_tokens=1).kv.misses == 0
+            kept = rag.store.get_meta("prompt")
+            assert kept["date"] == "2024-02-29"
+    with RagKV.open(tmp_path / "index", device="cpu") as rag:
+        rag.store.put_meta("prompt", kept | {"date": "29 Feb"})
+    with RagKV.open(tmp_path / "index", device="cpu") as rag:  # damaged: made again
+        assert rag.index.prompt.prefix.startswith("01 Mar 2025\n")
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% for m in messages %}", "{{ 1 // 0 }}", "{{ messages.nothing.at.all }}", "{{ raise_exception('no') }}"],
+)
+def test_a_template_that_cannot_be_rendered_is_one_sentence(template, tokenizer):
+    tokens = with_template(tokenizer, template)
+    with pytest.raises(UnsupportedModelError, match=r"The chat template of .* cannot be rendered \(.+\); repair it"):
+        render(CONFIG, tokens)
+    assert not _format_of(SimpleNamespace(tokens=tokens, eos_ids=frozenset())).native
 
 
 @pytest.fixture
