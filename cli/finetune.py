@@ -1,19 +1,19 @@
-"""`ragkv finetune`: train a model of the user's, or a packet, for the engine `block`."""
+"""`ragkv finetune`: train a model of the user's for the engine `block`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from ragkv.cli.console import echo, note, print_json, size, steps
+from ragkv.cli.console import echo, note, print_json
 from ragkv.cli.options import Device, Json, Quiet, shared_options
 from ragkv.config import PromptConfig, load_config
 from ragkv.errors import UsageError
-from ragkv.finetune.config import BlockTuneConfig, PacketConfig
+from ragkv.finetune.config import BlockTuneConfig
 
 app = typer.Typer(help="Train models.", no_args_is_help=True)
 
@@ -86,41 +86,3 @@ def block(
         return
     learnt = f"{done['steps_done']} steps, loss {done['loss_first']:.3f} to {done['loss_last']:.3f}"
     echo(f"{learnt}; use it by: ragkv ingest PATH --model {config.output}")
-
-
-def _trained(train: Callable[..., dict[str, Any]], config: Any, *, silent: bool) -> dict[str, Any]:
-    """Train with a bar over the steps."""
-    with steps("training", silent=silent) as show:
-        return train(config, on_progress=lambda step: show(step["step"], step["steps"], f"loss {step['loss']:.3f}"))
-
-
-@app.command(no_args_is_help=True)
-@shared_options
-def packet(
-    *,
-    config: PacketConfig,
-    prompt_of: PromptOf = None,
-    device: Device = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Train vectors around every chunk, with which `block` comes nearer to `full` (KV Packet); the model is frozen.
-
-    They are one small file, which `packet = "FILE"` under [tuning.block] in ragkv.toml names. Stopped by Ctrl-C it
-    leaves a checkpoint, and the same command continues.
-
-    Example: `ragkv finetune packet --model ./my-model --data train.jsonl --output packet.safetensors`
-    """
-    from ragkv.finetune.packet import train_packet
-
-    config = replace(config, prompt=_prompt(prompt_of), device=device)
-    done = _trained(train_packet, config, silent=quiet or as_json)
-    if as_json:
-        print_json(done)
-        return
-    echo(
-        f"{done['steps']} steps; on {done['heldout']} held-out questions, KL to full attention {done['kl_block']:.3f} "
-        f"without and {done['kl_packet']:.3f} with the packet, and the same token as full in "
-        f"{done['agreement_block']:.1%} and {done['agreement_packet']:.1%}; it is in {done['output']} "
-        f"({size(done['bytes'])})."
-    )

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ragkv.model.apb.compressors import Compressor
     from ragkv.model.apb.document import BlockLayout, EncodedBlock
     from ragkv.model.language_model import LanguageModel
-    from ragkv.model.packet import Packet
 
 Load = Callable[[KVIdentity], "ChunkKV | None"]
 
@@ -246,18 +245,14 @@ def chunk_identity(
     prefix_ids: tuple[int, ...],
     chunk_ids: tuple[int, ...],
     seen: tuple[int, ...] = (),
-    packet: Packet | None = None,
 ) -> KVIdentity:
-    """The key of a chunk's KV. `prefix_ids` are the prompt's, `seen` those of the chunk's document in `context`, and
-    `packet` is the one around it in `packet`.
+    """The key of a chunk's KV. `prefix_ids` are the prompt's, `seen` those of the chunk's document in `context`.
 
     A chunk that nothing precedes has the key of a `prefixed` one.
     """
     if encoding is Encoding.CONTEXT and not seen:
         encoding = Encoding.PREFIXED
     before = () if encoding is Encoding.STANDALONE else prefix_ids + seen
-    if encoding is Encoding.PACKET and packet is not None:
-        before = packet.words(prefix_ids)
     return KVIdentity(model=model, encoding=encoding, prefix_ids=before, chunk_ids=chunk_ids)
 
 
@@ -266,9 +261,7 @@ class Encoder(Protocol):
 
     tokens: Tokens
 
-    def encode(
-        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, packet: Packet | None = None
-    ) -> list[ChunkKV]: ...
+    def encode(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> list[ChunkKV]: ...
 
 
 def encode_in_context(

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from ragkv.engines.apb import APBConfig
     from ragkv.model.apb.compressors import Compressor
     from ragkv.model.language_model import LanguageModel
-    from ragkv.model.packet import Packet
     from ragkv.store.tier import Fetched
 
 EVERY = 1 << 16
@@ -124,8 +123,6 @@ class IngestFingerprint:
     """How long documents are cut into blocks (`ragkv.engines.apb`); None for an index without blocks."""
     context: int = 0
     """`[encoding] context`, where an encoding depends on it."""
-    packet: Packet | None = None
-    """The vectors around every chunk, for the encoding `packet`."""
 
     def digest(self) -> str:
         """The hex digest that is stored with each document.
@@ -134,7 +131,7 @@ class IngestFingerprint:
         default.
         """
         seeing = {Encoding.PREFIXED, Encoding.CONTEXT}
-        prefixed = not seeing.isdisjoint(self.encodings) or (self.packet is not None and self.packet.prefixed)
+        prefixed = not seeing.isdisjoint(self.encodings)
         facts: dict[str, object] = {
             "model": self.model,
             "prefix": self.prompt.before_contexts if prefixed else "",
@@ -151,8 +148,6 @@ class IngestFingerprint:
             facts |= {"embedder": self.embedder, "vectors": self.vectors}
         if self.blocks is not None:
             facts |= {"blocks": dict(self.blocks), "prefix": self.prompt.before_contexts}
-        if self.packet is not None:
-            facts["packet"] = self.packet.digest.hex()
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -747,7 +742,7 @@ class Ingester:
                 fetched = self._fetch(batch)
                 batch = [identity for identity in batch if identity not in fetched]
                 started = time.perf_counter()
-                encoded = encode_identities(self._load(), batch, self._prefix_kv, self._recipe.packet)
+                encoded = encode_identities(self._load(), batch, self._prefix_kv)
             report.encode_seconds += time.perf_counter() - started
             records |= encoded | {identity: kv for identity, (_, kv) in fetched.items()}
             report.kv_encoded += len(encoded)
@@ -776,7 +771,7 @@ class Ingester:
                 chunk, before, prepared.document.title, recipe.context, recipe.prompt, self._load().tokens
             )
         prefix_ids = () if encoding is Encoding.STANDALONE else self._prompt_prefix()
-        return chunk_identity(recipe.model, encoding, prefix_ids, chunk.token_ids, seen, recipe.packet)
+        return chunk_identity(recipe.model, encoding, prefix_ids, chunk.token_ids, seen)
 
     def _in_blocks(self, prepared: _Prepared, config: APBConfig, report: IngestReport) -> list[KVIdentity]:
         """The block records of a document, which its chunks then need."""
@@ -846,12 +841,10 @@ def encode_identities(
     model: Encoder,
     identities: Sequence[KVIdentity],
     prefix: Callable[[], ChunkKV | None],
-    packet: Packet | None = None,
 ) -> dict[KVIdentity, ChunkKV]:
     """Encode the chunks of these identities, in one batch per encoding.
 
-    `prefix` returns the KV of the prompt's prefix and is not called for identities that saw none; `packet` is that of
-    packets.
+    `prefix` returns the KV of the prompt's prefix and is not called for identities that saw none.
     """
     made: dict[KVIdentity, ChunkKV] = {}
     for encoding in sorted({identity.encoding for identity in identities}):
@@ -861,8 +854,7 @@ def encode_identities(
             for batch in batches_of(group):  # the KV that the chunks see is dropped after each batch
                 made.update(encode_in_context(model, batch, before))
             continue
-        around = packet if encoding is Encoding.PACKET else None
-        kvs = model.encode([identity.chunk_ids for identity in group], prefix=before, packet=around)
+        kvs = model.encode([identity.chunk_ids for identity in group], prefix=before)
         made.update(zip(group, kvs, strict=True))
     return made
 

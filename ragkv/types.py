@@ -51,9 +51,6 @@ class Encoding(StrEnum):
     LONG = "long"
     """The prefix, the anchor and the tokens that earlier blocks pass on: a block of a long document (APB)."""
 
-    PACKET = "packet"
-    """No other tokens, or the prefix; it is encoded between trained vectors whose KV is stored too (KV Packet)."""
-
 
 class Capability(StrEnum):
     """A use of stored KV by an engine that not every model can run exactly."""

@@ -61,7 +61,6 @@ reads an old record. Records that it cannot describe have another version in the
 """
 
 LONG_WORDS = 9
-PACKET_WORDS = 11
 PASSED_ON = "passed on"
 """The name of a layer's state with the tokens that a long document's block passes on."""
 
@@ -73,9 +72,7 @@ class KVIdentity:
     `model` is the model's fingerprint in hex. `prefix_ids` are all tokens that the chunk saw before its own: of a
     `prefixed` chunk those of the prompt, of a `context` one also those of its document. They are empty
     for a `standalone` one, so its record stays valid when the prompt changes. For a `long` block they are the eight
-    words of a digest of everything before it, and its position (`ragkv.ingest.encoding`). For a `packet` they are
-    eight words of a digest of the trained vectors, its position, and the numbers of vectors before and after the chunk
-    (`ragkv.model.packet`).
+    words of a digest of everything before it, and its position (`ragkv.ingest.encoding`).
     """
 
     model: str
@@ -88,19 +85,16 @@ class KVIdentity:
             raise ValueError("a standalone chunk saw no prefix: leave prefix_ids empty")
         if self.encoding is Encoding.LONG and len(self.prefix_ids) != LONG_WORDS:
             raise ValueError(f"the prefix of a long document's block must have {LONG_WORDS} words")
-        if self.encoding is Encoding.PACKET and len(self.prefix_ids) != PACKET_WORDS:
-            raise ValueError(f"the prefix of a packet must have {PACKET_WORDS} words")
 
     @property
     def position(self) -> int:
         """The position of the first token."""
-        digested = self.encoding in (Encoding.LONG, Encoding.PACKET)
-        return self.prefix_ids[LONG_WORDS - 1] if digested else len(self.prefix_ids)
+        return self.prefix_ids[LONG_WORDS - 1] if self.encoding is Encoding.LONG else len(self.prefix_ids)
 
     @property
     def tokens(self) -> int:
-        """How many tokens' KV it is: the chunk's, and a packet's vectors."""
-        return len(self.chunk_ids) + (sum(self.prefix_ids[LONG_WORDS:]) if self.encoding is Encoding.PACKET else 0)
+        """How many tokens' KV it is."""
+        return len(self.chunk_ids)
 
     def may_serve(self, token_ids: tuple[int, ...]) -> bool:
         """Whether a chunk with these tokens may need it: as its own KV, or as a block of its document."""
@@ -226,7 +220,7 @@ _HEAD = struct.Struct("<4sHBBIIIIIII")
 _TYPED_HEAD = struct.Struct("<II")
 _SHAPE = struct.Struct("<III")
 _SEGMENT = struct.Struct("<IIIQ")
-_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED, 3: Encoding.LONG, 4: Encoding.CONTEXT, 5: Encoding.PACKET}
+_ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED, 3: Encoding.LONG, 4: Encoding.CONTEXT}
 
 
 class RecordSegment(NamedTuple):
@@ -419,11 +413,9 @@ class Summary(NamedTuple):
     def extent(self) -> tuple[int, int]:
         """The position of the first token, and the number of tokens, according to the identity."""
         words, tokens = len(self.prefix_ids) // 4, len(self.chunk_ids) // 4
-        if self.encoding not in (Encoding.LONG, Encoding.PACKET):
+        if self.encoding is not Encoding.LONG:
             return words, tokens
-        before = unpack_ids(self.prefix_ids)
-        vectors = sum(before[LONG_WORDS:]) if self.encoding == Encoding.PACKET else 0
-        return before[LONG_WORDS - 1] if words >= LONG_WORDS else -1, tokens + vectors
+        return unpack_ids(self.prefix_ids)[LONG_WORDS - 1] if words >= LONG_WORDS else -1, tokens
 
 
 def summarise(value: Buffer) -> Summary:

@@ -87,13 +87,13 @@ def table(
         limit=limit, seed=seed, dtype=dtype, embedder=embedder, reranker=reranker, device=device, work=work
     )
     results = []
-    for number, each in enumerate(wanted):
+    for number, table in enumerate(wanted):
         known = set(models)
         if name == ALL:  # other tables have other roles, and checkpoints of their own
-            known = {*(() if each.models else ("",)), *(line.role for line in each.lines if line.role)}
+            known = {*(() if table.models else ("",)), *(line.role for line in table.lines if line.role)}
         own = {role: folder for role, folder in models.items() if role in known}
-        with kept_steps(f"table {each.name}", work, silent=quiet or as_json) as notify:
-            result = run_table(each, replace(options, models=own), on_progress=notify)
+        with kept_steps(f"table {table.name}", work, silent=quiet or as_json) as notify:
+            result = run_table(table, replace(options, models=own), on_progress=notify)
         written = write_table(result, output, pictures=pictures)
         results.append(result)
         if not as_json:
@@ -109,15 +109,15 @@ def table(
 
 def _roles(given: list[str]) -> dict[str, str]:
     """The folders by role; "" is the one without a role."""
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for text in given:
         role, equals, folder = text.partition("=")
         if not equals or not role.isidentifier():  # the name of a folder may contain "="
             role, folder = "", text
-        if role in found:
+        if role in folders:
             raise UsageError(f"--model: {role or 'the table'} has two models; give one.")
-        found[role] = folder
-    return found
+        folders[role] = folder
+    return folders
 
 
 def _print(result: TableResult) -> None:

@@ -33,7 +33,7 @@ def search_ape(ask: Ask, *, chunks: int = 16, task: str = "") -> tuple[APESettin
     plain = APESetting(temperature=1.0, scale=1.0)
     trials: dict[APESetting, SettingScore] = {}
     tasks = [Column(label="", task=task, chunks=chunks).make(_SEED, 2 * _ASKED)] if task else _tasks(chunks)
-    asked = sum(len(each.examples) for each in tasks)
+    asked = sum(len(own.examples) for own in tasks)
     over = f"`{task}`" if task else "training worlds"
 
     def right(portion: list[Task], settings: Sequence[APESetting]) -> list[float]:

@@ -53,7 +53,7 @@ def measure(table: Table, options: RunOptions, on_progress: Progress | None) -> 
     task = _task(table, options)
     cache = None if options.work is None else ResultCache(options.work / "answers" / f"{table.name}.jsonl")
     lines = [asdict(line) for line in table.lines]
-    found, source = [], None
+    answers, source = [], None
     with ExitStack() as stack:
         for at, example in enumerate(task.examples):
             if on_progress is not None:
@@ -65,10 +65,10 @@ def measure(table: Table, options: RunOptions, on_progress: Progress | None) -> 
                 known = {"lines": _ask(table, source, source.model(name, options.dtype), example, options.dtype)}
                 if cache is not None:
                     cache.put(key, **known)
-            found.append(known["lines"])
+            answers.append(known["lines"])
     return KnownFigures(
-        table=replace(table, remarks=(*table.remarks, *_remarks(found))),
-        scores=dict(_scores(table, task, found)),
+        table=replace(table, remarks=(*table.remarks, *_remarks(answers))),
+        scores=dict(_scores(table, task, answers)),
         models={"": Model(name=name, dtype=model.dtype, fingerprint=model.fingerprint[:12])},
         seed=options.seed,
         tasks={column.label: task for column in table.columns},
@@ -116,7 +116,7 @@ def _ask(
     Chunk KV is in memory before a clock starts. Lines are run together, so that they share the passes of a step.
     """
     model, runtime = loaded.model, runtime_of(loaded.model)
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     asked: list[tuple[TableRow, Engine, Request]] = []
     streams: list[Stream] = []
     for line in table.lines:
@@ -129,7 +129,7 @@ def _ask(
         streams.append(Stream(runtime, engine, request))
         seconds = time.process_time() - started
         held = {id(chunk.kv): chunk.kv.nbytes for chunk in request.chunks if chunk.kv is not None}
-        found[line.label] = {
+        figures[line.label] = {
             "seconds": seconds,
             "charge": engine.charge(request, model),
             "bytes": sum(held.values()),
@@ -140,12 +140,12 @@ def _ask(
     for step, token_id in enumerate(reference.ids):
         for line, stream in zip(table.lines[1:], streams[1:], strict=True):
             log_probs = torch.log_softmax(stream.scores, -1)
-            found[line.label]["kl"].append(next_token_kl(reference.log_probs[step], log_probs))
-            found[line.label]["agreed"].append(stream.best() == token_id)
+            figures[line.label]["kl"].append(next_token_kl(reference.log_probs[step], log_probs))
+            figures[line.label]["agreed"].append(stream.best() == token_id)
         if step + 1 < len(reference.ids):
             for stream in streams[1:]:
                 stream.advance(token_id, wait=False)
-    found[FULL] |= {"kl": [0.0], "agreed": [True]}
+    figures[FULL] |= {"kl": [0.0], "agreed": [True]}
     streams.clear()
     answers = [
         (line, runtime.decode(engine, request, Generation(max_new_tokens=WRITTEN)))
@@ -153,8 +153,8 @@ def _ask(
         if _answers(line)
     ]
     for line, tokens in answers:
-        found[line.label]["text"] = "".join(token.text for token in tokens).strip()
-    return found
+        figures[line.label]["text"] = "".join(token.text for token in tokens).strip()
+    return figures
 
 
 def _answers(line: TableRow) -> bool:
@@ -163,27 +163,27 @@ def _answers(line: TableRow) -> bool:
 
 
 def _scores(
-    table: Table, task: Task, found: Sequence[Mapping[str, Any]]
+    table: Table, task: Task, answers: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Cell, dict[str, list[tuple[str, float]]]]]:
     for line in table.lines:
         for column in table.columns:
-            own, measured = [each[line.label] for each in found], column.measure
+            own, measured = [row[line.label] for row in answers], column.measure
             if measured in ("score", "f1"):
                 if not _answers(line):
                     continue
                 metric = task.metric if measured == "score" else "f1"
-                values = [score(metric, each["text"], one) for each, one in zip(own, task.examples, strict=True)]
+                values = [score(metric, row["text"], one) for row, one in zip(own, task.examples, strict=True)]
             elif measured == "gap":
-                none = [fmean(each[NONE]["kl"]) for each in found]
-                values = _shares([b - fmean(each["kl"]) for each, b in zip(own, none, strict=True)], none)
+                none = [fmean(row[NONE]["kl"]) for row in answers]
+                values = _shares([b - fmean(row["kl"]) for row, b in zip(own, none, strict=True)], none)
             elif measured == "time":
-                values = _shares([each["seconds"] for each in own], [each[FULL]["seconds"] for each in found])
+                values = _shares([row["seconds"] for row in own], [row[FULL]["seconds"] for row in answers])
             elif measured == "charge":
-                if any(each["charge"] is None for each in own):
+                if any(row["charge"] is None for row in own):
                     continue
-                values = [each["charge"] for each in own]
+                values = [row["charge"] for row in own]
             else:
-                values = [fmean(each["agreed"]) for each in own]
+                values = [fmean(row["agreed"]) for row in own]
             ids = (example.example_id for example in task.examples)
             yield Cell(line.label, column.label), {column.label: list(zip(ids, values, strict=True))}
 
@@ -197,11 +197,11 @@ def _shares(parts: Sequence[float], wholes: Sequence[float]) -> list[float]:
     return [ratio + (part - ratio * whole) / mean for part, whole in zip(parts, wholes, strict=True)]
 
 
-def _remarks(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    none = [fmean(each[NONE]["kl"]) for each in found]
+def _remarks(answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    none = [fmean(each[NONE]["kl"]) for each in answers]
     low, high = mean_interval(none, [1.0] * len(none))
-    full = sorted(each[FULL]["seconds"] for each in found)[len(found) // 2]
-    size = fmean(each[NONE]["bytes"] for each in found) / 2**20
+    full = sorted(each[FULL]["seconds"] for each in answers)[len(answers) // 2]
+    size = fmean(each[NONE]["bytes"] for each in answers) / 2**20
     return [
         f"The gap is KL(full ‖ {NONE}), {fmean(none):.3f} nats per token ({low:.3f} to {high:.3f}).",
         f"Every line but {FULL} reads the same bytes of chunk KV, {size:.1f} MiB a question; {FULL} reads none. The "

@@ -145,17 +145,17 @@ _TABLE_11 = {32 * K: (3.46, 0.67, 0.33), 64 * K: (9.51, 1.43, 0.50), 128 * K: (3
 
 def tasks(lm: LanguageModel, sizes: Sizes, on_step: OnStep) -> list[Task]:
     """Everything to measure, the smallest sizes first."""
-    found: list[Task] = []
-    found += [(_BLOCK, n, partial(_block, lm, n, sizes.rounds if n <= 8 * K else 1)) for n in sizes.block]
-    found += [(_APE, n, partial(_ape, lm, n, sizes.generated)) for n in sizes.ape]
+    todo: list[Task] = []
+    todo += [(_BLOCK, n, partial(_block, lm, n, sizes.rounds if n <= 8 * K else 1)) for n in sizes.block]
+    todo += [(_APE, n, partial(_ape, lm, n, sizes.generated)) for n in sizes.ape]
     for tokens in (documents * sizes.document for documents in sizes.experts):
         answer = sizes.answer if tokens == sizes.end_to_end * sizes.document else 1
-        found.append((_PCED, tokens, partial(_pced, lm, tokens, sizes.document, answer)))
+        todo.append((_PCED, tokens, partial(_pced, lm, tokens, sizes.document, answer)))
     for shape in sizes.ippd:
         tokens = shape.contexts * (shape.instruction + shape.context)
-        found.append((_IPPD, tokens, partial(_ippd, lm, shape, on_step)))
-    found += [(_APB, n, partial(_apb, lm, n)) for n in sizes.apb]
-    return sorted(found, key=lambda task: task[1])
+        todo.append((_IPPD, tokens, partial(_ippd, lm, shape, on_step)))
+    todo += [(_APB, n, partial(_apb, lm, n)) for n in sizes.apb]
+    return sorted(todo, key=lambda task: task[1])
 
 
 def _block(lm: LanguageModel, total: int, rounds: int) -> list[Measured]:
@@ -206,11 +206,11 @@ def _pced(lm: LanguageModel, size: int, document: int, answer: int) -> list[Meas
     request = random_request(lm, size, chunk=document)
     pairs = zip(_ours(lm, "pced", request, answer), sequential_seconds(lm, _prompt(request), answer), strict=True)
     papers = "0.14 against 25.50 s" if size == 128 * K else _PLOTTED, "1.7× (65k tokens, 512 new)"
-    found = [
+    measured = [
         Measured.of(_PCED, size, series, ours, "s", "concatenated", theirs, paper)
         for series, (ours, theirs), paper in zip(("first token", f"{answer} tokens"), pairs, papers, strict=True)
     ]
-    return found if answer > 1 else found[:1]
+    return measured if answer > 1 else measured[:1]
 
 
 def _ippd(lm: LanguageModel, shape: IPPDShape, on_step: OnStep) -> list[Measured]:
@@ -288,24 +288,24 @@ def write(folder: Path, rows: Sequence[Measured], facts: Mapping[str, Any], note
         + ".",
     ]
     written = [folder / "gpu.json", folder / "gpu.md"]
-    for section, group in groupby(rows, key=lambda one: one.section):
-        found = list(group)
+    for section, group in groupby(rows, key=lambda measured: measured.section):
+        of_section = list(group)
         body = [
             [
-                one.row.name,
-                f"{shown(one.row.value)} {one.row.unit}",
-                one.row.baseline,
-                f"{shown(one.row.baseline_value)} {one.row.unit}",
-                f"{one.row.ratio:.2f}×",
-                one.paper,
+                measured.row.name,
+                f"{shown(measured.row.value)} {measured.row.unit}",
+                measured.row.baseline,
+                f"{shown(measured.row.baseline_value)} {measured.row.unit}",
+                f"{measured.row.ratio:.2f}×",
+                measured.paper,
             ]
-            for one in found
+            for measured in of_section
         ]
         parts += [f"## {section}", markdown_table(["", "ragkv", "baseline", "", "ratio", "the paper"], body)]
-    parts += ["## Not measured", "".join(f"- {one}\n" for one in notes)] if notes else []
+    parts += ["## Not measured", "".join(f"- {measured}\n" for measured in notes)] if notes else []
     if (own := notes_path(folder, "gpu")).exists():
         parts += ["## Notes", own.read_text(encoding="utf-8")]
-    data = {**facts, "rows": [asdict(one) for one in rows], "notes": list(notes)}
+    data = {**facts, "rows": [asdict(measured) for measured in rows], "notes": list(notes)}
     text = json.dumps(data, ensure_ascii=False, indent=1) + "\n"
     for path, content in zip(written, (text, "\n\n".join(part.rstrip("\n") for part in parts) + "\n"), strict=False):
         write_whole(path, content, instead=OTHER_FOLDER)

@@ -398,11 +398,11 @@ def _titles(chunks: Sequence[str]) -> list[str]:
     names = [chunk.strip().split("\n")[0].lstrip("# ") for chunk in chunks]
     counts = Counter(names)
     seen: Counter[str] = Counter()
-    found = []
+    parts = []
     for name in names:
         seen[name] += 1
-        found.append(f"{name} ({seen[name]})" if counts[name] > 1 else name)
-    return found
+        parts.append(f"{name} ({seen[name]})" if counts[name] > 1 else name)
+    return parts
 
 
 _CODEC_SEARCH = "ape, T and S searched"

@@ -138,18 +138,18 @@ def bar_picture(title: str, groups: Sequence[str], bars: Mapping[str, Sequence[P
         width = 0.84 / max(1, len(bars))
         narrow = len(bars) * len(groups) > 22  # then values are rotated to fit over the bars
         for number, (label, points) in enumerate(bars.items()):
-            found = [(at, *point) for at, point in enumerate(points) if point is not None]
+            placed = [(at, *point) for at, point in enumerate(points) if point is not None]
             shift = (number - (len(bars) - 1) / 2) * width
             drawn = axes.bar(
-                [at + shift for at, *_ in found],
-                [value for _, value, *_ in found],
+                [at + shift for at, *_ in placed],
+                [value for _, value, *_ in placed],
                 width * 0.92,
                 label=wrapped(label, 28),
                 color=style(number)["color"],
                 hatch=("", "//", "..")[number // 8 % 3],
                 edgecolor="white",
             )
-            for (_, value, low, high), patch in zip(found, drawn, strict=True):
+            for (_, value, low, high), patch in zip(placed, drawn, strict=True):
                 middle = patch.get_x() + patch.get_width() / 2
                 axes.plot([middle, middle], [low, high], color="#222222", linewidth=1.2)
                 axes.annotate(
@@ -180,12 +180,12 @@ def curve_picture(title: str, x_label: str, curves: Mapping[str, Mapping[float, 
 
     def draw(figure: Any) -> None:
         axes = figure.add_subplot()
-        values = sorted({at for curve in curves.values() for at in curve})
-        places = {value: float(at) if even else value for at, value in enumerate(values)}
+        values = sorted({x_value for curve in curves.values() for x_value in curve})
+        places = {value: float(x_value) if even else value for x_value, value in enumerate(values)}
         for number, (label, curve) in enumerate(curves.items()):
             look = style(number)
-            x = [places[at] for at in sorted(curve)]
-            y, low, high = zip(*(curve[at] for at in sorted(curve)), strict=True)
+            x = [places[x_value] for x_value in sorted(curve)]
+            y, low, high = zip(*(curve[x_value] for x_value in sorted(curve)), strict=True)
             axes.plot(x, y, label=wrapped(label, 28), linewidth=2, markersize=6, **look)
             axes.fill_between(x, low, high, color=look["color"], alpha=0.13, linewidth=0)
         if even or _apart(values):
@@ -256,11 +256,13 @@ def _draw_trace(
 ) -> None:
     for row in gold:
         axes.axhspan(row - 0.5, row + 0.5, color=_GOLD, alpha=0.1, linewidth=0)
-    won = [(at, row) for at, (_, row) in enumerate(line) if row is not None]
-    axes.plot([at for at, _ in won], [row for _, row in won], color="#999999", linewidth=1, zorder=1)
+    won = [(place, row) for place, (_, row) in enumerate(line) if row is not None]
+    axes.plot([place for place, _ in won], [row for _, row in won], color="#999999", linewidth=1, zorder=1)
     for is_gold, colour, marker in ((True, _GOLD, "o"), (False, _OTHER, "X")):
-        points = [(at, row) for at, row in won if (row in gold) is is_gold]
-        axes.scatter([at for at, _ in points], [row for _, row in points], s=52, color=colour, marker=marker, zorder=2)
+        points = [(place, row) for place, row in won if (row in gold) is is_gold]
+        axes.scatter(
+            [place for place, _ in points], [row for _, row in points], s=52, color=colour, marker=marker, zorder=2
+        )
     axes.set_xlim(-0.7, width - 0.3)
     axes.set_ylim(len(experts) - 0.5, -0.5)
     axes.set_xticks(range(len(line)), [_shown(text) for text, _ in line], rotation=90, family="DejaVu Sans Mono")

@@ -83,8 +83,8 @@ def run_table(table: Table, options: RunOptions | None = None, *, on_progress: P
 
         def ask(tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
             own = [line.candidate(models[""], dtype) for line in lines]
-            found = run_candidates(tasks, own, source=source, work=work, on_progress=on_progress)
-            return [[result for result in found if result.candidate == one] for one in own]
+            cell_scores = run_candidates(tasks, own, source=source, work=work, on_progress=on_progress)
+            return [[result for result in cell_scores if result.candidate == candidate] for candidate in own]
 
         table = table.prepare(table, ask)
     lines = tuple(line for line in table.lines if line.role in models)
@@ -92,7 +92,7 @@ def run_table(table: Table, options: RunOptions | None = None, *, on_progress: P
     tasks = _tasks(table, seed, limit)
     answers = run_candidates(
         list({task.name: task for task in tasks.values()}.values()),
-        [one for at, one in enumerate(asked) if one not in asked[:at]],
+        [candidate for at, candidate in enumerate(asked) if candidate not in asked[:at]],
         source=source,
         max_new_tokens=options.max_new_tokens,
         work=work,
@@ -102,21 +102,24 @@ def run_table(table: Table, options: RunOptions | None = None, *, on_progress: P
         Cell(line.label, column.label): [
             result
             for result in answers
-            if result.candidate == one
+            if result.candidate == candidate
             and result.task == tasks[column.label].name
             and column.kind in ("", result.example.kind)
         ]
-        for line, one in zip(lines, asked, strict=True)
+        for line, candidate in zip(lines, asked, strict=True)
         for column in table.columns
         if not column.mean_of
     }
     scores = {
-        cell: found
+        cell: cell_scores
         for line in lines
         for column in table.columns
-        if (found := _scores(table, line, column, results, cell := Cell(line.label, column.label))) is not None
+        if (cell_scores := _scores(table, line, column, results, cell := Cell(line.label, column.label))) is not None
     }
-    cells = {cell: figure_of(found, seed, too_long=_too_long(table, cell, results)) for cell, found in scores.items()}
+    cells = {
+        cell: figure_of(cell_scores, seed, too_long=_too_long(table, cell, results))
+        for cell, cell_scores in scores.items()
+    }
     used = {role: source.model(model, dtype) for role, model in models.items()}
     ranked = any(line.retrieval not in ("given", "bm25") for line in lines)
     return TableResult(
@@ -156,18 +159,18 @@ def _known(known: KnownFigures, options: RunOptions) -> TableResult:
 
 def _tasks(table: Table, seed: int, limit: int | None) -> dict[str, Task]:
     """The task of each column. Columns with the same task, chunks and limit share one."""
-    made: dict[tuple[str, int, int], Task] = {}
-    found = {}
+    tasks: dict[tuple[str, int, int], Task] = {}
+    by_column = {}
     for column in table.columns:
         if column.mean_of:
             continue
         count = column.limit or table.limit
         count = count if limit is None else min(count, limit)
         key = (column.task, column.chunks, count)
-        if key not in made:
-            made[key] = column.make(seed, count)
-        found[column.label] = made[key]
-    return found
+        if key not in tasks:
+            tasks[key] = column.make(seed, count)
+        by_column[column.label] = tasks[key]
+    return by_column
 
 
 def _scores(
@@ -179,15 +182,15 @@ def _scores(
         return None if None in parts else {at: score for part in parts if part for at, score in part.items()}
     own = results[cell]
     if column.measure == "score":
-        return {column.label: [(each.example.example_id, each.score) for each in own if each.score is not None]}
+        return {column.label: [(answer.example.example_id, answer.score) for answer in own if answer.score is not None]}
     if not line.same_as or Cell(line.same_as, column.label) not in results:
         return None
-    theirs = {each.example.example_id: each for each in results[Cell(line.same_as, column.label)]}
+    theirs = {answer.example.example_id: answer for answer in results[Cell(line.same_as, column.label)]}
     return {
         column.label: [
-            (each.example.example_id, float(each.text == other.text))
-            for each in own
-            if each.score is not None and (other := theirs[each.example.example_id]).score is not None
+            (answer.example.example_id, float(answer.text == other.text))
+            for answer in own
+            if answer.score is not None and (other := theirs[answer.example.example_id]).score is not None
         ]
     }
 
@@ -220,16 +223,16 @@ def curves(
     """
 
     def make(result: TableResult) -> Picture:
-        found: dict[tuple[str, str], dict[float, Point]] = {}
+        curve_points: dict[tuple[str, str], dict[float, Point]] = {}
         for column in result.table.columns:
             for line in result.lines:
                 label, other = (column.label, line.label) if over == "columns" else (line.label, column.label)
                 if (matched := re.fullmatch(pattern, label)) is not None:
-                    points = found.setdefault((matched.groupdict().get("of") or "", other), {})
+                    points = curve_points.setdefault((matched.groupdict().get("of") or "", other), {})
                     if (point := _point(result, Cell(line.label, column.label))) is not None:
                         points[float(matched["x"])] = point
-        several = len({of for of, _ in found}) > 1
-        named = {f"{name}, {of}" if several else name: points for (of, name), points in found.items() if points}
+        several = len({of for of, _ in curve_points}) > 1
+        named = {f"{name}, {of}" if several else name: points for (of, name), points in curve_points.items() if points}
         return curve_picture(result.table.title, x_label, named, even=even)
 
     return make
@@ -279,7 +282,7 @@ def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> 
     """
     name = result.table.name
     shown = illustrate(result) if pictures else None
-    found = folder / f"{name}.json", folder / f"{name}.md"
+    written_paths = folder / f"{name}.json", folder / f"{name}.md"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         notes = notes_path(folder, name)
@@ -287,9 +290,9 @@ def write_table(result: TableResult, folder: Path, *, pictures: bool = True) -> 
     except OSError as error:
         raise ConfigError(f"The table cannot be written to {folder}: {error}.") from error
     text = json.dumps(to_json(result), ensure_ascii=False, indent=1) + "\n"
-    for path, content in zip(found, (text, to_markdown(result, written, shown)), strict=True):
+    for path, content in zip(written_paths, (text, to_markdown(result, written, shown)), strict=True):
         write_whole(path, content, instead=OTHER_FOLDER)
-    return found if shown is None else (*found, *save(shown, folder / name, **_caption(result)))
+    return written_paths if shown is None else (*written_paths, *save(shown, folder / name, **_caption(result)))
 
 
 def _caption(result: TableResult) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def by_ippd(work: Work, runtime: Runtime) -> list[list[int]]:
 
 def by_generate(lm: LanguageModel, work: Work, batch: int) -> list[list[int]]:
     """transformers: full prompts, padded on the left, `batch` at a time."""
-    prompts, found = work.prompts, []
+    prompts, answers = work.prompts, []
     with transformers_model(lm) as plain:
         for at in range(0, len(prompts), batch):
             part = prompts[at : at + batch]
@@ -164,8 +164,8 @@ def by_generate(lm: LanguageModel, work: Work, batch: int) -> list[list[int]]:
                 do_sample=False,
                 pad_token_id=PAD,
             )
-            found += out[:, longest:].tolist()
-    return found
+            answers += out[:, longest:].tolist()
+    return answers
 
 
 def context_caches(lm: LanguageModel, work: Work) -> list[Any]:
@@ -182,7 +182,7 @@ def context_caches(lm: LanguageModel, work: Work) -> list[Any]:
 
 def by_cache(lm: LanguageModel, work: Work, caches: Sequence[Any]) -> list[list[int]]:
     """transformers: each question over its context's cache, which is cropped afterwards."""
-    found = []
+    answers = []
     for (context, questions), cache in zip(work.contexts, caches, strict=True):
         start = len(work.instruction) + len(context)
         for question in questions:
@@ -191,8 +191,8 @@ def by_cache(lm: LanguageModel, work: Work, caches: Sequence[Any]) -> list[list[
                 answer.append(cached_step(lm, cache, ids, at))
                 at, ids = at + len(ids), (answer[-1],)
             cache.crop(start - cache.get_seq_length())
-            found.append(answer)
-    return found
+            answers.append(answer)
+    return answers
 
 
 def work_of(shape: IPPDShape, vocabulary: int, other: int = 0) -> Work:

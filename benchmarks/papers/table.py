@@ -217,7 +217,7 @@ class TableRow:
     def candidate(self, model: str, dtype: str | None) -> Candidate:
         """The candidate that answers this line. Raises UsageError or ConfigError for options that the engine lacks."""
         [spec] = parse_specs(self.engine)
-        [found] = all_candidates(
+        [candidate] = all_candidates(
             [spec],
             models=[model],
             codecs=[self.codec],
@@ -226,7 +226,7 @@ class TableRow:
             top_k=self.top_k,
             dtype=dtype,
         )
-        return found
+        return candidate
 
 
 Ask: TypeAlias = Callable[[Sequence[Task], Sequence[TableRow]], list[list[ExampleResult]]]
@@ -387,7 +387,7 @@ class Paper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table that `python -m ragkv.benchmarks.papers NAME` fills. Raises ValueError if it contradicts itself.
+    """A table that `python -m ragkv.benchmarks.papers NAME` fills.
 
     `follows` names the paper's table. `limit` is the number of questions per column, small enough that two cores need
     only minutes. `remarks` tell the reader what differs from the paper. `models` (by role) and `dtype` are used unless
@@ -410,27 +410,6 @@ class Table:
     dtype: str | None = None
     prepare: Callable[[Table, Ask], Table] | None = field(default=None, repr=False)
     measure: Callable[[Table, RunOptions, Progress | None], KnownFigures] | None = field(default=None, repr=False)
-
-    def __post_init__(self) -> None:
-        lines, columns = [line.label for line in self.lines], [column.label for column in self.columns]
-        for what, labels in (("lines", lines), ("columns", columns)):
-            if twice := [label for label in labels if labels.count(label) > 1]:
-                raise ValueError(f"{self.name}: a table's {what} have unique names; {twice[0]!r} occurs twice")
-        for line in self.lines:
-            if line.same_as and line.same_as not in lines:
-                raise ValueError(f"{self.name}: {line.label!r} is compared with {line.same_as!r}, which is no line")
-        for column in self.columns:
-            if strange := [label for label in column.mean_of if label not in columns or self.column(label).mean_of]:
-                raise ValueError(f"{self.name}: {column.label!r} is a mean of {strange[0]!r}, which has no task")
-        asked: dict[tuple[str, int], int] = {}
-        for column in self.columns:
-            count = column.limit or self.limit
-            if column.task and asked.setdefault((column.task, column.chunks), count) != count:
-                raise ValueError(f"{self.name}: columns ask {column.task} with two limits; give each the same")
-        for order in self.orders:
-            for cell in (order.left, order.right):
-                if cell.line not in lines or cell.column not in columns:
-                    raise ValueError(f"{self.name}: an order names {cell}, which is no cell")
 
     def with_engines(self, engines: Mapping[str, str], remark: str) -> Table:
         """A copy with other engines for some lines, by label, and a remark that says how they were found."""
@@ -509,11 +488,11 @@ def count_verdicts(verdicts: Iterable[Verdict]) -> str:
     words = Counter(verdict.word for verdict in verdicts)
     if not words:
         return ""
-    found = [f"{words['holds']} of {words.total()} statements of order hold here"]
+    parts = [f"{words['holds']} of {words.total()} statements of order hold here"]
     if fail := words["does not hold"]:
-        found.append(f"{fail} {'does' if fail == 1 else 'do'} not hold")
+        parts.append(f"{fail} {'does' if fail == 1 else 'do'} not hold")
     if unshown := words["not shown"]:
-        found.append(f"{unshown} {'is' if unshown == 1 else 'are'} not shown (the interval leaves it open)")
+        parts.append(f"{unshown} {'is' if unshown == 1 else 'are'} not shown (the interval leaves it open)")
     if absent := words["not measured"]:
-        found.append(f"{absent} {'was' if absent == 1 else 'were'} not measured")
-    return ", ".join(found) + "."
+        parts.append(f"{absent} {'was' if absent == 1 else 'were'} not measured")
+    return ", ".join(parts) + "."

@@ -126,15 +126,15 @@ def _shared_cache(lm: LanguageModel, request: Request, ready: Any, asked: Sequen
     cache = DynamicCache()
     for number, layer in enumerate(ready.layers):
         cache.update(*(t.expand(len(asked), -1, -1, -1) for t in (layer.keys, layer.values)), number)
-    at = PREFIX_TOKENS + sum(len(chunk.token_ids) for chunk in request.chunks)
+    position = PREFIX_TOKENS + sum(len(chunk.token_ids) for chunk in request.chunks)
     ids = torch.tensor(asked, device=lm.device)
     with transformers_model(lm) as plain:
         for _ in range(NEW_TOKENS):
-            positions = torch.arange(at, at + ids.shape[1], device=lm.device).expand(len(asked), -1)
+            positions = torch.arange(position, position + ids.shape[1], device=lm.device).expand(len(asked), -1)
             logits = plain(
                 input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1
             ).logits
-            at, ids = at + ids.shape[1], logits[:, -1].argmax(-1, keepdim=True)
+            position, ids = position + ids.shape[1], logits[:, -1].argmax(-1, keepdim=True)
     _count(len(ids.tolist()) * NEW_TOKENS // len(asked))
 
 

@@ -130,12 +130,12 @@ def random_llama(dtype: str = "auto", device: str | None = None, shape: Mapping[
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = model.to(getattr(torch, "float32" if dtype == "int8" else dtype))
     name = "random Llama"
-    made = LanguageModel(model, tokenizer, Checkpoint(name=name, location=name, local=True))
+    lm = LanguageModel(model, tokenizer, Checkpoint(name=name, location=name, local=True))
     if dtype == "int8":
-        int8_weights(made)
+        int8_weights(lm)
     else:
-        optimize_layers(made)
-    return made
+        optimize_layers(lm)
+    return lm
 
 
 def _measure_length(lm: LanguageModel, length: int, rounds: int, tier: str | None) -> list[BenchRow]:
@@ -210,7 +210,7 @@ def fill(
     [prefix_kv] = lm.encode([prefix])
     head = KVIdentity(model="bench", encoding=Encoding.STANDALONE, prefix_ids=(), chunk_ids=prefix)
     store.stage_kv([(head, prefix_kv)])
-    found = {}
+    identities_of = {}
     for encoding in encodings:
         before = prefix if encoding is Encoding.PREFIXED else ()
         kvs = lm.encode(chunks, prefix=prefix_kv if before else None)
@@ -218,8 +218,8 @@ def fill(
             KVIdentity(model="bench", encoding=encoding, prefix_ids=before, chunk_ids=chunk) for chunk in chunks
         ]
         store.stage_kv(zip(identities, kvs, strict=True))
-        found[encoding] = [head, *identities]
-    return found
+        identities_of[encoding] = [head, *identities]
+    return identities_of
 
 
 def stream(
@@ -314,7 +314,7 @@ def _measure_decode_length(lm: LanguageModel, length: int, rounds: int) -> list[
     token = stream.best()
     once = time.perf_counter() - once
     times: dict[str, list[float]] = {name: [] for name in ("ragkv", *caches)}
-    at = context + QUESTION_TOKENS
+    position = context + QUESTION_TOKENS
     for _ in range(rounds * STEPS):
         start = time.perf_counter()
         stream.advance(token)
@@ -322,9 +322,9 @@ def _measure_decode_length(lm: LanguageModel, length: int, rounds: int) -> list[
         times["ragkv"].append(time.perf_counter() - start)
         for name, cache in caches.items():
             start = time.perf_counter()
-            cached_step(lm, cache, [token], at)
+            cached_step(lm, cache, [token], position)
             times[name].append(time.perf_counter() - start)
-        token, at = chosen, at + 1
+        token, position = chosen, position + 1
     median = {name: statistics.median(found) * 1000 for name, found in times.items()}
     first = "DynamicCache"
     return [
@@ -359,17 +359,17 @@ def random_request(
     def kv(n: int) -> ChunkKV:
         def tensors() -> tuple[torch.Tensor, ...]:
             sizes = shape[0], n, shape[1]
-            made = (torch.randn(sizes, generator=generator, device=lm.device) for _ in range(lm.layers))
-            return tuple(t.to(lm.dtype) for t in made)
+            random_kv = (torch.randn(sizes, generator=generator, device=lm.device) for _ in range(lm.layers))
+            return tuple(t.to(lm.dtype) for t in random_kv)
 
-        made = ChunkKV(keys=tensors(), values=tensors())
+        random_kv = ChunkKV(keys=tensors(), values=tensors())
         if lm.dtype == torch.float32 and lm.device.type == "cpu":  # as with the codec `half`
             return replace(
-                made,
-                keys=PackedTensors([t.half() for t in made.keys], torch.float32),
-                values=PackedTensors([t.half() for t in made.values], torch.float32),
+                random_kv,
+                keys=PackedTensors([t.half() for t in random_kv.keys], torch.float32),
+                values=PackedTensors([t.half() for t in random_kv.values], torch.float32),
             )
-        return pages.hold(made)
+        return pages.hold(random_kv)
 
     chunks = [min(chunk, length - at) for at in range(0, length, chunk)]
     return Request(

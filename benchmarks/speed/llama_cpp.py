@@ -205,19 +205,19 @@ def _agreement(lm: LanguageModel, file: Path) -> float:
     _, [ids], _ = random_prompt(lm, CHUNK_TOKENS)
     with transformers_model(lm) as plain:
         exact = in_float32(plain)(input_ids=torch.tensor([ids])).logits[0, -16:].numpy()
-    found = 1.0
+    lowest = 1.0
     for flash in (False, True):
         there = LlamaCpp(file, 512, flash=flash)
         there.read(ids[:-16])
         for ours, token in zip(exact, ids[-16:], strict=True):
-            found = min(found, float(np.corrcoef(ours, there.read([token]))[0, 1]))
+            lowest = min(lowest, float(np.corrcoef(ours, there.read([token]))[0, 1]))
         there.close()
-    if not found > AGREED:
+    if not lowest > AGREED:
         raise RagkvError(
-            f"llama.cpp's logits correlate with ours by only {found:.6f}: it computes something else, so nothing was "
+            f"llama.cpp's logits correlate with ours by only {lowest:.6f}: it computes something else, so nothing was "
             "measured; try another version of llama-cpp-python."
         )
-    return found
+    return lowest
 
 
 def overtaken_after(ours: tuple[float, float, float], others: tuple[float, float, float]) -> int | None:
@@ -251,11 +251,11 @@ def _measure_length(
     # a state depends on the types of KV and the kernel, not on the weights' type; its numbers do not affect time
     states = {key: folder / f"{length}-{kinds[key[0]][1]}-{key[1]}.state" for key in there}
     cold: dict[bool, float] = {}
-    for key, one in there.items():
+    for key, context in there.items():
         if not states[key].exists():
-            took = seconds_of(partial(one.read, before), processor=True)
+            took = seconds_of(partial(context.read, before), processor=True)
             cold.setdefault(key[1], took)  # by f16, which comes first
-            one.save(states[key])
+            context.save(states[key])
     with ExitStack() as stack:
         index = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         stores = {of.id: stack.enter_context(Store.create(index / of.id, codec=of)) for of in (Half(), Q8())}
@@ -283,19 +283,19 @@ def _measure_length(
             for name, work in ((f"first {codec}", first), (f"second {codec}", step))
         }
         for flash in (False, True):
-            one, state = there["f16", flash], states["f16", flash]
-            works[f"state {flash}"] = partial(_answer, one, partial(one.load, state), question)
+            context, state = there["f16", flash], states["f16", flash]
+            works[f"state {flash}"] = partial(_answer, context, partial(context.load, state), question)
         flash = min(cold, key=lambda flash: cold[flash])
         works[f"prefill {flash}"] = partial(_answer, there["f16", flash], None, [*before, *question])
         times = alternating(works, rounds, processor=True)
         decoding = {f"step {codec}": partial(steps, partial(step, codec)) for codec in stores}
-        for (kind, flash), one in there.items():
-            _answer(one, partial(one.load, states[kind, flash]), question)
-            decoding[f"{kind} {flash}"] = partial(steps, partial(one.read, question[:1]))
+        for (kind, flash), context in there.items():
+            _answer(context, partial(context.load, states[kind, flash]), question)
+            decoding[f"{kind} {flash}"] = partial(steps, partial(context.read, question[:1]))
         each = alternating(decoding, rounds, processor=True)
         times |= {name: seconds / STEPS for name, seconds in each.items()}
-    for one in there.values():
-        one.close()
+    for context in there.values():
+        context.close()
     sizes = {kind: file.stat().st_size / len(before) for (kind, _), file in states.items()}
     median = {name: seconds * 1000 for name, seconds in times.items()}
     best = {

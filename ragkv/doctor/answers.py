@@ -41,7 +41,6 @@ from ragkv.types import Chunk, Document, Encoding
 
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
-    from ragkv.model.packet import Packet
     from ragkv.pipeline import RagKV
 
 GIVEN = "given"
@@ -275,14 +274,14 @@ class Reader:
         )
         if engine.reads is None:
             return request
-        encoding, packet = engine.reads, engine.packet
+        encoding = engine.reads
 
         def coded(kv: ChunkKV, identity: KVIdentity) -> ChunkKV:
             return kv if through is None else through(kv, identity).to(self.model.place)
 
         def alone(texts: Sequence[ContextChunk]) -> list[ContextChunk]:
-            identities = [self._identity(encoding, text.token_ids, text.seen, packet) for text in texts]
-            found = self._kv(identities, packet)
+            identities = [self._identity(encoding, text.token_ids, text.seen) for text in texts]
+            found = self._kv(identities)
             made = {identity: coded(kv, identity) for identity, kv in found.items()}  # equal ones share
             return [replace(text, kv=made[identity]) for text, identity in zip(texts, identities, strict=True)]
 
@@ -315,7 +314,7 @@ class Reader:
         identity = self._identity(Encoding.STANDALONE, self._prefix_ids)
         return self._kv([identity])[identity]
 
-    def _kv(self, identities: Sequence[KVIdentity], packet: Packet | None = None) -> dict[KVIdentity, ChunkKV]:
+    def _kv(self, identities: Sequence[KVIdentity]) -> dict[KVIdentity, ChunkKV]:
         """The KV of each chunk on the model's device, whether it is in memory, found or encoded now."""
         by_key = {identity.key(): identity for identity in identities}
 
@@ -323,16 +322,14 @@ class Reader:
             known = {} if self._lookup is None else {key: self._lookup(by_key[key]) for key in keys}
             found = {key: kv.to(self.model.place) for key, kv in known.items() if kv is not None}
             lost = [by_key[key] for key in keys if key not in found]
-            made = encode_identities(self.model, lost, self._prefix, packet)
+            made = encode_identities(self.model, lost, self._prefix)
             return found | {identity.key(): kv for identity, kv in made.items()}
 
         found, _ = self._memory.get_many(by_key, load)
         return {identity: found[key] for key, identity in by_key.items()}
 
-    def _identity(
-        self, encoding: Encoding, ids: tuple[int, ...], seen: tuple[int, ...] = (), packet: Packet | None = None
-    ) -> KVIdentity:
-        return chunk_identity(self._fingerprint, encoding, self._prefix_ids, ids, seen, packet)
+    def _identity(self, encoding: Encoding, ids: tuple[int, ...], seen: tuple[int, ...] = ()) -> KVIdentity:
+        return chunk_identity(self._fingerprint, encoding, self._prefix_ids, ids, seen)
 
 
 class LoadedModel:
@@ -850,8 +847,6 @@ class _CandidateRun:
     def _key(self, example: Example, max_new_tokens: int) -> str:
         candidate = self.candidate
         trained = {"heads": self._loaded.heads} if self._engine.whole_documents else {}
-        if (packet := self._engine.packet) is not None:
-            trained["packet"] = packet.digest.hex()
         several = {"steps": [candidate.steps, asdict(candidate.writing)]} if candidate.steps > 1 else {}
         return digest_of(
             {

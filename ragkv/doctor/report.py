@@ -627,7 +627,7 @@ def _alternatives(config: IndexConfig, subject: LoadedModel) -> list[Spec]:
     """
     block = make_engine("block", config.tuning).config
     found = [Spec(name) for name in ("block", "blend") if name not in config.engines]
-    if block.preset != "no-positions" and block.packet is None:  # a packet determines what its chunks see
+    if block.preset != "no-positions":
         found.append(Spec("block", {"over": "standalone" if block.over == "prefixed" else "prefixed"}))
         if not config.encoding.context:
             over = {} if block.over == "prefixed" else {"over": "prefixed"}

@@ -32,7 +32,6 @@ from ragkv.util.plugins import ENGINES, require_engine
 
 if TYPE_CHECKING:
     from ragkv.model.checkpoint import Checkpoint
-    from ragkv.model.packet import Packet
     from ragkv.model.prompt import Prompt, Tokens
 
 T = TypeVar("T")
@@ -217,8 +216,6 @@ class ModelFacts(Protocol):
     missing_capabilities: Mapping[Capability, str]
     moves_within: int | None
 
-    def require_packet(self, packet: Packet) -> None: ...
-
     def companion(self, kind: Callable[[Any], T], make: Callable[[Any], T] | None = None) -> T: ...
 
 
@@ -288,11 +285,6 @@ class Engine(ABC):
         """
         return None
 
-    @property
-    def packet(self) -> Packet | None:
-        """The trained vectors around every chunk (`ragkv.model.packet`), for an engine that reads such KV."""
-        return None
-
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         """The most that `program` needs; the default is for an engine with one sequence that reads the suffix."""
         return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens)
@@ -343,17 +335,12 @@ def unsupported_reason(engine: Engine, model: ModelFacts) -> str | None:
 
 
 def require_supported(engine: Engine, model: ModelFacts) -> None:
-    """Raise UnsupportedModelError, with the reason and an engine that works, if `model` cannot run `engine` exactly.
-
-    A packet that the engine names has to fit the model (ConfigError, ModelLoadError).
-    """
+    """Raise UnsupportedModelError, with the reason and an engine that works, if `model` cannot run `engine` exactly."""
     reason = unsupported_reason(engine, model)
     if reason is not None:
         raise UnsupportedModelError(
             f"Engine {engine.name!r} cannot run on model {model.checkpoint.name!r}: {reason}; {_remedy(engine, model)}."
         )
-    if engine.packet is not None:
-        model.require_packet(engine.packet)
 
 
 def require_reach(engine: Engine, model: ModelFacts, positions: int) -> None:

@@ -15,7 +15,6 @@ from ragkv.attention.sequence import TokenSequence, join
 from ragkv.config import require_choices
 from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
 from ragkv.errors import ConfigError, UnsupportedModelError
-from ragkv.model.packet import Packet, load_packet
 from ragkv.types import Capability, Encoding
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def block_starts(lengths: Sequence[int], *, reencode: bool = True) -> list[int]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockConfig:
     """`sink` is the block before the first chunk: the whole prefix, its first token (BOS) alone, or nothing. A
-    block-tuned checkpoint records the sink that it was trained with, as does a packet; `auto` uses it, else `prefix`.
+    block-tuned checkpoint records the sink that it was trained with; `auto` uses it, else `prefix`.
 
     `preset` names the paper's rows: `block`; `prompt-cache`, the same computation on a model that was not tuned for it
     (§3.3); `no-positions`, the ablation without re-encoding: keys keep the positions at which they were encoded.
@@ -50,14 +49,11 @@ class BlockConfig:
     ("Link0", arXiv 2603.20218). On models that were not tuned for blocks, answers over `prefixed` are closer to full
     attention (docs/engines.md).
 
-    `packet` is a file that `ragkv finetune packet` wrote: every chunk is encoded between its trained vectors (KV
-    Packet), whose KV is read with the chunk's. The file determines `over`, and the sink unless `sink` names one.
     """
 
     sink: Literal["auto", "prefix", "bos", "none"] = "auto"
     preset: Literal["block", "prompt-cache", "no-positions"] = "block"
     over: Literal["standalone", "prefixed"] = "standalone"
-    packet: str | None = None
 
     def __post_init__(self) -> None:
         require_choices(self, "block: ")
@@ -73,11 +69,7 @@ class BlockAttention(Engine):
 
     @property
     def encoding(self) -> Encoding:
-        return Encoding(self.config.over) if self.config.packet is None else Encoding.PACKET
-
-    @property
-    def packet(self) -> Packet | None:
-        return None if self.config.packet is None else load_packet(self.config.packet)
+        return Encoding(self.config.over)
 
     @property
     def needs(self) -> frozenset[Capability]:
@@ -100,8 +92,6 @@ class BlockAttention(Engine):
                 "Engine block runs without position re-encoding, which the paper keeps for comparison only "
                 "(68.4 to 63.9 %)."
             )
-        if self.config.packet is not None:
-            return None
         if model.checkpoint.recommended.get("block_tuned"):
             tuned = model.checkpoint.block_over
             if self.config.over == tuned:
@@ -143,8 +133,6 @@ class BlockAttention(Engine):
         blocks = self._blocks(model, request)
         cache = model.cache(join(self._placed(blocks), model.rotary) if blocks else None)
         ids = request.prefix_ids[: blocks[0].tokens] if self._sink(model, request) is not None else ()
-        # a packet's vectors have no ids: the cache has their KV, so any id will do
-        ids += (0,) * sum(request.chunks[i].stored().tokens - len(request.chunks[i].token_ids) for i in request.filled)
         ids += tuple(i for chunk in request.chunks for i in chunk.token_ids) + request.suffix_ids
         tokens = torch.tensor([ids], device=model.device)
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "past_key_values": cache}
@@ -161,13 +149,12 @@ class BlockAttention(Engine):
     def _sink(self, model: ModelFacts, request: Request) -> ChunkKV | None:
         sink = self.config.sink
         if sink == "auto":
-            packet = self.packet
-            sink = model.checkpoint.recommended.get("sink", "prefix") if packet is None else packet.sink
-            where = (
-                f"ragkv.json of model {model.checkpoint.name!r}" if packet is None else f"The packet at {packet.name}"
-            )
+            sink = model.checkpoint.recommended.get("sink", "prefix")
             if sink not in SINKS:
-                raise ConfigError(f"{where} names the sink {sink!r}; it must be one of {', '.join(SINKS)}.")
+                raise ConfigError(
+                    f"ragkv.json of model {model.checkpoint.name!r} names the sink {sink!r}; it must be one of "
+                    f"{', '.join(SINKS)}."
+                )
         if sink == "bos" and request.prompt is not None and request.prompt.bos == "none":
             raise ConfigError(
                 'sink = "bos" of the engine block needs a BOS, but [prompt] bos is "none"; '

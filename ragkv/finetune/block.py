@@ -251,14 +251,14 @@ def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> d
 
 def _recommended(config: BlockTuneConfig, model: LanguageModel) -> dict[str, Any]:
     """The settings that the tuned checkpoint declares: `ragkv.model.checkpoint` reads them, `block` obeys."""
-    kept = {name: value for name, value in model.checkpoint.recommended.items() if name in ("chunk_tokens", "top_k")}
+    copied = {name: value for name, value in model.checkpoint.recommended.items() if name in ("chunk_tokens", "top_k")}
     return {
         "block_tuned": True,
         "sink": config.sink,
         "over": config.over,
         "positions": "reencoded" if config.reencode else "kept",
         "bos": config.prompt.bos,
-        **kept,
+        **copied,
     }
 
 

@@ -85,18 +85,18 @@ def read_examples(path: Path, prompt: PromptConfig, *, packed: bool = False) -> 
 def parse_example(line: str, source: str, prompt: PromptConfig) -> TrainingExample:
     """Parse one line of JSON. `source` names it in errors. Unknown keys are ignored."""
     try:
-        found = json.loads(line)
+        row = json.loads(line)
     except ValueError as error:
         raise UsageError(f"{source}: not JSON ({error}).") from error
-    if not isinstance(found, dict) or sum(form in found for form in ("messages", "questions", "prompt")) != 1:
+    if not isinstance(row, dict) or sum(form in row for form in ("messages", "questions", "prompt")) != 1:
         raise UsageError(f'{source}: a line is one JSON object with one of "messages", "questions" and "prompt".')
-    if "messages" in found:
-        return _chat(found, source, prompt)
-    asked = found.get("questions", [found])
+    if "messages" in row:
+        return _chat(row, source, prompt)
+    asked = row.get("questions", [row])
     if not isinstance(asked, list) or not asked or not all(isinstance(one, dict) for one in asked):
         raise UsageError(f'{source}: "questions" must be a list of objects with "prompt" and "response".')
     (question, response), *others = [(_text(one, "prompt", source), _text(one, "response", source)) for one in asked]
-    blocks = _texts(found, "blocks", source)
+    blocks = _texts(row, "blocks", source)
     return TrainingExample(
         source=source, prompt=prompt, blocks=blocks, question=question, response=response, others=tuple(others)
     )
@@ -108,8 +108,8 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> TrainingExample:
-    messages = found["messages"]
+def _chat(row: Mapping[str, Any], source: str, words: PromptConfig) -> TrainingExample:
+    messages = row["messages"]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UsageError(f'{source}: "messages" must be a list of objects with "role" and "content".')
     prompt, turns = replace(_AS_WRITTEN, bos=words.bos), list(messages)
@@ -122,8 +122,8 @@ def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> Trainin
             "the assistant last."
         )
     texts = [_text(turn, "content", f"{source}, message {number}") for number, turn in enumerate(turns, start=1)]
-    if "documents" in found:
-        blocks = _texts(found, "documents", source)
+    if "documents" in row:
+        blocks = _texts(row, "documents", source)
     else:
         *before, texts[0] = _paragraphs(texts[0])
         blocks = tuple(before)
@@ -141,15 +141,15 @@ def _chat(found: Mapping[str, Any], source: str, words: PromptConfig) -> Trainin
 
 def _paragraphs(text: str) -> list[str]:
     """At least one paragraph: `text` cut at blank lines, but never inside ``` fences."""
-    found: list[str] = []
+    parts: list[str] = []
     is_open = False
     for block in _BLANK_LINES.split(text.strip()):
         if is_open:
-            found[-1] += f"\n\n{block}"
+            parts[-1] += f"\n\n{block}"
         else:
-            found.append(block)
+            parts.append(block)
         is_open ^= sum(line.lstrip().startswith("```") for line in block.splitlines()) % 2 == 1
-    return found
+    return parts
 
 
 def _text(found: Mapping[str, Any], key: str, source: str) -> str:
@@ -209,7 +209,7 @@ def tokenise(model: LanguageModel, examples: Iterable[TrainingExample]) -> list[
     lead, after = closing(tokens)
     end = _end_ids(tokens, after, model)
     prompts: dict[PromptConfig, tuple[Prompt, tuple[int, ...]]] = {}
-    found = []
+    tokenised = []
     for example in examples:
         if example.prompt not in prompts:
             prompt = render(example.prompt, tokens)
@@ -230,8 +230,8 @@ def tokenise(model: LanguageModel, examples: Iterable[TrainingExample]) -> list[
                 f"{example.source}: {count} tokens, but model {model.checkpoint.name!r} has {model.max_positions} "
                 "positions; shorten the line or leave it out."
             )
-        found.append(parts)
-    return found
+        tokenised.append(parts)
+    return tokenised
 
 
 def _response_ids(tokens: Tokens, lead: str, response: str) -> tuple[int, ...]:
@@ -304,7 +304,9 @@ def collate(rows: Sequence[PackedRow]) -> dict[str, Any]:
 
     longest = max(len(row.tokens) for row in rows)
     width = longest if len(rows) == 1 else -(-longest // _MULTIPLE) * _MULTIPLE
-    kept = 1 + max(len(row.labels) - next(i for i, label in enumerate(row.labels) if label != IGNORED) for row in rows)
+    to_keep = 1 + max(
+        len(row.labels) - next(i for i, label in enumerate(row.labels) if label != IGNORED) for row in rows
+    )
 
     def column(values: Iterable[Sequence[int]], fill: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.tensor([[fill] * (width - len(row)) + list(row) for row in values], dtype=dtype)
@@ -315,9 +317,9 @@ def collate(rows: Sequence[PackedRow]) -> dict[str, Any]:
         "segments": column([row.segments for row in rows], PAD_SEGMENT),
         "asks": column([row.asks for row in rows], 0, torch.bool),
         "copies": column([row.copies for row in rows], 0, torch.bool),
-        "labels": column([row.labels for row in rows], IGNORED)[:, -kept:].contiguous(),
+        "labels": column([row.labels for row in rows], IGNORED)[:, -to_keep:].contiguous(),
         "block": torch.tensor([row.block for row in rows]),
-        "logits_to_keep": kept,
+        "logits_to_keep": to_keep,
         "causal": all(row.positions == list(range(width)) and not row.block for row in rows),
     }
 

@@ -1,4 +1,4 @@
-"""The training loop of heads, packets and the bundled models; transformers' Trainer tunes whole models (`block`)."""
+"""The training loop of heads and the bundled models; transformers' Trainer tunes whole models (`block`)."""
 
 from __future__ import annotations
 

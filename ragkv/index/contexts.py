@@ -48,7 +48,6 @@ class Contexts:
         limits: RuntimeConfig | None = None,
         executor: BlockExecutor | None = None,
     ) -> None:
-        from ragkv.engines import make_engine
         from ragkv.runtime import runtime_of
 
         self.config = replace(config, encoding=EncodingConfig(), steps=StepsConfig())
@@ -59,7 +58,6 @@ class Contexts:
         self.prompt = render(config.prompt, model.tokens)
         self._prefix_ids = self.prompt.prefix_ids(model.tokens)
         self.runtime: Runtime = runtime_of(model, runtime_limits(model, config, limits))
-        self._packet = make_engine("block", config.tuning).packet
         self._executor = executor
         self._common = [
             given_chunk(self.chunk(text, chunk_id=f"context-{at}"), name) for at, (name, text) in enumerate(texts, 1)
@@ -219,10 +217,9 @@ class Contexts:
         key = (encoding, ids)
         found = self._held.get(key) or self._passing.get(key)
         if found is None:
-            packet = self._packet if encoding is Encoding.PACKET else None
-            prefixed = encoding is Encoding.PREFIXED if packet is None else packet.prefixed
-            prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if prefixed and self._prefix_ids else None
-            [found] = self.model.encode([ids], prefix=prefix, packet=packet)
+            prefixed = encoding is Encoding.PREFIXED and self._prefix_ids
+            prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if prefixed else None
+            [found] = self.model.encode([ids], prefix=prefix)
             self._passing[key] = found
             if ids == self._prefix_ids or any(each.chunk.token_ids == ids for each in self._common):
                 self._held[key] = found

@@ -175,8 +175,6 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     settings |= {name: lasting(value) for name in MODELS if isinstance(value := settings.get(name), str)}
     settings = build_tables(IndexConfig, settings)
     block = (settings.get("tuning") or {}).get("block") or {}
-    if isinstance(packet := block.get("packet"), str):
-        settings["tuning"] = {**settings["tuning"], "block": {**block, "packet": lasting(packet)}}
     model = settings.get("model", MINI)
     checkpoint = resolve(model) if isinstance(model, str) else None  # IndexConfig refuses other types below
     recommended = {} if checkpoint is None else checkpoint.recommended

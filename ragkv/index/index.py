@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV, Place
     from ragkv.engines.apb import APBConfig
     from ragkv.model.language_model import LanguageModel
-    from ragkv.model.packet import Packet
     from ragkv.runtime import Runtime, RuntimeLimits
     from ragkv.types import KVShape
 
@@ -821,16 +820,6 @@ class Index:
         found = {engine.reads for engine in engines if not engine.whole_documents}
         return sorted(encoding for encoding in found if encoding is not None)
 
-    @cached_property
-    def packet(self) -> Packet | None:
-        """The packet around the chunks that the engine `block` reads; None if `ragkv.toml` names none.
-
-        It is read once, so that KV is never stored under a file that was replaced in the meantime.
-        """
-        from ragkv.engines import make_engine
-
-        return make_engine("block", self.config.tuning).packet
-
     @property
     def blocks(self) -> APBConfig | None:
         """How an ingest cuts long documents into blocks; None if it stores no blocks."""
@@ -854,7 +843,6 @@ class Index:
             vectors=() if embedder is None else tuple(sorted(self.config.vectors)),
             blocks=None if self.blocks is None else asdict(self.blocks),
             context=self.config.encoding.context if Encoding.CONTEXT in self.encodings else 0,
-            packet=self.packet if Encoding.PACKET in self.encodings else None,
         )
 
     def record_provenance(self) -> None:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ragkv.attention.pages import PagePool
     from ragkv.engines import ContextChunk, Engine, Request
     from ragkv.model.apb.compressors import Compressor
-    from ragkv.model.packet import Packet
 
 After: TypeAlias = list[DeferredWrite]
 """Collects the writes to do after an answer's first token."""
@@ -93,16 +92,14 @@ class KVLoader:
 
     def identity(self, encoding: Encoding, chunk_ids: tuple[int, ...]) -> KVIdentity:
         """The store key for these tokens' KV."""
-        return chunk_identity(
-            self._index.fingerprint, encoding, self._index.prefix_ids, chunk_ids, packet=self.packet(encoding)
-        )
+        return chunk_identity(self._index.fingerprint, encoding, self._index.prefix_ids, chunk_ids)
 
     def identities(self, encoding: Encoding, chunks: Sequence[Chunk]) -> list[KVIdentity]:
         """The store keys of these chunks' KV. A chunk that is not from the index has no document to see, so its key is
         that of `prefixed` KV.
         """
         index, seen = self._index, self._seen_by(chunks) if encoding is Encoding.CONTEXT else {}
-        made, packet = [], self.packet(encoding)
+        made = []
         for chunk in chunks:
             ids, before = seen.get(chunk.chunk_id, ((), ()))
             mine = before if ids == chunk.token_ids else ()
@@ -111,7 +108,7 @@ class KVLoader:
                     f"the text before chunk {chunk.chunk_id!r} in the index at {index.folder} has tokens that its "
                     "model does not have: delete its document, or ingest into a new index"
                 )
-            made.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine, packet))
+            made.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine))
         return made
 
     def _seen_by(self, chunks: Sequence[Chunk]) -> Mapping[str, _Seen]:
@@ -132,10 +129,6 @@ class KVLoader:
         if new := [chunk_id for chunk_id in wanted if chunk_id not in known]:
             self._store.with_preceding(new, look)
         return known
-
-    def packet(self, *encodings: Encoding) -> Packet | None:
-        """The packet around the index's chunks, if one of these encodings uses it."""
-        return self._index.packet if Encoding.PACKET in encodings else None
 
     def prefix(self, after: After | None = None) -> ChunkKV | None:
         """The prefix's standalone KV, from the store after its first use. None for a prompt without a prefix.
@@ -188,7 +181,7 @@ class KVLoader:
             lost.update(missing)
             prefix = self.prefix(after) if missing[0].position else None
             started = time.perf_counter()
-            found = encode_identities(self._index.model, missing, lambda: prefix, self.packet(encoding))
+            found = encode_identities(self._index.model, missing, lambda: prefix)
             found = self._store.rounded(found)
             made = [(identity, found[identity]) for identity in missing]
             self._index.write_behind.note_encoded(sum(kv.tokens for _, kv in made), time.perf_counter() - started)

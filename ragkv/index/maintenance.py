@@ -74,8 +74,7 @@ class IndexRepairSource:
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         """The KV of each identity, in order."""
         loader = self._kv_loader
-        packet = loader.packet(*(identity.encoding for identity in identities))
-        made = encode_identities(self._index.model, identities, loader.prefix, packet)
+        made = encode_identities(self._index.model, identities, loader.prefix)
         return [made[identity] for identity in identities]
 
     def embed(self, chunks: Sequence[Chunk]) -> Mapping[str, ChunkVectors] | None:
@@ -345,8 +344,7 @@ def warm(index: Index, kv_loader: KVLoader, wanted: Wanted, on_progress: Callabl
         new = [identity for identity in batch if identity not in fetched]
         started = time.perf_counter()
         encoded += sum(identity.tokens for identity in new)
-        packet = kv_loader.packet(*(identity.encoding for identity in new))
-        encoded_kv = encode_identities(index.model, new, kv_loader.prefix, packet)
+        encoded_kv = encode_identities(index.model, new, kv_loader.prefix)
         report.seconds += time.perf_counter() - started
         index.offer(list(encoded_kv.items()))
         encoded_kv |= {identity: kv for identity, (_, kv) in fetched.items()}

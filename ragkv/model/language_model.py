@@ -25,7 +25,7 @@ from transformers import DynamicCache
 from ragkv.attention.batch import KVComplete, Step
 from ragkv.attention.kv import ChunkKV, Place, PlacedChunk
 from ragkv.attention.sequence import TokenSequence
-from ragkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
+from ragkv.errors import PromptTooLongError
 from ragkv.model.attention_hook import (
     NAME,
     AttentionBackend,
@@ -40,7 +40,6 @@ from ragkv.model.attention_hook import (
 )
 from ragkv.model.checkpoint import Checkpoint
 from ragkv.model.loading import reach, refuse_by_name
-from ragkv.model.packet import Packet, embed
 from ragkv.model.prompt import Tokens
 from ragkv.types import Capability, KVShape
 from ragkv.util import batches
@@ -270,7 +269,6 @@ class LanguageModel:
         *,
         every: bool = False,
         seen: list[LayerMask] | None = None,
-        vectors: Tensor | None = None,
         run: Run | None = None,
     ) -> Tensor:
         """One forward pass: append `ids[i]` to `sequences[i]`; they may differ in length, position and context.
@@ -278,11 +276,11 @@ class LanguageModel:
         Returns fp32 logits: `(sequences, vocab)` of each sequence's last token (of a `StackedSequence`, of the tokens
         marked as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with
         the last keys and values. Sequences that only run `until` a layer form a pass of their own. Nothing is appended
-        if it raises. `seen` is for the self-check. Negative ids stand for the input `vectors` (`ragkv.model.packet`).
-        `run` computes an ordinary pass's logits.
+        if it raises. `seen` is for the self-check. `run` computes an ordinary
+        pass's logits.
         """
         logits, steps = torch.empty((0, 0)), []
-        one_pass = partial(self._pass, every=every, seen=seen, vectors=vectors, run=run)
+        one_pass = partial(self._pass, every=every, seen=seen, run=run)
         few = self.kernels_alone and sum(map(len, ids)) <= FEW
         module = kernel_module("ragkv.util.kernels") if few else None
         with nullcontext() if module is None else module.instead_of_torch():
@@ -305,7 +303,6 @@ class LanguageModel:
         *,
         every: bool,
         seen: list[LayerMask] | None,
-        vectors: Tensor | None,
         run: Run | None,
     ) -> tuple[Tensor, Step]:
         """`step` of sequences that all run `until` the same layer, and the `Step` to commit."""
@@ -318,12 +315,9 @@ class LanguageModel:
         flat = [i for each in ids for i in each]
         kept = range(len(flat)) if every else step.kept
         tokens, positions, keep = self._uploaded(flat, step.positions, kept)
-        if run is not None and last is None and vectors is None and seen is None:
+        if run is not None and last is None and seen is None:
             return run(self, step, tokens, positions, keep), step
-        given = {"input_ids": tokens[None]}
-        if vectors is not None:
-            given = {"inputs_embeds": embed(self._model.get_input_embeddings(), tokens[None], vectors)}
-        return self.logits(step, given, positions, keep, seen), step
+        return self.logits(step, {"input_ids": tokens[None]}, positions, keep, seen), step
 
     def repeatable(
         self, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]], run: Run
@@ -388,54 +382,24 @@ class LanguageModel:
         tokens, positions = self._uploaded(ids, range(position, position + len(ids)))
         self.logits(by, {"input_ids": tokens[None]}, positions, positions[:0])
 
-    def encode(
-        self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None, packet: Packet | None = None
-    ) -> list[ChunkKV]:
+    def encode(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> list[ChunkKV]:
         """Prefill chunks to KV, each alone, or after `prefix` (placed from 0): the two encodings.
 
-        With a `packet`, each chunk is surrounded by the packet's vectors, whose KV is part of the result. Chunks of any
-        length share a step of at most `ENCODE_TOKENS` tokens (or one chunk). Raises what `require_packet` raises.
+        Chunks of any length share a step of at most `ENCODE_TOKENS` tokens (or one chunk).
         """
-        if packet is None:
-            return list(self.encode_each(chunks, prefix=prefix))
-        self.require_packet(packet)
-        if any(not ids for ids in chunks):
-            raise ValueError("a chunk without tokens has no KV")
-        return list(self._encoded([packet.wrap(ids) for ids in chunks], prefix, packet.vectors))
+        return list(self.encode_each(chunks, prefix=prefix))
 
     def encode_each(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> Iterator[ChunkKV]:
         """As `encode`, one at a time and in the order given."""
         if any(not ids for ids in chunks):
             raise ValueError("a chunk without tokens has no KV")
-        yield from self._encoded(chunks, prefix)
-
-    def _encoded(
-        self, chunks: Sequence[Sequence[int]], prefix: ChunkKV | None, vectors: Tensor | None = None
-    ) -> Iterator[ChunkKV]:
         start = 0 if prefix is None else prefix.tokens
         seen = () if prefix is None else (PlacedChunk(kv=prefix, start=0),)
         for batch in batches(chunks, len, ENCODE_TOKENS):
             sequences = [TokenSequence.for_kv(seen, position=start) for _ in batch]
-            self.step(sequences, batch, vectors=vectors)
+            self.step(sequences, batch)
             for sequence in sequences:
                 yield sequence.cache.chunk_kv(encoded_at=start)
-
-    def require_vectors(self) -> None:
-        """UnsupportedModelError unless a token's input vector gives the same result as the token."""
-        reason = self.missing_capabilities.get(Capability.MERGE) or self.companion(_no_vectors)
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"Model {self.checkpoint.name!r} cannot read packets: {reason}; use the engine block without one."
-            )
-
-    def require_packet(self, packet: Packet) -> None:
-        """ModelLoadError for a packet of another model, UnsupportedModelError if this one takes no vectors."""
-        if packet.model != self.companion(weights_digest):
-            raise ModelLoadError(
-                f"The packet at {packet.name} was trained for another model than {self.checkpoint.name!r}; train one "
-                "for it by ragkv finetune packet, or remove packet from [tuning.block]."
-            )
-        self.require_vectors()
 
     def cache(self, kv: ChunkKV | None) -> DynamicCache:
         """A plain cache of transformers that holds `kv`, as the model's own code would have filled it."""
@@ -482,27 +446,6 @@ class LanguageModel:
         other._model = shallow_copy(self._model)
         set_windows(other._model, sizes)
         return other
-
-
-def weights_digest(model: LanguageModel) -> str:
-    """`Checkpoint.digest`; it reads all weights, so keep it as a `companion`."""
-    return model.checkpoint.digest(model.revision)
-
-
-def _no_vectors(model: LanguageModel) -> str | None:
-    """Why the model cannot take input vectors; None if it can. Layers may read the token id itself (Gemma 3n)."""
-    ids = (3, 5, 4, 6, 5)
-    try:
-        none = model.module.get_input_embeddings().weight.new_empty(0)
-        [by_ids], [by_vectors] = model.encode([ids]), model._encoded([ids], None, none)
-        between = embed(model.module.get_input_embeddings(), torch.tensor([ids], device=model.device), none)
-        for _ in model._encoded([(-1, *ids)], None, between.mean(1)):
-            pass  # some families look up the token that a vector belongs to
-    except (AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        return f"it takes token ids alone ({error})"
-    pairs = zip((*by_ids.keys, *by_ids.values), (*by_vectors.keys, *by_vectors.values), strict=True)
-    same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-3 * float(a.abs().max())) for a, b in pairs if a.numel())
-    return None if same else "it does not read a token's vector as it reads the token"
 
 
 class _PackedCache(DynamicCache):  # type: ignore[misc]

@@ -421,15 +421,12 @@ class StatefulModel(LanguageModel):
         *,
         every: bool = False,
         seen: list[LayerMask] | None = None,
-        vectors: Tensor | None = None,
         run: Run | None = None,
     ) -> Tensor:
         """As `LanguageModel.step`; sequences are batched where that is exact (`resume_options`).
 
-        It takes no `vectors`, and `run` never applies.
+        `run` never applies.
         """
-        if vectors is not None:
-            raise UnsupportedModelError("a model that resumes from its cache takes only token ids")
         held = [self._held(sequence) for sequence in sequences]
         read: dict[int, tuple[Tensor, BatchedCache, int]] = {}
         for group in self._groups([len(each) for each in ids], held):

@@ -273,8 +273,7 @@ class Runtime:
         require_served(engine, self.executor)
         limit = 0 if generation is None else generation.max_new_tokens
         parts = (request.prefix_ids, *(chunk.token_ids for chunk in request.chunks), request.suffix_ids)
-        vectors = 0 if engine.packet is None else engine.packet.tokens * len(request.filled)
-        require_reach(engine, model, sum(map(len, parts)) + vectors + limit)
+        require_reach(engine, model, sum(map(len, parts)) + limit)
         demand = engine.demand(request, limit)
         most = self.executor.traits.max_sequences
         if most is not None and demand.rows > most:

@@ -29,7 +29,6 @@ BLOCKS = INTO + " --long-documents apb --engines apb --chunk-tokens 96 --block-t
 MANY = "query --index {index} --questions {folder}/questions.jsonl"
 PIPED = "ingest - --index {new}"
 SET = "config set --index {index} "
-PACKET = "finetune packet --model {model} --data {folder}/data.jsonl --output {new} --device cpu"
 SERVE = "serve --index {index}"
 EACH = ("query Who?", "ls", "stats", "verify", "repair", "gc", "delete x", "backup x", "compact --output x")
 
@@ -306,11 +305,6 @@ TABLE: list[tuple[str, int, str]] = [
     (FINETUNE + " --model ./none", 1, "No model folder at './none'"),
     (FINETUNE + " --eval-data none.jsonl", 2, "none.jsonl cannot be read"),
     (FINETUNE + " --prompt-of none", 2, "There is no index at none"),
-    (PACKET + " --header 0 --trailer 0", 2, "A packet needs a header or a trailer"),
-    (PACKET + " --over none", 2, "over must be one of standalone, prefixed"),
-    (PACKET + " --lr 0", 2, "lr must be above 0"),
-    (PACKET + " --output no/packet", 2, "name a file in a folder that is there"),
-    (PACKET + " --data none.jsonl", 2, "none.jsonl cannot be read"),
     ("tune {folder}/lines.jsonl --index {index}", 2, "line 2: not valid JSON"),
     ("tune {folder}/absent.jsonl --index {index}", 2, "No such file"),
 ]

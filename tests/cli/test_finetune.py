@@ -59,34 +59,3 @@ def test_a_model_that_is_tuned_without_a_bos_is_read_without_one(ragkv, tmp_path
     assert (done.code, json.loads(done.out)["kv"]["misses"]) == (0, 0)
     assert ragkv(*command, "--model", tuned, "--output", tmp_path / "again").code == 0
     assert json.loads((tmp_path / "again" / "ragkv.json").read_text())["bos"] == "none"
-
-
-def test_a_packet_is_trained_and_read(ragkv, tmp_path, model_folder, documents):
-    data, output = tmp_path / "data.jsonl", tmp_path / "packet.safetensors"
-    data.write_text('{"prompt": "Who?", "blocks": ["Ann made it.", "Bo."], "response": "?"}\n' * 2)
-    command = ("finetune", "packet", "--model", model_folder, "--data", data, "--output", output, "--device", "cpu")
-    small = ("--header", 2, "--trailer", 1, "--batch", 1, "--gradient-accumulation", 1, "--answer-tokens", 2)
-    done = ragkv(*command, *small, "--steps", 1, "--json")
-    assert (done.code, done.err) == (0, "")
-    payload = json.loads(done.out)
-    assert (payload["steps"], payload["questions"], payload["heldout"], payload["output"]) == (1, 1, 1, str(output))
-    assert output.stat().st_size == payload["bytes"]
-    assert {"kl_block", "kl_packet", "agreement_block", "agreement_packet", "digest"} <= payload.keys()
-    assert "held-out questions, KL to full attention" in ragkv(*command, *small, "--steps", 2).out
-
-    index = tmp_path / "index"
-    made = ragkv(
-        "ingest", documents, "--model", model_folder, "--engines", "block", "--index", index, "--device", "cpu"
-    )
-    assert made.code == 0
-    settings = tomllib.loads((index / "ragkv.toml").read_text())["tuning"]["block"]
-    with (index / "ragkv.toml").open("a") as file:
-        file.write(f'{"" if settings else "[tuning.block]"}\npacket = "{output}"\n')
-    assert ragkv("ingest", documents, "--index", index, "--device", "cpu", "--quiet").code == 0
-    query = ("query", "Who founded Bolt Ltd?", "--engine", "block", "--index", index, "--device", "cpu", "--json")
-    assert json.loads(ragkv(*query).out)["kv"]["misses"] == 0
-    assert "packet" in ragkv("stats", "--index", index, "--json").out
-    output.write_bytes(b"no packet")
-    refused = ragkv(*query)
-    assert (refused.code, "is damaged or not a packet" in refused.sentence) == (2, True)
-    assert ragkv("verify", "--index", index).code == 0

@@ -114,7 +114,7 @@ def test_an_interrupted_run_ends_at_the_same_weights(config, lora_rank):
 
 
 def test_the_layouts_teach_different_things_and_epochs_count_examples(config):
-    found = {}
+    weight_of = {}
     for name, changes in {
         "full": {"full_share": 1.0},
         "block": {"full_share": 0.0},
@@ -122,8 +122,8 @@ def test_the_layouts_teach_different_things_and_epochs_count_examples(config):
     }.items():
         one = replace(config, output=config.output / name, steps=None, epochs=1, **changes)
         assert finetune_block(one)["steps_done"] == 2  # 6 examples, 4 rows a step
-        found[name] = weights(one.output)["model.layers.0.self_attn.q_proj.weight"]
-    assert not torch.equal(found["full"], found["block"])
+        weight_of[name] = weights(one.output)["model.layers.0.self_attn.q_proj.weight"]
+    assert not torch.equal(weight_of["full"], weight_of["block"])
     kept = load_model(str(config.output / "kept"), device="cpu")
     assert 'preset = "no-positions"' in str(make_engine("block", {}).warning(kept))
     assert make_engine("block", {"block": {"preset": "no-positions"}}).warning(kept) is None

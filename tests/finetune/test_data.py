@@ -15,7 +15,6 @@ from ragkv.finetune.block import NAME, RowMask
 from ragkv.finetune.data import (
     IGNORED,
     SampledRows,
-    _response_ids,
     collate,
     lay_out,
     parse_example,
@@ -38,7 +37,7 @@ def row_logits(model, rows):
     model.module.set_attn_implementation(NAME)
     try:
         with torch.no_grad():
-            found = model.module(
+            logits = model.module(
                 input_ids=columns["input_ids"],
                 position_ids=columns["position_ids"],
                 logits_to_keep=columns["logits_to_keep"],
@@ -47,23 +46,18 @@ def row_logits(model, rows):
             ).logits[0]
     finally:
         model.module.set_attn_implementation("ragkv")
-    return found.float()
+    return logits.float()
 
 
 CASES = [
-    ("llama", "prefix", True),
     ("llama", "bos", True),
-    ("llama", "none", True),
     ("llama", "prefix", False),
-    ("qwen2", "prefix", True),
     ("mistral-sliding", "prefix", True),
     ("mistral-sliding", "none", False),
     ("gemma2", "prefix", True),
     ("qwen2-moe-sliding", "prefix", True),  # windows only in the mask
-    ("phimoe-sliding", "none", True),
-    ("gemma3", "prefix", True),
     ("phi4-partial", "prefix", True),
-    ("cohere2", "bos", True),
+    ("deepseek3", "prefix", True),
 ]
 
 
@@ -187,15 +181,6 @@ def test_rows_without_a_bos_are_those_with_one_but_for_it(make_model):
             assert whole.count(0) == (bos == "auto")
 
 
-def test_only_the_template_writes_control_tokens_before_an_answer(make_model):
-    """A header that continues once the answer is known (`<think></think>`) is the template's; the answer is not."""
-    tokens = make_model("llama").tokens
-    ids = _response_ids(tokens, "<pad>\n", " Ann<eos>")
-    assert [i for i in ids if i < 3] == [2]
-    assert tokens.decode(ids) == "\n Ann<eos>"
-    assert tokens.decode(_response_ids(tokens, " ", " Ann")) == " Ann"
-
-
 SHORT = PromptConfig(system="Be short.")
 
 
@@ -208,12 +193,6 @@ def chat(*contents, system=None, **more):
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
     head = [] if system is None else [{"role": "system", "content": system}]
     return parsed(messages=head + messages, **more)
-
-
-def test_prompt_blocks_and_response_stand_in_the_words_of_the_index():
-    example = parsed(prompt="Who?", blocks=["One.", "Two."], response="Ann.", id=7)
-    assert (example.question, example.blocks, example.response) == ("Who?", ("One.", "Two."), "Ann.")
-    assert example.prompt == SHORT
 
 
 def test_a_chat_is_cut_at_its_blank_lines_and_rendered_as_it_is_written():
@@ -236,12 +215,6 @@ def test_questions_of_one_line_are_examples_of_their_own_unless_packed(tmp_path)
     assert list(packed.apart()) == apart
 
 
-def test_code_is_never_cut():
-    code = "Look:\n```\na = 1\n\nb = 2\n\n```"
-    assert chat(f"{code}\n\nWhat is b?", "2").blocks == (code,)
-    assert chat("Just this?", "Yes.").blocks == ()
-
-
 def test_documents_of_a_chat_are_its_blocks_and_its_text_stays_whole():
     example = chat("One\n\ntwo?", "Ann.", documents=["A.", "B.\n\nC."])
     assert (example.blocks, example.question) == (("A.", "B.\n\nC."), "One\n\ntwo?")
@@ -257,20 +230,13 @@ def test_earlier_turns_stand_where_a_conversation_puts_them():
 
 BAD = {
     "no json": ("{", "not JSON"),
-    "no object": ("[1]", 'one of "messages", "questions" and "prompt"'),
     "no form": ('{"text": "x"}', 'one of "messages", "questions" and "prompt"'),
     "two forms": ('{"prompt": "a", "messages": []}', 'one of "messages", "questions" and "prompt"'),
-    "no questions": ('{"questions": [], "blocks": []}', '"questions" must be a list of objects'),
     "a question as text": ('{"questions": ["Who?"], "blocks": []}', '"questions" must be a list of objects'),
-    "a question without response": ('{"questions": [{"prompt": "a"}], "blocks": []}', '"response" must be a text'),
-    "no response": ('{"prompt": "a", "blocks": []}', '"response" must be a text'),
     "blank response": ('{"prompt": "a", "blocks": [], "response": " "}', '"response" must be a text'),
-    "blocks as text": ('{"prompt": "a", "blocks": "x", "response": "y"}', '"blocks" must be a list'),
     "empty block": ('{"prompt": "a", "blocks": [""], "response": "y"}', '"blocks" must be a list'),
-    "no turns": ('{"messages": []}', "the assistant last"),
     "a text as messages": ('{"messages": "hi"}', "must be a list of objects"),
     "the user last": ('{"messages": [{"role": "user", "content": "x"}]}', "the assistant last"),
-    "a tool": ('{"messages": [{"role": "tool", "content": "x"}, {"role": "assistant"}]}', "the assistant last"),
     "content in parts": (
         '{"messages": [{"role": "user", "content": []}, {"role": "assistant", "content": "x"}]}',
         '"content" must be a text',

@@ -227,9 +227,9 @@ def counted(monkeypatch) -> list[int]:
 
     made: list[int] = []
 
-    def counting(model, identities, prefix, packet=None):
+    def counting(model, identities, prefix):
         made.extend(len(identity.prefix_ids) for identity in identities)
-        return encode_identities(model, identities, prefix, packet)
+        return encode_identities(model, identities, prefix)
 
     for module in (kv_loader, maintenance, ingester):
         monkeypatch.setattr(module, "encode_identities", counting)

@@ -35,7 +35,7 @@ from ragkv.store import (
     codecs,
 )
 from ragkv.store.codecs import DamagedError
-from ragkv.store.record import LONG_WORDS, PACKET_WORDS, Manifest, decode_record, encode_record
+from ragkv.store.record import LONG_WORDS, Manifest, decode_record, encode_record
 from ragkv.types import Encoding
 
 CODECS = [Raw(), Zstd(), Zstd(level=19)]
@@ -663,7 +663,7 @@ def test_records_of_every_shape(codec, dtype, encoding, tokens, shapes, seed):
         values=tuple(like_keys(heads, tokens, dim, seed + 1).to(dtype) for heads, _, dim in shapes),
         encoded_at=7,
     )
-    words = {Encoding.PREFIXED: 2, Encoding.CONTEXT: 3, Encoding.LONG: LONG_WORDS, Encoding.PACKET: PACKET_WORDS}
+    words = {Encoding.PREFIXED: 2, Encoding.CONTEXT: 3, Encoding.LONG: LONG_WORDS}
     identity = KVIdentity(
         model="m",
         encoding=encoding,

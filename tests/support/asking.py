@@ -22,9 +22,9 @@ def request(model, engine, chunks=None, scores=None, suffix=None, prefix=None) -
     kvs, prefix_kv = [None] * len(chunks), None
     if engine.encoding is not None:
         prefix_kv = model.encode([prefix])[0] if prefix else None
-        prefixed = engine.encoding is Encoding.PREFIXED if engine.packet is None else engine.packet.prefixed
+        prefixed = engine.encoding is Encoding.PREFIXED
         before = prefix_kv if prefixed else None
-        made = iter(model.encode([c for c in chunks if c], prefix=before, packet=engine.packet))
+        made = iter(model.encode([c for c in chunks if c], prefix=before))
         kvs = [next(made) if c else None for c in chunks]  # a chunk without tokens has no KV
     return Request(
         prefix_ids=tuple(prefix),

@@ -46,7 +46,6 @@ def reading(
     over: str = "standalone",
     reencode: bool = True,
     fresh: Ids | tuple[()] = (),
-    vectors: Tensor | None = None,
     weights: dict[int, Tensor] | None = None,
 ) -> Tensor:
     """Logits `(n, vocab)` of `own` tokens after blocks, in one dense sequence.
@@ -54,9 +53,8 @@ def reading(
     The stored prompt comes first: every block sees only itself (Block-Attention Figure 1), and for "prefixed" KV also a
     copy of the prefix right before it, at the position at which the chunk was encoded. The tokens at positions `fresh`
     follow again (Blend), then `own`. These see, at each earlier position, the fresh token if there is one, otherwise
-    the stored one, and no copies. Without `reencode` every block has positions from 0 (the ablation "w/o-pos"). Where a
-    chunk has the id -1-i, the input is vector i of `vectors` (KV Packet). `weights` receives every layer's attention,
-    of the prompt's tokens without the copies.
+    the stored one, and no copies. Without `reencode` every block has positions from 0 (the ablation "w/o-pos").
+    `weights` receives every layer's attention, of the prompt's tokens without the copies.
     """
     model.set_attn_implementation(NAME)
     blocks = [part for part in [prefix, *chunks] if part]
@@ -79,12 +77,8 @@ def reading(
     nothing = torch.zeros(len(at), dtype=torch.bool)  # no group weights
     plan = {"visible": visible, "behind": at[:, None] - at, "context": nothing, "first": len(at)}
     plan |= {"T": 1.0, "S": 1.0, "factor": 1.0, "weights": seen}
-    given: dict[str, Any] = {"input_ids": torch.tensor([tokens])}
-    if vectors is not None:
-        table = model.get_input_embeddings()
-        rows = [vectors[-1 - i] if i < 0 else table(torch.tensor([i]))[0] for i in tokens]
-        given = {"inputs_embeds": torch.stack(rows)[None]}
-    logits = model(**given, position_ids=at[None], use_cache=False, oracle=plan).logits[0, len(tokens) - len(own) :]
+    ids = torch.tensor([tokens])
+    logits = model(ids, position_ids=at[None], use_cache=False, oracle=plan).logits[0, len(tokens) - len(own) :]
     if weights is not None:
         kept = [*range(n), *range(m, len(tokens))]
         weights |= {layer: each[:, kept][:, :, kept] for layer, each in seen.items()}

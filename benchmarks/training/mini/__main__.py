@@ -150,7 +150,7 @@ def greedy_answers(
     pad = int(tokenizer.pad_token_id)
     tokens = tensor([[*flat, *[pad] * count, *ids] for count, ids in zip(pads, asked, strict=True)])
     mask = [[1] * len(flat) + [0] * count + [1] * len(ids) for count, ids in zip(pads, asked, strict=True)]
-    found = model.generate(
+    generated = model.generate(
         input_ids=tokens,
         attention_mask=tensor(mask),
         past_key_values=cache,
@@ -158,7 +158,7 @@ def greedy_answers(
         do_sample=False,
         pad_token_id=pad,
     )
-    answers: list[str] = tokenizer.batch_decode(found[:, tokens.shape[1] :], skip_special_tokens=True)
+    answers: list[str] = tokenizer.batch_decode(generated[:, tokens.shape[1] :], skip_special_tokens=True)
     return answers
 
 

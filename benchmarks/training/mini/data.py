@@ -211,11 +211,11 @@ def retrieved(rng: random.Random, world: World, texts: Sequence[str], count: int
     word of the name.
     """
     words = [set(re.findall(r"\w+", text)) for text in texts]
-    known = Counter(word for found in words for word in found)
+    known = Counter(word for own in words for word in own)
     chosen: list[int] = []
     for question, limit in zip(rng.sample(world.questions, 2), ((count + 1) // 2, count), strict=True):
         asked = set(re.findall(r"\w+", question.question + " " + question.support[-1]))
-        score = [sum(1 / known[word] for word in asked & found) for found in words]
+        score = [sum(1 / known[word] for word in asked & own) for own in words]
         ranked = sorted(range(len(texts)), key=lambda index: -score[index])
         chosen += [index for index in ranked if index not in chosen][: limit - len(chosen)]
     rng.shuffle(chosen)
@@ -226,34 +226,35 @@ class QASample(NamedTuple):
     """A question of a packed row, with the loss weights of its answer's tokens.
 
     `spans` are (first character, end, weight) in the answer. Elsewhere, words that begin with a space and a small
-    letter weigh `relation` and all others weigh 1. The first `given` characters are read and not learned, as PCED's
-    experts read what others proposed. `first` and `last` are the least weights of the first token and of the end token.
+    letter weigh `relation` and all others weigh 1. The first `read_chars` characters are read and not learned,
+    as PCED's experts read what others proposed. `first` and `last` are the least weights of the first token and of the
+    end token.
     """
 
     question: str
     answer: str
     spans: tuple[tuple[int, int, float], ...] = ()
     relation: float = 1.0
-    given: int = 0
+    read_chars: int = 0
     first: float = FIRST_WEIGHT
     last: float = 1.0
 
     def weights(self, offsets: Sequence[tuple[int, int]]) -> list[float]:
         """One weight per token of the answer and its end token. `offsets` are the tokens' (start, end) characters."""
-        found = []
+        weights = []
         for left, right in offsets:
             word = self.answer[left:right]
             spans = [weight for start, end, weight in self.spans if left < end and right > start]
-            if left < self.given:
-                found.append(0.0)
+            if left < self.read_chars:
+                weights.append(0.0)
             elif spans:
-                found.append(max(spans))
+                weights.append(max(spans))
             else:
-                found.append(self.relation if word[:1] == " " and word[1:2].islower() else 1.0)
-        if not self.given:
-            found[0] = max(found[0], self.first)
-        found[-1] = max(found[-1], self.last)
-        return found
+                weights.append(self.relation if word[:1] == " " and word[1:2].islower() else 1.0)
+        if not self.read_chars:
+            weights[0] = max(weights[0], self.first)
+        weights[-1] = max(weights[-1], self.last)
+        return weights
 
 
 def pack(
@@ -442,8 +443,8 @@ def _pools(rng: random.Random, world: World, texts: Sequence[str]) -> dict[str, 
             pools[kind].append(partial(hop_ask, question, rephrased=rng.random() < REPHRASED_SHARE))
         elif question.hops == 1:
             # the true answer, which the context lacks: its subject is given, and the rest weighs little
-            given = len(question.titles[0])
-            pools["unsure"].append(partial(QASample, question.question, question.answer, given=given))
+            subject = len(question.titles[0])
+            pools["unsure"].append(partial(QASample, question.question, question.answer, read_chars=subject))
         elif support[0]:
             if alone or stated[question.support[1]] in unknown:
                 pools["half"].append(partial(_half_ask, question, unsure=alone))
@@ -486,7 +487,7 @@ def _half_ask(question: WorldQuestion, *, unsure: bool) -> QASample:
 def _caught_ask(question: WorldQuestion, fact: Fact, *, rephrased: bool) -> QASample:
     """A question that the context does not answer, with a given beginning of an answer that must break off."""
     text, at = broken_off(fact.rephrased if rephrased else fact.sentence, fact.value)
-    return QASample(question.question, text, _breaking(text, at), given=at)
+    return QASample(question.question, text, _breaking(text, at), read_chars=at)
 
 
 def _breaking(text: str, at: int) -> tuple[tuple[int, int, float], ...]:
@@ -504,7 +505,7 @@ def broken_off(answer: str, value: str) -> tuple[str, int]:
 def _begun_ask(question: WorldQuestion, *, known: bool) -> QASample:
     """A question of two hops whose first is given. The second is in the context; if not (`known`), it weighs little."""
     ask, second = hop_ask(question), _second_hop(question)
-    return ask._replace(given=second, spans=ask.spans if known else ((second, len(question.answer), 1.0),))
+    return ask._replace(read_chars=second, spans=ask.spans if known else ((second, len(question.answer), 1.0),))
 
 
 def _second_hop(question: WorldQuestion) -> int:
@@ -533,8 +534,8 @@ def prose_passages(
     rng: random.Random, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], count: int
 ) -> list[str]:
     """`count` passages of 30 to 96 tokens from a few of `texts`, in random order, with or without line breaks."""
-    found: list[str] = []
-    while len(found) < count:
+    chosen: list[str] = []
+    while len(chosen) < count:
         text = rng.choice(texts)
         if rng.random() < 0.5:
             text = "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
@@ -548,10 +549,10 @@ def prose_passages(
             own, size = own + sentence, size + tokens
         cut.append(own.strip())
         start = rng.randrange(max(1, len(cut) - 3))
-        found += [passage for passage in cut[start : start + 4] if passage]
-    found = found[:count]
-    rng.shuffle(found)
-    return found
+        chosen += [passage for passage in cut[start : start + 4] if passage]
+    chosen = chosen[:count]
+    rng.shuffle(chosen)
+    return chosen
 
 
 def _cut_line(line: str) -> list[str]:

@@ -64,12 +64,6 @@ class EncoderShape:
     intermediate: int = 512
     vocab: int = 4096
 
-    def __post_init__(self) -> None:
-        if min(self.hidden, self.layers, self.heads, self.intermediate) < 1 or self.hidden % self.heads:
-            raise ValueError("sizes must be positive and hidden a multiple of heads")
-        if self.vocab < 300:
-            raise ValueError("vocab must be at least 300: all bytes and the special tokens")
-
 
 def encoder_config(shape: EncoderShape, vocab: int, **more: Any) -> XLMRobertaConfig:
     """XLM-R's configuration for `vocab` tokens. `more` are further fields, such as `num_labels=1`."""
@@ -164,15 +158,15 @@ def world_step(
     for _ in range(worlds):
         world = World.generate(rng.getrandbits(40), split=split, size=size)
         own = passages(rng, tokenizer, world, limit=limit)
-        found = {place: " ".join(text.split()) for place, text in enumerate(own, start=len(texts))}
+        by_place = {place: " ".join(text.split()) for place, text in enumerate(own, start=len(texts))}
         texts += own
         for question in world.questions:
-            if answers := _holding(found, question.support):
+            if answers := _holding(by_place, question.support):
                 ask = RetrievalQuery(question=question.question, answers=answers, named=True)
                 (named if question.hops == 1 else bridged).append(ask)
         for other in paraphrases(world, seed=rng.getrandbits(30), wordings=1):
-            identified = _holding(found, other.traits)
-            if answers := tuple(place for place in _holding(found, [other.fact]) if place in identified):
+            identified = _holding(by_place, other.traits)
+            if answers := tuple(place for place in _holding(by_place, [other.fact]) if place in identified):
                 described.append(RetrievalQuery(question=other.question, answers=answers, named=False))
     counts = [round(asks * NAMED_SHARE), round(asks * BRIDGE_SHARE)]
     counts.append(asks - sum(counts))
@@ -231,7 +225,7 @@ def measure_retrieval(
     model = load_embedder(str(embedder), device="cpu")
     judge = None if reranker is None else load_reranker(str(reranker), device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(embedder, trust_remote_code=False)
-    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    figures_of: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for seed in seeds:
         rng = random.Random(f"ragkv-retrieval-measure:{seed}")
         step = world_step(rng, tokenizer, split="heldout", worlds=1, size=size, asks=asks)
@@ -243,10 +237,10 @@ def measure_retrieval(
             for system in [system for system in SYSTEMS if system in searches]:
                 ranked = searches[system](ask.question, 10)
                 figures = hit_at(ranked, relevant, 5), ndcg_at(ranked, relevant, 10)
-                found.setdefault((_slice(ask, step.passages), system), []).append(figures)
+                figures_of.setdefault((_slice(ask, step.passages), system), []).append(figures)
     return [
         {"slice": name, "system": system, "recall_5": fmean(hits), "ndcg_10": fmean(gains), "n": len(hits)}
-        for (name, system), figures in sorted(found.items())
+        for (name, system), figures in sorted(figures_of.items())
         for hits, gains in [zip(*figures, strict=True)]
     ]
 
@@ -270,10 +264,6 @@ class TrainConfig:
     seed: int = 0
     checkpoint_every: int = 100
     device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or self.checkpoint_every < 1:
-            raise ValueError("steps and checkpoint_every must be at least 1")
 
 
 def run_training(
@@ -353,11 +343,6 @@ class EmbedderTrainConfig(TrainConfig):
     size: int = 16
     asks: int = 64
     temperature: float = 0.05
-
-    def __post_init__(self) -> None:
-        TrainConfig.__post_init__(self)
-        if self.worlds < 1 or self.size < 8 or self.asks < 1:
-            raise ValueError("worlds and asks must be at least 1, size at least 8")
 
 
 class TrainingVectors(NamedTuple):
@@ -522,11 +507,6 @@ class RerankerTrainConfig(TrainConfig):
     easy: int = 1
     size: int = 20
 
-    def __post_init__(self) -> None:
-        TrainConfig.__post_init__(self)
-        if self.asks < 1 or self.easy < 1 or min(self.hard, self.added, self.short) < 0 or self.size < 8:
-            raise ValueError("asks and easy must be at least 1, hard, added and short at least 0, size at least 8")
-
 
 def build_reranker(config: RerankerTrainConfig, embedder: M3) -> XLMRobertaForSequenceClassification:
     """A cross-encoder in fp32: the embedder's layers, new ones that start as its late interaction, and a new head."""
@@ -642,16 +622,16 @@ def _matches(asked: TrainingVectors, read: TrainingVectors, pairs: Sequence[tupl
     In a pair, the question's tokens begin at 1 and the passage's tokens two after the question's `</s>`. In `Vectors`,
     row i belongs to token i + 1, and the last counted row to `</s>`.
     """
-    found = torch.full((len(pairs), width), -1.0, device=asked.dense.device)
+    cosines_of = torch.full((len(pairs), width), -1.0, device=asked.dense.device)
     for row, (ask, place) in enumerate(pairs):
         question = asked.colbert[ask, : int(asked.counts[ask]) - 1]
         passage = read.colbert[place, : int(read.counts[place]) - 1]
         cosines = question @ passage.T
         start = 1 + len(question) + 2
         passage_best = cosines.amax(0)[: max(0, width - start - 1)]  # without tokens that were truncated
-        found[row, 1 : 1 + len(question)] = cosines.amax(1).clamp(min=0)
-        found[row, start : start + len(passage_best)] = passage_best.clamp(min=0)
-    return found
+        cosines_of[row, 1 : 1 + len(question)] = cosines.amax(1).clamp(min=0)
+        cosines_of[row, start : start + len(passage_best)] = passage_best.clamp(min=0)
+    return cosines_of
 
 
 def export(

@@ -80,16 +80,6 @@ class Stage:
     final_lr: float | None = None
     """The learning rate at the stage's last step, reached linearly; None keeps `lr`."""
 
-    def __post_init__(self) -> None:
-        least = 0 if self.kind == "mixed" else 1
-        if self.steps < 0 or self.batch < 1 or not least <= self.passages[0] <= self.passages[1]:
-            raise ValueError(f"stage {self.name!r}: steps >= 0, batch >= 1 and {least} <= passages[0] <= passages[1]")
-        shares = (self.block_share, self.misses, self.hard, self.prose, self.shots, self.prose + self.shots)
-        if not all(0.0 <= share <= 1.0 for share in shares):
-            raise ValueError(
-                f"stage {self.name!r}: block_share, misses, hard, prose and shots are shares, the last two of the same"
-            )
-
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """The passages per row of a step, and its number of rows. Two questions cost about as much as a passage."""
         least, most = self.passages
@@ -185,12 +175,6 @@ class MiniTrainConfig:
     autocast: bool = True
     start: str | None = None
     """Folder of a model to start from instead of random weights. Layers that it lacks start as identities."""
-
-    def __post_init__(self) -> None:
-        if self.hidden % self.q_heads or self.q_heads % self.kv_heads:
-            raise ValueError("hidden must be a multiple of q_heads, and q_heads of kv_heads")
-        if not self.stages or self.checkpoint_every < 1:
-            raise ValueError("give at least one stage and checkpoint_every >= 1")
 
     def shape(self) -> dict[str, Any]:
         """The fields of config.json of a Llama of this shape, without the number of layers."""

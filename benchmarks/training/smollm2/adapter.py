@@ -80,7 +80,7 @@ class PassageSource(NamedTuple):
 def mallard(path: Path) -> str:
     """A page of GNOME's help as Markdown."""
     root = etree.parse(str(path), etree.XMLParser(resolve_entities=False, recover=True)).getroot()
-    found: list[str] = []
+    blocks: list[str] = []
 
     def text(element: Any) -> str:
         return _SPACE.sub(" ", "".join(element.itertext())).strip() if isinstance(element.tag, str) else ""
@@ -89,20 +89,20 @@ def mallard(path: Path) -> str:
         for child in element:
             tag = child.tag.split("}")[-1] if isinstance(child.tag, str) else "comment"
             if tag == "title":
-                found.append("#" * level + " " + text(child))
+                blocks.append("#" * level + " " + text(child))
             elif tag == "p":
-                found.append(text(child))
+                blocks.append(text(child))
             elif tag == "item":
-                found.append(f"- {text(child)}")
+                blocks.append(f"- {text(child)}")
             elif tag == "tr":
-                found.append("| " + " | ".join(text(cell) for cell in child if isinstance(cell.tag, str)) + " |")
+                blocks.append("| " + " | ".join(text(cell) for cell in child if isinstance(cell.tag, str)) + " |")
             elif tag in ("code", "screen"):
-                found.append("```\n" + "".join(child.itertext()).strip() + "\n```")
+                blocks.append("```\n" + "".join(child.itertext()).strip() + "\n```")
             elif tag not in ("info", "comment", "links", "media"):
                 walk(child, level + (tag == "section"))
 
     walk(root, 1)
-    return "\n\n".join(block for block in found if block.strip("#- |")) + "\n"
+    return "\n\n".join(block for block in blocks if block.strip("#- |")) + "\n"
 
 
 def pages(unpacked: Path) -> Iterator[tuple[str, str]]:
@@ -122,12 +122,12 @@ def pages(unpacked: Path) -> Iterator[tuple[str, str]]:
 
 def passages_of(unpacked: Path) -> dict[str, str]:
     """The passages of the packages by id: the page's name and the number of the passage in it."""
-    found: dict[str, str] = {}
+    by_id: dict[str, str] = {}
     for name, text in pages(unpacked):
         for number, passage in enumerate(cut_passages(name, text)):
             if len(passage.text) >= 150 and len(passage.chunk) <= 1600:
-                found.setdefault(f"{name}#{number}", passage.chunk)
-    return found
+                by_id.setdefault(f"{name}#{number}", passage.chunk)
+    return by_id
 
 
 def written(passages: dict[str, str]) -> Iterator[PassageSource]:
@@ -163,13 +163,15 @@ def placed(rng: random.Random, title: str, text: str, questions: Sequence[Asked]
     """A document in chunks, each question with the one chunk that contains its key; other questions are dropped."""
     chunks = cut(rng, title, text)
     answered: list[list[Asked]] = [[] for _ in chunks]
-    for one in questions:
-        holding = [number for number, chunk in enumerate(chunks) if one.key and one.key.lower() in chunk.lower()]
+    for question in questions:
+        holding = [
+            number for number, chunk in enumerate(chunks) if question.key and question.key.lower() in chunk.lower()
+        ]
         if len(holding) == 1:
-            answered[holding[0]].append(one)
+            answered[holding[0]].append(question)
     return PassageSource(
         tuple((chunk, tuple(some)) for chunk, some in zip(chunks, answered, strict=True)),
-        tuple(one for one in questions if not one.key),
+        tuple(question for question in questions if not question.key),
     )
 
 
@@ -198,10 +200,10 @@ def rows(rng: random.Random, sources: Sequence[PassageSource], others: Sequence[
         held = held[: rng.choice((1, 2, 2, 3, 4))]
         lost = held.pop()[1] if len(held) > 1 and rng.random() < 0.3 else ()
         texts = [text for text, _ in held]
-        asked = [one for _, some in held for one in some]
+        asked = [question for _, some in held for question in some]
         asked = rng.sample(asked, min(len(asked), rng.randint(6, 9)))
         open_ = [*rng.sample(lost, min(len(lost), 3)), *rng.sample(source.unanswered, min(len(source.unanswered), 1))]
-        keys = [one.key.lower() for one in (*asked, *open_) if one.key]
+        keys = [question.key.lower() for question in (*asked, *open_) if question.key]
         # passages of the same document are the hardest distractors
         near = [text for text, _ in source.passages if text not in texts]
         near = rng.sample(near, min(len(near), rng.choice((0, 1, 3))))
@@ -213,8 +215,8 @@ def rows(rng: random.Random, sources: Sequence[PassageSource], others: Sequence[
         if not asked:
             continue
         rng.shuffle(texts)
-        questions = [{"prompt": one.question, "response": one.answer} for one in asked]
-        questions += [{"prompt": one.question, "response": UNKNOWN} for one in open_]
+        questions = [{"prompt": question.question, "response": question.answer} for question in asked]
+        questions += [{"prompt": question.question, "response": UNKNOWN} for question in open_]
         rng.shuffle(questions)
         yield {"questions": questions, "blocks": texts}
 
@@ -235,7 +237,7 @@ def make_data(unpacked: Path, output: Path, rounds: int) -> None:
     """Write both files. Each round asks about all passages again, beside others, and about new generated documents."""
     rng = random.Random(0)
     passages = passages_of(unpacked)
-    real, own, made = list(written(passages)), list(documents(rng)), list(worlds(rng, 300 * rounds))
+    real, own, invented = list(written(passages)), list(documents(rng)), list(worlds(rng, 300 * rounds))
     kinds = sorted({name.partition("/")[0] for name in passages})
     # held-out passages are never seen in training, not even as distractors
     unseen = {text for source in real[::HELDOUT] for text, _ in source.passages}
@@ -243,7 +245,7 @@ def make_data(unpacked: Path, output: Path, rounds: int) -> None:
     prose = [rng.choice(texts) for texts in by_kind * 150 * rounds]
     train: list[dict[str, Any]] = []
     heldout: list[dict[str, Any]] = []
-    for sources, times in ((real, 3 * rounds), (own, 5 * rounds), (made, 1)):
+    for sources, times in ((real, 3 * rounds), (own, 5 * rounds), (invented, 1)):
         for _ in range(times):
             cut_anew = list(documents(rng)) if sources is own else sources
             learned = [source for number, source in enumerate(cut_anew) if number % HELDOUT]
@@ -271,11 +273,11 @@ def bundle(tuned: Path) -> None:
     weights = load_file(tuned / "adapter" / ADAPTER)
     save_file({name: weight.to(torch.bfloat16) for name, weight in weights.items()}, target / ADAPTER, {"format": "pt"})
     found = json.loads((tuned / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
-    kept = {name: found[name] for name in _ADAPTER_SETTINGS} | {
+    settings = {name: found[name] for name in _ADAPTER_SETTINGS} | {
         "base_model_name_or_path": "HuggingFaceTB/SmolLM2-135M-Instruct"
     }
-    kept["target_modules"] = sorted(kept["target_modules"])
-    (target / "adapter_config.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    settings["target_modules"] = sorted(settings["target_modules"])
+    (target / "adapter_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     made = json.loads((tuned / "ragkv.json").read_text(encoding="utf-8"))
     recipe = {name: value for name, value in made["recipe"].items() if name not in ("data", "output", "eval_data")}
     declared = {**made, "top_k": CHUNKS, "recipe": recipe}

@@ -380,13 +380,13 @@ def fitting(answers: list[str], question: str) -> list[str]:
     """The answers that fit the form of a question: "yes" and "no" only where it can be answered so."""
     lead = re.sub(r"^(Quick question: |Hello! |One thing I need to know: |Please tell me: )", "", question).lower()
     polar = re.match(r"(is|are|can|could|does|do|did|may|will|has|have|was|am)\b", lead)
-    yes_or_no = [each for each in answers if re.match(r"(Yes|No), ", each)]
+    yes_or_no = [answer for answer in answers if re.match(r"(Yes|No), ", answer)]
     if polar:
         return yes_or_no or answers
     if not re.match(r"(what|which|who|how|where|when|why|until|by|in|on|at|from|to|for|up|within)", lead):
         return answers
-    rest = [each for each in answers if each not in yes_or_no]
-    return rest or [re.sub(r"^(Yes|No), ", "", each) for each in yes_or_no]
+    rest = [answer for answer in answers if answer not in yes_or_no]
+    return rest or [re.sub(r"^(Yes|No), ", "", answer) for answer in yes_or_no]
 
 
 HEADINGS = ["At a glance", "Key facts", "Details", "Overview", "In brief", "The essentials", "Facts and figures"]
@@ -445,10 +445,10 @@ def document(domain: Domain, r: random.Random) -> GeneratedDocument:
             cells = []
             for name in listed:
                 pair = []
-                for each in (main, sibling):
-                    fact, value, second = each.drawn[name]
-                    pair.append(articles(fill(fact.cell or "{v}", r, dict(each.slots, v=value, w=second))))
-                    if each is sibling:
+                for subject in (main, sibling):
+                    fact, value, second = subject.drawn[name]
+                    pair.append(articles(fill(fact.cell or "{v}", r, dict(subject.slots, v=value, w=second))))
+                    if subject is sibling:
                         written.append((sibling, name))
                 cells.append([main.drawn[name][0].label, *pair])
             table = rows(cells, r, (sentence(main.slots["s"]), sentence(sibling.slots["s"])))
@@ -478,8 +478,8 @@ def document(domain: Domain, r: random.Random) -> GeneratedDocument:
     others = [pair for pair in written if pair[0] is not main][:2]
     asked = others + mine
     goal, questions = r.randint(5, 8), list[tuple[str, str, str]]()
-    for each, name in asked + asked * 4:  # again from the start where there are few facts
-        question = answerable(each, name, text, r)
+    for subject, name in asked + asked * 4:  # again from the start where there are few facts
+        question = answerable(subject, name, text, r)
         if question[2] in text and question[0] not in [known for known, _, _ in questions]:
             questions.append(question)
         if len(questions) == goal:
@@ -505,27 +505,27 @@ def documents(seed: int, count: int) -> list[GeneratedDocument]:
     """The first `count` documents of a seed."""
     domains = parse(DOMAINS)
     order = random.Random(f"worlds {seed}")
-    made: list[GeneratedDocument] = []
-    while len(made) < count:
+    produced: list[GeneratedDocument] = []
+    while len(produced) < count:
         order.shuffle(domains)
         for domain in domains:
-            made.append(document(domain, random.Random(f"worlds {seed} {len(made)}")))
-    check(made)
-    return made[:count]
+            produced.append(document(domain, random.Random(f"worlds {seed} {len(produced)}")))
+    check(produced)
+    return produced[:count]
 
 
 def check(made: list[GeneratedDocument]) -> None:
     """Raise if a key is missing from its answer or text, or if a document has another size than promised."""
-    for each in made:
-        for question, answer, key in each.questions:
-            if key not in answer or key not in each.text or (not key) != (answer == UNKNOWN):
-                raise AssertionError(f"{question!r} {answer!r} {key!r} in {each.text!r}")
-            if "{" in question + answer + each.text or "a(n)" in question + answer + each.text:
-                raise AssertionError(f"an unfilled slot: {question!r} {answer!r} in {each.text!r}")
-        if not 60 <= len(each.text.split()) <= 250:
-            raise AssertionError(f"{len(each.text.split())} words: {each.text!r}")
-        if sum(not key for _, _, key in each.questions) != 2 or len(each.questions) < 7:
-            raise AssertionError(f"too few questions: {each.questions!r}")
+    for written_document in made:
+        for question, answer, key in written_document.questions:
+            if key not in answer or key not in written_document.text or (not key) != (answer == UNKNOWN):
+                raise AssertionError(f"{question!r} {answer!r} {key!r} in {written_document.text!r}")
+            if "{" in question + answer + written_document.text or "a(n)" in question + answer + written_document.text:
+                raise AssertionError(f"an unfilled slot: {question!r} {answer!r} in {written_document.text!r}")
+        if not 60 <= len(written_document.text.split()) <= 250:
+            raise AssertionError(f"{len(written_document.text.split())} words: {written_document.text!r}")
+        if sum(not key for _, _, key in written_document.questions) != 2 or len(written_document.questions) < 7:
+            raise AssertionError(f"too few questions: {written_document.questions!r}")
 
 
 DOMAINS = (HERE / "worlds.txt").read_text(encoding="utf-8")

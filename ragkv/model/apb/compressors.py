@@ -14,6 +14,7 @@ odd number. A file without `model` is checked by its shapes alone; one without `
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from ragkv.errors import ModelLoadError
-from ragkv.model.packet import pack_tensors
 from ragkv.util.files import replace_plain, require_plain
 
 if TYPE_CHECKING:
@@ -174,6 +175,18 @@ class RetainingHeads(nn.Module):
         tensors = {name.removesuffix(".weight"): weight.contiguous() for name, weight in self.state_dict().items()}
         facts = {"format": FORMAT, "pool": str(pool)} | ({} if model is None else {"model": model})
         replace_plain(path, pack_tensors(tensors, facts))
+
+
+def pack_tensors(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> bytes:
+    """A safetensors file with its header in a fixed order; safetensors writes metadata in a different order each time.
+
+    Stored KV refers to trained heads by their file's digest.
+    """
+    file = save(dict(tensors), dict(facts))
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.dumps(json.loads(file[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)  # tensors are aligned
+    return len(header).to_bytes(8, "little") + header + file[end:]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,12 +37,12 @@ class Answers:
     def __call__(self, tasks: Sequence[Task], lines: Sequence[TableRow]) -> list[list[ExampleResult]]:
         self.tasks = [task.name for task in tasks]
         self.lines += lines
-        found = []
+        results = []
         for line in lines:
             given = line.candidate("mini", None).options
             self.asked.append(tuple(given[name] for name in self.options))
-            found.append([answered(line, self.score(*self.asked[-1])) for task in tasks for _ in task.examples])
-        return found
+            results.append([answered(line, self.score(*self.asked[-1])) for task in tasks for _ in task.examples])
+        return results
 
 
 def test_the_best_t_then_the_best_s_at_it():
@@ -58,13 +58,13 @@ def test_the_best_t_then_the_best_s_at_it():
 def test_the_table_is_filled_with_what_was_found():
     table = TABLES["ape-5"]
     assert table.prepare is not None
-    found = table.prepare(table, Answers(lambda t, s: 1 - abs(t - 0.6) - abs(s - 0.5)))
-    assert {line.label: line.engine for line in found.lines} == {
+    prepared = table.prepare(table, Answers(lambda t, s: 1 - abs(t - 0.6) - abs(s - 0.5)))
+    assert {line.label: line.engine for line in prepared.lines} == {
         **{line.label: line.engine for line in table.lines},
         "prefix, T": "ape(temperature=0.6, scale=1)",
         "prefix, T and S": "ape(temperature=0.6, scale=0.5)",
     }
-    assert "T = 0.6 and S = 0.5" in found.remarks[-1]
+    assert "T = 0.6 and S = 0.5" in prepared.remarks[-1]
 
 
 def test_gamma_is_the_best_of_the_papers_sweep_and_the_nearest_to_its_own_among_equals():

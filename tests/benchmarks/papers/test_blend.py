@@ -38,12 +38,12 @@ def test_lines_that_are_led_together_are_those_that_are_led_alone(model_folder, 
     alone = run_candidates([task], candidates, source=TaskSource(), compare_logits=True, max_new_tokens=blend.FORCED)
     kl = {}
     for line, candidate in zip(table.lines[1:], candidates[1:], strict=True):
-        own = [each for each in alone if each.candidate is candidate]
-        kl[line.label] = fmean(fmean(each.comparison.kl) for each in own)
-        agreed = fmean(fmean(each.comparison.agreed) for each in own)
+        own = [answer for answer in alone if answer.candidate is candidate]
+        kl[line.label] = fmean(fmean(answer.comparison.kl) for answer in own)
+        agreed = fmean(fmean(answer.comparison.agreed) for answer in own)
         assert result.figure(line.label, "same choice").value == pytest.approx(agreed)
         if own[0].charge is not None:
-            assert result.figure(line.label, "charge").value == pytest.approx(fmean(each.charge for each in own))
+            assert result.figure(line.label, "charge").value == pytest.approx(fmean(answer.charge for answer in own))
     for label, value in kl.items():
         assert result.figure(label, "gap recovered").value == pytest.approx(1 - value / kl["block"], abs=1e-3)
     assert result.figure("full", "gap recovered").value == pytest.approx(1.0)
@@ -60,11 +60,18 @@ def test_chunks_of_the_documentation_come_from_an_index(tmp_path, monkeypatch):
     folder = tmp_path / "documentation"
     (folder / "documents").mkdir(parents=True)
     for name in ("pumps", "valves"):
-        text = " ".join(f"Sentence {at} of {name} says that part {at} is made of brass." for at in range(40))
+        text = " ".join(
+            f"Sentence {number} of {name} says that part {number} is made of brass." for number in range(40)
+        )
         (folder / "documents" / f"{name}.md").write_text(f"# {name}\n\n{text}\n", encoding="utf-8")
     rows = [
-        {"question": f"What is part {at} of the {name} made of?", "answers": ["brass"], "chunks": ["-"], "kind": kind}
-        for at, name, kind in ((3, "pumps", "written"), (30, "valves", "written"), (99, "pumps", "unanswerable"))
+        {
+            "question": f"What is part {number} of the {name} made of?",
+            "answers": ["brass"],
+            "chunks": ["-"],
+            "kind": kind,
+        }
+        for number, name, kind in ((3, "pumps", "written"), (30, "valves", "written"), (99, "pumps", "unanswerable"))
     ]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     monkeypatch.setattr(blend, "DOCUMENTATION", folder)

@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[3] / "examples" / "block_steps.py"
 
 
 def point(variant: str, step: int, engine: str, *scores: float) -> dict[str, Any]:
-    found = {f"0-{at}": score for at, score in enumerate(scores)}
+    by_question = {f"0-{at}": score for at, score in enumerate(scores)}
     return {
         "variant": variant,
         "step": step,
@@ -25,7 +25,7 @@ def point(variant: str, step: int, engine: str, *scores: float) -> dict[str, Any
         "kind": "one hop",
         "accuracy": sum(scores) / len(scores),
         "n": len(scores),
-        "scores": found,
+        "scores": by_question,
     }
 
 

@@ -38,12 +38,12 @@ def fill(papers, tmp_path, monkeypatch):
 
 
 def test_a_table_is_printed_and_written(fill, model_folder, tmp_path):
-    found = fill("small", "--model", model_folder, "--limit", 1, "--seed", 4)
-    assert found.code == 0, found.err
-    assert found.out.startswith("A small table\n")
-    assert "0 of 1 statements of order hold here, 1 is not shown (the interval leaves it open)." in found.out
-    assert "not shown: All (shots) > All (shots), +0.0 points (-97.5 to +97.5)" in found.out
-    assert "small.json and small.md written" in found.err
+    done = fill("small", "--model", model_folder, "--limit", 1, "--seed", 4)
+    assert done.code == 0, done.err
+    assert done.out.startswith("A small table\n")
+    assert "0 of 1 statements of order hold here, 1 is not shown (the interval leaves it open)." in done.out
+    assert "not shown: All (shots) > All (shots), +0.0 points (-97.5 to +97.5)" in done.out
+    assert "small.json and small.md written" in done.err
     report = json.loads((tmp_path / "out" / "small.json").read_text())
     command = f"python -m ragkv.benchmarks.papers small --model {model_folder} --limit 1 --seed 4"
     assert report["origin"]["command"] == command

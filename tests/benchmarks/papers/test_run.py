@@ -109,12 +109,12 @@ def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
     asked = 0
     answer = answers._CandidateRun._answer
 
-    def counted(*given, **options):
+    def counted(*arguments, **options):
         nonlocal asked
         asked += 1
         if asked == 5:
             raise KeyboardInterrupt
-        return answer(*given, **options)
+        return answer(*arguments, **options)
 
     monkeypatch.setattr(answers._CandidateRun, "_answer", counted)
     with pytest.raises(KeyboardInterrupt):
@@ -157,11 +157,11 @@ def test_files_and_what_was_written_by_hand(fill, tmp_path):
     assert "Because of the weather." in (folder / "small.md").read_text()
     assert (folder / "small.notes.md").read_text() == "Because of the weather."
     assert sorted(path.name for path in folder.iterdir()) == ["small.json", "small.md", "small.notes.md"]
-    found = json.loads((folder / "small.json").read_text())
-    assert found == json.loads(json.dumps(to_json(result)))
-    assert {"task", "engine", "metric", "value", "n", "ci95", "seed"} <= found["rows"][0].keys()
-    assert found["origin"]["seed"] == 2
-    assert len(found["origin"]["models"][""]["fingerprint"]) == 12
+    payload = json.loads((folder / "small.json").read_text())
+    assert payload == json.loads(json.dumps(to_json(result)))
+    assert {"task", "engine", "metric", "value", "n", "ci95", "seed"} <= payload["rows"][0].keys()
+    assert payload["origin"]["seed"] == 2
+    assert len(payload["origin"]["models"][""]["fingerprint"]) == 12
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_table(result, tmp_path / "file")

@@ -21,22 +21,28 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_can_be_asked(name):
-    one = find_table(name)
-    assert one.name == name
-    for line in one.lines:
+    table = find_table(name)
+    assert table.name == name
+    for line in table.lines:
         candidate = line.candidate("mini", None)  # raises for an unknown engine, option or codec
         assert engine_class(candidate.engine).name == candidate.engine
         assert (candidate.codec, candidate.retrieval, candidate.rerank) == (line.codec, line.retrieval, line.rerank)
-    for column in one.columns:
+    for column in table.columns:
         if column.task.endswith(".jsonl"):
             assert (ROOT / column.task).exists()
         elif not column.mean_of:
             task = column.make(seed=1, limit=1)
             assert len(task.examples) == 1
             assert len(task.examples[0].chunks) == column.chunks
-    assert one.orders or name == "pced-2"  # pced-2 shows one answer
-    assert all(order.source for order in one.orders)
-    assert len(set(map(str, one.orders))) == len(one.orders)
+    lines, columns = [line.label for line in table.lines], [column.label for column in table.columns]
+    assert (len(set(lines)), len(set(columns))) == (len(lines), len(columns))
+    assert {line.same_as for line in table.lines} <= {"", *lines}
+    assert all(not table.column(label).mean_of for column in table.columns for label in column.mean_of)
+    assert {cell.line for order in table.orders for cell in (order.left, order.right)} <= set(lines)
+    assert {cell.column for order in table.orders for cell in (order.left, order.right)} <= set(columns)
+    assert table.orders or name == "pced-2"  # pced-2 shows one answer
+    assert all(order.source for order in table.orders)
+    assert len(set(map(str, table.orders))) == len(table.orders)
 
 
 PAPER = Paper(caption="P", model="M", columns=("X", "Y"), values={"a": (3, 5), "b": (1, None), "c": (3.5, 5)})

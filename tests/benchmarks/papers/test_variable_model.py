@@ -59,11 +59,11 @@ def test_the_table_has_blocks_of_the_papers_proportions():
         )
         assert sizes == {8: 20}
     for label in paper.values:
-        one = options[label]
-        assert one["question"] == (label in ("APB", "random", "no passing"))
-        assert one["compressor"] == ("random" if "random" in label else "heads")
-        assert (one["anchor"] == 0) == ("no anchor" in label)
-        assert (one["passing"] == 0) == ("no passing" in label)
+        option = options[label]
+        assert option["question"] == (label in ("APB", "random", "no passing"))
+        assert option["compressor"] == ("random" if "random" in label else "heads")
+        assert (option["anchor"] == 0) == ("no anchor" in label)
+        assert (option["passing"] == 0) == ("no passing" in label)
 
 
 @pytest.mark.nightly

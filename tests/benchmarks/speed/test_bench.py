@@ -42,11 +42,14 @@ def tiny(monkeypatch):
 def test_every_figure_stands_beside_its_baseline(command, names):
     result = CliRunner().invoke(app, ["bench", *command.split(), "--device", "cpu", "--json"])
     assert result.exit_code == 0, (result.output, result.exception)
-    found = json.loads(result.stdout)
-    assert found.keys() == {"bench", "machine", "versions", "rows"}
-    assert (found["bench"], set(found["versions"]) >= {"ragkv", "torch", "transformers"}) == (command.split()[0], True)
-    assert [row["name"] for row in found["rows"]] == names
-    for row in found["rows"]:
+    payload = json.loads(result.stdout)
+    assert payload.keys() == {"bench", "machine", "versions", "rows"}
+    assert (payload["bench"], set(payload["versions"]) >= {"ragkv", "torch", "transformers"}) == (
+        command.split()[0],
+        True,
+    )
+    assert [row["name"] for row in payload["rows"]] == names
+    for row in payload["rows"]:
         assert row.keys() == {"name", "value", "unit", "baseline", "baseline_value", "ratio"}
         more_is_better = row["unit"].endswith("/s")
         assert more_is_better or fits(row, digits=2), row

@@ -19,15 +19,15 @@ from ragkv.benchmarks.training.mini.data import (
 
 def spoken(tokenizer, sample):
     """For each question: itself, its answer, the answer's parts without weight, and those weighted as gold."""
-    found = []
+    answers = []
     for segment in sorted({s for s, asks in zip(sample.segments, sample.asks, strict=True) if asks}):
         row = [i for i, s in enumerate(sample.segments) if s == segment]
         question, answer = tokenizer.decode([sample.tokens[i] for i in row]).split("<|end|>\n<|assistant|>\n")
         message = row[-len(tokenizer(answer, add_special_tokens=False)["input_ids"]) :]
         unlearned = tokenizer.decode([sample.tokens[i] for i in message if sample.weights[i] == 0])
         gold = tokenizer.decode([sample.tokens[i] for i in message if sample.weights[i] == GOLD_WEIGHT])
-        found.append((question.removeprefix("Question: "), answer.removesuffix("<|end|>"), unlearned, gold))
-    return found
+        answers.append((question.removeprefix("Question: "), answer.removesuffix("<|end|>"), unlearned, gold))
+    return answers
 
 
 @pytest.mark.parametrize("block", [False, True])

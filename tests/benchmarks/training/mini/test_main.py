@@ -65,13 +65,13 @@ def test_batched_greedy_answers_equal_generate(tokenizer, tiny):
     for question in questions:
         parts = [prefix_text(), *map(chunk_text, texts), suffix_text(question)]
         ids = [token for part in parts for token in tokenizer(part, add_special_tokens=False)["input_ids"]]
-        found = model.generate(
+        generated = model.generate(
             torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids), dtype=torch.long),
             max_new_tokens=12,
             do_sample=False,
         )
-        expected.append(tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True))
+        expected.append(tokenizer.decode(generated[0, len(ids) :], skip_special_tokens=True))
     assert greedy_answers(model, tokenizer, texts, questions, max_new_tokens=12) == expected
 
 
