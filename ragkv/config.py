@@ -10,8 +10,11 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
 
 from ragkv.decoding import Decoding
 from ragkv.errors import ConfigError, StoreError
@@ -44,6 +47,7 @@ HISTORY: tuple[History, ...] = typing.get_args(History)
 """How a conversation's earlier turns are used (docs/settings.md)."""
 MOST_STEPS = 8
 """The most searches for one question."""
+Count = Annotated[int, Meta(ge=1)]
 VECTORS = ("dense", "sparse", "colbert")
 ModelDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 DTYPES: tuple[ModelDType, ...] = typing.get_args(ModelDType)
@@ -70,15 +74,13 @@ class PromptConfig:
     context: str = "Documents:\n\n"
     question: str = "Question: {question}"
     separator: str = "\n\n"
-    prefix_newlines: int = 0
+    prefix_newlines: Annotated[int, Meta(ge=0, le=1000)] = 0
     bos: Literal["auto", "none"] = "auto"
 
     def __post_init__(self) -> None:
         _check_types(self, "prompt.")
         if self.question.count("{question}") != 1:
             raise ConfigError("prompt.question must hold {question} exactly once.")
-        if not 0 <= self.prefix_newlines <= 1000:
-            raise ConfigError("prompt.prefix_newlines must be between 0 and 1000.")
 
     def facts(self) -> dict[str, Any]:
         """All settings, to be hashed. `bos` "auto" is left out, because older versions without that setting hashed the
@@ -94,12 +96,10 @@ class EncodingConfig:
     line with title and headings; 0: it sees the prefix alone. Engines that read `prefixed` KV then read `context` KV.
     """
 
-    context: int = 0
+    context: Annotated[int, Meta(ge=0, le=65536)] = 0
 
     def __post_init__(self) -> None:
         _check_types(self, "encoding.")
-        if not 0 <= self.context <= 1 << 16:
-            raise ConfigError("encoding.context is a number of tokens from 0 to 65536.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,11 +114,11 @@ class StepsConfig:
     `{history}` for the earlier turns.
     """
 
-    count: int = 1
+    count: Annotated[int, Meta(ge=1, le=MOST_STEPS)] = 1
     prompt: str = "{question}"
     query: str = "{question} {written}"
     enough: str = ""
-    max_new_tokens: int = 48
+    max_new_tokens: Annotated[int, Meta(ge=1, le=1024)] = 48
     rewrite: bool = False
     rewrite_prompt: str = (
         "{history}\n\nWrite the last question so that it can be understood alone. Last question: {question}"
@@ -126,10 +126,6 @@ class StepsConfig:
 
     def __post_init__(self) -> None:
         _check_types(self, "steps.")
-        if not 1 <= self.count <= MOST_STEPS:
-            raise ConfigError(f"steps.count must be between 1 and {MOST_STEPS}.")
-        if not 1 <= self.max_new_tokens <= 1024:
-            raise ConfigError("steps.max_new_tokens must be between 1 and 1024.")
         needed = {"prompt": ("question",), "query": ("written",), "rewrite_prompt": ("history", "question")}
         for name, words in needed.items():
             for word in words:
@@ -153,9 +149,9 @@ class IngestConfig:
     """
 
     max_file: int | str = "512MiB"
-    max_characters: int = 16_000_000
+    max_characters: Count = 16_000_000
     max_memory: int | str = "1GiB"
-    max_seconds: int = 60
+    max_seconds: Count = 60
     ocr: str = "auto"
     memory: int | str = "1GiB"
 
@@ -163,15 +159,11 @@ class IngestConfig:
         _check_types(self, "ingest.")
         if byte_count("ingest.max_file", self.max_file) < 1:
             raise ConfigError("ingest.max_file must be at least 1.")
-        if byte_count("ingest.max_memory", self.max_memory) < 64 << 20:
-            raise ConfigError("ingest.max_memory must be at least 64MiB.")
-        if byte_count("ingest.memory", self.memory) < 64 << 20:
-            raise ConfigError("ingest.memory must be at least 64MiB.")
+        for name in ("max_memory", "memory"):
+            if byte_count(f"ingest.{name}", getattr(self, name)) < 64 << 20:
+                raise ConfigError(f"ingest.{name} must be at least 64MiB.")
         if re.fullmatch(r"\w+(\+\w+)*", self.ocr, re.ASCII) is None:
             raise ConfigError('ingest.ocr is "auto", "none", or languages of tesseract, as in "eng+deu".')
-        for name, value in (("max_characters", self.max_characters), ("max_seconds", self.max_seconds)):
-            if value < 1:
-                raise ConfigError(f"ingest.{name} must be at least 1.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,8 +207,8 @@ class TierConfig:
     url: str
     namespace: str = "shared"
     secret: str = ""
-    timeout: float = 0.25
-    ttl: int = 0
+    timeout: Annotated[float, Meta(ge=0.001, le=60)] = 0.25
+    ttl: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
 
     def __post_init__(self) -> None:
         _check_types(self, "tiers.")
@@ -231,8 +223,6 @@ class TierConfig:
             raise ConfigError("tiers.namespace must be 1 to 64 lower-case letters, digits or hyphens.")
         if not re.fullmatch(r"\w{0,64}", self.secret, re.ASCII):
             raise ConfigError("tiers.secret must be the name of an environment variable.")
-        if not 0.001 <= self.timeout <= 60 or not 0 <= self.ttl < 1 << 31:
-            raise ConfigError("tiers.timeout must be between 0.001 and 60 seconds, and tiers.ttl must not be below 0.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +237,7 @@ class QdrantConfig:
     url: str = ""
     collection: str = ""
     api_key: str = ""
-    timeout: int = 10
+    timeout: Annotated[int, Meta(ge=1, le=600)] = 10
 
     def __post_init__(self) -> None:
         _check_types(self, "qdrant.")
@@ -260,8 +250,6 @@ class QdrantConfig:
             raise ConfigError("qdrant.collection must be letters, digits, hyphens and underscores.")
         if not re.fullmatch(r"\w{0,64}", self.api_key, re.ASCII):
             raise ConfigError("qdrant.api_key must be the name of an environment variable.")
-        if not 1 <= self.timeout <= 600:
-            raise ConfigError("qdrant.timeout must be between 1 and 600 seconds.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,18 +273,18 @@ class IndexConfig:
 
     model: str = "mini"
     dtype: ModelDType = "auto"
-    chunk_tokens: int = 256
+    chunk_tokens: Annotated[int, Meta(ge=8, le=65536)] = 256
     codec: str = "half"
     engines: tuple[str, ...] = ("ape", "block", "pced")
     default_engine: str = "full"
-    top_k: int = 8
+    top_k: Count = 8
     embedder: str = "none"
     reranker: str = "none"
     rerank: bool = True
     vectors: tuple[str, ...] = VECTORS
     retrieval: Literal["dense", "sparse", "colbert", "hybrid", "bm25"] = "bm25"
     fusion: Literal["relative", "rrf"] = "relative"
-    candidates: int = 32
+    candidates: Count = 32
     history: Literal["auto", "prompt", "search", "none"] = "auto"
     index_factory: str = "IDMap2,Flat"
     kv: Literal["all", "on-demand"] = "all"
@@ -310,7 +298,7 @@ class IndexConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     tiers: tuple[TierConfig, ...] = ()
     qdrant: QdrantConfig = field(default_factory=QdrantConfig)
-    tuning: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tuning: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("engines", "vectors", "tiers"):
@@ -320,14 +308,8 @@ class IndexConfig:
         _check_types(self)
         object.__setattr__(self, "tuning", plain("tuning", self.tuning))
         plain("decoding", {key: value for key, value in asdict(self.decoding).items() if value is not None})
-        if not 8 <= self.chunk_tokens <= 1 << 16:
-            raise ConfigError("chunk_tokens must be between 8 and 65536.")
-        if self.top_k < 1:
-            raise ConfigError("top_k must be at least 1.")
         for kind in self.vectors:
             one_of("vectors", kind, VECTORS)
-        if self.candidates < 1:
-            raise ConfigError("candidates must be at least 1.")
         if self.retrieval != "bm25" and self.embedder == NONE:
             raise ConfigError(
                 f'retrieval = "{self.retrieval}" needs an embedder; set embedder ("mini", a folder or a hub id), or '
@@ -372,7 +354,7 @@ def _set(settings: Any, **needed: Any) -> dict[str, Any]:
     return {key: value for key, value in asdict(settings).items() if value != usual[key]}
 
 
-_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 """Evaluating a class's annotations takes longer than reading the file."""
 
 
@@ -404,7 +386,7 @@ def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
             value = [build_config(typing.cast("type[Any]", inner), each, where) for each in value]
         built[key] = tuple(value) if isinstance(value, list) else value
         if not _fits(built[key], hints[key]):
-            raise _wrong_type(f"{source}: {key}", value, hints[key], param=key)
+            raise _wrong_value(f"{source}: {key}", value, hints[key], param=key)
     try:
         return cls(**built)
     except TypeError as error:  # a setting without a default is missing
@@ -420,29 +402,31 @@ def _check_types(config: Any, prefix: str = "") -> None:
         elif fits := _fits(value, hint):
             plain(prefix + name, [tier.url for tier in value] if name == "tiers" else value)
         if not fits:
-            raise _wrong_type(prefix + name, value, hint)
-    require_choices(config, prefix)
+            raise _wrong_value(prefix + name, value, hint)
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    if origin is Literal:
-        return isinstance(value, str)  # `require_choices` checks the choices, and names them
-    if origin is Mapping:
-        return isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(v, typing.get_args(hint)[0]) for v in value)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, h) for h in typing.get_args(hint))
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, hint)
+    """Whether a value has a field's type and is within its bounds (`Meta`)."""
+    try:
+        msgspec.convert(value, hint)
+    except UnicodeEncodeError:  # half of a surrogate pair, which `plain` names
+        return True
+    except msgspec.ValidationError:
+        return False
+    return True
 
 
-def _wrong_type(name: str, value: Any, hint: Any, *, param: str | None = None) -> ConfigError:
-    message = f"{name} = {shortened(value)} has the wrong type; it must be {_kind(hint)}."
+def _wrong_value(name: str, value: Any, hint: Any, *, param: str | None = None) -> ConfigError:
+    kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+    bounds = next((note for note in notes if isinstance(note, Meta)), None)
+    if typing.get_origin(kind) is Literal and isinstance(value, str):
+        message = f"{name} must be one of {_kind(kind).removeprefix('one of ')}, not {shortened(value)}."
+    elif bounds is None or not _fits(value, kind):
+        message = f"{name} = {shortened(value)} has the wrong type; it must be {_kind(kind)}."
+    elif bounds.le is None:
+        message = f"{name} must be at least {bounds.ge}."
+    else:
+        message = f"{name} must be between {bounds.ge} and {bounds.le}."
     return ConfigError(message, param=param)
 
 
@@ -479,8 +463,9 @@ def byte_count(name: str, value: int | str) -> int:
 def require_choices(config: Any, prefix: str = "") -> None:
     """ConfigError for a value that is not among the choices of its field's `Literal`."""
     for name, hint in _hints(type(config)).items():
-        if typing.get_origin(hint) is Literal:
-            one_of(prefix + name, getattr(config, name), typing.get_args(hint))
+        bare = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+        if typing.get_origin(bare) is Literal:
+            one_of(prefix + name, getattr(config, name), typing.get_args(bare))
 
 
 def _require_address(name: str, url: str) -> None:

@@ -161,7 +161,7 @@ TABLE: list[tuple[str, int, str]] = [
     (INTO + " --engines warp", 2, "Unknown engine 'warp'"),
     (INTO + " --codec brotli", 2, "unknown codec 'brotli'"),
     (INTO + " --chunk-tokens 2", 2, "chunk_tokens must be between"),
-    (INTO + " --context-tokens -1", 2, "encoding.context is a number of tokens from 0 to 65536"),
+    (INTO + " --context-tokens -1", 2, "encoding.context must be between 0 and 65536"),
     (INTO + " --dtype float8", 2, "dtype must be one of"),
     (INTO + " --retrieval dense", 2, "needs an embedder"),
     # no text is piped

@@ -194,11 +194,11 @@ def test_what_cannot_be_is_one_sentence_and_the_file_keeps_the_rest(rag):
         with pytest.raises(UsageError, match=f"--steps must be from 1 to 8, not {steps}"):
             rag.query(QUESTION, steps=steps)
     wrong = {
-        "count = 9": "steps.count must be between 1 and 8",
+        "count = 9": "[steps]: count must be between 1 and 8",
         'prompt = "x"': "steps.prompt must hold {question}",
         'query = "{question}"': "steps.query must hold {written}",
         'rewrite_prompt = "{question}"': "steps.rewrite_prompt must hold {history}",
-        "max_new_tokens = 0": "steps.max_new_tokens must be between",
+        "max_new_tokens = 0": "[steps]: max_new_tokens must be between 1 and 1024",
         'rewrite = "yes"': "rewrite = 'yes' has the wrong type",
         "more = 1": "unknown key 'more'",
     }
