@@ -36,7 +36,7 @@ from ragkv.ingest.watch import MOST_TOGETHER, FolderChanges
 from ragkv.pipeline import RagKV
 from ragkv.retrievers.bm25 import tokenise
 from ragkv.server.errors import ApiError, Json, event
-from ragkv.server.jobs import MOST_FILES, IngestJob, JobManager, JobStatus, refused, watch
+from ragkv.server.jobs import MAX_UPLOAD_FILES, IngestJob, JobManager, JobStatus, refused, watch
 from ragkv.server.local import question_warnings
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.middleware import LocalRequest, error_body
@@ -145,8 +145,8 @@ class QueryFormatter:
         return [{**source.to_json(), "url": self._url(source)} for source in sources]
 
 
-MOST_LISTED = 1000
-Limit = Annotated[int, Query(ge=1, le=MOST_LISTED)]
+MAX_LISTED_ROWS = 1000
+Limit = Annotated[int, Query(ge=1, le=MAX_LISTED_ROWS)]
 
 
 class TurnRequest(BaseModel):
@@ -308,7 +308,7 @@ def _no_document() -> ApiError:
     return ApiError(404, "There is no such document.", code="not_found")
 
 
-_LONGEST_NAME = 255
+_MAX_NAME_CHARS = 255
 _DRIVE = re.compile(r"[A-Za-z]:")
 _CUT_BY_PARSER = re.compile(rb'filename="?((?:.:|\\)\\[^"]*)', re.DOTALL)
 """A file name of which python-multipart would keep only the last part, because old browsers sent whole paths."""
@@ -318,8 +318,8 @@ async def receive_files(request: Request, folder: Path, *, most_bytes: int) -> d
     """Write the form's parts called `files` into `folder`, named by numbers and never by the client's file names, which
     are the keys of the result.
 
-    ApiError for a form that is damaged, for more than `MOST_FILES` files, for one of more than `most_bytes`, and for
-    names that are paths.
+    ApiError for a form that is damaged, for more than `MAX_UPLOAD_FILES` files, for one of more than `most_bytes`, and
+    for names that are paths.
     """
     kind, options = parse_options_header(request.headers.get("content-type"))
     boundary = options.get(b"boundary", b"")
@@ -353,9 +353,9 @@ def plain_name(raw: bytes) -> str:
     except UnicodeDecodeError as error:
         raise ApiError(400, "A file's name is not UTF-8.", param="files") from error
     strange = one_line(name) != name or "\\" in name or _DRIVE.match(name)
-    if strange or len(name) > _LONGEST_NAME or any(part.strip() in ("", ".", "..") for part in name.split("/")):
+    if strange or len(name) > _MAX_NAME_CHARS or any(part.strip() in ("", ".", "..") for part in name.split("/")):
         message = (
-            f"A file may be called `report.pdf` or `notes/report.pdf`, in at most {_LONGEST_NAME} printable "
+            f"A file may be called `report.pdf` or `notes/report.pdf`, in at most {_MAX_NAME_CHARS} printable "
             f"characters, not {name[:80]!r}."
         )
         raise ApiError(400, message, param="files")
@@ -410,8 +410,8 @@ class _Form:
         _, options = parse_options_header(disposition)
         if options.get(b"name") != b"files" or b"filename" not in options:
             raise ApiError(400, "Send each file as a part called `files`, with its name.", param="files")
-        if len(self.files) == MOST_FILES:
-            raise ApiError(413, f"Send at most {MOST_FILES} files at a time.", param="files", code="too_large")
+        if len(self.files) == MAX_UPLOAD_FILES:
+            raise ApiError(413, f"Send at most {MAX_UPLOAD_FILES} files at a time.", param="files", code="too_large")
         cut = _CUT_BY_PARSER.search(disposition)
         name = plain_name(options[b"filename"] if cut is None else cut[1])
         if name in self.files:
@@ -575,16 +575,16 @@ async def _events(job: IngestJob) -> AsyncGenerator[bytes]:
         yield event({"job": state}, "progress" if running else state["state"])
 
 
-_MOST_SOURCES = 3
+_MAX_CITED_SOURCES = 3
 _SUPPORTED = 0.5
 """A sentence is cited if its sources contain this share of its words' weight."""
 _ADDED = 0.2
 """A source is cited if it contains at least this share that earlier sources do not."""
 _ORDINARY = 0.25
 """The factor for words with at most three letters and for the question's own words."""
-_LONGEST = 20_000  # characters of an answer; a longer one is not cited
-_MOST_SENTENCES = 500
-_MOST_READ = 32, 200_000  # sources, and their characters; later ones are ignored
+_MAX_CITED_CHARS = 20_000  # characters of an answer; a longer one is not cited
+_MAX_SENTENCES = 500
+_MAX_READ = 32, 200_000  # sources, and their characters; later ones are ignored
 
 _FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})")
 _MARKER = re.compile(r"\s*(?:(?:[-*+>]|\d{1,9}[.)]|\|)\s+)*")
@@ -615,10 +615,10 @@ def cited(question: str, answer: Answer) -> list[AnswerCitation]:
     the same sources are one citation.
     """
     citations: list[AnswerCitation] = []
-    if len(answer.text) > _LONGEST or not answer.sources:
+    if len(answer.text) > _MAX_CITED_CHARS or not answer.sources:
         return citations
     weights = _WordWeights(question, [source.text for source in answer.sources])
-    for start, end in islice(_sentences(answer.text), _MOST_SENTENCES):
+    for start, end in islice(_sentences(answer.text), _MAX_SENTENCES):
         if _REFUSAL.search(answer.text, start, end):
             continue
         if not (places := weights.sources(answer.text[start:end])):
@@ -653,7 +653,7 @@ class _WordWeights:
     """The words of the sources, with their weights."""
 
     def __init__(self, question: str, sources: Sequence[str]) -> None:
-        most, characters = _MOST_READ
+        most, characters = _MAX_READ
         sizes = accumulate(map(len, sources[:most]))
         self._sources = [
             frozenset(tokenise(text)) for text, size in zip(sources, sizes, strict=False) if size <= characters
@@ -668,7 +668,7 @@ class _WordWeights:
         total = sum(weights.values())
         chosen: list[int] = []
         left = set(weights)
-        while left and len(chosen) < _MOST_SOURCES:
+        while left and len(chosen) < _MAX_CITED_SOURCES:
             added = [sum(weights[word] for word in left & words) for words in self._sources]
             best = max(range(len(added)), key=lambda at: (added[at], len(self._sources[at] & self._question), -at))
             if added[best] < _ADDED * total:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_FILES = 64
+MAX_UPLOAD_FILES = 64
 """Files in one upload."""
 State = Literal["queued", "running", "done", "failed", "cancelled", "interrupted"]
 ENDED = frozenset({"done", "failed", "cancelled", "interrupted"})
@@ -227,8 +227,8 @@ def refused(folder: Path, error: OSError) -> StoreError:
     return StoreError(f"{folder} cannot be written ({error.strerror}): delete it, and try again.")
 
 
-MOST_WAITING = 16
-MOST_KEPT = 32
+MAX_WAITING_JOBS = 16
+MAX_ENDED_JOBS = 32
 """How many finished jobs are kept."""
 _CUT_SHORT = "The server ended before this job did. What the report lists is in the index; send the rest again."
 
@@ -256,7 +256,7 @@ class JobQueue:
         with self._lock:
             self._require_open()
             waiting = len(self._receiving) + sum(job.facts.state == "queued" for job in self._jobs.values())
-            if waiting >= MOST_WAITING:
+            if waiting >= MAX_WAITING_JOBS:
                 message = f"{waiting} ingest jobs wait already, the most at a time: try again when one has ended."
                 raise too_many(message, seconds=10)
             identifier = secrets.token_hex(8)
@@ -284,7 +284,7 @@ class JobQueue:
         facts = JobStatus(
             id=identifier,
             state="queued",
-            files=[source.name for source in sources][:MOST_FILES],
+            files=[source.name for source in sources][:MAX_UPLOAD_FILES],
             done=0,
             total=sum(source.size for source in sources),
             report=None,
@@ -401,7 +401,7 @@ class JobQueue:
             facts.error = None if error is None else _unicode(error)
             facts.state, facts.ended = state, time.time()
             ended = [job for job in self._jobs.values() if job.over]
-            for old in ended[: max(0, len(ended) - MOST_KEPT)]:
+            for old in ended[: max(0, len(ended) - MAX_ENDED_JOBS)]:
                 del self._jobs[old.facts.id]
         job.notify()
 

@@ -62,7 +62,7 @@ def question_warnings(rag: RagKV | None, stream: AnswerStream) -> list[str]:
 
 FOLDER = "resident"
 _SOCKET, _LOCK = "socket", "lock"
-_LONGEST = 100
+_MAX_PATH_BYTES = 100
 """The longest socket path in bytes that every system accepts; Linux reaches longer ones through /proc."""
 _PEER = struct.Struct("3i")
 _ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -176,7 +176,7 @@ def _address(index: Path, folder: int) -> str:
     if short.is_dir():
         return str(short / _SOCKET)
     path = str(index.absolute() / FOLDER / _SOCKET)
-    if len(os.fsencode(path)) > _LONGEST:
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise OSError(errno.ENAMETOOLONG, "the path is too long for a socket", path)
     return path
 

@@ -25,7 +25,7 @@ from ragkv.server.errors import readable_error
 from ragkv.server.local import LocalClient, UnservedError, query_body
 from ragkv.server.schemas import FailFastList, ShownChunk
 
-MOST_DOCUMENTS = 1000
+MAX_LISTED_DOCUMENTS = 1000
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -146,7 +146,7 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
         pattern: Annotated[str | None, Field(description="Id, source name, or a pattern such as notes/*.")] = None,
         where: Conditions = None,
         after: Annotated[str, Field(description="List those behind this id, as the page before says.")] = "",
-        limit: Annotated[int, Field(ge=1, le=MOST_DOCUMENTS)] = 100,
+        limit: Annotated[int, Field(ge=1, le=MAX_LISTED_DOCUMENTS)] = 100,
     ) -> Documents:
         """List the documents of the index."""
         names = [] if pattern is None else [pattern]

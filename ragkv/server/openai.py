@@ -57,9 +57,9 @@ from ragkv.util import batches
 if TYPE_CHECKING:
     from ragkv.retrievers.base import Embedder, Reranker
 
-MOST_MESSAGES = 512
-MOST_PARTS = 4096
-MOST_TOOLS = 128
+MAX_MESSAGES = 512
+MAX_CONTENT_PARTS = 4096
+MAX_TOOLS = 128
 STRUCTURED_TOKENS = 1024
 """The default token limit for JSON, calls and the like."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -120,8 +120,8 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[FailFastList[ContentPart], Field(max_length=MOST_PARTS)] | None = None
-    tool_calls: Annotated[FailFastList[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    content: str | Annotated[FailFastList[ContentPart], Field(max_length=MAX_CONTENT_PARTS)] | None = None
+    tool_calls: Annotated[FailFastList[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: str | None = None
 
     def text(self, place: int) -> str:
@@ -148,7 +148,7 @@ class ChatRequest(ConversationOptions):
 
     model_config = ConfigDict(extra="allow", strict=False)
     model: str
-    messages: FailFastList[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: FailFastList[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -166,7 +166,7 @@ class ChatRequest(ConversationOptions):
     prompt_cache_retention: str | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    tools: Annotated[FailFastList[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[FailFastList[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -625,7 +625,7 @@ class ChatReply(BaseModel):
     queries: list[str] = Field(description="The search queries that the model has written.")
 
 
-MOST_TEXTS = 2048
+MAX_TEXTS = 2048
 BATCH_TEXTS, BATCH_CHARS = 32, 1 << 13
 """The size of a batch; between batches, cancelled requests end and other requests take their turn."""
 Aside: TypeAlias = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -644,7 +644,7 @@ class EmbeddingRequest(BaseModel):
         str
         | FailFastList[str]
         | FailFastList[int]
-        | Annotated[FailFastList[FailFastList[int]], Field(max_length=MOST_TEXTS)]
+        | Annotated[FailFastList[FailFastList[int]], Field(max_length=MAX_TEXTS)]
     )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -663,7 +663,7 @@ class RerankRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str
     query: str
-    documents: FailFastList[str | RerankDocument] = Field(min_length=1, max_length=MOST_TEXTS)
+    documents: FailFastList[str | RerankDocument] = Field(min_length=1, max_length=MAX_TEXTS)
     top_n: int | None = Field(default=None, ge=1)
     max_tokens_per_doc: int | None = Field(default=None, ge=1)
     """Cohere's parameter: score only this many tokens of each document, counted by the index's language model."""
@@ -709,8 +709,8 @@ class RerankReply(BaseModel):
 async def embedded(asked: EmbeddingRequest, chosen: ModelChoice, aside: Aside) -> bytes:
     """The dense vectors of the texts, unit length, in order: an `EmbeddingReply` as JSON."""
     texts = _texts(asked.input)
-    if not 0 < len(texts) <= MOST_TEXTS:
-        raise ApiError(400, f"`input` holds {len(texts)} texts; send 1 to {MOST_TEXTS}.", param="input")
+    if not 0 < len(texts) <= MAX_TEXTS:
+        raise ApiError(400, f"`input` holds {len(texts)} texts; send 1 to {MAX_TEXTS}.", param="input")
     require_unicode(texts)
     embedder: Embedder = await aside(lambda: _embedder(chosen))
 

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from ragkv import RagKV
 from ragkv.server.api import QueryRequest, SearchRequest
-from ragkv.server.openai import MOST_PARTS, MOST_TEXTS, ChatRequest, EmbeddingRequest, RerankRequest
+from ragkv.server.openai import MAX_CONTENT_PARTS, MAX_TEXTS, ChatRequest, EmbeddingRequest, RerankRequest
 from ragkv.server.settings import Keys, ServerLimits
 
 pytestmark = pytest.mark.slow
@@ -474,8 +474,12 @@ def test_a_list_of_wrong_items_is_refused_at_its_first(kind, body):
 @pytest.mark.parametrize(
     ("kind", "body", "loc"),
     [
-        (ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text"}] * (MOST_PARTS + 1)}]}, "messages"),
-        (EmbeddingRequest, {"input": [[]] * (MOST_TEXTS + 1)}, "input"),
+        (
+            ChatRequest,
+            {"messages": [{"role": "user", "content": [{"type": "text"}] * (MAX_CONTENT_PARTS + 1)}]},
+            "messages",
+        ),
+        (EmbeddingRequest, {"input": [[]] * (MAX_TEXTS + 1)}, "input"),
     ],
 )
 def test_lists_that_cost_more_than_their_bytes_have_a_limit(kind, body, loc):

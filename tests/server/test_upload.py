@@ -16,7 +16,7 @@ from ragkv.errors import StoreBusyError
 from ragkv.index.search import Finder
 from ragkv.ingest import ParseLimits, from_bytes
 from ragkv.ingest.ingester import Ingester
-from ragkv.server.api import MOST_FILES
+from ragkv.server.api import MAX_UPLOAD_FILES
 from ragkv.server.app import make_app
 from ragkv.server.errors import ApiError
 from ragkv.server.schemas import ServedIndexes
@@ -176,7 +176,7 @@ def test_forms_that_are_none_are_refused(own, call):
 
 
 def test_files_have_limits(own, send, ended, call, monkeypatch):
-    assert send(*((f"{n}.txt", b"a") for n in range(MOST_FILES + 1))).status_code == 413
+    assert send(*((f"{n}.txt", b"a") for n in range(MAX_UPLOAD_FILES + 1))).status_code == 413
     small = {"around": lambda app: guarded(app, upload_bytes=1000)}
     assert send(("a.txt", b"a" * 1000), **small).status_code == 413
     pieces = FORM.replace(b"hello", b"a" * 2000)
@@ -250,7 +250,7 @@ def test_jobs_run_one_after_another_and_one_that_waits_is_cancelled_at_once(own,
 
 
 def test_the_queue_is_bounded(send, held, ended, monkeypatch):
-    monkeypatch.setattr("ragkv.server.jobs.MOST_WAITING", 3)
+    monkeypatch.setattr("ragkv.server.jobs.MAX_WAITING_JOBS", 3)
     first = send(("first.txt", TEXT))
     assert held.begun.wait(600)
     waiting = [send((f"{n}.txt", TEXT)) for n in range(3)]
@@ -263,7 +263,7 @@ def test_the_queue_is_bounded(send, held, ended, monkeypatch):
 
 
 def test_files_on_their_way_have_a_place_in_the_queue(desk, own, monkeypatch):
-    monkeypatch.setattr("ragkv.server.jobs.MOST_WAITING", 2)
+    monkeypatch.setattr("ragkv.server.jobs.MAX_WAITING_JOBS", 2)
     queue = desk.queue("own")
     (first, _), _ = queue.reserve(), queue.reserve()
     with pytest.raises(ApiError) as result:
@@ -274,7 +274,7 @@ def test_files_on_their_way_have_a_place_in_the_queue(desk, own, monkeypatch):
 
 
 def test_only_the_last_jobs_are_remembered(own, desk, send, ended, call, monkeypatch):
-    monkeypatch.setattr("ragkv.server.jobs.MOST_KEPT", 3)
+    monkeypatch.setattr("ragkv.server.jobs.MAX_ENDED_JOBS", 3)
     first = send(("a.txt", TEXT))
     ended(first)
     queue = desk.queue("own")

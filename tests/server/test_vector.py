@@ -12,7 +12,7 @@ import pytest
 from guarded import guarded, posted
 
 from ragkv.retrievers import Embedding
-from ragkv.server.openai import BATCH_TEXTS, MOST_TEXTS
+from ragkv.server.openai import BATCH_TEXTS, MAX_TEXTS
 
 WAIT = 600
 
@@ -75,7 +75,7 @@ def test_rerankings_are_of_all_batches(call, free):
     assert lengths == sorted(lengths, reverse=True)
 
 
-@pytest.mark.parametrize(("count", "status"), [(0, 400), (1, 200), (MOST_TEXTS, 200), (MOST_TEXTS + 1, 400)])
+@pytest.mark.parametrize(("count", "status"), [(0, 400), (1, 200), (MAX_TEXTS, 200), (MAX_TEXTS + 1, 400)])
 def test_so_many_texts_are_taken(call, free, count, status):
     assert call("POST", "/v1/embeddings", json={"model": "two", "input": ["a"] * count}).status_code == status
 
