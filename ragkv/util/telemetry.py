@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from importlib.metadata import entry_points
 from typing import IO, Any
 
 from ragkv.errors import install_hint
@@ -27,8 +26,7 @@ from ragkv.errors import install_hint
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the current task or thread serves."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
-_PROPAGATED = ("traceparent", "tracestate", "baggage", "b3", "x-b3-traceid", "x-b3-spanid", "x-b3-sampled")
-_ASKED_FOR = ("OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class Span:
         if headers is not None:
             from opentelemetry.propagate import extract
 
-            context = extract({key: headers[key] for key in _PROPAGATED if key in headers})
+            context = extract(headers)
         kind = api.SpanKind.INTERNAL if headers is None else api.SpanKind.SERVER
         self._offset = time.time_ns() - int(time.perf_counter() * 1e9)
         start = self._epoch(time.perf_counter() if started is None else started)
@@ -129,34 +127,25 @@ def note_span(attributes: Mapping[str, Any]) -> None:
 
 
 def export_spans() -> Callable[[], None]:
-    """Export spans from now on, if the OTEL_… variables ask for it; returns a function that flushes the last ones.
-
-    OTEL_TRACES_EXPORTER names an installed exporter ("otlp" if only an endpoint is given); the SDK itself reads the
-    others: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS, OTEL_PROPAGATORS, … A missing exporter is only a warning,
-    because platforms set these variables for all of their containers.
+    """Export spans by OTLP over HTTP from now on, if the OTEL_… variables name an endpoint; returns a function that
+    flushes the last ones. The SDK itself reads the other variables. A missing package is only a warning, because
+    platforms set these variables for all of their containers.
     """
-    asked = next(filter(None, map(os.environ.get, _ASKED_FOR)), None)
-    name = os.environ.get("OTEL_TRACES_EXPORTER") or "otlp"
-    if asked is None or name == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+    off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if off or os.environ.get("OTEL_TRACES_EXPORTER") == "none" or not any(map(os.environ.get, _ENDPOINTS)):
         return lambda: None
-    if name == "otlp":
-        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
-        name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
     try:
-        [found, *_] = entry_points(group="opentelemetry_traces_exporter", name=name) or [None]
-        if found is None:
-            raise ModuleNotFoundError(f"there is no exporter {name!r}")
-        exporter = found.load()()
         from opentelemetry import trace
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         logger.warning("no spans are exported: %s; %s", error, install_hint("otel"))
         return lambda: None
-    named = {"service.name": os.environ.get("OTEL_SERVICE_NAME") or "ragkv"}
-    provider = TracerProvider(resource=Resource.create(named))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
+    name = {"service.name": os.environ.get("OTEL_SERVICE_NAME") or "ragkv"}
+    provider = TracerProvider(resource=Resource.create(name))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
     return provider.shutdown
 
