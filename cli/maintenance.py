@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +37,6 @@ from ragkv.cli.options import (
     Engine,
     Index,
     Json,
-    NoServer,
     NoWait,
     Quiet,
     Retrieval,
@@ -46,12 +44,10 @@ from ragkv.cli.options import (
     Where,
     given_values,
     wait,
-    without_server,
 )
 from ragkv.cli.question_files import questions_of_log
 from ragkv.doctor.io import kept_quality, outdated, unread_quality
 from ragkv.errors import UsageError
-from ragkv.server.local import LocalClient, UnservedError
 from ragkv.types import Chunk
 
 if TYPE_CHECKING:
@@ -528,7 +524,6 @@ def ls(
         str,
         typer.Option(help="List the documents behind this id, as the page before named it.", show_default=False),
     ] = "",
-    no_server: NoServer = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -542,12 +537,7 @@ def ls(
     brief()
     if limit is None and sys.stdout.isatty() and not as_json:
         limit = TERMINAL_ROWS
-    page: dict[str, Any] | None = None
-    if pattern is None and not without_server(no_server):  # a pattern may be a path, which the server would not know
-        with suppress(UnservedError):
-            page = LocalClient(index).documents(where or [], after=after, limit=limit or None)
-    if page is None:
-        page = _read(index, pattern, where or [], after, limit or None)
+    page = _read(index, pattern, where or [], after, limit or None)
     documents, total, behind = page["documents"], page["total"], page["after"]
     if as_json:
         print_json(page)

@@ -111,7 +111,7 @@ def serve(
     """Answer over HTTP by OpenAI's chat protocol, so that programs which speak it can ask your documents.
 
     The models of `/v1/models` are the indexes: `ragkv/NAME` answers with the index's default engine, `ragkv/NAME:ape`
-    with another. Questions that come at the same time are answered together. `ragkv query`, `chat` and `ls` of these
+    with another. Questions that come at the same time are answered together. `ragkv query` and `chat` of these
     indexes use this server. Ctrl-C stops it; `ragkv stop` stops one in the background.
 
     With --ray, replicas on the nodes of a cluster answer from packs, in files or objects (s3://…) that all nodes reach.

@@ -560,7 +560,7 @@ def _local_sockets(served: ServedIndexes) -> dict[str, LocalSocket]:
         try:
             sockets[name] = LocalSocket.make(rag.folder)
         except BlockingIOError:
-            logger.warning("another server answers ragkv query, chat and ls for %s; this one answers HTTP", rag.folder)
+            logger.warning("another server answers ragkv query and chat for %s; this one answers HTTP", rag.folder)
         except OSError as error:
-            logger.info("%s gets no socket, so ragkv query, chat and ls do their own work: %s", rag.folder, error)
+            logger.info("%s gets no socket, so ragkv query and chat do their own work: %s", rag.folder, error)
     return sockets

@@ -24,7 +24,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import urlencode
 
 import ragkv
 from ragkv import errors
@@ -218,7 +217,6 @@ ANSWER_SECONDS = 15.0
 """A server that has not begun to respond by then is stopped or overloaded, and the command does its own work."""
 SILENT_SECONDS = 120.0
 """The longest pause in a response; a server sends a comment every 5 seconds."""
-_PAGE = 1000
 Events: TypeAlias = Generator[tuple[str, Any]]
 """Server-sent events: names and data."""
 
@@ -265,23 +263,6 @@ class LocalClient:
         """The names of all engines."""
         models = [model["id"] for model in self._json("GET", "/v1/models?engines=true")["data"]]
         return list(dict.fromkeys(model.partition(":")[2] for model in models if ":" in model))
-
-    def documents(self, where: list[str], *, after: str, limit: int | None) -> dict[str, Any]:
-        """What `ragkv ls --json` prints."""
-        documents: list[dict[str, Any]] = []
-        while True:
-            most = _PAGE if limit is None else min(limit - len(documents), _PAGE)
-            try:
-                asked = urlencode({"where": where, "after": after, "limit": most}, doseq=True)
-            except UnicodeEncodeError:  # an argument that is not UTF-8
-                raise UnservedError from None
-            page = self._json("GET", f"/api/indexes/_/documents?{asked}")
-            for one in page["documents"]:
-                del one["name"]
-                documents.append({"document": one.pop("document_id"), **one})
-            after = page["next"]
-            if after is None or len(documents) == limit:
-                return {"documents": documents, "after": after, "total": page["total"]}
 
     def follow(self, changes: FolderChanges) -> IngestReport:
         """Have a job of the server ingest the findings of a `FolderWatcher`; IngestError if it fails."""

@@ -1,4 +1,4 @@
-"""Commands through a running server: `ragkv query`, `chat` and `ls` print exactly what they print without one."""
+"""Commands through a running server: `ragkv query` and `chat` print exactly what they print without one."""
 
 import io
 import json
@@ -144,22 +144,6 @@ def test_a_conversation_goes_as_without_a_server(both, options):
     assert payload == expected
 
 
-@pytest.mark.parametrize(
-    "options",
-    [[], ["--json"], ["--where", "x"], *nightly(["--quiet"], ["--limit", "1"], ["--where", "source=*.md"])],
-    ids=" ".join,
-)
-def test_documents_are_listed_as_without_a_server(both, options):
-    payload, expected = both("ls", *options)
-    assert payload == expected
-
-
-def test_a_long_listing_is_read_page_by_page(both, monkeypatch):
-    monkeypatch.setattr(local, "_PAGE", 1)
-    payload, expected = both("ls", "--json")
-    assert payload == expected
-
-
 def test_the_comments_of_a_slow_answer_are_not_shown(both, monkeypatch):
     monkeypatch.setattr(streaming, "COMMENT_SECONDS", 0.001)
     payload, expected = both("query", QUESTION, *LIMIT, "--stream")
@@ -181,20 +165,19 @@ def test_a_command_that_wants_it_otherwise_works_by_itself(served, folder, ragkv
         ["query", QUESTION, *LIMIT, "--no-server"],
         ["query", QUESTION, *LIMIT, "--batch-tokens", "500"],
         ["query", *many, *LIMIT],
-        ["ls", "*.md"],
-        ["ls", "--debug"],
+        ["query", QUESTION, *LIMIT, "--debug"],
     ]
     for place, command in enumerate(commands, start=1):
         assert ragkv(*command, "--index", folder).code == 0
         assert len(opens) == place
     monkeypatch.setenv("RAGKV_NO_SERVER", "1")
-    assert ragkv("ls", "--index", folder).code == 0
+    assert ragkv("query", QUESTION, *LIMIT, "--index", folder).code == 0
     assert len(opens) == len(commands) + 1
 
 
 def test_a_server_of_another_version_is_not_asked(served, folder, ragkv, opens, monkeypatch):
     monkeypatch.setattr(local, "identity", lambda: "0.0.1 elsewhere")
-    assert ragkv("ls", "--index", folder).code == 0
+    assert ragkv("query", QUESTION, *LIMIT, "--index", folder).code == 0
     assert opens
 
 
@@ -276,9 +259,8 @@ def test_a_moved_index_is_not_answered_from_the_one_in_its_place(index, folder):
         shutil.copytree(folder, index, ignore=shutil.ignore_patterns(FOLDER, "jobs"))
         while b"200 OK" not in server.send(get("/api/indexes/index/documents")):  # until it is open
             continue
-        for asked in (LocalClient.engines, lambda client: client.documents([], after="", limit=1)):
-            with pytest.raises(UnservedError):
-                asked(LocalClient(moved))
+        with pytest.raises(UnservedError):
+            LocalClient(moved).engines()
 
 
 def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
@@ -340,14 +322,14 @@ _AGAIN = "ask again, and the command works by itself"
 @pytest.mark.parametrize("message", [[], [b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n"], [b"nonsense\r\n\r\n"]])
 def test_a_server_that_answers_nothing_is_not_missed(index, other_server, ragkv, message):
     other_server(*message)
-    assert ragkv("ls", "--index", index).code == 0
+    assert ragkv("query", QUESTION, *LIMIT, "--index", index).code == 0
 
 
 def test_a_server_that_hangs_is_not_waited_for(index, other_server, ragkv, monkeypatch):
     monkeypatch.setattr(local, "ANSWER_SECONDS", 0.1)
     done = threading.Event()
     other_server(until=done)
-    assert ragkv("ls", "--index", index).code == 0
+    assert ragkv("query", QUESTION, *LIMIT, "--index", index).code == 0
     done.set()
 
 
