@@ -142,13 +142,13 @@ class BatchPlan:
         )
 
     def _weights(self) -> list[Weight]:
-        found: dict[int, list[tuple[SequenceSlice, tuple[float, float]]]] = {}
+        weighted: dict[int, list[tuple[SequenceSlice, tuple[float, float]]]] = {}
         for span in self.spans:
             for group, each in _numbered(span.sequence):
                 if group:
-                    found.setdefault(group, []).append((span, each.weight))
+                    weighted.setdefault(group, []).append((span, each.weight))
         weights = []
-        for group, uses in found.items():
+        for group, uses in weighted.items():
             both = [weight for span, weight in uses for _ in range(span.n)]
             pairs = torch.tensor(both, dtype=torch.float32).to(self._device, non_blocking=True)
             tokens = tokens_of([span for span, _ in uses], self._device)
@@ -171,7 +171,7 @@ def _seen(
     spans: Sequence[SequenceSlice], in_place: InPlace
 ) -> dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]]:
     """(chunk KV, temperature, group, occurrence) -> its readers. A KV that a sequence reads twice occurs twice."""
-    found: dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]] = {}
+    uses: dict[tuple[int, float, int, int], list[tuple[SequenceSlice, PlacedChunk]]] = {}
     for span in spans:
         times: Counter[tuple[int, float, int]] = Counter()
         for number, group in _numbered(span.sequence):
@@ -179,9 +179,9 @@ def _seen(
                 if not chunk.kv.tokens or in_place.reads(span, chunk.kv):
                     continue
                 key = (id(chunk.kv), group.temperature, number)
-                found.setdefault((*key, times[key]), []).append((span, chunk))
+                uses.setdefault((*key, times[key]), []).append((span, chunk))
                 times[key] += 1
-    return found
+    return uses
 
 
 MOST_TOKENS = 512
@@ -233,16 +233,16 @@ def prefill_batches(
     spans: Iterable[SequenceSlice], window: int | None, device: torch.device
 ) -> tuple[list[PrefillBatch], list[SequenceSlice]]:
     """The slices to read together, longest first, and the remaining ones."""
-    found: list[SequenceSlice] = []
+    apart: list[SequenceSlice] = []
     others: list[SequenceSlice] = []
     for span in spans:
         short = 1 < span.n <= (MOST_TOKENS if window is None else min(window, MOST_TOKENS))
         placed = isinstance(span.sequence, StackedSequence | RecomputedSequence)
         together = short and not span.sequence.cache.length and not placed
-        (found if together else others).append(span)
+        (apart if together else others).append(span)
     batches: list[list[SequenceSlice]] = []
     tokens = 0
-    for span in sorted(found, key=lambda each: (-each.n, each.at)):
+    for span in sorted(apart, key=lambda each: (-each.n, each.at)):
         if batches and batches[-1][0].n * (len(batches[-1]) + 1) <= PADDING * (tokens + span.n):
             batches[-1].append(span)
             tokens += span.n
@@ -250,7 +250,7 @@ def prefill_batches(
             batches.append([span])
             tokens = span.n
     alone = {span.at for batch in batches if len(batch) == 1 for span in batch}
-    others += [span for span in found if span.at in alone]
+    others += [span for span in apart if span.at in alone]
     return [PrefillBatch(batch, device) for batch in batches if len(batch) > 1], others
 
 
@@ -272,12 +272,14 @@ class DecodeBatch:
         self._block, self._fixed = block, fixed
         self.packed = False
         order = sorted(range(len(slots)), key=lambda i: slots[i])
-        at = [spans[i].at for i in order]
-        result = torch.tensor([[slots[i] for i in order], [spans[i].sequence.cache.length for i in order], at])
+        starts = [spans[i].at for i in order]
+        result = torch.tensor([[slots[i] for i in order], [spans[i].sequence.cache.length for i in order], starts])
         self._slots, self._places, tokens = result.to(device, non_blocking=True)
         self._height = max(slots) + 1
         self._whole = len(slots) == self._height
-        self.tokens: Tokens = slice(at[0], at[-1] + 1) if at == list(range(at[0], at[0] + len(at))) else tokens
+        self.tokens: Tokens = (
+            slice(starts[0], starts[-1] + 1) if starts == list(range(starts[0], starts[0] + len(starts))) else tokens
+        )
         """Indices of the tokens in the step, in the order of the slots."""
         lengths = [0] * self._height
         for span, slot in zip(spans, slots, strict=True):
@@ -359,15 +361,15 @@ def decode_batches(
     spans: Sequence[SequenceSlice], device: torch.device, *, fixed: bool = False
 ) -> tuple[list[DecodeBatch], list[SequenceSlice]]:
     """The slices to read together, and the remaining ones; with `fixed`, all of them in `fixed` batches."""
-    found: dict[int, list[tuple[SequenceSlice, ArenaBlock, int]]] = {}
+    by_block: dict[int, list[tuple[SequenceSlice, ArenaBlock, int]]] = {}
     for span in spans:
         cache = span.sequence.cache
         place = cache.lies_in() if fixed or isinstance(cache, ArenaKVCache) else None
         if span.n == 1 and place and cache.length < place[0].capacity:
-            found.setdefault(id(place[0].keys), []).append((span, *place))
+            by_block.setdefault(id(place[0].keys), []).append((span, *place))
     batches = []
     together: set[int] = set()
-    for uses in found.values():
+    for uses in by_block.values():
         slots = [slot for _, _, slot in uses]
         if fixed or (len(uses) > 1 and 2 * len(uses) > max(slots)):  # else most of what is read is unused
             batches.append(DecodeBatch(uses[0][1], [span for span, _, _ in uses], slots, device, fixed=fixed))
@@ -540,14 +542,14 @@ class _DevicePlan:
         if not varlen.takes(call.query, call.key, call.value, softcap=call.softcap):
             return [], self.plan.reads(call.window)
         if call.window not in self._packs:
-            found: dict[tuple[int, float, int], list[ChunkRead]] = {}
+            by_pack: dict[tuple[int, float, int], list[ChunkRead]] = {}
             others: list[ChunkRead] = []
             for read in self.plan.reads(call.window):
                 if read.kv.pages is None or read.first or read.mask is not None:
                     others.append(read)
                 else:
-                    found.setdefault((id(read.kv.pages.block), read.temperature, read.group), []).append(read)
-            self._packs[call.window] = [self._pack(reads) for reads in found.values()], others
+                    by_pack.setdefault((id(read.kv.pages.block), read.temperature, read.group), []).append(read)
+            self._packs[call.window] = [self._pack(reads) for reads in by_pack.values()], others
         return self._packs[call.window]
 
     def _pack(self, reads: Sequence[ChunkRead]) -> PagedReads:
@@ -646,21 +648,23 @@ ROWS = 256
 def _recomputed_partial(sequence: RecomputedSequence, span: SequenceSlice, call: LayerCall) -> PartialAttention:
     """Attention of recomputed tokens over the context, each up to its own position."""
     keys, values = _append(span, call)
-    at, places = sequence.places(span.n), sequence.index(span.n, keys.device)
-    all_keys, found = torch.arange(keys.shape[2], device=keys.device), []
+    token_places, places = sequence.places(span.n), sequence.index(span.n, keys.device)
+    all_keys, partials = torch.arange(keys.shape[2], device=keys.device), []
     for start in range(0, span.n, ROWS):
         some = slice(start, min(start + ROWS, span.n))
         query = call.query[:, :, span.at + some.start : span.at + some.stop]
         # all of them see the keys before `common`, and none those from `end` on
-        common, end = at[start] + 1, at[some.stop - 1] + 1
+        common, end = token_places[start] + 1, token_places[some.stop - 1] + 1
         first = common if call.window is None else max(0, common - call.window)
         behind = places[some, None] - all_keys[first:end]
         seen = behind >= 0 if call.window is None else (behind >= 0) & (behind < call.window)
         partial = call.partial(query, keys[:, :, first:end], values[:, :, first:end], mask=seen)
         if call.window is None:
             partial = merge_partials([call.partial(query, keys[:, :, :first], values[:, :, :first]), partial])
-        found.append(partial)
-    return PartialAttention(torch.cat([each.out for each in found], 2), torch.cat([each.lse for each in found], 2))
+        partials.append(partial)
+    return PartialAttention(
+        torch.cat([each.out for each in partials], 2), torch.cat([each.lse for each in partials], 2)
+    )
 
 
 def _merge_by_token(partials: Sequence[tuple[Tokens, PartialAttention]], query: Tensor) -> PartialAttention:

@@ -150,15 +150,15 @@ class _Located:
 
     @classmethod
     def _found(cls, groups: tuple[ChunkGroup, ...]) -> _Located:
-        each = [(group, [s for s in group.segments if s.kv.tokens]) for group in groups]
-        chunks = [chunk for _, some in each for chunk in some]
+        filled = [(group, [s for s in group.segments if s.kv.tokens]) for group in groups]
+        chunks = [chunk for _, some in filled for chunk in some]
         tokens = {id(chunk.kv): chunk.kv.tokens for chunk in chunks}
         offsets = tuple(sorted({chunk.offset for chunk in chunks} - {0}))
         dtypes = frozenset(t.dtype for s in chunks for held in (s.kv.keys, s.kv.values) for t in stored(held))
         if not all(_readable(chunk.kv) for chunk in chunks):
             return cls(groups, tokens, (), offsets, dtypes)
-        plain = [chunk for group, some in each if group.plain for chunk in some]
-        weighed = [(group.temperature, some) for group, some in each if not group.plain]
+        plain = [chunk for group, some in filled if group.plain for chunk in some]
+        weighed = [(group.temperature, some) for group, some in filled if not group.plain]
         parts = [_Group.of(number, *part, offsets) for number, part in enumerate([(1.0, plain), *weighed])]
         return cls(groups, tokens, tuple(parts), offsets, dtypes)
 
@@ -185,20 +185,20 @@ class InPlace:
         """The spans whose KV the kernels can read in place, for a model that computes in `dtype`: those with a `single`
         token, and those with `many`.
         """
-        found, kinds = list[SequenceSlice](), {dtype, torch.int8}
+        readable, kinds = list[SequenceSlice](), {dtype, torch.int8}
         if dtype == torch.float32:
             kinds.add(torch.float16)
         for span in spans:
             if (single if span.n == 1 else many) and type(span.sequence) is TokenSequence:
                 located = _Located.of(span.sequence)
                 if located.parts and located.dtypes <= kinds:
-                    found.append(span)
-        decoding, others = [span for span in found if span.n == 1], set[int]()
+                    readable.append(span)
+        decoding, others = [span for span in readable if span.n == 1], set[int]()
         if len(decoding) > _READERS:
             seen = [_Located.of(span.sequence).tokens for span in decoding]
             readers = Counter(itertools.chain.from_iterable(seen))
             others = {chunk for each in seen for chunk, tokens in each.items() if shared(readers[chunk], tokens)}
-        return cls(tuple(found), frozenset(others), frozenset(span.at for span in found))
+        return cls(tuple(readable), frozenset(others), frozenset(span.at for span in readable))
 
     def reads(self, span: SequenceSlice, kv: ChunkKV) -> bool:
         """Whether this chunk of the sequence is read in place."""
@@ -266,14 +266,14 @@ class AttentionInPlace:
         """Indices of the tokens in the step."""
         blocks: dict[int, list[int]] = {}
         self._alone: list[int] = []
-        for at, span in enumerate(spans):
+        for index, span in enumerate(spans):
             cache = span.sequence.cache
             block = cache.block if isinstance(cache, ArenaKVCache) and not self._many else None
             if block is not None and cache.length < block.capacity:
-                blocks.setdefault(id(block), []).append(at)
+                blocks.setdefault(id(block), []).append(index)
             else:
-                self._alone.append(at)
-        self._slots = [_Slots(which, [spans[at] for at in which]) for which in blocks.values()]
+                self._alone.append(index)
+        self._slots = [_Slots(which, [spans[index] for index in which]) for which in blocks.values()]
 
     @classmethod
     def of(cls, what: InPlace, rotary: Rotary) -> list[AttentionInPlace]:
@@ -335,11 +335,11 @@ class AttentionInPlace:
             seen = list[SequenceSlice]()
             for span, part, found in self._parts(number, window):
                 some = [own, found] if number == 0 else [found]
-                some = [each for each in some if each.size]
+                some = [piece for piece in some if piece.size]
                 if not some:
                     continue
                 rows += some
-                lengths.append(sum(each.shape[1] for each in some))
+                lengths.append(sum(piece.shape[1] for piece in some))
                 sharpness.append(1.0 / part.temperature)
                 seen.append(span)
             if seen:

@@ -183,14 +183,14 @@ class ChunkKV:
         if self.states and tokens != self.tokens:
             raise ValueError("states of the first tokens of a chunk are not kept")
         if tokens not in self._heads:
-            made = ChunkKV(
+            head = ChunkKV(
                 keys=_each(self.keys, lambda key: key[:, :tokens]),
                 values=_each(self.values, lambda value: value[:, :tokens]),
                 encoded_at=self.encoded_at,
                 states=self.states,
                 pages=self.pages,
             )
-            self._heads.setdefault(tokens, made)
+            self._heads.setdefault(tokens, head)
         return self._heads[tokens]
 
     def part(self, start: int, stop: int) -> ChunkKV:

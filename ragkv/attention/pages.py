@@ -164,17 +164,17 @@ class PagedReads:
             self._seen, rounds = first, [list(reads)]
         else:
             rounds = _rounds(reads)
-        ordered = [read for each in rounds for read in each]
+        ordered = [read for turn in rounds for read in turn]
         counts = [read.count for read in ordered]
-        self._counts = [sum(read.count for read in each) for each in rounds]
+        self._counts = [sum(read.count for read in turn) for turn in rounds]
         self._most = max(counts), max(read.keys for read in ordered)
-        each = [
+        turn = [
             torch.arange(r.tokens.start, r.tokens.stop) if isinstance(r.tokens, slice) else r.tokens for r in ordered
         ]
         rows = [torch.full((r.count,), r.row) if isinstance(r.row, int) else r.row for r in ordered]
-        self._index, self._rows = _there(each, device), _there(rows, device)
+        self._index, self._rows = _there(turn, device), _there(rows, device)
         places = zip(rounds, torch.split(self._index, self._counts), strict=True)
-        self._tokens = [_run(each) or index for each, index in places]
+        self._tokens = [_run(turn) or index for turn, index in places]
         keys = torch.tensor([[*(read.at for read in ordered), 0], [*(r.keys for r in ordered), 0]], dtype=torch.int32)
         starts_at, used = keys.to(device, non_blocking=True)
         self._ends, self._used = (varlen.bounds(counts, device), starts_at), used[:-1]
@@ -244,14 +244,14 @@ def _rounds(reads: Sequence[PagedRead]) -> list[list[PagedRead]]:
             rounds.append((None, [read]))
             continue
         tokens = set(range(read.tokens.start, read.tokens.stop))
-        for taken, found in rounds:
+        for taken, round_reads in rounds:
             if taken is not None and taken.isdisjoint(tokens):
                 taken |= tokens
-                found.append(read)
+                round_reads.append(read)
                 break
         else:
             rounds.append((tokens, [read]))
-    return [found for _, found in rounds]
+    return [round_reads for _, round_reads in rounds]
 
 
 def _run(reads: Sequence[PagedRead]) -> slice | None:

@@ -189,7 +189,7 @@ def _side_by_side(
     """Join the partial attentions of adjacent tokens: those of sixteen sequences with eight chunks each become eight
     partial attentions of all tokens, whose merge has a sixteenth of the operations."""
     rows: dict[int, list[list[tuple[slice, PartialAttention]]]] = {}  # by the next token
-    found: list[tuple[slice | Tensor, PartialAttention]] = []
+    joined: list[tuple[slice | Tensor, PartialAttention]] = []
     for which, partial in partials:
         if isinstance(which, slice):
             waiting = rows.get(which.start)
@@ -197,15 +197,15 @@ def _side_by_side(
             row.append((which, partial))
             rows.setdefault(which.stop, []).append(row)
         else:
-            found.append((which, partial))
+            joined.append((which, partial))
     for row in (row for each in rows.values() for row in each):
         if len(row) > 1:
             out = torch.cat([partial.out for _, partial in row], 2)
             lse = torch.cat([partial.lse for _, partial in row], 2)
-            found.append((slice(row[0][0].start, row[-1][0].stop), PartialAttention(out, lse)))
+            joined.append((slice(row[0][0].start, row[-1][0].stop), PartialAttention(out, lse)))
         else:
-            found.append(row[0])
-    return found
+            joined.append(row[0])
+    return joined
 
 
 def _fold(query: Tensor, kv_heads: int, *, shared: bool) -> Tensor:
@@ -365,13 +365,13 @@ def _matmul(
     if n > most:  # queries are independent of each other, so compute some at a time
         if isinstance(mask, str):
             mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()
-        found = [
+        merged = [
             _matmul(
                 query[:, :, at], key, value, None if mask is None else mask[..., at, :], scale, temperature, softcap
             )
             for at in (slice(start, start + most) for start in range(0, n, most))
         ]
-        return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
+        return torch.cat([out for out, _ in merged], 2), torch.cat([lse for _, lse in merged], 2)
     # (batch, kv_heads, g, n, head_dim) against (batch, kv_heads, 1, m, head_dim)
     grouped = query.reshape(batch, kv_heads, q_heads // kv_heads, n, head_dim).float()
     scores = grouped @ key[:, :, None].float().transpose(-1, -2) * scale

@@ -77,13 +77,13 @@ class Rotary:
         it mixes others or leaves some unchanged.
         """
         partners, places = self.partners(kind, head_dim, torch.device("cpu"))[0], torch.arange(head_dim)
-        for one, other in (
+        for first, other in (
             (slice(head_dim // 2), slice(head_dim // 2, None)),
             (slice(0, None, 2), slice(1, None, 2)),
         ):
-            mixed = head_dim % 2 == 0 and partners[one].equal(places[other])
-            if mixed and partners[other].equal(places[one]):
-                return one, other
+            mixed = head_dim % 2 == 0 and partners[first].equal(places[other])
+            if mixed and partners[other].equal(places[first]):
+                return first, other
         return None
 
 

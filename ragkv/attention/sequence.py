@@ -512,19 +512,19 @@ class AttentionProbe(TokenSequence):
         group = query.shape[0] // keys.shape[0]
         most = max(1, _SCORES // (group * keys.shape[1]))
         places = torch.arange(keys.shape[1], device=keys.device)
-        found = keys.new_zeros(self._end - self.first, dtype=torch.float32)
+        mass = keys.new_zeros(self._end - self.first, dtype=torch.float32)
         for start in range(0, query.shape[1], most):
             some = query[:, start : start + most].float()
             behind = places[held + start : held + start + some.shape[1], None] - places
             hidden = behind < 0 if call.window is None else (behind < 0) | (behind >= call.window)
-            shares = found.new_zeros((some.shape[1], len(found)))
+            shares = mass.new_zeros((some.shape[1], len(mass)))
             for head, key in enumerate(keys):
                 each = slice(head * group, head * group + group)
                 scores = call.capped(some[each] @ key.float().T * call.scale).masked_fill_(hidden, -torch.inf)
                 sink = None if call.sink is None else call.sink[each]
                 shares += self._weights(scores, sink).sum(0)
-            found += (shares / query.shape[0]).square().sum(0) if self.rule == "norm" else shares.sum(0)
-        self._found[layer, held] = found
+            mass += (shares / query.shape[0]).square().sum(0) if self.rule == "norm" else shares.sum(0)
+        self._found[layer, held] = mass
 
     def _weights(self, scores: Tensor, sink: Tensor | None) -> Tensor:
         """The weights of the scored tokens, `(heads, n, scored)`, from all scores."""
@@ -582,16 +582,16 @@ def _joined(chunks: Sequence[PlacedChunk], rotary: Rotary, room: int = 0) -> tup
     keys, values = [], []
     for layer, kind in enumerate(rotary.kinds):
         key, value = (_empty_like(stored(held)[layer], tokens, first.dtype) for held in (first.keys, first.values))
-        at = 0
+        start = 0
         for index, chunk in enumerate(chunks):
-            end = at + chunk.kv.tokens
+            end = start + chunk.kv.tokens
             held, those = (_written(t, layer, chunk.kv.dtype) for t in (chunk.kv.keys, chunk.kv.values))
             if kind is not None and chunk.offset != 0 and held.numel():
-                moves.write(key[:, at:end], held, index, kind)
+                moves.write(key[:, start:end], held, index, kind)
             else:
-                key[:, at:end] = held
-            value[:, at:end] = those
-            at = end
+                key[:, start:end] = held
+            value[:, start:end] = those
+            start = end
         keys.append(key)
         values.append(value)
     return keys, values
@@ -619,12 +619,12 @@ def _joined_by_layer(chunks: Sequence[PlacedChunk], rotary: Rotary, capacity: in
             table, cos, sin = tables[known]
             wide, partner = table.widened(key)
             key = (wide * cos).addcmul_(partner, sin).to(dtype)
-        for made, found in ((keys, key), (values, value)):
-            if capacity > tokens or found.dtype != dtype:
-                made.append(_empty_like(found, capacity, dtype))
-                made[-1][:, :tokens] = found
+        for joined, tensor in ((keys, key), (values, value)):
+            if capacity > tokens or tensor.dtype != dtype:
+                joined.append(_empty_like(tensor, capacity, dtype))
+                joined[-1][:, :tokens] = tensor
             else:
-                made.append(found)
+                joined.append(tensor)
     return keys, values
 
 

@@ -174,16 +174,16 @@ class IndexBackend:
 
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         if task.query.chunks is not None:
-            found = list(task.query.chunks)
+            chunks = list(task.query.chunks)
         else:
-            found = self._finder.find(task.query, on_candidates=on_candidates)
-        if not found:
+            chunks = self._finder.find(task.query, on_candidates=on_candidates)
+        if not chunks:
             raise NothingFoundError(
                 f"The index at {self._index.folder} holds no document yet; add some with: ragkv ingest PATH"
                 if self._index.store.empty
                 else "No chunk of the index matches the question; ask with words that the documents use."
             )
-        return found
+        return chunks
 
     def request(
         self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
@@ -440,16 +440,16 @@ class AnswerStream:
         """
         task, steps = self._task, self._steps
         assert steps is not None
-        found, prefetch = list[ScoredChunk](), None
+        chunks, prefetch = list[ScoredChunk](), None
         if query:
             self.queries.append(query)
             self.when_found()
             with suppress(NothingFoundError):
                 again = replace(task.query, search_for=query, chunks=None)
-                found, prefetch = self._find(replace(task, query=again))
-        if not found and not steps.rankings:
-            found, prefetch = self._find(task)
-        more = steps.found(found, _chunk_id)
+                chunks, prefetch = self._find(replace(task, query=again))
+        if not chunks and not steps.rankings:
+            chunks, prefetch = self._find(task)
+        more = steps.found(chunks, _chunk_id)
         best = steps.best(task.query.top_k, _chunk_id)
         self._scored = best[: task.engine.most_chunks][::-1]
         self._mark("retrieved")
@@ -480,12 +480,12 @@ class AnswerStream:
                 prefetch = backend.prefetch(encoding, likely[: engine.most_chunks])
 
         try:
-            found = backend.find(task, begin)
+            chunks = backend.find(task, begin)
         except BaseException:
             if prefetch is not None:
                 prefetch.drop()
             raise
-        return found, prefetch
+        return chunks, prefetch
 
     def _submit(self, prefetch: Prefetch | None, *, wait: bool) -> bool:
         """Lease room for the KV, load it and submit the current prompt to the runtime; False without a lease."""

@@ -119,31 +119,31 @@ class Answers(Iterator[Result]):
                 for _ in range(AT_A_TIME):
                     if running and not self._backend.runtime.has_room:
                         break
-                    one = waiting or _next(self._questions)
+                    question = waiting or _next(self._questions)
                     waiting = None
-                    if one is None:
+                    if question is None:
                         more = False
                         break
-                    running.append(one)  # so that it is closed in any case
-                    result = one.begin(self._start, wait=len(running) == 1)
-                    if one.begun:
+                    running.append(question)  # so that it is closed in any case
+                    result = question.begin(self._start, wait=len(running) == 1)
+                    if question.begun:
                         continue
-                    running.remove(one)
+                    running.remove(question)
                     if result is None:
-                        waiting = one
+                        waiting = question
                         break
                     yield result
                     if self._cancelled.is_set():
                         return
                 if running and not self._backend.runtime.advance():
                     running[0].wait()  # until others release KV
-                for one in list(running):
-                    if (result := one.collect()) is not None:
-                        running.remove(one)
+                for question in list(running):
+                    if (result := question.collect()) is not None:
+                        running.remove(question)
                         yield result
         finally:
-            for one in running:
-                one.close()
+            for question in running:
+                question.close()
 
 
 class _One:

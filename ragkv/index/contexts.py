@@ -140,13 +140,13 @@ class Contexts:
                 f"The question and its context are {tokens} tokens, but model {self.model.checkpoint.name!r} has "
                 f"{most} positions; give less context, or ingest the files and ask the index."
             )
-        given, use = self._blocks(task, scored) if whole else self._chunks(encoding, scored)
+        context, use = self._blocks(task, scored) if whole else self._chunks(encoding, scored)
         return Request(
             prefix_ids=self._prefix_ids,
             prefix=None
             if encoding is None or not self._prefix_ids
             else self._kv(Encoding.STANDALONE, self._prefix_ids),
-            chunks=tuple(given),
+            chunks=tuple(context),
             suffix_ids=suffix,
             question=task.query.question,
             prompt=self.prompt,
@@ -167,22 +167,22 @@ class Contexts:
 
         prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if self._prefix_ids else None
         question = self.prompt.chunk_ids(self.model.tokens, task.query.question)
-        found: list[ContextChunk] = []
+        context: list[ContextChunk] = []
         use = KVUse()
-        for each in scored:
-            ids = each.chunk.token_ids
+        for candidate in scored:
+            ids = candidate.chunk.token_ids
             long_document = document_for_question(self.model, task.engine.config, ids, question, prefix)
             if long_document is None:
                 if task.engine.config.lengths(len(ids)) is None:
-                    self._warn_plain(each.source, len(ids))
-                one, of_one = self._chunks(task.engine.encoding, [each])
-                found, use = [*found, *one], use + of_one
+                    self._warn_plain(candidate.source, len(ids))
+                one, of_one = self._chunks(task.engine.encoding, [candidate])
+                context, use = [*context, *one], use + of_one
                 continue
             for number, block in enumerate((self._executor or SequentialExecutor()).run(long_document)):
                 span = long_document.layout.span(number)
-                found.append(ContextChunk(token_ids=ids[span.start : span.stop], score=each.score, kv=block.kv))
+                context.append(ContextChunk(token_ids=ids[span.start : span.stop], score=candidate.score, kv=block.kv))
             use += KVUse(hits=0, misses=long_document.layout.blocks, bytes=0, tokens=0)
-        return found, use
+        return context, use
 
     def _warn_plain(self, name: str, tokens: int) -> None:
         from ragkv.model.apb.document import PLAIN_BELOW
@@ -202,28 +202,28 @@ class Contexts:
         if encoding is None:
             return [None] * len(chunks), KVUse()
         known = [(encoding, ids) in self._held or (encoding, ids) in self._passing for ids in chunks]
-        found = [self._kv(encoding, ids) for ids in chunks]
-        hits = [kv for kv, was in zip(found, known, strict=True) if was]
+        kvs = [self._kv(encoding, ids) for ids in chunks]
+        hits = [kv for kv, was in zip(kvs, known, strict=True) if was]
         use = KVUse(
             hits=len(hits),
-            misses=len(found) - len(hits),
+            misses=len(kvs) - len(hits),
             bytes=sum(kv.nbytes for kv in hits),
             tokens=sum(kv.tokens for kv in hits),
             memory_hits=len(hits),
         )
-        return [*found], use
+        return [*kvs], use
 
     def _kv(self, encoding: Encoding, ids: tuple[int, ...]) -> ChunkKV:
         key = (encoding, ids)
-        found = self._held.get(key) or self._passing.get(key)
-        if found is None:
+        kv = self._held.get(key) or self._passing.get(key)
+        if kv is None:
             prefixed = encoding is Encoding.PREFIXED and self._prefix_ids
             prefix = self._kv(Encoding.STANDALONE, self._prefix_ids) if prefixed else None
-            [found] = self.model.encode([ids], prefix=prefix)
-            self._passing[key] = found
+            [kv] = self.model.encode([ids], prefix=prefix)
+            self._passing[key] = kv
             if ids == self._prefix_ids or any(each.chunk.token_ids == ids for each in self._common):
-                self._held[key] = found
-        return found
+                self._held[key] = kv
+        return kv
 
 
 def given_chunk(chunk: Chunk, source: str) -> ScoredChunk:

@@ -99,7 +99,7 @@ class KVLoader:
         that of `prefixed` KV.
         """
         index, seen = self._index, self._seen_by(chunks) if encoding is Encoding.CONTEXT else {}
-        made = []
+        identities = []
         for chunk in chunks:
             ids, before = seen.get(chunk.chunk_id, ((), ()))
             mine = before if ids == chunk.token_ids else ()
@@ -108,8 +108,8 @@ class KVLoader:
                     f"the text before chunk {chunk.chunk_id!r} in the index at {index.folder} has tokens that its "
                     "model does not have: delete its document, or ingest into a new index"
                 )
-            made.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine))
-        return made
+            identities.append(chunk_identity(index.fingerprint, encoding, index.prefix_ids, chunk.token_ids, mine))
+        return identities
 
     def _seen_by(self, chunks: Sequence[Chunk]) -> Mapping[str, _Seen]:
         """Chunk id -> the tokens of a chunk of the index, and the tokens that it sees of its document.
@@ -183,11 +183,11 @@ class KVLoader:
             started = time.perf_counter()
             found = encode_identities(self._index.model, missing, lambda: prefix)
             found = self._store.rounded(found)
-            made = [(identity, found[identity]) for identity in missing]
-            self._index.write_behind.note_encoded(sum(kv.tokens for _, kv in made), time.perf_counter() - started)
-            self.write(lambda: self._store_made(made, owners, keep=keep), made, after)
-            self._share(made, owners)
-            return [kv for _, kv in made]
+            encoded = [(identity, found[identity]) for identity in missing]
+            self._index.write_behind.note_encoded(sum(kv.tokens for _, kv in encoded), time.perf_counter() - started)
+            self.write(lambda: self._store_made(encoded, owners, keep=keep), encoded, after)
+            self._share(encoded, owners)
+            return [kv for _, kv in encoded]
 
         def store(fetched: Fetched) -> None:
             records = [(identity, record) for identity, (record, _) in fetched.items()]
@@ -251,11 +251,11 @@ class KVLoader:
         if not kv.packed or self._index.model.device.type == "cpu":
             return kv
         with self._lock:
-            made = self._unpacked.get(kv, lambda: None)()
-            if made is None:
-                made = kv.wide() if self._pages is None else self._pages.hold(kv).wide()
-                self._unpacked[kv] = weakref.ref(made)
-            return made
+            readable = self._unpacked.get(kv, lambda: None)()
+            if readable is None:
+                readable = kv.wide() if self._pages is None else self._pages.hold(kv).wide()
+                self._unpacked[kv] = weakref.ref(readable)
+            return readable
 
     def find(
         self,
@@ -275,15 +275,15 @@ class KVLoader:
             fetched = {} if store is None else self._index.fetch(missing)
             if fetched and store is not None:
                 store(fetched)
-            made = {identity: kv.to(device) for identity, (_, kv) in fetched.items()}
-            rest = [identity for identity in missing if identity not in made]
+            loaded = {identity: kv.to(device) for identity, (_, kv) in fetched.items()}
+            rest = [identity for identity in missing if identity not in loaded]
             if rest and encode is not None:
-                made.update(zip(rest, (kv.to(device) for kv in encode(rest)), strict=True))
-            return made
+                loaded.update(zip(rest, (kv.to(device) for kv in encode(rest)), strict=True))
+            return loaded
 
         def load(keys: Sequence[bytes]) -> dict[bytes, ChunkKV]:
             wanted = [by_key[key] for key in keys]
-            found: dict[KVIdentity, ChunkKV] = {}
+            loaded: dict[KVIdentity, ChunkKV] = {}
             there = self._store.has_many(wanted)
             absent = [identity for identity in wanted if identity not in there]
             coming = [] if prefetch is None else [identity for identity in wanted if identity in prefetch.wanted]
@@ -291,17 +291,17 @@ class KVLoader:
             loading = self._load_ahead(stored) if absent and stored else None
             try:
                 if absent:
-                    found |= make(absent)
-                found |= {} if prefetch is None else prefetch.take([one for one in coming if one not in found])
-                found |= {} if loading is None else loading.take(stored)
+                    loaded |= make(absent)
+                loaded |= {} if prefetch is None else prefetch.take([one for one in coming if one not in loaded])
+                loaded |= {} if loading is None else loading.take(stored)
             finally:
                 if loading is not None:
                     loading.drop()
-            if rest := [identity for identity in wanted if identity not in found]:
-                found |= self._store.get_many(rest, device=device, shape=self._index.shape)
-            if missing := [identity for identity in wanted if identity not in found]:  # damaged, or deleted meanwhile
-                found |= make(missing)
-            return {identity.key(): self._paged(kv) for identity, kv in found.items()}
+            if rest := [identity for identity in wanted if identity not in loaded]:
+                loaded |= self._store.get_many(rest, device=device, shape=self._index.shape)
+            if missing := [identity for identity in wanted if identity not in loaded]:  # damaged, or deleted meanwhile
+                loaded |= make(missing)
+            return {identity.key(): self._paged(kv) for identity, kv in loaded.items()}
 
         found, held = self.memory().get_many(by_key, load)
         return {by_key[key]: self._readable(kv) for key, kv in found.items()}, {by_key[key] for key in held}
@@ -322,31 +322,31 @@ class KVLoader:
         return Prefetch(lambda: self._store.get_many(wanted, device=device, shape=shape), wanted)
 
     def write(
-        self, write: Callable[[], object], made: Sequence[tuple[KVIdentity, ChunkKV]], after: After | None
+        self, write: Callable[[], object], encoded: Sequence[tuple[KVIdentity, ChunkKV]], after: After | None
     ) -> None:
         """Run the write now, or add it to `after`."""
         if after is None:
             self._index.write_behind.keep(write)
         else:
-            keys = [identity.key() for identity, _ in made]
-            after.append(self._index.write_behind.defer(write, keys, sum(kv.nbytes for _, kv in made)))
+            keys = [identity.key() for identity, _ in encoded]
+            after.append(self._index.write_behind.defer(write, keys, sum(kv.nbytes for _, kv in encoded)))
 
     def _store_made(
         self,
-        made: Sequence[tuple[KVIdentity, K]],
+        encoded: Sequence[tuple[KVIdentity, K]],
         owners: Mapping[KVIdentity, str],
         *,
         keep: bool,
     ) -> None:
         """Store new KV of chunks of the index, and with `keep` of others too."""
-        self._store.put_many(one for one in self._owned(made, owners) if keep or one[2] is not None)
+        self._store.put_many(one for one in self._owned(encoded, owners) if keep or one[2] is not None)
 
     def _owned(
-        self, made: Sequence[tuple[KVIdentity, K]], owners: Mapping[KVIdentity, str]
+        self, encoded: Sequence[tuple[KVIdentity, K]], owners: Mapping[KVIdentity, str]
     ) -> Iterator[tuple[KVIdentity, K, str | None]]:
         """Each with the id of its chunk; None if the index has no such chunk."""
-        known = self._store.chunk_many(owners[identity] for identity, _ in made)
-        for identity, kv in made:
+        known = self._store.chunk_many(owners[identity] for identity, _ in encoded)
+        for identity, kv in encoded:
             chunk = known.get(owners[identity])
             # the caller's chunk may have other tokens than the index's chunk with that id
             own = chunk is not None and chunk.token_ids == identity.chunk_ids
@@ -356,7 +356,7 @@ class KVLoader:
         self,
         identities: Sequence[KVIdentity],
         owners: Mapping[KVIdentity, str],
-        found: Mapping[KVIdentity, ChunkKV],
+        kvs: Mapping[KVIdentity, ChunkKV],
         *,
         lost: Collection[KVIdentity],
         held: Collection[KVIdentity],
@@ -367,8 +367,8 @@ class KVLoader:
                 (
                     identity.key(),
                     Use(
-                        tokens=found[identity].tokens,
-                        nbytes=found[identity].nbytes,
+                        tokens=kvs[identity].tokens,
+                        nbytes=kvs[identity].nbytes,
                         owner=digest(owners[identity]),
                         hits=int(identity not in lost),
                         misses=int(identity in lost),
@@ -381,8 +381,8 @@ class KVLoader:
         return KVUse(
             hits=len(hits),
             misses=len(identities) - len(hits),
-            bytes=sum(found[identity].nbytes for identity in hits),
-            tokens=sum(found[identity].tokens for identity in hits),
+            bytes=sum(kvs[identity].nbytes for identity in hits),
+            tokens=sum(kvs[identity].tokens for identity in hits),
             memory_hits=sum(identity in held for identity in hits),
         )
 
@@ -392,7 +392,7 @@ class DocumentBlocks:
     """A document's blocks in order, as an engine gets them; `best` is its best retrieved chunk."""
 
     best: ScoredChunk
-    given: tuple[ContextChunk, ...]
+    chunks: tuple[ContextChunk, ...]
     use: KVUse
 
 
@@ -408,7 +408,7 @@ def each_document(
     compressor = compressor_for(engine.config.compressor, index.model)
     for best, blocks in planned(index, engine, compressor, scored):
         kvs, use = _loaded(index, kv_loader, blocks, compressor, after)
-        yield DocumentBlocks(best=best, given=given_blocks(best, blocks, kvs), use=use)
+        yield DocumentBlocks(best=best, chunks=given_blocks(best, blocks, kvs), use=use)
 
 
 def planned(
@@ -438,15 +438,15 @@ def given_blocks(best: ScoredChunk, blocks: Blocks, kvs: Sequence[ChunkKV]) -> t
 
 def _documents(index: Index, scored: Sequence[ScoredChunk]) -> list[tuple[ScoredChunk, list[Chunk]]]:
     """Each document once, with its best chunk; the best document last."""
-    found: dict[str, tuple[ScoredChunk, list[Chunk]]] = {}
-    for each in reversed(scored):
-        chunk = each.chunk
+    by_document: dict[str, tuple[ScoredChunk, list[Chunk]]] = {}
+    for candidate in reversed(scored):
+        chunk = candidate.chunk
         stored = index.store.chunk(chunk.chunk_id)
         its = stored is not None and stored.token_ids == chunk.token_ids
         name = chunk.document_id if its else f"\0{chunk.chunk_id}"
-        if name not in found:
-            found[name] = each, list(index.store.chunks(chunk.document_id)) if its else [chunk]
-    return list(reversed(found.values()))
+        if name not in by_document:
+            by_document[name] = candidate, list(index.store.chunks(chunk.document_id)) if its else [chunk]
+    return list(reversed(by_document.values()))
 
 
 def _loaded(
@@ -467,13 +467,13 @@ def _loaded(
             wanted += [] if store.has_kv(blocks.anchor) else [blocks.anchor]
         started = time.perf_counter()
         prefix = kv_loader.prefix(after)
-        made = list(store.rounded(dict(make_blocks(blocks, wanted, index.model, compressor, prefix, load))).items())
-        index.write_behind.note_encoded(sum(kv.tokens for _, kv in made), time.perf_counter() - started)
+        encoded = list(store.rounded(dict(make_blocks(blocks, wanted, index.model, compressor, prefix, load))).items())
+        index.write_behind.note_encoded(sum(kv.tokens for _, kv in encoded), time.perf_counter() - started)
         own = store.chunk(blocks.owners[0]) is not None
         if own:
-            kv_loader.write(lambda: store.put_many([(i, kv, owners[i]) for i, kv in made]), made, after)
-            index.offer(made, patient=False)
-        known = dict(made)
+            kv_loader.write(lambda: store.put_many([(i, kv, owners[i]) for i, kv in encoded]), encoded, after)
+            index.offer(encoded, patient=False)
+        known = dict(encoded)
         return [known[identity] for identity in missing]
 
     def keep(fetched: Fetched) -> None:
@@ -504,17 +504,17 @@ def index_request(
     index.require_known_tokens(scored)
     if engine.whole_documents:
         documents = list(each_document(index, kv_loader, engine, scored, after))
-        given = [block for document in documents for block in document.given]
+        context_blocks = [block for document in documents for block in document.chunks]
         use = sum((document.use for document in documents), KVUse())
     else:
         kvs, use = kv_loader.chunks(engine.reads, scored, prefetch, keep=keep, after=after)
-        given = [
+        context_blocks = [
             ContextChunk(token_ids=s.chunk.token_ids, score=s.score, kv=kv) for s, kv in zip(scored, kvs, strict=True)
         ]
     request = Request(
         prefix_ids=index.prefix_ids,
         prefix=None if engine.encoding is None else kv_loader.prefix(after),
-        chunks=tuple(given),
+        chunks=tuple(context_blocks),
         suffix_ids=index.prompt.suffix_ids(index.model.tokens, question) if suffix_ids is None else suffix_ids,
         question=question,
         prompt=index.prompt,

@@ -181,13 +181,15 @@ class TokenMask:
         """
         allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8).copy()
         self._require()
-        for each in self._vocabulary.banned:
-            allowed[each >> 3] &= 0xFF ^ (1 << (each & 7))
+        for token_id in self._vocabulary.banned:
+            allowed[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
         whole = self._matcher.is_accepting()
-        for each in self._ends:
-            if each >> 3 < len(allowed):
-                bit = 1 << (each & 7)
-                allowed[each >> 3] = allowed[each >> 3] | bit if whole else allowed[each >> 3] & (0xFF ^ bit)
+        for token_id in self._ends:
+            if token_id >> 3 < len(allowed):
+                bit = 1 << (token_id & 7)
+                allowed[token_id >> 3] = (
+                    allowed[token_id >> 3] | bit if whole else allowed[token_id >> 3] & (0xFF ^ bit)
+                )
         width = scores.shape[-1]
         barred = np.ones(width, np.uint8)  # unpacked by numpy, which takes a tenth of torch's time here
         bits = np.unpackbits(~allowed, bitorder="little")[:width]

@@ -192,15 +192,15 @@ class _Operations(TorchDispatchMode):
                 return op.decompose(*args, **kwargs)
         if not _REFUSED.isdisjoint(op.tags) and not (op is torch.ops.aten.index.Tensor and _places(args[1])):
             raise RuntimeError(f"it depends on computed numbers ({op})")
-        found = op(*args, **kwargs)
+        result = op(*args, **kwargs)
         if op._schema.is_mutable:
             self.calls.append(functools.partial(op._op, *args, **kwargs))
         elif op.overloadpacket.__name__ not in _UNFILLED:
             given = {_memory(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            made = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+            made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             if any(_memory(tensor) not in given for tensor in made):
                 self.calls.append(_again(op, args, kwargs, made))
-        return found
+        return result
 
 
 def _places(index: Sequence[Tensor | None]) -> bool:
@@ -218,27 +218,29 @@ def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _again(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> Callable[[], object]:
+def _again(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], filled_tensors: Sequence[Tensor]
+) -> Callable[[], object]:
     """A function that repeats an operation into the memory that it allocated: torch's own function if that can write
     there, because calling it takes half as long as calling the operation.
     """
     if op in _COPIES:
-        return functools.partial(made[0].copy_, args[0])
+        return functools.partial(filled_tensors[0].copy_, args[0])
     name = op.overloadpacket.__name__
     function = getattr(torch, name, None) or getattr(torch._C._nn, name, None)
-    if len(made) == 1 and function is not None:
-        again, before = functools.partial(function, *args, **kwargs, out=made[0]), made[0].clone()
+    if len(filled_tensors) == 1 and function is not None:
+        again, before = functools.partial(function, *args, **kwargs, out=filled_tensors[0]), filled_tensors[0].clone()
         try:
             again()
         except (TypeError, RuntimeError):
             logger.debug("%s does not fill memory that it is given", op)
         else:
-            if torch.equal(before.nan_to_num(), made[0].nan_to_num()):
+            if torch.equal(before.nan_to_num(), filled_tensors[0].nan_to_num()):
                 return again
-        made[0].copy_(before)
+        filled_tensors[0].copy_(before)
 
     def filled() -> None:
-        for mine, fresh in zip(made, tree_leaves(op._op(*args, **kwargs)), strict=True):
+        for mine, fresh in zip(filled_tensors, tree_leaves(op._op(*args, **kwargs)), strict=True):
             mine.copy_(fresh)
 
     return filled
@@ -368,11 +370,13 @@ class PiecewiseGraphs:
     def _padded(self, numbers: Tensor) -> int:
         return self._sizes[bisect.bisect_left(self._sizes, len(numbers))]
 
-    def _capture_pass(self, model: LanguageModel, tokens: int, kept: int) -> _Captured:
+    def _capture_pass(self, model: LanguageModel, tokens: int, logits_kept: int) -> _Captured:
         if {parameter.device for parameter in model.module.parameters()} != {model.device}:
             raise ValueError("its layers are on several devices")
         capture = Recording() if self._capture is None else self._capture(model.device)
-        ids, positions, keep = (torch.zeros(n, dtype=torch.long, device=model.device) for n in (tokens, tokens, kept))
+        ids, positions, keep = (
+            torch.zeros(n, dtype=torch.long, device=model.device) for n in (tokens, tokens, logits_kept)
+        )
         pieces = _Pieces(capture)
         with capture.aside():
             capture.begin()
@@ -477,12 +481,12 @@ class DecodeGraph:
 
 def _seen(sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> list[object] | None:
     """What a step depends on; None unless all are ordinary sequences that take one token and have room for it."""
-    found: list[object] = []
+    seen: list[object] = []
     for sequence, each in zip(sequences, ids, strict=True):
         if type(sequence) is not TokenSequence or sequence.silent or len(each) != 1:
             return None
         place = sequence.cache.lies_in()
         if place is None or not 0 < sequence.cache.length < place[0].capacity:
             return None
-        found += (sequence, sequence.groups, next(iter(place[0].keys.values()), None))
-    return found
+        seen += (sequence, sequence.groups, next(iter(place[0].keys.values()), None))
+    return seen

@@ -137,7 +137,7 @@ def with_shared(program: Program, pool: KVPool, executor: Executor) -> Generator
 
 def _prefilled(shared: Shared, pool: KVPool, executor: Executor) -> Generator[Operation, Any, tuple[PlacedChunk, ...]]:
     chunks = shared.before
-    at, generation = max((chunk.end for chunk in chunks), default=0), executor.generation()
+    position, generation = max((chunk.end for chunk in chunks), default=0), executor.generation()
     pool.renew(generation)
     for part, ids in zip(shared.keys, shared.parts, strict=True):
         key = generation, part
@@ -147,13 +147,13 @@ def _prefilled(shared: Shared, pool: KVPool, executor: Executor) -> Generator[Op
             yield WaitFor(partial(pool.landed, key))
         if kv is None:
             try:
-                sequence = TokenSequence.for_kv(chunks, position=at)
+                sequence = TokenSequence.for_kv(chunks, position=position)
                 yield Forward((sequence,), (ids,))
-                kv = executor.chunk_kv(sequence, encoded_at=at)
+                kv = executor.chunk_kv(sequence, encoded_at=position)
                 pool.keep(key, kv, chunks)
                 yield Release((sequence,))
             finally:
                 pool.land(key)
-        chunks = (*chunks, PlacedChunk(kv=kv, start=at))
-        at += kv.tokens
+        chunks = (*chunks, PlacedChunk(kv=kv, start=position))
+        position += kv.tokens
     return chunks

@@ -125,7 +125,7 @@ class Scheduler:
 
         `over`: the first may be admitted whatever it needs, because no running request can continue.
         """
-        found: list[Ticket] = []
+        admitted: list[Ticket] = []
         while self._waiting:
             ticket = self._waiting[0] if over else self._next()
             if not (over or self._fits(ticket)):
@@ -140,8 +140,8 @@ class Scheduler:
             self._waiting.remove(ticket)
             self._running.add(ticket)
             self._in_use.update(ticket.reads)
-            found.append(ticket)
-        return found
+            admitted.append(ticket)
+        return admitted
 
     def share(self, wanted: Sequence[Sequence[int]], prefill: int | None = None) -> list[list[int]]:
         """How many tokens of each sequence the next step takes, from the number that each sequence of each request

@@ -241,24 +241,24 @@ class Stepper:
             (job, sequence, sequence.cache.length, sequence.position)
             for job, sequence in zip(owners, sequences, strict=True)
         ]
-        kept = [[len(sequence.kept(len(ids))) for _, sequence, ids in slices] for _, slices in work]
+        wanted = [[len(sequence.kept(len(ids))) for _, sequence, ids in slices] for _, slices in work]
         ids = [ids for _, slices in work for _, _, ids in slices]
         operations = [job.operation for job in self.running if isinstance(job.operation, Forward)]
         try:
-            self._executor.lay_out(sequences, ids, [sequence for each in operations for sequence in each.rows])
+            self._executor.lay_out(sequences, ids, [sequence for forward in operations for sequence in forward.rows])
             logits = self._executor.forward(sequences, ids)
         except Exception as error:
             if len(work) == 1:
                 self._end(work[0][0], error)
             else:
                 logger.warning("a pass for %d requests failed, and is repeated for each: %s", len(work), error)
-                for each in work:
-                    self._forward([each])
+                for forward in work:
+                    self._forward([forward])
             return
         for job, _ in work:
             job.torn = True  # until its program got the result
-        own = torch.split(logits, [sum(counts) for counts in kept])
-        for (job, slices), counts, scores in zip(work, kept, own, strict=True):
+        own = torch.split(logits, [sum(counts) for counts in wanted])
+        for (job, slices), counts, scores in zip(work, wanted, own, strict=True):
             job.read(slices, counts, scores)
 
     def _deliver(self, jobs: Sequence[Job]) -> None:
@@ -276,7 +276,7 @@ class Stepper:
 
     def _choose(self, jobs: Sequence[Job]) -> None:
         result: list[Tensor] = []
-        kept: list[tuple[Job, int, bool, bool]] = []  # (job, tokens, is there a winner, was it drawn)
+        chosen_by: list[tuple[Job, int, bool, bool]] = []  # (job, tokens, is there a winner, was it drawn)
         for job in jobs:
             job.torn = True
             try:
@@ -289,11 +289,11 @@ class Stepper:
             except Exception as error:
                 self._end(job, error)
                 continue
-            kept.append((job, chosen.numel(), winners is not None, finite is not None))
-        if not kept:
+            chosen_by.append((job, chosen.numel(), winners is not None, finite is not None))
+        if not chosen_by:
             return
         numbers = iter(torch.cat(result).tolist())  # the only synchronisation with the device
-        for job, count, won, drawn in kept:
+        for job, count, won, drawn in chosen_by:
             tokens = [next(numbers) for _ in range(count)]
             winner = next(numbers) if won else None
             sound = bool(next(numbers)) if drawn else True

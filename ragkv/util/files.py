@@ -127,11 +127,11 @@ def read_plain(path: Path, *, limit: int | None = None) -> bytes:
         return file.read()
 
 
-def require_solid(path: Path, found: os.stat_result) -> os.stat_result:
-    """`found`, the `os.fstat` result of the file at `path`; `NotPlainError` if the file is nearly all holes."""
-    if found.st_size > _SOLID and found.st_blocks * 512 * _HOLLOW < found.st_size:
-        raise NotPlainError(errno.EFBIG, f"nearly all of its {found.st_size} bytes are holes", str(path))
-    return found
+def require_solid(path: Path, status: os.stat_result) -> os.stat_result:
+    """`status`, the `os.fstat` result of the file at `path`; `NotPlainError` if the file is nearly all holes."""
+    if status.st_size > _SOLID and status.st_blocks * 512 * _HOLLOW < status.st_size:
+        raise NotPlainError(errno.EFBIG, f"nearly all of its {status.st_size} bytes are holes", str(path))
+    return status
 
 
 def write_plain(path: Path, content: bytes, *, mode: int = 0o666) -> None:
@@ -311,16 +311,16 @@ def parse_toml(text: str, *, source: str) -> dict[str, Any]:
     if _STRINGS.sub("", text).count(".") > _DOTS:
         raise too_deep
     try:
-        found = tomllib.loads(text)
+        table = tomllib.loads(text)
     except RecursionError:
         raise too_deep from None
     except ValueError as error:  # the parser's own error is one; a number of thousands of digits raises another
         raise ConfigError(f"{source} is not valid TOML: {error}.") from error
-    level: list[Any] = [found]
+    level: list[Any] = [table]
     for _ in range(DEEPEST):
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
-            return found
+            return table
     raise too_deep
 
 

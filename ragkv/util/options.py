@@ -90,15 +90,15 @@ def options_of(owner: type[Any]) -> Mapping[str, OptionField]:
 @cache
 def _options_of(owner: Any) -> Mapping[str, OptionField]:
     hints = get_type_hints(owner, include_extras=True)
-    found = {}
+    options = {}
     for field in fields(owner):
         kind, *notes = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (None,)
         for option in notes:
             if isinstance(option, Option):
                 kinds = [each for each in get_args(kind) if each is not NoneType]
                 kind = kinds[0] if len(kinds) == 1 else kind
-                found[field.name] = OptionField(field.name, kind, field.default, option)
-    return found
+                options[field.name] = OptionField(field.name, kind, field.default, option)
+    return options
 
 
 def require_options(owner: Any) -> None:

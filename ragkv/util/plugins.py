@@ -39,14 +39,14 @@ class PluginRegistry:
         If two packages add the same key, ragkv's own entry wins, else the first in alphabetical order. A warning
         names the other.
         """
-        found: dict[str, EntryPoint] = {}
+        by_key: dict[str, EntryPoint] = {}
         for entry in sorted(entry_points(group=self._group), key=_rank):
             key = self._key(entry.name) if self._key else entry.name
-            kept = found.setdefault(key, entry)
+            kept = by_key.setdefault(key, entry)
             if kept.value != entry.value:
                 kind = self._group.rpartition(".")[2]
                 logger.warning("two %s for %s: %s is used, not %s", kind, entry.name, kept.value, entry.value)
-        return {key: entry for key, entry in found.items() if key not in self._built_in}
+        return {key: entry for key, entry in by_key.items() if key not in self._built_in}
 
     def names(self) -> list[str]:
         """Every name that `load` knows, sorted."""
