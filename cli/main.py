@@ -12,7 +12,9 @@ import gc
 import logging
 import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -52,6 +54,23 @@ def _in_one_sentence() -> Iterator[None]:
     except KeyboardInterrupt:
         _note_interrupt()
         raise typer.Exit(130) from None
+
+
+_AGAIN_SECONDS = 0.01
+
+
+def _interrupt_again(event: sys.UnraisableHookArgs) -> None:
+    """An interrupt may come within a destructor or another function that C calls. It cannot be raised there: Python
+    prints it and goes on. So it is sent again, by a thread, because here it would be lost in the same way.
+    """
+    if not issubclass(event.exc_type, KeyboardInterrupt) or not hasattr(signal, "pthread_kill"):
+        sys.__unraisablehook__(event)
+        return
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(_AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
+    timer.daemon = True
+    timer.start()
 
 
 def _note_interrupt() -> None:
@@ -155,6 +174,8 @@ def run(app: typer.Typer, name: str) -> None:
     for capacity in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(capacity, "128")
     _open_streams()
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _interrupt_again
     with guarded():
         try:
             app(arguments, prog_name=name)

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,29 @@ def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch
     with pytest.raises(SystemExit, match="130"):
         entry_point()
     assert capsys.readouterr().err == "ragkv: interrupted.\n"
+
+
+def test_an_interrupt_within_a_destructor_is_not_lost(index):
+    """Python cannot raise it there: it prints a traceback and goes on."""
+    program = textwrap.dedent(
+        """
+        import os, signal, sys, time
+        from ragkv import RagKV
+        from ragkv.cli.main import main
+        class Held:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0)
+        def stats(self):
+            Held()
+            time.sleep(60)
+        RagKV.stats = stats
+        main()
+        """
+    )
+    command = [sys.executable, "-c", program, "stats", "--index", str(index)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "ragkv: interrupted.\n")
 
 
 @pytest.mark.parametrize(
