@@ -98,7 +98,7 @@ def require_values(command: Any) -> Any:
     The parser takes the next word whatever it is, so that `ingest docs --ray --index i` would read the folder `i`.
     A value that is spelled like an option is given as `--name=--json`.
     """
-    for below in getattr(command, "commands", {}).values():
+    for below in filter(None, getattr(command, "commands", {}).values()):
         require_values(below)
     taking = {flag for option in command.params if not getattr(option, "is_flag", True) for flag in option.opts}
     flags = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
@@ -128,7 +128,7 @@ def _sentence(error: Any) -> Exception:
     line = " ".join(error.format_message().split())
     if type(error).__name__ == "MissingParameter" and getattr(error.param, "help", None):
         what = " ".join(error.param.help.split()).rstrip(".")
-        line = f"{line.rstrip('.')} ({what[:1].lower() if what[1:2].islower() else what[:1]}{what[1:]})"
+        line = f"{line.rstrip('.')} ({what[:1] if what[1:2].isupper() else what[:1].lower()}{what[1:]})"
     if command == "ragkv query" and line.startswith("Got unexpected extra argument"):
         line = 'The question is one argument: put it in quotes, as in ragkv query "Who …?"'
     return UsageError(
