@@ -176,14 +176,6 @@ def ingest(
         Path | None,
         typer.Option(help="Also ingest the pages whose addresses are in this file, one per line.", metavar="FILE"),
     ] = None,
-    within: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Pages may also be below this address (repeatable).",
-            show_default="the host of a page, the folder of a sitemap",
-            metavar="ADDRESS",
-        ),
-    ] = None,
     max_pages: Annotated[
         int | None,
         typer.Option(help="Most pages of the web to ingest.", show_default="1000", metavar="N"),
@@ -246,7 +238,7 @@ def ingest(
     _require_blocks(block_tokens, settings, index)
     if memory is not None:
         IngestConfig(memory=memory)  # refuse a wrong amount before anything is read
-    web = given_values(within=within or None, max_pages=max_pages, allow_private=allow_private or None)
+    web = given_values(max_pages=max_pages, allow_private=allow_private or None)
     sources = _sources(paths or [], name, media_type, index, urls=urls, web=web, prune=prune, quiet=quiet)
     if ray is not None and any(not isinstance(each, Path) and each.remote is not None for each in sources):
         raise UsageError("--ray makes documents from files and folders, and none from the web; run two commands.")
@@ -405,7 +397,7 @@ def _sources(
     if not given and urls is None:
         raise UsageError("Name what to ingest: files, folders, addresses of the web, or - for stdin.")
     if not addresses and urls is None and web:
-        raise UsageError("--within, --max-pages and --allow-private are for pages of the web; name an address.")
+        raise UsageError("--max-pages and --allow-private are for pages of the web; name an address.")
     piped = [path for path in paths if str(path) == "-"]
     if not piped and (name is not None or media_type is not None):
         raise UsageError("--name and --type describe a document from stdin; add - to read it, or leave them out.")
@@ -417,8 +409,7 @@ def _sources(
     pages: list[SourceFile] = []
     if addresses or urls is not None:
         listed = [] if urls is None else [line.strip() for line in _lines_of(urls) if line.strip()[:1] not in ("", "#")]
-        rules = {"limits": _limits(index), "notify": (lambda _: None) if quiet else note, **web}
-        pages = from_web(*addresses, urls=listed, **rules)
+        pages = from_web(*addresses, urls=listed, limits=_limits(index), **web)
     if not piped:
         return [*paths, *pages]
     from_bytes(b"", name="stdin" if name is None else name, media_type=media_type)  # refuse a wrong name or type now

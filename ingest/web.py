@@ -1,9 +1,9 @@
-"""Pages of the web as sources: single pages, the pages that a sitemap lists, or those of a list of URLs.
+"""Pages of the web as sources: one page, the pages of a list, or those of a sitemap.
 
 A page is fetched when the ingest reaches it, and its URL is its document id and its name. robots.txt is honoured
-(RFC 9309). Pages and redirects stay on the host and in the folder of the URL that the user named. A host name is
-resolved once, checked, and the connection is made to the checked IP address, so neither a redirect nor the DNS leads
-into a private network. Everything that a server sends is bounded in bytes and time, and parsed in the isolated reader.
+(RFC 9309). A page and its redirects stay on its host, those of a sitemap in its folder. A host name is resolved once,
+checked, and the connection is made to the checked IP address, so neither a redirect nor the DNS leads into a private
+network. Everything that a server sends is bounded in bytes and time, and parsed in the isolated reader.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -34,16 +34,14 @@ if TYPE_CHECKING:
 MAX_PAGES = 1000
 _AGENT = "ragkv"
 _SITEMAP = "application/sitemap+xml"
-_MOST_LISTED = 50_000  # pages of a sitemap; the protocol's limit, as are 50 MiB
-_MOST_SITEMAPS = 500  # of an index of sitemaps
-_MOST_BYTES = 64 << 20  # of a page, unpacked
-_ROBOTS_BYTES = 512 << 10  # RFC 9309, 2.5
-_NOMINAL = 1 << 14  # bytes of a page in the progress, before it is fetched
-_REDIRECTS = 5
+_MAX_LISTED = 50_000  # pages of a sitemap; the protocol's limit
+_MAX_PAGE_BYTES = 64 << 20  # unpacked
+_MAX_ROBOTS_BYTES = 512 << 10  # RFC 9309, 2.5
+_NOMINAL_BYTES = 1 << 14  # of a page in the progress, before it is fetched
+_MAX_REDIRECTS = 5
 _CONNECT_SECONDS, _READ_SECONDS, _PAGE_SECONDS = 10.0, 30.0, 120.0
-_LONGEST_DELAY = 30.0  # seconds of a robots.txt's Crawl-delay
-_FAILURES = 3  # consecutive failures after which a host is not asked again
-_LONGEST_URL = 2048
+_MAX_FAILURES = 3  # consecutive ones after which a host is not asked again
+_MAX_URL_CHARACTERS = 2048
 _VALIDATORS = {"etag": "If-None-Match", "last-modified": "If-Modified-Since"}
 """The response headers that identify a page's version, kept as document metadata, and their conditional request
 headers."""
@@ -66,8 +64,8 @@ not allocated as public, so an IPv6 address has to be in the one range that is a
 def from_web(*addresses: str, urls: Iterable[str] = (), **rules: Any) -> list[SourceFile]:
     """The sources of pages and sitemaps, and of a list of pages (`urls`), for `RagKV.ingest`.
 
-    `rules` are the fields of `Web`: `within`, `allow_private`, `max_pages`. Sitemaps are fetched now, pages when the
-    ingest reaches them. Raises IngestError if none of it may be read.
+    `rules` are the fields of `Web`: `allow_private`, `max_pages`, `limits`. The addresses are fetched now, the pages
+    that they list when the ingest reaches them. Raises UsageError or IngestError if none of it may be read.
     """
     return Web(**rules).sources(addresses, urls)
 
@@ -78,15 +76,16 @@ def is_address(text: str) -> bool:
 
 
 def read_sitemap(data: bytes) -> Parsed:
-    """The addresses of a sitemap or of an index of sitemaps, one a line; the title says which (sitemaps.org)."""
+    """The addresses of a sitemap, one a line (sitemaps.org)."""
     from lxml import etree
 
-    parser = etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False)
-    root = etree.fromstring(data, parser)
-    found = [" ".join("".join(each.itertext()).split()) for each in root.iter("{*}loc")]
-    if len(found) > _MOST_LISTED:
-        raise Unreadable(f"sitemap cannot be read: it lists more than {_MOST_LISTED:,} addresses")
-    return Parsed(text="\n".join(each for each in found if each), title=etree.QName(root).localname)
+    root = etree.fromstring(data, etree.XMLParser(resolve_entities=False, no_network=True, load_dtd=False))
+    if etree.QName(root).localname == "sitemapindex":
+        raise Unreadable("it is an index of sitemaps; name the sitemaps that it lists")
+    pages = [" ".join("".join(loc.itertext()).split()) for loc in root.iter("{*}loc")]
+    if len(pages) > _MAX_LISTED:
+        raise Unreadable(f"sitemap cannot be read: it lists more than {_MAX_LISTED:,} addresses")
+    return Parsed(text="\n".join(filter(None, pages)))
 
 
 def _page(address: str, media_type: str, data: bytes | None = None, size: int = 0, **more: Any) -> SourceFile:
@@ -97,12 +96,11 @@ def _page(address: str, media_type: str, data: bytes | None = None, size: int = 
 
 @dataclass(slots=True)
 class _Site:
-    """A host and port: its connections, its robots.txt, and its consecutive failures."""
+    """The connections to a host and port, its robots.txt, and its consecutive failures."""
 
     pool: Any
     robots: RobotFileParser | None = None
     failures: int = 0
-    asked: float = 0.0
 
 
 class _HTTPStatusError(Unreadable):
@@ -115,21 +113,18 @@ class _HTTPStatusError(Unreadable):
 class Web:
     """The pages of one ingest, with the rules for fetching them; the `remote` of their sources.
 
-    `within` are further addresses below which pages may lie. `allow_private` allows addresses that the internet does
-    not route, such as those of an internal wiki. `skipped` are listed pages that may not be read.
+    `allow_private` allows addresses that the internet does not route, such as those of an internal wiki. `skipped` are
+    listed pages that may not be read.
     """
 
-    within: Sequence[str] = ()
     allow_private: bool = False
     max_pages: int = MAX_PAGES
     limits: ParseLimits | None = None
-    notify: Callable[[str], object] = lambda _: None
     skipped: list[Skipped] = field(default_factory=list)
-    _scopes: list[str] = field(default_factory=list)
-    _listed: dict[str, str] = field(default_factory=dict)
-    """The sitemap that lists each page; empty for a page that the user named."""
-    _whole: set[str] = field(default_factory=set)
-    """The scopes of the sitemaps that were read completely."""
+    _scopes: dict[str, str] = field(default_factory=dict)
+    """The address below which each page and its redirects stay."""
+    _sitemaps: set[str] = field(default_factory=set)
+    """The folders of the sitemaps."""
     _gone: set[str] = field(default_factory=set)
     _sites: dict[tuple[str, str, int], _Site] = field(default_factory=dict)
     _last: tuple[str, SourceFile] | None = None
@@ -137,46 +132,40 @@ class Web:
     def __post_init__(self) -> None:
         if self.max_pages < 1:
             raise UsageError("--max-pages must be at least 1.")
-        try:
-            self._scopes += [_normal(address).rstrip("/") + "/" for address in self.within]
-        except Unreadable as error:
-            raise UsageError(f"--within is the address below which pages may be: {error}.") from None
 
     def sources(self, addresses: Iterable[str], listed: Iterable[str] = ()) -> list[SourceFile]:
-        """The sources of `addresses`, which may be sitemaps, and of `listed`, which are pages.
-
-        Raises UsageError for an invalid address, IngestError if none of it may be read.
-        """
+        """The sources of `addresses`, which may be sitemaps, and of `listed`, which are pages."""
         for address in addresses:
             try:
                 self._add(_normal(address))
-            except Unreadable as error:
-                self.skipped.append(Skipped(path=address, reason=str(error)))
+            except (Unreadable, UnreadableSource) as error:
+                self.skipped.append(Skipped(path=address, reason=getattr(error, "reason", str(error))))
         for address in listed:
             try:
-                self._listed.setdefault(_normal(address), "")
+                page = _normal(address)
+                self._scopes.setdefault(page, urljoin(page, "/"))
             except Unreadable as error:
                 self.skipped.append(Skipped(path=address, reason=str(error)))
-        pages = list(self._listed)
+        pages = list(self._scopes)
         if len(pages) > self.max_pages:
             left = f"{len(pages) - self.max_pages:,} more pages are listed: raise --max-pages"
-            self.skipped.append(Skipped(path=self._listed[pages[self.max_pages]] or "the list", reason=left))
+            self.skipped.append(Skipped(path=self._scopes[pages[self.max_pages]], reason=left))
         if not pages:
             reasons = "; ".join(f"{skip.path}: {skip.reason}" for skip in self.skipped[:3])
             raise IngestError(f"Nothing to ingest: {reasons or 'no address is listed'}.", self.skipped)
-        return [_page(page, TEXT, size=_NOMINAL, remote=self) for page in pages[: self.max_pages]]
+        return [_page(page, TEXT, size=_NOMINAL_BYTES, remote=self) for page in pages[: self.max_pages]]
 
     def get(self, source: SourceFile, known: Mapping[str, str] | None) -> SourceFile | None:
         """The source with its bytes and type; None if the server answers that the version with the validators `known`
-        is current (304). Raises UnreadableSource. The last page is kept, for the next call.
+        is current (304). Raises UnreadableSource. The last page stays here, for the next call.
         """
         address = source.document_id
         try:
             if self._last is None or self._last[0] != address:
-                self._last = (address, self._fetch(address, self._scopes_of(address), known))
-            found = self._last[1]
-            if found.document_id != address and found.document_id in self._listed:
-                raise Unreadable(f"it redirects to {found.document_id}, which is listed itself")
+                self._last = (address, self._fetch(address, self._scopes[address], known))
+            page = self._last[1]
+            if page.document_id != address and page.document_id in self._scopes:
+                raise Unreadable(f"it redirects to {page.document_id}, which is listed itself")
         except Unreadable as error:
             status = error.status if isinstance(error, _HTTPStatusError) else 0
             if status == 304 and known:
@@ -184,121 +173,79 @@ class Web:
             if status in (404, 410):
                 self._gone.add(address)
             raise UnreadableSource(source.name, str(error)) from None
-        return replace(found, path=source.path, document_id=address, name=source.name)
+        return replace(page, path=source.path, document_id=address, name=source.name)
 
     def is_gone(self, document_id: str) -> bool:
-        """Whether this document's page is gone: the server says so, or a completely read sitemap no longer lists
-        it."""
+        """Whether this document's page is gone: the server says so, or the sitemap above it no longer lists it."""
         return document_id in self._gone or (
-            document_id not in self._listed
+            document_id not in self._scopes
             and is_address(document_id)
-            and any(_is_below(document_id, scope) for scope in self._whole)
+            and any(_is_below(document_id, folder) for folder in self._sitemaps)
         )
 
-    def _scopes_of(self, address: str) -> Sequence[str]:
-        """The scopes of a page's redirects: for a page that the user named, its whole host."""
-        return self._scopes if self._listed.get(address) else [*self._scopes, _host_scope(address)]
-
     def _add(self, address: str) -> None:
-        """Add a page, or the pages of a sitemap."""
-        found = self._fetch(address, [*self._scopes, _host_scope(address)])
-        if found.media_type != _SITEMAP:
-            self._listed[address] = ""
-            self._last = (address, found)
-            robots = self._site(address).robots
-            maps = [each for each in (robots.site_maps() if robots else None) or () if each != address]
-            if maps:
-                self.notify(f"{address} is one page; to read its whole site, ingest {maps[0]}")
+        """Add a page, or the pages of a sitemap; those outside of its folder are skipped."""
+        page = self._fetch(address, urljoin(address, "/"))
+        if page.media_type != _SITEMAP:
+            self._scopes[address] = urljoin(address, "/")
+            self._last = (address, page)
             return
-        scope = _scope(address)
-        self._scopes.append(scope)
-        waiting, done, whole = [(address, found)], {address}, True
+        folder = urljoin(address, ".")
         with SourceReader(self.limits) as reader:
-            while waiting:
-                name, found = waiting.pop(0)
-                try:
-                    text = reader.read(found)
-                except UnreadableSource as error:
-                    self.skipped.append(Skipped(path=name, reason=error.reason))
-                    whole = False
-                    continue
-                index = text.title == "sitemapindex"
-                for each in self._allowed(text.text.splitlines(), name):
-                    if not index:
-                        self._listed.setdefault(each, address)
-                    elif each not in done and len(done) <= _MOST_SITEMAPS and len(self._listed) <= self.max_pages:
-                        done.add(each)
-                        try:
-                            below = self._fetch(each, self._scopes)
-                            if below.media_type != _SITEMAP:
-                                raise Unreadable("it is no sitemap")
-                            waiting.append((each, below))
-                        except Unreadable as error:
-                            self.skipped.append(Skipped(path=each, reason=str(error)))
-                            whole = False
-                    else:
-                        whole = whole and each in done
-        if whole:
-            self._whole.add(scope)
-
-    def _allowed(self, listed: Iterable[str], sitemap: str) -> Iterator[str]:
-        """The listed addresses that may be read; the others are counted in `skipped`."""
-        outside: dict[str, int] = {}
-        for each in listed:
+            lines = reader.read(page).text.splitlines()
+        self._sitemaps.add(folder)
+        outside = 0
+        for line in lines:
             try:
-                address = _normal(each, sitemap)
+                listed = _normal(line, address)
             except Unreadable as error:
-                self.skipped.append(Skipped(path=each, reason=str(error)))
+                self.skipped.append(Skipped(path=line, reason=str(error)))
                 continue
-            if any(_is_below(address, scope) for scope in self._scopes):
-                yield address
+            if _is_below(listed, folder):
+                self._scopes.setdefault(listed, folder)
             else:
-                outside[_scope(address)] = outside.get(_scope(address), 0) + 1
-        for scope, count in sorted(outside.items(), key=lambda each: -each[1])[:10]:
-            reason = f"{count:,} of its pages are below {scope}: add --within {scope}"
-            self.skipped.append(Skipped(path=sitemap, reason=reason))
+                outside += 1
+        if outside:
+            self.skipped.append(Skipped(path=address, reason=f"{outside:,} of its pages are not below {folder}"))
 
-    def _fetch(self, address: str, scopes: Sequence[str], known: Mapping[str, str] | None = None) -> SourceFile:
+    def _fetch(self, address: str, scope: str, known: Mapping[str, str] | None = None) -> SourceFile:
         """Fetch an address by its site's rules; raises Unreadable with the reason."""
-        for _ in range(_REDIRECTS + 1):
-            if not any(_is_below(address, scope) for scope in scopes):
-                raise Unreadable(f"it redirects to {address}: add --within {_scope(address)}")
+        for _ in range(_MAX_REDIRECTS + 1):
+            if not _is_below(address, scope):
+                raise Unreadable(f"it redirects to {address}, which is not below {scope}")
             site = self._site(address)
-            if site.robots is None:
-                site.robots = self._robots(address, site)
+            site.robots = site.robots or self._robots(address, site)
             if not site.robots.can_fetch(_AGENT, address):
                 raise Unreadable("the site's robots.txt does not allow it")
-            delay = min(float(site.robots.crawl_delay(_AGENT) or 0), _LONGEST_DELAY)
-            if (wait := site.asked + delay - time.monotonic()) > 0:
-                time.sleep(wait)
-            found = self._ask(address, site, _MOST_BYTES, known=known)
-            if isinstance(found, SourceFile):
-                return found
-            address = _normal(found, address)
-        raise Unreadable(f"it redirects more than {_REDIRECTS} times")
+            answer = self._ask(address, site, _MAX_PAGE_BYTES, known=known)
+            if isinstance(answer, SourceFile):
+                return answer
+            address = _normal(answer, address)
+        raise Unreadable(f"it redirects more than {_MAX_REDIRECTS} times")
 
     def _robots(self, address: str, site: _Site) -> RobotFileParser:
         """The rules of a site: none if it has no robots.txt. RFC 9309: if it cannot be read, nothing is allowed."""
         from urllib.robotparser import RobotFileParser
 
         rules = RobotFileParser()
-        here = urljoin(address, "/robots.txt")
+        place = urljoin(address, "/robots.txt")
+        lines: list[str] = []
         try:
-            for _ in range(_REDIRECTS + 1):
-                found = self._ask(here, site, _ROBOTS_BYTES, cut=True)
-                if isinstance(found, SourceFile):
-                    try:
-                        rules.parse(found.read().decode("utf-8", "replace").splitlines())
-                    except ValueError:  # of an address or a number in a rule
-                        raise Unreadable("the site's robots.txt cannot be read (a rule is malformed)") from None
-                    return rules
-                here = _normal(found, here)
-                if not _is_below(here, _host_scope(address)):
+            for _ in range(_MAX_REDIRECTS + 1):
+                answer = self._ask(place, site, _MAX_ROBOTS_BYTES, cut=True)
+                if isinstance(answer, SourceFile):
+                    lines = answer.read().decode("utf-8", "replace").splitlines()
                     break
+                place = _normal(answer, place)
+                if not _is_below(place, urljoin(address, "/")):
+                    break
+            rules.parse(lines)
         except _HTTPStatusError as error:
             if error.status >= 500:
                 raise Unreadable(f"the site's robots.txt cannot be read ({error})") from None
-        rules.parse([])  # a missing robots.txt means no rules
+            rules.parse([])
+        except ValueError:  # of an address or a number in a rule
+            raise Unreadable("the site's robots.txt cannot be read (a rule is malformed)") from None
         return rules
 
     def _site(self, address: str) -> _Site:
@@ -321,55 +268,47 @@ class Web:
 
     def _resolve(self, host: str, port: int) -> str:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
             raise Unreadable(f"the host {host} is not known") from None
-        addresses = [str(each[4][0]) for each in found]
+        addresses = [str(entry[4][0]) for entry in resolved]
         if not self.allow_private and not all(map(_is_public, addresses)):
             raise Unreadable(f"{host} is in a private network: add --allow-private if it is yours")
         # IPv4 first: many networks resolve IPv6 names without routing IPv6
-        return min(addresses, key=lambda each: ":" in each)
+        return min(addresses, key=lambda address: ":" in address)
 
-    def _ask(
-        self,
-        address: str,
-        site: _Site,
-        most: int,
-        *,
-        cut: bool = False,
-        known: Mapping[str, str] | None = None,
-    ) -> SourceFile | str:
+    def _ask(self, address: str, site: _Site, max_bytes: int, **options: Any) -> SourceFile | str:
         """One request, in a thread, because a server can send headers slowly for ever: the page, or a redirect."""
-        if site.failures >= _FAILURES:
+        if site.failures >= _MAX_FAILURES:
             raise Unreadable("the host did not answer before")
-        answer: list[SourceFile | str | BaseException] = []
+        answers: list[SourceFile | str | BaseException] = []
 
         def work() -> None:
             try:
-                answer.append(_request(address, site.pool, most, cut=cut, known=known))
+                answers.append(_request(address, site.pool, max_bytes, **options))
             except BaseException as error:
-                answer.append(error)
+                answers.append(error)
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(_PAGE_SECONDS)
-        site.asked = time.monotonic()
-        found = answer[0] if answer else TimeoutError("timed out")
-        if isinstance(found, Unreadable):
-            site.failures = 0
-            raise found
-        if isinstance(found, BaseException):
-            site.failures += 1
-            raise Unreadable(f"the host does not answer: {_why(found)}") from found
-        site.failures = 0
-        return found
+        answer = answers[0] if answers else TimeoutError("timed out")
+        failed = isinstance(answer, BaseException) and not isinstance(answer, Unreadable)
+        site.failures = site.failures + 1 if failed else 0
+        if isinstance(answer, Unreadable):
+            raise answer
+        if isinstance(answer, BaseException):
+            raise Unreadable(f"the host does not answer: {_why(answer)}") from answer
+        return answer
 
 
-def _request(address: str, pool: Any, most: int, *, cut: bool, known: Mapping[str, str] | None) -> SourceFile | str:
+def _request(
+    address: str, pool: Any, max_bytes: int, *, cut: bool = False, known: Mapping[str, str] | None = None
+) -> SourceFile | str:
     """GET an address: the page with its type, or the address that it redirects to.
 
     Raises Unreadable for a status, a type or a size that is not supported, and the errors of urllib3. With `cut`, a
-    body of more than `most` bytes is cut off.
+    body of more than `max_bytes` is cut off.
     """
     parts = urlsplit(address)
     target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
@@ -390,30 +329,30 @@ def _request(address: str, pool: Any, most: int, *, cut: bool, known: Mapping[st
         data = bytearray()
         for block in response.stream(1 << 16, decode_content=True):
             data += block
-            if len(data) > most and cut:
-                break
-            if len(data) > most:
-                raise Unreadable(f"larger than {most:,} bytes")
+            if len(data) > max_bytes:
+                if cut:
+                    break
+                raise Unreadable(f"larger than {max_bytes:,} bytes")
             if time.monotonic() > ends:
                 raise TimeoutError("timed out")
     finally:
         response.close()  # if the body was read completely, the connection is back in the pool already
     charset = re.search(r"(?i)charset\s*=\s*[\"']?([\w.:-]+)", parameters)
-    given = {name: response.headers.get(name, "") for name in _VALIDATORS}
-    given = {name: value for name, value in given.items() if value.isprintable() and 0 < len(value.encode()) <= 256}
-    return replace(_typed(address, kind, charset[1] if charset else None, bytes(data), most), validators=given)
+    values = {name: response.headers.get(name, "") for name in _VALIDATORS}
+    values = {name: value for name, value in values.items() if value.isprintable() and 0 < len(value.encode()) <= 256}
+    return replace(_typed(address, kind, charset[1] if charset else None, bytes(data), max_bytes), validators=values)
 
 
-def _typed(address: str, kind: str, charset: str | None, data: bytes, most: int) -> SourceFile:
+def _typed(address: str, kind: str, charset: str | None, data: bytes, max_bytes: int) -> SourceFile:
     """The response with its type by header, else by the address's suffix, else by its bytes."""
     if data[:2] == b"\x1f\x8b":  # a gzipped sitemap: here gzip is the file's format, not the transfer encoding
         unpacking = zlib.decompressobj(47)
         try:
-            data = unpacking.decompress(data, most + 1)
+            data = unpacking.decompress(data, max_bytes + 1)
         except zlib.error:
             raise Unreadable("it is packed, and damaged") from None
-        if len(data) > most:
-            raise Unreadable(f"larger than {most:,} bytes")
+        if len(data) > max_bytes:
+            raise Unreadable(f"larger than {max_bytes:,} bytes")
     if re.search(rb"<(?:\w+:)?(?:urlset|sitemapindex)[\s>]", data[:4096]):
         return _page(address, _SITEMAP, data)
     suffix = posixpath.splitext(urlsplit(address).path)[1]
@@ -445,30 +384,21 @@ def _normal(address: str, base: str = "") -> str:
     place = f"[{host}]" if ":" in host else host
     if port not in (None, 443 if scheme == "https" else 80):
         place += f":{port}"
-    kept = "/%:@!$&'()*+,;=~-._"
-    path = re.sub("(?i)%2e", ".", quote(parts.path, kept)).lstrip("/")
+    safe = "/%:@!$&'()*+,;=~-._"
+    path = re.sub("(?i)%2e", ".", quote(parts.path, safe)).lstrip("/")
     path = urlsplit(urljoin("http://host/", f"/{path}")).path  # resolves `..`, which robots.txt does not know
-    found = urlunsplit((scheme, place, path, quote(parts.query, kept + "?"), ""))
-    if len(found) > _LONGEST_URL or not found.isprintable():
-        raise Unreadable(f"its address is longer than {_LONGEST_URL:,} characters")
-    return found
-
-
-def _scope(address: str) -> str:
-    """The folder of an address, as an address."""
-    return urljoin(address, ".")
-
-
-def _host_scope(address: str) -> str:
-    return urljoin(address, "/")
+    normal = urlunsplit((scheme, place, path, quote(parts.query, safe + "?"), ""))
+    if len(normal) > _MAX_URL_CHARACTERS or not normal.isprintable():
+        raise Unreadable(f"its address is longer than {_MAX_URL_CHARACTERS:,} characters")
+    return normal
 
 
 def _is_below(address: str, scope: str) -> bool:
     """Whether an address has the host of `scope`, with either scheme, and is in its folder."""
-    found, base = urlsplit(address), urlsplit(scope)
-    if found.hostname != base.hostname or found.port != base.port:
+    parts, base = urlsplit(address), urlsplit(scope)
+    if parts.hostname != base.hostname or parts.port != base.port:
         return False
-    path = posixpath.normpath(unquote(found.path)) + "/"  # a server may read %2e%2e as the parent folder
+    path = posixpath.normpath(unquote(parts.path)) + "/"  # a server may read %2e%2e as the parent folder
     return path.startswith(unquote(base.path))
 
 
