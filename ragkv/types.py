@@ -61,9 +61,6 @@ class Capability(StrEnum):
     MOVE = "move"
     """A chunk is read at another position than the one at which it was encoded."""
 
-    STACK = "stack"
-    """A sequence holds several questions that do not see each other."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:

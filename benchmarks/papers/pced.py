@@ -122,7 +122,7 @@ PCED_1 = Table(
         _line(_TUNED, "pced"),
         _line("PCED ColBERT", "pced", "colbert"),
         _line("Single", "single"),
-        _line("All", "all"),
+        _line("All", "full"),
     ),
     columns=(
         *_HOPS,
@@ -300,7 +300,7 @@ PCED_6 = Table(
     name="pced-6",
     title="PCED Figure 6: accuracy with more and more distractors",
     follows="PCED Figure 6",
-    lines=(_line("PCED", "pced"), _line("All", "all"), *_APE),
+    lines=(_line("PCED", "pced"), _line("All", "full"), *_APE),
     prepare=_searched,
     columns=tuple(
         _column(kind, f"{kind}, k={size}", chunks=size, more=", pool=128", limit=_FEWER.get(size))

@@ -33,7 +33,6 @@ from ragkv.attention.sequence import (
     ChunkGroup,
     RecomputedSequence,
     SequenceSlice,
-    StackedSequence,
     TokenSequence,
     tokens_of,
 )
@@ -237,7 +236,7 @@ def prefill_batches(
     others: list[SequenceSlice] = []
     for span in spans:
         short = 1 < span.n <= (MOST_TOKENS if window is None else min(window, MOST_TOKENS))
-        placed = isinstance(span.sequence, StackedSequence | RecomputedSequence)
+        placed = isinstance(span.sequence, RecomputedSequence)
         together = short and not span.sequence.cache.length and not placed
         (apart if together else others).append(span)
     batches: list[list[SequenceSlice]] = []
@@ -523,7 +522,6 @@ class _DevicePlan:
         others = [span for span in spans if in_place is None or span.at not in in_place.at]
         self._decode, self._alone = decode_batches(others, device, fixed=fixed)
         self._device = device
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._prefill: dict[int | None, tuple[list[PrefillBatch], list[SequenceSlice]]] = {}
         self._packs: dict[int | None, tuple[list[PagedReads], list[ChunkRead]]] = {}
 
@@ -575,9 +573,7 @@ class _DevicePlan:
         partials: list[tuple[Tokens, PartialAttention]] = [(batch.tokens, batch.attend(call)) for batch in prefill]
         partials += [(batch.tokens, batch.attend(call)) for batch in self._decode]
         for span in alone:
-            if isinstance(span.sequence, StackedSequence):
-                partial = _stacked_partial(span, call, self._visible(span, call.window))
-            elif isinstance(span.sequence, RecomputedSequence):
+            if isinstance(span.sequence, RecomputedSequence):
                 partial = _recomputed_partial(span.sequence, span, call)
             else:
                 partial = _own_partial(span, call)
@@ -588,14 +584,6 @@ class _DevicePlan:
             partials.append((each.tokens, whole))
             apart += more
         return _merge_by_token(partials, call.query), apart
-
-    def _visible(self, span: SequenceSlice, window: int | None) -> Tensor:
-        """Which tokens a stacked sequence's new tokens see; computed once for all layers with this window."""
-        assert isinstance(span.sequence, StackedSequence)
-        key = (span.at, window)
-        if key not in self._masks:
-            self._masks[key] = span.sequence.visible(span.n, window, self._device)
-        return self._masks[key]
 
 
 def _append(span: SequenceSlice, call: LayerCall) -> tuple[Tensor, Tensor]:
@@ -633,12 +621,6 @@ def _own_partial(span: SequenceSlice, call: LayerCall) -> PartialAttention:
     first = max(0, m - n - window + 1)
     behind = torch.arange(m - n, m, device=query.device)[:, None] - torch.arange(first, m, device=query.device)
     return call.partial(query, keys[:, :, first:], values[:, :, first:], mask=(behind >= 0) & (behind < window))
-
-
-def _stacked_partial(span: SequenceSlice, call: LayerCall, visible: Tensor) -> PartialAttention:
-    """Attention of a stacked sequence's new tokens over those of its tokens that they see."""
-    keys, values = _append(span, call)
-    return call.partial(call.query[:, :, span.tokens], keys, values, mask=visible)
 
 
 ROWS = 256

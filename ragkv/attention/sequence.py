@@ -4,7 +4,6 @@ Own KV is a `KVCache`. Short sequences that decode together keep theirs in a `KV
 sequences of the same capacity, so that one call per layer reads all of them, masked to their lengths. A sequence that
 outgrows its block moves to memory of its own.
 
-`StackedSequence` holds several answers in one prompt, whose tokens have explicit positions and visibility (IPPD §4.1).
 It is the paper's form; a sequence per answer is the same computation without the masked scores.
 
 `join` copies a context's chunks together for decoding, if `ragkv.attention.in_place` does not read them in place. The
@@ -20,9 +19,9 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -355,56 +354,6 @@ class KVArena:
         block = ArenaBlock(min(sequences, MOST_SEQUENCES), capacity)
         self._arena.append(weakref.ref(block))
         return ArenaKVCache(block)
-
-
-class TokenMark(NamedTuple):
-    """The position and visibility of a token in a stacked prompt: IPPD's posvirt(i), context(i) and question(i).
-
-    Context and question are 0 for what all of them see. `wanted`: the logits after this token are used.
-    """
-
-    position: int
-    context: int = 0
-    question: int = 0
-    wanted: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class StackedSequence(TokenSequence):
-    """A sequence whose tokens have explicit positions and visibility: `marks`, of all tokens, past and future."""
-
-    marks: list[TokenMark] = field(default_factory=list)
-
-    def places(self, n: int) -> list[int]:
-        return [mark.position for mark in self._next(n)]
-
-    def kept(self, n: int) -> list[int]:
-        return [index for index, mark in enumerate(self._next(n)) if mark.wanted]
-
-    def visible(self, n: int, window: int | None, device: torch.device) -> Tensor:
-        """Which tokens the next `n` see, `(n, m)`, True where seen: those held and the new ones (Eqs. 6-9).
-
-        A sliding window counts virtual positions, not places in the sequence.
-        """
-        held = self.cache.length
-        position, context, question, _ = torch.tensor(self.marks[: held + n]).to(device, non_blocking=True).T
-        asking = slice(held, held + n)
-        behind = position[asking, None] - position
-        seen: Tensor = behind >= 0
-        seen &= (context[asking, None] == context) | (context == 0)
-        seen &= (question[asking, None] == question) | (question == 0)
-        return seen if window is None else seen & (behind < window)
-
-    def compact(self, dead: Callable[[TokenMark], bool]) -> None:
-        """Drop the tokens that no later token sees, once they are more than half of those held."""
-        held = self.cache.length
-        kept = [index for index, mark in enumerate(self.marks[:held]) if not dead(mark)]
-        if 2 * len(kept) < held:
-            self.cache.select(kept)
-            self.marks = [self.marks[index] for index in kept] + self.marks[held:]
-
-    def _next(self, n: int) -> list[TokenMark]:
-        return self.marks[self.cache.length : self.cache.length + n]
 
 
 @dataclass(slots=True, eq=False)

@@ -39,8 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """Append `ids[i]` to `rows[i]`. The result: fp32 logits of each sequence's last token, `(rows, vocab)`, or, for a
-    `StackedSequence` that is read alone, of the tokens that it marks as wanted, `(wanted, vocab)`.
+    """Append `ids[i]` to `rows[i]`. The result: fp32 logits of each sequence's last token, `(rows, vocab)`.
 
     The engine owns the logits and may modify them in place.
     """
@@ -55,13 +54,12 @@ class Sample:
 
     The token is shown to the caller, and the program is closed after the last one. With experts, `winners` `(vocab,)`
     says which of them proposes each token (the lower number among equals), and `owners` are the indices of their chunks
-    in `Request.chunks`. `at` is the token's position, if it does not follow the sequences read.
+    in `Request.chunks`.
     """
 
     scores: Tensor
     winners: Tensor | None = None
     owners: tuple[int, ...] = ()
-    at: int | None = None
 
     def best(self) -> Tensor:
         """The greedy choice, 0-dim, on the device: the lowest id among equals, after the lowest winner (PCED Eq. 3)."""
@@ -246,8 +244,6 @@ class Engine(ABC):
     """The most chunks that it reads, the best ones; None: all of them."""
     whole_documents: ClassVar[bool] = False
     """Whether it reads the whole documents that the chunks are from, in blocks (`ragkv.model.apb`)."""
-    stacks: ClassVar[bool] = False
-    """Whether requests that begin at the same time shall begin `together`."""
     context: bool = False
     """Whether the index's chunks saw their document when they were encoded (`[encoding] context`)."""
 
@@ -288,10 +284,6 @@ class Engine(ABC):
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         """The most that `program` needs; the default is for an engine with one sequence that reads the suffix."""
         return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens)
-
-    def together(self, requests: Sequence[Request], model: ModelFacts) -> list[Program]:
-        """One program for each of several requests that begin at the same time, for an engine that `stacks`."""
-        return [self.program(request, model) for request in requests]
 
     @abstractmethod
     def program(self, request: Request, model: ModelFacts) -> Program:

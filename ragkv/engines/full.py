@@ -36,12 +36,6 @@ class FullAttention(Engine):
         return [*request.prefix_ids, *chunks, *request.suffix_ids]
 
 
-class All(FullAttention):
-    """`full` under the name of the papers' tables: every retrieved chunk in one prompt (PCED Table 1, "All")."""
-
-    name = "all"
-
-
 class Single(FullAttention):
     """The best of the retrieved chunks alone (PCED Table 1, "Single")."""
 

@@ -273,11 +273,10 @@ class LanguageModel:
     ) -> Tensor:
         """One forward pass: append `ids[i]` to `sequences[i]`; they may differ in length, position and context.
 
-        Returns fp32 logits: `(sequences, vocab)` of each sequence's last token (of a `StackedSequence`, of the tokens
-        marked as wanted), or `(tokens, vocab)` of `every` token, in order. If no logits are wanted, the pass ends with
-        the last keys and values. Sequences that only run `until` a layer form a pass of their own. Nothing is appended
-        if it raises. `seen` is for the self-check. `run` computes an ordinary
-        pass's logits.
+        Returns fp32 logits: `(sequences, vocab)` of each sequence's last token, or `(tokens, vocab)` of `every` token,
+        in order. If no logits are wanted, the pass ends with the last keys and values. Sequences that only run `until`
+        a layer form a pass of their own. Nothing is appended if it raises. `seen` is for the self-check. `run` computes
+        an ordinary pass's logits.
         """
         logits, steps = torch.empty((0, 0)), []
         one_pass = partial(self._pass, every=every, seen=seen, run=run)

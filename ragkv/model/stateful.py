@@ -33,7 +33,7 @@ from transformers.cache_utils import (
 )
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk, State
-from ragkv.attention.sequence import KVCache, StackedSequence, TokenSequence
+from ragkv.attention.sequence import KVCache, TokenSequence
 from ragkv.errors import UnsupportedModelError
 from ragkv.model.attention_hook import LayerMask
 from ragkv.model.checkpoint import Checkpoint
@@ -492,8 +492,6 @@ class StatefulModel(LanguageModel):
 
     def _held(self, sequence: TokenSequence) -> _Place | None:
         """The sequence's cache; None if it has read nothing and sees nothing."""
-        if isinstance(sequence, StackedSequence):
-            raise UnsupportedModelError("several stacked questions cannot resume from one state")
         if isinstance(sequence.cache, StateCache):
             return sequence.cache.held, sequence.cache.index
         if not all(group.plain for group in sequence.groups):

@@ -22,7 +22,6 @@ from ragkv.attention.sequence import (
     ChunkGroup,
     KVArena,
     KVCache,
-    StackedSequence,
     TokenSequence,
     join,
     worth_joining,
@@ -75,7 +74,7 @@ class BatchExecutor:
         self.model.require_positions(last + 1)
         for sequence, some in zip(sequences, ids, strict=True):
             fresh = not sequence.cache.length and sequence.cache.reserve  # without a reserve it reads only once
-            if fresh and not isinstance(sequence, StackedSequence):
+            if fresh:
                 sequence.cache = self._arena.place(len(some), answer, running)
 
     def lay_out(

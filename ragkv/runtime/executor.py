@@ -35,7 +35,7 @@ class ExecutorTraits:
     """What an executor can do.
 
     `serves`: the engines' needs that it meets for every model that it accepts (MERGE: it joins independent chunks;
-    MOVE: it moves them; STACK: explicit visibility within a sequence). `weighs`: chunk groups with a temperature or a
+    MOVE: it moves them). `weighs`: chunk groups with a temperature or a
     scale. `copies`: chunks as own KV that the engine overwrites (`Join`). At most `max_sequences` run at a time; None:
     any number. `device` is where its logits are.
     """

@@ -284,10 +284,8 @@ class Runtime:
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
         ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared)
         decoder = None if generation is None else Decoder(model, generation)
-        # a stream that its caller drives would make the others wait
-        origin = (engine, request) if engine.stacks and decoder is not None else None
-        program = None if origin else with_shared(engine.program(request, model), self.pool, self.executor)
-        job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease, origin=origin)
+        program = with_shared(engine.program(request, model), self.pool, self.executor)
+        job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease)
         with self._locked():
             self._require_open(owner)
             self._scheduler.submit(ticket)

@@ -7,7 +7,6 @@ taken yet. `Stepper` runs all of them.
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -16,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ragkv.attention.sequence import MOST_TOKENS, StackedSequence, TokenSequence
+from ragkv.attention.sequence import MOST_TOKENS, TokenSequence
 from ragkv.engines.base import Argmax, Forward, Join, Operation, Program, Release, Sample, WaitFor
 from ragkv.errors import UnsupportedModelError
 from ragkv.runtime.decoding import Decoder, Token
 from ragkv.runtime.executor import Executor, require_plain
-from ragkv.runtime.kv_pool import KVPool, with_shared
+from ragkv.runtime.kv_pool import KVPool
 from ragkv.runtime.scheduler import Pace, Scheduler, Ticket
 
 if TYPE_CHECKING:
-    from ragkv.engines import Engine, Request
     from ragkv.runtime.kv_pool import Lease
 
 logger = logging.getLogger(__name__)
@@ -39,28 +37,25 @@ AHEAD = 64
 class Job:
     """A running request. Only the thread that drives the runtime touches `program` and `operation`.
 
-    If `decoder` is None, the caller chooses the tokens, and the job pauses at each `Sample`. A job that is to begin
-    together with others has an `origin` but no program yet; it never pauses, because that would stop the others.
+    If `decoder` is None, the caller chooses the tokens, and the job pauses at each `Sample`.
     """
 
     def __init__(
         self,
-        program: Program | None,
+        program: Program,
         ticket: Ticket,
         decoder: Decoder | None,
         *,
         model: object = None,
         owner: object = None,
         lease: Lease | None = None,
-        origin: tuple[Engine, Request] | None = None,
     ) -> None:
         self.program = program
-        self.origin = origin
         self.ticket = ticket
         self.decoder = decoder
         self.owner = owner
         self.lease = lease
-        self.ahead: float = AHEAD if origin is None else math.inf
+        self.ahead: float = AHEAD
         self.torn = False
         """Whether it could not continue if the running step were interrupted."""
         self._model = model  # keeps the runtime alive while the job runs
@@ -92,8 +87,6 @@ class Job:
             self._logits = [[] for _ in operation.ids]
         elif not isinstance(operation, Sample | Argmax | WaitFor):
             raise TypeError(f"an engine's program yields operations (ragkv.engines), not {type(operation).__name__}")
-        elif isinstance(operation, Sample) and operation.at is not None:
-            self.position = operation.at
         self.operation = operation
 
     def wants(self) -> list[int]:
@@ -110,9 +103,9 @@ class Job:
         self, slices: Sequence[tuple[int, TokenSequence, Sequence[int]]], kept: Sequence[int], logits: Tensor
     ) -> None:
         """Record that these slices were read; `logits` `(sum(kept), vocab)` has `kept` rows for each of them."""
-        for (i, sequence, ids), scores in zip(slices, torch.split(logits, list(kept)), strict=True):
+        for (i, _, ids), scores in zip(slices, torch.split(logits, list(kept)), strict=True):
             self._left[i] = self._left[i][len(ids) :]
-            if len(scores) and (isinstance(sequence, StackedSequence) or not self._left[i]):
+            if len(scores) and not self._left[i]:
                 self._logits[i].append(scores)
         if len(slices) == len(self._left) == sum(map(len, self._logits)) and not any(self._left):
             self._logits = [[logits]]  # all of it in this step: no copy
@@ -140,17 +133,15 @@ class Job:
         if self.ended:
             return
         self.ended, self.error = True, error
-        self.operation = self.origin = self._model = None
+        self.operation = self._model = None
         self._left, self._logits = [], []
         try:
-            if self.program is not None:
-                self.program.close()
+            self.program.close()
         except Exception as failure:  # an engine's cleanup must not raise here
             logger.warning("an engine's program failed while it was closed: %s", failure)
 
     def send(self, answer: Any) -> Operation:
         """Run the program up to its next request; StopIteration when it has ended."""
-        assert self.program is not None
         return self.program.send(answer)
 
 
@@ -183,7 +174,6 @@ class Stepper:
     def step(self, admitted: Sequence[Job]) -> bool:
         """Admit these jobs and run one step for all; False if nothing can run."""
         self.running += admitted
-        self._begin([job for job in admitted if job.origin is not None])
         for job in admitted:
             if not job.ended:
                 self.advance(job, None)
@@ -207,23 +197,6 @@ class Stepper:
         for job, sequence, length, position in self.marks:
             job.torn |= (sequence.cache.length, sequence.position) != (length, position)
         return [job for job in self.running if job.torn or job.operation is None]
-
-    def _begin(self, jobs: Sequence[Job]) -> None:
-        """Make programs for requests that were admitted at the same time, if their engine stacks them."""
-        groups: dict[tuple[type[Engine], Any], list[Job]] = {}
-        for job in jobs:
-            assert job.origin is not None
-            groups.setdefault((type(job.origin[0]), job.origin[0].config), []).append(job)
-        for group in groups.values():
-            origins = [job.origin for job in group if job.origin is not None]
-            try:
-                programs = origins[0][0].together([request for _, request in origins], self._executor.model)
-            except Exception as error:
-                for job in group:
-                    self._end(job, error)
-                continue
-            for job, program in zip(group, programs, strict=True):
-                job.program, job.origin = with_shared(program, self._pool, self._executor), None
 
     def _advance_waiting(self) -> bool:
         """Advance the programs that wait for another one, if that is done; returns whether there were any."""

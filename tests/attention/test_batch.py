@@ -13,7 +13,7 @@ import torch
 
 from ragkv.attention.batch import SequenceSlice, prefill_batches
 from ragkv.attention.kv import PlacedChunk
-from ragkv.attention.sequence import ChunkGroup, StackedSequence, TokenMark, TokenSequence
+from ragkv.attention.sequence import ChunkGroup, TokenSequence
 from ragkv.runtime.batch_executor import ContextLayout
 
 BLOCKS = {
@@ -175,14 +175,10 @@ def test_rows_of_about_one_length_are_read_together_and_others_alone():
     assert batches_of([9, 9, 8, 8], window=8) == ([[8, 8]], [9, 9])
 
 
-def test_rows_that_hold_tokens_and_stacks_are_read_alone():
+def test_rows_that_hold_tokens_are_read_alone():
     held = TokenSequence((), 0)
     held.cache.commit(3)
-    stack = StackedSequence((), 0, marks=[TokenMark(i) for i in range(4)])
-    assert batches_of([4, 4, 4, 4], rows=[stack, held, TokenSequence((), 0), TokenSequence((), 0)]) == (
-        [[4, 4]],
-        [4, 4],
-    )
+    assert batches_of([4, 4, 4], rows=[held, TokenSequence((), 0), TokenSequence((), 0)]) == ([[4, 4]], [4])
 
 
 @pytest.mark.parametrize("family", ["llama-yarn", "gemma2", "mistral-sliding", "smollm3"])

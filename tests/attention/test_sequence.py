@@ -1,4 +1,4 @@
-"""A row's own KV, stacked prompts, and chunks laid out as one."""
+"""A row's own KV, and chunks laid out as one."""
 
 from __future__ import annotations
 
@@ -12,57 +12,10 @@ from ragkv.attention.sequence import (
     ChunkGroup,
     KVArena,
     KVCache,
-    StackedSequence,
-    TokenMark,
     TokenSequence,
     join,
     worth_joining,
 )
-
-# p p | c1 c1 | x11 | x12 x12 | c2 c2 c2 | x21 | y11 y12 y21
-MARKS = [
-    *(TokenMark(i) for i in range(2)),
-    *(TokenMark(2 + i, 1) for i in range(2)),
-    TokenMark(4, 1, 1),
-    *(TokenMark(4 + i, 1, 2) for i in range(2)),
-    *(TokenMark(2 + i, 2) for i in range(3)),
-    TokenMark(5, 2, 3),
-    TokenMark(5, 1, 1, True),
-    TokenMark(6, 1, 2, True),
-    TokenMark(6, 2, 3, True),
-]
-
-
-def _sees(q: TokenMark, k: TokenMark, window: int | None) -> bool:
-    causal = q.position >= k.position
-    context = q.context == k.context or k.context == 0
-    question = q.question == k.question or k.question == 0
-    return causal and context and question and (window is None or q.position - k.position < window)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("held", [0, 5, 11])
-def test_the_mask_is_equations_6_to_9(held, window):
-    stack = StackedSequence((), 0, marks=list(MARKS))
-    stack.cache.length = held
-    n = len(MARKS) - held
-    expected = [[_sees(q, k, window) for k in MARKS] for q in MARKS[held:]]
-    assert stack.visible(n, window, torch.device("cpu")).tolist() == expected
-    assert stack.places(n) == [mark.position for mark in MARKS[held:]]
-    assert stack.kept(n) == [11 - held, 12 - held, 13 - held]
-
-
-def test_the_dead_are_given_up_once_they_are_the_greater_part():
-    stack = StackedSequence((), 0, marks=list(MARKS))
-    states = torch.arange(11.0).view(1, 1, 11, 1)
-    stack.cache.append(0, states, states)
-    stack.cache.commit(11)
-    stack.compact(lambda mark: mark.context == 2)
-    assert stack.cache.length == 11
-    stack.compact(lambda mark: mark.context == 2 or mark.question in (1, 2))
-    assert stack.cache.length == 4
-    assert stack.marks == MARKS[:4] + MARKS[11:]
-    assert stack.cache.chunk_kv().keys[0].flatten().tolist() == [0, 1, 2, 3]
 
 
 def test_own_kv_keeps_a_choice_of_its_tokens():

@@ -15,7 +15,7 @@ from ragkv.errors import PromptTooLongError, UnsupportedModelError
 from ragkv.types import Capability
 
 FIXED = {Capability.MOVE: "its positions are fixed"}
-APART = FIXED | {Capability.MERGE: "it has a state", Capability.STACK: "it has a state"}
+APART = FIXED | {Capability.MERGE: "it has a state"}
 
 
 def facts(missing_capabilities, within=None):
@@ -25,7 +25,7 @@ def facts(missing_capabilities, within=None):
 
 
 def test_a_model_that_lacks_nothing_runs_every_engine():
-    assert {"ape", "block", "full", "ippd-stacked", "pced"} <= set(supported_engines(facts({})))
+    assert {"ape", "block", "full", "ippd", "pced"} <= set(supported_engines(facts({})))
 
 
 def test_chunks_that_cannot_be_moved_leave_every_engine_that_reads_them_in_place():
@@ -38,7 +38,7 @@ def test_chunks_that_cannot_be_moved_leave_every_engine_that_reads_them_in_place
 
 def test_a_state_leaves_the_engines_whose_rows_are_sequences_of_their_own():
     able = supported_engines(facts(APART))
-    assert not {"ape", "block", "ippd-stacked"} & set(able)
+    assert not {"ape", "block"} & set(able)
     assert {"full", "mapreduce", "pced", "single"} <= set(able)
 
 

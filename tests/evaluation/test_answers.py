@@ -210,7 +210,7 @@ def test_prompts_differ_by_candidate(asked):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "fool"}, "full, ippd, ippd-stacked, mapreduce"),
+        ({"engine": "fool"}, "full, ippd, mapreduce"),
         ({"engine": "pced", "options": {"gama": 1}}, "gamma"),
         ({"engine": "pced", "options": {"gamma": "much"}}, "gamma"),
         ({"engine": "ape", "options": {"temperature": 9}}, "temperature"),

@@ -61,7 +61,7 @@ TEXTS = {
     "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
 }
 QUESTION = "Who founded Halden Works?"
-ENGINES = ("ape", "block", "full", "ippd-stacked", "pced")
+ENGINES = ("ape", "block", "full", "ippd", "pced")
 NUMBERS = {"deepseek3": 4 * 28, "gemma3n": 4 * 2 * 32}  # per token
 
 
@@ -83,7 +83,7 @@ def test_every_engine_answers_from_what_is_stored(made):
     with RagKV.open(made[0], device="cpu", readonly=True) as rag:
         again = answers(rag)
         assert {name: a.text for name, a in again.items()} == {name: a.text for name, a in first.items()}
-        assert again["full"].text == again["ippd-stacked"].text
+        assert again["full"].text == again["ippd"].text
         assert [a.kv.misses for a in again.values()] == [0] * len(ENGINES)
 
 
@@ -141,7 +141,7 @@ def test_a_new_index_has_the_engines_that_its_model_can_run(rag):
 def test_an_engine_that_merges_is_refused_before_anything_is_made_for_it(rag):
     rag.settle()
     before = rag.store.stats()
-    for engine in ("ape", "block", "ippd-stacked"):
+    for engine in ("ape", "block"):
         with pytest.raises(UnsupportedModelError, match=r"recurrent layers .* use engine 'pced'"):
             ask(rag, engine=engine)
     assert rag.store.stats() == before

@@ -219,7 +219,7 @@ def pair(request, pretend_device, make_model):
     return whole, split
 
 
-@pytest.mark.parametrize("engine", ["full", "block", "ape", "pced", "ippd-stacked"])
+@pytest.mark.parametrize("engine", ["full", "block", "ape", "pced", "ippd"])
 def test_answers_are_those_of_one_device(pair, engine):
     traces: list[list[torch.Tensor]] = [[], []]
     tuning = {"temperature": 0.7, "scale": 0.8} if engine == "ape" else {}

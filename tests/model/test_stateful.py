@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ragkv.attention.kv import PlacedChunk
-from ragkv.attention.sequence import ChunkGroup, KVCache, StackedSequence, TokenSequence
+from ragkv.attention.sequence import ChunkGroup, KVCache, TokenSequence
 from ragkv.benchmarks.evaluation import families
 from ragkv.engines import supported_engines
 from ragkv.errors import UnsupportedModelError
@@ -82,7 +82,7 @@ def test_experts_go_on_from_what_is_stored(load, family, request):
 def test_which_engines_it_bears(hybrid):
     able = supported_engines(hybrid)
     assert {"full", "single", "pced", "ippd", "mapreduce"} <= set(able)
-    assert not {"ape", "block", "ippd-stacked"} & set(able)
+    assert not {"ape", "block"} & set(able)
     assert "recurrent layers" in next(iter(hybrid.missing_capabilities.values()))
 
 
@@ -161,8 +161,6 @@ def test_a_row_resumes_one_state_and_sees_it_first(hybrid):
         hybrid.step(
             [TokenSequence((ChunkGroup(segments=first.segments, temperature=0.5),), first.position)], [QUESTION]
         )
-    with pytest.raises(UnsupportedModelError, match="several stacked questions"):
-        hybrid.step([StackedSequence((), 0)], [QUESTION])
 
 
 def test_a_row_for_its_kv_alone_gives_no_logits(hybrid):

@@ -218,11 +218,10 @@ def test_what_an_executor_cannot_do_is_refused_by_name(make_model):
     model = make_model("llama")
     runtime = Runtime(model, executor=Stated)
     ape = make_engine("ape", {"ape": {"temperature": 0.5}})
-    blend, stacked = make_engine("blend", {}), make_engine("ippd-stacked", {})
+    blend = make_engine("blend", {})
     for engine, reason in (
         (ape, "the stated executor cannot weigh chunks against the question"),
         (blend, "the stated executor cannot overwrite the KV of chunks"),
-        (stacked, "Engine 'ippd-stacked' needs chunks that can stack, which the stated executor does not have"),
     ):
         with pytest.raises(UnsupportedModelError, match=reason):
             _answers(runtime, engine, [_stated_request(model, engine)])

@@ -167,7 +167,7 @@ def test_many_requests_are_waited_for_once(rags):
     here, there = rags
 
     def jobs(rag):
-        for at, engine in enumerate(("all", "ape", "block", "full") * 2):
+        for at, engine in enumerate(("single", "ape", "block", "full") * 2):
             decoding = Decoding(temperature=0.8, seed=at) if at > 3 else Decoding()
             made = make_engine(engine, {})
             generation = Generation(max_new_tokens=4, decoding=decoding)

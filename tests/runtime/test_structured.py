@@ -26,7 +26,7 @@ from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 from ragkv.runtime import decoding as decoding_module
 from ragkv.types import TracedToken, field_sources
 
-ENGINES = ("full", "single", "ippd", "ippd-stacked", "block", "blend", "ape", "pced", "apb", "mapreduce")
+ENGINES = ("full", "single", "ippd", "block", "blend", "ape", "pced", "apb", "mapreduce")
 
 PROMPT = Prompt(prefix="", before_question="Q ", after_question=":", separator=".")
 
@@ -145,7 +145,7 @@ def test_ippd_and_a_crowd_answer_as_full_alone(make_model):
     model = make_model("llama")
     decodings = [Decoding(schema=schema_text(random_schema(random.Random(seed), 0))) for seed in range(6)]
     alone = [answer(model, "full", each) for each in decodings]
-    for name in ("ippd", "ippd-stacked", "full"):
+    for name in ("ippd", "full"):
         runtime = Runtime(model)
         given = [Generation(max_new_tokens=600, decoding=each) for each in decodings]
         jobs = [runtime.submit(*asked(model, name), each) for each in given]

@@ -26,7 +26,6 @@ PROMPT = Prompt(prefix="", before_question="Q ", after_question=":", separator="
 TUNINGS: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("full", ()),
     ("single", ()),
-    ("all", ()),
     ("block", ()),
     ("block", (("sink", "bos"),)),
     ("block", (("sink", "none"),)),
@@ -44,7 +43,6 @@ TUNINGS: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("mapreduce", (("instruction", "{question}"), ("summary_tokens", 2))),
     ("common", ()),
     ("ippd", ()),
-    ("ippd-stacked", ()),
 )
 
 

@@ -85,6 +85,49 @@ def reading(
     return logits.detach().float()
 
 
+def stacked(model, prefix, asked, lengths):
+    """All questions `(context, question)` in one prompt, whose answers of these lengths are appended token by token
+    (IPPD §4.1): every token has a virtual position, a context and a question; 0 is what all see. Returns ids and
+    scores of each answer.
+    """
+    tokens = list(prefix)
+    marks = [(at, 0, 0) for at in range(len(prefix))]
+    places: dict[tuple[int, ...], int] = {}
+    ends, homes = [], []
+
+    def append(ids, at, home, number):
+        tokens.extend(ids)
+        marks.extend((at + i, home, number) for i in range(len(ids)))
+
+    for number, (context, question) in enumerate(asked, 1):
+        home = places.setdefault(tuple(context), len(places) + 1)
+        if home not in homes:
+            append(context, len(prefix), home, 0)
+        append(question, len(prefix) + len(context), home, number)
+        homes.append(home)
+        ends.append(len(prefix) + len(context) + len(question))
+    answers: list[Ids] = [[] for _ in asked]
+    scores: list[list[Tensor]] = [[] for _ in asked]
+    model.set_attn_implementation(NAME)
+    for step in range(max(lengths)):
+        at, home, owner = torch.tensor(marks).T
+        visible = at[:, None] >= at
+        visible &= (home[:, None] == home) | (home == 0)
+        visible &= (owner[:, None] == owner) | (owner == 0)
+        plan = {"visible": visible, "behind": at[:, None] - at, "context": torch.zeros(len(at), dtype=torch.bool)}
+        plan |= {"first": len(at), "T": 1.0, "S": 1.0, "factor": 1.0, "weights": {}}
+        logits = model(torch.tensor([tokens]), position_ids=at[None], use_cache=False, oracle=plan).logits[0].float()
+        for number in range(len(asked)):
+            if step < lengths[number]:
+                last = max(i for i, mark in enumerate(marks) if mark[2] == number + 1)
+                scores[number].append(logits[last].detach())
+                answers[number].append(int(logits[last].argmax()))
+        for number in range(len(asked)):
+            if step < lengths[number]:
+                append(answers[number][-1:], ends[number] + step, homes[number], number + 1)
+    return answers, scores
+
+
 def pced(model, prefix, chunks, suffix, scores, steps, *, gamma=2.5, beta="per_expert", rule="max", trace=None):
     """PCED Eqs. 2-3 with N+1 separate plain forward passes; β by AdaCAD at the first token, constant after it.
 

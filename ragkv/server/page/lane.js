@@ -5,19 +5,17 @@ import { el } from "./dom.js";
 export const MOST_LANES = 4;
 
 const HELP = {
-  all: "What full does, by its name in the papers' tables.",
   apb: "Reads whole long documents in blocks, each with what earlier blocks pass on.",
   ape: "Passages stand side by side, read from stored KV; none has seen another.",
   blend: "What block does, with the words that matter most to the question computed anew.",
   block: "Passages stand one after another, read from stored KV; none has seen another.",
   full: "All passages in one prompt, computed anew: the yardstick, and the slowest to begin.",
   ippd: "What full does; several questions about the same passages share its work.",
-  "ippd-stacked": "What ippd does, with all questions in one prompt: its reference.",
   mapreduce: "Sums up each passage first, then answers from the summaries.",
   pced: "Each passage is an expert; the best one writes the next token, in its colour.",
   single: "The best passage alone.",
 };
-const FOLDED = ["all", "ippd-stacked", "single"];
+const FOLDED = ["single"];
 
 /** The engines that stand below "More settings": for the tables of papers, not for readers. */
 export const foldedOf = (facts) => FOLDED.filter((name) => facts.engines.includes(name) && name !== facts.default_engine);

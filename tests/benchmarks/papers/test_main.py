@@ -23,7 +23,7 @@ def fill(papers, tmp_path, monkeypatch):
         name="small",
         title="A small table",
         follows="Table 9",
-        lines=(TableRow(label="All", engine="all"), TableRow(label="tuned", engine="block", role="tuned")),
+        lines=(TableRow(label="All", engine="full"), TableRow(label="tuned", engine="block", role="tuned")),
         columns=(Column(label="shots", task="icl(shots=1, classes=2)", chunks=1),),
         orders=(Order(left=Cell("All", "shots"), relation=">", right=Cell("All", "shots"), source="X 3 to 2"),),
         limit=2,

@@ -44,7 +44,7 @@ def small() -> Table:
         title="A small table",
         follows="Table 9",
         lines=(
-            TableRow(label="All", engine="all", retrieval="bm25"),
+            TableRow(label="All", engine="full", retrieval="bm25"),
             TableRow(label="PCED", engine="pced(gamma=1)", retrieval="bm25"),
             TableRow(label="PCED, coarse", engine="pced(gamma=1)", retrieval="bm25", codec="int4", same_as="PCED"),
             TableRow(label="again", engine="pced(gamma=1)", retrieval="bm25", same_as="PCED"),
