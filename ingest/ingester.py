@@ -697,7 +697,7 @@ class Ingester:
         mapped = mapped_bytes()
         self._mapped = self._mapped or mapped  # the models' weights may be mapped too
         if mapped - self._mapped > self._memory // 2:
-            self._store.give_back_pages()
+            self._store.maintenance.give_back_pages()
 
     def _write(self, changes: Sequence[tuple[_Prepared, DocumentChange]], run: _Run, keep: Set[bytes]) -> None:
         """Commit documents in one transaction, because each transaction waits for the disk. `keep`: keys of the KV that

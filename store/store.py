@@ -16,7 +16,7 @@ from ragkv.errors import CorruptStoreError, StoreAccessError, StoreError, StoreE
 from ragkv.store.cache import MemoryTier
 from ragkv.store.codecs import Codec, DamagedError, Raw
 from ragkv.store.counters import NAME_BYTES, Changes, Version, changes_since, generation, version
-from ragkv.store.data_file import discard_stub, give_back, refuse_links
+from ragkv.store.data_file import discard_stub, refuse_links
 from ragkv.store.documents import DocumentChange, chunk_by_id, drop_document, holds, vector_of
 from ragkv.store.environment import LMDB_FILES, LOCK_FILE, Database, Holder, WriterLock
 from ragkv.store.maintenance.eviction import (
@@ -25,28 +25,22 @@ from ragkv.store.maintenance.eviction import (
     Evictor,
     Use,
     UseTotals,
-    forget_gone,
     kv_bytes,
     read_budget,
     read_totals,
     read_use,
     record_uses,
 )
-from ragkv.store.maintenance.repair import Repair, RepairSource, repair
+from ragkv.store.maintenance.maintenance import Maintenance
 from ragkv.store.maintenance.space import (
-    Collection,
     DocumentStats,
     KVRecord,
     StoreStats,
-    collect,
-    copy_store,
-    needed_models,
-    orphans,
     records_of,
     survey,
     survey_documents,
 )
-from ragkv.store.maintenance.verify import Notify, Verification, chunk_named, verify
+from ragkv.store.maintenance.verify import chunk_named
 from ragkv.store.reader import KVReader, forget, map_record, move_many, read_many, warn_unusable
 from ragkv.store.record import EncodedRecord, KVIdentity, Manifest, encode_record, pack_shape, round_trip
 from ragkv.store.tables import (
@@ -260,17 +254,9 @@ class Store:
         """
         return survey_documents(self._live(), document_ids)
 
-    def give_back_pages(self) -> int:
-        """Release the memory of the store's pages that this process has read; they are mapped again when needed."""
-        return give_back(self._live().directory / "data.mdb")
-
     def sizes(self) -> tuple[int, int]:
         """The bytes that the store's file takes on the disk, and the bytes of the map."""
         return self._live().sizes()
-
-    def models(self) -> set[str]:
-        """Fingerprints of the models that made the KV that chunks need."""
-        return needed_models(self._live())
 
     # Documents
 
@@ -710,53 +696,13 @@ class Store:
             count += len(batch)
         return count
 
-    def orphans(self) -> Iterator[bytes]:
-        """Keys of the records that no chunk needs."""
-        return orphans(self._live())
-
     def _stage(self, batch: Sequence[EncodedRecord]) -> None:
         self._write(for_each(batch, Transaction.put_record), need=sum(record.stored_bytes for record in batch))
 
-    # Upkeep (docs/operations.md)
-
-    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
-        """Check every row, checksum and reference, while others read and write; `quick` leaves out the slow checks
-        (`Verification.unchecked`)."""
-        return verify(self._live(), quick=quick, on_progress=on_progress)
-
-    def repair(
-        self,
-        repair_source: RepairSource,
-        *,
-        encode: bool = True,
-        dry_run: bool = False,
-        on_progress: Notify | None = None,
-    ) -> Repair:
-        """Repair what `verify` finds; with `encode=False`, bad KV is dropped, and encoded again when it is needed."""
-        if not dry_run:
-            self._refuse_readonly()
-        return repair(self._live(), repair_source, self.codec, encode=encode, dry_run=dry_run, on_progress=on_progress)
-
-    def collect(
-        self, *, in_use: Callable[[Manifest], bool], dry_run: bool = False, on_progress: Notify | None = None
-    ) -> Collection:
-        """Drop KV that nothing needs, and the index's own KV that is not `in_use`; no ingest may run meanwhile."""
-        if not dry_run:
-            self._refuse_readonly()
-        collection = collect(self._live(), in_use=in_use, dry_run=dry_run, on_progress=on_progress)
-        collection.uses = forget_gone(self._live(), dry_run=dry_run)
-        return collection
-
-    def copy(self, path: Path | str, *, compact: bool = False, on_progress: Notify | None = None) -> int:
-        """Copy one snapshot to a new store in the index at `path`, which must have none; returns its bytes."""
-        directory = _directory(path)
-        try:
-            directory.mkdir(parents=True)
-        except FileExistsError as error:
-            raise StoreError(f"{path} has a store already: name a folder that has none") from error
-        except OSError as error:
-            raise StoreError(f"{directory} cannot be made ({error.strerror})") from error
-        return copy_store(self._live(), directory, compact=compact, on_progress=on_progress)
+    @property
+    def maintenance(self) -> Maintenance:
+        """Verification, repair, garbage collection and copies of this store."""
+        return Maintenance(self._live(), self.codec, self._refuse_readonly)
 
     def _live(self) -> Database:
         if self._database is None:

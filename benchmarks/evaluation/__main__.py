@@ -531,7 +531,7 @@ def families(
         raise typer.Exit(1)
 
 
-app.command()(bench_command("codec", measure_codec))
+app.command("codec")(bench_command("codec", measure_codec))
 
 
 def main() -> None:

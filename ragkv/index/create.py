@@ -80,7 +80,7 @@ class CreationRollback:
 def _is_blank(folder: Path) -> bool:
     """Whether the index has neither documents nor KV staged by an interrupted ingest."""
     with Store.open(folder, readonly=True) as store:
-        return store.empty and next(store.orphans(), None) is None
+        return store.empty and next(store.maintenance.orphans(), None) is None
 
 
 def create_index(

@@ -86,7 +86,7 @@ class IndexRepairSource:
 def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Verification:
     """Verify the store and its metadata, and report the state of the retrieval indexes."""
     store = index.store
-    verification = store.verify(quick=quick, on_progress=on_progress)
+    verification = store.maintenance.verify(quick=quick, on_progress=on_progress)
     verification = replace(verification, findings=(*damaged_metadata(store), *verification.findings))
     needed = set(indexes_of(index.config.retrieval, index.config.vectors))
     if not index.config.qdrant.url:
@@ -105,12 +105,14 @@ def repair_index(
     facts = damaged_metadata(store)
     for problem in () if dry_run else facts:
         store.drop_meta(problem.key.removeprefix(b"fact/").decode())
-    report = store.repair(IndexRepairSource(index, kv_loader), encode=encode, dry_run=dry_run, on_progress=on_progress)
+    report = store.maintenance.repair(
+        IndexRepairSource(index, kv_loader), encode=encode, dry_run=dry_run, on_progress=on_progress
+    )
     report.problems = (*facts, *report.problems)
     report.facts += [problem.key.removeprefix(b"fact/").decode() for problem in facts]
     if "model" in report.facts and not dry_run:
         # If the KV comes from several models, "unknown" makes every question refuse the index.
-        models = store.models()
+        models = store.maintenance.models()
         fingerprint = models.pop() if len(models) == 1 else "unknown"
         store.put_meta("model", {"name": index.config.model, "fingerprint": fingerprint})
     return report
@@ -135,7 +137,7 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
             derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
             if not dry_run:
                 remove_tree(path)
-    collection = store.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+    collection = store.maintenance.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
     collection.derived, collection.derived_bytes = derived, derived_bytes
     if index.tiers is not None:
         collection.tiers = len(store.tombstones()) + collection.uses if dry_run else delete_from_tiers(index)
@@ -164,11 +166,11 @@ def copy_index(index: Index, path: Path, *, compact: bool, verify: bool, on_prog
     """
     require_free(path, index.folder)
     with partial_folder(path) as partial:
-        size = index.store.copy(partial, compact=compact, on_progress=on_progress)
+        size = index.store.maintenance.copy(partial, compact=compact, on_progress=on_progress)
         write_plain(partial / CONFIG_FILE, read_plain(index.folder / CONFIG_FILE))
         if verify:
             with Store.open(partial, readonly=True) as copied:
-                verification = copied.verify(on_progress=on_progress)
+                verification = copied.maintenance.verify(on_progress=on_progress)
             (partial / "store" / "lock.mdb").unlink(missing_ok=True)
             if not verification.ok:
                 raise StoreError(

@@ -87,8 +87,8 @@ def write_pack(index: Index, path: Path, *, names: Sequence[str] = (), on_progre
             others = (stored for stored in store.documents() if stored.document.document_id not in chosen)  # also later
             for batch in batches(others, lambda stored: 1 + stored.chunks, _TOGETHER):
                 store.delete_documents([stored.document.document_id for stored in batch])
-            store.collect(in_use=lambda _: True)
-            store.copy(work / "pack", compact=True, on_progress=on_progress)  # leaves out deleted data
+            store.maintenance.collect(in_use=lambda _: True)
+            store.maintenance.copy(work / "pack", compact=True, on_progress=on_progress)  # leaves out deleted data
             stats = store.stats()
         save_config(work / "pack", replace(index.config, tiers=(), qdrant=QdrantConfig()))
         members = [work / "pack" / name for name in _FILES]

@@ -50,7 +50,7 @@ def content(index: Path) -> tuple[dict[str, Any], dict[bytes, Any]]:
         rows |= {chunk.chunk_id: chunk for chunk in store.chunks()}
         with store._live().read() as txn:
             manifests = {key: bytes(value) for key, value in txn.scan("kv")}
-        assert list(store.orphans()) == []
+        assert list(store.maintenance.orphans()) == []
         assert store._live().check_pages().unaccounted == 0
         identities = {key: Manifest.parse(value).identity for key, value in manifests.items()}
         return rows, {key: store.get_kv(identity) for key, identity in identities.items()}

@@ -14,8 +14,9 @@ from ragkv.errors import ConfigError, ModelLoadError, RetrievalError, StoreFullE
 from ragkv.index.create import CreationRollback
 from ragkv.model import self_check
 from ragkv.model.language_model import LanguageModel
-from ragkv.store import Store
 from ragkv.store.environment import Database, WriterLock
+from ragkv.store import Store
+from ragkv.store.maintenance.maintenance import Maintenance
 
 
 class Broken(words.WordEmbedder):
@@ -128,7 +129,7 @@ def test_memory_is_a_setting(ingest, tmp_path, monkeypatch):
     payload, given = iter(range(1 << 30, 1 << 40, 40 << 20)), []
     monkeypatch.setattr("ragkv.ingest.ingester.BATCH_TOKENS", 1)
     monkeypatch.setattr("ragkv.ingest.ingester.mapped_bytes", lambda: next(payload))
-    monkeypatch.setattr(Store, "give_back_pages", lambda store: given.append(store))
+    monkeypatch.setattr(Maintenance, "give_back_pages", lambda store: given.append(store))
     assert ingest(tmp_path / "index", "--memory", "128MiB").code == 0
     assert not given  # only 40 MiB more than at the start
     assert ingest(tmp_path / "other", "--memory", "64MiB").code == 0

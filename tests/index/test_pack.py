@@ -15,6 +15,7 @@ from ragkv.errors import KVMismatchError, RagkvError, StoreError, StoreFullError
 from ragkv.index.maintenance import copy_index
 from ragkv.index.pack import MAGIC, unpack
 from ragkv.store import Store
+from ragkv.store.maintenance.maintenance import Maintenance
 
 TEXTS = {
     "halden.txt": "Halden Works was founded by Mira Oskel in 1907.",
@@ -145,9 +146,9 @@ def test_what_is_wrong_inside_is_named_by_the_pack(rag, tmp_path):
 @pytest.mark.parametrize("step", ["copy", "collect"])
 def test_a_full_disk_is_named_by_the_pack(rag, tmp_path, monkeypatch, step):
     def full(store, path=None, **_):
-        raise StoreFullError(f"the disk under {path / 'store' if path else store.directory} is full")
+        raise StoreFullError(f"the disk under {path / 'store' if path else store._database.directory} is full")
 
-    monkeypatch.setattr(Store, step, full)
+    monkeypatch.setattr(Maintenance, step, full)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(StoreFullError, match=f"^the disk under {tmp_path / 'new'} is full$"):
         rag.pack(tmp_path / "new")

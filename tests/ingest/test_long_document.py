@@ -60,8 +60,8 @@ def test_a_book_is_stored_in_blocks_and_answers(tmp_path, model, counted):
         answer = rag.query(QUESTION, engine="apb", max_new_tokens=6)
         assert (answer.kv.hits, answer.kv.misses) == (FEW, 0)
         assert len(counted) == FEW
-        assert not rag.store.verify().findings
-        assert not rag.store.verify(quick=True).findings
+        assert not rag.store.maintenance.verify().findings
+        assert not rag.store.maintenance.verify(quick=True).findings
     with RagKV.open(tmp_path / "index") as rag:
         again = rag.query(QUESTION, engine="apb", max_new_tokens=6)
     assert again.text == answer.text
@@ -168,7 +168,7 @@ def test_a_book_that_grows_by_a_block_encodes_one(tmp_path, model):
         assert [*new.owners] == [chunks[block * BLOCK // CHUNK] for block in range(BLOCKS + 1)]
         assert rag.store.has_many([*new.all]) == {*new.all}
         assert rag.store.stats().kv_records == BLOCKS + 2
-        assert not rag.store.verify().findings
+        assert not rag.store.maintenance.verify().findings
         grown = [rag.store.get_kv(identity) for identity in new.all]
         text = answered(rag)
     with made(tmp_path / "fresh", model, tuning={"apb": LENGTHS}) as rag:

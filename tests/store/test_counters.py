@@ -131,7 +131,7 @@ def test_what_is_too_long_ago_is_forgotten(store, monkeypatch):
 
 def test_two_copies_that_went_different_ways_do_not_follow_each_other(store, tmp_path):
     write(store, {"p": ("x", 1.0)})
-    store.copy(tmp_path / "backup")
+    store.maintenance.copy(tmp_path / "backup")
     common = store.version
     with Store.open(tmp_path / "backup") as backup:
         assert backup.version == common
@@ -153,10 +153,10 @@ def test_a_damaged_row_is_a_gap_that_verify_finds_and_repair_drops(store, row):
         versions.append(store.version)
     store._live().write(lambda txn: txn.put("changes", (3).to_bytes(8, "big"), row))
     assert [store.changes(since) is not None for since in versions] == [False, False, False, False, True]
-    [finding] = store.verify().findings
+    [finding] = store.maintenance.verify().findings
     assert (finding.kind, finding.table, finding.where) == ("damaged", "changes", "change 3")
-    store.repair(repair_source=None)  # type: ignore[arg-type]
-    assert store.verify().ok
+    store.maintenance.repair(repair_source=None)  # type: ignore[arg-type]
+    assert store.maintenance.verify().ok
     write(store, {"p": ("y", 1.0)})
     assert store.changes(versions[4]) is not None
 

@@ -134,13 +134,13 @@ def test_what_is_given_back_reads_the_same(tmp_path):
             )
         reading = iter(store.documents())
         next(reading)
-        assert store.give_back_pages() >= (store.directory / "data.mdb").stat().st_size
+        assert store.maintenance.give_back_pages() >= (store.directory / "data.mdb").stat().st_size
         assert sum(1 for _ in reading) == 49
         assert {name: store.text(name) for name in texts} == texts
         store.delete_document("doc-7")
-        store.give_back_pages()
+        store.maintenance.give_back_pages()
         assert store.document("doc-7") is None
-        assert store.verify().ok
+        assert store.maintenance.verify().ok
 
 
 def test_a_file_that_is_not_mapped_has_nothing_to_give_back(tmp_path):
@@ -203,14 +203,14 @@ with Store.open(folder / "index") as store:
     with store.writing("delete", timeout=0):  # writes its name into a file
         for d in range(1, count - 1):
             assert store.delete_document(f"{d}")
-        assert store.verify().ok
-        store.collect(in_use=lambda manifest: True)
+        assert store.maintenance.verify().ok
+        store.maintenance.collect(in_use=lambda manifest: True)
     store.put_meta("still", "writable")
 with Store.open(folder / "index") as store:
     assert [stored.document.document_id for stored in store.documents()] == sorted(["0", f"{count - 1}"])
     assert all(equal(store.get_kv(of), kv_of(of)) for of in (identity(*ids(n)) for n in range(5)))
     write(store, 7)  # into the pages that are free
-    assert store.verify().ok
+    assert store.maintenance.verify().ok
 print("ok")
 """
 

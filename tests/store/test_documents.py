@@ -95,4 +95,4 @@ def test_what_could_not_be_read_is_not_written(store):
             store.write_document(place, "Mill", [bad], recipe="", references={})
     assert store.empty
     store.write_document(document, "Mill", [plain], recipe="", references={})
-    assert store.verify().ok
+    assert store.maintenance.verify().ok

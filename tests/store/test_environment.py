@@ -302,7 +302,7 @@ def test_a_folder_may_have_any_name(tmp_path):
     except OSError:
         pytest.skip("the file system takes UTF-8 names only")
     with Store.create(folder) as store:
-        store.copy(folder / "copy", compact=True)
+        store.maintenance.copy(folder / "copy", compact=True)
     assert Store.exists(folder / "copy")
 
 
@@ -735,8 +735,11 @@ def test_a_file_that_is_cut_while_it_is_open(cut, tmp_path):
 def use_a_cut_file(index: Path, readonly: bool, name: str, size: int) -> None:
     with Store.open(index, readonly=readonly) as store:
         uses: list[Callable[[], object]] = [
-            *(lambda: list(store.documents()), lambda: store.text("a"), store.stats, store.verify),
-            *(lambda: store.copy(index / "copy"), lambda: store.copy(index / "compacted", compact=True)),
+            *(lambda: list(store.documents()), lambda: store.text("a"), store.stats, store.maintenance.verify),
+            *(
+                lambda: store.maintenance.copy(index / "copy"),
+                lambda: store.maintenance.copy(index / "compacted", compact=True),
+            ),
             *(lambda: store.generation,),
         ]
         if not readonly:
@@ -757,15 +760,15 @@ def test_room_behind_the_last_page_is_no_loss(cut):
         store.put_meta("a", 1)
     with Store.open(cut) as store:
         assert store.get_meta("a") == 1
-        assert store.verify().ok
+        assert store.maintenance.verify().ok
 
 
 def test_a_file_that_is_replaced_or_moved_while_it_is_open(cut, tmp_path):
     with Store.open(cut) as store:
-        store.copy(tmp_path / "copy", compact=True)
+        store.maintenance.copy(tmp_path / "copy", compact=True)
         copied = tmp_path / "copy" / "store" / "data.mdb"
         copied.replace(cut / "store" / "data.mdb")
-        for use in (lambda: store.text("a"), lambda: store.put_meta("a", 1), lambda: store.verify()):
+        for use in (lambda: store.text("a"), lambda: store.put_meta("a", 1), lambda: store.maintenance.verify()):
             with pytest.raises(StoreError, match="was replaced while it was open: open the index again"):
                 use()
     with Store.open(cut) as store:
@@ -774,7 +777,7 @@ def test_a_file_that_is_replaced_or_moved_while_it_is_open(cut, tmp_path):
         with pytest.raises(StoreError, match="moved or deleted"):
             store.text("a")
     with Store.open(tmp_path / "moved") as store:
-        assert store.verify().ok
+        assert store.maintenance.verify().ok
         shutil.rmtree(tmp_path / "moved")
         with pytest.raises(StoreError, match="moved or deleted"):
             store.text("a")

@@ -78,7 +78,7 @@ def test_a_failing_encoder_leaves_nothing(store):
             references={"a#0": [identity(1)]},
         )
     assert store.generation == 0
-    assert problems(store) == list(store.orphans()) == list(store.documents()) == []
+    assert problems(store) == list(store.maintenance.orphans()) == list(store.documents()) == []
 
 
 def test_wrong_documents_are_refused_whole(store):
@@ -110,7 +110,7 @@ def test_kv_made_by_a_query_is_kept_for_its_chunk(store):
     assert not store.has_kv(prefixed)
     assert store.put_kv(prefixed, kv_of(prefixed), chunk_id="a#0")
     assert equal(store.get_kv(prefixed), kv_of(prefixed))
-    assert list(store.orphans()) == []
+    assert list(store.maintenance.orphans()) == []
     assert store.generation == 1
 
 
@@ -218,7 +218,7 @@ def test_kv_of_the_index_itself_is_no_orphan_and_outlives_documents(store):
     write(store, "a", (1, 2))
     prefix = identity(7, 8, 9)
     store.keep_kv(prefix, kv_of(prefix))
-    assert list(store.orphans()) == []
+    assert list(store.maintenance.orphans()) == []
     store.delete_document("a")
     assert equal(store.get_kv(prefix), kv_of(prefix))
 
@@ -243,9 +243,9 @@ def test_any_operations_leave_what_dicts_would_hold(numbers, tmp_path_factory):
             assert observe(store) == state.view()
             assert problems(store) == []
             needed = state.index.union(*state.needs.values())
-            verification, stats = store.verify(), store.stats()
+            verification, stats = store.maintenance.verify(), store.stats()
             assert verification.findings == ()
-            assert set(store.orphans()) == {of.key() for of in state.records.keys() - needed}
+            assert set(store.maintenance.orphans()) == {of.key() for of in state.records.keys() - needed}
             assert verification.orphans.records == stats.orphans == len(state.records.keys() - needed)
             assert (stats.kv_records, stats.chunks) == (len(state.records), len(state.needs))
     finally:

@@ -149,14 +149,14 @@ def read(store: Store) -> None:
     with excused():
         require(all(chunk in CONTENTS[chunk.document_id].chunks for chunk in store.chunks()), "chunks")
     rest: list[Callable[[], Any]] = [
-        lambda: list(store.orphans()),
+        lambda: list(store.maintenance.orphans()),
         store.stats,
         lambda: store.generation,
         lambda: store.get_meta("model"),
         lambda: list(store.document_stats()),
-        lambda: store.collect(in_use=lambda _: True, dry_run=True),
+        lambda: store.maintenance.collect(in_use=lambda _: True, dry_run=True),
         store.models,
-        lambda: store.verify(quick=True),
+        lambda: store.maintenance.verify(quick=True),
     ]
     for call in rest:
         with excused():

@@ -79,7 +79,7 @@ def contents(index: Path) -> dict[str, Any]:
     held: dict[str, Any] = {}
     with Store.open(index, readonly=True) as store:
         assert not problems(store), problems(store)
-        assert not list(store.orphans())
+        assert not list(store.maintenance.orphans())
         with store._live().read() as txn:
             own = set(txn.values("needs", INDEX_OWNER))  # the prefix's KV, which a question stores
             for table in ("texts", "chunks", "places", "kv", "segments"):

@@ -44,7 +44,7 @@ def ask(store, of, chunk_id):
 
 
 def sound(store):
-    verification = store.verify()
+    verification = store.maintenance.verify()
     return verification.findings == () and verification.orphans.records == 0
 
 
@@ -254,10 +254,10 @@ def test_uses_are_forgotten_when_neither_kv_nor_chunk_is_there(store):
     ask(store, identity(1), "a#0")
     store.record_uses(use(identity(2), "a#1", misses=1) | use(identity(3), "gone#0", misses=1))
     for dry_run, left in ((True, 3), (False, 2)):
-        assert store.collect(in_use=lambda _: True, dry_run=dry_run).uses == 1
+        assert store.maintenance.collect(in_use=lambda _: True, dry_run=dry_run).uses == 1
         assert len(dict(store.uses())) == left
     store._write(lambda txn: txn.put("uses", identity(2).key(), b"x"))
-    assert store.collect(in_use=lambda _: True).uses == 1
+    assert store.maintenance.collect(in_use=lambda _: True).uses == 1
     assert dict(store.uses()).keys() == {identity(1).key()}
 
 
@@ -372,7 +372,7 @@ class BudgetMachine(RuleBasedStateMachine):
                 assert set(txn.values("references", identity(*ids).key())) == set(map(digest, names))
         pinned = sum(PER_TOKEN * len(ids) for ids in self.pinned & self.held.keys())
         assert self.budget is None or self.store.kv_bytes <= max(self.budget, pinned)
-        assert self.store.verify().findings == ()
+        assert self.store.maintenance.verify().findings == ()
 
     def teardown(self):
         self.store.close()

@@ -174,20 +174,20 @@ def test_damage_is_named_and_every_row_comes_back(library, kind, table, damage):
     change = damage(library)
     library.edit(lambda txn: change(txn, library))
     damaged = library.rows()
-    found = library.store.verify()
+    found = library.store.maintenance.verify()
     assert (kind, table) in {(finding.kind, finding.table) for finding in found.findings}
-    quick = library.store.verify(quick=True)
+    quick = library.store.maintenance.verify(quick=True)
     named = {(finding.kind, finding.table, finding.key) for finding in found.findings}
     assert {(f.kind, f.table, f.key) for f in quick.findings if f.table != "counters"} <= named
-    would = library.store.repair(library, dry_run=True)
+    would = library.store.maintenance.repair(library, dry_run=True)
     assert would.problems == found.findings
     assert not would.dropped
     assert library.rows() == damaged
-    report = library.store.repair(library)
+    report = library.store.maintenance.repair(library)
     assert report.ok
     assert report.problems == found.findings
     assert library.rows() == before
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
 
 
 LOST = [
@@ -210,16 +210,16 @@ def test_what_cannot_be_whole_goes_alone_and_its_kv_waits(library, kind, table, 
     kv = [library.store.get_kv(of) for n in range(4) for of in library.identities(chunk(library, "a", n))]
     change = damage(library)
     library.edit(lambda txn: change(txn, library))
-    assert (kind, table) in {(finding.kind, finding.table) for finding in library.store.verify().findings}
-    report = library.store.repair(library)
+    assert (kind, table) in {(finding.kind, finding.table) for finding in library.store.maintenance.verify().findings}
+    report = library.store.maintenance.repair(library)
     assert list(report.dropped) == ["a"]
     assert not report.ok
     assert not report.left
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
     assert {name: list(library.store.chunks(name)) for name in ("b", "c")} == other
     assert library.store.document("a") is None
     assert library.store.text("a") is None
-    assert len(list(library.store.orphans())) == 6  # of eight; b needs two
+    assert len(list(library.store.maintenance.orphans())) == 6  # of eight; b needs two
     assert library.encoded == []
     library.write("a", "one two three\nfour five\nsix seven eight\nnine")
     again = library.rows()
@@ -231,10 +231,10 @@ def test_what_cannot_be_whole_goes_alone_and_its_kv_waits(library, kind, table, 
 def test_without_an_embedder_a_damaged_vector_costs_the_document(library):
     library.embedder = False
     library.edit(lambda txn: flip(txn, "vectors", vector(b"d", "b", 1)(library)))
-    report = library.store.repair(library)
+    report = library.store.maintenance.repair(library)
     assert list(report.dropped) == ["b"]
     assert "no embedder" in report.dropped["b"]
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
 
 
 def test_bad_kv_that_cannot_be_made_again_is_dropped(library):
@@ -247,7 +247,7 @@ def test_bad_kv_that_cannot_be_made_again_is_dropped(library):
     library.encoded.clear()
     keys = [stale.key(), staged.key(), library.prefix.key()]
     library.edit(lambda txn: [flip(txn, "kv", key) for key in keys])
-    report = library.store.repair(library)
+    report = library.store.maintenance.repair(library)
     assert report.ok
     assert (report.dropped_records, report.encoded, library.encoded) == (3, 0, [])
     assert not any(map(library.store.has_kv, (stale, staged, library.prefix)))
@@ -256,18 +256,18 @@ def test_bad_kv_that_cannot_be_made_again_is_dropped(library):
 def test_kv_may_be_left_to_the_questions(library):
     of = library.identities(chunk(library, "a", 1))[0]
     library.edit(lambda txn: flip(txn, "segments", segment("a", 1, 0)(library)))
-    report = library.store.repair(library, encode=False)
+    report = library.store.maintenance.repair(library, encode=False)
     assert report.ok
     assert (report.dropped_records, library.encoded) == (1, [])
     assert not library.store.has_kv(of)
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
 
 
 def test_facts_that_are_no_json_are_forgotten(library):
     before = library.store.generation
     library.edit(lambda txn: [txn.put("meta", b"fact/prompt", b"{"), txn.put("meta", b"generation", b"1")])
-    assert {(f.kind, f.table) for f in library.store.verify().findings} == {("damaged", "meta")}
-    report = library.store.repair(library)
+    assert {(f.kind, f.table) for f in library.store.maintenance.verify().findings} == {("damaged", "meta")}
+    report = library.store.maintenance.repair(library)
     assert sorted(report.facts) == ["generation", "prompt"]
     assert library.store.get_meta("prompt") is None
     assert library.store.generation > before
@@ -287,10 +287,10 @@ def test_a_repair_that_was_stopped_goes_on(library, monkeypatch):
 
     monkeypatch.setattr(library, "encode", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
-        library.store.repair(library)
-    assert len(library.store.verify().findings) == 4
+        library.store.maintenance.repair(library)
+    assert len(library.store.maintenance.verify().findings) == 4
     monkeypatch.setattr(library, "encode", encode)
-    assert library.store.repair(library).encoded == 4
+    assert library.store.maintenance.repair(library).encoded == 4
     assert sorted(identity.key() for identity in library.encoded) == sorted(bad)  # and nothing else
     assert library.rows() == before
 
@@ -306,9 +306,9 @@ def test_a_document_that_changes_meanwhile_is_looked_at_again(library):
         return embed(chunks)
 
     library.embed = embed_late
-    assert library.store.repair(library).ok
+    assert library.store.maintenance.repair(library).ok
     assert list(library.store.chunks("a")) == seen[0]
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
 
 
 def test_a_document_that_goes_while_its_kv_is_made_leaves_nothing(library):
@@ -320,9 +320,9 @@ def test_a_document_that_goes_while_its_kv_is_made_leaves_nothing(library):
         return encode(identities)
 
     library.encode = encode_late
-    report = library.store.repair(library)
+    report = library.store.maintenance.repair(library)
     assert (report.ok, report.rows) == (True, 0)
-    assert list(library.store.orphans()) == []
+    assert list(library.store.maintenance.orphans()) == []
 
 
 def test_a_documents_row_elsewhere_never_takes_the_place_of_its_own(library):
@@ -333,9 +333,9 @@ def test_a_documents_row_elsewhere_never_takes_the_place_of_its_own(library):
         txn.put("documents", b"other", pack_document(dataclasses.replace(stored, recipe="another")))
 
     library.edit(copy)
-    assert library.store.repair(library).ok
+    assert library.store.maintenance.repair(library).ok
     assert library.store.document("a") == before
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
 
 
 def test_a_plan_is_for_the_generation_in_which_it_was_made(library):
@@ -346,7 +346,7 @@ def test_a_plan_is_for_the_generation_in_which_it_was_made(library):
         damaged = find_damage(txn, b"a")
     library.write("z", "something else")
     assert not library.store._live().write(lambda txn: repair_document(damaged, {}, txn))
-    assert library.store.repair(library).mended == ["a"]
+    assert library.store.maintenance.repair(library).mended == ["a"]
 
 
 def test_a_document_with_a_chunk_id_of_another_goes(library):
@@ -357,26 +357,29 @@ def test_a_document_with_a_chunk_id_of_another_goes(library):
         txn.put("chunks", library.place("a", 0), pack_chunk(dataclasses.replace(mine, chunk_id=theirs.chunk_id)))
 
     library.edit(take)
-    report = library.store.repair(library)
+    report = library.store.maintenance.repair(library)
     assert report.dropped == {"a": "its chunk ids are another document's"}
     assert list(library.store.chunks("c")) == kept
     assert library.store.chunk(theirs.chunk_id) == theirs
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
 
 
 def test_damaged_documents_can_be_deleted_and_replaced(library):
     library.edit(lambda txn: [flip(txn, "chunks", library.place(name, 1)) for name in ("a", "b")])
     library.write("a", "one two three\nfour five\nsix seven eight\nnine")
     assert library.store.delete_document("b")
-    assert library.store.verify().ok
-    assert list(library.store.orphans()) == []
+    assert library.store.maintenance.verify().ok
+    assert list(library.store.maintenance.orphans()) == []
 
 
 def test_a_store_that_is_read_only_is_not_repaired(library):
     path = library.store.directory.parent
     with Store.open(path, readonly=True) as reader:
-        assert reader.verify().ok
-        for change in (lambda: reader.repair(library), lambda: reader.collect(in_use=lambda _: True)):
+        assert reader.maintenance.verify().ok
+        for change in (
+            lambda: reader.maintenance.repair(library),
+            lambda: reader.maintenance.collect(in_use=lambda _: True),
+        ):
             with pytest.raises(StoreError, match="read-only"):
                 change()
 
@@ -387,10 +390,10 @@ def test_long_ids_are_found_by_their_rows(library):
     before = library.rows()
     place = name_of(library, name, 1)
     library.edit(lambda txn: txn.delete("places", place))
-    assert library.store.repair(library).mended == [name]
+    assert library.store.maintenance.repair(library).mended == [name]
     assert library.rows() == before
     library.edit(lambda txn: flip(txn, "documents", document_key(name)))
-    report = library.store.repair(library)
+    report = library.store.maintenance.repair(library)
     assert len(report.dropped) == 1
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
     assert not any(name in stored.document.document_id for stored in library.store.documents())

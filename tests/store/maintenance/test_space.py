@@ -31,11 +31,11 @@ def test_orphans_go_with_their_segments(library, dry_run):
     library.edit(lambda txn: txn.put("kv", damaged.key(), b"no manifest"))
     library.edit(lambda txn: txn.put("segments", b"x" * 32 + bytes(4), b"payload"))
     with_garbage = library.rows()
-    found = library.store.collect(in_use=everything, dry_run=dry_run)
+    found = library.store.maintenance.collect(in_use=everything, dry_run=dry_run)
     assert (found.records, found.segments, found.index_records) == (2, 1, 0)
     assert found.bytes == make_kv(50).nbytes + make_kv(60).nbytes + len(b"payload")
     assert library.rows() == (with_garbage if dry_run else before)
-    assert library.store.collect(in_use=everything).records == (2 if dry_run else 0)
+    assert library.store.maintenance.collect(in_use=everything).records == (2 if dry_run else 0)
 
 
 def test_the_prefix_of_another_prompt_goes(library):
@@ -43,7 +43,7 @@ def test_the_prefix_of_another_prompt_goes(library):
     old, foreign = identity(7, 8), identity(1, 2, 3, model="another")
     for of in (old, foreign):
         library.store.keep_kv(of, make_kv(len(of.chunk_ids)))
-    found = library.store.collect(in_use=lambda manifest: manifest.identity == library.prefix)
+    found = library.store.maintenance.collect(in_use=lambda manifest: manifest.identity == library.prefix)
     assert (found.records, found.index_records) == (0, 2)
     assert library.rows() == before
 
@@ -52,18 +52,18 @@ def test_what_a_chunk_needs_stays_whoever_else_needed_it(library):
     chunk = next(library.store.chunks("c"))
     of = library.identities(chunk)[0]
     library.store.keep_kv(of, library.encode([of])[0])
-    assert library.store.collect(in_use=lambda _: False).index_records == 1  # only the prefix
+    assert library.store.maintenance.collect(in_use=lambda _: False).index_records == 1  # only the prefix
     assert library.store.has_kv(of)
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
 
 
 def test_a_list_that_names_what_is_in_use_is_mended(library):
     used = library.identities(next(library.store.chunks("c")))[0].key()
     library.edit(lambda txn: txn.put("unreferenced", used, b""))
-    assert library.store.collect(in_use=everything, dry_run=True).records == 0
-    assert not library.store.verify().ok
-    assert library.store.collect(in_use=everything).records == 0
-    assert library.store.verify().ok
+    assert library.store.maintenance.collect(in_use=everything, dry_run=True).records == 0
+    assert not library.store.maintenance.verify().ok
+    assert library.store.maintenance.collect(in_use=everything).records == 0
+    assert library.store.maintenance.verify().ok
 
 
 def test_a_record_that_is_taken_up_meanwhile_stays(library, monkeypatch):
@@ -80,7 +80,7 @@ def test_a_record_that_is_taken_up_meanwhile_stays(library, monkeypatch):
         sweep(*arguments)
 
     monkeypatch.setattr(space, "_sweep", put_first)
-    assert library.store.collect(in_use=everything).records == 0
+    assert library.store.maintenance.collect(in_use=everything).records == 0
     assert library.store.has_kv(late)
     assert library.store.has_kv(staged)
 
@@ -92,20 +92,20 @@ def test_a_record_that_is_taken_up_meanwhile_stays(library, monkeypatch):
 def test_a_copy_is_the_store(library, tmp_path, compact):
     before = library.rows()
     result: list[Progress] = []
-    size = library.store.copy(tmp_path / "copy", compact=compact, on_progress=result.append)
+    size = library.store.maintenance.copy(tmp_path / "copy", compact=compact, on_progress=result.append)
     data = tmp_path / "copy" / "store" / "data.mdb"
     header = read_header(data)
     assert header is not None
     assert size == data.stat().st_size >= header.used
     assert result[-1].done == result[-1].total
     with Store.open(tmp_path / "copy") as copied:
-        assert copied.verify().ok
+        assert copied.maintenance.verify().ok
         library.store = copied
         assert library.rows() == before
         with copied._live().read() as txn:  # the history of deletions
             assert (txn.count("changes") == 0) == compact
         library.write("new", "and it\ncan be written")
-        assert copied.verify().ok
+        assert copied.maintenance.verify().ok
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -126,30 +126,30 @@ def test_a_copy_while_others_write_is_of_one_moment(library, tmp_path, compact):
     writer.start()
     try:
         for n in range(4):
-            library.store.copy(tmp_path / str(n), compact=compact)
+            library.store.maintenance.copy(tmp_path / str(n), compact=compact)
     finally:
         done.set()
         writer.join()
     assert failures == []
     for n in range(4):
         with Store.open(tmp_path / str(n)) as copied:
-            assert copied.verify().ok
+            assert copied.maintenance.verify().ok
             left, right = ((copied.text(name) or "version -1").split()[1] for name in ("left", "right"))
             assert int(left) - int(right) in (0, 1)
 
 
 def test_a_damaged_store_can_be_backed_up(library, tmp_path):
     library.edit(lambda txn: txn.put("texts", digest("a"), b"not sealed"))
-    library.store.copy(tmp_path / "copy")
+    library.store.maintenance.copy(tmp_path / "copy")
     with Store.open(tmp_path / "copy") as copied:
-        assert [finding.table for finding in copied.verify().findings] == ["texts"]
+        assert [finding.table for finding in copied.maintenance.verify().findings] == ["texts"]
 
 
 def test_no_room_is_told_before_anything_is_written(library, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 9, 1))
     with pytest.raises(StoreFullError, match="make room"):
-        library.store.copy(tmp_path / "copy")
+        library.store.maintenance.copy(tmp_path / "copy")
     assert list((tmp_path / "copy" / "store").iterdir()) == []
 
 
@@ -165,10 +165,10 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_copy(library, tmp_path, monkeyp
     monkeypatch.setattr(Path, "open", to_full)
     threads = threading.active_count()
     with pytest.raises(StoreFullError, match="No space left"):
-        library.store.copy(tmp_path / "copy")
+        library.store.maintenance.copy(tmp_path / "copy")
     assert threading.active_count() == threads
     assert library.store._live()._map.env.readers() == "(no active readers)\n"
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
 
 
 @pytest.mark.parametrize(("error", "code"), [(lmdb.MapResizedError("grown"), 0), (lmdb.CorruptedError("page 7"), 1)])
@@ -191,12 +191,12 @@ def test_a_map_that_another_process_grows_is_no_failure(library, tmp_path, monke
     monkeypatch.setattr(database._map, "env", Once())
     if code:
         with pytest.raises(CorruptStoreError, match="page 7"):
-            library.store.copy(tmp_path / "copy")
+            library.store.maintenance.copy(tmp_path / "copy")
         return
-    library.store.copy(tmp_path / "copy")
+    library.store.maintenance.copy(tmp_path / "copy")
     assert raised == [error]
     with Store.open(tmp_path / "copy") as copied:
-        assert copied.verify().ok
+        assert copied.maintenance.verify().ok
 
 
 def live(path: Path) -> bytes:
@@ -213,13 +213,13 @@ def live(path: Path) -> bytes:
 def test_chunks_that_share_a_record_are_compacted(store, tmp_path, chunks):
     """Their references are in a subtree, on which py-lmdb's compaction crashes."""
     write(store, "a", *[(1, 2)] * chunks)
-    store.copy(tmp_path / "copy", compact=True)
+    store.maintenance.copy(tmp_path / "copy", compact=True)
     with Store.open(tmp_path / "copy") as copy:
-        assert copy.verify().ok
+        assert copy.maintenance.verify().ok
         assert len(list(copy.chunks())) == chunks
         assert copy.delete_document("a")
         assert not copy.has_kv(identity(1, 2))
-        assert copy.verify().ok
+        assert copy.maintenance.verify().ok
 
 
 def test_a_deleted_document_is_in_no_live_record_and_after_compact_nowhere(library, tmp_path):
@@ -246,10 +246,10 @@ def test_a_deleted_document_is_in_no_live_record_and_after_compact_nowhere(libra
     assert [name for name, trace in traces.items() if trace not in there] == []
     with Store.open(path) as store:
         assert store.delete_document("deleted")
-        assert store.verify().ok
+        assert store.maintenance.verify().ok
         library.store = store
         library.write("after", "something else")  # LMDB keeps the pages of the last transaction but one
-        store.copy(tmp_path / "compacted", compact=True)
+        store.maintenance.copy(tmp_path / "compacted", compact=True)
     there = live(path)
     assert [name for name, trace in traces.items() if trace in there] == []
     # Freed pages keep their content until they are reused; a compact copy has none.
@@ -260,9 +260,9 @@ def test_a_deleted_document_is_in_no_live_record_and_after_compact_nowhere(libra
 
 
 def test_a_copy_never_replaces_a_store(library, tmp_path):
-    library.store.copy(tmp_path / "copy")
+    library.store.maintenance.copy(tmp_path / "copy")
     with pytest.raises(StoreError, match="has a store already"):
-        library.store.copy(tmp_path / "copy")
+        library.store.maintenance.copy(tmp_path / "copy")
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be made"):
-        library.store.copy(tmp_path / "file")
+        library.store.maintenance.copy(tmp_path / "file")

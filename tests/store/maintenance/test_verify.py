@@ -18,7 +18,7 @@ from ragkv.util.plugins import PluginRegistry
 
 
 def test_a_whole_store_is_checked_whole(library):
-    found = library.store.verify()
+    found = library.store.maintenance.verify()
     assert found.ok
     # 4 + 2 + 1 chunks with one passage twice, in two encodings, and the prefix
     assert {table: found.checked[table] for table in ("documents", "texts", "chunks", "places", "kv")} == {
@@ -36,11 +36,11 @@ def test_a_whole_store_is_checked_whole(library):
 
 def test_a_quick_walk_gives_back_the_pages_that_it_has_read(library, monkeypatch):
     library.write("a", "one\ntwo\nthree")
-    expected = library.store.verify(quick=True)
+    expected = library.store.maintenance.verify(quick=True)
     given: list[Path] = []
     monkeypatch.setattr(verify, "_MAPPED", -(1 << 50))
     monkeypatch.setattr(verify, "give_back", lambda file: given.append(file) or give_back(file))
-    assert library.store.verify(quick=True) == expected
+    assert library.store.maintenance.verify(quick=True) == expected
     assert given
     assert set(given) == {library.store.directory / "data.mdb"}
 
@@ -51,7 +51,7 @@ def test_orphans_are_counted_and_no_damage(library):
     library.store.stage_kv([(staged, kv)])
     library.edit(lambda txn: txn.put("segments", b"x" * 32 + bytes(4), b"payload"))
     library.edit(lambda txn: txn.put("segments", staged.key() + (9).to_bytes(4, "big"), b"more"))
-    found = library.store.verify()
+    found = library.store.maintenance.verify()
     assert found.ok
     assert (found.orphans.records, found.orphans.segments) == (1, 2)
     assert found.orphans.bytes == kv.nbytes + len(b"payload" + b"more")
@@ -61,13 +61,15 @@ def test_quick_reads_no_payload_and_finds_the_rest(library):
     record = library.identities(next(library.store.chunks("a")))[0]
     key = record.key() + bytes(4)
     library.edit(lambda txn: txn.put("segments", key, bytes(len(txn.get("segments", key)))))
-    assert library.store.verify(quick=True).ok
-    [finding] = library.store.verify().findings
+    assert library.store.maintenance.verify(quick=True).ok
+    [finding] = library.store.maintenance.verify().findings
     assert (finding.kind, finding.table, finding.document) in {("damaged", "kv", "a"), ("damaged", "kv", "b")}
     assert "checksum of segment 0" in finding.what
     assert "ragkv repair" in str(finding)
     library.edit(lambda txn: txn.delete("segments", key))
-    assert [finding.what for finding in library.store.verify(quick=True).findings] == ["a segment is missing"]
+    assert [finding.what for finding in library.store.maintenance.verify(quick=True).findings] == [
+        "a segment is missing"
+    ]
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -82,7 +84,7 @@ def test_a_whole_record_under_another_key_is_found(library, quick):
         txn.refer(INDEX_OWNER, other)
 
     library.edit(copy)
-    [finding] = [each for each in library.store.verify(quick=quick).findings if each.table == "kv"]
+    [finding] = [each for each in library.store.maintenance.verify(quick=quick).findings if each.table == "kv"]
     assert (finding.kind, finding.key, finding.what) == ("damaged", other, "it has a key that is not its own")
 
 
@@ -93,20 +95,20 @@ def test_a_count_that_cannot_be_is_not_looked_for_chunk_by_chunk(library, quick)
         txn.put("documents", b"a", pack_document(dataclasses.replace(stored, chunks=70_000)))
 
     library.edit(claim)
-    found = {finding.what for finding in library.store.verify(quick=quick).findings}
+    found = {finding.what for finding in library.store.maintenance.verify(quick=quick).findings}
     assert found == {"it counts 70000 chunks, of which 4 are there"}
 
 
 def test_a_codec_that_is_not_installed_is_named(library, monkeypatch):
     monkeypatch.setattr("ragkv.store.codecs.CODECS", PluginRegistry("ragkv.no_codecs"))
-    found = library.store.verify()
+    found = library.store.maintenance.verify()
     assert len(found.findings) == 13
     assert all("unknown codec 'raw'" in finding.what for finding in found.findings)
 
 
 def test_progress_comes_to_its_end(library):
     result: list[Progress] = []
-    library.store.verify(on_progress=result.append)
+    library.store.maintenance.verify(on_progress=result.append)
     assert [step.done for step in result] == sorted(step.done for step in result)
     assert result[-1].done == result[-1].total > 0
 
@@ -124,10 +126,10 @@ def test_pages_that_lmdb_cannot_read_are_told(library, monkeypatch):
         return keys(self, table, after=after)
 
     monkeypatch.setattr(Transaction, "keys", broken)
-    found = library.store.verify()
+    found = library.store.maintenance.verify()
     assert [(finding.kind, finding.table) for finding in found.findings] == [("pages", "chunks")]
     assert "restore a backup" in found.findings[0].remedy
-    report = library.store.repair(library)
+    report = library.store.maintenance.repair(library)
     assert report.left == found.findings
     assert not report.ok
 
@@ -156,22 +158,22 @@ def test_a_writer_beside_it_is_no_damage(library, monkeypatch, keys, quick):
     try:
         found, verified = [], 0
         while not failures and (verified < 4 or len(rounds) < 10):  # however rarely the writer is scheduled
-            found += library.store.verify(quick=quick).findings
+            found += library.store.maintenance.verify(quick=quick).findings
             verified += 1
     finally:
         done.set()
         writer.join()
     assert failures == []
     assert found == []
-    assert library.store.verify().ok
+    assert library.store.maintenance.verify().ok
 
 
 def test_a_quick_look_at_small_batches_sees_every_row_once(library, monkeypatch):
     library.store.stage_kv([(of, library.encode([of])[0]) for of in library.identities(library.write("d", "x\ny")[1])])
-    whole = library.store.verify()
+    whole = library.store.maintenance.verify()
     for rows in (1, 2, 1000):
         monkeypatch.setattr("ragkv.store.maintenance.verify._QUICK_ROWS", rows)
-        quick = library.store.verify(quick=True)
+        quick = library.store.maintenance.verify(quick=True)
         assert quick.ok
         assert {**quick.checked, "bytes": 0} == {**whole.checked, "bytes": 0}
         assert quick.orphans == whole.orphans
@@ -193,13 +195,13 @@ def test_wrong_counters_are_found_and_mended(library):
 
     library.edit(spoil)
     for quick in (True, False):
-        found = library.store.verify(quick=quick).findings
+        found = library.store.maintenance.verify(quick=quick).findings
         assert {(finding.kind, finding.table) for finding in found} == {
             ("mismatch", "counters"),
             ("mismatch", "unreferenced"),
         }
-    assert library.store.collect(in_use=lambda _: True, dry_run=True).records == 0  # checked again
-    assert library.store.repair(library).ok
+    assert library.store.maintenance.collect(in_use=lambda _: True, dry_run=True).records == 0  # checked again
+    assert library.store.maintenance.repair(library).ok
     assert library.rows() == before
     assert library.store.stats() == stats
 
@@ -210,14 +212,14 @@ def test_counters_that_cannot_be_read_are_counted_by_rows(library, tokens):
     library.edit(lambda txn: txn.put("counters", b"tokens", tokens))
     now = library.store.stats()
     assert now == dataclasses.replace(stats, file_bytes=now.file_bytes, used_bytes=now.used_bytes)
-    assert not library.store.verify(quick=True).ok
+    assert not library.store.maintenance.verify(quick=True).ok
     library.write("more", "x y z")  # an unreadable counter cannot be incremented
     library.store.delete_document("more")
     assert library.store.stats().tokens == stats.tokens
     path = library.store.directory.parent
     library.store.close()
     with Store.open(path) as store:  # opening for writing recounts
-        assert store.verify().ok
+        assert store.maintenance.verify().ok
         library.store = store
         assert library.rows()["counters"] == before["counters"]
 
@@ -232,8 +234,8 @@ def test_a_record_that_was_damaged_after_it_was_counted(library):
     with library.store._live().read() as txn:
         assert is_stale(txn)
     assert library.store.stats().kv_records == 13
-    assert library.store.verify().ok
-    assert library.store.repair(library).ok
+    assert library.store.maintenance.verify().ok
+    assert library.store.maintenance.repair(library).ok
     assert library.rows() == before
 
 
@@ -241,6 +243,6 @@ def test_many_values_of_one_key_are_walked_once(library):
     """A passage in every document: more references than fit in a batch of keys."""
     for n in range(40):
         library.write(f"same{n:02}", "one two three")
-    found = library.store.verify()
+    found = library.store.maintenance.verify()
     assert found.ok
     assert found.checked["references"] == 15 + 2 * 40
