@@ -155,7 +155,7 @@ def read(store: Store) -> None:
         lambda: store.get_meta("model"),
         lambda: list(store.document_stats()),
         lambda: store.maintenance.collect(in_use=lambda _: True, dry_run=True),
-        store.models,
+        store.maintenance.models,
         lambda: store.maintenance.verify(quick=True),
     ]
     for call in rest:
