@@ -14,8 +14,8 @@ from ragkv.errors import ConfigError, ModelLoadError, RetrievalError, StoreFullE
 from ragkv.index.create import CreationRollback
 from ragkv.model import self_check
 from ragkv.model.language_model import LanguageModel
-from ragkv.store.environment import Database, WriterLock
 from ragkv.store import Store
+from ragkv.store.environment import Database, WriterLock
 from ragkv.store.maintenance.maintenance import Maintenance
 
 
