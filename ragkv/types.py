@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 DType: TypeAlias = Literal[
     "bfloat16", "float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool"
@@ -125,11 +125,13 @@ class Source:
     text: str
     page: int | None
     heading: str | None = None
-    score: float
+    score: Annotated[float, "The fused relevance, from 0 to below 1 (PCED Eqs. 4-7)."]
     retrieval_score: float
     rerank_score: float | None
-    stages: Mapping[str, float] = field(default_factory=dict)
-    tokens_won: int | None = None
+    stages: Annotated[Mapping[str, float], "Raw scores: dense, sparse, colbert, bm25, relative, rrf."] = field(
+        default_factory=dict
+    )
+    tokens_won: Annotated[int | None, "For PCED, how many tokens the chunk's expert chose."] = None
 
     @property
     def title(self) -> str:
@@ -197,20 +199,26 @@ class Answer:
     sources: tuple[Source, ...]
     timing: Timing
     kv: KVUse
-    decoding: Mapping[str, Any] = field(default_factory=dict)
-    """`max_new_tokens` and every setting of `Decoding` that was in effect, including a seed that was drawn."""
-    dtype: str = ""
-    """The precision of the model: float32, bfloat16 or float16, or int8 for int8 weights."""
-    charge: float | None = None
-    """For an engine that recomputes stored KV (blend), the share that it has recomputed: tokens times layers."""
+    decoding: Annotated[
+        Mapping[str, Any],
+        "`max_new_tokens` and every setting of `Decoding` that was in effect, including a seed that was drawn.",
+    ] = field(default_factory=dict)
+    dtype: Annotated[str, "The precision of the model: float32, bfloat16 or float16, or int8 for int8 weights."] = ""
+    charge: Annotated[
+        float | None,
+        "For an engine that recomputes stored KV (blend), the share that it has recomputed: tokens times layers.",
+    ] = None
     trace: tuple[TracedToken, ...] = field(default=(), repr=False)
     """The generated tokens; stripped at both ends, their text is `text`."""
-    reasoning: str = ""
-    """The model's thinking before its answer (`thinking` of `Decoding`)."""
-    queries: tuple[str, ...] = ()
-    """The search queries that the model has written: a rewritten follow-up question, then one for each further step."""
-    fields: Mapping[str, int] = field(default_factory=dict)
-    """For a JSON answer by PCED: the place among `sources` of each value's source, by the value's JSON pointer."""
+    reasoning: Annotated[str, "The model's thinking before its answer (`thinking` of `Decoding`)."] = ""
+    queries: Annotated[
+        tuple[str, ...],
+        "The search queries that the model has written: a rewritten follow-up question, then those of further steps.",
+    ] = ()
+    fields: Annotated[
+        Mapping[str, int],
+        "For a JSON answer by PCED: the place among `sources` of each value's source, by the value's JSON pointer.",
+    ] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, result: Mapping[str, Any]) -> Self:

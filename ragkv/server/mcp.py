@@ -23,7 +23,8 @@ from ragkv.pipeline import RagKV
 from ragkv.question import question_arguments, question_options
 from ragkv.server.errors import readable_error
 from ragkv.server.local import LocalClient, UnservedError, query_body
-from ragkv.server.schemas import FailFastList, ShownChunk
+from ragkv.server.schemas import FailFastList, ShownChunk, fields_of
+from ragkv.types import Answer, Source
 
 MAX_LISTED_DOCUMENTS = 1000
 P = ParamSpec("P")
@@ -35,15 +36,9 @@ Conditions = Annotated[
 ]
 
 
+@fields_of(Source, "chunk_id", "document", "text", "page", "heading", "score")
 class FoundPassage(BaseModel):
     """A chunk of a document, and how relevant it is (from 0 to 1)."""
-
-    chunk_id: str
-    document: str
-    text: str
-    page: int | None
-    heading: str | None
-    score: float
 
 
 class FoundPassages(BaseModel):
@@ -52,14 +47,11 @@ class FoundPassages(BaseModel):
     passages: list[FoundPassage]
 
 
+@fields_of(Answer, "text", "engine", "finish_reason", "queries", text="answer")
 class ToolAnswer(BaseModel):
     """An answer, the passages it was made from, best first, and the search queries that the model has written."""
 
-    answer: str
-    engine: str
-    finish_reason: str
     sources: list[FoundPassage]
-    queries: list[str]
 
 
 class ListedDocument(BaseModel):
@@ -126,13 +118,8 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
             raise
         if answer is None:
             answer = await rag.aquery(question, **question_arguments(options))
-        return ToolAnswer(
-            answer=answer.text,
-            engine=answer.engine,
-            finish_reason=answer.finish_reason,
-            sources=[_passage(source.to_json()) for source in answer.sources],
-            queries=list(answer.queries),
-        )
+        sources = [_passage(source.to_json()) for source in answer.sources]
+        return ToolAnswer.model_validate({**answer.to_json(), "sources": sources})
 
     @tool("show")
     async def show(

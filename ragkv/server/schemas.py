@@ -9,8 +9,9 @@ import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import quote
 
 from fastapi import Request
@@ -25,7 +26,7 @@ from ragkv.index.search import DocumentView, list_documents
 from ragkv.question import question_arguments, question_options
 from ragkv.server.errors import ApiError
 from ragkv.server.streaming import ConversationText
-from ragkv.types import Chunk, KVUse, Source, Timing
+from ragkv.types import Answer, Chunk, Source, TracedToken
 from ragkv.util.options import OptionField, at_door
 from ragkv.util.telemetry import note_span
 
@@ -36,17 +37,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+M = TypeVar("M", bound=BaseModel)
+
+
+def fields_of(owner: type[Any], *names: str, **json_names: str) -> Callable[[type[M]], type[M]]:
+    """A decorator for a response's model: it adds the fields of a result's dataclass, all but those that the model has
+    itself, or the named ones. `json_names` are their names in JSON, where they differ.
+    """
+
+    def extend(model: type[M]) -> type[M]:
+        hints, added = get_type_hints(owner, include_extras=True), dict[str, Any]()
+        for each in fields(owner):
+            name = json_names.get(each.name, each.name)
+            if name in model.model_fields or (names and each.name not in names):
+                continue
+            hint = hints[each.name]
+            kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+            about = next(iter(notes), None)
+            info: Any = Field(... if each.default is MISSING else each.default, description=about)
+            if each.default_factory is not MISSING:
+                info = Field(default_factory=each.default_factory, description=about)
+            added[name] = (kind, info)
+        return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added)
+
+    return extend
+
+
+@fields_of(Chunk, *(each.name for each in fields(Chunk) if each.name != "token_ids"))
 class ShownChunk(BaseModel):
     """A chunk and its position: `start` and `end` are characters of the document's text."""
-
-    chunk_id: str
-    document_id: str
-    ordinal: int
-    text: str
-    start: int
-    end: int
-    page: int | None
-    heading: str | None
 
     @classmethod
     def of(cls, chunk: Chunk) -> Self:
@@ -108,28 +127,16 @@ class IndexListing(BaseModel):
     indexes: list[IndexFacts]
 
 
+@fields_of(Source)
 class AnswerSource(BaseModel):
     """A chunk behind an answer, with the scores of every stage that saw it."""
 
-    document: str
-    chunk_id: str
-    text: str
-    page: int | None
-    heading: str | None
-    score: float = Field(description="The fused relevance, from 0 to below 1 (PCED Eqs. 4-7).")
-    retrieval_score: float
-    rerank_score: float | None
-    stages: dict[str, float] = Field(description="Raw scores: dense, sparse, colbert, bm25, relative, rrf.")
-    tokens_won: int | None = Field(description="For PCED, how many tokens the chunk's expert chose.")
     url: str = Field(description="Where the chunk itself is found.")
 
 
+@fields_of(TracedToken, token_id="id")
 class TracedTokenReply(BaseModel):
     """One generated token; `source` is the place among `sources` of the chunk whose expert won it."""
-
-    id: int
-    text: str
-    source: int | None
 
 
 class TraceReply(BaseModel):
@@ -144,27 +151,11 @@ class AnswerCitation(BaseModel):
     sources: Sequence[int]
 
 
+@fields_of(Answer, text="answer", timing="timing_ms")
 class AnswerReply(BaseModel):
     """What `ragkv query --json` prints, with an address for each source and, if asked for, trace and citations."""
 
-    question: str
-    answer: str
-    engine: str
-    finish_reason: str
     sources: list[AnswerSource]
-    timing_ms: Timing
-    kv: KVUse
-    decoding: dict[str, Any] = Field(description="The settings that were in effect, with a seed that was drawn.")
-    dtype: str = Field(default="", description="What the model computed in; int8 for int8 weights.")
-    charge: float | None = Field(
-        description="What an engine that recomputes stored KV has computed of it, as a share (blend)."
-    )
-    fields: dict[str, int] = Field(
-        default={},
-        description="For JSON by PCED: the place among the sources of each value's source, by its JSON pointer.",
-    )
-    reasoning: str = Field(default="", description="What the model thought before it answered.")
-    queries: list[str] = Field(default=[], description="The search queries that the model has written.")
     trace: TraceReply = Field(default=TraceReply(tokens=[]), description="Only with `trace`.")
     citations: list[AnswerCitation] = Field(default=[], description="Only with `citations`.")
     refused: bool = Field(
@@ -237,9 +228,6 @@ T = TypeVar("T")
 FailFastList = Annotated[list[T], FirstError()]
 """A list that is refused at its first invalid item. A body may contain a million items, and collecting an error for
 each takes seconds, in which the server answers no one."""
-
-
-M = TypeVar("M", bound=BaseModel)
 
 
 def question_fields(door: str = "http", *, without: Sequence[str] = ()) -> Callable[[type[M]], type[M]]:
