@@ -146,25 +146,27 @@ def doctor(
     read = None if questions is None else read_questions(questions)
     environment = Environment.look()
     if not (index / CONFIG_FILE).exists() and index == DEFAULT_INDEX and not asked_for:
-        found = _Found(environment, models_present(None), [f"There is no index here: ragkv ingest PATH makes {index}."])
+        status = _Found(
+            environment, models_present(None), [f"There is no index here: ragkv ingest PATH makes {index}."]
+        )
         if as_json:
-            print_json(found.to_json())
+            print_json(status.to_json())
         else:
-            found.show()
+            status.show()
         return
     with RagKV.open(index, device=device) as rag:
         stats = rag.stats()
-        found = _Found(environment, models_present(rag.config), [], index=index, stats=stats)
+        status = _Found(environment, models_present(rag.config), [], index=index, stats=stats)
         if not as_json:
-            found.show()
+            status.show()
         with progress_bar(quiet or as_json) as on_progress:
-            found.verified = rag.verify(quick=True, on_progress=on_progress)
-        found.todo = _remedies(rag, found)
+            status.verified = rag.verify(quick=True, on_progress=on_progress)
+        status.todo = _remedies(rag, status)
         if not as_json:
-            found.show_health(todo=health)
+            status.show_health(todo=health)
         if health:
             if as_json:
-                print_json(found.to_json())
+                print_json(status.to_json())
             return
         if quick:
             limit, max_new_tokens = min(limit, 8), min(max_new_tokens, 16)
@@ -183,9 +185,9 @@ def doctor(
             device=device,
         )
         subject = JudgedModel.of(examination.subject)
-        found.todo = list(dict.fromkeys([*remedies(stats, examination.subject), *found.todo]))
+        status.todo = list(dict.fromkeys([*remedies(stats, examination.subject), *status.todo]))
         if not as_json:
-            _show_model(subject, found.todo)
+            _show_model(subject, status.todo)
         gold = None
         if questions is not None and names_gold(questions):
             try:
@@ -199,14 +201,14 @@ def doctor(
             quality = examination.examine(
                 asked, source=source, seed=seed, retrieval=judged_modes, on_progress=on_progress
             )
-        kept = True
+        is_stored = True
         try:
             keep_quality(rag.store, quality.to_json())
         except StoreError as error:
-            kept = False
+            is_stored = False
             note(f"The verdicts are not kept in the index: {error}")
         if as_json:
-            print_json({**found.to_json(), "model": asdict(subject), "quality": quality.to_json(), "kept": kept})
+            print_json({**status.to_json(), "model": asdict(subject), "quality": quality.to_json(), "kept": is_stored})
         else:
             _show_quality(quality)
             _show_retrieval(quality.retrieval)
@@ -269,19 +271,19 @@ class _Found:
         }
 
 
-def _remedies(rag: RagKV, found: _Found) -> list[str]:
+def _remedies(rag: RagKV, status: _Found) -> list[str]:
     """Advice that can be given without loading a model."""
     from ragkv.doctor.report import remedies
 
-    assert found.stats is not None
-    assert found.verified is not None
-    todo = remedies(found.stats, None)
-    if not found.verified.ok:
-        findings = count(len(found.verified.findings), "finding")
-        todo.append(f"{findings} in the index: ragkv verify --index {found.index} names them; run ragkv repair.")
-    todo += [f"The {one.role} {one.name}: {one.what}" for one in found.models if one.state == "missing"]
-    fetched = {one.role for one in found.models if one.state == "here" and one.name == rag.config.embedder}
-    if found.stats.chunks and "embedder" in fetched:  # checking a model that is not on this machine would download it
+    assert status.stats is not None
+    assert status.verified is not None
+    todo = remedies(status.stats, None)
+    if not status.verified.ok:
+        findings = count(len(status.verified.findings), "finding")
+        todo.append(f"{findings} in the index: ragkv verify --index {status.index} names them; run ragkv repair.")
+    todo += [f"The {one.role} {one.name}: {one.what}" for one in status.models if one.state == "missing"]
+    fetched = {one.role for one in status.models if one.state == "here" and one.name == rag.config.embedder}
+    if status.stats.chunks and "embedder" in fetched:  # checking a model that is not on this machine would download it
         try:
             rag.index.encoders.require_same_embedder()
         except RagkvError as error:
@@ -372,11 +374,11 @@ def _show_conversation(quality: Quality, setting: str) -> None:
     row = quality.conversation
     if row is None:
         return
-    found = f"top-1 {share(row.top1)}, answers {share(row.answers)}"
+    shares = f"top-1 {share(row.top1)}, answers {share(row.answers)}"
     if row.alone is not None and row.accuracy is not None:
-        found = f"right {share(row.accuracy)}, alone {share(row.alone)}"
+        shares = f"right {share(row.accuracy)}, alone {share(row.alone)}"
     echo()
-    echo(f"conversation: {row.engine} with {row.turns} earlier turns in the prompt: {found}; {_USES[row.history]}.")
+    echo(f"conversation: {row.engine} with {row.turns} earlier turns in the prompt: {shares}; {_USES[row.history]}.")
     if setting != "auto":
         note(f'ragkv.toml says history = "{setting}", whatever was measured; "auto" follows it.')
 

@@ -322,11 +322,11 @@ def answers(
             if given := [name for name, value in (own | {"--metric": metric}).items() if value]:
                 raise UsageError(f"{given[0]} cannot be used with --index; leave it out.")
             rag = stack.enter_context(RagKV.open(index, device=device))
-            found = [_questions(Path(name), limit, seed) for name in what]
+            tasks_asked = [_questions(Path(name), limit, seed) for name in what]
             source = IndexSource(rag, device=device)
             settings = source.settings | {"codec": rag.config.codec, "tuning": rag.config.tuning}
         else:
-            found = [task for name in what for task in _tasks(name, sizes, limit, seed, metric)]
+            tasks_asked = [task for name in what for task in _tasks(name, sizes, limit, seed, metric)]
             beside = MINI if set(model or [MINI]) == {MINI} else None  # mini's embedder knows nothing of the real world
             source = TaskSource(embedder=embedder or beside, reranker=reranker or beside, device=device)
             settings = {"model": MINI, "codec": RAW, "retrieval": GIVEN, "dtype": dtype}
@@ -346,7 +346,7 @@ def answers(
             require_baseline(asked, against)
         with kept_steps("eval answers", work, silent=quiet or as_json) as notify:
             rows = run(
-                found,
+                tasks_asked,
                 asked,
                 source=source,
                 seed=seed,
@@ -356,13 +356,13 @@ def answers(
                 on_progress=notify,
             )
     if output is not None:
-        write_rows(output, found, rows, seed)
+        write_rows(output, tasks_asked, rows, seed)
     if as_json:
         print_json([row.to_json() for row in rows])
     else:
         print_rows(rows)
     if not quiet:
-        for line in row_remarks(found, rows):
+        for line in row_remarks(tasks_asked, rows):
             note(line)
 
 

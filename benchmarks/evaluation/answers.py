@@ -116,19 +116,19 @@ def baseline_of(candidate: Candidate, among: Sequence[Candidate], name: str) -> 
     the baseline itself, and if no candidate has the name.
     """
     closeness: list[Callable[[Candidate], Any]] = [
-        lambda one: one.model == candidate.model,
-        lambda one: [getattr(one, name) == getattr(candidate, name) for name in ("retrieval", "rerank", "top_k")],
-        lambda one: one.steps == candidate.steps,
-        lambda one: one.codec == RAW,
+        lambda other: other.model == candidate.model,
+        lambda other: [getattr(other, name) == getattr(candidate, name) for name in ("retrieval", "rerank", "top_k")],
+        lambda other: other.steps == candidate.steps,
+        lambda other: other.codec == RAW,
     ]
-    named = [one for one in among if one.label == name]
+    named = [other for other in among if other.label == name]
     if candidate in named:
-        raw = [one for one in named if one.codec == RAW and one != candidate and one.model == candidate.model]
-        once = [one for one in named if one == replace(candidate, steps=1)]
+        raw = [other for other in named if other.codec == RAW and other != candidate and other.model == candidate.model]
+        once = [other for other in named if other == replace(candidate, steps=1)]
         named = raw if candidate.codec != RAW else once if candidate.steps > 1 else []
     if not named:
         return None
-    return max(named, key=lambda one: [near(one) for near in closeness])
+    return max(named, key=lambda other: [near(other) for near in closeness])
 
 
 def require_baseline(candidates: Sequence[Candidate], name: str) -> None:
@@ -269,17 +269,17 @@ class TaskSource(ChunkSource):
     def _index(self, chunks: tuple[str, ...], mode: Mode, *, rerank: bool) -> Searcher:
         """The pipeline's own search over the chunks. Ids are the positions, so that ties keep the order."""
         ids = [f"{index:06d}" for index in range(len(chunks))]
-        found: dict[ScoreKind, dict[str, Any]] = {}
+        by_kind: dict[ScoreKind, dict[str, Any]] = {}
         if mode != "bm25":
             for kind in useful_kinds(mode):
                 if (vectors := getattr(self._embedding(chunks), kind)) is not None:
-                    found[kind] = dict(zip(ids, vectors, strict=True))
-        rows = found.pop("colbert", {})
+                    by_kind[kind] = dict(zip(ids, vectors, strict=True))
+        rows = by_kind.pop("colbert", {})
         return build_searcher(
             dict(zip(ids, chunks, strict=True)),
-            vectors={kind: vectors.items() for kind, vectors in found.items()},
+            vectors={kind: vectors.items() for kind, vectors in by_kind.items()},
             colbert=lambda wanted: {name: rows[name] for name in wanted},
-            bm25="bm25" in indexes_of(mode, found),
+            bm25="bm25" in indexes_of(mode, by_kind),
             embedder=None if mode == "bm25" else self._embedder,
             reranker=self._reranker if rerank else None,
         )

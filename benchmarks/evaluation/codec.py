@@ -104,11 +104,11 @@ def _worlds(questions: int) -> Iterator[World]:
 
 
 def _questions(count: int) -> list[str]:
-    found: list[str] = []
+    questions: list[str] = []
     for world in _worlds(count):
         drawn = random.Random(world.seed).sample(world.questions, QUESTIONS_PER_WORLD)
-        found += [question.question for question in drawn]
-    return found[:count]
+        questions += [question.question for question in drawn]
+    return questions[:count]
 
 
 _codec_row = partial(BenchRow.of, ratio_digits=4)
@@ -155,20 +155,20 @@ def _quality_rows(rag: RagKV, name: str, questions: Sequence[str], on_step: OnSt
     source = IndexSource(rag, stored=True)
     raw, changed = source.candidate(name, top_k=TOP_K), source.candidate(name, top_k=TOP_K, change=_last_bit)
     changes = {LAST_BIT: changed} | {codec: source.candidate(name, top_k=TOP_K, codec=codec) for codec in TARGETS}
-    found: dict[str, list[Comparison]] = {change: [] for change in changes}
+    series: dict[str, list[Comparison]] = {change: [] for change in changes}
     for start in range(0, len(questions), 20):
         task = Task.of([GoldenQuestion(text=text) for text in questions[start : start + 20]])
         results = run_candidates(
             [task], [raw, *changes.values()], source=source, compare_logits=True, max_new_tokens=ANSWER_TOKENS
         )
         for change, candidate in changes.items():
-            found[change] += [each.comparison for each in results if each.candidate is candidate and each.comparison]
-        share = ", ".join(f"{change} {_percent(compared) / 100:.1%}" for change, compared in found.items())
-        on_step(f"{name}: {len(found[LAST_BIT])} of {len(questions)} questions, same answers: {share}")
-    floor = found.pop(LAST_BIT)
+            series[change] += [each.comparison for each in results if each.candidate is candidate and each.comparison]
+        share = ", ".join(f"{change} {_percent(compared) / 100:.1%}" for change, compared in series.items())
+        on_step(f"{name}: {len(series[LAST_BIT])} of {len(questions)} questions, same answers: {share}")
+    floor = series.pop(LAST_BIT)
     same = _percent(floor)
     rows = [_codec_row(f"{LAST_BIT}, {name}: same answers", same, "%", "raw", 100.0, same / 100, digits=1)]
-    return rows + [row for codec, compared in found.items() for row in _compared(codec, name, compared, floor)]
+    return rows + [row for codec, compared in series.items() for row in _compared(codec, name, compared, floor)]
 
 
 def _compared(

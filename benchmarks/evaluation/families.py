@@ -354,12 +354,12 @@ class DenseModel:
         places = [*range(start), *(start + i for chunk in chunks for i in range(len(chunk)))]
         places += range(start + longest, start + longest + len(own))
         visible = _causal(len(tokens))
-        at = start
+        position = start
         for chunk in chunks:
-            visible[at : at + len(chunk), start:at] = False
-            at += len(chunk)
+            visible[position : position + len(chunk), start:position] = False
+            position += len(chunk)
         weigh = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
-        weigh[at:, start:at] = True
+        weigh[position:, start:position] = True
         return self._attended(tokens, torch.tensor(places), visible, weigh)
 
     def _whole(self, tokens: list[int]) -> Tensor:
@@ -757,16 +757,16 @@ def judge(family: str, seed: int = 0) -> FamilyVerdict:
 
 
 def _judged(family: str, model: Any, seed: int) -> FamilyVerdict:
-    found = _trial(family, model, seed, steps=8)
-    ropes = set(found.ropes)
+    trial = _trial(family, model, seed, steps=8)
+    ropes = set(trial.ropes)
     for kind in (kind for kind in ROPE_TYPES if ropes and ropes != {kind}):
         seed += 1
-        if found.errors and (model := _with_rope(family, kind, seed)) is not None:
-            found = found.joined(_trial(family, model, seed, steps=3))
-    while found.errors and found.models < _MODELS:
+        if trial.errors and (model := _with_rope(family, kind, seed)) is not None:
+            trial = trial.joined(_trial(family, model, seed, steps=3))
+    while trial.errors and trial.models < _MODELS:
         seed += 1
-        found = found.joined(_trial(family, small_model(family, seed=seed, size=seed), seed, steps=3))
-    return found
+        trial = trial.joined(_trial(family, small_model(family, seed=seed, size=seed), seed, steps=3))
+    return trial
 
 
 def _trial(family: str, model: Any, seed: int, *, steps: int) -> FamilyVerdict:
@@ -796,15 +796,15 @@ def _with_rope(family: str, kind: str, seed: int) -> Any:
     angles = {name: len(buffer) for name, buffer in buffers if name.endswith("inv_freq")}
     tables = config.rope_parameters
     if "rope_type" in tables:
-        made = _rope_table(kind, tables, angles["inv_freq"])
+        rope = _rope_table(kind, tables, angles["inv_freq"])
     else:  # one entry per kind of layer; some have no positions, or a rope type of their own
-        made = {
+        rope = {
             name: _rope_table(kind, table, angles.get(f"{name}_inv_freq", angles.get("inv_freq", 0)))
             if table and table["rope_type"] in ROPE_TYPES
             else table
             for name, table in tables.items()
         }
-    fields: dict[str, Any] = {"rope_parameters": made}
+    fields: dict[str, Any] = {"rope_parameters": rope}
     if kind == "dynamic":
         fields["max_position_embeddings"] = _TRAINED
     if kind == "longrope" and hasattr(config, "original_max_position_embeddings"):

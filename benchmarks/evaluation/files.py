@@ -63,13 +63,13 @@ def _needed(row: FileRow, chunks: int) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _drawn(found: Iterable[tuple[int, FileRow]], limit: int | None, seed: int) -> Iterable[tuple[int, FileRow]]:
+def _drawn(numbered_rows: Iterable[tuple[int, FileRow]], limit: int | None, seed: int) -> Iterable[tuple[int, FileRow]]:
     """At most `limit` items in their order, each with the same probability, holding no more than that (algorithm R)."""
     if limit is None:
-        return found
+        return numbered_rows
     rng = random.Random(seed)
     held: list[tuple[int, FileRow]] = []
-    for item in found:
+    for item in numbered_rows:
         if len(held) < limit:
             held.append(item)
         elif (place := rng.randrange(item[0])) < limit:

@@ -208,13 +208,13 @@ def _related(rng: random.Random, world: World) -> list[str]:
         if fact.value in known:
             links.setdefault(fact.subject, []).append(fact.value)
             links.setdefault(fact.value, []).append(fact.subject)
-    found = [rng.choice([document.title for document in world.documents if document.title in links])]
-    for title in found:  # the list grows during the iteration
-        near = [other for other in dict.fromkeys(links.get(title, ())) if other not in found]
-        found += rng.sample(near, min(2, len(near)))
-        if len(found) >= _CORE:
+    titles = [rng.choice([document.title for document in world.documents if document.title in links])]
+    for title in titles:  # the list grows during the iteration
+        near = [other for other in dict.fromkeys(links.get(title, ())) if other not in titles]
+        titles += rng.sample(near, min(2, len(near)))
+        if len(titles) >= _CORE:
             break
-    return found
+    return titles
 
 
 def _cut(document: WorldDocument) -> list[str]:

@@ -139,7 +139,7 @@ def all_candidates(
     without one. Options that begin with `prompt.` set fields of `PromptConfig`: `ape(prompt.prefix_newlines=20)`.
     `ape(context=256)` overrides `context`.
     """
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     both = [rerank] if isinstance(rerank, bool) else rerank
     for model, spec, codec, retrieval, reranked, most in product(models, engines, codecs, retrievals, both, steps):
         words = {key.removeprefix(_PROMPT): value for key, value in spec.options.items() if key.startswith(_PROMPT)}
@@ -147,7 +147,7 @@ def all_candidates(
         changed = words or CONTEXT in options
         seen = EncodingConfig(context=options.pop(CONTEXT, context)).context
         texts = asdict(prompt or resolve(model).tuned_words(PromptConfig())) | words
-        one = Candidate(
+        candidate = Candidate(
             engine=spec.name,
             options={**(tuning or {}).get(spec.name, {}), **options},
             model=model,
@@ -160,9 +160,9 @@ def all_candidates(
             steps=most,
             **settings,
         )
-        if one not in found:
-            found.append(one)
-    return found
+        if candidate not in result:
+            result.append(candidate)
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,14 +291,14 @@ class Reader:
             document = document_for_question(self.model, engine.config, text.token_ids, asked, prefix)
             if document is None:
                 return alone([text])
-            found = []
+            encoded_blocks = []
             for number, block in enumerate(SequentialExecutor().run(document)):
                 span = document.layout.span(number)
                 ids = text.token_ids[span.start : span.stop]
-                found.append(
+                encoded_blocks.append(
                     ContextChunk(token_ids=ids, score=text.score, kv=coded(block.kv, self._identity(encoding, ids)))
                 )
-            return found
+            return encoded_blocks
 
         prefix = self._prefix()
         if prefix is not None:
@@ -507,7 +507,7 @@ class IndexSource(ChunkSource):
         key = (loaded.name, example.question, candidate.retrieval, candidate.rerank, candidate.top_k, window)
         if key not in self._known:
             prompt = loaded.reader(self._rag.config.prompt).prompt
-            found = self._rag.retrieve(
+            hits = self._rag.retrieve(
                 example.question,
                 top_k=candidate.top_k,
                 retrieval=cast("Mode", candidate.retrieval),
@@ -521,13 +521,11 @@ class IndexSource(ChunkSource):
                 tokens = loaded.model.tokens
                 return chunk.chunk_id, seen_before(chunk, map(cut, before), document.title, window, prompt, tokens)
 
-            names = [each.chunk.chunk_id for each in found] if window else []
+            names = [hit.chunk.chunk_id for hit in hits] if window else []
             seen = dict(self._rag.store.with_preceding(names, look))
             self._known[key] = [
-                ContextChunk(
-                    token_ids=cut(each.chunk).token_ids, score=each.score, seen=seen.get(each.chunk.chunk_id, ())
-                )
-                for each in reversed(found)
+                ContextChunk(token_ids=cut(hit.chunk).token_ids, score=hit.score, seen=seen.get(hit.chunk.chunk_id, ()))
+                for hit in reversed(hits)
             ]
         chunks = self._known[key]
         return [(len(chunks) - 1 - at, chunk) for at, chunk in enumerate(chunks)]
@@ -611,13 +609,13 @@ def next_token_kl(reference: Tensor, other: Tensor) -> float:
 
 @torch.inference_mode()
 def _log_probs(model: LanguageModel, scores: Tensor) -> Tensor:
-    found = torch.log_softmax(scores.float(), -1)
-    if math.isnan(float(found.sum())):
+    log_probs = torch.log_softmax(scores.float(), -1)
+    if math.isnan(float(log_probs.sum())):
         raise UnsupportedModelError(
             f"Model {model.checkpoint.name!r} computes NaN scores in {str(model.dtype)[6:]}; "
             "use another dtype, such as float32 or bfloat16."
         )
-    return found
+    return log_probs
 
 
 SCHEME = 1
@@ -664,13 +662,13 @@ def run_candidates(
         if on_progress is not None:
             on_progress(done + ahead, total, ", ".join(filter(None, (task.name, candidate.label))))
 
-    models = list(dict.fromkeys((one.model, one.dtype) for one in candidates))
-    for named in [models] if compare_logits else [[one] for one in models]:  # each model is loaded once
-        loaded = {each: source.model(*each) for each in named}
+    models = list(dict.fromkeys((entry.model, entry.dtype) for entry in candidates))
+    for named in [models] if compare_logits else [[entry] for entry in models]:  # each model is loaded once
+        loaded = {run: source.model(*run) for run in named}
         runs = [
-            _CandidateRun(one, loaded[one.model, one.dtype], source, decoding, work)
-            for one in candidates
-            if (one.model, one.dtype) in loaded
+            _CandidateRun(entry, loaded[entry.model, entry.dtype], source, decoding, work)
+            for entry in candidates
+            if (entry.model, entry.dtype) in loaded
         ]
         comparing = _LogitComparison(runs) if compare_logits else None
         for task in tasks:
@@ -680,11 +678,11 @@ def run_candidates(
                     results += comparing.results(task, example, limit, notify)
                 else:
                     notify(0, task, runs[0].candidate)
-                    asked = [each.ask(task, example, limit, stop_when_right=stop_when_right) for each in runs]
-                    begun = [next(each) for each in asked]
-                    for at, (each, first, rest) in enumerate(zip(runs, begun, asked, strict=True)):
+                    asked = [run.ask(task, example, limit, stop_when_right=stop_when_right) for run in runs]
+                    begun = [next(run) for run in asked]
+                    for at, (run, first, rest) in enumerate(zip(runs, begun, asked, strict=True)):
                         if at:
-                            notify(at, task, each.candidate)
+                            notify(at, task, run.candidate)
                         results += filter(None, (first, *rest))
                 done += len(runs)
     if on_progress is not None:
@@ -716,22 +714,22 @@ class _CandidateRun:
         """
         ledger = self._ledger(task)
         key = "" if ledger is None else self._key(example, max_new_tokens)
-        found = None if ledger is None else ledger.get(key)
-        if found is None:
-            found = yield from self._answer(task, example, max_new_tokens, stop_when_right=stop_when_right)
+        facts = None if ledger is None else ledger.get(key)
+        if facts is None:
+            facts = yield from self._answer(task, example, max_new_tokens, stop_when_right=stop_when_right)
             if ledger is not None:
-                ledger.put(key, task=task.name, example=example.example_id, **found)
-        text = found["answer"]
+                ledger.put(key, task=task.name, example=example.example_id, **facts)
+        text = facts["answer"]
         yield ExampleResult(
             task=task.name,
             example=example,
             candidate=self.candidate,
             text=text or "",
             score=None if text is None else score(task.metric, text, example),
-            chunks=found["chunks"],
-            charge=found.get("charge"),
-            evidence=found.get("evidence"),
-            trace=tuple((text, winner) for text, winner in found.get("trace", ())),
+            chunks=facts["chunks"],
+            charge=facts.get("charge"),
+            evidence=facts.get("evidence"),
+            trace=tuple((text, winner) for text, winner in facts.get("trace", ())),
         )
 
     def _answer(
@@ -740,9 +738,9 @@ class _CandidateRun:
         """Submit the question, yield, and return the answer as plain data; `answer` None: the prompt was too long."""
         placed = self._searched(example)
         read = self._positions(placed)
-        found: dict[str, Any] = {"chunks": len(read)}
+        facts: dict[str, Any] = {"chunks": len(read)}
         if example.needed:
-            found["evidence"] = set(example.needed) <= set(read)
+            facts["evidence"] = set(example.needed) <= set(read)
         text, trace = "", []
         generation = Generation(max_new_tokens=max_new_tokens, decoding=self._decoding)
         try:
@@ -757,11 +755,11 @@ class _CandidateRun:
         except PromptTooLongError:
             if stop_when_right:
                 raise
-            return {"answer": None, **found}
-        found = {"answer": text.strip(), **found}
+            return {"answer": None, **facts}
+        facts = {"answer": text.strip(), **facts}
         if (charge := self._engine.charge(request, self._loaded.model)) is not None:
-            found["charge"] = charge
-        return {**found, "trace": trace} if self._engine.counts_winners else found
+            facts["charge"] = charge
+        return {**facts, "trace": trace} if self._engine.counts_winners else facts
 
     def _searched(self, example: Example) -> Placed:
         """The chunks found in the candidate's steps, as by `AnswerStream`."""
@@ -815,16 +813,16 @@ class _CandidateRun:
             return reference, {"comparison": Comparison(kl=(0.0,) * steps, agreed=(True,) * steps, through=through)}
         started = time.perf_counter()
         stream = Stream(runtime_of(model), self._engine, request)
-        found: dict[str, Any] = {"first_token": time.perf_counter() - started}
+        facts: dict[str, Any] = {"first_token": time.perf_counter() - started}
         # equal chunks share their KV
-        found["charge"] = self._engine.charge(request, model)
-        found["kv_bytes"] = sum({id(kv): kv.nbytes for each in request.chunks if (kv := each.kv) is not None}.values())
+        facts["charge"] = self._engine.charge(request, model)
+        facts["kv_bytes"] = sum({id(kv): kv.nbytes for each in request.chunks if (kv := each.kv) is not None}.values())
         if reference is None:
-            return answer(stream), found
+            return answer(stream), facts
         compared, trace = follow(model, stream, reference)
         if not all(compared.agreed):
             trace = answer(Stream(runtime_of(model), self._engine, request))
-        return trace, found | {"comparison": replace(compared, same=trace.text == reference.text, through=through)}
+        return trace, facts | {"comparison": replace(compared, same=trace.text == reference.text, through=through)}
 
     def _request(
         self, example: Example, turns: Sequence[Turn] = (), *, coded: bool = False, placed: Placed | None = None
@@ -892,18 +890,18 @@ class _LogitComparison:
         self, task: Task, example: Example, max_new_tokens: int, notify: Callable[[int, Task, Candidate], None]
     ) -> Iterator[ExampleResult]:
         traces: dict[int, LogitTrace] = {}
-        for at, (run, (followed, only_kv)) in enumerate(zip(self._runs, self._references, strict=True)):
+        for number, (run, (followed, only_kv)) in enumerate(zip(self._runs, self._references, strict=True)):
             earlier, wanted = self._turns[followed][:-1], run.candidate.turns  # the last one is this question
-            if at and (followed not in traces or len(earlier) < wanted):
+            if number and (followed not in traces or len(earlier) < wanted):
                 continue
-            notify(at, task, run.candidate)
+            notify(number, task, run.candidate)
             if not (read := run.chunks(example)):
                 continue
             turns = earlier[len(earlier) - wanted :]
             trace, measured = run.compare(example, traces.get(followed), turns, max_new_tokens, only_kv=only_kv)
-            if at in self._followed:
-                traces[at] = trace
-                self._turns[at].append(Turn(question=example.question, answer=trace.text))
+            if number in self._followed:
+                traces[number] = trace
+                self._turns[number].append(Turn(question=example.question, answer=trace.text))
             yield ExampleResult(
                 task=task.name,
                 example=example,
@@ -915,12 +913,12 @@ class _LogitComparison:
             )
 
 
-def _reference(at: int, among: Sequence[Candidate]) -> tuple[int, bool]:
-    """The position of the candidate that the one at `at` is compared with, and whether they differ in KV only.
+def _reference(position: int, among: Sequence[Candidate]) -> tuple[int, bool]:
+    """The position of the candidate with which the one at `position` is compared, and whether they differ in KV only.
 
     The first candidate is its own.
     """
-    one = among[at]
+    one = among[position]
     plain = replace(one, turns=0, name="") if one.turns else replace(one, codec=RAW, change=None, name="")
-    same = [number for number in range(at) if replace(among[number], name="") == plain]
+    same = [number for number in range(position) if replace(among[number], name="") == plain]
     return (same[0], not one.turns) if same else (0, False)

@@ -213,14 +213,14 @@ def parse_specs(text: str) -> list[Spec]:
     A value is a number, true, false, or a text, which needs double quotes unless it consists of letters, digits, dots
     and dashes. Raises UsageError, which quotes what cannot be read.
     """
-    found: list[Spec] = []
+    specs: list[Spec] = []
     for part in _split(text):
         spec = _parse(part)
-        if spec not in found:
-            found.append(spec)
-    if not found:
+        if spec not in specs:
+            specs.append(spec)
+    if not specs:
         raise UsageError(f"{text!r} names nothing; write a list such as full,pced(gamma=2.5).")
-    return found
+    return specs
 
 
 def _parse(text: str) -> Spec:
@@ -319,11 +319,11 @@ def read_questions(path: Path) -> list[GoldenQuestion]:
 
 def golden_questions(path: Path) -> tuple[list[GoldenQuestion], int]:
     """The questions of a file that have gold answers, and how many have none. ConfigError if all have none."""
-    found = read_questions(path)
-    golden = [question for question in found if question.answers]
+    questions = read_questions(path)
+    golden = [question for question in questions if question.answers]
     if not golden:
         raise ConfigError(f'{path} has no gold answers; add "answers": ["…"] to its lines.')
-    return golden, len(found) - len(golden)
+    return golden, len(questions) - len(golden)
 
 
 def question_of(line: FileRow) -> GoldenQuestion:
@@ -350,17 +350,17 @@ def made_questions(store: Store, count: int, seed: int) -> list[GoldenQuestion]:
     """
     documents = [(stored.document.document_id, stored.chunks) for stored in store.documents()]
     rng = random.Random(seed)
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for _ in range(4 * count):  # some draws hit a chunk without a sentence, or a sentence twice
-        if len(found) == count or not any(chunks for _, chunks in documents):
+        if len(texts) == count or not any(chunks for _, chunks in documents):
             break
         [(document_id, _)] = rng.choices(documents, [chunks for _, chunks in documents])
         text = rng.choice([chunk.text for chunk in store.chunks(document_id)])
         if sentences := _SENTENCE.findall(" ".join(text.split())):
-            found[f'How does this sentence go on: "{_beginning(rng.choice(sentences).strip())}…"?'] = None
-    if not found:
+            texts[f'How does this sentence go on: "{_beginning(rng.choice(sentences).strip())}…"?'] = None
+    if not texts:
         raise RetrievalError("The index holds no sentence to make a question of; give --questions FILE.jsonl.")
-    return [GoldenQuestion(text=text) for text in found]
+    return [GoldenQuestion(text=text) for text in texts]
 
 
 def _beginning(sentence: str) -> str:
@@ -406,7 +406,7 @@ _REPORT: dict[str, _Check] = {
     "questions": _whole,
     "gold": _whole,
     "full_accuracy": _share_or_none,
-    "engines": lambda found: isinstance(found, list),
+    "engines": lambda rows: isinstance(rows, list),
 }
 _ROW: dict[str, _Check] = {
     "engine": _text,

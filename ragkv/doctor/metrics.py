@@ -3,8 +3,8 @@
 Metrics of answers are chosen by name, have values in [0, 1] and need at least one gold answer.
 
 They follow the benchmarks' own code, including its quirks, so that figures are comparable with published ones:
-`string_match_all` is NVIDIA/RULER's (`scripts/eval/synthetic/constants.py`), `subspan_em` google-deepmind/loft's
-(`evaluation/utils.py`), `classification` that of THUDM/LongBench (`metrics.py`).
+`string_match_all` is NVIDIA/RULER's (`scripts/eval/synthetic/constants.py`), `subspan_em` and `f1` are those of
+google-deepmind/loft (`evaluation/utils.py`), `classification` that of THUDM/LongBench (`metrics.py`).
 
 Rankings have recall, hit rate, reciprocal rank and nDCG per question. A ranking is a sequence of distinct ids, best
 first. Relevance maps ids to grades; an id without a grade above 0 is not relevant. Without a relevant id no measure is
@@ -23,6 +23,7 @@ import random
 import re
 import string
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self, TypeAlias, TypeVar
@@ -91,6 +92,18 @@ def subspan_em(prediction: str, example: Example) -> float:
     return float(any(loft_normal(gold) in answer for gold in example.answers))
 
 
+def f1(prediction: str, example: Example) -> float:
+    """The best token F1 over the gold answers, all normalised: of two multisets of tokens, 0.0 if they share none."""
+    words = Counter(loft_normal(prediction).split())
+
+    def of(gold: str) -> float:
+        tokens = Counter(loft_normal(gold).split())
+        same = (words & tokens).total()
+        return 2 * same / (words.total() + tokens.total()) if same else 0.0
+
+    return max(of(gold) for gold in example.answers)
+
+
 def word_normal(text: str) -> str:
     """SQuAD's normalisation: lower case, no ASCII punctuation, no articles, single spaces."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
@@ -115,11 +128,11 @@ def _first_line(prediction: str) -> str:
 
 def _named(line: str, gold: str, classes: tuple[str, ...]) -> float:
     named = [label for label in classes if label in line]
-    at = 0
-    while at < len(named):  # LongBench removes items while it iterates, so it skips the label after a removed one
-        if named[at] in gold and named[at] != gold:
-            named.remove(named[at])
-        at += 1
+    place = 0
+    while place < len(named):  # LongBench removes items while it iterates, so it skips the label after a removed one
+        if named[place] in gold and named[place] != gold:
+            named.remove(named[place])
+        place += 1
     return 1 / len(named) if gold in named else 0.0
 
 
@@ -159,6 +172,7 @@ def _ruler_normal(prediction: str) -> str:
 METRICS: Mapping[str, Metric] = {
     "contains": _contains,
     "subspan_em": subspan_em,
+    "f1": f1,
     "classification": classification,
     "string_match_all": _string_match_all,
 }

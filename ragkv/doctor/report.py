@@ -91,18 +91,18 @@ class JudgedModel:
 
 def remedies(stats: StoreStats, subject: LoadedModel | None) -> list[str]:
     """One sentence for each thing that the user should do about the index."""
-    found = []
+    sentences = []
     if not stats.chunks:
-        found.append("The index holds no chunk: ragkv ingest PATH.")
+        sentences.append("The index holds no chunk: ragkv ingest PATH.")
     if subject is not None and subject.own and not subject.current:
-        found.append("The model changed since the index was made: run ragkv ingest on all of its documents again.")
+        sentences.append("The model changed since the index was made: run ragkv ingest on all of its documents again.")
     if subject is not None and not subject.own:
-        found.append(f"To answer with {subject.name}, ingest the documents into an index of its own.")
+        sentences.append(f"To answer with {subject.name}, ingest the documents into an index of its own.")
     if stats.unreadable:
-        found.append(f"{stats.unreadable} KV records are damaged; run ragkv verify, then ragkv repair.")
+        sentences.append(f"{stats.unreadable} KV records are damaged; run ragkv verify, then ragkv repair.")
     if stats.orphans:
-        found.append(f"{stats.orphans} KV records are needed by no chunk; ragkv gc frees their space.")
-    return found
+        sentences.append(f"{stats.orphans} KV records are needed by no chunk; ragkv gc frees their space.")
+    return sentences
 
 
 State = Literal["here", "to be fetched", "missing"]
@@ -143,17 +143,17 @@ def models_present(config: IndexConfig | None) -> tuple[ModelState, ...]:
 def _look(role: Role, name: str) -> ModelState:
     marks = ("config.json",) if role == "model" else ("config.json", "modules.json")
     try:
-        found = resolve(name, bundled=_BUNDLED[role], marks=marks)
+        resolved = resolve(name, bundled=_BUNDLED[role], marks=marks)
     except RagkvError as error:
         return ModelState(role=role, name=name, state="missing", what=str(error))
-    if found.local:
-        folder = Path(found.location)
+    if resolved.local:
+        folder = Path(resolved.location)
     else:
-        cached = _cached(found.location)
+        cached = _cached(resolved.location)
         if cached is None:
             return ModelState(role=role, name=name, state="to be fetched", what="of the hub; fetched when first used")
         folder = cached
-    patterns = _WEIGHTS if found.file is None else (found.file,)
+    patterns = _WEIGHTS if resolved.file is None else (resolved.file,)
     weights = {path for pattern in patterns for path in folder.glob(pattern)}
     if not weights and role != "embedder":  # a sentence-transformers folder may keep them a level deeper
         return ModelState(role=role, name=name, state="missing", what=f"No weights in {folder}; download it again.")
@@ -222,17 +222,17 @@ def loss_verdict(loss: Interval) -> Verdict:
     return "poor" if loss[0] > _LOSS["fair"] else UNKNOWN
 
 
-def agreement_verdict(limits: Mapping[Verdict, Limit], found: Agreement, *, joined: bool = False) -> Verdict:
+def agreement_verdict(limits: Mapping[Verdict, Limit], agreement: Agreement, *, joined: bool = False) -> Verdict:
     """Judge by agreement with full attention, or of a codec with the same engine on unchanged KV.
 
     `joined` scores (PCED) are not the distribution of a model, so their KL is reported but not judged.
     """
     for verdict, limit in limits.items():
-        same = found.top1[0] >= limit.top1 and found.answers[0] >= limit.answers
-        if same and (joined or found.kl[1] <= limit.kl):
+        same = agreement.top1[0] >= limit.top1 and agreement.answers[0] >= limit.answers
+        if same and (joined or agreement.kl[1] <= limit.kl):
             return verdict
     least = limits["fair"]
-    poor = found.top1[1] < least.top1 or (not joined and found.kl[0] > least.kl)
+    poor = agreement.top1[1] < least.top1 or (not joined and agreement.kl[0] > least.kl)
     return "poor" if poor else UNKNOWN
 
 
@@ -277,18 +277,18 @@ class AgreementCounts:
 
     def __init__(self, results: Sequence[ExampleResult]) -> None:
         compared = [result.comparison for result in results if result.comparison is not None]
-        coded = [each.through for each in compared if each.through is not None]
+        coded = [item.through for item in compared if item.through is not None]
         self.questions = len(results)
-        self.tokens = [len(each.kl) for each in compared]
-        self.kl_sums = [sum(each.kl) for each in compared]
-        self.agreed = [sum(each.agreed) for each in compared]
-        self.same = [each.same for each in compared]
+        self.tokens = [len(item.kl) for item in compared]
+        self.kl_sums = [sum(item.kl) for item in compared]
+        self.agreed = [sum(item.agreed) for item in compared]
+        self.same = [item.same for item in compared]
         self.right = [bool(result.score) for result in results if result.score is not None]
         times = [result.first_token for result in results if result.first_token is not None]
         self.first_token = statistics.median(times) if times else 0.0
         self.kv_bytes = sum(result.kv_bytes for result in results) // max(1, len(times))
-        self.exact = all(each.exact for each in coded)
-        self.size = sum(each.stored_bytes for each in coded) / max(1, sum(each.raw_bytes for each in coded))
+        self.exact = all(item.exact for item in coded)
+        self.size = sum(item.stored_bytes for item in coded) / max(1, sum(item.raw_bytes for item in coded))
 
     def figures(self) -> dict[str, Any]:
         """The fields that all rows have."""
@@ -500,15 +500,15 @@ class Doctor:
         self._full = candidate("full", name="full")
         self._float32 = candidate("full", name="float32 weights", dtype="float32") if self.subject.model.int8 else None
         self._engines = []
-        for label, one in specs.items():
-            options = {**rag.config.tuning.get(one.name, {}), **one.options}
+        for label, spec in specs.items():
+            options = {**rag.config.tuning.get(spec.name, {}), **spec.options}
             context = EncodingConfig(context=options.pop("context", rag.config.encoding.context)).context
-            self._engines.append(candidate(one.name, options=options, context=context, name=label))
-        self._options = {label: dict(one.options) for label, one in specs.items()}
+            self._engines.append(candidate(spec.name, options=options, context=context, name=label))
+        self._options = {label: dict(spec.options) for label, spec in specs.items()}
         self._coded = [
-            replace(one, codec=codec, name=f"{one.label}, {codec}")
-            for one in self._engines
-            if one.make().encoding is not None and (engines is not None or one.label in rag.config.engines)
+            replace(spec, codec=codec, name=f"{spec.label}, {codec}")
+            for spec in self._engines
+            if spec.make().encoding is not None and (engines is not None or spec.label in rag.config.engines)
             for codec in dict.fromkeys(codecs)
         ]
         usual = rag.config.default_engine if rag.config.default_engine in specs else "full"
@@ -547,32 +547,34 @@ class Doctor:
 
     def _report(self, results: Sequence[ExampleResult], *, source: str, seed: int, questions: int) -> Quality:
         full = self._counts(results, self._full)
-        engines = [(one, one.make(), self._counts(results, one)) for one in self._engines]
-        judged = {one.label: counts.judged(full.right, joined=made.counts_winners) for one, made, counts in engines}
-        good = next((one.engine for one in self._engines if judged[one.label]["verdict"] == "good"), None)
+        engines = [(tried, tried.make(), self._counts(results, tried)) for tried in self._engines]
+        judged = {
+            tried.label: counts.judged(full.right, joined=built.counts_winners) for tried, built, counts in engines
+        }
+        good = next((tried.engine for tried in self._engines if judged[tried.label]["verdict"] == "good"), None)
         tuned = bool(self.subject.model.checkpoint.recommended.get("block_tuned"))
         rows = tuple(
             EngineRow(
-                engine=one.engine,
-                label=one.label,
-                options=self._options[one.label],
-                advice=engine_advice(one.engine, judged[one.label]["verdict"], tuned_for_blocks=tuned, other=good),
-                settings=asdict(made.config),
+                engine=tried.engine,
+                label=tried.label,
+                options=self._options[tried.label],
+                advice=engine_advice(tried.engine, judged[tried.label]["verdict"], tuned_for_blocks=tuned, other=good),
+                settings=asdict(built.config),
                 first_token=counts.first_token,
                 kv_bytes=counts.kv_bytes,
-                **judged[one.label],
+                **judged[tried.label],
                 **counts.figures(),
             )
-            for one, made, counts in engines
+            for tried, built, counts in engines
         )
         codecs = []
         if self._float32 is not None:  # measures int8 weights: `full` in float32 beside `full` as it runs here
             counts = self._counts(results, self._float32)
             codecs.append(_codec_row("full", "int8 weights", counts, exact=False, size=0.25, advice=_WEIGHTS_ADVICE))
-        for one in self._coded:
-            counts = self._counts(results, one)
-            engine = one.label.rpartition(", ")[0]
-            codecs.append(_codec_row(engine, one.codec, counts, exact=counts.exact, size=counts.size))
+        for tried in self._coded:
+            counts = self._counts(results, tried)
+            engine = tried.label.rpartition(", ")[0]
+            codecs.append(_codec_row(engine, tried.codec, counts, exact=counts.exact, size=counts.size))
         return Quality(
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             ragkv=ragkv.__version__,
@@ -626,13 +628,13 @@ def _alternatives(config: IndexConfig, subject: LoadedModel) -> list[Spec]:
     `blend`, and `block` over chunks that have seen their document.
     """
     block = make_engine("block", config.tuning).config
-    found = [Spec(name) for name in ("block", "blend") if name not in config.engines]
+    specs = [Spec(name) for name in ("block", "blend") if name not in config.engines]
     if block.preset != "no-positions":
-        found.append(Spec("block", {"over": "standalone" if block.over == "prefixed" else "prefixed"}))
+        specs.append(Spec("block", {"over": "standalone" if block.over == "prefixed" else "prefixed"}))
         if not config.encoding.context:
             over = {} if block.over == "prefixed" else {"over": "prefixed"}
-            found.append(Spec("block", {**over, "context": WINDOW}))
-    return [one for one in found if unsupported_reason(make_engine(one.name, {}), subject.model) is None]
+            specs.append(Spec("block", {**over, "context": WINDOW}))
+    return [one for one in specs if unsupported_reason(make_engine(one.name, {}), subject.model) is None]
 
 
 def _codec_row(

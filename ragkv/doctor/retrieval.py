@@ -166,13 +166,13 @@ def judged_questions(path: Path, store: Store) -> RetrievalTask:
 
 def _texts(row: FileRow, keys: Sequence[str]) -> tuple[str, ...]:
     """The text or list of texts under one of `keys`. No text may be empty."""
-    given = [key for key in keys if row.values.get(key) is not None]
-    if len(given) > 1:
-        raise ConfigError(f'{row.where}: give "{given[0]}" or "{given[1]}", not both.')
-    found: Any = row.values[given[0]] if given else []
+    present = [key for key in keys if row.values.get(key) is not None]
+    if len(present) > 1:
+        raise ConfigError(f'{row.where}: give "{present[0]}" or "{present[1]}", not both.')
+    found: Any = row.values[present[0]] if present else []
     texts = [found] if isinstance(found, str) else found
     if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise ConfigError(f'{row.where}: "{given[0]}" is a text or a list of texts, none of them empty.')
+        raise ConfigError(f'{row.where}: "{present[0]}" is a text or a list of texts, none of them empty.')
     return tuple(texts)
 
 

@@ -54,6 +54,9 @@ def test_no_metric_judges_without_a_gold_answer(name):
         ("subspan_em", "Zu\u0308rich it is", ("Zürich",), 1.0),
         ("subspan_em", "1,907 people", ("1907",), 1.0),
         ("subspan_em", "Gotham", ("Batman of Gotham",), 0.0),
+        ("f1", "Mira Oskel founded it", ("Mira Oskel",), 2 * (2 / 4) * 1 / (2 / 4 + 1)),
+        ("f1", "no no no", ("no no",), 2 * (2 / 3) * 1 / (2 / 3 + 1)),
+        ("f1", "", ("",), 0.0),  # nothing in common, even if both are empty
         ("subspan_em", "It says so in [2].", ("2",), 1.0),  # a citation is not a list of answers
         # NVIDIA/RULER scripts/eval/synthetic/constants.py
         ("string_match_all", "VAR ABCDE, fghij", ("ABCDE", "FGHIJ", "KLMNO", "PQRST"), 0.5),
@@ -99,7 +102,7 @@ def test_every_metric_is_between_0_and_1_whatever_the_order_of_gold_answers(pred
 
 @given(prediction=TEXTS, golds=GOLDS, article=st.sampled_from(["a ", "the ", "An "]))
 def test_loft_sees_no_case_article_or_punctuation(prediction, golds, article):
-    for name in ("subspan_em",):
+    for name in ("subspan_em", "f1"):
         plain = score(name, prediction, example(*golds))
         assert score(name, f"{article}{prediction.upper()} !", example(*golds)) == plain
         assert score(name, prediction, example(*(f" {article}{gold.upper()}?" for gold in golds))) == plain

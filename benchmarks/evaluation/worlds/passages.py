@@ -96,22 +96,22 @@ def passages(rng: random.Random, tokenizer: PreTrainedTokenizerFast, world: Worl
     files = _file_units(rng, world)
     flat = [unit for file in files for unit in file]
     sizes = iter([len(ids) for ids in tokenizer(flat, add_special_tokens=False)["input_ids"]])
-    found: list[str] = []
+    texts: list[str] = []
     for file in files:
         target = rng.randint(30, limit)
         text, size = "", 0
         for unit in file:
             tokens = next(sizes)
             if size and size + tokens > target:
-                found.append(text)
+                texts.append(text)
                 text, size = "", 0
                 target = rng.randint(30, limit) if rng.random() < 0.5 else limit
             text += unit
             size += tokens
         if size >= 8:
-            found.append(text)
-    rng.shuffle(found)
-    return [_damaged(rng, text).strip() for text in found]
+            texts.append(text)
+    rng.shuffle(texts)
+    return [_damaged(rng, text).strip() for text in texts]
 
 
 def _damaged(rng: random.Random, text: str) -> str:

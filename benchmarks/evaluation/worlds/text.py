@@ -57,14 +57,14 @@ class Cloze:
 
 def english_sentences(text: str) -> list[str]:
     """The plain sentences of `text`, with single spaces: 7 to 20 words without code or special characters."""
-    found = []
+    sentences = []
     for paragraph in re.split(r"\n\s*\n", text):
         for match in _SENTENCE.finditer(" ".join(paragraph.split())):
             sentence = match.group()
             letters = sum(char.isalpha() or char == " " for char in sentence)
             if LEAST_WORDS <= sentence.count(" ") + 1 <= MOST_WORDS and letters >= 0.9 * len(sentence):
-                found.append(sentence)
-    return found
+                sentences.append(sentence)
+    return sentences
 
 
 def clozes(rng: random.Random, sentence: str, count: int = 1) -> list[Cloze]:
@@ -79,14 +79,14 @@ def clozes(rng: random.Random, sentence: str, count: int = 1) -> list[Cloze]:
         for last in range(first + 1, min(first + 3, len(words)) + 1)
         if _is_content_word(words[first]) and _is_content_word(words[last - 1])
     ]
-    found = []
+    gaps = []
     for first, last in rng.sample(spans, min(count, len(spans))):
         gold = " ".join(words[first:last]).rstrip(".,;:")
         blank = " ".join([*words[:first], BLANK + " ".join(words[first:last])[len(gold) :], *words[last:]])
         if gold.casefold() not in blank.casefold():
             question = rng.choice(_WORDINGS).format(s=blank)
-            found.append(Cloze(question=question, sentence=sentence, gold=gold, start=blank.index(BLANK)))
-    return found
+            gaps.append(Cloze(question=question, sentence=sentence, gold=gold, start=blank.index(BLANK)))
+    return gaps
 
 
 def _is_content_word(word: str) -> bool:

@@ -194,9 +194,9 @@ def comparisons(rng: random.Random, facts: Sequence[Fact], count: int) -> list[W
         if fact.relation in _EARLIER or fact.relation in _SAME:
             known[fact.relation].append(fact)
     relations = [relation for relation, held in known.items() if len(held) > 1]
-    found: dict[tuple[str, str, str], WorldQuestion] = {}
+    by_pair: dict[tuple[str, str, str], WorldQuestion] = {}
     for _ in range(4 * count if relations else 0):
-        if len(found) == count:
+        if len(by_pair) == count:
             break
         relation = rng.choice(relations)
         first = rng.choice(known[relation])
@@ -205,8 +205,8 @@ def comparisons(rng: random.Random, facts: Sequence[Fact], count: int) -> list[W
         others = [fact for fact in others if (fact.value == first.value) == alike]
         if others:
             second = rng.choice(others)
-            found.setdefault((relation, first.subject, second.subject), _compare(rng, first, second))
-    return list(found.values())
+            by_pair.setdefault((relation, first.subject, second.subject), _compare(rng, first, second))
+    return list(by_pair.values())
 
 
 def _compare(rng: random.Random, first: Fact, second: Fact) -> WorldQuestion:
@@ -342,7 +342,7 @@ class World:
         sentences = {fact.sentence for fact in stated}
         known = [question for question in self.questions if sentences.issuperset(question.support)]
         unknown = list(unanswerable((*self.facts, *self.hidden), stated))
-        found: list[WorldQuestion] = []
+        drawn: list[WorldQuestion] = []
         for pool in (
             [question for question in known if question.hops == 1],
             [question for question in known if question.hops == 2],
@@ -355,8 +355,8 @@ class World:
             for question in pool:
                 key = question.support or (question.relation, question.question)
                 fresh.setdefault((question.relation, key), question)
-            found += list(fresh.values())[:per_kind]
-        return found
+            drawn += list(fresh.values())[:per_kind]
+        return drawn
 
 
 def _populate(rng: random.Random, split: Split, size: int) -> tuple[dict[str, dict[str, str]], dict[str, Kind]]:
@@ -481,7 +481,7 @@ def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Para
     for fact in world.facts:
         by_entity[fact.subject].append(fact)
     having = Counter(traits for facts in by_entity.values() for traits in _subsets(facts))
-    found = []
+    questions = []
     for facts in by_entity.values():
         for asked in facts:
             others = [fact for fact in facts if fact is not asked]
@@ -489,7 +489,7 @@ def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Para
             if asked.relation in _DESCRIBED["questions"] and choices:
                 for _ in range(wordings):
                     traits = rng.choice(choices)
-                    found.append(
+                    questions.append(
                         Paraphrase(
                             question=_ask(rng, asked.relation, traits),
                             title=asked.subject,
@@ -498,7 +498,7 @@ def paraphrases(world: World, *, seed: int = 0, wordings: int = 2) -> tuple[Para
                             traits=tuple(f.sentence for f in facts if (f.relation, f.value) in traits),
                         )
                     )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(questions))
 
 
 def shared_words(question: str, passage: str) -> int:

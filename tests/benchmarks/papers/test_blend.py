@@ -29,7 +29,7 @@ def few(table):
 
 
 def test_lines_that_are_led_together_are_those_that_are_led_alone(model_folder, tmp_path):
-    columns = tuple(replace(column, task="secret-code(words=4)", chunks=3) for column in BLEND_2.columns)
+    columns = tuple(replace(column, task="icl(shots=1)", chunks=3) for column in BLEND_2.columns)
     table = replace(few(BLEND_2), columns=columns)
     options = RunOptions(models={"": str(model_folder)}, limit=3, seed=5, work=tmp_path)
     result = run_table(table, options)
@@ -52,7 +52,7 @@ def test_lines_that_are_led_together_are_those_that_are_led_alone(model_folder, 
     again = run_table(table, options)  # nothing is computed twice
     assert again.cells == result.cells
     text = to_markdown(result)
-    assert "- gap recovered: 3 questions of `secret-code(words=4)`, 3 chunks, share of the KL" in text
+    assert "- gap recovered: 3 questions of `icl(shots=1)`, 3 chunks, share of the KL" in text
     assert "| random, 0.30 |" in text
 
 

@@ -51,10 +51,10 @@ def small() -> Table:
             TableRow(label="tuned", engine="block", role="tuned"),
         ),
         columns=(
-            Column(label="code", task="secret-code(words=4)", chunks=2),
+            Column(label="code", task="icl(shots=1)", chunks=2),
             Column(label="shots", task="icl(shots=1, classes=2)", chunks=2, limit=2),
             Column(label="seen", task="icl(shots=1, classes=2)", chunks=2, limit=2, kind="seen"),
-            Column(label="same", task="secret-code(words=4)", chunks=2, measure="same"),
+            Column(label="same", task="icl(shots=1)", chunks=2, measure="same"),
             Column(label="mean", mean_of=("code", "shots")),
         ),
         paper=(Paper(caption="Table 9, M", columns=("X",), values={"All": (31.5,), "PCED": (None,)}),),
@@ -135,7 +135,7 @@ def test_markdown(fill):
     )
     assert "\n| PCED, coarse | " in text
     assert "\n| All | 31.5 |\n| PCED |  |\n" in text  # the paper's
-    assert "- code: 3 questions of `secret-code(words=4)`, 2 chunks, subspan_em." in text
+    assert "- code: 3 questions of `icl(shots=1)`, 2 chunks, classification." in text
     assert "- seen: 1 question of `icl(shots=1, classes=2)`, 2 chunks, classification." in text
     assert "- Nothing is learnt here." in text
     assert "- Left out for want of a checkpoint: tuned (`--model tuned=FOLDER`)." in text
