@@ -34,8 +34,7 @@ class Question:
     engine: Annotated[
         str,
         Option(
-            "How the chunks are read: full, single, ippd, ape, block, blend, pced, mapreduce, apb, "
-            "or an engine of your own.",
+            "How the chunks are read: full, single, ippd, ape, block, blend, pced, apb, or an engine of your own.",
             unset=_INDEX,
             setting="default_engine",
             doors=doors("chat", "mcp", "file"),

@@ -116,7 +116,7 @@ def test_commands_at_a_terminal(chat, index):
     assert "/clear" in ran.err
     assert "Bolt Pumps is based in Osford." in ran.err
     assert "full answers from now on" in ran.err
-    assert "mapreduce" in ran.err
+    assert "single" in ran.err
     mistaken = chat("/engine warp", terminal=True)
     assert (mistaken.code, "Unknown engine 'warp'" in mistaken.err) == (0, True)  # a user at a terminal can correct it
 

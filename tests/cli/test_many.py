@@ -17,15 +17,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 QUESTIONS = [json.loads(line) for line in (EXAMPLES / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
 COUNT, COMPARED = (1000, 100) if NIGHTLY else (8, 2)
 SAME = ("question", "answer", "engine", "finish_reason", "sources")
-ENGINES = [pytest.param(name, marks=[pytest.mark.nightly] * (name != "mapreduce")) for name in engine_names()]
-"""One engine with two stages; `make test-all` adds the others. All engines are compared with a reference elsewhere."""
+ENGINES = [pytest.param(name, marks=[pytest.mark.nightly] * (name != "pced")) for name in engine_names()]
+"""One engine; `make test-all` adds the others. All engines are compared with a reference elsewhere."""
 
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
     """An index in fp32, so that no answer depends on the rest of the batch."""
     folder = tmp_path_factory.mktemp("example") / "index"
-    settings = {"dtype": "float32", "tuning": {"mapreduce": {"summary_tokens": 8}}}
+    settings = {"dtype": "float32"}
     with RagKV.create(folder, model="mini", device="cpu", **settings) as made:
         made.ingest(EXAMPLES / "corpus" / "companies")
     return folder

@@ -31,7 +31,7 @@ def test_a_model_that_lacks_nothing_runs_every_engine():
 def test_chunks_that_cannot_be_moved_leave_every_engine_that_reads_them_in_place():
     able = supported_engines(facts(FIXED))
     assert "block" not in able
-    assert {"ape", "full", "mapreduce", "pced", "single"} <= set(able)
+    assert {"ape", "full", "pced", "single"} <= set(able)
     kept = make_engine("block", {"block": {"preset": "no-positions"}})
     assert unsupported_reason(kept, facts(FIXED)) is None
 
@@ -39,7 +39,7 @@ def test_chunks_that_cannot_be_moved_leave_every_engine_that_reads_them_in_place
 def test_a_state_leaves_the_engines_whose_rows_are_sequences_of_their_own():
     able = supported_engines(facts(APART))
     assert not {"ape", "block"} & set(able)
-    assert {"full", "mapreduce", "pced", "single"} <= set(able)
+    assert {"full", "pced", "single"} <= set(able)
 
 
 @pytest.mark.parametrize(("missing_capabilities", "instead"), [(FIXED, "ape"), (APART, "pced")])

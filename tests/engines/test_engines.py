@@ -212,8 +212,8 @@ def test_many_chunks_and_a_long_one(name, lengths, make_model):
 
 
 def test_names_and_settings():
-    assert {"ape", "apb", "block", "full", "mapreduce", "pced", "single"} <= set(engine_names())
-    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of all, apb, ape, blend, block"):
+    assert {"ape", "apb", "block", "full", "pced", "single"} <= set(engine_names())
+    with pytest.raises(UsageError, match="Unknown engine 'warp'; choose one of apb, ape, blend, block"):
         make_engine("warp", {})
     for name, tuning in (
         ("ape", {"temperature": 0.0}),

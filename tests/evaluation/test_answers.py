@@ -57,7 +57,7 @@ TASK = Task(
     ],
     max_new_tokens=6,
 )
-ENGINES = "full,single,ape,ape(temperature=0.4, scale=0.7),block,pced(gamma=0.5),mapreduce(summary_tokens=4)"
+ENGINES = "full,single,ape,ape(temperature=0.4, scale=0.7),block,pced(gamma=0.5)"
 
 
 @pytest.fixture
@@ -74,10 +74,9 @@ def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
         "block": {"over": "standalone"},
         "ape": {"temperature": 0.4, "scale": 0.7},
         "pced": {"gamma": 0.5},
-        "mapreduce": {"summary_tokens": 4},
     }
     everyone = asked(ENGINES, retrievals=["bm25"], codecs=["raw", "int8"])
-    assert len(everyone) == 12  # full and single read no KV, so codecs do not apply
+    assert len(everyone) == 10  # full and single read no KV, so codecs do not apply
     found = {
         (result.candidate.label, result.candidate.codec, result.example.question): result
         for result in run_candidates([TASK], everyone, source=TaskSource())
@@ -210,7 +209,7 @@ def test_prompts_differ_by_candidate(asked):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "fool"}, "full, ippd, mapreduce"),
+        ({"engine": "fool"}, "full, ippd"),
         ({"engine": "pced", "options": {"gama": 1}}, "gamma"),
         ({"engine": "pced", "options": {"gamma": "much"}}, "gamma"),
         ({"engine": "ape", "options": {"temperature": 9}}, "temperature"),
@@ -325,7 +324,7 @@ def reader_of(rag, **settings) -> tuple[Reader, list[ContextChunk]]:
     return loaded.reader(rag.config.prompt), [chunk for _, chunk in placed]
 
 
-@pytest.mark.parametrize("name", ["full", "single", "ape", "block", "pced", "mapreduce"])
+@pytest.mark.parametrize("name", ["full", "single", "ape", "block", "pced"])
 def test_a_request_is_the_one_that_a_query_gets(rag, name):
     reader, chunks = reader_of(rag)
     engine = make_engine(name, {})

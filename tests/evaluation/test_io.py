@@ -17,8 +17,8 @@ from ragkv.errors import ConfigError, UsageError
         ("pced(beta=0.5),pced()", [Spec("pced", {"beta": 0.5}), Spec("pced")]),
         ("block(preset=no-positions)", [Spec("block", {"preset": "no-positions"})]),
         (
-            'mapreduce(instruction="Say (a, b) = \\"c\\"\\n")',
-            [Spec("mapreduce", {"instruction": 'Say (a, b) = "c"\n'})],
+            'ape(instruction="Say (a, b) = \\"c\\"\\n")',
+            [Spec("ape", {"instruction": 'Say (a, b) = "c"\n'})],
         ),
         ('ape(prompt.system="", wide=true)', [Spec("ape", {"prompt.system": "", "wide": True})]),
     ],

@@ -24,14 +24,14 @@ from ragkv.index.index import Index
 from ragkv.runtime import limits_for, scheduler
 
 NAMES = ["Halden", "Bolt", "Kesk", "Varn", "Osk", "Pell"]
-ENGINES = ("full", "single", "block", "ape", "pced", "mapreduce")
+ENGINES = ("full", "single", "block", "ape", "pced")
 QUESTIONS = [f"Who founded {name} {what}?" for what in ("Works", "Mills") for name in NAMES]
 
 
 @pytest.fixture(scope="module")
 def rag(tmp_path_factory, model_folder):
     texts = {f"{name}.txt": f"{name} Works was founded by Mira {name[::-1]}. {name} Mills is older." for name in NAMES}
-    settings = {"chunk_tokens": 128, "top_k": 3, "tuning": {"mapreduce": {"summary_tokens": 8}}}
+    settings = {"chunk_tokens": 128, "top_k": 3}
     settings |= {"embedder": "none", "reranker": "none"}
     with indexed(tmp_path_factory.mktemp("many"), texts, model=model_folder, **settings) as made:
         made.model.eos_ids = frozenset()  # random weights: prevent an early end of an answer

@@ -395,7 +395,7 @@ def test_a_model_that_cannot_move_chunks_is_refused_by_name(tmp_path):
         missing_capabilities={Capability.MOVE: "its positions are fixed"}, checkpoint=SimpleNamespace(name="m")
     )
     require_supported(make_engine("ape", {}), model)
-    for name in ("ape", "pced", "mapreduce"):
+    for name in ("ape", "pced"):
         with pytest.raises(
             UnsupportedModelError, match=f"'{name}' cannot run on model 'm': its .* use engine 'full', or set context"
         ):

@@ -387,7 +387,7 @@ def test_what_stands_between_header_and_answer_and_after_it(tokenizer):
         closing(with_template(tokenizer, drops))
 
 
-ENGINES = ["full", "ape", "block", "pced", "mapreduce"]
+ENGINES = ["full", "ape", "block", "pced"]
 ONCE = "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}[assistant]"
 EACH = "{% for m in messages %}{{ bos_token }}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}{{ bos_token }}[a]"
 NEVER = ONCE.removeprefix("{{ bos_token }}")

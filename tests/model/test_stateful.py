@@ -81,7 +81,7 @@ def test_experts_go_on_from_what_is_stored(load, family, request):
 
 def test_which_engines_it_bears(hybrid):
     able = supported_engines(hybrid)
-    assert {"full", "single", "pced", "ippd", "mapreduce"} <= set(able)
+    assert {"full", "single", "pced", "ippd"} <= set(able)
     assert not {"ape", "block"} & set(able)
     assert "recurrent layers" in next(iter(hybrid.missing_capabilities.values()))
 

@@ -1026,7 +1026,6 @@ def test_no_pass_of_a_crowd_in_half_types_fails(dtype, crowd, make_model):
 @drawn(8)
 @given(one=drawn_requests())
 def test_who_asks_alone_gets_what_the_equations_give(family, one, make_model):
-    assume(one.engine[0] != "mapreduce")  # tests/engines/test_mapreduce.py has its two stages
     model = make_model(family)
     _, scores = alone(model, one)
     assume(scores)  # it did not end at once

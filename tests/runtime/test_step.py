@@ -75,7 +75,7 @@ def opened(make_folder, tmp_path_factory, pretend_device):
                 "halden.md": "Halden Works was founded by Mira Oskel in 1907.\n\nIt is based in Tarn.\n",
                 "bolt.txt": "Bolt Ltd makes valves. Bolt Ltd was founded by Ann Lee in Varn.",
             }
-            settings = {"codec": "raw", "chunk_tokens": 64, "tuning": {"mapreduce": {"summary_tokens": 4}}}
+            settings = {"codec": "raw", "chunk_tokens": 64}
             with indexed(tmp_path_factory.mktemp("index"), texts, model=make_folder(family), **settings) as rag:
                 place = rag.folder
             here = stack.enter_context(RagKV.open(place, device="cpu", readonly=True))
@@ -281,7 +281,6 @@ def orders_of(name, tuning=(), chunks=None):
         ("ape", [(("temperature", 0.9), ("scale", 0.9))]),
         ("ape", [(("temperature", 0.9),), (("temperature", 0.7),)]),  # once per temperature
         ("pced", [()]),
-        ("mapreduce", [(("instruction", "sum"), ("summary_tokens", 3))]),
     ],
 )
 @pytest.mark.usefixtures("without_kernel")

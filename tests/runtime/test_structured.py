@@ -26,13 +26,13 @@ from ragkv.runtime import Generation, Runtime, Stream, runtime_of
 from ragkv.runtime import decoding as decoding_module
 from ragkv.types import TracedToken, field_sources
 
-ENGINES = ("full", "single", "ippd", "block", "blend", "ape", "pced", "apb", "mapreduce")
+ENGINES = ("full", "single", "ippd", "block", "blend", "ape", "pced", "apb")
 
 PROMPT = Prompt(prefix="", before_question="Q ", after_question=":", separator=".")
 
 
 def asked(model, name):
-    engine = make_engine(name, {"mapreduce": {"summary_tokens": 2}})
+    engine = make_engine(name, {})
     return engine, replace(request(model, engine), question="Who?", prompt=PROMPT)
 
 

@@ -94,7 +94,7 @@ QUERIES = [
         ["--json"],
         ["--stream"],
         ["--engine", "ape"],
-        ["--engine", "mapreduce", "--json", "--top-k", "2"],
+        ["--engine", "block", "--json", "--top-k", "2"],
         ["--temperature", "1.5", "--seed", "3", "--top-k-tokens", "40", "--json"],
         ["--repetition-penalty", "1.3", "--stop", "e", "--stop", "a"],
         ["--top-k", "0"],

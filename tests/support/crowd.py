@@ -39,8 +39,6 @@ TUNINGS: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = (
     ("pced", (("beta", "shared"), ("group_experts", 2))),
     ("pced", (("beta", "released"), ("aggregation", "moe"))),
     ("pced", (("beta", 0.3), ("aggregation", "poe"), ("group_experts", 1))),
-    ("mapreduce", (("instruction", "sum"), ("summary_tokens", 3))),
-    ("mapreduce", (("instruction", "{question}"), ("summary_tokens", 2))),
     ("common", ()),
     ("ippd", ()),
 )
@@ -174,7 +172,7 @@ def alone(model: Any, one: Asked) -> tuple[list[Any], list[torch.Tensor]]:
 
 
 def literal(model: Any, one: Asked) -> list[torch.Tensor]:
-    """Every greedy step's scores by transformers' forward pass (`oracle`), ignoring end tokens; not for mapreduce."""
+    """Every greedy step's scores by transformers' forward pass (`oracle`), ignoring end tokens."""
     name, tuning = one.engine[0], dict(one.engine[1])
     prefix = list(PREFIX) if one.prefix else []
     chunks, scores = [[] if i < 0 else list(_texts()[i]) for i in one.chunks], [_score(i) for i in one.chunks]

@@ -11,7 +11,6 @@ const HELP = {
   block: "Passages stand one after another, read from stored KV; none has seen another.",
   full: "All passages in one prompt, computed anew: the yardstick, and the slowest to begin.",
   ippd: "What full does; several questions about the same passages share its work.",
-  mapreduce: "Sums up each passage first, then answers from the summaries.",
   pced: "Each passage is an expert; the best one writes the next token, in its colour.",
   single: "The best passage alone.",
 };

@@ -9,8 +9,8 @@ import torch
 from asking import CHUNKS, PREFIX, STEPS
 from script import by_hand
 
+from ragkv.benchmarks.papers.mapreduce import MapReduce, MapReduceConfig
 from ragkv.engines import ContextChunk, Release, Request, make_engine
-from ragkv.engines.mapreduce import MapReduce, MapReduceConfig
 from ragkv.errors import ConfigError, UsageError
 from ragkv.model.prompt import Prompt
 from ragkv.runtime import Generation, Stream, runtime_of

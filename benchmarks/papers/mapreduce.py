@@ -1,4 +1,7 @@
-"""MapReduce, PCED's agentic baseline (PCED §4, Appendix A.2): a summary of every chunk, then an answer from them."""
+"""MapReduce, PCED's agentic baseline (PCED §4, Appendix A.2): a summary of every chunk, then an answer from them.
+
+The package registers it as an engine.
+"""
 
 from __future__ import annotations
 
