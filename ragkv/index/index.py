@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from datetime import date, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -110,6 +111,10 @@ def _is_embedder(found: Any) -> bool:
 def _is_prompt(found: Any) -> bool:
     """Parts and ids may be missing, because earlier versions did not record them."""
     if not isinstance(found, dict) or not isinstance(found.get("model", ""), str):
+        return False
+    try:
+        date.fromisoformat(found.get("date", "2000-01-01"))
+    except (TypeError, ValueError):
         return False
     parts, ids = found.get("parts"), found.get("prefix_ids", [])
     newlines = parts.get("prefix_newlines", 0) if isinstance(parts, dict) else 0
@@ -743,11 +748,17 @@ class Index:
         kept = self._kept_prompt()
         if kept is not None and kept.get("parts") and {k: kept.get(k) for k in wanted} == wanted:
             return Prompt(**kept["parts"])
-        prompt = render(self.config.prompt, self.model.tokens)
+        dated: dict[str, str] = {}
+        if self.model.tokens.dated:
+            # a changed [prompt] keeps the date: the prefix prints it, and with another one all stored KV is a miss
+            same = kept is not None and kept.get("model") == self.fingerprint
+            dated["date"] = (same and kept.get("date")) or date.today().isoformat()
+        today = datetime.fromisoformat(dated["date"]) if dated else None
+        prompt = render(self.config.prompt, self.model.tokens, today=today)
         # `gc` has no model; these ids identify the prefix in use
         ids = prompt.prefix_ids(self.model.tokens)
         self.write_behind.keep(
-            lambda: self.store.put_meta("prompt", {**wanted, "parts": prompt.facts(), "prefix_ids": ids})
+            lambda: self.store.put_meta("prompt", {**wanted, **dated, "parts": prompt.facts(), "prefix_ids": ids})
         )
         return prompt
 

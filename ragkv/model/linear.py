@@ -62,6 +62,8 @@ def _multiply(out: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, co
     """Fill `out` with W·x + b for each of `count` rows x; all tensors are contiguous. `more` are the arguments of
     `ragkv.model.layer_kernels` from SCALES on.
     """
+    if not count:  # a kernel divides the rows by their number
+        return
     kernels, kernel, outs = _compiled(weight.dtype, rows.dtype)
     out_features, in_features = weight.shape
     threads = kernels.kernels.threads_for(count * out_features * in_features, _THREAD)
@@ -329,7 +331,7 @@ class Int8Linear(nn.Module):
         rows = nn.functional.pad(rows, (0, self._more)) if self._more else rows
         rows = rows.contiguous().view(-1, self.weight.shape[1])
         out = torch.empty((*input.shape[:-1], self.out_features), dtype=torch.float32)
-        if self.zeros is None:
+        if self.zeros is None or not len(rows):
             _multiply(out, rows, self.weight, self.bias, len(rows), self.scales)
             return out
         kernels, *_ = _compiled(self.weight.dtype, torch.uint8)

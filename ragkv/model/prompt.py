@@ -20,6 +20,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Literal
 
@@ -35,6 +36,10 @@ _RARE = "\ue000\U00013000\ua66e\U000f0000"  # characters that few vocabularies k
 _STOPS = ("bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id")
 _DEEPEST = 100
 _RANGES = 5000  # Oniguruma takes 10,000 in one class
+
+
+class ChatTemplateError(UnsupportedModelError):
+    """The model's chat template cannot be rendered; some refuse only certain messages."""
 
 
 class ControlTokens:
@@ -279,6 +284,14 @@ _CONTEXTS = "\u27e6ragkv:contexts\u27e7"
 _QUESTION = "\u27e6ragkv:question\u27e7"
 
 
+def _fixed_date(today: datetime) -> str:
+    """The beginning of a chat template whose `strftime_now` prints `today`; transformers has no argument for it."""
+    directives = [f"%{flag}{letter}" for letter in "aAbBcdeFGHIjmMpSuUVwWxXyY" for flag in ("", "-")]
+    replaced = "".join(f".replace({each!r}, {today.strftime(each)!r})" for each in directives)
+    # {{ '' }}: jinja drops a newline after a block, and the template may begin with one
+    return f"{{% macro strftime_now(format) %}}{{{{ format{replaced} }}}}{{% endmacro %}}{{{{ '' }}}}"
+
+
 class Tokens:
     """A transformers tokenizer behind one lock (fast tokenizers keep per-call options as state).
 
@@ -379,6 +392,11 @@ class Tokens:
         return str(self._tokenizer.convert_ids_to_tokens(token_id))
 
     @property
+    def dated(self) -> bool:
+        """Whether the chat template asks for the current date."""
+        return "strftime_now" in str(getattr(self._tokenizer, "chat_template", None))
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(getattr(self._tokenizer, "chat_template", None))
 
@@ -389,22 +407,35 @@ class Tokens:
         header: bool = True,
         tools: Sequence[Any] | None = None,
         enable_thinking: bool = False,
+        today: datetime | None = None,
     ) -> str | None:
         """The chat template's text, with the assistant's `header` at its end; None if the model has no template.
 
-        `enable_thinking` False keeps hybrid models (Qwen3, SmolLM3) from answering with a train of thought; other
-        templates ignore it.
+        `today` is the date that a template gets which prints one. ChatTemplateError for a template that raises or does
+        not compile. `enable_thinking` False keeps hybrid models (Qwen3, SmolLM3) from answering with a train of
+        thought; other templates ignore it.
         """
         with self._lock:
             if not self.has_chat_template:
                 return None
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools or None,
-                tokenize=False,
-                add_generation_prompt=header,
-                enable_thinking=enable_thinking,
-            )
+            try:
+                template = self._tokenizer.get_chat_template(tools=tools or None)
+                text: str = self._tokenizer.apply_chat_template(
+                    list(messages),
+                    chat_template=template if today is None else _fixed_date(today) + template,
+                    tools=tools or None,
+                    tokenize=False,
+                    add_generation_prompt=header,
+                    enable_thinking=enable_thinking,
+                )
+            except MemoryError:
+                raise
+            except Exception as error:  # a template is a program of the model's author
+                raise ChatTemplateError(
+                    f"The chat template of {self._tokenizer.name_or_path or 'this model'} cannot be rendered "
+                    f"({' '.join(str(error).split()) or type(error).__name__}); repair it, or remove it for a plain "
+                    "prompt."
+                ) from error
         return text
 
 
@@ -490,11 +521,14 @@ class Prompt:
         return tokens.bos_id is not None or ids[0] not in ids[1:] + tokens.encode(self.after_question, control=True)
 
 
-def render(config: PromptConfig, tokens: Tokens) -> Prompt:
-    """Cut the model's chat template into its parts; a model without one gets plain text (base models)."""
+def render(config: PromptConfig, tokens: Tokens, *, today: datetime | None = None) -> Prompt:
+    """Cut the model's chat template into its parts; a model without one gets plain text (base models).
+
+    A template that prints the date prints `today`; by default, it asks the clock.
+    """
     lead, _, trail = config.question.partition("{question}")
     user = config.context + _CONTEXTS + _QUESTION + trail
-    text = _templated(config.system, user, tokens)
+    text = _templated(config.system, user, tokens, today)
     if text is None:
         text = f"{config.system}\n\n{user}\nAnswer:" if config.system else f"{user}\nAnswer:"
     if text.count(_CONTEXTS) != 1 or text.count(_QUESTION) != 1:
@@ -528,15 +562,13 @@ def closing(tokens: Tokens) -> tuple[str, str]:
     return (before.removeprefix(header) if before.startswith(header) else ""), after
 
 
-def _templated(system: str, user: str, tokens: Tokens) -> str | None:
+def _templated(system: str, user: str, tokens: Tokens, today: datetime | None) -> str | None:
     """The rendered template; the system text goes into the user's message if the template has no system role."""
-    from jinja2.exceptions import TemplateError
-
     folded = [{"role": "user", "content": f"{system}\n\n{user}"}]
     try:
-        text = tokens.render([{"role": "system", "content": system}, {"role": "user", "content": user}])
-    except TemplateError:  # Gemma 2 and Mistral v0.1 raise on a system message
-        return tokens.render(folded)
+        text = tokens.render([{"role": "system", "content": system}, {"role": "user", "content": user}], today=today)
+    except ChatTemplateError:  # Gemma 2 and Mistral v0.1 raise on a system message
+        return tokens.render(folded, today=today)
     if text is not None and system.strip() not in text:
-        return tokens.render(folded)
+        return tokens.render(folded, today=today)
     return text

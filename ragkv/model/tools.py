@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.decoding import overlap
 from ragkv.errors import UsageError
+from ragkv.model.prompt import ChatTemplateError
 
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
@@ -92,20 +93,16 @@ def tool_format(model: LanguageModel) -> ToolFormat:
 
 
 def _format_of(model: LanguageModel) -> ToolFormat:
-    from jinja2.exceptions import TemplateError
-
     tokens = model.tokens
     try:
         read = _read_format(tokens, {tokens.name(each) for each in model.eos_ids})
-    except (TemplateError, TypeError, ValueError):
+    except (ChatTemplateError, TypeError, ValueError):
         read = None
     return ToolFormat(**(read or {}), specials=tokens.specials)
 
 
 def _read_format(tokens: Tokens, ends: set[str]) -> dict[str, Any] | None:
     """The form in which the chat template writes calls; None if it writes none, or not as JSON. It may raise."""
-    from jinja2.exceptions import TemplateError
-
     user = {"role": "user", "content": _QUESTION}
     asked = [tokens.render([user], enable_thinking=thinking) for thinking in (False, True)]
     if asked[0] is None:
@@ -127,7 +124,7 @@ def _read_format(tokens: Tokens, ends: set[str]) -> dict[str, Any] | None:
         both = {**called, "tool_calls": [_call(_NAME, _ID, "0"), _call(_NAME, _ID, "0")]}
         second = _after_question(tokens.render([user, both], header=False)).partition(arguments[0])[2]
         again = second.partition(_NAME)[0] if _NAME in second else None
-    except TemplateError:  # the template takes one call at a time
+    except ChatTemplateError:  # the template takes one call at a time
         again = None
     end = rest[arguments.end() :]
     cut = min((at for name in ends if (at := end.find(name)) >= 0), default=len(end.rstrip()))
@@ -167,8 +164,6 @@ def tool_tail(
 
     UsageError if the model cannot be shown these tools or messages.
     """
-    from jinja2.exceptions import TemplateError
-
     form, tokens = tool_format(model), model.tokens
     shown = [{"type": "function", "function": dict(tool)} for tool in tools]
     text = json.dumps([*shown, [[call["function"]["name"] for call in m.get("tool_calls") or ()] for m in later]])
@@ -186,7 +181,7 @@ def tool_tail(
         messages = _native(later, given) if native else _plain(later, form, given)
         try:
             rendered = tokens.render([{"role": "user", "content": _QUESTION}, *messages])
-        except (TemplateError, TypeError, ValueError):
+        except (ChatTemplateError, TypeError, ValueError):
             continue
         if rendered is None:  # a model without a chat template
             rendered = _QUESTION + "".join(f"\n\n{m['role'].title()}: {m['content']}" for m in messages) + "\nAnswer:"
@@ -198,8 +193,6 @@ def tool_tail(
 
 def _shown_tools(tokens: Tokens, form: ToolFormat, tools: Sequence[Mapping[str, Any]]) -> str:
     """The template's text for these tools, if it is one text that fits into the user's turn; else a similar text."""
-    from jinja2.exceptions import TemplateError
-
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTION}]
     try:
         without, text = tokens.render(messages) or "", tokens.render(messages, tools=tools) or ""
@@ -210,7 +203,7 @@ def _shown_tools(tokens: Tokens, form: ToolFormat, tools: Sequence[Mapping[str, 
         added = text[start : len(text) - end].strip()
         if form.native and tools[0]["function"]["name"] in added and len(without) == start + end:
             return added
-    except (TemplateError, TypeError, ValueError):
+    except (ChatTemplateError, TypeError, ValueError):
         pass
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     call = form.written([("NAME", '{"ARGUMENT": "VALUE"}')])
