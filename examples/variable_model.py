@@ -33,9 +33,9 @@ from ragkv.benchmarks.evaluation.worlds.text import (
     referred,
     variable_list,
 )
+from ragkv.benchmarks.training.loop import save_checkpoint
 from ragkv.benchmarks.training.mini.train import COMMON, EMBEDDING_STD, start_induction
 from ragkv.benchmarks.training.retaining_heads import RetainingConfig, train_retaining_heads
-from ragkv.finetune.training import save_checkpoint
 
 OUTPUT = Path(__file__).parent / "variables"
 END, PAD, UNKNOWN, OTHER = "<end>", "<pad>", "<unk>", "-"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +17,14 @@ import typer
 from torch import Tensor, nn
 
 from ragkv.attention.partial import LayerCall
+from ragkv.benchmarks.training.loop import Training, drawn
 from ragkv.cli.console import echo, print_json, size, steps
 from ragkv.cli.main import SingleCommand, log_to_stderr, run
 from ragkv.cli.options import Device, Json, Quiet, shared_options
 from ragkv.config import PromptConfig
 from ragkv.errors import ConfigError, UsageError
-from ragkv.finetune.config import CheckpointEvery, FrozenModel, Resume, Seed, Setting, resumed_settings
+from ragkv.finetune.config import Setting
 from ragkv.finetune.data import ExampleTokens, Progress, file_digest, read_examples, tokenise
-from ragkv.finetune.training import Training, drawn
 from ragkv.model.apb.compressors import RetainingHeads, highest_logits, widths_of
 from ragkv.model.apb.document import AnchorAttention
 from ragkv.model.checkpoint import HEADS
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class RetainingConfig:
     """The settings of a training of retaining heads; the defaults are the paper's (APB)."""
 
-    model: FrozenModel
+    model: Annotated[str, Setting("Model folder or hub id; it is not changed.")]
     data: Annotated[Path, Setting("JSONL file to learn from (docs/finetune.md).")]
     output: Annotated[Path | None, Setting("File for the heads.", "beside the model")] = None
     steps: Annotated[int, Setting("Steps, of one line each.")] = 3000
@@ -48,9 +48,9 @@ class RetainingConfig:
     inner: Annotated[int, Setting("Width of the heads' hidden layer.")] = 1024
     pool: Annotated[int, Setting("A token gets the highest score of this many neighbours, an odd number.")] = 5
     max_tokens: Annotated[int, Setting("Longer lines are left out.")] = 10240
-    seed: Seed = 0
-    checkpoint_every: CheckpointEvery = 100
-    resume: Resume = True
+    seed: Annotated[int, Setting("Seed of weights and data.")] = 0
+    checkpoint_every: Annotated[int, Setting("Steps between checkpoints.")] = 100
+    resume: Annotated[bool, Setting("Continue from the last checkpoint, or start again.")] = True
     device: str | None = None
 
     def __post_init__(self) -> None:
@@ -121,7 +121,11 @@ def train_retaining_heads(config: RetainingConfig, *, on_progress: Progress | No
     """
     from ragkv.model.self_check import load_model
 
-    examples = read_examples(config.data, PromptConfig())
+    examples = [
+        replace(example, question=question, response=response, others=())
+        for example in read_examples(config.data, PromptConfig())
+        for question, response in ((example.question, example.response), *example.others)
+    ]
     model = load_model(config.model, device=config.device, train=True)
     path = _output(config, model)
     widths = widths_of(model)
@@ -129,7 +133,9 @@ def train_retaining_heads(config: RetainingConfig, *, on_progress: Progress | No
     if not short:
         raise UsageError(f"All lines of {config.data} are longer than {config.max_tokens} tokens; give --max-tokens.")
     identity = model.checkpoint.digest(model.revision)
-    settings = resumed_settings(config) | {"data": file_digest(config.data), "model": identity}
+    own = ("output", "resume", "device", "checkpoint_every")  # may differ when a run is resumed
+    settings = {name: value for name, value in asdict(config).items() if name not in own}
+    settings |= {"data": file_digest(config.data), "model": identity}
     torch.manual_seed(config.seed)
     heads = RetainingHeads(widths, config.inner).to(model.device)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=config.lr, betas=(0.9, 0.95))

@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ragkv.engines import make_engine, require_supported
 from ragkv.errors import MissingExtraError, ModelLoadError, UnsupportedModelError, UsageError, install_hint
-from ragkv.finetune.config import BlockTuneConfig, resumed_settings
+from ragkv.finetune.config import BlockTuneConfig
 from ragkv.finetune.data import (
     PAD_SEGMENT,
     ExampleTokens,
@@ -171,8 +171,8 @@ def finetune_block(
     KeyboardInterrupt if it is interrupted, after writing a checkpoint.
     """
     _require("accelerate", *([] if config.lora_rank is None else ["peft"]))
-    examples = read_examples(config.data, config.prompt, packed=True)
-    heldout = [] if config.eval_data is None else read_examples(config.eval_data, config.prompt, packed=True)
+    examples = read_examples(config.data, config.prompt)
+    heldout = [] if config.eval_data is None else read_examples(config.eval_data, config.prompt)
     check_output(config.output.expanduser())
     config = replace(config, prompt=resolve(config.model).tuned_words(config.prompt))
     examples, heldout = (
@@ -237,7 +237,8 @@ def _half(config: BlockTuneConfig, device: torch.device) -> bool:
 
 def _settings(config: BlockTuneConfig, model: LanguageModel, *, half: bool) -> dict[str, Any]:
     """The settings that must be equal to resume a run, as JSON stores them."""
-    settings = resumed_settings(config) | {
+    own = ("output", "resume", "device", "checkpoint_every")  # may differ when a run is resumed
+    settings = {name: value for name, value in asdict(config).items() if name not in own} | {
         "prompt": config.prompt.facts(),
         "data_sha256": file_digest(config.data),
         "eval_data_sha256": None if config.eval_data is None else file_digest(config.eval_data),

@@ -1,17 +1,14 @@
-"""The settings of `ragkv finetune`, whose commands make an option of every field with a `Setting`; without torch."""
+"""The settings of `ragkv finetune block`, which makes an option of every field with a `Setting`; without torch."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from ragkv.config import PromptConfig, require_choices
 from ragkv.errors import ConfigError
-
-_SCOPE = ("output", "resume", "device", "checkpoint_every")
-"""Settings that may differ when a run is resumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,34 +18,6 @@ class Setting:
     about: str
     default: str | None = None
     option: str | None = None
-
-
-Seed = Annotated[int, Setting("Seed of weights and data.")]
-CheckpointEvery = Annotated[int, Setting("Steps between checkpoints.")]
-Resume = Annotated[bool, Setting("Continue from the last checkpoint, or start again.")]
-Steps = Annotated[int | None, Setting("Steps, instead of --epochs.")]
-FrozenModel = Annotated[str, Setting("Model folder or hub id; it is not changed.")]
-
-
-def resumed_settings(config: Any) -> dict[str, Any]:
-    """The settings that must be the same when a run is resumed."""
-    return {name: value for name, value in asdict(config).items() if name not in _SCOPE}
-
-
-def _require(config: Any, *, counts: tuple[str, ...], amounts: tuple[str, ...]) -> None:
-    """ConfigError for a count below 1, and for an amount that is not above 0; None is allowed."""
-    for name in (*counts, *amounts):
-        value = getattr(config, name)
-        if value is not None and name in counts and value < 1:
-            raise ConfigError(f"{name} must be at least 1, not {value}.")
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{name} must be above 0, not {value}.")
-
-
-def require_layout(over: str, sink: str, *, reencode: bool) -> None:
-    """ConfigError for a layout that no engine reads."""
-    if over == "prefixed" and (sink != "prefix" or not reencode):
-        raise ConfigError('over = "prefixed" has seen the whole prefix: keep the sink "prefix" and the positions.')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +38,7 @@ class BlockTuneConfig:
         Path | None, Setting("JSONL file whose loss is measured in both layouts, before and after.")
     ] = None
     epochs: Annotated[float, Setting("Passes over the data.")] = 1.0
-    steps: Steps = None
+    steps: Annotated[int | None, Setting("Steps, instead of --epochs.")] = None
     learning_rate: Annotated[
         float | None, Setting("Highest learning rate.", "2e-4 for LoRA, 2e-5 for all weights", "--lr")
     ] = None
@@ -94,21 +63,23 @@ class BlockTuneConfig:
         Setting("Chunk KV to tune for: standalone, as in the paper, or prefixed, after the prompt's prefix."),
     ] = "standalone"
     prompt: PromptConfig = field(default_factory=PromptConfig)
-    seed: Seed = 0
+    seed: Annotated[int, Setting("Seed of weights and data.")] = 0
     checkpoint_every: Annotated[int, Setting("Steps between checkpoints, and between measurements of --eval-data.")] = (
         100
     )
-    resume: Resume = True
+    resume: Annotated[bool, Setting("Continue from the last checkpoint, or start again.")] = True
     device: str | None = None
 
     def __post_init__(self) -> None:
         require_choices(self)
-        require_layout(self.over, self.sink, reencode=self.reencode)
-        _require(
-            self,
-            counts=("steps", "lora_rank", "batch", "gradient_accumulation", "checkpoint_every"),
-            amounts=("epochs", "learning_rate"),
-        )
+        if self.over == "prefixed" and (self.sink != "prefix" or not self.reencode):
+            raise ConfigError('over = "prefixed" has seen the whole prefix: keep the sink "prefix" and the positions.')
+        for name in ("steps", "lora_rank", "batch", "gradient_accumulation", "checkpoint_every"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise ConfigError(f"{name} must be at least 1, not {count}.")
+        for name in ("epochs", "learning_rate"):
+            if (amount := getattr(self, name)) is not None and not 0 < amount < math.inf:
+                raise ConfigError(f"{name} must be above 0, not {amount}.")
         if not 0 <= self.full_share <= 1:
             raise ConfigError(f"full_share must be between 0 and 1, not {self.full_share}.")
         if self.sink == "bos" and self.prompt.bos == "none":

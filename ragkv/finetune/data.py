@@ -1,4 +1,4 @@
-"""Training data: examples from a user's JSONL file or from generated worlds, and the rows of token ids made from them.
+"""Training data: examples from a user's JSONL file, and the rows of token ids made from them.
 
 A line has one of three forms, all read as blocks | question | response (Block-Attention §2.2: independent parts are
 blocks):
@@ -22,7 +22,7 @@ import json
 import random
 import re
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -57,24 +57,15 @@ class TrainingExample:
     response: str
     others: tuple[tuple[str, str], ...] = ()
 
-    def apart(self) -> Iterator[TrainingExample]:
-        """An example for each question."""
-        for question, response in ((self.question, self.response), *self.others):
-            yield replace(self, question=question, response=response, others=())
 
-
-def read_examples(path: Path, prompt: PromptConfig, *, packed: bool = False) -> list[TrainingExample]:
-    """The examples in `path`: one for each question, or if `packed` one for each line.
-
-    Raises UsageError, which names the file and the first bad line.
-    """
+def read_examples(path: Path, prompt: PromptConfig) -> list[TrainingExample]:
+    """The examples in `path`, one for each line. Raises UsageError, which names the file and the first bad line."""
     examples: list[TrainingExample] = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    example = parse_example(line, f"{path}, line {number}", prompt)
-                    examples += [example] if packed else example.apart()
+                    examples.append(parse_example(line, f"{path}, line {number}", prompt))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read ({refusal(error)}); give a JSONL file in UTF-8.") from error
     if not examples:

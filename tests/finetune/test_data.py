@@ -201,18 +201,13 @@ def test_a_chat_is_cut_at_its_blank_lines_and_rendered_as_it_is_written():
     assert example.prompt == PromptConfig(system="Obey.", context="", question="{question}")
 
 
-def test_questions_of_one_line_are_examples_of_their_own_unless_packed(tmp_path):
+def test_questions_of_one_line_are_one_example(tmp_path):
     asked = [{"prompt": "Who?", "response": "Ann."}, {"prompt": "Where?", "response": "Varn."}]
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({"blocks": ["One."], "questions": asked}) + "\n")
-    apart = read_examples(path, SHORT)
-    assert [(one.question, one.response, one.blocks) for one in apart] == [
-        ("Who?", "Ann.", ("One.",)),
-        ("Where?", "Varn.", ("One.",)),
-    ]
-    [packed] = read_examples(path, SHORT, packed=True)
+    [packed] = read_examples(path, SHORT)
+    assert (packed.question, packed.response, packed.blocks) == ("Who?", "Ann.", ("One.",))
     assert packed.others == (("Where?", "Varn."),)
-    assert list(packed.apart()) == apart
 
 
 def test_documents_of_a_chat_are_its_blocks_and_its_text_stays_whole():

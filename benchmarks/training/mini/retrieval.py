@@ -37,12 +37,12 @@ from ragkv.benchmarks.evaluation.retrieval import corpus_searches
 from ragkv.benchmarks.evaluation.worlds.passages import passages
 from ragkv.benchmarks.evaluation.worlds.text import module_docstrings
 from ragkv.benchmarks.evaluation.worlds.world import Split, World, paraphrases, shared_words
+from ragkv.benchmarks.training.loop import Training
 from ragkv.benchmarks.training.mini.data import train_bpe
 from ragkv.doctor.metrics import Passage, RetrievalTask, hit_at, ndcg_at
 from ragkv.doctor.retrieval import Settings
 from ragkv.finetune.block import replace_folder
 from ragkv.finetune.data import Progress
-from ragkv.finetune.training import Training
 from ragkv.retrievers import load_embedder, load_reranker
 
 logger = logging.getLogger(__name__)

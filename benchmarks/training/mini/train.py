@@ -33,6 +33,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from ragkv.benchmarks.training.loop import Training
 from ragkv.benchmarks.training.mini.data import (
     FIRST_WEIGHT,
     GOLD_WEIGHT,
@@ -51,7 +52,6 @@ from ragkv.benchmarks.training.mini.data import (
 from ragkv.errors import UsageError
 from ragkv.finetune.block import visible
 from ragkv.finetune.data import Progress
-from ragkv.finetune.training import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The training loop of heads and the bundled models; transformers' Trainer tunes whole models (`block`)."""
+"""The training loop of retaining heads and of the bundled models."""
 
 from __future__ import annotations
 
