@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -168,17 +167,6 @@ def test_rows_of_a_batch_are_of_similar_length_and_all_are_drawn(make_model):
     assert lengths not in (sorted(lengths), sorted(lengths, reverse=True))
     fresh = SampledRows(parts, 200, batch=4, **options)
     assert [fresh[index] for index in reversed(range(200))] == drawn[::-1]
-
-
-def test_rows_without_a_bos_are_those_with_one_but_for_it(make_model):
-    model = make_model("llama")
-    chat = {"messages": [{"role": "user", "content": "A.\n\nWho?"}, {"role": "assistant", "content": "Ann."}]}
-    for line in (LINE, chat):
-        for bos in ("auto", "none"):
-            example = parse_example(json.dumps(line), "f, line 1", replace(PROMPT, bos=bos))
-            [parts] = tokenise(model, [example])
-            whole = [*parts.prefix, *(i for chunk in parts.chunks for i in chunk), *parts.suffix]
-            assert whole.count(0) == (bos == "auto")
 
 
 SHORT = PromptConfig(system="Be short.")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure as Sheet
 
-from ragkv.benchmarks.papers.pced import traced
 from ragkv.benchmarks.papers.plots import Picture
 from ragkv.benchmarks.papers.run import (
     ILLUSTRATIONS,
@@ -30,7 +29,6 @@ from ragkv.benchmarks.papers.table import (
     Table,
     TableRow,
 )
-from ragkv.doctor import answers
 from ragkv.doctor.answers import Candidate, ExampleResult
 from ragkv.doctor.metrics import Example, Task
 from ragkv.errors import ConfigError
@@ -103,28 +101,6 @@ def test_cells_are_the_answers(fill):
     alike = sum(ours == theirs for ours, theirs in zip(*texts, strict=True)) / 3
     assert result.figure("PCED, coarse", "same").value == pytest.approx(alike)
     assert [verdict.word for verdict in result.verdicts[1:]] == ["not shown", "not measured"]
-
-
-def test_a_stopped_table_goes_on(fill, monkeypatch, tmp_path):
-    asked = 0
-    answer = answers._CandidateRun._answer
-
-    def counted(*arguments, **options):
-        nonlocal asked
-        asked += 1
-        if asked == 5:
-            raise KeyboardInterrupt
-        return answer(*arguments, **options)
-
-    monkeypatch.setattr(answers._CandidateRun, "_answer", counted)
-    with pytest.raises(KeyboardInterrupt):
-        fill(work=tmp_path)
-    first = fill(work=tmp_path)
-    # 5 questions of 4 rows, one of which shares its answers with another; the interrupted batch is repeated
-    assert asked == 15 + 2
-    assert fill(work=tmp_path).cells == first.cells
-    assert fill(work=tmp_path, limit=1).figure("All", "code").n == 1
-    assert asked == 15 + 2
 
 
 def test_markdown(fill):
@@ -236,22 +212,6 @@ def answer(score: float | None, *winners: int | None) -> ExampleResult:
         chunks=3,
         trace=(*trace, ("", None)),
     )
-
-
-def test_a_trace_in_picture_and_words():
-    hopping = answer(1.0, 0, 0, 1, 2, None)
-    picture = traced([hopping, answer(0.0, 1)])
-    axes = axes_of(picture)
-    experts = axes.get_yticklabels()
-    assert [each.get_text() for each in experts] == ["Halden Works", "Mira Oskel (1)", "Mira Oskel (2)"]
-    assert [each.get_fontweight() == "bold" for each in experts] == [True, False, True]
-    assert [each.get_text() for each in axes.get_xticklabels()] == ["␣t0", "␣t1", "␣t2", "␣t3", "␣t4"]
-    [winners] = axes.get_lines()
-    assert winners.get_xydata().tolist() == [[0, 0], [1, 0], [2, 1], [3, 2]]
-    text = picture.text
-    assert "| t0 t1 | Halden Works | gold |\n| t2 | Mira Oskel (1) |  |\n| t3 | Mira Oskel (2) | gold |\n" in text
-    assert "In 1 of 2 answers the experts of both gold chunks proposed tokens" in text
-    assert "gold experts proposed 50 % of all 6 tokens" in text
 
 
 def test_files_of_a_table_with_its_picture(tmp_path: Path):

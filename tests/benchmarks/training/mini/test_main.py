@@ -8,7 +8,7 @@ from outcome import typed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ragkv.benchmarks.evaluation.worlds.world import World
-from ragkv.benchmarks.training.mini.__main__ import evaluate_mini, export_mini, greedy_answers, main
+from ragkv.benchmarks.training.mini.__main__ import export_mini, greedy_answers, main
 from ragkv.benchmarks.training.mini.data import chunk_text, prefix_text, suffix_text
 from ragkv.benchmarks.training.mini.train import build_model
 from ragkv.finetune.block import METADATA
@@ -17,26 +17,6 @@ from ragkv.finetune.block import METADATA
 @pytest.fixture
 def train(capsys, monkeypatch):
     return typed(main, capsys, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "holds no config.json that can be read"),
-        ("{", "holds no config.json that can be read"),
-        ("[]", "is no mini model"),
-        ('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}', "is no mini model"),
-    ],
-)
-def test_mini_goes_on_from_a_mini_model_only(train, tmp_path, content, message):
-    start = tmp_path / "start"
-    start.mkdir()
-    if content is not None:
-        (start / "config.json").write_text(content)
-    done = train("--start", start, "--output", tmp_path / "made")
-    assert done.code == 2
-    assert message in done.sentence
-    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(
@@ -94,14 +74,3 @@ def test_export_loads_with_transformers_alone(tokenizer, tiny, tmp_path):
     assert metadata["block_tuned"] is True
     assert (metadata["sink"], metadata["chunk_tokens"]) == ("prefix", 96)
     assert metadata["recipe"]["heldout_accuracy"] == [row]
-
-
-def test_evaluate_mini_counts_questions(tokenizer, tiny, tmp_path):
-    export_mini(build_model(tiny, tokenizer), tokenizer, tmp_path / "lm", config=tiny, rows=[])
-    rows = evaluate_mini(tmp_path / "lm", contexts=1, questions=3, passage_counts=(4,))
-    assert {(row["layout"], row["passages"]) for row in rows if row["kind"] == "one hop"} == {
-        ("full", 4),
-        ("block", 4),
-        ("single", 1),
-    }
-    assert all(0.0 <= row["accuracy"] <= 1.0 and 1 <= row["n"] <= 3 for row in rows)

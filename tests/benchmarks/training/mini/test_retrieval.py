@@ -1,14 +1,10 @@
 """The bundled embedder and reranker are trained, exported and measured."""
 
-import random
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from ragkv.benchmarks.evaluation.worlds.world import shared_words
 from ragkv.benchmarks.training.mini import retrieval
 from ragkv.benchmarks.training.mini.retrieval import (
     EmbedderTrainConfig,
@@ -22,10 +18,8 @@ from ragkv.benchmarks.training.mini.retrieval import (
     train_embedder,
     train_encoder_tokenizer,
     train_reranker,
-    world_step,
     world_texts,
 )
-from ragkv.errors import UsageError
 from ragkv.mini import embedder_path, reranker_path
 from ragkv.retrievers import CrossEncoder, load_embedder
 
@@ -40,19 +34,6 @@ def tokenizer(tmp_path_factory):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_a_questions_answers_state_the_fact_and_of_whom(tokenizer):
-    step = world_step(random.Random(3), tokenizer, worlds=2, size=12, asks=60)
-    assert step == world_step(random.Random(3), tokenizer, worlds=2, size=12, asks=60)
-    assert len(step.asks) > 40
-    described = [ask for ask in step.asks if not ask.named]
-    assert 0.4 < len(described) / len(step.asks) < 0.7
-    for ask in step.asks:
-        assert ask.answers
-        assert all(0 <= place < len(step.passages) for place in ask.answers)
-    few = [min(shared_words(ask.question, step.passages[place]) for place in ask.answers) for ask in described]
-    assert np.mean(few) < 1
-
-
 @pytest.fixture(scope="module")
 def short_texts():
     """A little prose: reading all of it takes longer than the training."""
@@ -64,24 +45,6 @@ def short_texts():
 @pytest.fixture(scope="module")
 def whole(tokenizer, short_texts, tmp_path_factory):
     return train_embedder(CONFIG, tokenizer, tmp_path_factory.mktemp("whole"))
-
-
-@pytest.mark.usefixtures("short_texts")
-def test_a_killed_training_goes_on_to_the_same_weights(tokenizer, whole, tmp_path):
-    def kill(result):
-        if result["step"] == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_embedder(CONFIG, tokenizer, tmp_path / "parts", on_progress=kill)
-    parts = train_embedder(CONFIG, tokenizer, tmp_path / "parts")
-    for name, module in whole.modules.items():
-        for key, value in module.state_dict().items():
-            assert torch.equal(value, parts.modules[name].state_dict()[key]), key
-    fresh = build_embedder(CONFIG, len(tokenizer))
-    assert not torch.equal(fresh.colbert.weight, whole.colbert.weight)
-    with pytest.raises(UsageError, match="other settings"):
-        train_embedder(replace(CONFIG, steps=5), tokenizer, tmp_path / "parts")
 
 
 def test_what_is_loaded_is_what_was_trained(tokenizer, whole, tmp_path):

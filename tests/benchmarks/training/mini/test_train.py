@@ -9,7 +9,6 @@ from transformers import DynamicCache
 
 from ragkv.benchmarks.training.mini.data import additive_mask, collate, qa_sample
 from ragkv.benchmarks.training.mini.train import (
-    MiniTrainConfig,
     build_model,
     train_mini,
 )
@@ -48,28 +47,6 @@ def test_resumes_bit_for_bit(tokenizer, tiny, tmp_path):
         assert torch.equal(value, resumed.state_dict()[name]), name
         assert not torch.equal(value, before[name]), name  # every weight changes
     assert not list(tmp_path.rglob("*.tmp"))
-
-
-def test_a_fresh_model_has_induction_heads(tokenizer):
-    """Layer 1 attends to the token after the earlier occurrence, many times more than uniform attention."""
-    model = build_model(MiniTrainConfig(), tokenizer).eval()
-    model.set_attn_implementation("eager")
-    once = torch.randperm(len(tokenizer) - 6, generator=torch.Generator().manual_seed(0))[:64] + 6
-    with torch.inference_mode():
-        attention = model(torch.cat([once, once])[None], output_attentions=True).attentions[1][0]
-    hits = attention.diagonal(offset=-63, dim1=1, dim2=2)[:, 2:]  # query i + 63 on key i: one after its twin
-    assert float(hits.mean()) > 0.1
-
-
-def test_a_grown_model_begins_as_exact_as_the_small_one(tokenizer, tiny, tmp_path):
-    small = build_model(tiny, tokenizer).eval()
-    small.save_pretrained(tmp_path / "small")
-    grown = build_model(replace(tiny, layers=tiny.layers + 3, start=str(tmp_path / "small"), seed=9), tokenizer).eval()
-    ids = torch.arange(8, 40)[None]
-    with torch.inference_mode():
-        torch.testing.assert_close(grown(ids).logits, small(ids).logits, atol=1e-5, rtol=0)
-    with pytest.raises(ValueError, match="more than"):
-        build_model(replace(tiny, layers=tiny.layers - 1, start=str(tmp_path / "small")), tokenizer)
 
 
 def packed_batch(tokenizer, block):
