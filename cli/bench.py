@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand
 
 from ragkv.cli.console import note
-from ragkv.cli.main import CommandGroup
+from ragkv.cli.main import CommandGroup, require_values
 from ragkv.cli.options import Json, Quiet, source_of
 from ragkv.errors import UsageError
 
@@ -47,7 +47,7 @@ class _Benchmark(TyperCommand):
         measure = getattr(import_module(f"{_SPEED}.{_MEASURED_IN[str(self.name)]}"), _function(str(self.name)))
         alone = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
         alone.command(self.name)(bench_command(str(self.name), measure))
-        return typer.main.get_command(alone)
+        return require_values(typer.main.get_command(alone))
 
     def make_context(self, *arguments: Any, **more: Any) -> Any:
         return self._imported.make_context(*arguments, **more)
@@ -59,13 +59,9 @@ class _Benchmark(TyperCommand):
 class _Benchmarks(CommandGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = dict.fromkeys(_MEASURED_IN)
-
-    def get_command(self, ctx: Any, cmd_name: str) -> _Benchmark | None:
-        return _benchmark(cmd_name) if cmd_name in _MEASURED_IN else None
+        self.commands: Any = {name: _benchmark(name) for name in _MEASURED_IN}
 
 
-@functools.cache
 def _benchmark(name: str) -> _Benchmark:
     path = Path(str(import_module(_SPEED).__file__)).with_name(f"{_MEASURED_IN[name]}.py")
     functions = [each for each in ast.parse(path.read_text("utf-8")).body if isinstance(each, ast.FunctionDef)]

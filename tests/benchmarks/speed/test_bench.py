@@ -70,6 +70,14 @@ def test_both_sides_continue_with_the_same_tokens():
         ids = (token,)
 
 
+def test_every_benchmark_has_its_options_and_an_option_needs_its_value():
+    for name in ("ttft", "decode", "llama-cpp", "batch", "ingest", "store"):
+        shown = CliRunner().invoke(app, ["bench", name, "--help"])
+        assert (shown.exit_code, "--quick" in shown.output) == (0, True)
+    run = CliRunner().invoke(app, ["bench", "decode", "--tokens", "--json"])
+    assert "'--tokens' requires an argument" in str(run.exception)
+
+
 def test_quick_chooses_the_sizes_by_itself():
     run = CliRunner().invoke(app, ["bench", "decode", "--quick", "--tokens", "90"])
     assert isinstance(run.exception, UsageError)
