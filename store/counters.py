@@ -6,7 +6,7 @@ counters are right after every commit (docs/formats.md, "Counters").
 
 Each change of documents, chunks or vectors increments the generation and leaves a row that names what it touched, so
 that derived indexes need not compare everything. The oldest rows are dropped once all of them name more than a quarter
-of the chunks, since rebuilding then costs about the same. A gap (also from an older ragkv or some repairs) means that
+of the chunks, since rebuilding then costs about the same. A gap (some repairs leave one) means that
 everything may have changed. A row has a random mark: two copies of a store that diverged, such as a restored backup,
 may share generations but not marks. Rows name documents and chunks by half of their ids' digests, because the row of a
 deletion outlives the document, and its id may be confidential.

@@ -4,8 +4,7 @@ The score of a record is the prefill time that it saves per byte, times how ofte
 counts half as much after `HALF_LIFE` budgets of KV have been read since (forward decay: Cormode et al., 2009). The
 clock counts half-lives, so a weight never has to be updated: the logarithm of all uses keeps its order. Uses of
 evicted and rejected KV are remembered too. KV that is asked for repeatedly is admitted, and KV that is asked for once
-evicts nothing of a higher score. Over Zipf draws this comes within five points of the best fixed set in hindsight
-(tests/store/maintenance/test_eviction.py).
+evicts nothing of a higher score.
 
 Uses are recorded some hundred at a time, because every transaction writes to the disk. Eviction candidates are found by
 one walk over all records, outside any write, which serves hundreds of evictions. Each transaction checks again and
@@ -21,10 +20,9 @@ import math
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import TypeVar
 
 from ragkv.store.codecs import DamagedError
 from ragkv.store.counters import counters_of
@@ -34,8 +32,6 @@ from ragkv.store.record import EncodedRecord
 from ragkv.store.tables import INDEX_OWNER, Transaction, UseRow, for_each
 from ragkv.util import batches
 from ragkv.util.files import parse_json
-
-K = TypeVar("K", bound=Hashable)
 
 HALF_LIFE = 4.0
 """After this many budgets of KV were read, a use counts half. By simulation (Zipf 0.8 to 1.2, 5,000 chunks, room for
@@ -63,59 +59,9 @@ def eviction_score(weight: float, tokens: int, nbytes: int) -> float:
     return weight + math.log2(max(tokens, 1) / max(nbytes, 1))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """The result of a sequence of questions: chunks found, encoded and evicted."""
-
-    hits: int
-    misses: int
-    evictions: int
-
-    @property
-    def rate(self) -> float:
-        """The hit rate."""
-        return self.hits / max(self.hits + self.misses, 1)
-
-
-def simulate(asked: Iterable[K], room: float, sizes: Mapping[K, tuple[int, int]]) -> Simulation:
-    """Simulate the eviction within `room` bytes, from empty; `sizes` are (tokens, bytes) of every chunk."""
-    weights: dict[K, float] = {}
-    held: dict[K, float] = {}
-    order: list[tuple[float, int, K]] = []  # of held KV, lowest score first; entries may be outdated
-    clock = total = 0.0
-    hits = misses = evictions = 0
-    for turn, name in enumerate(asked):
-        tokens, nbytes = sizes[name]
-        clock += elapsed(nbytes, room)
-        weights[name] = used(weights.get(name, NEVER), clock)
-        own = eviction_score(weights[name], tokens, nbytes)
-        if name in held:
-            hits += 1
-        else:
-            misses += 1
-            victims: list[tuple[float, int, K]] = []
-            free = room - total
-            while free < nbytes and order and order[0][0] < own:
-                least = heapq.heappop(order)
-                if held.get(least[2]) == least[0]:
-                    victims.append(least)
-                    free += sizes[least[2]][1]
-            if free < nbytes:  # the rest has higher scores, or it is larger than the room
-                for victim in victims:
-                    heapq.heappush(order, victim)
-                continue
-            for _, _, victim_name in victims:
-                del held[victim_name]
-                evictions += 1
-            total = room - free + nbytes
-        held[name] = own
-        heapq.heappush(order, (own, turn, name))
-    return Simulation(hits=hits, misses=misses, evictions=evictions)
-
-
 LEDGER = b"fact/kv_ledger"
 BUDGET = b"fact/kv_budget"
-_MOST = 1 << 53
+_MAX_TOTAL = 1 << 53
 _USE_BATCH = 1024
 _UNLIMITED = 1 << 30
 """The minimal room for the clock without a budget, so that uses are not forgotten early while there is little KV."""
@@ -168,12 +114,8 @@ def read_totals(txn: Transaction) -> UseTotals:
     values = _json(txn, LEDGER)
     if not isinstance(values, dict) or values.keys() != {field.name for field in fields(UseTotals)}:
         return UseTotals()
-    for field in fields(UseTotals):
-        value = values[field.name]
-        number = type(value) is int or (type(value) is float and isinstance(field.default, float))
-        if not number or not math.isfinite(value) or not 0 <= value < _MOST:
-            return UseTotals()
-    return UseTotals(**values)
+    whole = all(isinstance(value, int | float) and 0 <= value < _MAX_TOTAL for value in values.values())
+    return UseTotals(**values) if whole else UseTotals()
 
 
 def write_totals(txn: Transaction, totals: UseTotals) -> None:
@@ -182,8 +124,8 @@ def write_totals(txn: Transaction, totals: UseTotals) -> None:
 
 def read_budget(txn: Transaction) -> int | None:
     """The budget in bytes; None without a limit."""
-    found = _json(txn, BUDGET)
-    return found if type(found) is int and 0 <= found < 1 << 63 else None
+    budget = _json(txn, BUDGET)
+    return budget if type(budget) is int and 0 <= budget < 1 << 63 else None
 
 
 def kv_bytes(txn: Transaction) -> int:
@@ -251,8 +193,7 @@ def forget_gone(database: Database, *, dry_run: bool = False) -> int:
         return txn.get("kv", key) is None and (row is None or txn.get("places", row.owner) is None)
 
     def visit(txn: Transaction, key: bytes) -> int:
-        if is_gone(txn, key):
-            gone.append(key)
+        gone.extend([key] if is_gone(txn, key) else ())
         return 0
 
     def forget(txn: Transaction, key: bytes) -> None:
@@ -276,12 +217,10 @@ def _refer(txn: Transaction, key: bytes, owner: bytes) -> None:
 
 
 def _json(txn: Transaction, key: bytes) -> object:
-    value = txn.get("meta", key)
     try:
-        found: object = None if value is None else parse_json(bytes(value))
+        return parse_json(bytes(txn.get("meta", key) or b"null"))
     except ValueError:
         return None
-    return found
 
 
 _LEAST = 1024
