@@ -49,7 +49,6 @@ from ragkv.cli.options import (
 )
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, IngestConfig, PromptConfig, build_config, load_config
 from ragkv.errors import ConfigError, IngestError, StoreBusyError, StoreFullError, UsageError
-from ragkv.server.local import LocalClient, UnservedError
 from ragkv.util.files import parse_toml
 
 if TYPE_CHECKING:
@@ -264,8 +263,7 @@ def ingest(
             if watch:
                 if own:
                     remember(rag.store, "ingest")
-                server = LocalClient(index, given_values(device=device))
-                _watch(rag, folders, server, prune=prune, memory=memory, as_json=as_json, quiet=quiet)
+                _watch(rag, folders, prune=prune, memory=memory, as_json=as_json, quiet=quiet)
                 return
             with _interrupt() as follow, _progress(quiet or as_json) as show:
 
@@ -291,25 +289,21 @@ def ingest(
 def _watch(
     rag: RagKV,
     folders: Sequence[Path],
-    server: LocalClient,
     *,
     prune: bool,
     memory: str | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Ingest the changes in the folders until Ctrl-C: by the index's server if one is running, else here."""
+    """Ingest the changes in the folders until Ctrl-C."""
     from ragkv.ingest.ingester import IngestReport
 
     def apply(changes: FolderChanges) -> bool:
         report = IngestReport()
         try:
             if changes.sources or changes.gone:
-                try:
-                    report = server.follow(changes)
-                except UnservedError:
-                    with _progress(quiet or as_json) as show:
-                        report = rag.follow(changes, memory=memory, on_progress=show, **wait(False))
+                with _progress(quiet or as_json) as show:
+                    report = rag.follow(changes, memory=memory, on_progress=show, **wait(False))
         except (IngestError, StoreFullError) as error:
             note(f"ragkv: {error} The next check of the folders tries again.")
             return False

@@ -30,9 +30,7 @@ from ragkv.config import History
 from ragkv.errors import StoreBusyError
 from ragkv.index.answer import AnswerStream, source_of
 from ragkv.index.batch import AsyncAnswerStream
-from ragkv.ingest import ParseLimits, SourceFile, from_bytes
-from ragkv.ingest.parser import media_type_of
-from ragkv.ingest.watch import MOST_TOGETHER, FolderChanges
+from ragkv.ingest import ParseLimits, from_bytes
 from ragkv.pipeline import RagKV
 from ragkv.retrievers.bm25 import tokenise
 from ragkv.server.errors import ApiError, Json, event
@@ -469,39 +467,6 @@ class Deletion(BaseModel):
     deleted: str
 
 
-class ChangedFile(BaseModel):
-    path: str
-    name: str
-    media_type: str
-
-
-class ChangesBody(BaseModel):
-    """`FolderChanges` as a command sends them."""
-
-    sources: list[ChangedFile] = Field(max_length=MOST_TOGETHER)
-    gone: list[str] = Field(max_length=MOST_TOGETHER)
-
-    def found(self) -> FolderChanges:
-        """Without the files that have vanished meanwhile; ApiError 400 for a type that no loader reads."""
-        sources = []
-        for source in self.sources:
-            if media_type_of(source.media_type) is None:
-                raise ApiError(400, f"No loader reads the type {source.media_type!r}.", param="sources")
-            path = Path(source.path)
-            try:
-                size = path.stat().st_size
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError:
-                size = 0  # the ingest reports why it cannot be read
-            sources.append(
-                SourceFile(
-                    path=path, document_id=source.path, name=source.name, media_type=source.media_type, size=size
-                )
-            )
-        return FolderChanges(sources=sources, gone=self.gone)
-
-
 def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
     """The routes that change these indexes."""
     routes = APIRouter(prefix="/api", tags=["ragkv's own"])
@@ -520,13 +485,6 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
             await asyncio.shield(asyncio.to_thread(queue.release, identifier))
             raise
         return Json(_job_reply(job), 202, headers={"location": f"/api/indexes/{quote(name)}/jobs/{identifier}"})
-
-    @routes.post("/indexes/{name}/changes", status_code=202, include_in_schema=False)
-    def follow(name: str, changes: ChangesBody, request: Request) -> Json:
-        """Ingest files of this machine in place: only for commands of the server's user, at the index's socket."""
-        if LocalRequest.of(request) is None:
-            raise ApiError(404, "Not Found", code="not_found")
-        return Json(_job_reply(manager.queue(name).follow(changes.found())), 202)
 
     @routes.delete("/indexes/{name}/documents/{document_id:path}", response_model=Deletion)
     def delete(name: str, document_id: str) -> Json:

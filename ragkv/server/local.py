@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ragkv
 from ragkv import errors
-from ragkv.errors import IngestError, RagkvError
+from ragkv.errors import RagkvError
 from ragkv.types import Answer
 from ragkv.util.files import closing_descriptor
 
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from http.client import HTTPConnection, HTTPResponse
 
     from ragkv.index.answer import AnswerStream
-    from ragkv.ingest import IngestReport
-    from ragkv.ingest.watch import FolderChanges
     from ragkv.pipeline import RagKV
 
 
@@ -263,24 +261,6 @@ class LocalClient:
         """The names of all engines."""
         models = [model["id"] for model in self._json("GET", "/v1/models?engines=true")["data"]]
         return list(dict.fromkeys(model.partition(":")[2] for model in models if ":" in model))
-
-    def follow(self, changes: FolderChanges) -> IngestReport:
-        """Have a job of the server ingest the findings of a `FolderWatcher`; IngestError if it fails."""
-        from ragkv.ingest import IngestReport
-
-        sources = [{"path": s.document_id, "name": s.name, "media_type": s.media_type} for s in changes.sources]
-        body = {"sources": sources, "gone": list(changes.gone)}
-        job = self._json("POST", "/api/indexes/_/changes", body, seconds=SILENT_SECONDS)["job"]
-        try:
-            for _, data in self._events(*self._ask("GET", f"/api/indexes/_/jobs/{job['id']}/events", None)):
-                job = job if data is None else data["job"]
-                if job["ended"] is not None:
-                    break
-        except RagkvError as error:  # the server is gone
-            raise IngestError(str(error)) from error
-        if job["state"] != "done":
-            raise IngestError(f"The server's job is {job['state']}: {job['error'] or 'it was ended'}")
-        return IngestReport.from_json(job["report"])
 
     def cancel(self, identifier: str) -> None:
         """End an answer at its next token."""

@@ -1,6 +1,5 @@
 """`ragkv ingest --watch` and `[[watch]]` of `ragkv serve`: an index follows its folders."""
 
-import io
 import json
 import os
 import random
@@ -12,7 +11,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 import watchfiles
 from clichild import CliChild
@@ -23,9 +21,7 @@ from nightly import NIGHTLY
 from ragkv import RagKV
 from ragkv.errors import StoreFullError
 from ragkv.ingest import SourceFile, watch
-from ragkv.server.api import ChangesBody
 from ragkv.server.jobs import JobManager
-from ragkv.server.local import LocalClient
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.schemas import ServedIndexes
 
@@ -312,31 +308,18 @@ def test_the_command_follows_until_it_is_ended(folder, tmp_path, model_folder):
     assert "No longer watching" in err
 
 
-def test_the_server_does_the_work_while_it_is_up(folder, rag):
+def test_it_follows_beside_a_server(folder, rag):
     rag.ingest(folder)
-    with live({"own": rag}, resident=True) as server:
+    with live({"own": rag}, resident=True):
         chosen = ("--index", rag.folder, "--device", "cpu")
         child = CliChild("ingest", folder, "--watch", "--prune", "--json", *chosen, program=HURRIED)
         save(folder / "new.txt", "New.")
         assert json.loads(child.line())["added"] == [str(folder / "new.txt")]
         save(folder / "0.txt", "\0\1")
         assert json.loads(child.line())["skipped"] == [{"path": str(folder / "0.txt"), "reason": "binary file"}]
-        jobs = httpx.get(f"{server.root}/api/indexes/own/jobs").json()["jobs"]
-        assert [(job["state"], job["files"]) for job in jobs] == [("done", ["0.txt"]), ("done", ["new.txt"])]
-        refused = httpx.post(f"{server.root}/api/indexes/own/changes", json={"sources": [], "gone": []})
-        assert refused.status_code == 404  # only at the index's local socket
     (folder / "1.txt").unlink()
     assert json.loads(child.line())["pruned"] == [str(folder / "1.txt")]
     assert child.end(signal.SIGINT)[0] == 0
-
-
-def test_what_has_happened_to_files_on_their_way_to_the_server_is_no_failure_of_it(folder):
-    save(folder / "there.txt", "A mill.")
-    (folder / "loop.txt").symlink_to("loop.txt")
-    names = ("there.txt", "there.txt/in-what-is-a-file-now.txt", "gone.txt", "loop.txt")
-    sent = [{"path": str(folder / name), "name": name, "media_type": "text/plain"} for name in names]
-    found = ChangesBody.model_validate({"sources": sent, "gone": []}).found()
-    assert [source.name for source in found.sources] == ["there.txt", "loop.txt"]
 
 
 def test_the_server_follows_folders_of_the_user_file(folder, rag, caplog):
@@ -364,20 +347,3 @@ def test_a_full_disk_does_not_end_it(folder, index, monkeypatch, ragkv):
     shown = ragkv("ingest", folder, "--index", index, "--watch", "--device", "cpu")
     assert shown.code == 0
     assert "The disk is full. The next check of the folders tries again." in shown.err
-
-
-def test_the_end_of_a_server_in_the_middle_of_its_work_does_not_end_it(folder, index, monkeypatch, ragkv):
-    answers = iter([(io.BytesIO(), io.BytesIO()), KeyboardInterrupt()])
-
-    def ask(*_):
-        if isinstance(found := next(answers), KeyboardInterrupt):
-            raise found
-        return found
-
-    monkeypatch.setattr(LocalClient, "_json", lambda *_, **more: {"job": {"id": "1", "ended": None}})
-    monkeypatch.setattr(LocalClient, "_ask", ask)
-    monkeypatch.setattr(watch, "WALK_TICKS", 1)
-    shown = ragkv("ingest", folder, "--index", index, "--watch", "--device", "cpu")
-    assert shown.code == 0
-    assert "ended before its work was done" in shown.err
-    assert "The next check of the folders tries again." in shown.err
