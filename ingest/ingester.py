@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, cast
 
 from ragkv.errors import IngestError, StoreError, UsageError
 from ragkv.ingest.chunker import TextChunk, chunk_id, split_text
@@ -178,21 +178,6 @@ class IngestProgress:
     @property
     def seconds(self) -> float:
         return time.perf_counter() - self.started
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MadeDocument:
-    """A source that another process has read, cut and embedded, with its KV in the shared tiers (`Ingester.make`).
-
-    `document` is None if it could not be read. `report` is about it alone.
-    """
-
-    source: SourceFile
-    report: IngestReport
-    document: Document | None = None
-    text: str = ""
-    chunks: Sequence[Chunk] = ()
-    vectors: Mapping[str, ChunkVectors] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -363,7 +348,33 @@ def missing_sources(
     ]
 
 
-T = TypeVar("T")
+@dataclass(slots=True)
+class IngestItem:
+    """A new or changed document on its way to the store. It was read and cut; then `references` name the KV that its
+    chunks need, and the missing KV and `vectors` are made. `size` is its share of the progress.
+    """
+
+    document: Document
+    text: str
+    chunks: list[Chunk]
+    size: int
+    references: dict[str, list[KVIdentity]] = field(default_factory=dict)
+    blocks: Blocks | None = None
+    vectors: dict[str, ChunkVectors] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeDocument:
+    """A source that another process has read, cut and embedded, with its KV in the shared tiers (`Ingester.make`).
+
+    `item` is None if it could not be read. `report` is about it alone.
+    """
+
+    source: SourceFile
+    report: IngestReport
+    item: IngestItem | None = None
+
+
 Make: TypeAlias = Callable[[Sequence[SourceFile]], Iterable[MadeDocument]]
 """Makes the documents of sources in other processes, in any order (`ragkv.index.ingestion`)."""
 
@@ -375,70 +386,74 @@ HOLD_BYTES = 256 << 20  # KV held in memory until its document is complete; more
 
 
 @dataclass(slots=True)
-class _Prepared:
-    """A new or changed document, cut into chunks. `size` is its share of the progress; `known`: it is in the store."""
-
-    document: Document
-    text: str
-    chunks: list[Chunk]
-    size: int
-    known: bool
-    references: dict[str, list[KVIdentity]] = field(default_factory=dict)
-    blocks: Blocks | None = None
-
-
-@dataclass(slots=True)
 class _Run:
     """One call of `run` or `run_chunks`: its report, its progress, and the documents that wait for their batch."""
 
     progress: IngestProgress
     report: IngestReport = field(default_factory=IngestReport)
-    waiting: list[_Prepared] = field(default_factory=list)
+    waiting: list[IngestItem] = field(default_factory=list)
 
     @property
     def batch_is_full(self) -> bool:
-        tokens = sum(len(chunk.token_ids) for prepared in self.waiting for chunk in prepared.chunks)
-        return tokens >= BATCH_TOKENS or sum(len(prepared.text) for prepared in self.waiting) >= WAITING_CHARACTERS
+        tokens = sum(len(chunk.token_ids) for item in self.waiting for chunk in item.chunks)
+        return tokens >= BATCH_TOKENS or sum(len(item.text) for item in self.waiting) >= WAITING_CHARACTERS
+
+
+class IngestTarget(Protocol):
+    """What an ingest asks of the index that it fills (`ragkv.index.ingestion`)."""
+
+    @property
+    def store(self) -> Store: ...
+
+    @property
+    def recipe(self) -> IngestFingerprint: ...
+
+    @property
+    def blocks(self) -> APBConfig | None:
+        """How long documents are also stored in blocks."""
+        ...
+
+    def model(self) -> Encoder:
+        """The model; called for the first chunk, so that an ingest without changes loads nothing."""
+        ...
+
+    def embedder(self) -> Embedder | None: ...
+
+    def room_for(self, tokens: Sequence[int]) -> int:
+        """How many of the first of these chunks without KV may be encoded now; questions encode the rest."""
+        ...
+
+    def fetch(self, identities: Sequence[KVIdentity]) -> Fetched:
+        """Missing KV from the shared tiers."""
+        ...
+
+    def offer(self, records: Sequence[tuple[KVIdentity, ChunkKV]]) -> object:
+        """Write new KV to the shared tiers."""
+        ...
+
+    def before_writing(self) -> None:
+        """Called before each write to the store."""
+        ...
 
 
 class Ingester:
-    """One ingest into one store. `model` is called for the first chunk, so an ingest without changes loads nothing."""
+    """One ingest into one index."""
 
     def __init__(
         self,
-        store: Store,
-        recipe: IngestFingerprint,
-        model: Callable[[], Encoder],
+        target: IngestTarget,
         *,
-        embedder: Callable[[], Embedder] | None = None,
-        before_writing: Callable[[], object] | None = None,
-        on_progress: Callable[[IngestProgress], None] | None = None,
         limits: ParseLimits | None = None,
         memory: int = MEMORY,
-        afford: Callable[[Sequence[int]], int] = len,
-        blocks: APBConfig | None = None,
-        fetch: Callable[[Sequence[KVIdentity]], Fetched] = lambda _: {},
-        offer: Callable[[Sequence[tuple[KVIdentity, ChunkKV]]], object] = lambda _: None,
+        on_progress: Callable[[IngestProgress], None] = lambda _: None,
     ) -> None:
-        """`afford` gets the token counts of chunks without KV and returns how many of the first may be encoded now; the
-        rest are encoded by the first question that reads them. `blocks`: also store long documents in blocks. `fetch`
-        gets missing KV from the shared tiers, and `offer` writes new KV to them."""
-        self._afford = afford
-        self._fetch, self._offer = fetch, offer
-        self._blocks = blocks
-        self._store = store
-        self._recipe = recipe
-        self._digest = recipe.digest()
-        self._load = model
-        self._embedder = embedder
-        self._before_writing = before_writing
-        self._notify = on_progress or (lambda _: None)
+        self._target, self._store, self._recipe = target, target.store, target.recipe
+        self._digest = self._recipe.digest()
+        self._notify = on_progress
         self._heartbeat = WorkHeartbeat(lambda: None)
         self._limits = limits or limits_in_force()
         self._memory = memory
         self._mapped = 0
-        self._vectors: dict[str, ChunkVectors] = {}
-        """Vectors that another process has made, by chunk id."""
         self._prefix_ids: tuple[int, ...] = ()
         self._prefix: ChunkKV | None = None
 
@@ -465,8 +480,7 @@ class Ingester:
                         continue
                     seen.add(made.source.document_id)
                     report.absorb(made.report)
-                    self._vectors.update(made.vectors)
-                    self._add(run, made.source.name, made.source.size, partial(self._from_made, made))
+                    self._add(run, made.source.name, made.source.size, partial(_item_of, made))
             self._commit(run)
             report.kv_reused = max(0, report.kv_reused)
             if not (report.added or report.updated or report.unchanged):
@@ -489,20 +503,13 @@ class Ingester:
         """
         run = _Run(IngestProgress(sources=1, total_bytes=source.size))
         self._heartbeat = WorkHeartbeat(lambda: None)
-        prepared = self._from_source(source, reader, run.report)
-        if prepared is None:
-            return MadeDocument(source=source, report=run.report)
-        run.waiting.append(prepared)
-        self._encode_missing(list(self._needed(run)), run)
-        vectors = self._embed(prepared.chunks, run.report)
-        return MadeDocument(
-            source=source,
-            report=run.report,
-            document=prepared.document,
-            text=prepared.text,
-            chunks=prepared.chunks,
-            vectors=vectors,
-        )
+        item = self._from_source(source, reader, run.report)
+        if item is not None:
+            run.waiting.append(item)
+            self._encode_missing(list(self._needed(run)), run)
+            self._embed([item], run.report)
+            item.references, item.blocks = {}, None
+        return MadeDocument(source=source, report=run.report, item=item)
 
     def _changed(self, sources: Sequence[SourceFile], run: _Run) -> list[SourceFile]:
         """The sources that are new to the store or have changed."""
@@ -517,11 +524,6 @@ class Ingester:
             run.progress.done_sources += 1
             self._notify(run.progress)
         return found
-
-    def _from_made(self, made: MadeDocument) -> _Prepared | None:
-        if made.document is None:
-            return None
-        return self._prepared(made.document, made.text, list(made.chunks), made.source.size)
 
     def run_chunks(self, documents: Sequence[ReadyDocument]) -> IngestReport:
         """Ingest documents with ready-made chunks. Each replaces its earlier version; unchanged ones are skipped.
@@ -543,34 +545,35 @@ class Ingester:
         self._notify(run.progress)
         return report
 
-    def _add(self, run: _Run, name: str, size: int, prepare: Callable[[], _Prepared | None]) -> None:
+    def _add(self, run: _Run, name: str, size: int, prepare: Callable[[], IngestItem | None]) -> None:
         """Prepare one document, and commit the batch if it is full. `prepare` returns None if there is nothing to
         do."""
         run.progress.current = name
         self._notify(run.progress)
-        prepared = prepare()
-        if prepared is None:
+        item = prepare()
+        if item is None:
             run.progress.done_bytes += size
             run.progress.done_sources += 1
             return
-        run.waiting.append(prepared)
+        run.waiting.append(item)
         if run.batch_is_full:
             self._commit(run)
 
-    def _indexed(self, sources: Sequence[SourceFile], waiting: Sequence[_Prepared]) -> int:
+    def _indexed(self, sources: Sequence[SourceFile], waiting: Sequence[IngestItem]) -> int:
         """The number of sources in the index after an interrupt, from this run or an earlier one.
 
         A source that this run has not reached counts if it was ingested with this fingerprint, even if it has changed.
         """
-        pending = {prepared.document.document_id: prepared.document.content_hash for prepared in waiting}
-        found = 0
+        pending = {item.document.document_id: item.document.content_hash for item in waiting}
+        indexed = 0
         for source in sources:
             stored = self._store.document(source.document_id)
             if stored is not None and stored.recipe == self._digest:
-                found += pending.get(source.document_id, stored.document.content_hash) == stored.document.content_hash
-        return found
+                expected = pending.get(source.document_id, stored.document.content_hash)
+                indexed += expected == stored.document.content_hash
+        return indexed
 
-    def _from_ready(self, ready: ReadyDocument, report: IngestReport) -> _Prepared | None:
+    def _from_ready(self, ready: ReadyDocument, report: IngestReport) -> IngestItem | None:
         """Tokenise a document with ready-made chunks; None if it is unchanged."""
         document = ready.document
         if self._store.is_current(document.document_id, document.content_hash, self._digest):
@@ -580,12 +583,12 @@ class Ingester:
             chunk.of(document, ordinal, chunk.chunk_id, self._ids(chunk.text))
             for ordinal, chunk in enumerate(ready.chunks)
         ]
-        return self._prepared(document, ready.text, chunks, len(ready.text))
+        return IngestItem(document, ready.text, chunks, len(ready.text))
 
-    def _from_source(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> _Prepared | None:
+    def _from_source(self, source: SourceFile, reader: SourceReader, report: IngestReport) -> IngestItem | None:
         """Read and cut a file; None if it is unchanged or unreadable, which is reported."""
-        found: _Prepared | None = None
         size = source.size
+        item: IngestItem | None = None
         with skip_unreadable(source, report):
             stored = None if source.remote is None else self._store.document(source.document_id)
             current = stored is not None and stored.recipe == self._digest
@@ -604,13 +607,9 @@ class Ingester:
                     title=text.title,
                     metadata=source.validators,
                 )
-                found = self._prepared(document, text.text, self._chunks(document, text), size)
+                item = IngestItem(document, text.text, self._chunks(document, text), size)
                 report.left_out += [Skipped(path=source.shown, reason=part) for part in text.left_out]
-        return found
-
-    def _prepared(self, document: Document, text: str, chunks: list[Chunk], size: int) -> _Prepared:
-        known = self._store.document(document.document_id) is not None
-        return _Prepared(document, text, chunks, size, known)
+        return item
 
     def _chunks(self, document: Document, text: SourceText) -> list[Chunk]:
         """Cut a text. Raises UnreadableSource if it has more tokens than a document may have characters."""
@@ -626,15 +625,15 @@ class Ingester:
         return chunks
 
     def _cut(self, document: Document, text: SourceText) -> Iterator[Chunk]:
-        found = split_text(text, count_tokens=lambda t: len(self._ids(t)), max_tokens=self._recipe.chunk_tokens)
-        for ordinal, chunk in enumerate(found):
+        chunks = split_text(text, count_tokens=lambda t: len(self._ids(t)), max_tokens=self._recipe.chunk_tokens)
+        for ordinal, chunk in enumerate(chunks):
             name = chunk_id(document, ordinal, chunk.start, chunk.end)
             yield chunk.of(document, ordinal, name, self._ids(chunk.text))
 
     def _ids(self, text: str) -> tuple[int, ...]:
         """A chunk's tokens."""
         self._heartbeat(len(text))
-        return self._recipe.prompt.chunk_ids(self._load().tokens, text)
+        return self._recipe.prompt.chunk_ids(self._target.model().tokens, text)
 
     def _commit(self, run: _Run) -> None:
         """Encode the missing KV of the waiting documents, then commit them, small ones together."""
@@ -647,34 +646,32 @@ class Ingester:
         keep = {identity.key() for identity in stored}
         missing = self._affordable([identity for identity in needed if identity not in stored], report)
         stored.update(missing)
-        for prepared in run.waiting:
-            prepared.references = {
+        for item in run.waiting:
+            item.references = {
                 chunk_id: [identity for identity in identities if identity in stored]
-                for chunk_id, identities in prepared.references.items()
+                for chunk_id, identities in item.references.items()
             }
         records = self._encode_missing(missing, run)
-        vectors = self._embed([chunk for prepared in run.waiting for chunk in prepared.chunks], report)
-        if self._before_writing is not None:
-            self._before_writing()
-            self._before_writing = None
-        together: list[tuple[_Prepared, DocumentChange]] = []
+        self._embed(run.waiting, report)
+        self._target.before_writing()
+        together: list[tuple[IngestItem, DocumentChange]] = []
         size = 0
-        for prepared in run.waiting:
-            own = dict.fromkeys(i for identities in prepared.references.values() for i in identities)
+        for item in run.waiting:
+            own = dict.fromkeys(i for identities in item.references.values() for i in identities)
             change = self._store.change(
-                prepared.document,
-                prepared.text,
-                prepared.chunks,
+                item.document,
+                item.text,
+                item.chunks,
                 recipe=self._digest,
                 records=[(identity, records[identity]) for identity in own if identity in records],
-                references=prepared.references,
-                vectors={c.chunk_id: vectors[c.chunk_id] for c in prepared.chunks if c.chunk_id in vectors},
+                references=item.references,
+                vectors=item.vectors,
                 lenient=True,
             )
             if size + change.size > TOGETHER_BYTES:
                 self._write(together, run, keep)
                 together, size = [], 0
-            together.append((prepared, change))
+            together.append((item, change))
             size += change.size
         self._write(together, run, keep)
         run.waiting.clear()
@@ -683,13 +680,13 @@ class Ingester:
     def _needed(self, run: _Run) -> dict[KVIdentity, None]:
         """The KV that the waiting documents need, which their `references` then name."""
         needed: dict[KVIdentity, None] = {}
-        for prepared in run.waiting:
-            for at, chunk in enumerate(prepared.chunks):
-                identities = [self._identity(encoding, prepared, at) for encoding in self._recipe.encodings]
-                prepared.references[chunk.chunk_id] = identities
+        for item in run.waiting:
+            for ordinal, chunk in enumerate(item.chunks):
+                identities = [self._identity(encoding, item, ordinal) for encoding in self._recipe.encodings]
+                item.references[chunk.chunk_id] = identities
                 needed.update(dict.fromkeys(identities))
-            if self._blocks is not None and any(chunk.token_ids for chunk in prepared.chunks):
-                needed.update(dict.fromkeys(self._in_blocks(prepared, self._blocks, run.report)))
+            if self._target.blocks is not None and any(chunk.token_ids for chunk in item.chunks):
+                needed.update(dict.fromkeys(self._in_blocks(item, self._target.blocks, run.report)))
         return needed
 
     def _give_back(self) -> None:
@@ -699,142 +696,159 @@ class Ingester:
         if mapped - self._mapped > self._memory // 2:
             self._store.maintenance.give_back_pages()
 
-    def _write(self, changes: Sequence[tuple[_Prepared, DocumentChange]], run: _Run, keep: Set[bytes]) -> None:
+    def _write(self, changes: Sequence[tuple[IngestItem, DocumentChange]], run: _Run, keep: Set[bytes]) -> None:
         """Commit documents in one transaction, because each transaction waits for the disk. `keep`: keys of the KV that
         the batch needs.
 
         If it fails (a full disk, a chunk of another document), they are written singly up to the one that fails.
         """
+        known = {item.document.document_id for item, _ in changes if self._store.document(item.document.document_id)}
         try:
             self._store.write_changes([change for _, change in changes], keep=keep)
         except StoreError:
             if len(changes) == 1:
                 raise
-            for one in changes:
-                self._write([one], run, keep)
+            for change in changes:
+                self._write([change], run, keep)
             return
-        for prepared, _ in changes:
-            (run.report.updated if prepared.known else run.report.added).append(prepared.document.document_id)
-            run.report.chunks += len(prepared.chunks)
+        for item, _ in changes:
+            name = item.document.document_id
+            (run.report.updated if name in known else run.report.added).append(name)
+            run.report.chunks += len(item.chunks)
             run.progress.done_sources += 1
             self._notify(run.progress)
 
     def _affordable(self, missing: list[KVIdentity], report: IngestReport) -> list[KVIdentity]:
         """The first of these identities, as many as have room for their KV."""
-        found = missing[: self._afford([identity.tokens for identity in missing])]
-        report.kv_later += len(missing) - len(found)
-        return found
+        affordable = missing[: self._target.room_for([identity.tokens for identity in missing])]
+        report.kv_later += len(missing) - len(affordable)
+        return affordable
 
     def _encode_missing(self, missing: Sequence[KVIdentity], run: _Run) -> dict[KVIdentity, ChunkKV]:
         """Encode these identities; returns their KV except what was committed ahead to save memory."""
-        report, progress = run.report, run.progress
         records: dict[KVIdentity, ChunkKV] = {}
         slices = list(batches_of([identity for identity in missing if identity.encoding is not Encoding.LONG]))
-        slices += [[identity] for identity in missing if identity.encoding is Encoding.LONG]
-        making = self._made_blocks(missing, run)
-        share = sum(prepared.size for prepared in run.waiting) / max(1, len(slices))
+        blocks = {identity for identity in missing if identity.encoding is Encoding.LONG}
+        share = sum(item.size for item in run.waiting) / max(1, len(slices) + len(blocks))
         for batch in slices:
+            fetched = self._target.fetch(batch)
+            batch = [identity for identity in batch if identity not in fetched]
             started = time.perf_counter()
-            fetched: Fetched = {}
-            if batch[0].encoding is Encoding.LONG:
-                encoded = dict([next(making)])
-            else:
-                fetched = self._fetch(batch)
-                batch = [identity for identity in batch if identity not in fetched]
+            encoded = encode_identities(self._target.model(), batch, self._prefix_kv)
+            self._encoded(run, records, encoded, time.perf_counter() - started, share)
+            records |= {identity: kv for identity, (_, kv) in fetched.items()}
+            run.report.kv_reused += len(fetched)
+        for item in run.waiting:
+            started = time.perf_counter()
+            for identity, kv in self._encode_blocks(item, blocks):
+                self._encoded(run, records, {identity: kv}, time.perf_counter() - started, share)
                 started = time.perf_counter()
-                encoded = encode_identities(self._load(), batch, self._prefix_kv)
-            report.encode_seconds += time.perf_counter() - started
-            records |= encoded | {identity: kv for identity, (_, kv) in fetched.items()}
-            report.kv_encoded += len(encoded)
-            report.kv_reused += len(fetched)
-            report.tokens += sum(identity.tokens for identity in batch)
-            report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
-            self._offer(list(encoded.items()))
-            if sum(kv.nbytes for kv in records.values()) > min(HOLD_BYTES, self._memory // 4):
-                self._store.stage_kv(records.items())  # invisible until a document refers to it
-                records = {}
-            progress.tokens, progress.kv_bytes = report.tokens, report.kv_bytes
-            progress.encode_seconds = report.encode_seconds
-            progress.done_bytes += share
-            self._notify(progress)
-        if not slices:
-            progress.done_bytes += share
+        if not slices and not blocks:
+            run.progress.done_bytes += share
         return records
 
-    def _identity(self, encoding: Encoding, prepared: _Prepared, at: int) -> KVIdentity:
-        """The key of the KV of a document's chunk number `at`."""
-        chunk, recipe = prepared.chunks[at], self._recipe
+    def _encoded(
+        self,
+        run: _Run,
+        records: dict[KVIdentity, ChunkKV],
+        encoded: Mapping[KVIdentity, ChunkKV],
+        seconds: float,
+        share: float,
+    ) -> None:
+        """Count new KV, offer it to the tiers, and add it to `records`, or to the store if they hold too much."""
+        report, progress = run.report, run.progress
+        records |= encoded
+        report.encode_seconds += seconds
+        report.kv_encoded += len(encoded)
+        report.tokens += sum(identity.tokens for identity in encoded)
+        report.kv_bytes += sum(kv.nbytes for kv in encoded.values())
+        self._target.offer(list(encoded.items()))
+        if sum(kv.nbytes for kv in records.values()) > min(HOLD_BYTES, self._memory // 4):
+            self._store.stage_kv(records.items())  # invisible until a document refers to it
+            records.clear()
+        progress.tokens, progress.kv_bytes = report.tokens, report.kv_bytes
+        progress.encode_seconds = report.encode_seconds
+        progress.done_bytes += share
+        self._notify(progress)
+
+    def _identity(self, encoding: Encoding, item: IngestItem, ordinal: int) -> KVIdentity:
+        """The key of the KV of a document's chunk number `ordinal`."""
+        chunk, recipe = item.chunks[ordinal], self._recipe
         seen: tuple[int, ...] = ()
         if encoding is Encoding.CONTEXT:
-            before = (prepared.chunks[number] for number in range(at - 1, -1, -1))
+            before = (item.chunks[number] for number in range(ordinal - 1, -1, -1))
             seen = seen_before(
-                chunk, before, prepared.document.title, recipe.context, recipe.prompt, self._load().tokens
+                chunk, before, item.document.title, recipe.context, recipe.prompt, self._target.model().tokens
             )
         prefix_ids = () if encoding is Encoding.STANDALONE else self._prompt_prefix()
         return chunk_identity(recipe.model, encoding, prefix_ids, chunk.token_ids, seen)
 
-    def _in_blocks(self, prepared: _Prepared, config: APBConfig, report: IngestReport) -> list[KVIdentity]:
+    def _in_blocks(self, item: IngestItem, config: APBConfig, report: IngestReport) -> list[KVIdentity]:
         """The block records of a document, which its chunks then need."""
-        chunks = [chunk for chunk in prepared.chunks if chunk.token_ids]
+        chunks = [chunk for chunk in item.chunks if chunk.token_ids]
         model, prefix_ids = self._recipe.model, self._prompt_prefix()
-        prepared.blocks = plan_blocks(chunks, config, self._compressor(), model=model, prefix_ids=prefix_ids)
-        if prepared.blocks.short:
-            report.one_block.append(prepared.document.document_id)
-        for identity, owner in prepared.blocks.all.items():
-            if identity not in prepared.references[owner]:
-                prepared.references[owner].append(identity)
-        return list(prepared.blocks.all)
+        item.blocks = plan_blocks(chunks, config, self._compressor(), model=model, prefix_ids=prefix_ids)
+        if item.blocks.short:
+            report.one_block.append(item.document.document_id)
+        for identity, owner in item.blocks.all.items():
+            if identity not in item.references[owner]:
+                item.references[owner].append(identity)
+        return list(item.blocks.all)
 
-    def _made_blocks(self, missing: Sequence[KVIdentity], run: _Run) -> Iterator[tuple[KVIdentity, ChunkKV]]:
-        """The KV of the blocks among these, in order; blocks that exist are read from the store."""
-        wanted = {identity for identity in missing if identity.encoding is Encoding.LONG}
-        for prepared in run.waiting:
-            mine = [] if prepared.blocks is None else [each for each in prepared.blocks.all if each in wanted]
-            wanted.difference_update(mine)
-            if prepared.blocks is not None and mine:
-                model = cast("LanguageModel", self._load())
-                yield from make_blocks(
-                    prepared.blocks,
-                    mine,
-                    model,
-                    self._compressor(),
-                    self._prefix_kv(),
-                    lambda identity: self._store.get_many([identity], device=model.place).get(identity),  # noqa: B023
-                )
+    def _encode_blocks(self, item: IngestItem, missing: set[KVIdentity]) -> Iterator[tuple[KVIdentity, ChunkKV]]:
+        """The KV of a document's blocks among `missing`, in order; blocks that exist are read from the store."""
+        own = [] if item.blocks is None else [identity for identity in item.blocks.all if identity in missing]
+        missing.difference_update(own)  # another document may have the same blocks
+        if item.blocks is None or not own:
+            return
+        model = cast("LanguageModel", self._target.model())
+        yield from make_blocks(
+            item.blocks,
+            own,
+            model,
+            self._compressor(),
+            self._prefix_kv(),
+            lambda identity: self._store.get_many([identity], device=model.place).get(identity),
+        )
 
     def _compressor(self) -> Compressor:
         """The compressor that chooses the tokens that blocks pass on."""
         from ragkv.model.apb.document import compressor_for
 
-        assert self._blocks is not None
-        return compressor_for(self._blocks.compressor, cast("LanguageModel", self._load()))
+        assert self._target.blocks is not None
+        return compressor_for(self._target.blocks.compressor, cast("LanguageModel", self._target.model()))
 
     def _prompt_prefix(self) -> tuple[int, ...]:
-        self._prefix_ids = self._prefix_ids or self._recipe.prompt.prefix_ids(self._load().tokens)
+        self._prefix_ids = self._prefix_ids or self._recipe.prompt.prefix_ids(self._target.model().tokens)
         return self._prefix_ids
 
     def _prefix_kv(self) -> ChunkKV | None:
         if self._prefix is None and self._prefix_ids:
-            [prefix] = self._load().encode([self._prefix_ids])
+            [prefix] = self._target.model().encode([self._prefix_ids])
             identity = chunk_identity(self._recipe.model, Encoding.STANDALONE, (), self._prefix_ids)
             self._prefix = self._store.rounded({identity: prefix})[identity]
         return self._prefix
 
-    def _embed(self, chunks: Sequence[Chunk], report: IngestReport) -> dict[str, ChunkVectors]:
-        """The chunks' vectors by chunk id; none without an embedder."""
-        given = {one.chunk_id: self._vectors.pop(one.chunk_id) for one in chunks if one.chunk_id in self._vectors}
-        chunks = [chunk for chunk in chunks if chunk.chunk_id not in given]
-        if self._embedder is None or not chunks:
-            return given
-        embedder = self._embedder()  # before the clock starts: loading is not part of `embed_seconds`
-        started = time.perf_counter()
-        made: dict[str, ChunkVectors] = {}
+    def _embed(self, items: Sequence[IngestItem], report: IngestReport) -> None:
+        """Make the vectors of these documents that have none, if the index has an embedder."""
+        chunks = [chunk for item in items if not item.vectors for chunk in item.chunks]
+        embedder = self._target.embedder() if chunks else None
+        if embedder is None:
+            return
+        started = time.perf_counter()  # after the embedder was loaded
+        vectors: dict[str, ChunkVectors] = {}
         for some in batches(chunks, lambda chunk: len(chunk.token_ids), BATCH_TOKENS):
-            if made:
+            if vectors:
                 self._heartbeat()
-            made |= chunk_vectors(embedder, some, self._recipe.vectors)
+            vectors |= chunk_vectors(embedder, some, self._recipe.vectors)
         report.embed_seconds += time.perf_counter() - started
-        return given | made
+        for item in items:
+            names = [chunk.chunk_id for chunk in item.chunks]
+            item.vectors |= {name: vectors[name] for name in names if name in vectors}
+
+
+def _item_of(made: MadeDocument) -> IngestItem | None:
+    return made.item
 
 
 def encode_identities(

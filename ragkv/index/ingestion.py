@@ -21,7 +21,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from ragkv.config import CONFIG_FILE, NONE, IndexConfig, byte_count, load_config, save_config
 from ragkv.errors import ConfigError, RagkvError, StoreError, UsageError, extra
@@ -76,13 +76,9 @@ def run_ingest(
         assert last is not None, "an ingest reports its progress at its end"
         notify(replace(last, current=f"search index {name}", building=name, built=done, to_build=total))
 
-    def before_writing() -> None:
-        # Record the model before the first write, so that an interrupted ingest is attributed to it.
-        if index.store.empty:
-            index.record_provenance()
-
     memory_bytes = byte_count("ingest.memory", settings.memory)
-    report = run(make_ingester(index, before_writing=before_writing, on_progress=notify, memory=memory_bytes))
+    limits = ParseLimits.of(index.config.ingest)
+    report = run(Ingester(IndexTarget(index), limits=limits, on_progress=notify, memory=memory_bytes))
     if report.tokens:
         index.store.record_uses({}, seconds_per_token=report.encode_seconds / report.tokens)
     if index.loaded_model is not None:
@@ -93,41 +89,42 @@ def run_ingest(
     return report
 
 
-def make_ingester(index: Index, **settings: Any) -> Ingester:
-    """An ingester for this index; `settings` are further arguments of `Ingester`."""
-    return Ingester(
-        index.store,
-        index.recipe,
-        lambda: _able_model(index),
-        embedder=None if index.config.embedder == NONE else lambda: cast("Embedder", index.encoders.embedder),
-        limits=ParseLimits.of(index.config.ingest),
-        afford=lambda tokens: _afford(index, tokens),
-        blocks=index.blocks,
-        fetch=index.fetch,
-        offer=index.offer,
-        **settings,
-    )
+class IndexTarget:
+    """An index as an ingest sees it (`ragkv.ingest.ingester.IngestTarget`)."""
 
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self.store, self.recipe, self.blocks = index.store, index.recipe, index.blocks
+        self.fetch, self.offer = index.fetch, index.offer
 
-def _able_model(index: Index) -> LanguageModel:
-    """The model; UnsupportedModelError unless it supports all engines that the index stores KV for."""
-    from ragkv.engines import make_engine, require_supported
+    def model(self) -> LanguageModel:
+        """The model; UnsupportedModelError unless it supports all engines that the index stores KV for."""
+        from ragkv.engines import make_engine, require_supported
 
-    for name in index.config.engines:
-        require_supported(make_engine(name, index.config.tuning, context=index.config.encoding.context), index.model)
-    index.require_room_for_context()
-    return index.model
+        index = self._index
+        for name in index.config.engines:
+            engine = make_engine(name, index.config.tuning, context=index.config.encoding.context)
+            require_supported(engine, index.model)
+        index.require_room_for_context()
+        return index.model
 
+    def embedder(self) -> Embedder | None:
+        return None if self._index.config.embedder == NONE else self._index.encoders.embedder
 
-def _afford(index: Index, tokens: Sequence[int]) -> int:
-    """How many of the first of these chunks to encode now: none on demand, else as many as there is room for."""
-    if index.config.kv == "on-demand":
-        return 0
-    budget = index.store.budget
-    if budget is None:
-        return len(tokens)
-    room = budget - index.store.kv_bytes
-    return sum(end <= room for end in accumulate(map(index.stored_bytes, tokens)))
+    def room_for(self, tokens: Sequence[int]) -> int:
+        """None on demand, else as many as there is room for in the budget."""
+        if self._index.config.kv == "on-demand":
+            return 0
+        budget = self.store.budget
+        if budget is None:
+            return len(tokens)
+        room = budget - self.store.kv_bytes
+        return sum(end <= room for end in accumulate(map(self._index.stored_bytes, tokens)))
+
+    def before_writing(self) -> None:
+        """Record the model before the first write, so that an interrupted ingest is attributed to it."""
+        if self.store.empty:
+            self._index.record_provenance()
 
 
 def _require_config(index: Index) -> None:
@@ -245,9 +242,10 @@ class DocumentMaker:
         save_config(folder, config)
         self._index = open_index(folder, device=device)
         self._open.callback(self._index.close)
-        self._ingester = make_ingester(self._index)
+        limits = ParseLimits.of(config.ingest)
+        self._ingester = Ingester(IndexTarget(self._index), limits=limits)
         self.close = self._open.close
-        self._reader = self._open.enter_context(SourceReader(ParseLimits.of(config.ingest)))
+        self._reader = self._open.enter_context(SourceReader(limits))
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, list[bytes]]:
         """Make the pickled sources of a batch. Failures go into the report and do not stop other documents."""
