@@ -348,12 +348,12 @@ def _prompt(system: str | None, file: Path | None, index: Path) -> PromptConfig 
 
 def _tuning(block_tokens: str | None, index: Path) -> Mapping[str, Mapping[str, Any]] | None:
     """The tuning of the index, or of the user file, with these block lengths; None for that of the index."""
-    given = block_tuning(block_tokens)
-    if not given:
+    tuning = block_tuning(block_tokens)
+    if not tuning:
         return None
     kept: Mapping[str, Mapping[str, Any]] = _kept(index, "tuning") or {}
     others = {name: value for name, value in kept.get("apb", {}).items() if name not in ("block", "anchor", "passing")}
-    return {**kept, "apb": {**others, **given["apb"]}}
+    return {**kept, "apb": {**others, **tuning["apb"]}}
 
 
 def _require_blocks(block_tokens: str | None, settings: Mapping[str, Any], index: Path) -> None:
@@ -371,7 +371,7 @@ def _kept(index: Path, name: str) -> Any:
 
 
 def _sources(
-    given: Sequence[str],
+    named: Sequence[str],
     name: str | None,
     media_type: str | None,
     index: Path,
@@ -386,9 +386,9 @@ def _sources(
     from ragkv.ingest.source import require_existing
     from ragkv.ingest.web import is_address
 
-    addresses = [each for each in given if is_address(each)]
-    paths = [Path(each) for each in given if each not in addresses]
-    if not given and urls is None:
+    addresses = [each for each in named if is_address(each)]
+    paths = [Path(each) for each in named if each not in addresses]
+    if not named and urls is None:
         raise UsageError("Name what to ingest: files, folders, addresses of the web, or - for stdin.")
     if not addresses and urls is None and web:
         raise UsageError("--max-pages and --allow-private are for pages of the web; name an address.")
@@ -511,7 +511,7 @@ def _index(
             chosen["model"] = default_model(sources)
         rollback = CreationRollback(folder)
         try:
-            made = RagKV.create(folder, device=device, replace_empty=not new, **chosen)
+            new_index = RagKV.create(folder, device=device, replace_empty=not new, **chosen)
         except (ConfigError, StoreBusyError):
             if not (folder / CONFIG_FILE).exists() or (not new and _may_be_replaced(folder, settings)):
                 raise
@@ -520,8 +520,8 @@ def _index(
             if not new and not quiet:
                 note(f"{folder} held no document; it is replaced by an index with these settings.")
             try:
-                with made:
-                    yield made
+                with new_index:
+                    yield new_index
             except BaseException:
                 if new:
                     rollback.remove()
@@ -571,11 +571,11 @@ def _note_short(documents: Sequence[str]) -> None:
         return
     from ragkv.model.apb.document import PLAIN_BELOW
 
-    one = len(documents) == 1
+    single = len(documents) == 1
     note(
-        f"{f'{documents[0]} is one block' if one else f'{len(documents):,} documents are one block each'}, by plain "
+        f"{f'{documents[0]} is one block' if single else f'{len(documents):,} documents are one block each'}, by plain "
         f"attention: apb is for documents of {PLAIN_BELOW:,} tokens and more (in a new index, --block-tokens cuts "
-        f"{'it' if one else 'them'} all the same)."
+        f"{'it' if single else 'them'} all the same)."
     )
 
 
@@ -583,20 +583,20 @@ def _notify(report: IngestReport, index: Path) -> None:
     show_skipped(report.skipped, report.left_out)
     add, update, drop = ("to add", "to update", "to prune") if report.dry_run else ("added", "updated", "pruned")
     parts = [
-        f"{len(found):,} {word}"
-        for word, found in (
+        f"{len(names):,} {word}"
+        for word, names in (
             (add, report.added),
             (update, report.updated),
             ("unchanged", report.unchanged),
             (drop, report.pruned),
             ("skipped", report.skipped),
         )
-        if found
+        if names
     ]
     summary = ", ".join(parts) or "no supported files found"
     if report.dry_run:
-        for word, found in (("add", report.added), ("update", report.updated), ("prune", report.pruned)):
-            for document_id in found:
+        for word, names in (("add", report.added), ("update", report.updated), ("prune", report.pruned)):
+            for document_id in names:
                 echo(f"would {word} {document_id}")
         echo(f"{index}: {summary}; nothing was written.")
         return

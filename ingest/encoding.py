@@ -197,12 +197,12 @@ def stored_block(kv: ChunkKV, most: int, model: LanguageModel) -> EncodedBlock |
 
 def _owners(chunks: Sequence[Chunk], layout: BlockLayout) -> tuple[str, ...]:
     """For each block, the chunk that holds its first token."""
-    owners, end, at = [], len(chunks[0].token_ids), 0
+    owners, end, number = [], len(chunks[0].token_ids), 0
     for block in range(layout.blocks):
         while layout.span(block).start >= end:
-            at += 1
-            end += len(chunks[at].token_ids)
-        owners.append(chunks[at].chunk_id)
+            number += 1
+            end += len(chunks[number].token_ids)
+        owners.append(chunks[number].chunk_id)
     return tuple(owners)
 
 

@@ -223,13 +223,13 @@ class IngestReport:
         return found
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
         """The report of `to_json`."""
         skips = {
-            name: [Skipped(path=_path(each["path"]), reason=each["reason"]) for each in found[name]]
+            name: [Skipped(path=_path(each["path"]), reason=each["reason"]) for each in values[name]]
             for name in ("skipped", "left_out")
         }
-        return cls(**{**found, **skips})
+        return cls(**{**values, **skips})
 
 
 def _path(name: str) -> Path | str:
@@ -332,7 +332,7 @@ def missing_sources(
     Documents of a folder that could not be listed, or in which nothing could be looked at, stay, because they may still
     exist.
     """
-    found = {source.document_id for source in sources}
+    present = {source.document_id for source in sources}
     roots = [path.resolve() for path in paths if isinstance(path, Path) and path.is_dir()]
     closed = [skip.path for skip in skipped if isinstance(skip.path, Path) and leads_to_folder(skip.path, denied=True)]
     remotes = {id(source.remote): source.remote for source in sources if source.remote is not None}.values()
@@ -341,7 +341,7 @@ def missing_sources(
         for document_id in (stored.document.document_id for stored in store.documents())
         if any(remote.is_gone(document_id) for remote in remotes)
         or (
-            document_id not in found
+            document_id not in present
             and any(Path(document_id).is_relative_to(root) for root in roots)
             and not any(Path(document_id).is_relative_to(folder) for folder in closed)
         )
@@ -475,12 +475,12 @@ class Ingester:
                         self._add(run, source.name, source.size, partial(self._from_source, source, reader, report))
             else:
                 seen: set[str] = set()
-                for made in make(self._changed(sources, run)):
-                    if made.source.document_id in seen:  # made before by a worker that was lost
+                for result in make(self._changed(sources, run)):
+                    if result.source.document_id in seen:  # made before by a worker that was lost
                         continue
-                    seen.add(made.source.document_id)
-                    report.absorb(made.report)
-                    self._add(run, made.source.name, made.source.size, partial(_item_of, made))
+                    seen.add(result.source.document_id)
+                    report.absorb(result.report)
+                    self._add(run, result.source.name, result.source.size, partial(_item_of, result))
             self._commit(run)
             report.kv_reused = max(0, report.kv_reused)
             if not (report.added or report.updated or report.unchanged):
@@ -513,17 +513,17 @@ class Ingester:
 
     def _changed(self, sources: Sequence[SourceFile], run: _Run) -> list[SourceFile]:
         """The sources that are new to the store or have changed."""
-        found = []
+        changed = []
         for source in sources:
             with skip_unreadable(source, run.report):
                 if not is_current(self._store, source, self._digest):
-                    found.append(source)
+                    changed.append(source)
                     continue
                 run.report.unchanged.append(source.document_id)
             run.progress.done_bytes += source.size
             run.progress.done_sources += 1
             self._notify(run.progress)
-        return found
+        return changed
 
     def run_chunks(self, documents: Sequence[ReadyDocument]) -> IngestReport:
         """Ingest documents with ready-made chunks. Each replaces its earlier version; unchanged ones are skipped.
@@ -860,17 +860,17 @@ def encode_identities(
 
     `prefix` returns the KV of the prompt's prefix and is not called for identities that saw none.
     """
-    made: dict[KVIdentity, ChunkKV] = {}
+    encoded: dict[KVIdentity, ChunkKV] = {}
     for encoding in sorted({identity.encoding for identity in identities}):
         group = [identity for identity in identities if identity.encoding is encoding]
         before = prefix() if group[0].position else None
         if encoding is Encoding.CONTEXT:
             for batch in batches_of(group):  # the KV that the chunks see is dropped after each batch
-                made.update(encode_in_context(model, batch, before))
+                encoded.update(encode_in_context(model, batch, before))
             continue
         kvs = model.encode([identity.chunk_ids for identity in group], prefix=before)
-        made.update(zip(group, kvs, strict=True))
-    return made
+        encoded.update(zip(group, kvs, strict=True))
+    return encoded
 
 
 def chunk_vectors(embedder: Embedder, chunks: Sequence[Chunk], kinds: Collection[str]) -> dict[str, ChunkVectors]:

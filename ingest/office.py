@@ -70,12 +70,12 @@ def read_xlsx(data: bytes) -> Parsed:
             for row in package.xml(part).iter("{*}row"):
                 fields: list[str] = []
                 for cell in row:
-                    at = _column(attribute(cell, "r"), len(fields))
-                    used += max(1, at + 1 - len(fields))
+                    column = _column(attribute(cell, "r"), len(fields))
+                    used += max(1, column + 1 - len(fields))
                     if used > _CELLS:
                         raise Unreadable(f"XLSX cannot be read: it has more than {_CELLS:,} cells")
-                    fields += [""] * (at + 1 - len(fields))
-                    fields[at] = " ".join(_value(cell, strings, dates).split())
+                    fields += [""] * (column + 1 - len(fields))
+                    fields[column] = " ".join(_value(cell, strings, dates).split())
                 number = attribute(row, "r")
                 if any(fields):
                     cells.append((int(number) if number.isdecimal() else len(cells) + 1, fields))
@@ -259,13 +259,13 @@ def read_eml(data: bytes) -> Parsed:
 
 def read_mbox(data: bytes) -> Parsed:
     """Each message of a mailbox, cited by its number and subject; messages never share a chunk."""
-    found = re.split(rb"(?m)^From [^\n]*\n", data, maxsplit=_MESSAGES + 1)
-    if len(found) > _MESSAGES + 1:
+    parts = re.split(rb"(?m)^From [^\n]*\n", data, maxsplit=_MESSAGES + 1)
+    if len(parts) > _MESSAGES + 1:
         raise Unreadable(f"mailbox cannot be read: it has more than {_MESSAGES:,} messages")
     left_out: list[str] = []
 
     def messages() -> Iterator[tuple[str, dict[str, Any]]]:
-        for number, raw in enumerate(found[1:], start=1):
+        for number, raw in enumerate(parts[1:], start=1):
             named: list[str] = []
             subject, text = _message(raw, named)
             left_out.extend(f"message {number}: {each}" for each in named)
@@ -397,17 +397,17 @@ class Package:
 def relations(package: Package, part: str) -> list[tuple[str, str, str]]:
     """(id, kind, path) of the parts related to a part ("" is the package)."""
     folder, name = posixpath.split(part)
-    found = posixpath.join(folder, "_rels", f"{name}.rels")
-    if found not in package.names():
+    place = posixpath.join(folder, "_rels", f"{name}.rels")
+    if place not in package.names():
         return []
     return [
         (
-            attribute(each, "Id"),
-            attribute(each, "Type").rpartition("/")[2],
-            posixpath.normpath(posixpath.join("/", folder, attribute(each, "Target"))).lstrip("/"),
+            attribute(relation, "Id"),
+            attribute(relation, "Type").rpartition("/")[2],
+            posixpath.normpath(posixpath.join("/", folder, attribute(relation, "Target"))).lstrip("/"),
         )
-        for each in package.xml(found)
-        if attribute(each, "TargetMode") != "External"
+        for relation in package.xml(place)
+        if attribute(relation, "TargetMode") != "External"
     ]
 
 
@@ -436,17 +436,17 @@ def _styles(parts: list[Any]) -> tuple[dict[str, int | None], dict[str, bool]]:
     The level comes from the outline level or name of the style or of its base styles, so a user's style based on
     "heading 2" is a heading too.
     """
-    found = {attribute(style, "styleId"): style for part in parts for style in part if local_name(style) == "style"}
+    styles = {attribute(style, "styleId"): style for part in parts for style in part if local_name(style) == "style"}
     levels: dict[str, int | None] = {}
     lists: dict[str, bool] = {}
-    for name in found:
+    for name in styles:
         chain: list[str] = []
         at = name
-        while at in found and at not in chain and len(chain) < _CHAIN:
+        while at in styles and at not in chain and len(chain) < _CHAIN:
             chain.append(at)
-            at = _val(found[at], "{*}basedOn")
-        levels[name] = next((level for s in chain if (level := _style_level(found[s])) is not None), None)
-        lists[name] = any(found[s].find("{*}pPr/{*}numPr") is not None for s in chain)
+            at = _val(styles[at], "{*}basedOn")
+        levels[name] = next((level for s in chain if (level := _style_level(styles[s])) is not None), None)
+        lists[name] = any(styles[s].find("{*}pPr/{*}numPr") is not None for s in chain)
     return levels, lists
 
 

@@ -147,14 +147,14 @@ def silenced(*names: str) -> Iterator[None]:
     """Silence the warnings of libraries about bad input, which `Unreadable` reports. One thread at a time."""
     noisy = [logging.getLogger(name) for name in names]
     with LIBRARY_LOCK:
-        levels = [each.level for each in noisy]
-        for each in noisy:
-            each.setLevel(logging.CRITICAL + 1)
+        levels = [library.level for library in noisy]
+        for library in noisy:
+            library.setLevel(logging.CRITICAL + 1)
         try:
             yield
         finally:
-            for each, level in zip(noisy, levels, strict=True):
-                each.setLevel(level)
+            for library, level in zip(noisy, levels, strict=True):
+                library.setLevel(level)
 
 
 def sections_under(text: str, headings: Iterable[tuple[int, int, str]]) -> list[Section]:
@@ -198,21 +198,21 @@ def join_sections(parts: Iterable[tuple[str, dict[str, Any]]]) -> tuple[str, lis
 
     `parts` are (text, further fields of the section). Raises `Unreadable` as soon as a limit is exceeded.
     """
-    kept: list[tuple[str, dict[str, Any]]] = []
+    filled: list[tuple[str, dict[str, Any]]] = []
     size = 0
     for text, fields in parts:
         if stripped := text.strip():
-            kept.append((stripped, fields))
+            filled.append((stripped, fields))
             size += len(stripped) + 2
             check_text(size)
-            check_sections(len(kept))
+            check_sections(len(filled))
     sections: list[Section] = []
     start = 0
-    for number, (text, fields) in enumerate(kept, start=1):
-        end = start + len(text) + (0 if number == len(kept) else 2)
+    for number, (text, fields) in enumerate(filled, start=1):
+        end = start + len(text) + (0 if number == len(filled) else 2)
         sections.append(Section(start=start, end=end, **fields))
         start = end
-    return "\n\n".join(text for text, _ in kept), sections
+    return "\n\n".join(text for text, _ in filled), sections
 
 
 def require_tiling(text: str, sections: Sequence[Section]) -> None:
@@ -331,7 +331,7 @@ def _parsed(media_type: str, data: bytes) -> Parsed:
         module, _, function = _PARSERS[media_type].partition(":")
         read = getattr(import_module(f"ragkv.ingest.{module}"), function)
         try:
-            found = read(data)
+            parsed = read(data)
         except Unreadable:
             raise
         except MemoryError as error:
@@ -341,8 +341,8 @@ def _parsed(media_type: str, data: bytes) -> Parsed:
         except Exception as error:
             logger.debug("reading %s", media_type, exc_info=True)
             raise Unreadable(f"cannot be read: damaged structure ({type(error).__name__})") from error
-        assert isinstance(found, Parsed)
-        return found
+        assert isinstance(parsed, Parsed)
+        return parsed
     source = LOADERS.added[media_type].value
     try:
         return _checked(LOADERS.load(media_type)(data))
@@ -357,9 +357,9 @@ def _parsed(media_type: str, data: bytes) -> Parsed:
         raise Unreadable(f"its loader {source} failed ({type(error).__name__}: {error})") from error
 
 
-def _checked(found: Any) -> Parsed:
-    if not isinstance(found, Parsed):
-        raise TypeError(f"it gave {type(found).__name__}, not ragkv.ingest.Parsed")
-    if found.sections:
-        require_tiling(found.text, found.sections)
-    return found
+def _checked(result: Any) -> Parsed:
+    if not isinstance(result, Parsed):
+        raise TypeError(f"it gave {type(result).__name__}, not ragkv.ingest.Parsed")
+    if result.sections:
+        require_tiling(result.text, result.sections)
+    return result

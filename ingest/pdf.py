@@ -149,22 +149,24 @@ class _Scans:
     def spaced(self, number: int, text: str) -> str:
         """A page's text with pdfium's spaces, wherever the two see the same characters."""
         try:
-            found = self._page(number).get_textpage().get_text_range()
+            pdfium_text = self._page(number).get_textpage().get_text_range()
         except (ImportError, RuntimeError):  # it is missing, or refuses what pypdf reads
             return text
-        found = clean(found.replace("\ufffe", "-").replace("\x02", "-").translate(_GLYPHS))  # its hyphens at line ends
+        pdfium_text = clean(
+            pdfium_text.replace("\ufffe", "-").replace("\x02", "-").translate(_GLYPHS)
+        )  # its hyphens at line ends
         text = text.translate(_GLYPHS)
-        same = "".join(found.split()) == "".join(text.split())
-        lines = {"".join(line.split()): line for line in ([found] if same else found.split("\n"))}
+        same = "".join(pdfium_text.split()) == "".join(text.split())
+        lines = {"".join(line.split()): line for line in ([pdfium_text] if same else pdfium_text.split("\n"))}
         ends, count = set[int](), 0
         for line in [text] if same else text.split("\n"):
             bare = "".join(line.split())
-            at = count
+            position = count
             for each in lines.get(bare, ""):
                 if each.isspace():
-                    ends.add(at)
+                    ends.add(position)
                 else:
-                    at += 1
+                    position += 1
             count += len(bare)
         spaced, count, last = "", 0, " "
         for character in text:

@@ -98,12 +98,12 @@ class SourceFile:
         """
         if self.data is not None:
             return hashlib.blake2b(self.data).hexdigest()
-        found, left = hashlib.blake2b(), self.size + 1
+        hashed, left = hashlib.blake2b(), self.size + 1
         with os.fdopen(open_regular(self.place), "rb") as stream:
             while left and (data := stream.read(min(left, _READ_BYTES))):
-                found.update(data)
+                hashed.update(data)
                 left -= len(data)
-        return found.hexdigest()
+        return hashed.hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,19 +120,19 @@ GivenPath: TypeAlias = "str | os.PathLike[str] | SourceFile"
 
 def flat_paths(given: Iterable[object]) -> list[Path | SourceFile]:
     """Paths and lists of paths as one list; UsageError for anything else."""
-    found: list[Path | SourceFile] = []
-    for each in given:
-        if isinstance(each, SourceFile):
-            found.append(each)
-        elif isinstance(each, (str, os.PathLike)):
-            if not (path := os.fspath(each)):
+    paths: list[Path | SourceFile] = []
+    for item in given:
+        if isinstance(item, SourceFile):
+            paths.append(item)
+        elif isinstance(item, (str, os.PathLike)):
+            if not (path := os.fspath(item)):
                 raise UsageError('An empty path names no file; for the working directory, give ".".')
-            found.append(Path(os.fsdecode(path)))
-        elif isinstance(each, Iterable) and not isinstance(each, (bytes, bytearray)):
-            found += flat_paths(each)
+            paths.append(Path(os.fsdecode(path)))
+        elif isinstance(item, Iterable) and not isinstance(item, (bytes, bytearray)):
+            paths += flat_paths(item)
         else:
-            raise UsageError(f"Give files and folders as paths, or as lists of paths, not as {type(each).__name__}.")
-    return found
+            raise UsageError(f"Give files and folders as paths, or as lists of paths, not as {type(item).__name__}.")
+    return paths
 
 
 def find_sources(paths: Sequence[Path | SourceFile]) -> tuple[list[SourceFile], list[Skipped]]:
@@ -264,13 +264,13 @@ def from_bytes(data: bytes | Path, *, name: str = "stdin", media_type: str | Non
     """
     if not name.strip() or len(name) > 500 or one_line(name) != name:
         raise UsageError("A document's name must be 1 to 500 printable characters; choose another --name.")
-    found = media_type_of(media_type) if media_type is not None else None
-    if media_type is not None and found is None:
+    kind = media_type_of(media_type) if media_type is not None else None
+    if media_type is not None and kind is None:
         raise UsageError(f"No loader reads the type {media_type!r}; choose one of {', '.join(type_names())}.")
     suffix = Path(name).suffix
-    found = found or (media_type_of(suffix) if suffix else None)
-    found = found or sniff(data.read_bytes() if isinstance(data, Path) else data)
-    document = SourceFile(path=Path(name), document_id=f"stdin:{name}", name=name, media_type=found, size=0)
+    kind = kind or (media_type_of(suffix) if suffix else None)
+    kind = kind or sniff(data.read_bytes() if isinstance(data, Path) else data)
+    document = SourceFile(path=Path(name), document_id=f"stdin:{name}", name=name, media_type=kind, size=0)
     if isinstance(data, Path):
         return replace(document, held=data, size=data.stat().st_size)
     return replace(document, data=data, size=len(data))

@@ -427,7 +427,7 @@ def sniff_delimiter(text: str) -> str | None:
     None if the text is not a table. `csv.Sniffer` is not used: it accepts letters as delimiters, and prefers decimal
     commas to semicolons.
     """
-    best, found = 0.0, None
+    best, chosen = 0.0, None
     for delimiter in _DELIMITERS:
         rows = [row for row in islice(_rows(text[: 1 << 20], delimiter), _HEAD_ROWS) if row]
         widths = Counter(map(len, rows))
@@ -436,8 +436,8 @@ def sniff_delimiter(text: str) -> str | None:
         width, alike = widths.most_common(1)[0]
         score = (alike / len(rows)) ** 2 * min(width - 1, 8) ** 0.5
         if width > 1 and score > best:
-            best, found = score, delimiter
-    return found
+            best, chosen = score, delimiter
+    return chosen
 
 
 def _read_table(text: str, delimiter: str, *, above: int = 0) -> Parsed:

@@ -102,38 +102,38 @@ class FolderWatcher:
         began = time.time_ns()
         present = [folder for folder in self._folders if leads_to_folder(folder, denied=False)]
         sources, skipped = find_sources(present)
-        last, found, changed = self._last or _Walk(), _Walk(skipped=frozenset(skipped)), []
+        last, walk, changed = self._last or _Walk(), _Walk(skipped=frozenset(skipped)), []
         for source in sources:
             known = last.files.get(source.document_id)
             try:
-                at = source.path.stat()
+                status = source.path.stat()
             except OSError:  # gone meanwhile, as the next walk finds
-                found.files[source.document_id] = ((), False, "")
+                walk.files[source.document_id] = ((), False, "")
                 continue
-            times = (at.st_mtime_ns, at.st_ctime_ns, at.st_size, at.st_ino)
+            times = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
             before = last.changed.get(source.document_id)
             moved = before is not None and any(set(self._above(source.path)).difference(before))
             if known is not None and known[:2] == (times, True) and not moved:
-                found.files[source.document_id] = known
+                walk.files[source.document_id] = known
                 continue
             above = self._above(source.path)
             try:
-                digest = source.digest() if at.st_size <= self._largest else str(times)
+                digest = source.digest() if status.st_size <= self._largest else str(times)
             except OSError as error:
                 digest = str(error)
-            dated = 0 if at.st_mtime_ns > began + _AHEAD else at.st_mtime_ns
-            settled = max(dated, at.st_ctime_ns) < began - _RACY
-            found.files[source.document_id] = (times, settled, digest)
+            dated = 0 if status.st_mtime_ns > began + _AHEAD else status.st_mtime_ns
+            settled = max(dated, status.st_ctime_ns) < began - _RACY
+            walk.files[source.document_id] = (times, settled, digest)
             # A file that was rewritten and now looks unchanged may have been ingested in between.
             same = known is not None and (known[0], known[2]) == (times, digest) and not moved
             if not same and not self._is_current(source, digest):
                 changed.append(source)
-                found.changed[source.document_id] = above
+                walk.changed[source.document_id] = above
         gone = self._gone(present, sources, skipped, last) if self._prune else []
         for folder in () if self._prune else self._folders:
             self._say(folder not in present, f"{folder} does not exist; its files are ingested once it does.")
         fresh = [skip for skip in skipped if skip not in last.skipped]
-        return FolderChanges(sources=changed, gone=gone, skipped=fresh), found
+        return FolderChanges(sources=changed, gone=gone, skipped=fresh), walk
 
     def _gone(
         self, present: Sequence[Path], sources: Sequence[SourceFile], skipped: Sequence[Skipped], last: _Walk
@@ -221,16 +221,16 @@ class FolderWatcher:
     def _above(self, path: Path) -> list[int]:
         """When the folders around a file, up to the watched one, were renamed; 0 for one that has got or lost a name
         since."""
-        found = []
+        renamed = []
         for folder in path.parents:
             try:
-                at = folder.stat()
+                status = folder.stat()
             except OSError:
                 break
-            found.append(at.st_ctime_ns if at.st_ctime_ns != at.st_mtime_ns else 0)
+            renamed.append(status.st_ctime_ns if status.st_ctime_ns != status.st_mtime_ns else 0)
             if folder in self._folders:
                 break
-        return found
+        return renamed
 
 
 def _inode(folder: Path) -> tuple[int, int] | None:

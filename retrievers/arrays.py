@@ -51,17 +51,17 @@ class Postings:
 
     @classmethod
     def collect(
-        cls, words: Sequence[str], at: NDArray[np.int32], rows: NDArray[np.int32], numbers: NDArray[Any]
+        cls, words: Sequence[str], word_of: NDArray[np.int32], rows: NDArray[np.int32], numbers: NDArray[Any]
     ) -> Self:
         """The postings of columns: the word `words[at[i]]` is in `rows[i]`. Rows are ascending within each word."""
         keys = term_hashes(words)
         order = np.argsort(keys, kind="stable")
         place = np.empty(len(keys), dtype=np.int32)
         place[order] = np.arange(len(keys), dtype=np.int32)
-        at = place[at]
+        word_of = place[word_of]
         starts = np.zeros(len(keys) + 1, dtype=np.int64)
-        np.cumsum(np.bincount(at, minlength=len(keys)), out=starts[1:])
-        by_word = np.argsort(at, kind="stable")
+        np.cumsum(np.bincount(word_of, minlength=len(keys)), out=starts[1:])
+        by_word = np.argsort(word_of, kind="stable")
         return cls(words=keys[order], starts=starts, rows=rows[by_word], numbers=numbers[by_word])
 
     @classmethod
@@ -70,7 +70,7 @@ class Postings:
 
         Words without a kept row are dropped. Each posting is moved to its final place, so nothing is sorted.
         """
-        counts = [part._counts(kept) for part, kept in parts]  # (words of the part,)
+        counts = [part._counts(living) for part, living in parts]  # (words of the part,)
         left = [part.words[count > 0] for (part, _), count in zip(parts, counts, strict=True)]
         words = np.unique(np.concatenate(left))
         places = [np.searchsorted(words, part.words) for part, _ in parts]  # any place for dropped words
@@ -81,14 +81,14 @@ class Postings:
         rows = np.empty(starts[-1], dtype=np.int32)
         numbers = np.empty(starts[-1], dtype=np.result_type(*(part.numbers.dtype for part, _ in parts)))
         free, before = starts[:-1].copy(), 0
-        for (part, kept), place, count in zip(parts, places, counts, strict=True):
-            new = (before + np.cumsum(kept) - 1).astype(np.int32)  # (rows,): the number of a kept row
+        for (part, living), place, count in zip(parts, places, counts, strict=True):
+            new = (before + np.cumsum(living) - 1).astype(np.int32)  # (rows,): the number of a kept row
             used = count > 0
             to = np.zeros(len(count), dtype=np.int64)
             to[used] = free[place[used]]
-            part._move(kept, new, to, count, rows, numbers)
+            part._move(living, new, to, count, rows, numbers)
             free[place[used]] += count[used]
-            before += int(np.count_nonzero(kept))
+            before += int(np.count_nonzero(living))
         return cls(words=words, starts=starts, rows=rows, numbers=numbers)
 
     def _blocks(self) -> Iterator[tuple[slice, slice, NDArray[np.int64]]]:
@@ -99,19 +99,19 @@ class Postings:
             cuts = self.starts[low : high + 1]
             yield slice(low, high), slice(cuts[0], cuts[-1]), cuts - cuts[0]
 
-    def _counts(self, kept: NDArray[np.bool_]) -> NDArray[np.int64]:
+    def _counts(self, living: NDArray[np.bool_]) -> NDArray[np.int64]:
         """(words,): the number of postings of each word in kept rows."""
         counts = np.diff(self.starts)
-        if not kept.all():
+        if not living.all():
             for words, postings, cuts in self._blocks():
                 there = np.zeros(cuts[-1] + 1, dtype=np.int64)
-                np.cumsum(kept[self.rows[postings]], out=there[1:])
+                np.cumsum(living[self.rows[postings]], out=there[1:])
                 counts[words] = np.diff(there[cuts])
         return counts
 
     def _move(
         self,
-        kept: NDArray[np.bool_],
+        living: NDArray[np.bool_],
         new: NDArray[np.int32],
         to: NDArray[np.int64],
         count: NDArray[np.int64],
@@ -120,7 +120,7 @@ class Postings:
     ) -> None:
         """Write the postings of kept rows to `rows` and `numbers`, the `count[w]` ones of word `w` from `to[w]` on."""
         for words, postings, _ in self._blocks():
-            there = kept[self.rows[postings]]
+            there = living[self.rows[postings]]
             each = count[words]
             ends = np.cumsum(each)
             places = np.repeat(to[words] - (ends - each), each) + np.arange(ends[-1] if len(ends) else 0)
@@ -261,13 +261,13 @@ class IdTable:
     def joined(cls, parts: Sequence[tuple[IdTable, NDArray[np.bool_]]]) -> Self:
         """Concatenate several tables, with the rows that each mask keeps."""
         texts, lengths, keys = [], [], []
-        for id_table, kept in parts:
+        for id_table, living in parts:
             length = np.diff(id_table.cuts)
-            texts.append(id_table.text[np.repeat(kept, length)])
-            lengths.append(length[kept])
+            texts.append(id_table.text[np.repeat(living, length)])
+            lengths.append(length[living])
             by_row = np.empty_like(id_table.keys)
             by_row[id_table.order] = id_table.keys
-            keys.append(by_row[kept])
+            keys.append(by_row[living])
         cuts = np.zeros(sum(map(len, lengths)) + 1, dtype=np.int64)
         np.cumsum(np.concatenate(lengths), out=cuts[1:])
         return cls._sorted(np.concatenate(texts), cuts, np.concatenate(keys))

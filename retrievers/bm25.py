@@ -65,17 +65,17 @@ def tokenise(text: str) -> list[str]:
     """
     word, run = _patterns()
     tokens: list[str] = []
-    for found in word.findall(unicodedata.normalize("NFKC", text).casefold()):
+    for part in word.findall(unicodedata.normalize("NFKC", text).casefold()):
         position = 0
-        for match in run.finditer(found):
+        for match in run.finditer(part):
             if match.start() > position:
-                tokens.append(found[position : match.start()])
+                tokens.append(part[position : match.start()])
             characters = match[0]
             tokens += characters
             tokens += (a + b for a, b in pairwise(characters))
             position = match.end()
-        if position < len(found):
-            tokens.append(found[position:])
+        if position < len(part):
+            tokens.append(part[position:])
     return tokens
 
 
@@ -221,26 +221,26 @@ class _Scores:
     def of(self, key: bytes) -> dict[str, _Weights]:
         """The weights of the word with this key by segment name; empty if no chunk has it."""
         with self._lock:
-            found = self._known.pop(key, None)
-            if found is None:
-                found = self._weights(key)
-                self._size += _size(found)
-            self._known[key] = found  # least recently used first
+            weights = self._known.pop(key, None)
+            if weights is None:
+                weights = self._weights(key)
+                self._size += _size(weights)
+            self._known[key] = weights  # least recently used first
             while self._size > _KEPT and len(self._known) > 1:
                 self._size -= _size(self._known.pop(next(iter(self._known))))
-            return found
+            return weights
 
     def _places(self, key: bytes) -> tuple[list[slice], int]:
         """The places of the word in each segment, and the number of visible chunks that have it."""
         asked = np.array([key], dtype="S16")
         places, count = [], 0
         for segment in self.segments:
-            [at] = segment.data.postings.find(asked)
-            places.append(at)
+            [place] = segment.data.postings.find(asked)
+            places.append(place)
             gone = 0
             if segment.living < len(segment.hidden):
-                gone = int(np.count_nonzero(segment.hidden[segment.data.postings.rows[at]]))
-            count += at.stop - at.start - gone
+                gone = int(np.count_nonzero(segment.hidden[segment.data.postings.rows[place]]))
+            count += place.stop - place.start - gone
         return places, count
 
     def _weights(self, key: bytes) -> dict[str, _Weights]:
@@ -248,13 +248,13 @@ class _Scores:
         if not count:
             return {}
         rarity = np.float64(np.float32(math.log(1 + (self._chunks - count + 0.5) / (count + 0.5))))
-        found = {}
+        weights = {}
         for segment, norm, at in zip(self.segments, self._norms, places, strict=True):
             if at.stop > at.start:
                 rows = segment.data.postings.rows[at]
                 often = segment.data.postings.numbers[at].astype(np.float64)
-                found[segment.name] = rows, (rarity * (often / (norm[rows] + often))).astype(np.float32)
-        return found
+                weights[segment.name] = rows, (rarity * (often / (norm[rows] + often))).astype(np.float32)
+        return weights
 
 
 def _size(weights: Mapping[str, _Weights]) -> int:

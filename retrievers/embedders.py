@@ -114,12 +114,12 @@ class Folder:
         folders = [self.path]
         if self.layout == "sentence-transformers":
             folders += [self.path / m["path"] for m in _module_list(self.path) if m.get("path")]
-        found: set[Path] = {self.path / head for head in HEADS if self.layout == "bge-m3"}
+        paths: set[Path] = {self.path / head for head in HEADS if self.layout == "bge-m3"}
         for folder in folders:
-            found.update(file for pattern in WEIGHTS for file in folder.glob(pattern))
+            paths.update(file for pattern in WEIGHTS for file in folder.glob(pattern))
             if folder.is_dir():
-                found.update(f for f in folder.iterdir() if f.suffix in DESCRIPTIONS and f.name not in _IRRELEVANT)
-        return tuple(sorted(found))
+                paths.update(f for f in folder.iterdir() if f.suffix in DESCRIPTIONS and f.name not in _IRRELEVANT)
+        return tuple(sorted(paths))
 
     def _encoder(self) -> Path:
         """The transformer's folder, which is a subfolder in older sentence-transformers checkpoints."""
@@ -219,13 +219,13 @@ def _locate(name: str, bundled: Callable[[], Path], layout: Callable[[Path, str]
 
 
 def _judged(name: str, path: Path, layout: Callable[[Path, str], Layout], *, commit: str | None) -> Folder:
-    found = Folder(name=name, path=path, layout=layout(path, name), commit=commit)
-    if not any(file.match(pattern) for file in found.files() for pattern in WEIGHTS):
+    candidate = Folder(name=name, path=path, layout=layout(path, name), commit=commit)
+    if not any(file.match(pattern) for file in candidate.files() for pattern in WEIGHTS):
         raise ModelLoadError(f"No weights (*.safetensors) in model folder {path}.")
-    for config in {*found.files(), *path.glob("*config.json")}:
+    for config in {*candidate.files(), *path.glob("*config.json")}:
         if config.name.endswith("config.json"):
             _require_known_attention(_json(config), name)
-    return found
+    return candidate
 
 
 def _require_known_attention(config: Any, name: str) -> None:
@@ -267,14 +267,14 @@ def _digest(folder: Path, files: tuple[Path, ...], stamp: str) -> str:
 
 
 def _module_list(folder: Path) -> list[dict[str, Any]]:
-    found = _json(folder / _MODULES)
-    if not (isinstance(found, list) and all(isinstance(module, dict) for module in found)):
+    modules = _json(folder / _MODULES)
+    if not (isinstance(modules, list) and all(isinstance(module, dict) for module in modules)):
         raise ModelLoadError(f"{folder / _MODULES} must hold a list of modules; fetch the model again.")
-    for module in found:
+    for module in modules:
         where = Path(str(module.get("path", "")))
         if where.is_absolute() or ".." in where.parts:
             raise ModelLoadError(f"{folder / _MODULES} names a module outside its own folder ({where}).")
-    return found
+    return modules
 
 
 def _require_known_modules(folder: Path, name: str) -> None:
@@ -570,11 +570,11 @@ class BGEM3(CheckpointModel):
 
     def _lexical(self, tokens: list[int], weights: NDArray[np.float32]) -> dict[str, float]:
         """The maximum weight of each ordinary token (bge-m3 §3.1: repeated terms count once)."""
-        found: dict[str, float] = {}
+        best: dict[str, float] = {}
         for token, weight in zip(tokens, weights.tolist(), strict=False):  # without the padding
-            if weight > 0 and token not in self._weightless and weight > found.get(key := str(token), 0.0):
-                found[key] = weight
-        return found
+            if weight > 0 and token not in self._weightless and weight > best.get(key := str(token), 0.0):
+                best[key] = weight
+        return best
 
     def _nothing(self) -> tuple[Any, dict[str, float], Any]:
         """The vectors of an empty text, which is never the best match."""
@@ -651,14 +651,14 @@ class SentenceEmbedder(CheckpointModel):
 
     def _encode(self, texts: list[str], *, question: bool) -> NDArray[np.float32]:
         encode = self._model.encode_query if question else self._model.encode_document
-        found = encode(
+        encoded = encode(
             texts,
             batch_size=BATCH,
             show_progress_bar=False,
             convert_to_numpy=True,
             normalize_embeddings=True,
         )
-        vectors: NDArray[np.float32] = found.astype("float32", copy=False)
+        vectors: NDArray[np.float32] = encoded.astype("float32", copy=False)
         return vectors
 
 
@@ -747,13 +747,13 @@ def _factory(plugins: PluginRegistry, name: str) -> Any:
 
 
 def load_plugin(plugins: PluginRegistry, name: str, protocol: Any, **arguments: Any) -> Any:
-    made = _factory(plugins, name)(**arguments)
-    if not isinstance(made, protocol):
+    plugin = _factory(plugins, name)(**arguments)
+    if not isinstance(plugin, protocol):
         raise ModelLoadError(
-            f"The plug-in for {name!r} returned {type(made).__name__}, which does not implement {protocol.__name__} "
+            f"The plug-in for {name!r} returned {type(plugin).__name__}, which does not implement {protocol.__name__} "
             "(ragkv.retrievers.base); correct it or choose another model."
         )
-    return made
+    return plugin
 
 
 def _require_modes(name: str, wanted: Collection[ScoreKind] | None, given: frozenset[ScoreKind]) -> None:

@@ -173,13 +173,13 @@ class QdrantCollection:
     def send(self, points: Iterable[Point], *, dry: bool = False) -> int:
         """Send the points that are missing or differ; returns their number. `dry`: only count them."""
         rest, sent = iter(points), 0
-        while batch := {point_id(id_key(each.chunk_id)): each for each in islice(rest, BATCH)}:
+        while batch := {point_id(id_key(point.chunk_id)): point for point in islice(rest, BATCH)}:
             there = self._call("retrieve", ids=list(batch), with_payload=["stamp"])
-            known = {each.id: (each.payload or {}).get("stamp") for each in there}
-            new = {name: each for name, each in batch.items() if known.get(name) != each.stamp()}
+            known = {point.id: (point.payload or {}).get("stamp") for point in there}
+            new = {name: point for name, point in batch.items() if known.get(name) != point.stamp()}
             sent += len(new)
             if new and not dry:
-                self._call("upsert", points=[self._struct(name, each) for name, each in new.items()], wait=True)
+                self._call("upsert", points=[self._struct(name, point) for name, point in new.items()], wait=True)
         return sent
 
     def _struct(self, name: str, point: Point) -> models.PointStruct:
@@ -193,11 +193,11 @@ class QdrantCollection:
 
     def sparse(self, weights: Mapping[str, float]) -> models.SparseVector:
         """Token weights by 32 bits of the tokens' hashes; two tokens with one hash only add up in a proposal."""
-        found: Counter[int] = Counter()
+        hashed: Counter[int] = Counter()
         for token, weight in weights.items():
             digest = hashlib.blake2b(token.encode("utf-8", "surrogatepass"), digest_size=4).digest()
-            found[int.from_bytes(digest, "big")] += weight  # type: ignore[assignment]
-        return self._models.SparseVector(indices=list(found), values=list(found.values()))
+            hashed[int.from_bytes(digest, "big")] += weight  # type: ignore[assignment]
+        return self._models.SparseVector(indices=list(hashed), values=list(hashed.values()))
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Delete the points of chunks, by the keys of their ids."""
@@ -211,15 +211,15 @@ class QdrantCollection:
 
     def strangers(self, holds: Callable[[list[bytes]], Collection[bytes]]) -> list[bytes]:
         """The keys of all points except those that `holds` returns for a page of keys."""
-        found: list[bytes] = []
+        strangers: list[bytes] = []
         after = None
         while True:
             page, after = self._call("scroll", limit=PAGE, offset=after, with_payload=False)
             keys = [UUID(str(each.id)).bytes if isinstance(each.id, str) else each.id.to_bytes(16) for each in page]
             held = set(holds(keys))
-            found += [key for key in keys if key not in held]
+            strangers += [key for key in keys if key not in held]
             if after is None:
-                return found
+                return strangers
 
     def propose(self, kind: ScoreKind, query: Any, count: int, among: models.Filter | None) -> list[tuple[str, float]]:
         """The ids of the `count` chunks that Qdrant ranks best, with its scores, best first."""

@@ -190,20 +190,20 @@ def read_json(path: Path) -> Any:
     return parse_json(read_plain(path))
 
 
-def strings(found: Any) -> list[str]:
-    """`found` if it is a list of texts without duplicates, else `ValueError`."""
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+def strings(value: Any) -> list[str]:
+    """`value` if it is a list of texts without duplicates, else `ValueError`."""
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise ValueError("it has something else where a list of texts should be")
-    if len(set(found)) != len(found):
+    if len(set(value)) != len(value):
         raise ValueError("a list has an entry twice")
-    return found
+    return value
 
 
-def whole_number(found: Any) -> int:
-    """`found` if it is a possible `Store.generation`, else `ValueError`."""
-    if type(found) is not int or not 0 <= found < 1 << 64:
+def whole_number(value: Any) -> int:
+    """`value` if it is a possible `Store.generation`, else `ValueError`."""
+    if type(value) is not int or not 0 <= value < 1 << 64:
         raise ValueError("it has something else where a number should be")
-    return found
+    return value
 
 
 def _digest(path: Path) -> str:

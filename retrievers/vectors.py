@@ -309,11 +309,11 @@ class DenseIndex(SegmentedIndex[NDArray[np.float32], NDArray[np.float32], Vector
         import faiss
 
         flat = faiss.IndexFlatIP(parts[0][0].flat.d)
-        for data, kept in parts:
+        for data, living in parts:
             rows = data.rows()
             for start in range(0, len(rows), _BLOCK):
                 block = slice(start, start + _BLOCK)
-                flat.add(rows[block][kept[block]])
+                flat.add(rows[block][living[block]])
         return self._indexed(flat)
 
     def _indexed(self, flat: Any) -> Vectors:
@@ -498,7 +498,7 @@ def colbert_scores(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> li
     if not len(query):
         return [_NOTHING] * len(rows)
     filled: list[int] = []
-    for at, document in enumerate(rows):
+    for number, document in enumerate(rows):
         if not len(document):
             continue
         if document.shape[1] != query.shape[1]:
@@ -506,8 +506,8 @@ def colbert_scores(query: NDArray[Any], documents: Sequence[NDArray[Any]]) -> li
                 f"A ColBERT vector of {document.shape[1]} numbers cannot be compared with a query's of "
                 f"{query.shape[1]}: they are of different embedders; embed the documents again."
             )
-        filled.append(at)
-    for batch in batches(filled, lambda at: len(rows[at]), _BATCH_ROWS):
+        filled.append(number)
+    for batch in batches(filled, lambda number: len(rows[number]), _BATCH_ROWS):
         scores[batch] = _batch(query, [rows[i] for i in batch])
     return [float(score) for score in scores]
 

@@ -48,18 +48,18 @@ def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[Sto
     """
     chosen: dict[str, StoredDocument] = {}
     for name in names:
-        found = _named(documents, name)
-        if len(found) > 1 and not is_pattern(name):
-            ids = ", ".join(stored.document.document_id for stored in found[:5])
-            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-            raise UsageError(f"{name!r} names {len(found)} documents; say which by id: {ids}{more}.")
-        if not found:
+        named = _named(documents, name)
+        if len(named) > 1 and not is_pattern(name):
+            ids = ", ".join(stored.document.document_id for stored in named[:5])
+            more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+            raise UsageError(f"{name!r} names {len(named)} documents; say which by id: {ids}{more}.")
+        if not named:
             known = {form: stored for stored in documents for form in _forms(stored)}
             close = [known[form].document.document_id for form in difflib.get_close_matches(name, known, n=3)]
             near = ", ".join(dict.fromkeys(close))
             hint = f"near it are {near}." if close else "ragkv ls lists all."
             raise UsageError(f"No document is called {name!r}; {hint}")
-        chosen.update((stored.document.document_id, stored) for stored in found)
+        chosen.update((stored.document.document_id, stored) for stored in named)
     return list(chosen.values())
 
 
@@ -246,7 +246,7 @@ class _Fields:
     def collect(
         cls,
         words: Sequence[tuple[bytes, bytes]],
-        at: NDArray[np.int32],
+        word_of: NDArray[np.int32],
         rows: NDArray[np.int32],
         chunks: NDArray[Any],
         owners: NDArray[np.int32],
@@ -255,7 +255,7 @@ class _Fields:
         order = sorted(range(len(words)), key=words.__getitem__)
         rank = np.empty(len(words), dtype=np.int64)
         rank[order] = np.arange(len(words))
-        places = rank[at]
+        places = rank[word_of]
         by_value = np.lexsort((rows, places))
         counts = np.bincount(places, minlength=len(words))
         there = [words[word] for word, count in zip(order, counts.tolist(), strict=True) if count]
@@ -280,14 +280,14 @@ class _Fields:
 
     def matching(self, name: str, patterns: Sequence[str], rows: int) -> NDArray[np.bool_]:
         """(rows,): which documents have a matching value of this field."""
-        found = np.zeros(rows, dtype=np.bool_)
+        matches = np.zeros(rows, dtype=np.bool_)
         low, high = self._span(name)
         for pattern in patterns:
             values = self._values(pattern, low, high)
             counts = self.starts[values + 1] - self.starts[values]
             places = np.repeat(self.starts[values] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
-            found[self.rows[places]] = True
-        return found
+            matches[self.rows[places]] = True
+        return matches
 
     def values_of(self, name: str, patterns: Sequence[str]) -> Iterator[str]:
         """The values of this field that match one of the patterns."""
@@ -334,11 +334,11 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
         keys = [np.empty(0, dtype="S16")]
         for segment in self._state.segments:
             living += segment.living
-            found = self._met(segment, conditions)
-            met = int(np.count_nonzero(found))
+            met_by = self._met(segment, conditions)
+            met = int(np.count_nonzero(met_by))
             count += met
             if met:
-                keys.append(segment.data.chunks[found[segment.data.owners]])
+                keys.append(segment.data.chunks[met_by[segment.data.owners]])
         if count == living:
             return count, None
         return count, keys[1] if len(keys) == 2 else np.unique(np.concatenate(keys))
@@ -370,41 +370,41 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
     def _matching(self, segment: IndexSegment[_Fields], name: str, patterns: Sequence[str]) -> NDArray[np.bool_]:
         with self._known_lock:
             known = self._known.setdefault(segment.data, {})
-            found = known.get((name, *patterns))
-        if found is None:
-            found = segment.data.matching(name, patterns, len(segment.hidden))
+            matches = known.get((name, *patterns))
+        if matches is None:
+            matches = segment.data.matching(name, patterns, len(segment.hidden))
         with self._known_lock:
             known.pop((name, *patterns), None)
-            known[name, *patterns] = found  # least recently used first
+            known[name, *patterns] = matches  # least recently used first
             if len(known) > _MOST_CONDITIONS:
                 del known[next(iter(known))]
-        return found
+        return matches
 
     def _gather(self, vectors: Iterator[DocumentMetadata], others: Sequence[_Fields]) -> _Fields:
         vocabulary: dict[tuple[bytes, bytes], int] = {}
-        at, rows, sizes = array("i"), array("i"), array("i")
+        word_of, rows, sizes = array("i"), array("i"), array("i")
         keys: list[NDArray[Any]] = [np.empty(0, dtype="S16")]
         for row, document in enumerate(vectors):
             for name, values in document.values.items():
                 for value in dict.fromkeys(values):
                     word = _packed(name), _packed(value)
-                    at.append(vocabulary.setdefault(word, len(vocabulary)))
+                    word_of.append(vocabulary.setdefault(word, len(vocabulary)))
                     rows.append(row)
             keys.append(document.chunks)
             sizes.append(len(document.chunks))
         owners = np.repeat(np.arange(len(sizes), dtype=np.int32), np.frombuffer(sizes, dtype=np.int32))
-        words, documents = (np.frombuffer(column, dtype=np.int32) for column in (at, rows))
+        words, documents = (np.frombuffer(column, dtype=np.int32) for column in (word_of, rows))
         return _Fields.collect(list(vocabulary), words, documents, np.concatenate(keys), owners)
 
     def _merge(self, parts: Sequence[tuple[_Fields, NDArray[np.bool_]]]) -> _Fields:
         vocabulary: dict[tuple[bytes, bytes], int] = {}
         columns: list[tuple[NDArray[Any], ...]] = []
         before = 0
-        for data, kept in parts:
+        for data, living in parts:
             numbers = np.array([vocabulary.setdefault(word, len(vocabulary)) for word in data.words()], dtype=np.int32)
-            new = (np.cumsum(kept) - 1 + before).astype(np.int32)
-            before += int(np.count_nonzero(kept))
-            there, owned = kept[data.rows], kept[data.owners]
+            new = (np.cumsum(living) - 1 + before).astype(np.int32)
+            before += int(np.count_nonzero(living))
+            there, owned = living[data.rows], living[data.owners]
             at = np.repeat(numbers, np.diff(data.starts))[there]
             columns.append((at, new[data.rows[there]], data.chunks[owned], new[data.owners[owned]]))
         at, rows, chunks, owners = map(np.concatenate, zip(*columns, strict=True))
@@ -476,20 +476,20 @@ class DocumentFilter:
         index = self._fields()
         version = index.generation, index.mark  # read first, so that the result is at least as new
         with self._lock:
-            found = self._found.get(name)
-        if found is None or found.version != version:
+            entry = self._found.get(name)
+        if entry is None or entry.version != version:
             documents, keys = index.chunks(conditions)
-            found = _Found(version, documents, _same(keys, found))
-            if found.chunks is not None:
-                found.chunks.terms = cache(partial(index.terms, conditions))
+            entry = _Found(version, documents, _same(keys, entry))
+            if entry.chunks is not None:
+                entry.chunks.terms = cache(partial(index.terms, conditions))
         with self._lock:
             self._found.pop(name, None)
-            self._found[name] = found  # least recently used first
+            self._found[name] = entry  # least recently used first
             while len(self._found) > _KEPT:
                 del self._found[next(iter(self._found))]
-        if not found.documents:
+        if not entry.documents:
             raise UsageError(unmatched(where), param="where")
-        return found.chunks
+        return entry.chunks
 
     def documents(self, where: Sequence[str]) -> list[str]:
         """The ids of the documents that meet `where`, some of which may be deleted meanwhile; UsageError as in

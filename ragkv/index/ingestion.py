@@ -290,7 +290,7 @@ def ray_maker(config: IndexConfig, address: str, *, device: str | None = None) -
         rows = ray.data.from_items(
             [{"source": pickle.dumps(each)} for each in sources], override_num_blocks=len(sources)
         )
-        made = rows.map_batches(
+        documents = rows.map_batches(
             DocumentMaker,
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),  # a fixed pool hangs after a lost node
@@ -300,7 +300,7 @@ def ray_maker(config: IndexConfig, address: str, *, device: str | None = None) -
             max_restarts=-1,
             max_task_retries=-1,
         )
-        for row in made.iter_rows():
+        for row in documents.iter_rows():
             yield pickle.loads(row["made"])
 
     try:

@@ -143,20 +143,22 @@ class Searcher:
             return self._late(asked, self._hits("dense", asked, pool, among))[:count]
         return self._hybrid(asked, pool, among)[:count]
 
-    def rerank(self, question: str, found: Sequence[Found]) -> list[Found]:
+    def rerank(self, question: str, candidates: Sequence[Found]) -> list[Found]:
         """The chunks with the reranker's logit in their score, best first, without deleted ones."""
         if self._reranker is None:
             raise RetrievalError(
                 "This index has no reranker: set `reranker` in its ragkv.toml, or use --no-rerank.", param="rerank"
             )
-        texts = self._texts([each.chunk_id for each in found])
-        there = [each for each in found if each.chunk_id in texts]
-        logits = self._reranker.score(question, [texts[each.chunk_id] for each in there])
+        texts = self._texts([candidate.chunk_id for candidate in candidates])
+        there = [candidate for candidate in candidates if candidate.chunk_id in texts]
+        logits = self._reranker.score(question, [texts[candidate.chunk_id] for candidate in there])
         judged = [
-            replace(each, rerank_score=logit, score=_relevance(each.retrieval_score, each.score_kind, logit))
-            for each, logit in zip(there, logits, strict=True)
+            replace(
+                candidate, rerank_score=logit, score=_relevance(candidate.retrieval_score, candidate.score_kind, logit)
+            )
+            for candidate, logit in zip(there, logits, strict=True)
         ]
-        return sorted(judged, key=lambda each: (-each.score, each.chunk_id))
+        return sorted(judged, key=lambda candidate: (-candidate.score, candidate.chunk_id))
 
     def search(
         self,
@@ -201,11 +203,11 @@ class Searcher:
         vectors = self._colbert([hit.chunk_id for hit in hits])
         there = [hit for hit in hits if hit.chunk_id in vectors]
         scores = colbert_scores(asked["colbert"], [vectors[hit.chunk_id] for hit in there])
-        found = [
+        scored = [
             _found(hit.chunk_id, {"dense": hit.score, "colbert": float(score)}, "colbert")
             for hit, score in zip(there, scores, strict=True)
         ]
-        return sorted(found, key=lambda each: (-each.retrieval_score, each.chunk_id))
+        return sorted(scored, key=lambda each: (-each.retrieval_score, each.chunk_id))
 
     def _hybrid(self, asked: Mapping[str, Any], count: int, among: Collection[str] | IdSet | None) -> list[Found]:
         """Merge the dense ranking with the sparse one, or with BM25's if there are no sparse vectors.
@@ -220,13 +222,13 @@ class Searcher:
             more = self._hits("dense", asked, len(lacking), lacking)
             cosine |= {hit.chunk_id: hit.score for hit in more}
         weights = {hit.chunk_id: hit.score for hit in lexical}
-        found = []
+        scored = []
         for hit in merged:
             stages = {self._fusion: hit.score, "dense": cosine.get(hit.chunk_id, 0.0)}
             if hit.chunk_id in weights:
                 stages[words] = weights[hit.chunk_id]
-            found.append(_found(hit.chunk_id, stages, "dense"))
-        return found
+            scored.append(_found(hit.chunk_id, stages, "dense"))
+        return scored
 
 
 def _found(chunk_id: str, stages: Mapping[str, float], stage: str) -> Found:
@@ -414,13 +416,13 @@ class Derived:
 
     def _opened(self, name: str, like: Any) -> Any:
         """The saved index; None if there is no usable one."""
-        found = None
+        opened = None
         try:
-            found = _open(KINDS[name], self._folder / name, like)
+            opened = _open(KINDS[name], self._folder / name, like)
         except RetrievalError as error:
             logger.info("a retrieval index is built again: %s", error)
         self._measure(name)
-        return found
+        return opened
 
     def _measure(self, kind: str) -> None:
         lengths = {}
@@ -563,11 +565,11 @@ def _held(store: Store, keys: Collection[bytes]) -> set[bytes]:
 def _documents(store: Store, names: Sequence[bytes] | None = None) -> Iterator[tuple[Document, list[str]]]:
     """The documents with the ids of their chunks: all, or those that `Changes` names."""
     if names is None:
-        for one in store.documents():
-            yield one.document, [chunk.chunk_id for chunk in store.chunks(one.document.document_id)]
+        for stored in store.documents():
+            yield stored.document, [chunk.chunk_id for chunk in store.chunks(stored.document.document_id)]
     for start in range(0, len(names or ()), _BATCH):
-        for one, chunk_ids in store.documents_named((names or ())[start : start + _BATCH]):
-            yield one.document, chunk_ids
+        for stored, chunk_ids in store.documents_named((names or ())[start : start + _BATCH]):
+            yield stored.document, chunk_ids
 
 
 def _points(
@@ -693,13 +695,13 @@ def list_documents(
     """
     if chosen is not None:
         ordered = sorted((one.document for one in chosen), key=_place)
-        found: Iterator[Document] = iter([one for one in ordered if not after or _place(one) > document_key(after)])
+        documents: Iterator[Document] = iter([one for one in ordered if not after or _place(one) > document_key(after)])
     else:
-        found = (stored.document for stored in store.documents(after=after))
+        documents = (stored.document for stored in store.documents(after=after))
     if only is not None:
-        found = filter(only, found)
-    shown = {document.document_id: document for document in islice(found, limit)}
-    more = next(found, None) is not None
+        documents = filter(only, documents)
+    shown = {document.document_id: document for document in islice(documents, limit)}
+    more = next(documents, None) is not None
     views = tuple(DocumentView(document=shown[stats.document], stats=stats) for stats in store.document_stats(shown))
     return DocumentPage(documents=views, after=list(shown)[-1] if more and shown else None)
 
@@ -722,16 +724,16 @@ def chunk_named(store: Store, name: str) -> Chunk:
         for chunk in islice(store.chunks(stored.document.document_id), int(ordinal), None):
             return chunk
         raise UsageError(f"{document} ends with chunk {stored.chunks - 1} (the first is 0); there is no {ordinal}.")
-    found = list(islice((chunk for chunk in store.chunks() if chunk.chunk_id.startswith(name)), 4))
-    if not found:
+    chunks = list(islice((chunk for chunk in store.chunks() if chunk.chunk_id.startswith(name)), 4))
+    if not chunks:
         raise UsageError(
             f"No chunk's id begins with {name!r}; ragkv query --json names those of an answer, and DOCUMENT:NUMBER "
             "means one of a document that ragkv ls lists."
         )
-    if len(found) > 1:
-        ids = ", ".join(chunk.chunk_id for chunk in found[:3])
-        raise UsageError(f"{name!r} begins several ids ({ids}{', …' if len(found) > 3 else ''}); write more of it.")
-    return found[0]
+    if len(chunks) > 1:
+        ids = ", ".join(chunk.chunk_id for chunk in chunks[:3])
+        raise UsageError(f"{name!r} begins several ids ({ids}{', …' if len(chunks) > 3 else ''}); write more of it.")
+    return chunks[0]
 
 
 def look_at(store: Store, chunk: Chunk) -> ChunkView:
@@ -780,15 +782,15 @@ class Finder:
         among = self._among(query.where, query.only)
         pool = max(query.top_k, query.candidates)
         count = pool if query.rerank else query.top_k
-        found = searcher.candidates(text, mode=mode, count=count, pool=pool, among=among)
-        known = self._fetch(found)
+        candidates = searcher.candidates(text, mode=mode, count=count, pool=pool, among=among)
+        known = self._fetch(candidates)
         # another process may have deleted a chunk since the search
-        found = [each for each in found if each.chunk_id in known]
+        candidates = [candidate for candidate in candidates if candidate.chunk_id in known]
         if on_candidates is not None:
-            on_candidates([each.scored(*known[each.chunk_id]) for each in found[: query.top_k]])
-        if query.rerank and found:
-            found = searcher.rerank(text, found)
-        return [each.scored(*known[each.chunk_id]) for each in found[: query.top_k]]
+            on_candidates([candidate.scored(*known[candidate.chunk_id]) for candidate in candidates[: query.top_k]])
+        if query.rerank and candidates:
+            candidates = searcher.rerank(text, candidates)
+        return [candidate.scored(*known[candidate.chunk_id]) for candidate in candidates[: query.top_k]]
 
     def documents(self, where: Sequence[str]) -> list[StoredDocument]:
         """The documents that meet `where`, ordered by id. UsageError if there is none.

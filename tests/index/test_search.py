@@ -20,8 +20,8 @@ from package import in_child
 from words import WordEmbedder, WordReranker
 
 from ragkv import RagKV
-from ragkv.benchmarks.evaluation.retrieval import Settings, index_searches
 from ragkv.config import CONFIG_FILE, MODES, load_config
+from ragkv.doctor.retrieval import Settings, index_searches
 from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.index.index import kinds_of
 from ragkv.index.search import Derived, Searcher, stale_derived
