@@ -86,12 +86,12 @@ class MapReduce(Engine):
     ) -> Generator[Operation, Any, list[list[int]]]:
         """Generated ids per chunk, end token excluded."""
         config: MapReduceConfig = self.config
-        at, found = request.prefix_tokens, dict[TokenSequence, list[int]]()
+        at, notes = request.prefix_tokens, dict[TokenSequence, list[int]]()
         for index in request.filled:
             kv = request.chunks[index].stored()
-            found[TokenSequence.over((*request.before, PlacedChunk(kv=kv, start=at)), position=at + kv.tokens)] = []
+            notes[TokenSequence.over((*request.before, PlacedChunk(kv=kv, start=at)), position=at + kv.tokens)] = []
         asked = prompt.suffix_ids(model.tokens, self._instruction(request))
-        running: dict[TokenSequence, Sequence[int]] = dict.fromkeys(found, asked)
+        running: dict[TokenSequence, Sequence[int]] = dict.fromkeys(notes, asked)
         for _ in range(config.summary_tokens):
             if not running:
                 break
@@ -101,7 +101,7 @@ class MapReduce(Engine):
                     del running[sequence]
                     yield Release((sequence,))
                 else:
-                    found[sequence].append(token_id)
+                    notes[sequence].append(token_id)
                     running[sequence] = (token_id,)
         yield Release(list(running))
-        return list(found.values())
+        return list(notes.values())

@@ -153,16 +153,16 @@ def test_the_map_prompts_may_fill_the_models_positions(make_model, monkeypatch):
     """The last summary token is never read, so it needs no position."""
     model = make_model("llama")
     engine = MapReduce(MapReduceConfig(summary_tokens=5))
-    wanted, one = request(model), Generation(max_new_tokens=1)
+    wanted, single = request(model), Generation(max_new_tokens=1)
     monkeypatch.setattr(Prompt, "chunk_ids", lambda *_: ())  # makes the answer's prompt shorter
-    free = [token.token_id for token in runtime_of(model).decode(engine, wanted, one)]
+    free = [token.token_id for token in runtime_of(model).decode(engine, wanted, single)]
     asked = len(PROMPT.suffix_ids(model.tokens, engine.config.instruction))
     most = len(PREFIX) + max(map(len, CHUNKS)) + asked + 5 - 1
     monkeypatch.setattr(model, "max_positions", most)
-    assert [token.token_id for token in runtime_of(model).decode(engine, wanted, one)] == free
+    assert [token.token_id for token in runtime_of(model).decode(engine, wanted, single)] == free
     monkeypatch.setattr(model, "max_positions", most - 1)
     with pytest.raises(UsageError, match="positions"):
-        list(runtime_of(model).decode(engine, wanted, one))
+        list(runtime_of(model).decode(engine, wanted, single))
 
 
 def test_a_chunk_without_tokens_is_not_summarised(make_model):
@@ -182,12 +182,12 @@ def test_a_summary_enters_the_answers_prompt_without_the_space_around_it(make_mo
         return message
 
     monkeypatch.setattr(MapReduce, "summaries", summaries)
-    found = Stream(runtime_of(model), MapReduce(MapReduceConfig()), request(model)).scores
+    answers = Stream(runtime_of(model), MapReduce(MapReduceConfig()), request(model)).scores
     parts = [list(PROMPT.chunk_ids(model.tokens, text)) for text in ("one fact", "another")]
     expected = []
     with model.plain() as plain:
         oracle.full(plain, list(PREFIX), parts, list(PROMPT.suffix_ids(model.tokens, QUESTION)), 1, trace=expected)
-    torch.testing.assert_close(found, expected[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(answers, expected[0], atol=1e-4, rtol=1e-4)
 
 
 def test_mapreduce_refusals(make_model):
