@@ -118,7 +118,7 @@ def stats(
         for row in report["engines"]:
             table.add_row(f"quality of {row.get('label', row['engine'])}", _quality(row, report))
     if unread:
-        table.add_row("quality", "kept in a form that this version does not read: run ragkv doctor again")
+        table.add_row("quality", "damaged: run ragkv doctor again")
     elif not quality:
         table.add_row("quality", "not measured: ragkv doctor")
     draw(table)
@@ -141,16 +141,14 @@ def _shown(key: str, value: Any) -> str:
 
 def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
     """An engine's verdict with its figures, date and model, and the reason if it may no longer hold."""
-    ci95 = row["ci95"] or {}
-    shown = f"{row['verdict']} (top-1 {share(row['top1'], ci95.get('top1'))}, "
-    shown += f"answers {share(row['answers'], ci95.get('answers'))}"
+    ci95 = row["ci95"]
+    shown = f"{row['verdict']} (top-1 {share(row['top1'], ci95['top1'])}, "
+    shown += f"answers {share(row['answers'], ci95['answers'])}"
     if row["accuracy"] is not None and report["full_accuracy"] is not None:
         shown += f", right {row['accuracy']:.1%} of {report['gold']}, full {report['full_accuracy']:.1%}"
-        if loss := ci95.get("loss"):
+        if loss := ci95["loss"]:
             shown += f", lost {100 * loss[0]:+.1f} to {100 * loss[1]:+.1f} points"
     shown += f"; {count(report['questions'], 'question')}, {report['date'][:10]}, {report['model']})"
-    if row["ci95"] is None:
-        shown += ": judged without an interval by an earlier version; run ragkv doctor again"
     return shown if report["outdated"] is None else f"{shown}: {report['outdated']}; run ragkv doctor again"
 
 

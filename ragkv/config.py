@@ -83,9 +83,8 @@ class PromptConfig:
             raise ConfigError("prompt.question must hold {question} exactly once.")
 
     def facts(self) -> dict[str, Any]:
-        """All settings, to be hashed. `bos` "auto" is left out, because older versions without that setting hashed the
-        rest."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("bos", "auto")}
+        """All settings, to be hashed."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

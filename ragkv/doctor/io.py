@@ -398,6 +398,14 @@ def _share_or_none(found: Any) -> bool:
     return found is None or _share(found)
 
 
+def _interval(found: Any) -> bool:
+    return isinstance(found, (list, tuple)) and len(found) == 2 and all(map(_share, found))
+
+
+def _intervals(found: Any) -> bool:
+    return _has(found, {"top1": _interval, "answers": _interval, "loss": lambda loss: loss is None or _interval(loss)})
+
+
 _REPORT: dict[str, _Check] = {
     "date": _text,
     "model": _text,
@@ -414,6 +422,7 @@ _ROW: dict[str, _Check] = {
     "top1": _share,
     "answers": _share,
     "accuracy": _share_or_none,
+    "ci95": _intervals,
 }
 """The fields that a reader needs, with their checks, because an index may contain anything."""
 
@@ -425,14 +434,9 @@ def keep_quality(store: Store, report: dict[str, Any]) -> None:
 
 
 def kept_quality(store: Store) -> list[dict[str, Any]]:
-    """All kept reports that can be read, newest first.
-
-    Reports of early versions have no intervals; their verdicts ignored how few questions were asked, so they become
-    "not enough to tell".
-    """
-    found = store.get_meta(QUALITY)
-    reports = [report for report in found if _readable(report)] if isinstance(found, list) else []
-    return [{**report, "engines": [_engine(row) for row in report["engines"]]} for report in reports]
+    """All kept reports that can be read, newest first."""
+    reports = store.get_meta(QUALITY)
+    return [report for report in reports if _readable(report)] if isinstance(reports, list) else []
 
 
 def unread_quality(store: Store) -> bool:
@@ -447,19 +451,6 @@ def _readable(report: Any) -> bool:
 
 def _has(found: Any, fields: dict[str, _Check]) -> bool:
     return isinstance(found, dict) and all(name in found and check(found[name]) for name, check in fields.items())
-
-
-def _engine(row: dict[str, Any]) -> dict[str, Any]:
-    ci95 = row.get("ci95")
-    if isinstance(ci95, dict) and all(_interval(ci95.get(name)) for name in ("top1", "answers")):
-        loss = ci95.get("loss")
-        if loss is None or _interval(loss):
-            return row
-    return {**row, "verdict": UNKNOWN, "ci95": None}
-
-
-def _interval(found: Any) -> bool:
-    return isinstance(found, list) and len(found) == 2 and all(map(_share, found))
 
 
 def check_target(option: str, path: Path) -> None:

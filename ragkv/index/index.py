@@ -109,23 +109,22 @@ def _is_embedder(found: Any) -> bool:
 
 
 def _is_prompt(found: Any) -> bool:
-    """Parts and ids may be missing, because earlier versions did not record them."""
-    if not isinstance(found, dict) or not isinstance(found.get("model", ""), str):
+    if not _texts(found, "model") or not _texts(found.get("parts"), *_PARTS):
         return False
     try:
         date.fromisoformat(found.get("date", "2000-01-01"))
     except (TypeError, ValueError):
         return False
-    parts, ids = found.get("parts"), found.get("prefix_ids", [])
-    newlines = parts.get("prefix_newlines", 0) if isinstance(parts, dict) else 0
-    whole = parts is None or (
-        _texts(parts, *_PARTS)
-        and parts.keys() <= _PARTS | {"prefix_newlines", "bos"}
-        and parts.get("bos", "none") in ("auto", "none")
+    parts, ids = found["parts"], found.get("prefix_ids")
+    newlines = parts.get("prefix_newlines")
+    return (
+        parts.keys() == _PARTS | {"prefix_newlines", "bos"}
+        and parts["bos"] in ("auto", "none")
         and type(newlines) is int
         and 0 <= newlines <= _MOST_NEWLINES
+        and isinstance(ids, list)
+        and all(type(token) is int and 0 <= token < 1 << 32 for token in ids)
     )
-    return whole and isinstance(ids, list) and all(type(token) is int and 0 <= token < 1 << 32 for token in ids)
 
 
 def _is_report(found: Any) -> bool:
@@ -746,12 +745,12 @@ class Index:
         """The parts of the prompt, stored in the index and made again when the model or `[prompt]` changes."""
         wanted = {"model": self.fingerprint, "config": self.config.prompt.facts()}
         kept = self._kept_prompt()
-        if kept is not None and kept.get("parts") and {k: kept.get(k) for k in wanted} == wanted:
+        if kept is not None and {k: kept.get(k) for k in wanted} == wanted:
             return Prompt(**kept["parts"])
         dated: dict[str, str] = {}
         if self.model.tokens.dated:
             # a changed [prompt] keeps the date: the prefix prints it, and with another one all stored KV is a miss
-            same = kept is not None and kept.get("model") == self.fingerprint
+            same = kept is not None and kept["model"] == self.fingerprint
             dated["date"] = (same and kept.get("date")) or date.today().isoformat()
         today = datetime.fromisoformat(dated["date"]) if dated else None
         prompt = render(self.config.prompt, self.model.tokens, today=today)
@@ -766,9 +765,8 @@ class Index:
     def prefix_ids(self) -> tuple[int, ...]:
         """The token ids of the prompt's prefix, stored with the prompt, so that they do not need the model."""
         prompt, kept = self.prompt, self._kept_prompt()
-        if kept is not None and kept.get("model") == self.fingerprint and kept.get("parts") == prompt.facts():
-            with suppress(KeyError):  # earlier versions did not record the ids
-                return tuple(kept["prefix_ids"])
+        if kept is not None and kept["model"] == self.fingerprint and kept["parts"] == prompt.facts():
+            return tuple(kept["prefix_ids"])
         return prompt.prefix_ids(self.model.tokens)
 
     def _kept_prompt(self) -> Any:

@@ -123,7 +123,7 @@ def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) ->
     store = index.store
     prompt = read_metadata(store, "prompt")
     wanted = None
-    if prompt is not None and "prefix_ids" in prompt and "model" in prompt:
+    if prompt is not None:
         wanted = (prompt["model"], tuple(prompt["prefix_ids"]))
 
     def in_use(manifest: Manifest) -> bool:

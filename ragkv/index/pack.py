@@ -258,8 +258,6 @@ def _damaged(path: Path | str, why: str) -> StoreError:
 def _parsed(read: Callable[[int], bytes], path: Path | str) -> tuple[Pack, list[dict[str, Any]], str]:
     """A pack's manifest, the entries of its files, and its digest; `read` then continues with the first file."""
     head = read(len(MAGIC) + _HEAD.size)
-    if head.startswith(MAGIC[:-2]) and not head.startswith(MAGIC):
-        raise StoreError(f"{path} is a pack of another version of ragkv: unpack it with that one, or pack it with this")
     if len(head) != len(MAGIC) + _HEAD.size or not head.startswith(MAGIC):
         raise _damaged(path, "its first bytes are not those of a pack")
     [length] = _HEAD.unpack(head[len(MAGIC) :])

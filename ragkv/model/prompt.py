@@ -465,7 +465,7 @@ class Prompt:
 
     def facts(self) -> dict[str, Any]:
         """All its settings, for identities and for the index; as `PromptConfig.facts`."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("bos", "auto")}
+        return asdict(self)
 
     @property
     def before_contexts(self) -> str:

@@ -199,15 +199,6 @@ def test_a_report_is_outdated_when_the_documents_changed(rag, documents):
     assert outdated(rag.store, kept_quality(rag.store)[0]) == "the documents changed since"
 
 
-def test_a_verdict_of_before_there_were_intervals_is_read_as_unknown(rag):
-    report = json.loads(json.dumps(examine(rag, ASKED[:1], engines=["block"]).to_json()))
-    earlier = {key: value for key, value in report["engines"][0].items() if key not in ("ci95", "by")}
-    rag.store.put_meta("quality", [{**report, "engines": [{**earlier, "verdict": "good"}]}])
-    [kept] = kept_quality(rag.store)
-    assert (kept["engines"][0]["verdict"], kept["engines"][0]["ci95"]) == ("not enough to tell", None)
-    assert not unread_quality(rag.store)
-
-
 def test_an_odd_value_in_the_index_is_no_report_and_is_replaced(rag):
     report = json.loads(json.dumps(examine(rag, ASKED[:1], engines=["block"]).to_json()))
     [row] = report["engines"]
@@ -222,6 +213,8 @@ def test_an_odd_value_in_the_index_is_no_report_and_is_replaced(rag):
         [{**report, "questions": "many"}],
         [{**report, "engines": [{**row, "top1": 10**400}]}],
         [{**report, "engines": [{**row, "verdict": ["good"]}]}],
+        [{**report, "engines": [{**row, "ci95": None}]}],
+        [{**report, "engines": [{**row, "ci95": {**row["ci95"], "top1": [0.5]}}]}],
     ):
         rag.store.put_meta("quality", odd)
         assert kept_quality(rag.store) == []

@@ -439,13 +439,12 @@ def test_an_end_token_that_begins_texts_too_still_ends_turns(tokenizer):
 
 
 def test_a_prompt_is_kept_with_all_that_it_says(tokenizer):
-    """Identities and the index's file contain it; `bos` = "auto" is omitted, for compatibility with older indexes."""
     tokens = with_template(tokenizer, TURNS)
     facts = render(CONFIG, tokens).facts()
-    assert sorted(facts) == ["after_question", "before_question", "prefix", "prefix_newlines", "separator"]
+    assert sorted(facts) == ["after_question", "before_question", "bos", "prefix", "prefix_newlines", "separator"]
     assert render(PromptConfig(bos="none"), tokens).facts()["bos"] == "none"
     prompt = PromptConfig()
-    assert set(prompt.facts()) == {"system", "context", "question", "separator", "prefix_newlines"}
+    assert set(prompt.facts()) == {"system", "context", "question", "separator", "prefix_newlines", "bos"}
     assert PromptConfig(bos="none").facts() == {**prompt.facts(), "bos": "none"}
     with pytest.raises(ConfigError, match=r"prompt\.bos must be one of auto, none"):
         PromptConfig(bos="always")
@@ -528,7 +527,6 @@ def test_a_change_is_a_miss_and_a_new_encoding(words, base_model, note, tmp_path
     tuning = {"block": {"over": "standalone"}}
     with RagKV.create(index, model=str(base_model), device="cpu", prompt=PromptConfig(**words), tuning=tuning) as rag:
         rag.ingest(note)
-        assert "bos" not in {**rag.store.get_meta("prompt")["config"], **rag.store.get_meta("prompt")["parts"]}
     hit, prefix = ask(index, engine="ape")
     assert (hit.kv.hits, hit.kv.misses, prefix[0]) == (1, 0, 0)
     config = load_config(index)
