@@ -5,9 +5,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -154,21 +155,32 @@ def _quality(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 def _show(documents: list[DocumentStats]) -> None:
     """A row per document. KV is shown twice: all that the document needs, and what deleting it would free."""
+    echo()
+    _draw_documents(
+        ("chunks", "tokens", "KV records", "KV", "KV of its own", "ingested"),
+        (
+            (
+                row.source,
+                *(f"{number:,}" for number in (row.chunks, row.tokens, row.kv_records)),
+                size(row.kv_bytes),
+                size(row.kv_bytes_own),
+                time.strftime("%Y-%m-%d", time.localtime(row.ingested_at)),
+            )
+            for row in documents
+        ),
+        justify="left",
+    )
+
+
+def _draw_documents(
+    columns: Iterable[str], rows: Iterable[tuple[str, ...]], *, justify: Literal["left", "right"]
+) -> None:
     table = plain()
     table.add_column("document", overflow="fold")
-    for name in ("chunks", "tokens", "KV records", "KV", "KV of its own", "ingested"):
-        table.add_column(name, no_wrap=True)
-    for document in documents:
-        table.add_row(
-            document.source,
-            f"{document.chunks:,}",
-            f"{document.tokens:,}",
-            f"{document.kv_records:,}",
-            size(document.kv_bytes),
-            size(document.kv_bytes_own),
-            time.strftime("%Y-%m-%d", time.localtime(document.ingested_at)),
-        )
-    echo()
+    for name in columns:
+        table.add_column(name, no_wrap=True, justify=justify)
+    for row in rows:
+        table.add_row(*row)
     draw(table)
 
 
@@ -319,17 +331,14 @@ def gc(
         collection = rag.gc(dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
     if as_json:
         print_json(collection.to_json())
-        return
-    if quiet:
-        return
-    verb = "Would drop" if dry_run else "Dropped"
-    echo(
-        f"{index}: {verb} {count(collection.records, 'orphan record')}, "
-        f"{count(collection.segments, 'orphan segment')} and "
-        f"{count(collection.index_records, 'record')} of old prompts ({size(collection.bytes)}), "
-        f"{count(collection.derived, 'stale derived folder')} ({size(collection.derived_bytes)})"
-        + (f", {count(collection.tiers, 'value')} in shared tiers." if collection.tiers else ".")
-    )
+    elif not quiet:
+        echo(
+            f"{index}: {'Would drop' if dry_run else 'Dropped'} {count(collection.records, 'orphan record')}, "
+            f"{count(collection.segments, 'orphan segment')} and "
+            f"{count(collection.index_records, 'record')} of old prompts ({size(collection.bytes)}), "
+            f"{count(collection.derived, 'stale derived folder')} ({size(collection.derived_bytes)})"
+            + (f", {count(collection.tiers, 'value')} in shared tiers." if collection.tiers else ".")
+        )
 
 
 Verify = Annotated[bool, typer.Option("--verify", help="Check the copy before it is kept, as ragkv verify does.")]
@@ -533,17 +542,31 @@ def ls(
     Example: `ragkv ls '*.pdf' --where title=Handbook* --index my-index`
     """
     brief()
+    from ragkv.pipeline import RagKV
+
     if limit is None and sys.stdout.isatty() and not as_json:
         limit = TERMINAL_ROWS
-    page = _read(index, pattern, where or [], after, limit or None)
-    documents, total, behind = page["documents"], page["total"], page["after"]
+    with RagKV.open(index, readonly=True) as rag:
+        page = rag.list_documents([] if pattern is None else [pattern], where or [], after=after, limit=limit or None)
+        documents, total = [document.to_json() for document in page.documents], rag.stats().documents
     if as_json:
-        print_json(page)
+        print_json({"documents": documents, "after": page.after, "total": total})
     elif quiet:
         for document in documents:
             echo(document["document"])
     elif documents:
-        _table(documents)
+        _draw_documents(
+            ("chunks", "tokens", "KV", "text", "vectors"),
+            (
+                (
+                    row["source"],
+                    *(f"{row[name]:,}" for name in ("chunks", "tokens")),
+                    *(size(row[name]) for name in ("kv_bytes", "text_bytes", "vector_bytes")),
+                )
+                for row in documents
+            ),
+            justify="right",
+        )
         chunks = sum(document["chunks"] for document in documents)
         kv = sum(document["kv_bytes"] for document in documents)
         shown = f"{count(len(documents), 'document')}, {count(chunks, 'chunk')}, KV {size(kv)}"
@@ -552,35 +575,9 @@ def ls(
         note(f"There are no more documents (of {total:,}).")
     else:
         note(f"{index} holds no document; add some with ragkv ingest PATH --index {index}.")
-    if behind is not None and not as_json:
-        name = shlex.quote(behind)
+    if page.after is not None and not as_json:
+        name = shlex.quote(page.after)
         note(f"There are more (the index holds {total:,}): --after {name} lists the next, --limit 0 all.")
-
-
-def _read(index: Path, pattern: str | None, where: list[str], after: str, limit: int | None) -> dict[str, Any]:
-    from ragkv.pipeline import RagKV
-
-    with RagKV.open(index, readonly=True) as rag:
-        page = rag.list_documents([] if pattern is None else [pattern], where, after=after, limit=limit)
-        documents = [document.to_json() for document in page.documents]
-        return {"documents": documents, "after": page.after, "total": rag.stats().documents}
-
-
-def _table(documents: list[dict[str, Any]]) -> None:
-    table = plain()
-    table.add_column("document", overflow="fold")
-    for name in ("chunks", "tokens", "KV", "text", "vectors"):
-        table.add_column(name, no_wrap=True, justify="right")
-    for document in documents:
-        table.add_row(
-            document["source"],
-            f"{document['chunks']:,}",
-            f"{document['tokens']:,}",
-            size(document["kv_bytes"]),
-            size(document["text_bytes"]),
-            size(document["vector_bytes"]),
-        )
-    draw(table)
 
 
 def show(
@@ -670,21 +667,15 @@ def delete(
     with RagKV.open(index, readonly=dry_run) as rag:
         ids = [stored.document.document_id for stored in select(rag.store, names or (), where or ())]
         if not dry_run:
-            _confirm(ids, yes=yes)
+            if not yes and not sys.stdin.isatty():
+                raise UsageError(f"Deleting {count(len(ids), 'document')} needs --yes when stdin is not a terminal.")
+            if not yes:
+                for document_id in ids:
+                    note(document_id)
+                confirm(f"Delete {count(len(ids), 'document')}?")
             ids = rag.delete_many(ids, **wait(no_wait))
     if as_json:
         print_json({"deleted": ids, "dry_run": dry_run})
     elif not quiet:
         for document_id in ids:
             echo(f"{'would delete' if dry_run else 'deleted'} {document_id}")
-
-
-def _confirm(ids: list[str], *, yes: bool) -> None:
-    """Ask on a terminal; without one, require --yes."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError(f"Deleting {count(len(ids), 'document')} needs --yes when stdin is not a terminal.")
-    for document_id in ids:
-        note(document_id)
-    confirm(f"Delete {count(len(ids), 'document')}?")
