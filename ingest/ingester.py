@@ -127,8 +127,7 @@ class IngestFingerprint:
     def digest(self) -> str:
         """The hex digest that is stored with each document.
 
-        It must not change for old indexes, so fields that were added later only enter it if they differ from the
-        default.
+        Some fields only enter it if they differ from the default.
         """
         seeing = {Encoding.PREFIXED, Encoding.CONTEXT}
         prefixed = not seeing.isdisjoint(self.encodings)

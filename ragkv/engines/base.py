@@ -174,7 +174,7 @@ class Request:
     """One question. `chunks` are in ascending relevance (Block-Attention §3.2: the best one is next to the question).
 
     `prefix` is the KV of `prefix_ids` at positions 0..P-1; None if the engine's `encoding` is None. `question` and
-    `prompt` are for engines that first send the model a prompt of their own (mapreduce).
+    `prompt` are for engines that first send the model a prompt of their own.
     """
 
     prefix_ids: tuple[int, ...]

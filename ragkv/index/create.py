@@ -187,7 +187,7 @@ def new_config(settings: Mapping[str, Any]) -> IndexConfig:
     if checkpoint is None:
         return config
     tuning, block = config.tuning, config.tuning.get("block", {})
-    # "standalone" is the engine's default, because older indexes have no such setting
+    # "standalone" is the engine's default
     if checkpoint.block_over != "standalone" and block.get("preset") != "no-positions":
         tuning = {**tuning, "block": {"over": checkpoint.block_over, **block}}
     return replace(config, prompt=checkpoint.tuned_words(config.prompt), tuning=tuning)

@@ -450,7 +450,7 @@ class Derived:
             make_folder(self._folder, parents=False)
         except OSError as error:
             raise RetrievalError(f"The retrieval index in {folder} cannot be written: {error}.") from error
-        with suppress(SavedElsewhereError):  # an older index follows the change log
+        with suppress(SavedElsewhereError):  # the saved index follows the change log
             index.save(folder)
 
 
