@@ -199,14 +199,14 @@ class PrefillBatch:
         self.tokens: Tokens
         """Indices of the tokens in the step, sequence by sequence."""
         self._gather: Tensor | None = None
-        ends = [span.at + span.n for span in spans]
-        if all(span.n == self._longest for span in spans) and ends[:-1] == [span.at for span in spans[1:]]:
-            self.tokens = slice(spans[0].at, ends[-1])
+        ends = [span.start + span.n for span in spans]
+        if all(span.n == self._longest for span in spans) and ends[:-1] == [span.start for span in spans[1:]]:
+            self.tokens = slice(spans[0].start, ends[-1])
             return
         places = torch.arange(self._longest)
-        at, n = torch.tensor([(span.at, span.n) for span in spans]).T[..., None]
+        starts, n = torch.tensor([(span.start, span.n) for span in spans]).T[..., None]
         real = (places < n).flatten().nonzero()[:, 0]
-        gather = (at + places.minimum(n - 1)).flatten()  # (sequences · longest): padding repeats the last token
+        gather = (starts + places.minimum(n - 1)).flatten()  # (sequences · longest): padding repeats the last token
         result = torch.cat([gather, real, gather[real]]).to(device, non_blocking=True)
         self._gather, self._real, self.tokens = torch.split(result, [len(gather), len(real), len(real)])
 
@@ -242,15 +242,15 @@ def prefill_batches(
         (apart if together else others).append(span)
     batches: list[list[SequenceSlice]] = []
     tokens = 0
-    for span in sorted(apart, key=lambda each: (-each.n, each.at)):
+    for span in sorted(apart, key=lambda each: (-each.n, each.start)):
         if batches and batches[-1][0].n * (len(batches[-1]) + 1) <= PADDING * (tokens + span.n):
             batches[-1].append(span)
             tokens += span.n
         else:
             batches.append([span])
             tokens = span.n
-    alone = {span.at for batch in batches if len(batch) == 1 for span in batch}
-    others += [span for span in apart if span.at in alone]
+    alone = {span.start for batch in batches if len(batch) == 1 for span in batch}
+    others += [span for span in apart if span.start in alone]
     return [PrefillBatch(batch, device) for batch in batches if len(batch) > 1], others
 
 
@@ -272,7 +272,7 @@ class DecodeBatch:
         self._block, self._fixed = block, fixed
         self.packed = False
         order = sorted(range(len(slots)), key=lambda i: slots[i])
-        starts = [spans[i].at for i in order]
+        starts = [spans[i].start for i in order]
         result = torch.tensor([[slots[i] for i in order], [spans[i].sequence.cache.length for i in order], starts])
         self._slots, self._places, tokens = result.to(device, non_blocking=True)
         self._height = max(slots) + 1
@@ -373,8 +373,8 @@ def decode_batches(
         slots = [slot for _, _, slot in uses]
         if fixed or (len(uses) > 1 and 2 * len(uses) > max(slots)):  # else most of what is read is unused
             batches.append(DecodeBatch(uses[0][1], [span for span, _, _ in uses], slots, device, fixed=fixed))
-            together.update(span.at for span, _, _ in uses)
-    return batches, [span for span in spans if span.at not in together]
+            together.update(span.start for span, _, _ in uses)
+    return batches, [span for span in spans if span.start not in together]
 
 
 class PassAbandoned(BaseException):
@@ -412,7 +412,7 @@ class Step:
     ) -> None:
         ends = list(itertools.accumulate(counts))
         self.spans = [
-            SequenceSlice(sequence=sequence, at=end - n, n=n)
+            SequenceSlice(sequence=sequence, start=end - n, n=n)
             for sequence, n, end in zip(sequences, counts, ends, strict=True)
         ]
         self._last = last
@@ -433,7 +433,7 @@ class Step:
     @property
     def kept(self) -> list[int]:
         """Indices of the new tokens whose logits are wanted: the last token of each sequence."""
-        return [span.at + index for span in self.spans for index in span.sequence.kept(span.n)]
+        return [span.start + index for span in self.spans for index in span.sequence.kept(span.n)]
 
     def commit(self) -> None:
         """Count the new tokens: all layers have them."""
@@ -530,7 +530,7 @@ class _DevicePlan:
         self.plan = BatchPlan(spans, device, in_place=in_place)
         self.rotations = QueryRotations(rotary, self.plan.offsets, device)
         self._in_place = [] if in_place is None else AttentionInPlace.of(in_place, rotary)
-        others = [span for span in spans if in_place is None or span.at not in in_place.at]
+        others = [span for span in spans if in_place is None or span.start not in in_place.starts]
         self._decode, self._alone = decode_batches(others, device, fixed=fixed)
         self._device = device
         self._prefill: dict[int | None, tuple[list[PrefillBatch], list[SequenceSlice]]] = {}
@@ -570,8 +570,10 @@ class _DevicePlan:
             row = self.plan.row(read.offset) if isinstance(read.offset, int) else read.offset
             split = varlen.split_length(read.kv.tokens, len(reads) * read.kv.keys[0].shape[0], count)
             for start in range(0, read.kv.tokens, split):
-                at, keys = PAGE * pages.first + start, min(split, read.kv.tokens - start)
-                paged.append(PagedRead(block=pages.block, at=at, keys=keys, tokens=tokens, count=count, row=row))
+                first_key, keys = PAGE * pages.first + start, min(split, read.kv.tokens - start)
+                paged.append(
+                    PagedRead(block=pages.block, first_key=first_key, keys=keys, tokens=tokens, count=count, row=row)
+                )
         return PagedReads(paged, reads[0].temperature, reads[0].group, self._device)
 
     def own(self, call: LayerCall) -> tuple[PartialAttention, list[tuple[int, Tokens, PartialAttention]]]:
@@ -645,7 +647,7 @@ def _recomputed_partial(sequence: RecomputedSequence, span: SequenceSlice, call:
     all_keys, partials = torch.arange(keys.shape[2], device=keys.device), []
     for start in range(0, span.n, ROWS):
         some = slice(start, min(start + ROWS, span.n))
-        query = call.query[:, :, span.at + some.start : span.at + some.stop]
+        query = call.query[:, :, span.start + some.start : span.start + some.stop]
         # all of them see the keys before `common`, and none those from `end` on
         common, end = token_places[start] + 1, token_places[some.stop - 1] + 1
         first = common if call.window is None else max(0, common - call.window)

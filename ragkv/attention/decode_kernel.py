@@ -34,11 +34,11 @@ from ragkv.util.kernels import (
     POLYNOMIAL,
     address,
     argument,
-    at,
     claimed,
     emits,
     float_of,
     integers,
+    pointer_to,
     reals,
     repeated,
     widened,
@@ -70,7 +70,7 @@ def _starts(b: Any, first: Any, stride: Any, count: int, size: int) -> list[Any]
         starts.append(b.add(starts[-1], stride))
     for start in starts:
         for line in range(0, size, 64):
-            kernels.prefetch(b, at(b, start, _AHEAD + line))
+            kernels.prefetch(b, pointer_to(b, start, _AHEAD + line))
     return starts
 
 
@@ -105,20 +105,20 @@ def _scores(
         lanes = kernels.vector_width(width)
         sums: list[list[Any]] = [[None] * keys for _ in range(rows)]
         for i in range(0, width, lanes):
-            numbers = [widened(b, at(b, start, i * size), name, lanes) for start in starts]
+            numbers = [widened(b, pointer_to(b, start, i * size), name, lanes) for start in starts]
             for row in range(rows):
-                one = widened(b, at(b, query, 4 * (row * width + i)), "float32", lanes)
+                one = widened(b, pointer_to(b, query, 4 * (row * width + i)), "float32", lanes)
                 for k, each in enumerate(numbers):
                     product = b.fmul(one, each, flags=FAST)
                     sums[row][k] = product if i == 0 else b.fadd(sums[row][k], product, flags=FAST)
         scales = ir.Constant(kernels.floats(keys), [1.0] * keys)
         for k, start in enumerate(starts if name == "int8" else ()):
-            largest = b.extract_element(widened(b, at(b, start, width), "bfloat16", 1), INT(0))
+            largest = b.extract_element(widened(b, pointer_to(b, start, width), "bfloat16", 1), INT(0))
             scales = b.insert_element(scales, b.fmul(largest, FLOAT(1 / MOST)), INT(k))
         for row in range(rows):
             total = kernels.summed(b, sums[row])
             total = b.fmul(total, scales, flags=FAST) if name == "int8" else total
-            kernels.store(b, total, at(b, out, 4 * BLOCK * row), 4)
+            kernels.store(b, total, pointer_to(b, out, 4 * BLOCK * row), 4)
 
     _by_kind(b, code, kinds, generate)
 
@@ -141,12 +141,12 @@ def _add(
         starts = _starts(b, value, stride, keys, width * size)
         lanes = kernels.vector_width(width)
         for i in range(0, width, lanes):
-            numbers = [widened(b, at(b, start, i * size), name, lanes) for start in starts]
+            numbers = [widened(b, pointer_to(b, start, i * size), name, lanes) for start in starts]
             for row in range(rows):
-                place = at(b, out, 4 * (row * width + i))
+                place = pointer_to(b, out, 4 * (row * width + i))
                 total = widened(b, place, "float32", lanes)
                 for key, each in enumerate(numbers):
-                    weight = kernels.load(b, at(b, weights, 4 * (BLOCK * row + key)), FLOAT, 4)
+                    weight = kernels.load(b, pointer_to(b, weights, 4 * (BLOCK * row + key)), FLOAT, 4)
                     total = b.fadd(total, b.fmul(repeated(b, weight, lanes), each, flags=FAST), flags=FAST)
                 kernels.store(b, total, place, 4)
 
@@ -262,12 +262,12 @@ def compiled(kinds: str, width: int, value_width: int, rows: int) -> Any:
                             _sharpen(scores, row, count, scale, cap, sharp)
                             before = lse[into + row]
                             best = max(before, largest(scores, row, count))
-                            kept = np.float32(math.exp(before - best))
-                            total[row] = total[row] * kept + weigh(scores, row, count, best)
+                            factor = np.float32(math.exp(before - best))
+                            total[row] = total[row] * factor + weigh(scores, row, count, best)
                             lse[into + row] = best
-                            if kept != 1:
+                            if factor != 1:
                                 for i in range(value_width):
-                                    mixed[row, i] *= kept
+                                    mixed[row, i] *= factor
                         if int8 and code == 2:
                             for i in range(count):
                                 one = _number(value + i * value_token + value_width, 0, "bfloat16") * part

@@ -30,7 +30,6 @@ from ragkv.util.kernels import (
     SIZES,
     address,
     argument,
-    at,
     claimed,
     emits,
     float_of,
@@ -38,6 +37,7 @@ from ragkv.util.kernels import (
     integers,
     load,
     narrowed,
+    pointer_to,
     reals,
 )
 
@@ -58,13 +58,13 @@ if "avx512f" not in kernels.features():
     raise ImportError("the processor has no AVX-512")
 
 
-def _sum(b: Any, kind: str, total: Any, one: Any, vector: Any) -> Any:
+def _sum(b: Any, kind: str, total: Any, factor: Any, vector: Any) -> Any:
     """The accumulator after multiplying an element of a query, or two of them in 32 bits, by a vector."""
     if kind == "float32":
-        return b.fadd(total, b.fmul(one, vector, flags=FAST), flags=FAST)
+        return b.fadd(total, b.fmul(factor, vector, flags=FAST), flags=FAST)
     wide = ir.VectorType(kernels.BFloat(), 32)
     dot = kernels.function(b, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, total.type, wide, wide)
-    return b.call(dot, [total, b.bitcast(one, wide), b.bitcast(vector, wide)])
+    return b.call(dot, [total, b.bitcast(factor, wide), b.bitcast(vector, wide)])
 
 
 @emits(types.void, *[types.int64] * 9, LITERAL, LITERAL)
@@ -98,7 +98,7 @@ def _multiply(
         nothing = ir.Constant(floats(16), [0.0] * 16)
         is_fresh = b.icmp_signed("!=", fresh, LONG(0))
         starts = [
-            b.select(is_fresh, nothing, load(b, at(b, place, _LINE * i), floats(16), 4))
+            b.select(is_fresh, nothing, load(b, pointer_to(b, place, _LINE * i), floats(16), 4))
             for place in outs
             for i in range(vectors)
         ]
@@ -108,7 +108,7 @@ def _multiply(
         i = b.phi(LONG)
         sums = [b.phi(floats(16)) for _ in starts]
         row_of = b.add(right, b.mul(i, right_step))
-        those = [load(b, at(b, row_of, _LINE * j), vector, 4) for j in range(vectors)]
+        those = [load(b, pointer_to(b, row_of, _LINE * j), vector, 4) for j in range(vectors)]
         more = []
         for row, place in enumerate(lefts):
             one = kernels.repeated(b, load(b, b.add(place, b.mul(i, LONG(4))), number, 4), 16)
@@ -120,7 +120,7 @@ def _multiply(
         b.cbranch(b.icmp_signed("<", following, steps), body, after)
         b.position_at_end(after)
         for index, total in enumerate(more):
-            kernels.store(b, total, at(b, outs[index // vectors], _LINE * (index % vectors)), 4)
+            kernels.store(b, total, pointer_to(b, outs[index // vectors], _LINE * (index % vectors)), 4)
         b.branch(end)
     b.position_at_end(end)
 
@@ -132,11 +132,11 @@ def _transpose(b: Any, out: Any, out_step: Any, source: Any, step: Any) -> None:
     rows = [load(b, b.add(source, b.mul(step, LONG(i))), words, 2) for i in range(16)]
     for s in (8, 4, 2, 1):  # swap the blocks of s x s that are not on the diagonal
         for i in (i for i in range(16) if not i & s):
-            one, other = rows[i], rows[i + s]
+            first, other = rows[i], rows[i + s]
             upper = [16 + lane - s if lane & s else lane for lane in range(16)]
             lower = [16 + lane if lane & s else lane + s for lane in range(16)]
             rows[i], rows[i + s] = (
-                b.shuffle_vector(one, other, ir.Constant(words, places)) for places in (upper, lower)
+                b.shuffle_vector(first, other, ir.Constant(words, places)) for places in (upper, lower)
             )
     for i, row in enumerate(rows):
         kernels.store(b, row, b.add(out, b.mul(out_step, LONG(i))), 4)
@@ -149,7 +149,7 @@ def _pair(b: Any, out: Any, one: Any, other: Any) -> None:
     for half in (0, 16):
         mixed = [half + i // 2 + 32 * (i % 2) for i in range(32)]
         pairs = b.shuffle_vector(*rows, ir.Constant(ir.VectorType(INT, 32), mixed))
-        kernels.store(b, pairs, at(b, out, 4 * half), 2)
+        kernels.store(b, pairs, pointer_to(b, out, 4 * half), 2)
 
 
 @emits(types.void, types.int64, types.int64, LITERAL)
@@ -244,14 +244,14 @@ def _weigh(
     accumulated values `(width,)`. All other arguments are addresses.
     """
     words, vector, bits = ir.VectorType(INT, 16), floats(16), ir.IntType(16)
-    scales, found, masks = kernels.repeated(b, scale, 16), [], []
+    scales, visible_scores, masks = kernels.repeated(b, scale, 16), [], []
     for start in range(0, BLOCK, 16):
         masks.append(b.bitcast(b.trunc(b.lshr(visible, LONG(start)), bits), ir.VectorType(ir.IntType(1), 16)))
-        score = load(b, at(b, scores, 4 * start), vector, 4)
-        found.append(b.select(masks[-1], score, ir.Constant(vector, [-3e38] * 16)))
-    largest = found[0]
-    for each in found[1:]:
-        largest = b.select(b.fcmp_ordered(">", largest, each), largest, each)
+        score = load(b, pointer_to(b, scores, 4 * start), vector, 4)
+        visible_scores.append(b.select(masks[-1], score, ir.Constant(vector, [-3e38] * 16)))
+    largest = visible_scores[0]
+    for item in visible_scores[1:]:
+        largest = b.select(b.fcmp_ordered(">", largest, item), largest, item)
     before, nothing = kernels.repeated(b, load(b, best, FLOAT, 4), 16), ir.Constant(vector, [0.0] * 16)
     largest = b.fmul(largest, scales)
     grows, outside = b.bitcast(b.fcmp_ordered(">", largest, before), bits), b.block
@@ -261,23 +261,23 @@ def _weigh(
             other = b.shuffle_vector(largest, largest, places)
             largest = b.select(b.fcmp_ordered(">", largest, other), largest, other)
         kernels.store(b, b.extract_element(largest, INT(0)), best, 4)
-        kept = _power(b, b.fsub(before, largest))
-        for place in (total, *(at(b, mixed, 4 * start) for start in range(0, width, 16))):
-            kernels.store(b, b.fmul(load(b, place, vector, 4), kept), place, 4)
+        factor = _power(b, b.fsub(before, largest))
+        for place in (total, *(pointer_to(b, mixed, 4 * start) for start in range(0, width, 16))):
+            kernels.store(b, b.fmul(load(b, place, vector, 4), factor), place, 4)
         inside = b.block
     top = b.phi(vector)
     top.add_incoming(before, outside)
     top.add_incoming(largest, inside)
     results = [
-        b.select(mask, _power(b, b.fsub(b.fmul(each, scales, flags=FAST), top, flags=FAST)), nothing)
-        for mask, each in zip(masks, found, strict=True)
+        b.select(mask, _power(b, b.fsub(b.fmul(item, scales, flags=FAST), top, flags=FAST)), nothing)
+        for mask, item in zip(masks, visible_scores, strict=True)
     ]
     added = load(b, total, vector, 4)
-    for each in results:
-        added = b.fadd(added, each)
+    for item in results:
+        added = b.fadd(added, item)
     kernels.store(b, added, total, 4)
-    for start, each in zip(range(0, BLOCK, 16), results, strict=True):
-        kernels.store(b, narrowed(b, each, kind), at(b, weights, SIZES[kind] * start), 2)
+    for start, item in zip(range(0, BLOCK, 16), results, strict=True):
+        kernels.store(b, narrowed(b, item, kind), pointer_to(b, weights, SIZES[kind] * start), 2)
 
 
 @kernels.once

@@ -172,13 +172,13 @@ class _Located:
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """What a step reads in place: the KV of `spans`, without the chunks `others` (by id()) for single tokens; `at` are
-    the spans' places in the step.
+    """What a step reads in place: the KV of `spans`, without the chunks `others` (by id()) for single tokens; `starts`
+    are the spans' places in the step.
     """
 
     spans: tuple[SequenceSlice, ...] = ()
     others: frozenset[int] = frozenset()
-    at: frozenset[int] = frozenset()
+    starts: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, spans: Sequence[SequenceSlice], dtype: torch.dtype, *, single: bool, many: bool) -> InPlace:
@@ -198,11 +198,11 @@ class InPlace:
             seen = [_Located.of(span.sequence).tokens for span in decoding]
             readers = Counter(itertools.chain.from_iterable(seen))
             others = {chunk for each in seen for chunk, tokens in each.items() if shared(readers[chunk], tokens)}
-        return cls(tuple(readable), frozenset(others), frozenset(span.at for span in readable))
+        return cls(tuple(readable), frozenset(others), frozenset(span.start for span in readable))
 
     def reads(self, span: SequenceSlice, kv: ChunkKV) -> bool:
         """Whether this chunk of the sequence is read in place."""
-        return span.at in self.at and (span.n > 1 or id(kv) not in self.others)
+        return span.start in self.starts and (span.n > 1 or id(kv) not in self.others)
 
 
 @dataclass(frozen=True, eq=False)
@@ -349,7 +349,7 @@ class AttentionInPlace:
         return _Table(
             np.ascontiguousarray(np.concatenate(rows, 1)),
             np.array([0, *itertools.accumulate(lengths)], np.int64),
-            np.array([span.at for span in spans], np.int64),
+            np.array([span.start for span in spans], np.int64),
             np.array([span.n for span in spans], np.int64),
             np.array(sharpness, np.float32),
             tuple(groups),

@@ -138,12 +138,12 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedRead:
-    """A read of some tokens of a chunk, `keys` of them from the token `at` of its block on. It names the tokens of the
-    pass that see them, their number, and each one's row in the pass's table of rotations.
+    """A read of some tokens of a chunk, `keys` of them from the token `first_key` of its block on. It names the
+    tokens of the pass that see them, their number, and each one's row in the pass's table of rotations.
     """
 
     block: PageBlock
-    at: int
+    first_key: int
     keys: int
     tokens: slice | Tensor
     count: int
@@ -175,7 +175,9 @@ class PagedReads:
         self._index, self._rows = _there(turn, device), _there(rows, device)
         places = zip(rounds, torch.split(self._index, self._counts), strict=True)
         self._tokens = [_run(turn) or index for turn, index in places]
-        keys = torch.tensor([[*(read.at for read in ordered), 0], [*(r.keys for r in ordered), 0]], dtype=torch.int32)
+        keys = torch.tensor(
+            [[*(read.first_key for read in ordered), 0], [*(r.keys for r in ordered), 0]], dtype=torch.int32
+        )
         starts_at, used = keys.to(device, non_blocking=True)
         self._ends, self._used = (varlen.bounds(counts, device), starts_at), used[:-1]
         self._chunks = len(ordered)

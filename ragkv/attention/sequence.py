@@ -217,16 +217,16 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSlice:
-    """The new tokens of one sequence in a step: `n` tokens, beginning with the step's token `at`."""
+    """The new tokens of one sequence in a step: `n` tokens, beginning with the step's token `start`."""
 
     sequence: TokenSequence
-    at: int
+    start: int
     n: int
 
     @property
     def tokens(self) -> slice:
         """Their place in the step."""
-        return slice(self.at, self.at + self.n)
+        return slice(self.start, self.start + self.n)
 
     @property
     def last(self) -> int:
@@ -236,9 +236,9 @@ class SequenceSlice:
 
 def tokens_of(slices: Sequence[SequenceSlice], device: torch.device) -> slice | Tensor:
     """The places of these slices' tokens in the step: a slice if they are adjacent, else indices."""
-    if all(before.at + before.n == after.at for before, after in itertools.pairwise(slices)):
-        return slice(slices[0].at, slices[-1].at + slices[-1].n)
-    return torch.cat([torch.arange(p.at, p.at + p.n) for p in slices]).to(device, non_blocking=True)
+    if all(before.start + before.n == after.start for before, after in itertools.pairwise(slices)):
+        return slice(slices[0].start, slices[-1].start + slices[-1].n)
+    return torch.cat([torch.arange(p.start, p.start + p.n) for p in slices]).to(device, non_blocking=True)
 
 
 MOST_TOKENS = 1024
@@ -360,20 +360,20 @@ class KVArena:
 class RecomputedSequence(TokenSequence):
     """Recomputes some tokens of a context whose KV is stored; each sees what precedes it in the context.
 
-    `context` holds the KV of positions 0 to its length - 1. The tokens at `at`, ascending, are run; their keys and
+    `context` holds the KV of positions 0 to its length - 1. The tokens at `indices`, ascending, are run; their keys and
     values replace those in `context`, so that later tokens see them. They may take several passes. Only keys and values
     are wanted.
     """
 
     context: KVCache = field(kw_only=True)
-    at: Sequence[int] = field(kw_only=True)
+    indices: Sequence[int] = field(kw_only=True)
     _index: tuple[tuple[int, int, torch.device], Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.cache, self.silent = KVCache(reserve=0), True  # the cache only counts the tokens that were run
 
     def places(self, n: int) -> Sequence[int]:
-        return self.at[self.cache.length : self.cache.length + n]
+        return self.indices[self.cache.length : self.cache.length + n]
 
     def index(self, n: int, device: torch.device) -> Tensor:
         """`places(n)` as a tensor on the device."""
@@ -384,8 +384,8 @@ class RecomputedSequence(TokenSequence):
 
     def append(self, call: LayerCall, tokens: slice) -> tuple[Tensor, Tensor]:
         keys, values = self._stored(call.layer)
-        at = self.index(tokens.stop - tokens.start, keys.device)
-        keys[:, :, at], values[:, :, at] = call.key[:, :, tokens], call.value[:, :, tokens]
+        index = self.index(tokens.stop - tokens.start, keys.device)
+        keys[:, :, index], values[:, :, index] = call.key[:, :, tokens], call.value[:, :, tokens]
         return keys, values
 
     def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -416,13 +416,13 @@ class DeviationProbe(RecomputedSequence):
             return
         keys, values = self._stored(call.layer)
         new, old = (call.value, values) if values.shape[-1] else (call.key, keys)  # latents are their own values
-        at = self.index(tokens.stop - tokens.start, old.device)
-        apart = new[0, :, tokens].float() - old[0, :, at].float()
+        index = self.index(tokens.stop - tokens.start, old.device)
+        apart = new[0, :, tokens].float() - old[0, :, index].float()
         self._found[self.cache.length] = apart.square().sum((0, 2))
 
     @property
     def scores(self) -> Tensor:
-        """The sum of squared differences over heads and dimensions, `(tokens,)`, for the tokens `at`."""
+        """The sum of squared differences over heads and dimensions, `(tokens,)`, for the tokens at `indices`."""
         return torch.cat([self._found[start] for start in sorted(self._found)])
 
 

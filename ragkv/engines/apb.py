@@ -46,12 +46,12 @@ class APBConfig:
 
     def lengths(self, tokens: int) -> BlockLengths | None:
         """The lengths for a document of `tokens` tokens; None where plain attention is the better choice."""
-        found = lengths_for(tokens)
+        lengths = lengths_for(tokens)
         if isinstance(self.block, int):
             anchor = self.anchor if isinstance(self.anchor, int) else self.block // 4
             passing = self.passing if isinstance(self.passing, int) else self.block // 8
-            found = BlockLengths(block=self.block, anchor=anchor, passing=passing)
-        return star(found.block) if found is not None and self.preset == "star" else found
+            lengths = BlockLengths(block=self.block, anchor=anchor, passing=passing)
+        return star(lengths.block) if lengths is not None and self.preset == "star" else lengths
 
 
 class APB(Engine):
@@ -73,11 +73,11 @@ class APB(Engine):
 
     def _placed(self, request: Request) -> list[PlacedChunk]:
         start = end = first = request.prefix_tokens
-        found: list[PlacedChunk] = []
+        chunks: list[PlacedChunk] = []
         for index in request.filled:
             kv = request.chunks[index].stored()
             if kv.encoded_at == first:  # every document begins there
                 start = end
-            found.append(PlacedChunk(kv=kv, start=start + kv.encoded_at - first))
-            end = found[-1].end
-        return found
+            chunks.append(PlacedChunk(kv=kv, start=start + kv.encoded_at - first))
+            end = chunks[-1].end
+        return chunks

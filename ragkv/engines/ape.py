@@ -44,8 +44,8 @@ class APE(Engine):
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         config: APEConfig = self.config
-        at = request.prefix_tokens
-        chunks = tuple(PlacedChunk(kv=request.chunks[i].stored(), start=at) for i in request.filled)
+        start = request.prefix_tokens
+        chunks = tuple(PlacedChunk(kv=request.chunks[i].stored(), start=start) for i in request.filled)
         groups = (
             ChunkGroup(segments=request.before),
             ChunkGroup(
@@ -57,5 +57,5 @@ class APE(Engine):
         )
         longest = max((chunk.kv.tokens for chunk in chunks), default=0)
         return answer_from(
-            TokenSequence(tuple(group for group in groups if group.segments), at + longest), request.suffix_ids
+            TokenSequence(tuple(group for group in groups if group.segments), start + longest), request.suffix_ids
         )

@@ -171,7 +171,7 @@ class Blend(Engine):
     def _blended(self, context: _Context, ids: Sequence[int]) -> Program:
         cache: KVCache = yield Join(context.blocks, len(ids))
         chosen = yield from self._chosen(context, cache, ids)
-        fresh = RecomputedSequence((), chosen[0], context=cache, at=chosen)
+        fresh = RecomputedSequence((), chosen[0], context=cache, indices=chosen)
         yield Forward((fresh,), ([context.ids[place] for place in chosen],))
         yield from answer_from(TokenSequence((), context.end, cache), ids)
 
@@ -196,7 +196,7 @@ class Blend(Engine):
             cache.length = context.end  # drop the question, which reads the context again after the change
         else:
             layer = min(PROBED, context.layers - 1)
-            probe = DeviationProbe((), context.first, context=cache, at=everything, layer=layer)
+            probe = DeviationProbe((), context.first, context=cache, indices=everything, layer=layer)
             yield Forward((probe,), (context.ids[context.first :],))
         scores: Tensor = probe.scores
         found: list[int] = yield Argmax(scores[None], k)

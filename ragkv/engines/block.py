@@ -81,13 +81,13 @@ class BlockAttention(Engine):
 
     def warning(self, model: ModelFacts) -> str | None:
         preset = self.config.preset
-        kept = model.checkpoint.recommended.get("positions") == "kept"
-        if kept and preset != "no-positions":
+        keeps_positions = model.checkpoint.recommended.get("positions") == "kept"
+        if keeps_positions and preset != "no-positions":
             return (
                 f"Model {model.checkpoint.name!r} was tuned without position re-encoding; "
                 'read it as it was tuned, with preset = "no-positions" under [tuning.block] in ragkv.toml.'
             )
-        if preset == "no-positions" and not kept:
+        if preset == "no-positions" and not keeps_positions:
             return (
                 "Engine block runs without position re-encoding, which the paper keeps for comparison only "
                 "(68.4 to 63.9 %)."

@@ -50,13 +50,13 @@ class Evidence:
             self._merge(best, winners + first)
             self.scores = self._best
             return
-        for at, (row, weight) in enumerate(zip(logits, prior, strict=True), start=first):
+        for expert, (row, weight) in enumerate(zip(logits, prior, strict=True), start=first):
             row.sub_(row.logsumexp(0))
             product = row * weight.exp()
             share = row.add_(weight)
-            self._merge(share, torch.full_like(share, at, dtype=torch.long))
+            self._merge(share, torch.full_like(share, expert, dtype=torch.long))
             joint = product if self._rule == "poe" else share
-            if at == 0:
+            if expert == 0:
                 self.scores = joint
             else:
                 self.scores = self.scores + joint if self._rule == "poe" else torch.logaddexp(self.scores, joint)
@@ -134,13 +134,14 @@ class PCED(Engine):
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         config: PCEDConfig = self.config
-        chunks, at, ids = request.chunks, request.prefix_tokens, request.suffix_ids
+        chunks, start, ids = request.chunks, request.prefix_tokens, request.suffix_ids
         order = tuple(sorted(request.filled, key=lambda i: (-chunks[i].score, -i)))
         kvs = [chunks[i].stored() for i in order]
-        amateur = TokenSequence.over(request.before, position=at)
+        amateur = TokenSequence.over(request.before, position=start)
         # each stream's question continues from its own length
         experts = [
-            TokenSequence.over((*request.before, PlacedChunk(kv=kv, start=at)), position=at + kv.tokens) for kv in kvs
+            TokenSequence.over((*request.before, PlacedChunk(kv=kv, start=start)), position=start + kv.tokens)
+            for kv in kvs
         ]
         size = config.group_experts or max(len(experts), 1)
         groups = [experts[i : i + size] for i in range(0, max(len(experts), 1), size)]

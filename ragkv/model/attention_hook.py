@@ -131,13 +131,13 @@ def require_rule(seen: Visible) -> None:
     query, key = query[key >= 0], key[key >= 0]
     zero = torch.zeros_like(query)
     try:
-        found = seen.rule(zero, zero, query, key)
+        visible = seen.rule(zero, zero, query, key)
     except IndexError as error:  # it indexes something by the tokens of this very input
         raise UnsupportedModelError("its attention mask depends on more than positions") from error
     expected = key <= query
     if seen.window is not None:
         expected &= key > query - seen.window
-    if not torch.equal(torch.as_tensor(found).expand_as(expected).cpu(), expected):
+    if not torch.equal(torch.as_tensor(visible).expand_as(expected).cpu(), expected):
         kind = "causal" if seen.window is None else f"a causal window of {seen.window} tokens"
         raise UnsupportedModelError(f"its attention mask is not {kind}")
 
@@ -459,7 +459,7 @@ def adapt_inner(model: Any) -> bool:
 
     GPT-J, CodeGen and GPT-NeoX Japanese have such a method, which only attends.
     """
-    found = False
+    adapted = False
     for module in model.modules():
         method = getattr(type(module), "_attn", None)
         if not hasattr(module, "layer_idx") or method is None:
@@ -468,8 +468,8 @@ def adapt_inner(model: Any) -> bool:
             continue
         module._ragkv = (model.config, _scale(module))
         module._attn = MethodType(_attend, module)
-        found = True
-    return found
+        adapted = True
+    return adapted
 
 
 def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, Any]:

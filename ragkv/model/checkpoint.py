@@ -366,12 +366,12 @@ def _recommended(folder: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not readable JSON ({error}).") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise ModelLoadError(f"{path} must hold one JSON object.")
-    return found
+    return settings
 
 
 _AUTO = "auto"
@@ -480,11 +480,11 @@ def _device(name: str) -> torch.device:
     import torch
 
     try:
-        found = torch.device(name.strip())
-        torch.empty(0, device=found)
+        device = torch.device(name.strip())
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         if reason.startswith("Expected one of"):  # it lists all twenty device types of torch
             reason = "give cpu, cuda, cuda:1, … or auto"
         raise ModelLoadError(f"Device {name!r} is not available: {reason}") from error
-    return found
+    return device

@@ -117,13 +117,13 @@ def bound_time_steps(model: nn.Module) -> bool:
     Some families (Nemotron-H, Zamba 2) apply the bounds in a pass over several tokens but not to a single token, and in
     a trained model few tokens reach them. Returns whether there are bounds.
     """
-    found = False
+    bounded = False
     for module in model.modules():
         least, most = getattr(module, "time_step_limit", None) or (0.0, math.inf)
         if least > 0 or most < math.inf:
             module.time_step_limit = _TIME_STEPS[0] if least > 0 else _TIME_STEPS[1]  # type: ignore[assignment]
-            found = True
-    return found
+            bounded = True
+    return bounded
 
 
 def spans(model: nn.Module) -> list[int]:
@@ -140,13 +140,13 @@ def _spans(model: nn.Module) -> Iterator[tuple[object, str, int]]:
 
 def _holders(model: nn.Module) -> Iterator[object]:
     """The modules, and every configuration that is reachable from them, each once."""
-    found: set[int] = set()
+    holders: set[int] = set()
     waiting: list[Any] = list(model.modules())
     while waiting:
         holder = waiting.pop()
-        if id(holder) in found:
+        if id(holder) in holders:
             continue
-        found.add(id(holder))
+        holders.add(id(holder))
         yield holder
         waiting += [value for value in vars(holder).values() if hasattr(value, "get_text_config")]
 
@@ -306,12 +306,12 @@ class LanguageModel:
     ) -> tuple[Tensor, Step]:
         """`step` of sequences that all run `until` the same layer, and the `Step` to commit."""
         wanted = until is None and (
-            every or any(sequence.kept(len(each)) for sequence, each in zip(sequences, ids, strict=True))
+            every or any(sequence.kept(len(new)) for sequence, new in zip(sequences, ids, strict=True))
         )
         last = None if wanted else self.last_own if until is None else until
-        counts = [len(each) for each in ids]
+        counts = [len(new) for new in ids]
         step = Step(sequences, counts, self.rotary, self.device, last=last, shared=self.shared)
-        flat = [i for each in ids for i in each]
+        flat = [i for new in ids for i in new]
         kept = range(len(flat)) if every else step.kept
         tokens, positions, keep = self._uploaded(flat, step.positions, kept)
         if run is not None and last is None and seen is None:
@@ -347,7 +347,7 @@ class LanguageModel:
     def logits(
         self,
         by: AttentionBackend,
-        given: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
         positions: Tensor,
         keep: Tensor,
         seen: list[LayerMask] | None = None,
@@ -359,7 +359,7 @@ class LanguageModel:
         with suppress(KVComplete), attention_backend(by, seen=seen):
             logits = (
                 self._model(
-                    **given,
+                    **inputs,
                     position_ids=positions[None],
                     past_key_values=cache,
                     use_cache=False,
@@ -423,14 +423,14 @@ class LanguageModel:
     def whole(self, ids: Tensor, positions: Tensor, by: AttentionBackend) -> Tensor:
         """fp32 logits `(rows, n, vocab)` of whole sequences `(rows, n)` attended `by` a reference, without a cache."""
         with attention_backend(by):
-            found: Tensor = self._model(
+            logits: Tensor = self._model(
                 input_ids=ids,
                 position_ids=positions,
                 past_key_values=_PackedCache(),
                 use_cache=False,
                 logits_to_keep=torch.arange(ids.shape[1]).to(ids.device),  # given a number, Gemma 4 slices its masks
             ).logits.float()
-        return found
+        return logits
 
     def with_attention(self, name: str) -> Any:
         """transformers' model over the same weights, attending by the registered function `name`."""

@@ -36,7 +36,6 @@ from ragkv.util.kernels import (
     BFloat,
     address,
     argument,
-    at,
     claimed,
     emits,
     float_of,
@@ -44,6 +43,7 @@ from ragkv.util.kernels import (
     load,
     narrowed,
     octets,
+    pointer_to,
     reals,
     widened,
 )
@@ -104,7 +104,7 @@ class _Code:
 
     def __init__(self, b: Any, tile: _Tile, data: Any, output: Any, row: Any, count: int) -> None:
         self._b, self._tile, self._output, self._row, self._count = b, tile, output, row, count
-        self._given = {place: load(b, at(b, data, 8 * place), LONG, 8) for place in range(OUT, STEPS + 1)}
+        self._given = {place: load(b, pointer_to(b, data, 8 * place), LONG, 8) for place in range(OUT, STEPS + 1)}
         self._whole = tile.row == "uint8"
 
     def write(self, totals: Any, first: Any, last: Any, few: Any) -> None:
@@ -167,15 +167,18 @@ class _Code:
             dot = kernels.function(b, f"llvm.x86.{name}.512", tile.sums, tile.sums, kind, kind)
             these, those = ([load(b, place, kind) for place in places] for places in (weights, rows))
             return [
-                [b.call(dot, [total, row, each]) for total, each in zip(some, these, strict=True)]
+                [b.call(dot, [total, row, weight]) for total, weight in zip(some, these, strict=True)]
                 for some, row in zip(sums, those, strict=True)
             ]
         width = tile.sums.count
         for i in range(0, tile.step, width):
-            these = [widened(b, at(b, place, i * SIZES[tile.weight]), tile.weight, width) for place in weights]
-            those = [widened(b, at(b, place, i * SIZES[tile.row]), tile.row, width) for place in rows]
+            these = [widened(b, pointer_to(b, place, i * SIZES[tile.weight]), tile.weight, width) for place in weights]
+            those = [widened(b, pointer_to(b, place, i * SIZES[tile.row]), tile.row, width) for place in rows]
             sums = [
-                [self._plus(total, b.fmul(each, row, flags=_FUSED)) for total, each in zip(some, these, strict=True)]
+                [
+                    self._plus(total, b.fmul(weight, row, flags=_FUSED))
+                    for total, weight in zip(some, these, strict=True)
+                ]
                 for some, row in zip(sums, those, strict=True)
             ]
         return sums
@@ -185,14 +188,14 @@ class _Code:
 
     def _add(self, sums: list[Any], totals: Any, first: Any, last: Any) -> None:
         """Accumulate in the totals, unless this is the first part, and write the results if it is the last."""
-        b, places = self._b, [at(self._b, totals, 4 * self._tile.outs * index) for index in range(len(sums))]
+        b, places = self._b, [pointer_to(self._b, totals, 4 * self._tile.outs * index) for index in range(len(sums))]
         before, later, both = b.block, b.append_basic_block(), b.append_basic_block()
         b.cbranch(b.icmp_signed("==", first, LONG(0)), both, later)
         b.position_at_end(later)
-        more = [self._plus(load(b, place, each.type, 4), each) for place, each in zip(places, sums, strict=True)]
+        more = [self._plus(load(b, place, total.type, 4), total) for place, total in zip(places, sums, strict=True)]
         b.branch(both)
         b.position_at_end(both)
-        result = [b.phi(each.type) for each in sums]
+        result = [b.phi(total.type) for total in sums]
         for phi, one, other in zip(result, sums, more, strict=True):
             phi.add_incoming(one, before)
             phi.add_incoming(other, later)
@@ -200,8 +203,8 @@ class _Code:
             with then:
                 self._finish(result)
             with otherwise:
-                for place, each in zip(places, result, strict=True):
-                    kernels.store(b, each, place, 4)
+                for place, total in zip(places, result, strict=True):
+                    kernels.store(b, total, place, 4)
 
     def _finish(self, sums: list[Any]) -> None:
         """Write the results."""
@@ -368,8 +371,8 @@ def _normalise(b: Any, states: Any, weight: Any, out: Any, width: Any, epsilon: 
     squares = b.call(reduce, [ir.Constant(FLOAT, 0.0), b.load(total)], fastmath=FAST)
     root = kernels.function(b, "llvm.sqrt.f32", FLOAT, FLOAT)
     mean = b.fdiv(squares, b.sitofp(width, FLOAT))
-    one = ir.Constant(FLOAT, 1.0)
-    scale = kernels.repeated(b, b.fdiv(one, b.call(root, [b.fadd(mean, epsilon)])), PIECE)
+    unit = ir.Constant(FLOAT, 1.0)
+    scale = kernels.repeated(b, b.fdiv(unit, b.call(root, [b.fadd(mean, epsilon)])), PIECE)
     with cgutils.for_range_slice(b, LONG(0), width, LONG(PIECE), LONG) as (i, _):
         along = b.mul(i, size)
         numbers = b.fmul(widened(b, b.add(states, along), kind, PIECE), scale)
@@ -377,7 +380,7 @@ def _normalise(b: Any, states: Any, weight: Any, out: Any, width: Any, epsilon: 
             numbers = b.fpext(narrowed(b, numbers, kind), vector)
         factors = widened(b, b.add(weight, along), kind, PIECE)
         if form == "one more":
-            factors = b.fadd(factors, kernels.repeated(b, one, PIECE))
+            factors = b.fadd(factors, kernels.repeated(b, unit, PIECE))
         kernels.store(b, narrowed(b, b.fmul(numbers, factors), kind), b.add(out, along))
 
 

@@ -355,14 +355,14 @@ def int8_weights(model: LanguageModel) -> None:
             f"Model {name!r} cannot have int8 weights here: they need an x86 processor; use --dtype auto."
         )
     _optimize_norms(model)
-    made: dict[Any, Int8Linear] = {}
+    rounded: dict[Any, Int8Linear] = {}
     for parent, key, layer in _large_layers(model.module):
-        made[layer] = made.get(layer) or Int8Linear(layer)
-        setattr(parent, key, made[layer])
-    _gather([layer.weight for layer in made.values()])
+        rounded[layer] = rounded.get(layer) or Int8Linear(layer)
+        setattr(parent, key, rounded[layer])
+    _gather([layer.weight for layer in rounded.values()])
     model.int8 = True
     try:
-        if not made:
+        if not rounded:
             raise AttributeError("it has no linear layers of their size")
         _try_once(model)
     except (AttributeError, RuntimeError, TypeError) as error:

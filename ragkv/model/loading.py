@@ -154,7 +154,7 @@ def module_map(model: Any, devices: Sequence[torch.device], shares: Sequence[flo
     """
     layers = model.get_decoder().layers
     [stack] = (name for name, module in model.named_modules() if module is layers)
-    found = {f"{stack}.{index}": device for index, device in enumerate(_runs(len(layers), devices, shares))}
+    devices_of = {f"{stack}.{index}": device for index, device in enumerate(_runs(len(layers), devices, shares))}
     head = model.get_output_embeddings()
     tied = head is None or head.weight is model.get_input_embeddings().weight or _ties(model)
     everything = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -162,11 +162,11 @@ def module_map(model: Any, devices: Sequence[torch.device], shares: Sequence[flo
         if not name.startswith(f"{stack}."):
             module = name.rpartition(".")[0]
             if stack.startswith(f"{module}."):  # it contains the layers too, so name this one tensor
-                found[name] = devices[0]
+                devices_of[name] = devices[0]
                 continue
             last = not tied and model.get_submodule(module) is head
-            found[module] = devices[-1] if last else devices[0]
-    return found
+            devices_of[module] = devices[-1] if last else devices[0]
+    return devices_of
 
 
 def _ties(model: Any) -> bool:
@@ -175,12 +175,12 @@ def _ties(model: Any) -> bool:
 
 def _runs(layers: int, devices: Sequence[torch.device], shares: Sequence[float]) -> list[torch.device]:
     """Each layer's device: consecutive runs of layers whose lengths approximate the shares."""
-    found: list[torch.device] = []
+    runs: list[torch.device] = []
     total = 0.0
     for device, share in zip(devices, shares, strict=True):
         total += share
-        found += [device] * (round(total * layers) - len(found))
-    return found + [devices[-1]] * (layers - len(found))
+        runs += [device] * (round(total * layers) - len(runs))
+    return runs + [devices[-1]] * (layers - len(runs))
 
 
 _ATTENTION = "eager"  # all families support it; ragkv's own is set afterwards
@@ -264,7 +264,7 @@ def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ..
                 _require_sizes(name, shapes, config)
             packed = checkpoint.quantised(devices[0])
             try:
-                model, found = _maker(config).from_pretrained(
+                model, info = _maker(config).from_pretrained(
                     place,
                     config=config,
                     dtype=checkpoint.picked(dtype, devices[0]),
@@ -278,7 +278,7 @@ def _open(checkpoint: Checkpoint, *, dtype: str, devices: tuple[torch.device, ..
                 if packed is None:
                     raise
                 raise MissingExtraError(f"Model {name!r} is quantised ({packed.method}): {_reason(error)}.") from error
-        _require_weights(name, found)
+        _require_weights(name, info)
         return model if packed is not None or len(devices) > 1 else model.to(devices[0]), tokenizer
 
 
@@ -408,17 +408,17 @@ def _reason(error: Exception) -> str:
     return message if message and plain else f"{type(error).__name__} {message}".strip()
 
 
-def _require_weights(name: str, found: dict[str, Any]) -> None:
+def _require_weights(name: str, info: dict[str, Any]) -> None:
     """Refuse a model if a weight is missing from its files or has another shape there: it would be random."""
-    absent = sorted(map(str, found.get("missing_keys") or ()))
+    absent = sorted(map(str, info.get("missing_keys") or ()))
     if absent:
         raise ModelLoadError(f"Model {name!r} lacks weights ({_some(absent)}); download it again.")
-    wrong = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in found.get("mismatched_keys") or ())
+    wrong = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info.get("mismatched_keys") or ())
     if wrong:
         raise ModelLoadError(
             f"Model {name!r} has weights of another shape than in config.json ({_some(wrong)}); download it again."
         )
-    if errors := found.get("error_msgs") or found.get("conversion_errors"):
+    if errors := info.get("error_msgs") or info.get("conversion_errors"):
         raise ModelLoadError(f"Model {name!r} has weights that cannot be read ({_some(list(map(str, errors)))}).")
 
 
@@ -479,7 +479,7 @@ def _gguf(path: Path) -> Iterator[Any]:
     import gguf
     from transformers import modeling_gguf_pytorch_utils as unpacking
 
-    made, bar = gguf.GGUFReader, unpacking.tqdm
+    reader_class, bar = gguf.GGUFReader, unpacking.tqdm
 
     class Bounded(gguf.GGUFReader):  # type: ignore[misc]
         """Ends where the file ends. gguf's own reads on, for as many empty elements as an array claims to have."""
@@ -494,13 +494,13 @@ def _gguf(path: Path) -> Iterator[Any]:
         raise ValueError("its tensors overlap")  # each is unpacked, so a small file would fill the memory
 
     def shared(name: Any, *mode: Any) -> Any:
-        return reader if not mode and Path(name).resolve() == path.resolve() else made(name, *mode)
+        return reader if not mode and Path(name).resolve() == path.resolve() else reader_class(name, *mode)
 
     gguf.GGUFReader, unpacking.tqdm = shared, partial(bar, disable=None)
     try:
         yield reader
     finally:
-        gguf.GGUFReader, unpacking.tqdm = made, bar
+        gguf.GGUFReader, unpacking.tqdm = reader_class, bar
 
 
 _DIGITS = frozenset({"codeshell", "command-r", "exaone", "refact", "smollm", "starcoder"})
@@ -595,12 +595,12 @@ def _warn(name: str, reason: str) -> None:
 
 def _checksums(folder: Path) -> dict[str, str]:
     """The xxh3 checksum of every file except the list of checksums."""
-    found = {}
+    checksums = {}
     for path in sorted(folder.iterdir()):
         if path.name != _MANIFEST:
             with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    return found
+                checksums[path.name] = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    return checksums
 
 
 def _require_space(folder: Path, nbytes: int) -> None:

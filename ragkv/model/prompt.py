@@ -103,12 +103,12 @@ class ControlTokens:
     def _unwritable(self, names: dict[int, str]) -> set[int]:
         """Control tokens whose names cannot be written as text; the padding token is harmless, as no prompt has it."""
         harmless = {getattr(self._tokenizer, "pad_token_id", None)} - self._stops
-        found = set()
+        controls = set()
         for text in (_RARE, *(f"{name} {name}a{name}{name}" for name in names.values())):
-            found |= names.keys() & self._encode(text)
-            if found - harmless:
-                raise _refusal(names[min(found - harmless)])
-        return found
+            controls |= names.keys() & self._encode(text)
+            if controls - harmless:
+                raise _refusal(names[min(controls - harmless)])
+        return controls
 
 
 def readable(text: str) -> str:
@@ -259,13 +259,13 @@ def _any_of(strings: Iterable[str], *, ahead: bool = False, depth: int = 0) -> s
         if not string:
             return ""  # the shortest decides
         by_first.setdefault(string[0], []).append(string)
-    found = []
+    patterns = []
     for group in by_first.values():
         head = group[0][0] if ahead else _shared(group[0], group[-1])  # sorted: also shared by all between them
         rest = [string[len(head) :] for string in group]
         tail = _any_of(rest, depth=depth + 1) if depth < _DEEPEST else "|".join(map(re.escape, rest))
-        found.append(re.escape(head) + (f"(?={tail})" if ahead else f"(?:{tail})" if tail else ""))
-    return "|".join(found)
+        patterns.append(re.escape(head) + (f"(?={tail})" if ahead else f"(?:{tail})" if tail else ""))
+    return "|".join(patterns)
 
 
 def _shared(one: str, other: str) -> str:
@@ -350,12 +350,12 @@ class Tokens:
     def thought(self) -> tuple[str, str] | None:
         """The marks around the model's thinking, from its chat template; None if it has none."""
         template = getattr(self._tokenizer, "chat_template", None)
-        found = _THOUGHT.search(template) if isinstance(template, str) else None
-        if found is None:
+        match = _THOUGHT.search(template) if isinstance(template, str) else None
+        if match is None:
             return None
-        if "_THINKING" in found[0]:
+        if "_THINKING" in match[0]:
             return "<|START_THINKING|>", "<|END_THINKING|>"
-        begin = found[0].replace("/", "", 1)
+        begin = match[0].replace("/", "", 1)
         return begin, f"{begin[0]}/{begin[1:]}"
 
     @cached_property

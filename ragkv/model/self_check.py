@@ -124,17 +124,19 @@ class DenseReference:
         self.asks: list[int] = []
         for index, case in enumerate(cases):
             parts = [(prefix, 0), *((chunks[c], start) for c, start in case.starts.items()), (question, case.ask)]
-            at = 0
+            start_index = 0
             for tokens, start in parts:
-                end = at + len(tokens)
-                ids[index, at:end] = torch.tensor(tokens)
-                positions[index, at:end] = torch.arange(start, start + len(tokens))
-                visible[index, at:end, at:end] = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
-                sees = at if tokens is question else 0 if case.alone else min(at, PREFIX)
-                visible[index, at:end, :sees] = True
-                at = end
-            self.asks.append(at - QUESTION)
-            weighed[index, at - QUESTION : at, PREFIX : at - QUESTION] = True
+                end = start_index + len(tokens)
+                ids[index, start_index:end] = torch.tensor(tokens)
+                positions[index, start_index:end] = torch.arange(start, start + len(tokens))
+                visible[index, start_index:end, start_index:end] = torch.ones(
+                    len(tokens), len(tokens), dtype=torch.bool
+                ).tril()
+                sees = start_index if tokens is question else 0 if case.alone else min(start_index, PREFIX)
+                visible[index, start_index:end, :sees] = True
+                start_index = end
+            self.asks.append(start_index - QUESTION)
+            weighed[index, start_index - QUESTION : start_index, PREFIX : start_index - QUESTION] = True
         self.ids, self.positions = ids.to(device), positions.to(device)
         self._masks = visible[:, None].to(device), weighed[:, None].to(device)
         # 1/T, power and factor: the group's sum Z of exp(s/T) enters the sequence's softmax as factor·Z^power
@@ -236,33 +238,33 @@ def _compare(model: LanguageModel) -> None:
 
 def _by_layer(model: LanguageModel, seen: list[LayerMask]) -> list[Visible]:
     """What each layer sees, in order; a layer must attend exactly once, or ragkv cannot keep its KV."""
-    times = Counter(one.layer for one in seen)
+    times = Counter(mask.layer for mask in seen)
     for layer in range(max([model.layers, *(at + 1 for at in times)])):
         if not times[layer]:
             raise UnsupportedModelError(f"layer {layer} does not call transformers' attention interface")
         if times[layer] > 1:
             raise UnsupportedModelError(f"layer {layer} computes attention {times[layer]} times per forward pass")
-    found = {one.layer: one.visible for one in seen}
-    for one in {id(v): v for v in found.values()}.values():
-        require_rule(one)
-    return [found[layer] for layer in range(model.layers)]
+    visible = {mask.layer: mask.visible for mask in seen}
+    for mask in {id(v): v for v in visible.values()}.values():
+        require_rule(mask)
+    return [visible[layer] for layer in range(model.layers)]
 
 
 def _windows(layers: Iterable[Visible]) -> list[int]:
     return sorted({layer.window for layer in layers if layer.window is not None})
 
 
-def _shared(made: ChunkKV) -> dict[int, int]:
+def _shared(kv: ChunkKV) -> dict[int, int]:
     """The layers whose keys and values are identical to an earlier layer's on the same device, and that layer."""
-    found: dict[int, int] = {}
-    pairs = list(zip(made.keys, made.values, strict=True))
+    shared: dict[int, int] = {}
+    pairs = list(zip(kv.keys, kv.values, strict=True))
     for layer, pair in enumerate(pairs):
         for before in range(layer):
             same = all(a.device == b.device and torch.equal(a, b) for a, b in zip(pair, pairs[before], strict=True))
-            if before not in found and same:
-                found[layer] = before
+            if before not in shared and same:
+                shared[layer] = before
                 break
-    return found
+    return shared
 
 
 def _choose_rotation(model: LanguageModel, still: ChunkKV, moved: ChunkKV) -> None:
@@ -424,7 +426,7 @@ def _in_three_steps(model: LanguageModel, sequences: list[TokenSequence], questi
     arena = KVArena()
     for sequence in sequences:
         sequence.cache = arena.place(len(question), 0, len(sequences))
-    found: list[list[Tensor]] = [[] for _ in sequences]
+    rows: list[list[Tensor]] = [[] for _ in sequences]
     left = [list(question) for _ in sequences]
     for at in range(3):
         takes = [len(question) - 1 - index % 2 if not at else 1 for index in range(len(sequences))]
@@ -432,9 +434,9 @@ def _in_three_steps(model: LanguageModel, sequences: list[TokenSequence], questi
         ids = [left[index][: takes[index]] for index in reading]
         logits = model.step([sequences[index] for index in reading], ids, every=True)
         for index, each in zip(reading, torch.split(logits, [len(part) for part in ids]), strict=True):
-            found[index].append(each)
+            rows[index].append(each)
             left[index] = left[index][takes[index] :]
-    return torch.stack([torch.cat(parts) for parts in found])
+    return torch.stack([torch.cat(parts) for parts in rows])
 
 
 def _require(off: float, limit: float, what: str) -> None:
@@ -442,14 +444,14 @@ def _require(off: float, limit: float, what: str) -> None:
         raise UnsupportedModelError(f"{what} by {off:.1e} (at most {limit:.0e} is accepted)")
 
 
-def _distance(model: LanguageModel, found: Tensor, expected: Tensor) -> float:
+def _distance(model: LanguageModel, logits: Tensor, expected: Tensor) -> float:
     """‖a − b‖ / ‖b‖ of logits `(tokens, vocab)`; in the half types, for a model with experts, that of the median token.
 
     A router's near tie then sends single tokens to other experts in any two correct computations, and these tokens
     differ a lot; a wrong layout or mask is wrong in most tokens.
     """
-    each = model.dtype not in (torch.float32, torch.float64) and _routed(model.config)
-    return float(_apart(found, expected, -1 if each else None).median())
+    routed = model.dtype not in (torch.float32, torch.float64) and _routed(model.config)
+    return float(_apart(logits, expected, -1 if routed else None).median())
 
 
 def _apart(found: Tensor, expected: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
@@ -465,13 +467,13 @@ def _routed(config: object) -> bool:
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
-def _typical(found: Tensor, expected: Tensor, moving: Tensor) -> float:
+def _typical(states: Tensor, expected: Tensor, moving: Tensor) -> float:
     """The median token's ‖a − b‖ / ‖b‖ of keys `(kv_heads, tokens, head_dim)`, or of their `moving` numbers if worse.
 
     In the half types a router's near tie may send single tokens to other experts; a wrong rotation moves every token.
     """
     parts = (slice(None), moving)
-    return max(float(_apart(found[..., part], expected[..., part], (0, 2)).median()) for part in parts)
+    return max(float(_apart(states[..., part], expected[..., part], (0, 2)).median()) for part in parts)
 
 
 def _name(model: LanguageModel) -> str:
@@ -579,23 +581,23 @@ class _SelfCheck:
             before = PlacedChunk(kv=prefix, start=0)
             chunks = model.encode(self._chunks[: len(expected) - 1], prefix=prefix)
             seen = [(before,), *((before, PlacedChunk(kv=chunk, start=_PREFIX)) for chunk in chunks)]
-            found = self._ask(model, [TokenSequence.over(chunks, position=chunks[-1].end) for chunks in seen])
+            logits = self._ask(model, [TokenSequence.over(chunks, position=chunks[-1].end) for chunks in seen])
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
             if options != _ALONE:
                 return torch.inf
             raise UnsupportedModelError(f"a forward pass that reads it fails ({first_sentence(error)})") from error
-        return max(_state_distance(each, whole[-len(each) :]) for each, whole in zip(found, expected, strict=True))
+        return max(_state_distance(each, whole[-len(each) :]) for each, whole in zip(logits, expected, strict=True))
 
     def _ask(self, model: StatefulModel, sequences: Sequence[TokenSequence]) -> list[Tensor]:
         """Logits of each question: its first part at once, the rest token by token, with the sequences reordered."""
         half = len(self._question) - _SINGLE
-        found = [[each] for each in self._read(model, sequences, self._question[:half])]
+        answers = [[row] for row in self._read(model, sequences, self._question[:half])]
         for at in range(half, len(self._question)):
             asked = sequences if at % 2 else sequences[::-1]
             logits = self._read(model, asked, self._question[at : at + 1])
-            for sequence, each in zip(asked, logits, strict=True):
-                found[sequences.index(sequence)].append(each)
-        return [torch.cat(each) for each in found]
+            for sequence, row in zip(asked, logits, strict=True):
+                answers[sequences.index(sequence)].append(row)
+        return [torch.cat(row) for row in answers]
 
     def _read(self, model: StatefulModel, sequences: Sequence[TokenSequence], ids: list[int]) -> list[Tensor]:
         return list(torch.split(model.step(sequences, [ids] * len(sequences), every=True), len(ids)))

@@ -95,22 +95,24 @@ class CacheLayout:
         tensors, numbers = _parts(cache)
         others = [(length - n, *_parts(other)) for length, other in longer]
         two, _ = _parts(wider)
-        forms = {(*each, *more) for each, more in ((tensors, numbers), _parts(wider), *(other[1:] for other in others))}
+        forms = {
+            (*values, *more) for values, more in ((tensors, numbers), _parts(wider), *(other[1:] for other in others))
+        }
         if len(forms) > 1:
             raise UnsupportedModelError("the layout of its cache changes with the number of tokens")
         leaves, counts = [], []
         for path, tensor in tensors.items():
-            leaf = _leaf(path, tensor, [(more, each[path]) for more, each, _ in others], two[path])
+            leaf = _leaf(path, tensor, [(more, values[path]) for more, values, _ in others], two[path])
             if leaf is not None:
                 leaves.append(leaf)
-            elif not all(torch.equal(tensor, each[path]) for _, each, _ in others):
+            elif not all(torch.equal(tensor, values[path]) for _, values, _ in others):
                 raise UnsupportedModelError(
                     f"its cache shares between sequences a tensor that changes with their tokens ({_name(path)})"
                 )
         for path, number in numbers.items():
-            if number == n and all(each[path] == n + more for more, _, each in others):
+            if number == n and all(values[path] == n + more for more, _, values in others):
                 counts.append(path)
-            elif any(each[path] != number for _, _, each in others):
+            elif any(values[path] != number for _, _, values in others):
                 raise UnsupportedModelError(
                     f"a counter in its cache follows a rule that ragkv does not know ({_name(path)})"
                 )
@@ -125,12 +127,12 @@ class CacheLayout:
 
     def make(self, tensors: Sequence[Tensor], tokens: int) -> Any:
         """A cache of these tensors after `tokens` tokens. A forward pass may write into the states."""
-        made = copy.deepcopy(self._skeleton)
+        cache = copy.deepcopy(self._skeleton)
         for leaf, tensor in zip(self.leaves, tensors, strict=True):
-            _put(made, leaf.path, tensor)
+            _put(cache, leaf.path, tensor)
         for path in self._counts:
-            _put(made, path, tokens)
-        return made
+            _put(cache, path, tokens)
+        return cache
 
 
 def _parts(cache: Any) -> tuple[dict[Path, Tensor], dict[Path, int | float]]:
@@ -148,11 +150,11 @@ def _walk(value: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Tenso
         return
     inside = above | {id(value)}
     if isinstance(value, list | tuple):
-        for index, each in enumerate(value):
-            yield from _walk(each, (*path, ("item", index)), inside)
+        for index, item in enumerate(value):
+            yield from _walk(item, (*path, ("item", index)), inside)
     elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from _walk(each, (*path, ("item", key)), inside)
+        for key, item in value.items():
+            yield from _walk(item, (*path, ("item", key)), inside)
     elif hasattr(value, "__dict__"):
         for name in sorted(vars(value)):
             yield from _walk(vars(value)[name], (*path, ("attribute", name)), inside)
@@ -211,15 +213,15 @@ class CachePacking:
         self._layers = [_Layer() for _ in range(layers)]
         self._states: list[tuple[int, str, int]] = []
         for number, (leaf, tensor) in enumerate(zip(tree.leaves, sample, strict=True)):
-            at = next((key for kind, key in leaf.path if kind == "item" and type(key) is int), 0)
+            layer = next((key for kind, key in leaf.path if kind == "item" and type(key) is int), 0)
             if leaf.tokens is None:
-                self._states.append((min(at, layers - 1), leaf.name, number))
+                self._states.append((min(layer, layers - 1), leaf.name, number))
             elif (leaf.rows, leaf.tokens, tensor.ndim) not in ((0, 2, 4), (0, 1, 3)):
                 raise UnsupportedModelError(f"its cache grows along a dimension that ragkv does not know ({leaf.name})")
             elif tensor.dtype != dtype:
                 raise UnsupportedModelError(f"its cache grows in another dtype than the model's ({leaf.name})")
             else:
-                self._seat(leaf, at, number, tensor, sample)
+                self._seat(leaf, layer, number, tensor, sample)
         self._states.sort()
 
     def _seat(self, leaf: CacheTensor, at: int, number: int, tensor: Tensor, sample: Sequence[Tensor]) -> None:
@@ -248,30 +250,30 @@ class CachePacking:
 
     def unpack(self, chain: Sequence[ChunkKV]) -> list[Tensor]:
         """One sequence's tensors after these chunks, each of which was encoded after those before it."""
-        found: list[Tensor | None] = [None] * len(self._tree.leaves)
+        tensors: list[Tensor | None] = [None] * len(self._tree.leaves)
         for at, layer in enumerate(self._layers):
             for number, held in zip(layer.kv, ("keys", "values"), strict=False):
                 parts = [getattr(kv, held)[at].to(self._devices[number]) for kv in chain]
                 whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-                found[number] = whole[None] if self._tree.leaves[number].tokens == 2 else whole
+                tensors[number] = whole[None] if self._tree.leaves[number].tokens == 2 else whole
         for state, (layer_at, name, number) in zip(chain[-1].states, self._states, strict=True):
             if (state.layer, state.name) != (layer_at, name):
                 raise ValueError(f"the KV has the state {state.name!r} where this model has {name!r}")
-            found[number] = state.value.to(self._devices[number])
-        return [tensor for tensor in found if tensor is not None]
+            tensors[number] = state.value.to(self._devices[number])
+        return [tensor for tensor in tensors if tensor is not None]
 
 
 def require_chain(chunks: Sequence[PlacedChunk], position: int) -> None:
     """ValueError unless each chunk is placed where it was encoded, right after those before it, up to `position`."""
-    at = 0
+    end = 0
     for chunk in chunks:
-        if chunk.start != at or chunk.offset:
+        if chunk.start != end or chunk.offset:
             raise ValueError(
                 "a sequence of this model resumes one state: it reads a prefix, and what was encoded right after it"
             )
-        at = chunk.end
-    if at != position:
-        raise ValueError(f"the sequence's next token is at {position}, but what it reads ends at {at}")
+        end = chunk.end
+    if end != position:
+        raise ValueError(f"the sequence's next token is at {position}, but what it reads ends at {end}")
 
 
 def _heads(tensor: Tensor) -> int:
@@ -294,13 +296,13 @@ class BatchedCache:
     def row(self, index: int, *, last: int | None = None) -> list[Tensor]:
         """One sequence's tensors, not copied; those that grow hold only the `last` tokens."""
         tokens = self.lengths[index] if last is None else last
-        found = []
+        tensors = []
         for leaf, tensor in zip(self.tree.leaves, self.tensors, strict=True):
             one = tensor.narrow(leaf.rows, index, 1)
             if leaf.tokens is not None:
                 one = one.narrow(leaf.tokens, one.shape[leaf.tokens] - tokens, tokens)
-            found.append(one)
-        return found
+            tensors.append(one)
+        return tensors
 
     def resumable(self) -> list[Tensor]:
         """The tensors for a forward pass; those that it may write into are copied, so a failed pass changes nothing."""
@@ -430,17 +432,20 @@ class StatefulModel(LanguageModel):
         held = [self._held(sequence) for sequence in sequences]
         read: dict[int, tuple[Tensor, BatchedCache, int]] = {}
         for group in self._groups([len(each) for each in ids], held):
-            before = [place for at in group if (place := held[at]) is not None]
-            found, after = self._read(before, [ids[at] for at in group], every=every)
-            read |= {at: (logits, after, index) for index, (at, logits) in enumerate(zip(group, found, strict=True))}
-        kept = []
-        for at, sequence in enumerate(sequences):  # all passes are over: from here on nothing fails
-            logits, after, index = read[at]
-            sequence.cache = StateCache(after, index, sequence.cache.length + len(ids[at]))
-            sequence.position += len(ids[at])
+            before = [place for number in group if (place := held[number]) is not None]
+            results, after = self._read(before, [ids[number] for number in group], every=every)
+            read |= {
+                number: (logits, after, index)
+                for index, (number, logits) in enumerate(zip(group, results, strict=True))
+            }
+        outputs = []
+        for number, sequence in enumerate(sequences):  # all passes are over: from here on nothing fails
+            logits, after, index = read[number]
+            sequence.cache = StateCache(after, index, sequence.cache.length + len(ids[number]))
+            sequence.position += len(ids[number])
             if every or not sequence.silent:
-                kept.append(logits)
-        return torch.cat(kept).float() if kept else torch.empty((0, 0))
+                outputs.append(logits)
+        return torch.cat(outputs).float() if outputs else torch.empty((0, 0))
 
     def encode_each(self, chunks: Sequence[Sequence[int]], *, prefix: ChunkKV | None = None) -> Iterator[ChunkKV]:
         """As `LanguageModel.encode_each`; a model that resumes token by token encodes many chunks in one batch."""
@@ -508,20 +513,20 @@ class StatefulModel(LanguageModel):
         lengths = [0 if place is None else place[0].lengths[place[1]] for place in held]
         options = self.resume_options
 
-        def key(at: int) -> tuple[int, int]:
-            n, before = counts[at], lengths[at]
+        def key(index: int) -> tuple[int, int]:
+            n, before = counts[index], lengths[index]
             ragged = options.ragged and (n == 1 or not options.several or options.ragged_several)
             return n, 0 if not before else 1 if ragged else 1 + before
 
-        ordered = sorted(range(len(counts)), key=lambda at: (*key(at), lengths[at]))
+        ordered = sorted(range(len(counts)), key=lambda index: (*key(index), lengths[index]))
         for _, same in itertools.groupby(ordered, key):
             group: list[int] = []
-            for at in same:
-                longer = lengths[at] - lengths[group[0]] if group else 0
-                if group and (not options.together or longer > max(_APART, lengths[at] // 2)):
+            for index in same:
+                longer = lengths[index] - lengths[group[0]] if group else 0
+                if group and (not options.together or longer > max(_APART, lengths[index] // 2)):
                     yield group
                     group = []
-                group.append(at)
+                group.append(index)
             yield group
 
     def _read(
@@ -530,13 +535,13 @@ class StatefulModel(LanguageModel):
         """Read equally many new tokens `ids` for sequences that all have a cache or none: their logits and caches."""
         held = batch_caches(before) if before else None
         tokens = torch.tensor([list(each) for each in ids])
-        found = []
+        parts = []
         runs = [tokens] if self.resume_options.several or held is None else torch.split(tokens, 1, 1)
         for run in runs:
             logits, held = self._forward(held, run, every=every)
-            found.append(logits if every else logits[:, -1:])
+            parts.append(logits if every else logits[:, -1:])
         assert held is not None
-        whole = torch.cat(found, 1) if every else found[-1]
+        whole = torch.cat(parts, 1) if every else parts[-1]
         return list(whole), held
 
     def _forward(self, held: BatchedCache | None, tokens: Tensor, *, every: bool) -> tuple[Tensor, BatchedCache]:
@@ -584,9 +589,9 @@ class StatefulModel(LanguageModel):
         if self._of_its_own:
             return None
         cache = DynamicCache(config=self._model.config)
-        for at, layer in enumerate(cache.layers):
+        for index, layer in enumerate(cache.layers):
             if type(layer) is DynamicSlidingWindowLayer:
-                cache.layers[at] = DynamicLayer()
+                cache.layers[index] = DynamicLayer()
             elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
-                cache.layers[at] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
+                cache.layers[index] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
         return cache

@@ -177,16 +177,16 @@ def tool_tail(
     after = prompt.after_question
     trail = after.removesuffix(alone) if alone and after.endswith(alone) else ""
     for native in (True, False) if form.native else (False,):
-        given: list[str] = []
-        messages = _native(later, given) if native else _plain(later, form, given)
+        texts: list[str] = []
+        messages = _native(later, texts) if native else _plain(later, form, texts)
         try:
             rendered = tokens.render([{"role": "user", "content": _QUESTION}, *messages])
         except (ChatTemplateError, TypeError, ValueError):
             continue
         if rendered is None:  # a model without a chat template
             rendered = _QUESTION + "".join(f"\n\n{m['role'].title()}: {m['content']}" for m in messages) + "\nAnswer:"
-        pieces = list(_split(_after_question(rendered), given))
-        if sum(not own for _, own in pieces) == len(given):
+        pieces = list(_split(_after_question(rendered), texts))
+        if sum(not own for _, own in pieces) == len(texts):
             return (*asked, (trail, True), *pieces)
     raise UsageError("The model's chat template cannot show tool calls and their results.", param="messages")
 
@@ -210,43 +210,43 @@ def _shown_tools(tokens: Tokens, form: ToolFormat, tools: Sequence[Mapping[str, 
     return f"You may call these functions:\n{lines}\nTo call one, answer with its name and arguments:\n{call}"
 
 
-def _split(text: str, given: Sequence[str]) -> Iterator[tuple[str, bool]]:
+def _split(text: str, texts: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Split the template's text at the placeholders of `given`, and put those texts there."""
-    at = 0
-    for found in _GIVEN.finditer(text):
-        yield text[at : found.start()], True
-        value = given[int(found[1] or found[2])]
-        quoted = found[1] and text[found.start() - 1 : found.start()] == text[found.end() : found.end() + 1] == '"'
+    start = 0
+    for match in _GIVEN.finditer(text):
+        yield text[start : match.start()], True
+        value = texts[int(match[1] or match[2])]
+        quoted = match[1] and text[match.start() - 1 : match.start()] == text[match.end() : match.end() + 1] == '"'
         yield json.dumps(value, ensure_ascii=False)[1:-1] if quoted else value, False
-        at = found.end()
-    yield text[at:], True
+        start = match.end()
+    yield text[start:], True
 
 
-def _native(later: Sequence[Mapping[str, Any]], given: list[str]) -> list[dict[str, Any]]:
+def _native(later: Sequence[Mapping[str, Any]], texts: list[str]) -> list[dict[str, Any]]:
     """The messages for the template, with placeholders for texts, which are appended to `given`."""
 
     def place(text: str) -> str:
-        given.append(text)
-        return str(len(given) - 1)
+        texts.append(text)
+        return str(len(texts) - 1)
 
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     names: dict[str, tuple[str, str]] = {}
     for message in later:
         content = f"\u27e6{place(message['content'])}\u27e7" if message.get("content") else ""
         if message["role"] == "tool":
             name, identifier = names.get(message.get("tool_call_id") or "", ("", _ID))
-            made.append({"role": "tool", "content": content, "name": name, "tool_call_id": identifier})
+            messages.append({"role": "tool", "content": content, "name": name, "tool_call_id": identifier})
             continue
         calls = []
         for call in message.get("tool_calls") or ():
             identifier = f"ragkvid{len(names):02}"[-9:]
             names[call["id"]] = call["function"]["name"], identifier
             calls.append(_call(call["function"]["name"], identifier, place(call["function"]["arguments"])))
-        made.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
-    return made
+        messages.append({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
+    return messages
 
 
-def _plain(later: Sequence[Mapping[str, Any]], form: ToolFormat, given: list[str]) -> list[dict[str, Any]]:
+def _plain(later: Sequence[Mapping[str, Any]], form: ToolFormat, texts: list[str]) -> list[dict[str, Any]]:
     """The messages for a template without tools: results become messages of the user."""
     turns: list[tuple[str, str]] = []
     for message in later:
@@ -258,11 +258,11 @@ def _plain(later: Sequence[Mapping[str, Any]], form: ToolFormat, given: list[str
         if turns and turns[-1][0] == role:
             text = f"{turns.pop()[1]}\n{text}"
         turns.append((role, text))
-    made = []
+    messages = []
     for role, text in turns:
-        given.append(text)
-        made.append({"role": role, "content": f"\u27e6{len(given) - 1}\u27e7"})
-    return made
+        texts.append(text)
+        messages.append({"role": role, "content": f"\u27e6{len(texts) - 1}\u27e7"})
+    return messages
 
 
 class ToolCallParser:
@@ -284,18 +284,18 @@ class ToolCallParser:
         self._held += text
         while self._held:
             if self._state == "text":
-                before, found, after = self._held.partition(self._begin)
-                keep = 0 if found else overlap(before, self._begin)
+                before, marker, after = self._held.partition(self._begin)
+                keep = 0 if marker else overlap(before, self._begin)
                 shown = before[: len(before) - keep]
-                self._held = after if found else before[len(shown) :]
+                self._held = after if marker else before[len(shown) :]
                 if shown:
                     yield shown
-                self._state = "name" if found else "text"
-                if not found:
+                self._state = "name" if marker else "text"
+                if not marker:
                     return
             elif self._state == "name":
-                name, found, after = self._held.partition(self._middle)
-                if not found:
+                name, marker, after = self._held.partition(self._middle)
+                if not marker:
                     return
                 self.calls.append((name, ""))
                 self._held, self._state = after, "arguments"

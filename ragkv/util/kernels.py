@@ -98,7 +98,7 @@ def floats(width: int) -> ir.VectorType:
     return ir.VectorType(FLOAT, width)
 
 
-def at(b: Any, address: Any, more: int) -> Any:
+def pointer_to(b: Any, address: Any, more: int) -> Any:
     """The address plus `more` bytes."""
     return b.add(address, LONG(more)) if more else address
 
@@ -279,7 +279,7 @@ def pause(b: Any) -> None:
 @emits(types.int64, types.int64)
 def claimed(b: Any, data: Any) -> Any:
     """Claim the next chunk of work units (`run`); returns its first unit."""
-    chunk = load(b, at(b, data, 8 * CHUNK), LONG, 8)
+    chunk = load(b, pointer_to(b, data, 8 * CHUNK), LONG, 8)
     return b.atomic_rmw("add", b.inttoptr(data, LONG.as_pointer()), chunk, "monotonic")
 
 
@@ -367,12 +367,12 @@ class _Team:
         try:
             helpers = min(helpers, self._size if self._took.get(kernel, 0.0) > _LONG else self._most)
             data = _array(4)(self._mailboxes, helpers, kernel, place)
-            for at in range(helpers):
-                awake = self._first + _LINE * at + _AWAKE
+            for helper in range(helpers):
+                awake = self._first + _LINE * helper + _AWAKE
                 if not self._memory[awake]:
                     self._memory[awake] = 1
                     with suppress(RuntimeError):  # at interpreter exit there are no helpers
-                        self._pool.submit(self._loop, self._mailboxes + 8 * _LINE * at)
+                        self._pool.submit(self._loop, self._mailboxes + 8 * _LINE * helper)
             request, started = ctypes.addressof(data), time.perf_counter()
             try:
                 self._request(request)
@@ -415,8 +415,8 @@ def _helper_loop(mailbox):
 
 def _request_helpers(data):
     """Request a kernel of helpers; `data` is the mailboxes' address, the number of helpers, the kernel and its data."""
-    for at in range(atomic_load(data, 1)):
-        mailbox = atomic_load(data, 0) + 8 * _LINE * at
+    for helper in range(atomic_load(data, 1)):
+        mailbox = atomic_load(data, 0) + 8 * _LINE * helper
         atomic_store(mailbox, _KERNEL, atomic_load(data, 2))
         atomic_store(mailbox, _DATA, atomic_load(data, 3))
         atomic_store(mailbox, _STATE, _REQUESTED)
@@ -424,8 +424,8 @@ def _request_helpers(data):
 
 def _join_helpers(data):
     """Withdraw requests that were not started, and spin-wait for the helpers that have started."""
-    for at in range(atomic_load(data, 1)):
-        mailbox = atomic_load(data, 0) + 8 * _LINE * at
+    for helper in range(atomic_load(data, 1)):
+        mailbox = atomic_load(data, 0) + 8 * _LINE * helper
         if not compare_and_swap(mailbox, _STATE, _REQUESTED, _IDLE):
             while atomic_load(mailbox, _STATE) != _IDLE:
                 pause()

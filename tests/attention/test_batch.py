@@ -157,7 +157,7 @@ LENGTHS = [5, 1, 4, 17, 5, 2, 16]
 def slices(counts, rows=None):
     rows = rows or [TokenSequence((), 0) for _ in counts]
     return [
-        SequenceSlice(sequence=row, at=sum(counts[:i]), n=n)
+        SequenceSlice(sequence=row, start=sum(counts[:i]), n=n)
         for i, (row, n) in enumerate(zip(rows, counts, strict=True))
     ]
 

@@ -86,8 +86,8 @@ def test_every_selection_equals_a_masked_dense_pass(unlike_family, make_model, s
     for at, tuning in enumerate(SELECTED):
         over = ("prefixed", "standalone")[(at + len(unlike_family)) % 2]
         found = blended(model, over=over, ratio=0.3, steps=2, **tuning)
-        same(found, dense(model, selected[-1].at, over, steps=2))
-        assert selected[-1].at[0] >= (SECOND if over == "prefixed" else len(PREFIX))
+        same(found, dense(model, selected[-1].indices, over, steps=2))
+        assert selected[-1].indices[0] >= (SECOND if over == "prefixed" else len(PREFIX))
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma3n", "gemma2-unwindowed", "qwen2-moe-sliding"])
@@ -169,7 +169,7 @@ def test_question_chooses_what_infoflows_formula_does(unlike_family, over, layer
                 total += mean**2
             each.append(total**0.5)
         scores[place] = sum(each) / len(each)
-    require_best(selected[-1].at, scores, 6)  # a quarter of 24, also where chunk 1 is not a candidate
+    require_best(selected[-1].indices, scores, 6)  # a quarter of 24, also where chunk 1 is not a candidate
 
 
 def test_sum_chooses_what_prophetkvs_formula_does(unlike_family, make_model, selected):
@@ -183,7 +183,7 @@ def test_sum_chooses_what_prophetkvs_formula_does(unlike_family, make_model, sel
                 total = float(row[SECOND : len(CONTEXT)].sum())
                 for place in range(SECOND, len(CONTEXT)):
                     scores[place] += float(row[place]) / total if total else 0.0
-    require_best(selected[-1].at, {place: scores[place] for place in range(SECOND, len(CONTEXT))}, 4)  # 20 % of 24
+    require_best(selected[-1].indices, {place: scores[place] for place in range(SECOND, len(CONTEXT))}, 4)  # 20 % of 24
 
 
 @pytest.mark.parametrize("over", ["prefixed", "standalone"])
@@ -205,22 +205,22 @@ def test_deviation_chooses_the_values_that_change_most_in_layer_1(over, make_mod
         apart = (new - stored).square().sum((0, 2))
         first = SECOND if over == "prefixed" else len(PREFIX)
         scores = {place: float(apart[place - len(PREFIX)]) for place in range(first, len(CONTEXT))}
-        require_best(selected[-1].at, scores, 3)  # 16 % of 24
+        require_best(selected[-1].indices, scores, 3)  # 16 % of 24
 
 
 def test_first_takes_the_beginning_of_every_candidate_chunk(make_model, selected):
     model = make_model("llama")
     blended(model, steps=1, preset="epic", first=3)
-    assert selected[-1].at == [9, 10, 11, 12, 13, 24, 25, 26]
+    assert selected[-1].indices == [9, 10, 11, 12, 13, 24, 25, 26]
     blended(model, steps=1, preset="epic", first=3, over="standalone")
-    assert selected[-1].at == [4, 5, 6, 9, 10, 11, 12, 13, 24, 25, 26]
+    assert selected[-1].indices == [4, 5, 6, 9, 10, 11, 12, 13, 24, 25, 26]
 
 
 def test_random_is_known_by_its_seed(make_model, selected):
     model = make_model("llama")
     for seed in (1, 1, 2):
         blended(model, steps=1, select="random", ratio=0.4, seed=seed)
-    one, again, other = (sequence.at for sequence in selected)
+    one, again, other = (sequence.indices for sequence in selected)
     assert one == again != other
     assert len(one) == len(other) == 9
     assert min(one) >= SECOND
@@ -231,7 +231,7 @@ def test_the_first_chunk_is_recomputed_unless_it_is_exact(make_model, selected):
     model = make_model("llama")
     for prefix, first in ((PREFIX, len(PREFIX)), ([], len(CHUNKS[0]))):
         run(model, "blend", tuning={"over": "standalone", "ratio": 1.0}, **ASKED | {"prefix": prefix, "steps": 1})
-        assert selected[-1].at[0] == first
+        assert selected[-1].indices[0] == first
     count = len(selected)
     run(model, "blend", tuning={"ratio": 1.0}, **ASKED | {"chunks": CHUNKS[:1], "scores": [0.5], "steps": 1})
     assert len(selected) == count  # nothing to recompute
@@ -271,7 +271,7 @@ def test_a_charge_is_spent_and_not_exceeded(select, make_model, selected):
         asked = request(model, engine, CHUNKS, ASKED["scores"], SUFFIX, PREFIX)
         count, found = len(selected), engine.charge(asked, model)
         Stream(runtime_of(model), engine, asked)
-        fresh = len(selected[-1].at) if len(selected) > count else 0
+        fresh = len(selected[-1].indices) if len(selected) > count else 0
         chosen = {"question": len(SUFFIX) * 9, "deviation": 2 * candidates}.get(select, 0) / model.layers
         chosen *= charge < 0.8  # otherwise all are recomputed, without a selection
         assert found <= charge

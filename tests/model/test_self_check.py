@@ -162,10 +162,10 @@ def unweighted(parts, tokens):
 def swapped_own(self, *args, **rest):
     """Every row gets the result of the last row with the same number of tokens."""
     part, weighed = OWN(self, *args, **rest)
-    equal = {span.n: span.at for span in self.plan.spans}
+    equal = {span.n: span.start for span in self.plan.spans}
     order = list(range(self.plan.tokens))
     for span in self.plan.spans:
-        order[span.at : span.at + span.n] = range(equal[span.n], equal[span.n] + span.n)
+        order[span.start : span.start + span.n] = range(equal[span.n], equal[span.n] + span.n)
     return PartialAttention(part.out[:, :, order], part.lse[:, :, order]), weighed
 
 

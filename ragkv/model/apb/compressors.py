@@ -211,14 +211,14 @@ class Heads:
 def widths_of(model: LanguageModel) -> dict[int, tuple[int, int]]:
     """The widths of `RetainingHeads` for this model; ModelLoadError for latent attention, which has no keys."""
     q_heads = model.config.num_attention_heads
-    found = {}
+    widths = {}
     for layer, (kv_heads, key_dim, value_dim) in enumerate(model.kv_shape.layers):
         if layer in model.shared:
             continue
         if not value_dim:
             raise ModelLoadError(f"Model {model.checkpoint.name!r} keeps latents: retaining heads cannot score them.")
-        found[layer] = (q_heads * key_dim + kv_heads * (key_dim + value_dim), kv_heads)
-    return found
+        widths[layer] = (q_heads * key_dim + kv_heads * (key_dim + value_dim), kv_heads)
+    return widths
 
 
 def load_heads(path: Path, model: LanguageModel) -> Heads:

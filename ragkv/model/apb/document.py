@@ -117,12 +117,12 @@ class AnchorAttention:
             torch.arange(kv.encoded_at, kv.encoded_at + kv.tokens, device=like.device).expand(heads, -1)
             for kv in self._before
         ]
-        found = [PassedKV(kv.keys[layer], kv.values[layer], at) for kv, at in zip(self._before, places, strict=True)]
-        found += self.passed(layer)
-        if not found:
+        seen = [PassedKV(kv.keys[layer], kv.values[layer], at) for kv, at in zip(self._before, places, strict=True)]
+        seen += self.passed(layer)
+        if not seen:
             nothing = like[0, :, :0]
             return nothing[None], nothing[None], torch.empty((heads, 0), dtype=torch.long, device=like.device)
-        keys, values, positions = (torch.cat(each, 1) for each in zip(*found, strict=True))
+        keys, values, positions = (torch.cat(each, 1) for each in zip(*seen, strict=True))
         return keys[None], values[None], positions
 
 
@@ -399,7 +399,7 @@ class LongDocument:
         layout, model = self.layout, self.model
         seen = (self.prefix, anchor if block else None)
         span = layout.span(block)
-        one = BlockForward(
+        forward = BlockForward(
             model,
             block,
             [kv for kv in seen if kv is not None],
@@ -409,10 +409,10 @@ class LongDocument:
             candidates=layout.candidates(block),
             most=layout.passed(block),
         )
-        model.through(self.ids[span.start : span.stop], layout.position(block), one)
+        model.through(self.ids[span.start : span.stop], layout.position(block), forward)
         nothing = torch.empty((0, layout.passed(block)), dtype=torch.long)
-        chosen = tuple(one.chosen.get(layer, nothing) for layer in range(model.layers))
-        return EncodedBlock(kv=one.done(len(span)), chosen=chosen)
+        chosen = tuple(forward.chosen.get(layer, nothing) for layer in range(model.layers))
+        return EncodedBlock(kv=forward.done(len(span)), chosen=chosen)
 
 
 class _QueryRecorder(AnchorAttention):
@@ -506,13 +506,13 @@ class SequentialExecutor:
         layers = [layer for layer in range(long_document.model.layers) if layer not in long_document.model.shared]
         anchor: ChunkKV | None = None
         for block in range(long_document.layout.blocks):
-            made = known.get(block)
-            if made is not None:
-                exchange.provide(block, made, layers)
+            encoded = known.get(block)
+            if encoded is not None:
+                exchange.provide(block, encoded, layers)
             else:
                 anchor = long_document.anchor() if anchor is None and block else anchor
-                made = long_document.encode(block, anchor, exchange)
-            yield made
+                encoded = long_document.encode(block, anchor, exchange)
+            yield encoded
 
 
 class BlockSettings(Protocol):
