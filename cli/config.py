@@ -55,12 +55,12 @@ def path(as_json: Json = False, quiet: Quiet = False) -> None:
 
     Example: `$EDITOR "$(ragkv config path)"`
     """
-    found = user_file()
+    user = user_file()
     if as_json:
-        print_json({"path": str(found), "exists": found.is_file()})
+        print_json({"path": str(user), "exists": user.is_file()})
         return
-    echo(found)
-    if not (found.is_file() or quiet):
+    echo(user)
+    if not (user.is_file() or quiet):
         note("the file does not exist yet; create it to have defaults of your own")
 
 
@@ -94,7 +94,7 @@ def show(
     from ragkv.index.ingestion import default_model
     from ragkv.util.plugins import require_engine
 
-    given: dict[str, Any] = {
+    flag_values: dict[str, Any] = {
         "index": index,
         "device": device,
         "model": model,
@@ -107,42 +107,42 @@ def show(
         "default_engine": engine,
         "top_k": top_k,
     }
-    flags, variables = _by_source(ctx, given, "COMMANDLINE"), _by_source(ctx, given, "ENVIRONMENT")
+    flags, variables = _by_source(ctx, flag_values, "COMMANDLINE"), _by_source(ctx, flag_values, "ENVIRONMENT")
     user = UserFile.read(user_file())
     toml = index / CONFIG_FILE
-    config, kept = load_config(index) if toml.exists() else None, None
+    config, recorded = load_config(index) if toml.exists() else None, None
     if config is not None and not (contradicted(config, flags) and is_empty(index)):
         require_same(index, config, flags)
         check_names(config, toml)
         if engine is not None:
             require_engine(engine)
-        kept = (toml, read_toml(toml))
+        recorded = (toml, read_toml(toml))
     else:  # `ragkv ingest` replaces an index that holds no documents
         plain = {name: value for name, value in {**variables, **flags}.items() if name not in USED}
         plain = (kept_settings(index) if toml.exists() else {}) | plain
         config = new_config({"model": default_model(()), **user.settings, **plain})
         check_names(config)
         check_encoders(config)
-    found = in_force(
+    in_use = in_force(
         flags=flags,
         variables=variables,
         user=user,
         config=config,
         used={"index": DEFAULT_INDEX, "device": None},
-        index=kept,
+        index=recorded,
     )
     if memory := os.environ.get(MEMORY_VARIABLE):
         if memory != "auto":
             byte_count(MEMORY_VARIABLE, memory)
         forced = ValueInForce(name="memory_budget", value=memory, origin="environment", where=MEMORY_VARIABLE)
-        found = [forced if one.name == forced.name else one for one in found]
-    ignored = [] if kept is None else contradicted(config, variables)
-    shown = [one for one in found if one.origin != "default" or not changed]
+        in_use = [forced if one.name == forced.name else one for one in in_use]
+    ignored = [] if recorded is None else contradicted(config, variables)
+    shown = [one for one in in_use if one.origin != "default" or not changed]
     if as_json:
-        print_json(_json(index, user, shown, exists=kept is not None, ignored=ignored))
+        print_json(_json(index, user, shown, exists=recorded is not None, ignored=ignored))
         return
     if not quiet:
-        what = "what it was built with" if kept else "there is no index; what a new one would be made with"
+        what = "what it was built with" if recorded else "there is no index; what a new one would be made with"
         note(f"{index}: {what}")
         note(f"{user.path}: " + ("read" if user.path.is_file() else "does not exist"))
     _table(shown)
@@ -169,10 +169,10 @@ def change(
     """
     from ragkv.index.create import change_settings
 
-    given: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for setting in settings:
         name, sign, value = (part.strip() for part in setting.partition("="))
-        if sign and name not in CHANGEABLE and name in {f"prompt.{each.name}" for each in fields(PromptConfig)}:
+        if sign and name not in CHANGEABLE and name in {f"prompt.{field.name}" for field in fields(PromptConfig)}:
             raise UsageError(
                 f"{name} comes before the documents, whose KV depends on it: change it in {index / CONFIG_FILE} "
                 "and ingest again, or give --system to a question."
@@ -182,28 +182,36 @@ def change(
                 f"{name} is what the index was built with, which config set does not change: ingest into another "
                 f"--index with {FLAGS[name]} {value or 'VALUE'}."
             )
-        by_hand = {each.name for each in fields(IndexConfig)} - {"prompt", "steps"}
+        by_hand = {field.name for field in fields(IndexConfig)} - {"prompt", "steps"}
         if sign and name not in CHANGEABLE and name.partition(".")[0] in by_hand:
             raise UsageError(f"config set does not change {name}: edit {index / CONFIG_FILE}.")
-        if not sign or name not in CHANGEABLE:
+        if not sign:
             raise UsageError(f"{setting!r} is not NAME=VALUE, as in top_k=4; NAME is one of {', '.join(CHANGEABLE)}.")
-        if name in given:
+        if name not in CHANGEABLE:
+            option = f"--{name.replace('_', '-')}"
+            meant = next((own for own in CHANGEABLE if FLAGS.get(own) == option or own == name.replace("-", "_")), None)
+            raise UsageError(
+                f"{name!r} is the setting {meant}: write {meant}={value or 'VALUE'}."
+                if meant
+                else f"There is no setting {name!r}; NAME in NAME=VALUE is one of {', '.join(CHANGEABLE)}."
+            )
+        if name in changes:
             raise UsageError(f"{name} is given twice; give it one value.")
         whole = re.fullmatch(r"[+-]?\d{1,40}", value, re.ASCII)
-        given[name] = int(value) if whole else {"true": True, "false": False}.get(value, value)
-    dropped = change_settings(index, given)
+        changes[name] = int(value) if whole else {"true": True, "false": False}.get(value, value)
+    dropped = change_settings(index, changes)
     if as_json:
-        print_json({"index": str(index), "settings": given, "evicted": dropped})
+        print_json({"index": str(index), "settings": changes, "evicted": dropped})
     elif not quiet:
-        echo(f"{index}: {', '.join(f'{name} = {value}' for name, value in given.items())}.")
+        echo(f"{index}: {', '.join(f'{name} = {value}' for name, value in changes.items())}.")
         if dropped:
             echo(f"{count(dropped, 'KV record')} evicted for the smaller budget.")
 
 
-def _by_source(ctx: typer.Context, given: dict[str, Any], source: str) -> dict[str, Any]:
+def _by_source(ctx: typer.Context, settings: dict[str, Any], source: str) -> dict[str, Any]:
     """The values that came from this source of click's; a parameter is named like its option."""
-    parameters = {name: FLAGS[name].removeprefix("--").replace("-", "_") for name in given}
-    return {name: value for name, value in given.items() if source_of(ctx, parameters[name]) == source}
+    parameters = {name: FLAGS[name].removeprefix("--").replace("-", "_") for name in settings}
+    return {name: value for name, value in settings.items() if source_of(ctx, parameters[name]) == source}
 
 
 def _json(
@@ -216,12 +224,12 @@ def _json(
         "user_file_exists": user.path.is_file(),
         "settings": [
             {
-                "name": one.name,
-                "value": str(one.value) if isinstance(one.value, Path) else one.value,
-                "origin": one.origin,
-                "where": one.where,
+                "name": value.name,
+                "value": str(value.value) if isinstance(value.value, Path) else value.value,
+                "origin": value.origin,
+                "where": value.where,
             }
-            for one in shown
+            for value in shown
         ],
         "contradicted": {VARIABLES[name]: os.environ[VARIABLES[name]] for name in ignored},
     }

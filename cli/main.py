@@ -218,8 +218,8 @@ def _refused(error: Exception) -> str | None:
 
 def _as_typed(message: str, arguments: Sequence[str]) -> str:
     """An error of decoding with the names of the options that were given: "--top-p must be", not "decoding: top_p"."""
-    found = re.match("decoding: (.+?)(?= must | cannot )", message)
-    if found is None:
+    match = re.match("decoding: (.+?)(?= must | cannot )", message)
+    if match is None:
         return message
     flags = {word.partition("=")[0] for word in arguments}
 
@@ -227,8 +227,8 @@ def _as_typed(message: str, arguments: Sequence[str]) -> str:
         name = f"--{word[0].replace('_', '-')}"
         return name if name in flags else word[0]
 
-    what = re.sub(r"\w+", flag, found[1])
-    return message if what == found[1] else what + message[found.end() :]
+    what = re.sub(r"\w+", flag, match[1])
+    return message if what == match[1] else what + message[match.end() :]
 
 
 def _with_variable(message: str, arguments: Sequence[str]) -> str:
@@ -307,11 +307,11 @@ def _command(name: str) -> Any:
     helps = f"{name}!" in _COMMANDS
     panel = _COMMANDS[f"{name}!" if helps else name]
     alone = typer.Typer(rich_markup_mode="markdown", pretty_exceptions_enable=False)
-    found = getattr(module, name, None) or module.app
-    if isinstance(found, typer.Typer):
-        alone.add_typer(found, name=name, rich_help_panel=panel)
+    function = getattr(module, name, None) or module.app
+    if isinstance(function, typer.Typer):
+        alone.add_typer(function, name=name, rich_help_panel=panel)
     else:
-        alone.command(name=name, no_args_is_help=helps, rich_help_panel=panel)(found)
+        alone.command(name=name, no_args_is_help=helps, rich_help_panel=panel)(function)
     return require_values(typer.main.get_group(alone).commands[name])
 
 

@@ -168,30 +168,30 @@ def contradicted(config: IndexConfig, given: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _same(name: str, kept: Any, given: Any) -> bool:
+def _same(name: str, recorded: Any, asked: Any) -> bool:
     """Whether a setting has the value already; a model's folder may be named from anywhere."""
-    if name in MODELS and isinstance(kept, str) and isinstance(given, str):
-        return lasting(kept) == lasting(given)
-    return bool(kept == given)
+    if name in MODELS and isinstance(recorded, str) and isinstance(asked, str):
+        return lasting(recorded) == lasting(asked)
+    return bool(recorded == asked)
 
 
-def require_same(folder: Path, config: IndexConfig, given: Mapping[str, Any]) -> None:
+def require_same(folder: Path, config: IndexConfig, settings: Mapping[str, Any]) -> None:
     """KVMismatchError for the first of the given settings that contradicts the index."""
-    for name in contradicted(config, given):
+    for name in contradicted(config, settings):
         variable, flag = VARIABLES.get(name, ""), FLAGS.get(name, f"--{name}")
         flag = flag.replace("_", "-")
         remedy = f"leave {flag} out" + (f" and {variable} unset" if variable in os.environ else "")
         if name in CHANGEABLE:
-            value, at = shlex.quote(str(given[name])), shlex.quote(str(folder))
+            value, at = shlex.quote(str(settings[name])), shlex.quote(str(folder))
             remedy += f", or change it with: ragkv config set {name}={value} --index {at}"
-        made, asked = getattr(config, name), given[name]
+        recorded, asked = getattr(config, name), settings[name]
         if name == "prompt":
             remedy += f", or change [prompt] in its {CONFIG_FILE} and ingest again"
-            field = next(f.name for f in fields(made) if getattr(made, f.name) != getattr(asked, f.name))
-            name, made, asked = f"prompt.{field}", getattr(made, field), getattr(asked, field)
+            field = next(f.name for f in fields(recorded) if getattr(recorded, f.name) != getattr(asked, f.name))
+            name, recorded, asked = f"prompt.{field}", getattr(recorded, field), getattr(asked, field)
         raise KVMismatchError(
-            f"The index at {folder} was made with {name} = {shown_value(made)}, not {shown_value(asked)}; use another "
-            f"--index, or {remedy}."
+            f"The index at {folder} was made with {name} = {shown_value(recorded)}, not {shown_value(asked)}; use "
+            f"another --index, or {remedy}."
         )
 
 
@@ -227,25 +227,25 @@ class UserFile:
     @classmethod
     def read(cls, path: Path) -> Self:
         """The file at `path`, empty if there is none. ConfigError says what is wrong in it."""
-        found = read_toml(path) if path.exists() else {}
-        watch = found.pop("watch", [])
+        table = read_toml(path) if path.exists() else {}
+        watch = table.pop("watch", [])
         known = {*USED, "watch", *(f.name for f in fields(IndexConfig))}
-        if not isinstance(watch, list) or not all(isinstance(each, dict) for each in watch):
+        if not isinstance(watch, list) or not all(isinstance(folder, dict) for folder in watch):
             raise ConfigError(f"{path}: watched folders are tables [[watch]] with an index and a folder.")
-        for key, value in found.items():
+        for key, value in table.items():
             if key not in known:
                 raise ConfigError(f"{path}: unknown key {key!r}; remove it, or use one of {', '.join(sorted(known))}.")
             if key in USED and not (isinstance(value, str) and value.strip()):
                 raise ConfigError(f"{path}: {key} = {shortened(value)} must be a string that is not empty.")
-        settings = {key: value for key, value in found.items() if key not in USED}
+        settings = {key: value for key, value in table.items() if key not in USED}
         # some settings are only valid with an embedder; which one is not known yet, so name any
         checked = config_in(path, {"embedder": "mini"} | settings)
         if settings.keys() & _NAMES:  # an import of 0.15 s, half of what a question to a running server takes
             from ragkv.index.index import check_names
 
             check_names(checked, path)
-        folders = [build_config(WatchedFolder, each, f"{path} [[watch]]") for each in watch]
-        return cls(path=path, table=found, settings={key: getattr(checked, key) for key in settings}, watch=folders)
+        folders = [build_config(WatchedFolder, folder, f"{path} [[watch]]") for folder in watch]
+        return cls(path=path, table=table, settings={key: getattr(checked, key) for key in settings}, watch=folders)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -276,20 +276,20 @@ def in_force(
     path, written = index or (Path(), {})
     in_index, in_file = dict(flatten(written)), dict(flatten(user.table))
     whole = {**used, **dict(flatten({f.name: getattr(config, f.name) for f in fields(config)}))}
-    found = []
+    values = []
     for name, value in whole.items():
         if name in flags:
-            found.append(ValueInForce(name=name, value=flags[name], origin="flag", where=FLAGS[name]))
+            values.append(ValueInForce(name=name, value=flags[name], origin="flag", where=FLAGS[name]))
         elif name in variables and (index is None or name in CHOSEN):
-            found.append(ValueInForce(name=name, value=variables[name], origin="environment", where=VARIABLES[name]))
+            values.append(ValueInForce(name=name, value=variables[name], origin="environment", where=VARIABLES[name]))
         elif name in in_index:
-            found.append(ValueInForce(name=name, value=value, origin="index", where=str(path)))
+            values.append(ValueInForce(name=name, value=value, origin="index", where=str(path)))
         elif name in in_file and (index is None or name in USED):
             value = in_file[name] if name in USED else value
-            found.append(ValueInForce(name=name, value=value, origin="file", where=str(user.path)))
+            values.append(ValueInForce(name=name, value=value, origin="file", where=str(user.path)))
         else:
-            found.append(ValueInForce(name=name, value=value, origin="default"))
-    return found
+            values.append(ValueInForce(name=name, value=value, origin="default"))
+    return values
 
 
 DEFAULT_INDEX = Path("ragkv-index")
@@ -413,13 +413,13 @@ def given_names(option: str, text: str) -> list[str]:
 def given_numbers(option: str, text: str, *, least: int = 1, most: int | None = None) -> list[int]:
     """The whole numbers of a list, each once and in order; UsageError for anything else, or beyond the bounds."""
     try:
-        found = list(dict.fromkeys(int(part) for part in text.split(",")))
+        numbers = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
-        found = []
-    if not found or min(found) < least or (most is not None and max(found) > most):
+        numbers = []
+    if not numbers or min(numbers) < least or (most is not None and max(numbers) > most):
         bounds = f"from {least} up" if most is None else f"from {least} to {most}"
         raise UsageError(f"{option} {text!r} is not a list of numbers {bounds}; write one such as 1,8,32.")
-    return found
+    return numbers
 
 
 def _option(setting: str, **more: Any) -> Any:
@@ -630,16 +630,16 @@ class QuestionDoor:
 
     def parameters(self) -> dict[str, inspect.Parameter]:
         """The command's options, by the names of the question's."""
-        found = {}
+        parameters = {}
         for field in at_door(question_options(), self.door):
             kind: Any = str if get_origin(field.type) else field.type
             kind = Path if field.option.in_file else list[str] if field.is_list else kind
             default = field.default if field.name == "max_new_tokens" else None
             annotation = Annotated[kind | None, question_option(field.name)]
-            found[field.name] = inspect.Parameter(
+            parameters[field.name] = inspect.Parameter(
                 field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
             )
-        return found
+        return parameters
 
     def arguments(self, typed: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of `Question`; UsageError for a file that cannot be read."""
@@ -694,7 +694,7 @@ def _by_keyword(build: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]
 
 def _options_of(kind: type) -> dict[str, inspect.Parameter]:
     """The parameters of a dataclass that are options. The dataclass checks the values, so choices are texts here."""
-    found = {}
+    parameters = {}
     for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
         value, *notes = get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else (None,)
         setting = next((note for note in notes if isinstance(note, Setting)), None)
@@ -706,5 +706,5 @@ def _options_of(kind: type) -> dict[str, inspect.Parameter]:
             value = str if get_origin(value) is Literal else value
             parameter = parameter.replace(annotation=Annotated[value, option])
         if notes:
-            found[name] = parameter
-    return found
+            parameters[name] = parameter
+    return parameters

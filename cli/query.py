@@ -133,17 +133,17 @@ def _texts(paths: Sequence[Path], settings: IngestConfig, *, quiet: bool) -> lis
     sources, skipped = find_sources(paths)
     if named := [each for each in skipped if any(each.path == path.absolute() or each.path == path for path in paths)]:
         raise IngestError(f"Cannot read {named[0].path}: {named[0].reason}.")
-    found, left_out = [], []
+    texts, left_out = [], []
     with SourceReader(ParseLimits.of(settings)) as reader:
         for source in sources:
             read = reader.read(source)
-            found.append((source.name, read.text))
+            texts.append((source.name, read.text))
             left_out += [Skipped(path=source.path, reason=reason) for reason in read.left_out]
-    if not found:
+    if not texts:
         raise IngestError(f"No file of {', '.join(map(str, paths))} can be read; give text, Markdown, HTML or PDF.")
     if not quiet:
         show_skipped(skipped, left_out)
-    return found
+    return texts
 
 
 @shared_options

@@ -76,7 +76,7 @@ def read_questions(path: Path, engine: str) -> tuple[list[QuestionLine], list[Ba
 
     Raises ConfigError if the file cannot be read, or if no line is a question.
     """
-    found: list[QuestionLine] = []
+    lines: list[QuestionLine] = []
     bad: list[BadLine] = []
     seen: dict[str, str] = {}
     for number, raw in _lines(path):
@@ -89,12 +89,12 @@ def read_questions(path: Path, engine: str) -> tuple[list[QuestionLine], list[Ba
             bad.append(BadLine(number=number, where=where, error=str(error).removeprefix(f"{where}: ")))
             continue
         seen[line.key] = where
-        found.append(line)
-    if not found and bad:
+        lines.append(line)
+    if not lines and bad:
         raise ConfigError(f"{path} holds no question. {bad[0].where}: {bad[0].error}")
-    if not found:
+    if not lines:
         raise ConfigError(f'{path} holds no question; write one JSON object per line: {{"question": "…"}}.')
-    return found, bad
+    return lines, bad
 
 
 def questions_of_log(
@@ -239,11 +239,11 @@ class AnswerFile:
             waiting[line.key].append(line)
         texts = {line.text: line for line in lines if line.id is None}
         content = read_plain(self._path)
-        *found, tail = content.split(b"\n")
+        *rows, tail = content.split(b"\n")
         cut = bool(tail) and _is_cut(tail)
         if tail and not cut:
-            found.append(tail)
-        for number, row in enumerate(found, start=1):
+            rows.append(tail)
+        for number, row in enumerate(rows, start=1):
             self._places.append(self._place(number, row, waiting, texts))
         return content[: len(content) - len(tail)] if cut else content
 
@@ -310,7 +310,7 @@ class QuestionBatch:
 
     output: Path
     questions: int
-    kept: int
+    answered_before: int
     """Questions answered by an earlier run."""
     answered: int = 0
     failed: list[dict[str, Any]] = field(default_factory=list)
@@ -332,7 +332,7 @@ class QuestionBatch:
         return {
             "output": str(self.output),
             "questions": self.questions,
-            "kept": self.kept,
+            "kept": self.answered_before,
             "answered": self.answered,
             "failed": self.failed,
             "kv": {name: self.kv[name] for name in ("hits", "misses", "bytes", "tokens", "memory_hits")},
@@ -360,7 +360,7 @@ def answer_all(
     lines, bad = read_questions(questions, engine)
     with AnswerFile(output, lines) as file, percent_bar(silent) as show:
         waiting = [line for line in lines if line.number not in file.kept]
-        batch = QuestionBatch(output=output, questions=len(lines) + len(bad), kept=len(lines) - len(waiting))
+        batch = QuestionBatch(output=output, questions=len(lines) + len(bad), answered_before=len(lines) - len(waiting))
         batch.failed = [{"where": each.where, "line": each.number, "error": each.error} for each in bad]
         with rag.query_each(_asked(rag, waiting), **options) as results:
             if waiting:
@@ -371,19 +371,21 @@ def answer_all(
             for result in results:
                 ready[result.number] = result
                 batch.tokens += result.tokens
-                while (one := ready.pop(following, None)) is not None:
+                while (finished := ready.pop(following, None)) is not None:
                     line = waiting[following]
                     following += 1
-                    if one.answer is None:
+                    if finished.answer is None:
                         entry = {"where": line.where, "line": line.number, "question": line.text}
-                        batch.failed.append(entry | {"error": _payload(one.error)})
+                        batch.failed.append(entry | {"error": _payload(finished.error)})
                         continue
-                    file.add(line, one.answer)
+                    file.add(line, finished.answer)
                     batch.answered += 1
-                    batch.kv.update(asdict(one.answer.kv))
+                    batch.kv.update(asdict(finished.answer.kv))
                 batch.seconds = time.perf_counter() - started
                 if show is not None:
-                    show("query", batch.kept + len(batch.failed) + batch.answered, batch.questions, batch.rate)
+                    show(
+                        "query", batch.answered_before + len(batch.failed) + batch.answered, batch.questions, batch.rate
+                    )
     batch.failed.sort(key=itemgetter("line"))
     return batch
 
@@ -400,7 +402,7 @@ def show_batch(batch: QuestionBatch, *, as_json: bool, quiet: bool) -> None:
             parts = [
                 f"{batch.output}: {count(batch.answered, 'answer')} in {batch.seconds:.1f} s"
                 + (f" ({batch.rate})" if batch.answered else ""),
-                f"{batch.kept} answered before" if batch.kept else "",
+                f"{batch.answered_before} answered before" if batch.answered_before else "",
                 f"{len(batch.failed)} failed" if batch.failed else "",
             ]
             used = f"KV of {count(batch.kv['hits'], 'chunk')} used, {read} read from the store"

@@ -447,13 +447,13 @@ def _kind(hint: Any) -> str:
 
 def byte_count(name: str, value: int | str) -> int:
     """The bytes of 4096, "4096", "512MiB", "1.5 GiB" or "2kB", in small or capital letters; else `ConfigError`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+(?= *[KMGT]))?) *(|[KMGT]I?B)", str(value).strip().upper(), re.ASCII)
-    if isinstance(value, bool) or found is None:
+    match = re.fullmatch(r"(\d+(?:\.\d+(?= *[KMGT]))?) *(|[KMGT]I?B)", str(value).strip().upper(), re.ASCII)
+    if isinstance(value, bool) or match is None:
         raise ConfigError(f'{name} must be a number of bytes, as in 0, 536870912 or "512MiB", not {value!r}.')
-    step = 1024 if "I" in found[2] else 1000
-    times = step ** " KMGT".index(found[2][:1] or " ")
-    whole = found[1].isdecimal() and len(found[1]) < 20  # a float would round numbers of more than 53 bits
-    count = int(found[1]) * times if whole else float(found[1]) * times
+    step = 1024 if "I" in match[2] else 1000
+    times = step ** " KMGT".index(match[2][:1] or " ")
+    whole = match[1].isdecimal() and len(match[1]) < 20  # a float would round numbers of more than 53 bits
+    count = int(match[1]) * times if whole else float(match[1]) * times
     if count >= 1 << 63:  # also infinity, from a number of hundreds of digits
         raise ConfigError(f"{name} is a number of bytes beyond 64 bits; give a smaller one.")
     return int(count)
@@ -486,7 +486,7 @@ def load_config(folder: Path) -> IndexConfig:
     path = folder / CONFIG_FILE
     try:
         require_plain(path)
-        found = read_toml(path)
+        table = read_toml(path)
     except FileNotFoundError:
         raise ConfigError(f"There is no index at {folder}; make one with: ragkv ingest PATH --index {folder}") from None
     except NotADirectoryError as error:
@@ -495,7 +495,7 @@ def load_config(folder: Path) -> IndexConfig:
         ) from error
     except OSError as error:  # a link, a pipe
         raise ConfigError(f"{path} cannot be read: {refusal(error)}.") from error
-    return config_in(path, found)
+    return config_in(path, table)
 
 
 def config_in(path: Path, values: Mapping[str, Any]) -> IndexConfig:

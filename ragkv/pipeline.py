@@ -169,12 +169,12 @@ class RagKV:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle holds the folder, the device and the limits; unpickling opens the index again."""
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             "device": self.index.device,
             "readonly": self.store.readonly or None,
             **self.index.limits.given,
         }
-        return partial(type(self).open, str(self.folder.absolute()), **given), ()
+        return partial(type(self).open, str(self.folder.absolute()), **options), ()
 
     def __enter__(self) -> Self:
         return self
@@ -245,11 +245,11 @@ class RagKV:
         Raises UsageError for a missing path, IngestError if nothing could be read, StoreFullError if the disk is full
         (what was committed stays), StoreBusyError after `timeout`.
         """
-        given = flat_paths(paths)
+        sources = flat_paths(paths)
         if dry_run:
             limits = ParseLimits.of(self.config.ingest)
-            return preview(self.store, self.index.recipe.digest(), given, prune=prune, limits=limits)
-        command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in given)])
+            return preview(self.store, self.index.recipe.digest(), sources, prune=prune, limits=limits)
+        command = " ".join(["ragkv ingest", *(p.name if isinstance(p, SourceFile) else str(p) for p in sources)])
         with (
             self.store.writing(textwrap.shorten(command, 120), timeout=timeout, on_wait=on_wait),
             ingest_bar(on_progress, show=show_progress) as notify,
@@ -257,7 +257,7 @@ class RagKV:
             return run_ingest(
                 self.index,
                 self._finder,
-                lambda each: each.run(given, prune=prune, make=make),
+                lambda each: each.run(sources, prune=prune, make=make),
                 on_progress=notify,
                 memory=memory,
             )

@@ -268,7 +268,7 @@ def field_sources(trace: Sequence[TracedToken]) -> dict[str, int]:
     owners = [token.source for token in trace for _ in token.text]
     if all(owner is None for owner in owners):
         return {}
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     path: list[int | str | None] = []  # the position in each open container; None where an object's key is next
     for match in _JSON_TOKEN.finditer("".join(token.text for token in trace)):
         text = match[0]
@@ -284,8 +284,8 @@ def field_sources(trace: Sequence[TracedToken]) -> dict[str, int]:
             won = Counter(sorted(owner for owner in owners[match.start() : match.end()] if owner is not None))
             if won:
                 pointer = "".join(f"/{str(each).replace('~', '~0').replace('/', '~1')}" for each in path)
-                found[pointer] = won.most_common(1)[0][0]
-    return found
+                positions[pointer] = won.most_common(1)[0][0]
+    return positions
 
 
 class LayerShape(NamedTuple):

@@ -32,16 +32,16 @@ T = TypeVar("T")
 
 def interleaved(rankings: Sequence[Sequence[T]], most: int, key: Callable[[T], object]) -> list[T]:
     """The best `most` of several rankings, best first: in turn, each gives its best that no other has given yet."""
-    found: dict[object, T] = {}
+    merged: dict[object, T] = {}
     left = [iter(ranking) for ranking in rankings]
-    while left and len(found) < most:
+    while left and len(merged) < most:
         for ranking in list(left):
-            best = next((each for each in ranking if key(each) not in found), None)
+            best = next((each for each in ranking if key(each) not in merged), None)
             if best is None:
                 left.remove(ranking)
             else:
-                found[key(best)] = best
-    return list(found.values())[:most]
+                merged[key(best)] = best
+    return list(merged.values())[:most]
 
 
 def first_line(text: str) -> str:

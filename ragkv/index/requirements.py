@@ -58,7 +58,7 @@ def model_requirements(name: str, *, dtype: str = "auto", device: str | None = N
     from ragkv.model.self_check import load_model
 
     model = load_model(name, dtype=dtype, device=device)
-    engines = {each: unsupported_reason(make_engine(each, {}), model) for each in engine_names()}
+    engines = {name: unsupported_reason(make_engine(name, {}), model) for name in engine_names()}
     packed = model.checkpoint.quantised(model.device, model.revision)
     tokens = min(_TOKENS, model.max_positions or _TOKENS)
     ids = [i % min(model.config.vocab_size, 1000) for i in range(3, 3 + tokens)]
@@ -102,16 +102,16 @@ def _expanded(model: LanguageModel) -> int | None:
 
 def _slow(model: LanguageModel, engines: Mapping[str, str | None]) -> list[str]:
     """What a user should know before an ingest of hours."""
-    found = []
+    reasons = []
     packed = model.checkpoint.quantised(model.device, model.revision)
     if not computes_in(model.device, model.dtype):
-        found.append(f"this processor has no units for {model.dtype}: --dtype float32 is several times faster")
+        reasons.append(f"this processor has no units for {model.dtype}: --dtype float32 is several times faster")
     if packed is not None and packed.unpacked:
-        found.append(f"its {packed.method} weights are unpacked here, so they take the memory of ordinary ones")
+        reasons.append(f"its {packed.method} weights are unpacked here, so they take the memory of ordinary ones")
     if not model.joins:
-        found.append("every sequence continues from its own cache, so questions cannot share the reading of chunks")
+        reasons.append("every sequence continues from its own cache, so questions cannot share the reading of chunks")
     if engines.get("block") is not None and engines.get("ape") is not None:
-        found.append("each retrieved chunk has a sequence of its own (pced), so a question costs a pass per chunk")
+        reasons.append("each retrieved chunk has a sequence of its own (pced), so a question costs a pass per chunk")
     if getattr(model.config, "attn_logit_softcapping", None):
-        found.append("its soft-capped scores have no fast kernel: attention is a plain matrix product")
-    return found
+        reasons.append("its soft-capped scores have no fast kernel: attention is a plain matrix product")
+    return reasons

@@ -62,14 +62,14 @@ def bundle(document_id: str, nodes: Sequence[BaseNode]) -> ReadyDocument:
         )
         for node, body, start in zip(nodes, texts, starts, strict=True)
     ]
-    shared, kept = _pack(nodes)
+    shared, packed = _pack(nodes)
     facts = [[c.chunk_id, c.text, c.start, c.page, c.heading] for c in chunks]
     document = Document(
         document_id=document_id,
         source=_source(document_id, nodes[0].metadata),
-        content_hash=hashlib.blake2b(json.dumps([facts, kept]).encode()).hexdigest(),
+        content_hash=hashlib.blake2b(json.dumps([facts, packed]).encode()).hexdigest(),
         media_type=str(nodes[0].metadata.get("file_type") or "text/plain"),
-        metadata={**{key: str(value) for key, value in shared.items()}, KEY: kept},
+        metadata={**{key: str(value) for key, value in shared.items()}, KEY: packed},
     )
     return ReadyDocument(document=document, text=text, chunks=chunks)
 
@@ -78,14 +78,14 @@ def own_part(document: Document | None, chunk_id: str) -> tuple[dict[str, Any], 
     """The stored metadata and relationships of a node; empty for chunks that ragkv cut."""
     if document is None or KEY not in document.metadata:
         return {}, {}
-    kept = _kept(document)
+    stored = _kept(document)
     related = {
         NodeRelationship[name]: [RelatedNodeInfo(**each) for each in info]
         if isinstance(info, list)
         else RelatedNodeInfo(**info)
-        for name, info in kept["relationships"].get(chunk_id, {}).items()
+        for name, info in stored["relationships"].get(chunk_id, {}).items()
     }
-    return {**kept["shared"], **kept["own"].get(chunk_id, {})}, related
+    return {**stored["shared"], **stored["own"].get(chunk_id, {})}, related
 
 
 def metadata_of(document: Document) -> Callable[[Chunk], dict[str, Any]]:
@@ -93,7 +93,7 @@ def metadata_of(document: Document) -> Callable[[Chunk], dict[str, Any]]:
 
     A node's own metadata takes precedence over the store's columns, as in retrieved nodes.
     """
-    kept = _kept(document)
+    stored = _kept(document)
     common: dict[str, Any] = {
         **{key: value for key, value in document.metadata.items() if key != KEY},
         **dict.fromkeys(("document_id", "doc_id", "ref_doc_id"), document.document_id),
@@ -104,7 +104,7 @@ def metadata_of(document: Document) -> Callable[[Chunk], dict[str, Any]]:
 
     def of(chunk: Chunk) -> dict[str, Any]:
         columns = {"page": chunk.page, "heading": chunk.heading, "node_id": chunk.chunk_id}
-        return {**common, **columns, **kept["shared"], **kept["own"].get(chunk.chunk_id, {})}
+        return {**common, **columns, **stored["shared"], **stored["own"].get(chunk.chunk_id, {})}
 
     return of
 
@@ -140,15 +140,17 @@ def _related(node: BaseNode) -> dict[str, Any]:
 def _lay_out(nodes: Sequence[BaseNode], texts: Sequence[str]) -> tuple[str, list[int]]:
     """The text, and where each node starts in it."""
     offsets = [getattr(node, "start_char_idx", None) for node in nodes]
-    known = [(at, text) for at, text in zip(offsets, texts, strict=True) if isinstance(at, int) and at >= 0]
-    length = max((at + len(text) for at, text in known), default=0)
+    known = [
+        (offset, text) for offset, text in zip(offsets, texts, strict=True) if isinstance(offset, int) and offset >= 0
+    ]
+    length = max((offset + len(text) for offset, text in known), default=0)
     whole = ""
     if length <= 2 * sum(len(text) for _, text in known) + 1000:  # otherwise most of the text would be gaps
         letters = ["\n"] * length
-        for at, text in known:
-            letters[at : at + len(text)] = text
+        for offset, text in known:
+            letters[offset : offset + len(text)] = text
         whole = "".join(letters)
-    if not all(whole.startswith(text, at) for at, text in known):
+    if not all(whole.startswith(text, offset) for offset, text in known):
         whole, known = "", []
     starts = []
     for place, text in zip(offsets, texts, strict=True):
@@ -227,11 +229,11 @@ def to_scored(
     comes with a copy of its node that has all scores. `kind` is the scale of scores that are not ragkv's. UsageError
     for a score that is not finite.
     """
-    given: dict[str, NodeWithScore] = {}
+    by_id: dict[str, NodeWithScore] = {}
     for node in nodes:
         if node_text(node.node).strip():
-            given.setdefault(node.node_id, node)
-    ordered = list(given.values())[:limit]
+            by_id.setdefault(node.node_id, node)
+    ordered = list(by_id.values())[:limit]
     known = rag.store.chunk_many(node.node_id for node in ordered)
     return [_to_scored(rag, node, known.get(node.node_id), kind) for node in ordered]
 

@@ -237,20 +237,22 @@ class RagKVRerank(BaseNodePostprocessor):
     ) -> list[NodeWithScore]:
         if query_bundle is None:
             raise UsageError("RagKVRerank needs the question: call postprocess_nodes(nodes, query_str=...).")
-        given = list(nodes)
-        if not given:
+        candidates = list(nodes)
+        if not candidates:
             return []
-        top_n = min(self.top_n or len(given), len(given))
-        dispatcher.event(ReRankStartEvent(query=query_bundle, nodes=given, top_n=top_n, model_name=self._reranker.name))
+        top_n = min(self.top_n or len(candidates), len(candidates))
+        dispatcher.event(
+            ReRankStartEvent(query=query_bundle, nodes=candidates, top_n=top_n, model_name=self._reranker.name)
+        )
         payload: dict[str, Any] = {
-            EventPayload.NODES: given,
+            EventPayload.NODES: candidates,
             EventPayload.MODEL_NAME: self._reranker.name,
             EventPayload.QUERY_STR: query_bundle.query_str,
             EventPayload.TOP_K: top_n,
         }
         with self.callback_manager.event(CBEventType.RERANKING, payload=payload) as event:
-            logits = self._reranker.score(query_bundle.query_str, [node_text(node.node) for node in given])
-            scored = [self._scored(node, logit) for node, logit in zip(given, logits, strict=True)]
+            logits = self._reranker.score(query_bundle.query_str, [node_text(node.node) for node in candidates])
+            scored = [self._scored(node, logit) for node, logit in zip(candidates, logits, strict=True)]
             scored.sort(key=lambda node: (-node.get_score(), node.node_id))
             event.on_end(payload={EventPayload.NODES: scored[:top_n]})
         dispatcher.event(ReRankEndEvent(nodes=scored[:top_n]))
