@@ -155,12 +155,12 @@ def doctor(
             status.show()
         return
     with RagKV.open(index, device=device) as rag:
-        stats = rag.stats()
+        stats = rag.store.stats()
         status = _Found(environment, models_present(rag.config), [], index=index, stats=stats)
         if not as_json:
             status.show()
         with progress_bar(quiet or as_json) as on_progress:
-            status.verified = rag.verify(quick=True, on_progress=on_progress)
+            status.verified = rag.maintenance.verify(quick=True, on_progress=on_progress)
         status.todo = _remedies(rag, status)
         if not as_json:
             status.show_health(todo=health)

@@ -78,7 +78,7 @@ def stats(
     if where and not per_document:
         raise UsageError("--where selects documents; add --per-document, or use ragkv ls.")
     with RagKV.open(index, readonly=True) as rag:
-        totals, config, uses = rag.stats(), rag.config, rag.store.ledger()
+        totals, config, uses = rag.store.stats(), rag.config, rag.store.ledger()
         budget = rag.store.budget if config.budget is None else config.budget
         quality = [{**report, "outdated": outdated(rag.store, report)} for report in kept_quality(rag.store)]
         unread = unread_quality(rag.store)
@@ -209,8 +209,8 @@ def verify(
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
-        verification = rag.verify(quick=quick, on_progress=on_progress)
-        shared = rag.verify_tiers() if tiers else []
+        verification = rag.maintenance.verify(quick=quick, on_progress=on_progress)
+        shared = rag.maintenance.verify_tiers() if tiers else []
     damaged = [f"damaged: {name} in the tier {tier['url']}" for tier in shared for name in tier["damaged"]]
     if as_json:
         print_json({**verification.to_json(), **({"tiers": shared} if tiers else {})})
@@ -279,7 +279,7 @@ def repair(
         RagKV.open(index, device=device, readonly=dry_run) as rag,
         progress_bar(quiet or as_json) as on_progress,
     ):
-        report = rag.repair(encode=not no_encode, dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
+        report = rag.maintenance.repair(encode=not no_encode, dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
     if as_json:
         print_json(report.to_json())
     elif report.dropped or report.left or not quiet:
@@ -328,7 +328,7 @@ def gc(
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=dry_run) as rag, progress_bar(quiet or as_json) as on_progress:
-        collection = rag.gc(dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
+        collection = rag.maintenance.gc(dry_run=dry_run, on_progress=on_progress, **wait(no_wait))
     if as_json:
         print_json(collection.to_json())
     elif not quiet:
@@ -360,7 +360,7 @@ def backup(
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
-        copy = rag.backup(destination, verify=verify, on_progress=on_progress)
+        copy = rag.maintenance.backup(destination, verify=verify, on_progress=on_progress)
     if as_json:
         print_json(copy.to_json())
     elif not quiet:
@@ -384,7 +384,7 @@ def compact(
     from ragkv.pipeline import RagKV
 
     with RagKV.open(index, readonly=True) as rag, progress_bar(quiet or as_json) as on_progress:
-        copy = rag.compact(output, verify=verify, on_progress=on_progress)
+        copy = rag.maintenance.compact(output, verify=verify, on_progress=on_progress)
     if as_json:
         print_json(copy.to_json())
     elif not quiet:
@@ -487,14 +487,16 @@ def warm(
             options = given_values(top_k=top_k, retrieval=retrieval)
             asked = questions_of_log(rag, questions, engine, options, quiet=quiet)
             none = "no question finds a chunk whose KV its engine reads"
-            wanted = rag.wanted(questions=asked, on_question=lambda done: show(done, len(asked), "search"))
+            wanted = rag.maintenance.wanted(questions=asked, on_question=lambda done: show(done, len(asked), "search"))
         elif most is not None:
             none = "no question has read a chunk yet"
-            wanted = rag.wanted(most=most)
+            wanted = rag.maintenance.wanted(most=most)
         else:
             none = "these documents have no text"
-            wanted = rag.wanted(documents=names or (), where=where or ())
-        report = rag.warm(wanted, on_progress=lambda done: show(done.present + done.encoded, done.wanted, "encode"))
+            wanted = rag.maintenance.wanted(documents=names or (), where=where or ())
+        report = rag.maintenance.warm(
+            wanted, on_progress=lambda done: show(done.present + done.encoded, done.wanted, "encode")
+        )
     if as_json:
         print_json(report.to_json())
     elif not quiet:
@@ -548,7 +550,7 @@ def ls(
         limit = TERMINAL_ROWS
     with RagKV.open(index, readonly=True) as rag:
         page = rag.list_documents([] if pattern is None else [pattern], where or [], after=after, limit=limit or None)
-        documents, total = [document.to_json() for document in page.documents], rag.stats().documents
+        documents, total = [document.to_json() for document in page.documents], rag.store.stats().documents
     if as_json:
         print_json({"documents": documents, "after": page.after, "total": total})
     elif quiet:
@@ -673,7 +675,7 @@ def delete(
                 for document_id in ids:
                     note(document_id)
                 confirm(f"Delete {count(len(ids), 'document')}?")
-            ids = rag.delete_many(ids, **wait(no_wait))
+            ids = rag.delete(*ids, **wait(no_wait))
     if as_json:
         print_json({"deleted": ids, "dry_run": dry_run})
     elif not quiet:

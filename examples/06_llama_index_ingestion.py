@@ -29,4 +29,4 @@ with tempfile.TemporaryDirectory() as folder, RagKV.create(folder, model="mini",
     response = RagKVQueryEngine(rag, engine="block", top_k=4).query(f"Who started {subject}?")
     print(response, [node.node_id for node in response.source_nodes])
 
-    print(f"deleted: {step.delete(documents[0].id_)}, {rag.stats().documents} documents left")
+    print(f"deleted: {step.delete(documents[0].id_)}, {rag.store.stats().documents} documents left")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from ragkv.config import NONE, History, IndexConfig, RuntimeConfig
-from ragkv.errors import IngestError, RetrievalError, UsageError
+from ragkv.config import History, IndexConfig, RuntimeConfig
+from ragkv.errors import IngestError, UsageError
 from ragkv.index.answer import AnswerStream, IndexBackend, validate_task
 from ragkv.index.batch import Answers, AsyncAnswers, AsyncAnswerStream, Result
 from ragkv.index.conversation import Conversation
@@ -20,24 +20,11 @@ from ragkv.index.filters import match
 from ragkv.index.index import Index
 from ragkv.index.ingestion import run_ingest
 from ragkv.index.kv_loader import KVLoader, index_request
-from ragkv.index.maintenance import (
-    Wanted,
-    WarmReport,
-    collect_index,
-    copy_index,
-    delete_document,
-    of_documents,
-    of_questions,
-    of_the_most_used,
-    repair_index,
-    verify_index,
-    warm,
-)
+from ragkv.index.maintenance import IndexMaintenance, delete_document
 from ragkv.index.pack import Pack, write_pack
 from ragkv.index.search import (
     DocumentPage,
     Finder,
-    follow_collection,
     list_documents,
     select,
 )
@@ -47,17 +34,10 @@ from ragkv.ingest.source import GivenPath, flat_paths
 from ragkv.ingest.watch import FolderChanges, FolderWatcher
 from ragkv.question import Asked, Question
 from ragkv.store import (
-    Collection,
-    Copy,
-    DocumentStats,
     Holder,
-    MemoryUse,
     Notify,
-    Repair,
     Store,
     StoredDocument,
-    StoreStats,
-    Verification,
 )
 from ragkv.types import Answer, Chunk, KVUse, ScoredChunk
 from ragkv.util.display import one_line
@@ -65,8 +45,6 @@ from ragkv.util.display import one_line
 if TYPE_CHECKING:
     from ragkv.engines import Engine, Request
     from ragkv.model.language_model import LanguageModel
-    from ragkv.model.prompt import Prompt
-    from ragkv.retrievers import Embedder, Reranker
 
 logger = logging.getLogger(__name__)
 __all__ = [
@@ -113,6 +91,8 @@ class RagKV:
         self.kv_loader = KVLoader(index)
         """The KV of the index's chunks, for its model and prompt."""
         self._finder = Finder(index)
+        self.maintenance = IndexMaintenance(index, self.kv_loader, self._finder)
+        """Checks, repairs, copies and warms the index."""
         self._backend = IndexBackend(index, self._finder, self.kv_loader)
 
     @classmethod
@@ -201,26 +181,6 @@ class RagKV:
         """The generation model; it is loaded and self-checked at the first use."""
         return self.index.model
 
-    @property
-    def prompt(self) -> Prompt:
-        """The prompt's parts: prefix, contexts, suffix."""
-        return self.index.prompt
-
-    @property
-    def fingerprint(self) -> str:
-        """The model's fingerprint. A local checkpoint is hashed, not loaded."""
-        return self.index.fingerprint
-
-    @property
-    def embedder(self) -> Embedder | None:
-        """The embedder, loaded at the first use; None for an index that searches by BM25 alone."""
-        return self.index.encoders.embedder
-
-    @property
-    def reranker(self) -> Reranker | None:
-        """The reranker, loaded at the first use; None for an index without one."""
-        return self.index.encoders.reranker
-
     def ingest(
         self,
         *paths: GivenPath | Iterable[GivenPath],
@@ -298,7 +258,7 @@ class RagKV:
             except IngestError as error:
                 report.skipped += error.skipped
         if changes.gone:
-            report.pruned += self.delete_many(changes.gone, timeout=timeout, on_wait=on_wait)
+            report.pruned += self.delete(*changes.gone, timeout=timeout, on_wait=on_wait)
         return report
 
     def add_chunks(
@@ -384,12 +344,6 @@ class RagKV:
         """
         return self._finder.find(Question.of(question, **options))
 
-    async def aretrieve(self, question: Asked, **options: Any) -> list[ScoredChunk]:
-        """`retrieve` without blocking the event loop."""
-        import asyncio
-
-        return await asyncio.to_thread(self.retrieve, question, **options)
-
     def chunk(self, text: str, *, chunk_id: str, document_id: str = "") -> Chunk:
         """A chunk of any text, tokenised as in the prompt. The index's KV serves it if a stored chunk has the same
         text."""
@@ -398,7 +352,7 @@ class RagKV:
             document_id=document_id,
             ordinal=0,
             text=text,
-            token_ids=self.prompt.chunk_ids(self.model.tokens, text),
+            token_ids=self.index.prompt.chunk_ids(self.model.tokens, text),
             start=0,
             end=len(text),
         )
@@ -409,20 +363,6 @@ class RagKV:
         Make the engine with `context=rag.config.encoding.context` to read the KV that the index stores for it.
         """
         return index_request(self.index, self.kv_loader, engine, question, scored)
-
-    # Maintenance (docs/operations.md)
-
-    def stats(self) -> StoreStats:
-        """Counts and sizes of the store."""
-        return self.store.stats()
-
-    def document_stats(self) -> list[DocumentStats]:
-        """The size of each document in the store, in the order of their ids."""
-        return list(self.store.document_stats())
-
-    def memory_use(self) -> MemoryUse:
-        """The KV that this process keeps in memory, and its hits. Loads the model."""
-        return self.kv_loader.memory().use()
 
     def select(self, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[StoredDocument]:
         """The documents that `names` select and that meet the conditions `where`; without names, all that do.
@@ -440,129 +380,25 @@ class RagKV:
         """
         if after and self.store.document(after) is None:
             with suppress(UsageError):
-                found = self.match([after])
+                found = match(list(self.store.documents()), [after])
                 after = found[0].document.document_id if len(found) == 1 else after
         chosen = self.select(names, where) if names or where else None
         return list_documents(self.store, chosen, after=after, limit=limit)
 
-    def match(self, names: Sequence[str]) -> list[StoredDocument]:
-        """The documents selected by ids, source names, paths or patterns; UsageError for none or an ambiguous name."""
-        return match(list(self.store.documents()), names)
-
     def delete(
-        self, document_id: str, *, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
-    ) -> bool:
-        """Delete a document and what only it needs, and hide it in the retrieval indexes; False if there is none."""
-        return bool(self.delete_many([document_id], timeout=timeout, on_wait=on_wait))
-
-    def delete_many(
-        self,
-        document_ids: Sequence[str],
-        *,
-        timeout: float | None = None,
-        on_wait: Callable[[Holder], None] | None = None,
+        self, *document_ids: str, timeout: float | None = None, on_wait: Callable[[Holder], None] | None = None
     ) -> list[str]:
-        """`delete` several, each in its own transaction; returns the ids of those that existed."""
+        """Delete documents and what only they need, and hide them in the retrieval indexes; each in its own
+        transaction. Returns the ids of those that existed.
+        """
         with self.store.writing("ragkv delete", timeout=timeout, on_wait=on_wait):
             gone = [document_id for document_id in document_ids if delete_document(self.index, document_id)]
             self._finder.catch_up(build=False)
             return gone
 
-    def wanted(
-        self,
-        *,
-        questions: Iterable[Asked] = (),
-        documents: Sequence[str] | None = None,
-        where: Sequence[str] = (),
-        most: int | None = None,
-        on_question: Callable[[int], None] = lambda done: None,
-    ) -> Wanted:
-        """The KV for `warm` to encode: what `questions` would read (`on_question` is called with the number searched so
-        far), the chunks of `documents` (names or patterns; with `where`, those that meet it), or the `most` chunks that
-        were read most.
-
-        UsageError for a wrong option, or a name without a document.
-        """
-        if most is not None:
-            return of_the_most_used(self.index, self.kv_loader, most)
-        if documents is not None:
-            return of_documents(self.index, self.kv_loader, self.select(documents, where))
-        return of_questions(self.index, self.kv_loader, self._finder, questions, on_question)
-
-    def warm(self, wanted: Wanted, *, on_progress: Callable[[WarmReport], None] | None = None) -> WarmReport:
-        """Encode the KV that is missing, within the index's budget; StoreError if it cannot be written."""
-        return warm(self.index, self.kv_loader, wanted, on_progress or (lambda done: None))
-
-    def settle(self) -> None:
-        """Wait until all KV that questions have encoded is stored, and their uses of KV are recorded."""
-        self.index.write_behind.settle(whole=True)
-        if self.index.tiers is not None:
-            self.index.tiers.settle()
-
-    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
-        """Check every row, checksum and reference; `quick` skips the payloads of KV."""
-        return verify_index(self.index, quick=quick, on_progress=on_progress)
-
-    def verify_tiers(self) -> list[dict[str, Any]]:
-        """For each shared tier: how many of the index's records are intact there, and the names of damaged ones."""
-        return [] if (tiers := self.index.tiers) is None else tiers.check(self.store.identities())
-
-    def repair(
-        self,
-        *,
-        encode: bool = True,
-        dry_run: bool = False,
-        timeout: float | None = None,
-        on_wait: Callable[[Holder], None] | None = None,
-        on_progress: Notify | None = None,
-    ) -> Repair:
-        """Repair what `verify` finds; the model is loaded if KV has to be encoded again.
-
-        `encode=False` drops bad KV, which the first question that needs it encodes again.
-        """
-        with nullcontext() if dry_run else self.store.writing("ragkv repair", timeout=timeout, on_wait=on_wait):
-            report = repair_index(self.index, self.kv_loader, encode=encode, dry_run=dry_run, on_progress=on_progress)
-            if not dry_run:
-                if self.config.qdrant.url and self.config.embedder != NONE:
-                    try:
-                        report.points = follow_collection(self.index, whole=True)
-                    except RetrievalError as error:  # must not lose the report of the repair
-                        logger.warning("the collection in Qdrant is not changed: %s", error)
-                self._finder.catch_up(build=False)
-            return report
-
-    def gc(
-        self,
-        *,
-        dry_run: bool = False,
-        timeout: float | None = None,
-        on_wait: Callable[[Holder], None] | None = None,
-        on_progress: Notify | None = None,
-    ) -> Collection:
-        """Delete what nothing needs: KV without a document or of an old prefix, and stale derived files.
-
-        Waits until no ingest runs, because the KV of an incomplete document looks like garbage.
-        """
-        with nullcontext() if dry_run else self.store.writing("ragkv gc", timeout=timeout, on_wait=on_wait):
-            return collect_index(self.index, dry_run=dry_run, on_progress=on_progress)
-
-    def pack(
-        self,
-        path: str | Path,
-        *,
-        names: Sequence[str] = (),
-        on_progress: Notify | None = None,
-    ) -> Pack:
+    def pack(self, path: str | Path, *, names: Sequence[str] = (), on_progress: Notify | None = None) -> Pack:
         """Write the index, or the documents that `names` select, with their KV to the new file `path`.
 
         `ragkv.index.pack.unpack` makes an index of the file.
         """
         return write_pack(self.index, Path(path), names=names, on_progress=on_progress)
-
-    def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
-        """Copy the index to `path` from one snapshot, while others read and write."""
-        return copy_index(self.index, Path(path), compact=False, verify=verify, on_progress=on_progress)
-
-    def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
-        """Like `backup`, but without free pages: smaller, and without deleted content."""
-        return copy_index(self.index, Path(path), compact=True, verify=verify, on_progress=on_progress)

@@ -216,7 +216,7 @@ def plan_ingest(
                 f"Engine {', '.join(rag.config.engines)} stores no KV, so there is nothing to plan; "
                 "add one of ape, block and pced to --engines."
             )
-        tokens_of = partial(rag.prompt.chunk_ids, rag.model.tokens)
+        tokens_of = partial(rag.index.prompt.chunk_ids, rag.model.tokens)
         on_step(1, 4, "reading")
         corpus, texts = estimate_corpus(
             flat_paths(paths),
@@ -231,10 +231,10 @@ def plan_ingest(
         affordable = seconds / 3 / BATCHES / (single.tokens * sum(single.per_token.values()))
         fitting = (rag.model.max_positions or math.inf) / 2 / rag.config.chunk_tokens
         size = max(1, math.floor(min(rag.config.top_k, affordable, fitting)))
-        before = rag.stats()
+        before = rag.store.stats()
         endless = cycle(dict.fromkeys(texts))
         batches = [_ingest(rag, list(islice(endless, size)), 2 + number) for number in range(BATCHES)]
-        after = rag.stats()
+        after = rag.store.stats()
         rates = {part: statistics.median(batch.per_token[part] for batch in batches) for part in single.per_token}
         on_step(3, 4, "answering")
         engine = rag.config.default_engine

@@ -24,7 +24,7 @@ def rag(tmp_path_factory):
 
 
 def test_the_corpus_has_every_format_and_every_document_is_asked_about_or_read(rag):
-    stats = rag.stats()
+    stats = rag.store.stats()
     files = [path for path in (EXAMPLES / "corpus").rglob("*") if path.is_file()]
     assert stats.documents == len(files)
     assert {path.suffix for path in files} == {".md", ".html", ".pdf"}

@@ -60,7 +60,7 @@ def test_an_answer_and_all_that_belongs_to_it(kept, engine):
 def test_ape_block_and_pced_never_read_the_text_again(kept, steps_of):
     """They read stored KV: chunk tokens never go through the model."""
     steps = steps_of(kept.model)
-    question = len(kept.prompt.suffix_ids(kept.model.tokens, "Who founded Halden Works?"))
+    question = len(kept.index.prompt.suffix_ids(kept.model.tokens, "Who founded Halden Works?"))
     kept.query("Who founded Halden Works?", engine="ape", max_new_tokens=1)  # also stores the prefix's KV
     for engine in ("ape", "block", "pced"):
         steps.clear()
@@ -87,7 +87,7 @@ def test_an_ingest_encodes_only_what_has_changed_and_else_loads_no_model(tmp_pat
         assert [Path(p).name for p in report.updated] == ["bolt.txt"]
         assert [Path(p).name for p in report.unchanged] == ["halden.md"]
         assert report.kv_encoded == 1
-        assert (rag.stats().chunks, rag.stats().orphans) == (2, 0)
+        assert (rag.store.stats().chunks, rag.store.stats().orphans) == (2, 0)
         assert "springs" in rag.retrieve("springs")[0].chunk.text
         assert rag.retrieve("valves") == []
 
@@ -104,7 +104,7 @@ def test_an_ingest_that_is_ended_at_its_search_indexes_has_lost_nothing(tmp_path
         with pytest.raises(KeyboardInterrupt):
             rag.ingest(documents, on_progress=stop)
         assert result[-2:] == [("bm25", 0, 2, 2), ("bm25", 2, 2, 2)]
-        assert rag.stats().documents == 2
+        assert rag.store.stats().documents == 2
         assert not (rag.folder / "derived").exists()
         result.clear()
         report = rag.ingest(
@@ -114,7 +114,7 @@ def test_an_ingest_that_is_ended_at_its_search_indexes_has_lost_nothing(tmp_path
         assert result[-4:] == [(name, f"search index {name}") for name in ("bm25", "bm25", "fields", "fields")]
         assert {path.name for path in (rag.folder / "derived").iterdir()} == {"bm25", "fields"}
         assert "Mira" in rag.retrieve("Who founded Halden Works?")[0].chunk.text
-        assert rag.verify().ok
+        assert rag.maintenance.verify().ok
 
 
 def test_a_changed_model_is_refused_until_documents_are_ingested_again(tmp_path, documents, model_folder):
@@ -204,10 +204,10 @@ def test_without_a_budget_every_query_reads(tmp_path, documents, model_folder, m
         for _ in range(2):
             answer = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=1)
             assert (answer.kv.hits, answer.kv.memory_hits) == (2, 0)
-        assert rag.memory_use().entries == 0
+        assert rag.kv_loader.memory().use().entries == 0
     monkeypatch.setenv("RAGKV_MEMORY_BUDGET", "1MiB")
     with RagKV.open(tmp_path / "index", device="cpu") as rag:
-        assert rag.memory_use().budget == 1 << 20
+        assert rag.kv_loader.memory().use().budget == 1 << 20
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -42,7 +42,7 @@ def test_chunks_and_bytes_come_true(tmp_path):
     predicted = plan_ingest(CORPUS, codec="int8", engines=("block",), seconds=UNHURRIED, **MINI)
     with RagKV.create(tmp_path / "index", codec="int8", engines=("block",), **MINI) as rag:
         report = rag.ingest(CORPUS)
-        stats = rag.stats()
+        stats = rag.store.stats()
     corpus = predicted.corpus
     counts = (corpus.documents, corpus.chunks.value, corpus.tokens.value)
     assert counts == (len(report.added), report.chunks, stats.tokens)
@@ -61,7 +61,7 @@ def test_both_encodings_and_vectors(documents, model_folder, tmp_path, monkeypat
     predicted = plan_ingest(documents, top_k=2, seconds=UNHURRIED, **settings)
     with RagKV.create(tmp_path / "index", **settings) as rag:
         rag.ingest(documents)
-        stats = rag.stats()
+        stats = rag.store.stats()
     assert predicted.encodings == ["prefixed", "standalone"]
     assert predicted.kv_bytes["zstd"] == pytest.approx(stats.kv_bytes, rel=0.1)
 

@@ -392,9 +392,9 @@ class LoadedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The fingerprint of this model and dtype, like `RagKV.fingerprint`."""
+        """The fingerprint of this model and dtype, like `Index.fingerprint`."""
         if self._rag is not None and self.own:
-            return self._rag.fingerprint
+            return self._rag.index.fingerprint
         checkpoint = resolve(self.name)
         revision = None if checkpoint.local else self.model.revision
         return checkpoint.fingerprint(self.dtype, revision, device=self._device)
@@ -415,7 +415,7 @@ class LoadedModel:
         """The prompt as the index keeps it, if it is the index's own but for its newlines."""
         newlines = words.prefix_newlines
         if self._rag is not None and self.own and words == replace(self._rag.config.prompt, prefix_newlines=newlines):
-            return replace(self._rag.prompt, prefix_newlines=newlines)
+            return replace(self._rag.index.prompt, prefix_newlines=newlines)
         return render(words, self.model.tokens)
 
     @cached_property

@@ -108,14 +108,14 @@ def _is_embedder(found: Any) -> bool:
     return _texts(found, "fingerprint") and isinstance(found.get("stamp", ""), str)
 
 
-def _is_prompt(found: Any) -> bool:
-    if not _texts(found, "model") or not _texts(found.get("parts"), *_PARTS):
+def _is_prompt(value: Any) -> bool:
+    if not _texts(value, "model") or not _texts(value.get("parts"), *_PARTS):
         return False
     try:
-        date.fromisoformat(found.get("date", "2000-01-01"))
+        date.fromisoformat(value.get("date", "2000-01-01"))
     except (TypeError, ValueError):
         return False
-    parts, ids = found["parts"], found.get("prefix_ids")
+    parts, ids = value["parts"], value.get("prefix_ids")
     newlines = parts.get("prefix_newlines")
     return (
         parts.keys() == _PARTS | {"prefix_newlines", "bos"}
@@ -127,12 +127,12 @@ def _is_prompt(found: Any) -> bool:
     )
 
 
-def _is_report(found: Any) -> bool:
+def _is_report(value: Any) -> bool:
     return (
-        _texts(found, "fingerprint", "date", "model")
-        and all(_number(found.get(name)) for name in ("questions", "generation"))
-        and isinstance(found.get("engines"), list)
-        and all(_is_verdict(row, found) for row in found["engines"])
+        _texts(value, "fingerprint", "date", "model")
+        and all(_number(value.get(name)) for name in ("questions", "generation"))
+        and isinstance(value.get("engines"), list)
+        and all(_is_verdict(row, value) for row in value["engines"])
     )
 
 
@@ -249,15 +249,15 @@ def validate_vectors(config: IndexConfig, *, fetch: bool) -> IndexConfig:
     ConfigError for a retrieval mode that these vectors cannot serve. Without `fetch`, an embedder that would have to be
     downloaded is not checked.
     """
-    given = None if config.embedder == NONE else embedder_modes(config.embedder, fetch=fetch)
-    if given is None:
+    offered = None if config.embedder == NONE else embedder_modes(config.embedder, fetch=fetch)
+    if offered is None:
         return config
-    if absent := set(config.vectors) - given if config.vectors != VECTORS else set():
+    if absent := set(config.vectors) - offered if config.vectors != VECTORS else set():
         raise ConfigError(
-            f"Embedder {config.embedder!r} gives {', '.join(sorted(given))} vectors, not {', '.join(sorted(absent))}; "
-            "choose an embedder in bge-m3's layout, or other vectors."
+            f"Embedder {config.embedder!r} gives {', '.join(sorted(offered))} vectors, not {', '.join(sorted(absent))}"
+            "; choose an embedder in bge-m3's layout, or other vectors."
         )
-    kept = tuple(kind for kind in config.vectors if kind in given)
+    kept = tuple(kind for kind in config.vectors if kind in offered)
     if why := why_not_served(config.retrieval, kept, f"Embedder {config.embedder!r}"):
         raise ConfigError(why)
     return replace(config, vectors=kept)
@@ -343,16 +343,16 @@ class Encoders:
                 "to have vectors, ingest into another --index with --embedder.",
                 param="retrieval",
             )
-        made = read_metadata(self._store, EMBEDDER)
-        if made is None and self._store.empty:
+        recorded = read_metadata(self._store, EMBEDDER)
+        if recorded is None and self._store.empty:
             return str(self.fingerprint)  # nothing to compare with
-        if isinstance(made, dict) and (
-            made.get("stamp") == embedder_stamp(name) or made["fingerprint"] == self.fingerprint
+        if isinstance(recorded, dict) and (
+            recorded.get("stamp") == embedder_stamp(name) or recorded["fingerprint"] == self.fingerprint
         ):
-            return str(made["fingerprint"])
+            return str(recorded["fingerprint"])
         raise RetrievalError(
             f"The vectors of the index at {self._folder} were made by "
-            + ("another version of the" if made else "no")
+            + ("another version of the" if recorded else "no")
             + f" embedder {name!r}; run ragkv ingest on all of its documents again, or search with --retrieval bm25.",
             param="retrieval",
         )
@@ -744,14 +744,14 @@ class Index:
     def prompt(self) -> Prompt:
         """The parts of the prompt, stored in the index and made again when the model or `[prompt]` changes."""
         wanted = {"model": self.fingerprint, "config": self.config.prompt.facts()}
-        kept = self._kept_prompt()
-        if kept is not None and {k: kept.get(k) for k in wanted} == wanted:
-            return Prompt(**kept["parts"])
+        stored = self._kept_prompt()
+        if stored is not None and {k: stored.get(k) for k in wanted} == wanted:
+            return Prompt(**stored["parts"])
         dated: dict[str, str] = {}
         if self.model.tokens.dated:
             # a changed [prompt] keeps the date: the prefix prints it, and with another one all stored KV is a miss
-            same = kept is not None and kept["model"] == self.fingerprint
-            dated["date"] = (same and kept.get("date")) or date.today().isoformat()
+            same = stored is not None and stored["model"] == self.fingerprint
+            dated["date"] = (same and stored.get("date")) or date.today().isoformat()
         today = datetime.fromisoformat(dated["date"]) if dated else None
         prompt = render(self.config.prompt, self.model.tokens, today=today)
         # `gc` has no model; these ids identify the prefix in use
@@ -863,14 +863,16 @@ class Index:
         if (embedder := self.encoders.fingerprint) is not None:
             name = self.config.embedder
             makers[EMBEDDER] = {"name": name, "fingerprint": embedder, "stamp": embedder_stamp(name)}
-        kept = {kind: read_metadata(self.store, kind) for kind in makers}
-        if any(kept[kind] and kept[kind]["fingerprint"] != made["fingerprint"] for kind, made in makers.items()):
+        recorded = {kind: read_metadata(self.store, kind) for kind in makers}
+        if any(
+            recorded[kind] and recorded[kind]["fingerprint"] != maker["fingerprint"] for kind, maker in makers.items()
+        ):
             digest = self.recipe.digest()
             if any(stored.recipe != digest for stored in self.store.documents()):
                 return
-        for kind, made in makers.items():
-            if kept[kind] != made:
-                self.store.put_meta(kind, made)
+        for kind, maker in makers.items():
+            if recorded[kind] != maker:
+                self.store.put_meta(kind, maker)
 
     def require_same_model(self) -> None:
         """KVMismatchError if another version of the model cut and encoded the chunks.

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -27,12 +27,13 @@ from ragkv.errors import CorruptStoreError, RagkvError, RetrievalError, StoreErr
 from ragkv.index.answer import validate_task
 from ragkv.index.index import Index, damaged_metadata, indexes_of, read_metadata
 from ragkv.index.kv_loader import KVLoader
-from ragkv.index.search import Finder, collection_state, derived_states, stale_derived
+from ragkv.index.search import Finder, collection_state, derived_states, follow_collection, select, stale_derived
 from ragkv.ingest import batches_of, chunk_vectors, encode_identities
 from ragkv.question import Asked
 from ragkv.store import (
     Collection,
     Copy,
+    Holder,
     KVIdentity,
     Manifest,
     Notify,
@@ -81,67 +82,6 @@ class IndexRepairSource:
         """The chunks' vectors as in an ingest; None for an index without an embedder."""
         embedder = self._index.encoders.embedder
         return None if embedder is None else chunk_vectors(embedder, chunks, self._index.config.vectors)
-
-
-def verify_index(index: Index, *, quick: bool, on_progress: Notify | None) -> Verification:
-    """Verify the store and its metadata, and report the state of the retrieval indexes."""
-    store = index.store
-    verification = store.maintenance.verify(quick=quick, on_progress=on_progress)
-    verification = replace(verification, findings=(*damaged_metadata(store), *verification.findings))
-    needed = set(indexes_of(index.config.retrieval, index.config.vectors))
-    if not index.config.qdrant.url:
-        return replace(verification, derived=derived_states(index.derived, needed, store.generation))
-    derived = derived_states(index.derived, needed - {"dense", "sparse"}, store.generation)
-    if index.config.embedder != NONE:
-        derived["qdrant"] = collection_state(index, quick=quick)
-    return replace(verification, derived=derived)
-
-
-def repair_index(
-    index: Index, kv_loader: KVLoader, *, encode: bool, dry_run: bool, on_progress: Notify | None
-) -> Repair:
-    """Repair the store; if the name of the chunks' model was lost, record it from the KV."""
-    store = index.store
-    facts = damaged_metadata(store)
-    for problem in () if dry_run else facts:
-        store.drop_meta(problem.key.removeprefix(b"fact/").decode())
-    report = store.maintenance.repair(
-        IndexRepairSource(index, kv_loader), encode=encode, dry_run=dry_run, on_progress=on_progress
-    )
-    report.problems = (*facts, *report.problems)
-    report.facts += [problem.key.removeprefix(b"fact/").decode() for problem in facts]
-    if "model" in report.facts and not dry_run:
-        # If the KV comes from several models, "unknown" makes every question refuse the index.
-        models = store.maintenance.models()
-        fingerprint = models.pop() if len(models) == 1 else "unknown"
-        store.put_meta("model", {"name": index.config.model, "fingerprint": fingerprint})
-    return report
-
-
-def collect_index(index: Index, *, dry_run: bool, on_progress: Notify | None) -> Collection:
-    """Delete garbage in the store and outdated retrieval indexes in `derived/`."""
-    store = index.store
-    prompt = read_metadata(store, "prompt")
-    wanted = None
-    if prompt is not None:
-        wanted = (prompt["model"], tuple(prompt["prefix_ids"]))
-
-    def in_use(manifest: Manifest) -> bool:
-        """Whether the record is the current prompt's prefix; if that is not recorded, keep all."""
-        return wanted is None or wanted == (manifest.identity.model, manifest.identity.chunk_ids)
-
-    derived, derived_bytes = 0, 0
-    # first, because it frees space on a full disk
-    for path in stale_derived(index.derived, lambda since: store.changes(since) is not None):
-        with suppress(FileNotFoundError):  # a question that saves deletes it too
-            derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
-            if not dry_run:
-                remove_tree(path)
-    collection = store.maintenance.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
-    collection.derived, collection.derived_bytes = derived, derived_bytes
-    if index.tiers is not None:
-        collection.tiers = len(store.tombstones()) + collection.uses if dry_run else delete_from_tiers(index)
-    return collection
 
 
 def delete_from_tiers(index: Index) -> int:
@@ -329,40 +269,6 @@ def of_the_most_used(index: Index, kv_loader: KVLoader, count: int) -> Wanted:
     return wanted
 
 
-def warm(index: Index, kv_loader: KVLoader, wanted: Wanted, on_progress: Callable[[WarmReport], None]) -> WarmReport:
-    """Encode the missing KV in batches; an interrupted run can be continued by another."""
-    report = WarmReport(wanted=len(wanted))
-    index.open_budget()
-    stored = index.store.has_many(wanted)
-    missing = {identity: of for identity, of in wanted.items() if identity not in stored}
-    report.present = len(wanted) - len(missing)
-    on_progress(report)
-    for batch in batches_of(stored if index.tiers is not None else ()):
-        index.offer(list(index.store.get_many(batch).items()))
-    order = _within(index, _expected(index, missing)) if missing else []
-    encoded = 0
-    for batch in batches_of(order):
-        fetched = index.fetch(batch)
-        new = [identity for identity in batch if identity not in fetched]
-        started = time.perf_counter()
-        encoded += sum(identity.tokens for identity in new)
-        encoded_kv = encode_identities(index.model, new, kv_loader.prefix)
-        report.seconds += time.perf_counter() - started
-        index.offer(list(encoded_kv.items()))
-        encoded_kv |= {identity: kv for identity, (_, kv) in fetched.items()}
-        stored_keys = index.store.put_many((identity, kv, missing[identity][0]) for identity, kv in encoded_kv.items())
-        report.encoded += len(stored_keys)
-        report.tokens += sum(kv.tokens for identity, kv in encoded_kv.items() if identity.key() in stored_keys)
-        report.bytes += sum(kv.nbytes for identity, kv in encoded_kv.items() if identity.key() in stored_keys)
-        on_progress(report)
-        if not stored_keys:
-            break  # the rest has lower scores
-    report.refused = len(missing) - report.encoded
-    if encoded:
-        index.store.record_uses({}, seconds_per_token=report.seconds / encoded)
-    return report
-
-
 def _expected(index: Index, missing: Mapping[KVIdentity, tuple[str, int]]) -> list[KVIdentity]:
     """Record the expected uses of KV without recorded ones; returns all by eviction score, highest first.
 
@@ -392,3 +298,190 @@ def _within(index: Index, order: Sequence[KVIdentity]) -> list[KVIdentity]:
         return list(order)
     ends = accumulate(index.stored_bytes(identity.tokens) for identity in order)
     return [identity for identity, end in zip(order, ends, strict=True) if end <= budget]
+
+
+class IndexMaintenance:
+    """`rag.maintenance`: check, repair, clean, copy and warm an index (docs/operations.md)."""
+
+    def __init__(self, index: Index, kv_loader: KVLoader, finder: Finder) -> None:
+        self._index = index
+        self._kv_loader = kv_loader
+        self._finder = finder
+
+    def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
+        """Check every row, checksum and reference, and the retrieval indexes; `quick` skips the payloads of KV."""
+        index = self._index
+        store = index.store
+        verification = store.maintenance.verify(quick=quick, on_progress=on_progress)
+        verification = replace(verification, findings=(*damaged_metadata(store), *verification.findings))
+        needed = set(indexes_of(index.config.retrieval, index.config.vectors))
+        if not index.config.qdrant.url:
+            return replace(verification, derived=derived_states(index.derived, needed, store.generation))
+        derived = derived_states(index.derived, needed - {"dense", "sparse"}, store.generation)
+        if index.config.embedder != NONE:
+            derived["qdrant"] = collection_state(index, quick=quick)
+        return replace(verification, derived=derived)
+
+    def verify_tiers(self) -> list[dict[str, Any]]:
+        """For each shared tier: how many of the index's records are intact there, and the names of damaged ones."""
+        return [] if (tiers := self._index.tiers) is None else tiers.check(self._index.store.identities())
+
+    def repair(
+        self,
+        *,
+        encode: bool = True,
+        dry_run: bool = False,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+        on_progress: Notify | None = None,
+    ) -> Repair:
+        """Repair what `verify` finds; the model is loaded if KV has to be encoded again.
+
+        `encode=False` drops bad KV, which the first question that needs it encodes again.
+        """
+        store, config = self._index.store, self._index.config
+        with nullcontext() if dry_run else store.writing("ragkv repair", timeout=timeout, on_wait=on_wait):
+            report = self._repair_store(encode=encode, dry_run=dry_run, on_progress=on_progress)
+            if not dry_run:
+                if config.qdrant.url and config.embedder != NONE:
+                    try:
+                        report.points = follow_collection(self._index, whole=True)
+                    except RetrievalError as error:  # must not lose the report of the repair
+                        logger.warning("the collection in Qdrant is not changed: %s", error)
+                self._finder.catch_up(build=False)
+            return report
+
+    def _repair_store(self, *, encode: bool, dry_run: bool, on_progress: Notify | None) -> Repair:
+        """Repair the store; if the name of the chunks' model was lost, record it from the KV."""
+        index = self._index
+        store = index.store
+        facts = damaged_metadata(store)
+        for problem in () if dry_run else facts:
+            store.drop_meta(problem.key.removeprefix(b"fact/").decode())
+        report = store.maintenance.repair(
+            IndexRepairSource(index, self._kv_loader), encode=encode, dry_run=dry_run, on_progress=on_progress
+        )
+        report.problems = (*facts, *report.problems)
+        report.facts += [problem.key.removeprefix(b"fact/").decode() for problem in facts]
+        if "model" in report.facts and not dry_run:
+            # If the KV comes from several models, "unknown" makes every question refuse the index.
+            models = store.maintenance.models()
+            fingerprint = models.pop() if len(models) == 1 else "unknown"
+            store.put_meta("model", {"name": index.config.model, "fingerprint": fingerprint})
+        return report
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        timeout: float | None = None,
+        on_wait: Callable[[Holder], None] | None = None,
+        on_progress: Notify | None = None,
+    ) -> Collection:
+        """Delete what nothing needs: KV without a document or of an old prefix, and stale derived files.
+
+        Waits until no ingest runs, because the KV of an incomplete document looks like garbage.
+        """
+        store = self._index.store
+        with nullcontext() if dry_run else store.writing("ragkv gc", timeout=timeout, on_wait=on_wait):
+            return self._collect(dry_run=dry_run, on_progress=on_progress)
+
+    def _collect(self, *, dry_run: bool, on_progress: Notify | None) -> Collection:
+        """Delete garbage in the store and outdated retrieval indexes in `derived/`."""
+        index = self._index
+        store = index.store
+        prompt = read_metadata(store, "prompt")
+        wanted = None
+        if prompt is not None:
+            wanted = (prompt["model"], tuple(prompt["prefix_ids"]))
+
+        def in_use(manifest: Manifest) -> bool:
+            """Whether the record is the current prompt's prefix; if that is not recorded, keep all."""
+            return wanted is None or wanted == (manifest.identity.model, manifest.identity.chunk_ids)
+
+        derived, derived_bytes = 0, 0
+        # first, because it frees space on a full disk
+        for path in stale_derived(index.derived, lambda since: store.changes(since) is not None):
+            with suppress(FileNotFoundError):  # a question that saves deletes it too
+                derived, derived_bytes = derived + 1, derived_bytes + _weight(path)
+                if not dry_run:
+                    remove_tree(path)
+        collection = store.maintenance.collect(in_use=in_use, dry_run=dry_run, on_progress=on_progress)
+        collection.derived, collection.derived_bytes = derived, derived_bytes
+        if index.tiers is not None:
+            collection.tiers = len(store.tombstones()) + collection.uses if dry_run else delete_from_tiers(index)
+        return collection
+
+    def backup(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """Copy the index to `path` from one snapshot, while others read and write."""
+        return copy_index(self._index, Path(path), compact=False, verify=verify, on_progress=on_progress)
+
+    def compact(self, path: str | Path, *, verify: bool = False, on_progress: Notify | None = None) -> Copy:
+        """Like `backup`, but without free pages: smaller, and without deleted content."""
+        return copy_index(self._index, Path(path), compact=True, verify=verify, on_progress=on_progress)
+
+    def wanted(
+        self,
+        *,
+        questions: Iterable[Asked] = (),
+        documents: Sequence[str] | None = None,
+        where: Sequence[str] = (),
+        most: int | None = None,
+        on_question: Callable[[int], None] = lambda done: None,
+    ) -> Wanted:
+        """The KV for `warm` to encode: what `questions` would read (`on_question` is called with the number searched so
+        far), the chunks of `documents` (names or patterns; with `where`, those that meet it), or the `most` chunks that
+        were read most.
+
+        UsageError for a wrong option, or a name without a document.
+        """
+        index, kv_loader = self._index, self._kv_loader
+        if most is not None:
+            return of_the_most_used(index, kv_loader, most)
+        if documents is not None:
+            chosen = select(index.store, documents, where) if documents else self._finder.documents(where)
+            return of_documents(index, kv_loader, chosen)
+        return of_questions(index, kv_loader, self._finder, questions, on_question)
+
+    def warm(self, wanted: Wanted, *, on_progress: Callable[[WarmReport], None] = lambda done: None) -> WarmReport:
+        """Encode the KV that is missing, in batches and within the index's budget; an interrupted run can be continued
+        by another. StoreError if it cannot be written.
+        """
+        index, kv_loader = self._index, self._kv_loader
+        report = WarmReport(wanted=len(wanted))
+        index.open_budget()
+        stored = index.store.has_many(wanted)
+        missing = {identity: of for identity, of in wanted.items() if identity not in stored}
+        report.present = len(wanted) - len(missing)
+        on_progress(report)
+        for batch in batches_of(stored if index.tiers is not None else ()):
+            index.offer(list(index.store.get_many(batch).items()))
+        order = _within(index, _expected(index, missing)) if missing else []
+        encoded = 0
+        for batch in batches_of(order):
+            fetched = index.fetch(batch)
+            new = [identity for identity in batch if identity not in fetched]
+            started = time.perf_counter()
+            encoded += sum(identity.tokens for identity in new)
+            encoded_kv = encode_identities(index.model, new, kv_loader.prefix)
+            report.seconds += time.perf_counter() - started
+            index.offer(list(encoded_kv.items()))
+            encoded_kv |= {identity: kv for identity, (_, kv) in fetched.items()}
+            owned = ((identity, kv, missing[identity][0]) for identity, kv in encoded_kv.items())
+            stored_keys = index.store.put_many(owned)
+            report.encoded += len(stored_keys)
+            report.tokens += sum(kv.tokens for identity, kv in encoded_kv.items() if identity.key() in stored_keys)
+            report.bytes += sum(kv.nbytes for identity, kv in encoded_kv.items() if identity.key() in stored_keys)
+            on_progress(report)
+            if not stored_keys:
+                break  # the rest has lower scores
+        report.refused = len(missing) - report.encoded
+        if encoded:
+            index.store.record_uses({}, seconds_per_token=report.seconds / encoded)
+        return report
+
+    def settle(self) -> None:
+        """Wait until all KV that questions have encoded is stored, and their uses of KV are recorded."""
+        self._index.write_behind.settle(whole=True)
+        if self._index.tiers is not None:
+            self._index.tiers.settle()

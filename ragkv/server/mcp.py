@@ -103,7 +103,7 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
         """Find the passages of the documents that say most about a question or some words, best first."""
         found = await served(lambda client: client.search({"question": question, **options}))
         if found is None:
-            found = [source_of(each).to_json() for each in await rag.aretrieve(question, **options)]
+            found = [source_of(each).to_json() for each in await asyncio.to_thread(rag.retrieve, question, **options)]
         return FoundPassages(passages=[_passage(each) for each in found])
 
     @tool("ask")

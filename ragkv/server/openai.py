@@ -247,7 +247,7 @@ class ChatRequest(ConversationOptions):
             {**message.model_dump(include={"role", "tool_calls", "tool_call_id"}), "content": message.text(place)}
             for place, message in enumerate(later, start=len(self.messages) - len(later))
         ]
-        options: dict[str, Any] = {"tail": tool_tail(model, chosen.rag.prompt, words.prompt, tools, turns)}
+        options: dict[str, Any] = {"tail": tool_tail(model, chosen.rag.index.prompt, words.prompt, tools, turns)}
         if tools:
             required = self.tool_choice == "required" or isinstance(self.tool_choice, dict)
             several = self.parallel_tool_calls is not False and not isinstance(self.tool_choice, dict)
@@ -773,14 +773,14 @@ async def _in_batches(
 
 
 def _embedder(chosen: ModelChoice) -> Embedder:
-    embedder = chosen.rag.embedder
+    embedder = chosen.rag.index.encoders.embedder
     if embedder is None or "dense" not in embedder.modes:
         raise ApiError(400, f"Index {chosen.name!r} has no embedder of dense vectors.", param="model")
     return embedder
 
 
 def _reranker(chosen: ModelChoice) -> Reranker:
-    reranker = chosen.rag.reranker
+    reranker = chosen.rag.index.encoders.reranker
     if reranker is None:
         raise ApiError(400, f"Index {chosen.name!r} has no reranker.", param="model")
     return reranker

@@ -402,7 +402,7 @@ def chunk_urls(request: Request, name: str) -> Callable[[Source], str]:
 
 def index_facts(name: str, rag: RagKV) -> dict[str, Any]:
     """One index."""
-    config, stats = rag.config, rag.stats()
+    config, stats = rag.config, rag.store.stats()
     return {
         "name": name,
         "documents": stats.documents,
@@ -447,7 +447,7 @@ def document_page(rag: RagKV, name: str, where: Sequence[str], *, after: str, li
         page = list_documents(rag.store, chosen, only=holds, after=after, limit=limit)
     else:
         page = rag.list_documents(where=where, after=after, limit=limit)
-    total = rag.stats().documents
+    total = rag.store.stats().documents
     return {"documents": [_facts(view) for view in page.documents], "next": page.after, "total": total}
 
 

@@ -186,7 +186,7 @@ LITERAL = object()
 """The type of an argument of `emits` that is known when the kernel is compiled."""
 
 
-def emits(result: Any, *given: Any) -> Callable[[Callable[..., Any]], Any]:
+def emits(result: Any, *expected: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make a function that kernels can call, with these types of its result and its arguments, of one that gets LLVM's
     builder and the arguments' values, and returns the result's value. A LITERAL argument is Python's value, the others
     LLVM's.
@@ -195,15 +195,15 @@ def emits(result: Any, *given: Any) -> Callable[[Callable[..., Any]], Any]:
     def made(generate: Callable[..., Any]) -> Any:
         @functools.wraps(generate)  # numba drops the first parameter, which is its own context here
         def typed(_context: Any, *own: Any) -> Any:
-            kinds = [one if kind is LITERAL else kind for kind, one in zip(given, own, strict=True)]
+            kinds = [own_kind if kind is LITERAL else kind for kind, own_kind in zip(expected, own, strict=True)]
 
             def emitted(_context: Any, b: Any, _signature: Any, values: Any) -> Any:
-                of_each = zip(given, own, values, strict=True)
+                of_each = zip(expected, own, values, strict=True)
                 return generate(b, *(one.literal_value if kind is LITERAL else value for kind, one, value in of_each))
 
             return result(*kinds), emitted
 
-        return intrinsic(prefer_literal=LITERAL in given)(typed)
+        return intrinsic(prefer_literal=LITERAL in expected)(typed)
 
     return made
 
@@ -514,14 +514,14 @@ _COMPILING = threading.RLock()
 
 def once(make: Callable[..., Any]) -> Callable[..., Any]:
     """`functools.cache`, but threads that call it at the same time share one result instead of making two."""
-    made = functools.cache(make)
+    cached = functools.cache(make)
 
     @functools.wraps(make)
     def found(*arguments: Any) -> Any:
         with _COMPILING:
-            return made(*arguments)
+            return cached(*arguments)
 
-    found.cache_clear = made.cache_clear  # type: ignore[attr-defined]
+    found.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return found
 
 

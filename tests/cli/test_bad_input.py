@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[
     with RagKV.create(folder / "made", model=str(model_folder), device="cpu", chunk_tokens=128) as rag:
         rag.ingest(documents)
         rag.query("Who founded Halden Works?", max_new_tokens=1)
-        rag.backup(folder / "index")  # smaller than the map, so quick to copy
+        rag.maintenance.backup(folder / "index")  # smaller than the map, so quick to copy
     with RagKV.open(folder / "index") as rag:  # a backup has no derived indexes; questions build them
         rag.query("Who founded Halden Works?", max_new_tokens=1, where=["source=*"])
     with RagKV.create(folder / "hollow", model=str(model_folder)) as rag, pytest.raises(RetrievalError):
@@ -206,7 +206,7 @@ TABLE: list[tuple[str, int, str]] = [
     (CONTEXT + " --engine pced --max-rows 2", 2, "needs 3 rows at a time, but --max-rows is 2"),
     (CONTEXT + " --engine turbo", 2, "Unknown engine 'turbo'"),
     # questions
-    (ASK + " --engine warp", 2, "Unknown engine 'warp'; choose one of all, apb, ape, blend, block, full"),
+    (ASK + " --engine warp", 2, "Unknown engine 'warp'; choose one of apb, ape, blend, block, full"),
     (ASK + " --model mini", 1, "was made by model"),
     (ASK + " --retrieval psychic", 2, "--retrieval must be one of"),
     (ASK + " --retrieval dense", 1, "without an embedder"),

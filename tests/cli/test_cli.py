@@ -14,6 +14,8 @@ import pytest
 from ragkv import RagKV
 from ragkv.__main__ import main as entry_point
 from ragkv.cli.console import count, size
+from ragkv.index.maintenance import IndexMaintenance
+from ragkv.store import Store
 
 
 def test_ingest_then_query_with_every_engine(ragkv, documents, tmp_path, model_folder):
@@ -46,13 +48,13 @@ def test_streaming_prints_the_answer_on_stdout_and_sources_on_stderr(ragkv, inde
 
 
 def test_quiet_leaves_out_warnings_unless_everything_is_logged(ragkv, index, monkeypatch):
-    log, stats = logging.getLogger("ragkv.store"), RagKV.stats
+    log, stats = logging.getLogger("ragkv.store"), Store.stats
 
     def warn(rag):
         log.warning("a record is damaged")
         return stats(rag)
 
-    monkeypatch.setattr(RagKV, "stats", warn)
+    monkeypatch.setattr(Store, "stats", warn)
     asked = ("stats", "--index", index)
     assert "a record is damaged" in ragkv(*asked).err
     assert ragkv(*asked, "--quiet").err == ""
@@ -95,8 +97,9 @@ def test_interrupts_end_without_a_traceback(ragkv, index, documents, monkeypatch
         raise KeyboardInterrupt
 
     kept = "; what was committed is kept, and the same command continues from there"
-    for name, says, words in (("ingest", "", [documents, "-q"]), ("stats", "", []), ("gc", kept, [])):
-        monkeypatch.setattr(RagKV, name, interrupt)
+    commands = ((RagKV, "ingest", "", [documents, "-q"]), (Store, "stats", "", []), (IndexMaintenance, "gc", kept, []))
+    for owner, name, says, words in commands:
+        monkeypatch.setattr(owner, name, interrupt)
         result = ragkv(name, *words, "--index", index)
         assert (result.code, result.err) == (130, f"ragkv: interrupted{says}.\n")
     monkeypatch.setattr("typer.main.get_group", interrupt)
@@ -114,7 +117,7 @@ def test_an_interrupt_within_a_destructor_is_not_lost(index):
     program = textwrap.dedent(
         """
         import os, signal, sys, time
-        from ragkv import RagKV
+        from ragkv.store import Store
         from ragkv.cli.main import main
         class Held:
             def __del__(self):
@@ -123,7 +126,7 @@ def test_an_interrupt_within_a_destructor_is_not_lost(index):
         def stats(self):
             Held()
             time.sleep(60)
-        RagKV.stats = stats
+        Store.stats = stats
         main()
         """
     )

@@ -27,7 +27,7 @@ def attack(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Atta
     settings = {"model": str(model_folder), "embedder": "mini", "retrieval": "bm25", "codec": "zstd"}
     with RagKV.create(root / "made", device="cpu", chunk_tokens=128, engines=("ape",), **settings) as rag:
         rag.ingest(root / "halden.md", root / "bolt.txt")
-        rag.compact(root / "index")
+        rag.maintenance.compact(root / "index")
     return Attack(root / "index")
 
 

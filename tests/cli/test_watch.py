@@ -31,9 +31,9 @@ PATIENCE = 600
 
 def content(rag: RagKV) -> list[object]:
     """The documents with their texts, and the store's KV, to compare two indexes of the same files."""
-    documents = [(each.document, each.source, each.chunks, each.kv_bytes) for each in rag.document_stats()]
+    documents = [(each.document, each.source, each.chunks, each.kv_bytes) for each in rag.store.document_stats()]
     texts = [(chunk.chunk_id, chunk.text, chunk.token_ids) for chunk in rag.store.chunks()]
-    return [documents, texts, rag.stats().kv_records, rag.stats().orphans]
+    return [documents, texts, rag.store.stats().kv_records, rag.store.stats().orphans]
 
 
 def until(holds) -> None:
@@ -228,7 +228,7 @@ def test_after_many_changes_the_index_equals_a_new_one(folder, rag, followed, tm
 
 def test_deletions_need_prune_and_unreadable_files_are_named(folder, rag, followed):
     reports = followed(folder, prune=False)
-    until(lambda: rag.stats().documents == 8)
+    until(lambda: rag.store.stats().documents == 8)
     (folder / "0.txt").unlink()
     (folder / "1.txt").write_bytes(b"\0\1\2")
     (folder / "sheet.xyz").write_text("a")
@@ -237,23 +237,23 @@ def test_deletions_need_prune_and_unreadable_files_are_named(folder, rag, follow
     assert skipped == {"1.txt": "binary file", "sheet.xyz": "unsupported type .xyz"}
     (folder / "2.txt").write_text("Mill 2 makes oats.")
     until(lambda: any(each.updated for each in reports))
-    assert rag.stats().documents == 8
+    assert rag.store.stats().documents == 8
     assert sum(len(each.skipped) for each in reports) == 2  # once each
 
 
 @pytest.mark.parametrize("gone", ["emptied", "removed"])
 def test_a_folder_that_is_gone_as_a_whole_keeps_its_documents(folder, rag, followed, gone):
     reports = followed(folder)
-    until(lambda: rag.stats().documents == 8)
+    until(lambda: rag.store.stats().documents == 8)
     away = folder.rename(folder.parent / "away")
     if gone == "emptied":
         folder.mkdir()
     until(lambda: any("its documents stay" in str(each) for each in reports))
-    assert rag.stats().documents == 8
+    assert rag.store.stats().documents == 8
     shutil.rmtree(folder, ignore_errors=True)
     away.rename(folder)  # mounted again
     (folder / "0.txt").unlink()
-    until(lambda: rag.stats().documents == 7)
+    until(lambda: rag.store.stats().documents == 7)
 
 
 def test_a_folder_that_may_not_be_looked_into_is_gone_and_what_is_in_it_matters(folder, rag, monkeypatch):
@@ -276,7 +276,7 @@ def test_a_folder_that_is_not_there_yet_is_named_and_followed_later(folder, rag,
     reports = followed(folder, prune=False)
     until(lambda: [str(each) for each in reports] == [f"{folder} does not exist; its files are ingested once it does."])
     away.rename(folder)
-    until(lambda: rag.stats().documents == 8)
+    until(lambda: rag.store.stats().documents == 8)
 
 
 def test_what_could_not_be_stored_is_tried_again(folder, rag, monkeypatch):
@@ -326,10 +326,10 @@ def test_the_server_follows_folders_of_the_user_file(folder, rag, caplog):
     manager = JobManager(ServedIndexes({"own": rag}), ConcurrencyLimiter(8))
     try:
         manager.follow("own", folder, prune=True)
-        until(lambda: rag.stats().documents == 8)
+        until(lambda: rag.store.stats().documents == 8)
         (folder / "0.txt").unlink()
         (folder / "1.txt").write_bytes(b"\0\1")
-        until(lambda: rag.stats().documents == 7 and "1.txt is not in index own: binary file" in caplog.text)
+        until(lambda: rag.store.stats().documents == 7 and "1.txt is not in index own: binary file" in caplog.text)
         until(lambda: all(job.over for job in manager.jobs("own")))
         assert {job.facts.state for job in manager.jobs("own")} == {"done"}
     finally:

@@ -97,7 +97,7 @@ def test_answers_are_those_of_the_pipeline(tmp_path, model_folder, asked):
                         answer = rag.query(
                             question, engine=candidate.engine, chunks=scored, max_new_tokens=tokens, keep=True
                         )
-                        rag.settle()
+                        rag.maintenance.settle()
                     assert result.text == answer.text
                     if candidate.engine == "pced":
                         won = [winner for _, winner in result.trace]
@@ -251,9 +251,9 @@ def test_questions_of_an_index_are_answered_as_it_answers(rag):
         tuning=rag.config.tuning,
         prompt=rag.config.prompt,
     )
-    before = rag.stats()
+    before = rag.store.stats()
     results = run_candidates([task], everyone, source=IndexSource(rag, device="cpu"))
-    assert rag.stats() == before
+    assert rag.store.stats() == before
     for result in results:
         answer = rag.query(QUESTIONS[0], engine=result.candidate.engine, top_k=2, max_new_tokens=5)
         assert (result.text, result.chunks) == (answer.text, len(answer.sources))
@@ -343,7 +343,7 @@ def test_a_request_is_the_one_that_a_query_gets(rag, name):
 
 
 def test_nothing_is_encoded_twice_or_written(rag, monkeypatch):
-    before = rag.stats()
+    before = rag.store.stats()
     reader, chunks = reader_of(rag)
     encoded = []
     encode = rag.model.encode
@@ -351,14 +351,14 @@ def test_nothing_is_encoded_twice_or_written(rag, monkeypatch):
     for name in ("ape", "pced", "block"):
         reader.request(make_engine(name, {}), QUESTION, chunks)
     assert encoded == [1, 2, 2]  # the prefix, the chunks after it, the chunks alone
-    assert rag.stats() == before
+    assert rag.store.stats() == before
 
 
 def test_stored_kv_is_looked_up_before_anything_is_encoded(rag, monkeypatch):
     reader, chunks = reader_of(rag, stored=True)
     engine = make_engine("ape", {})
     rag.query(QUESTION, engine="ape", max_new_tokens=1)  # stores the prefix's KV
-    rag.settle()
+    rag.maintenance.settle()
     monkeypatch.setattr(rag.model, "encode", None)
     request = reader.request(engine, QUESTION, chunks)
     assert [chunk.kv.tokens for chunk in request.chunks] == [len(chunk.token_ids) for chunk in chunks]

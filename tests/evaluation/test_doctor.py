@@ -176,10 +176,10 @@ def test_gold_answers_are_counted_for_full_and_every_engine(rag):
 
 
 def test_the_index_is_left_alone_whatever_model_is_tried(rag, other_model):
-    before = rag.stats()
+    before = rag.store.stats()
     quality = examine(rag, model=str(other_model), device="cpu", engines=["block"])
-    assert rag.stats() == before
-    assert quality.fingerprint != rag.fingerprint
+    assert rag.store.stats() == before
+    assert quality.fingerprint != rag.index.fingerprint
     assert quality.engines[0].kl > 0
     own = examine(rag, engines=["block"])
     for report in (own, quality, own):
@@ -189,7 +189,7 @@ def test_the_index_is_left_alone_whatever_model_is_tried(rag, other_model):
     assert [outdated(rag.store, report) for report in kept] == [None, "another model than the index's"]
     subject = IndexSource(rag).model(str(other_model))
     assert not subject.own
-    assert "index of its own" in remedies(rag.stats(), subject)[0]
+    assert "index of its own" in remedies(rag.store.stats(), subject)[0]
 
 
 def test_a_report_is_outdated_when_the_documents_changed(rag, documents):
@@ -229,7 +229,7 @@ def test_chunks_of_another_version_of_the_model_are_read_from_their_text(rag):
     source = IndexSource(rag)
     subject = source.model(rag.config.model)
     assert (subject.own, subject.current) == (True, False)
-    assert "run ragkv ingest on all of its documents again" in remedies(rag.stats(), subject)[0]
+    assert "run ragkv ingest on all of its documents again" in remedies(rag.store.stats(), subject)[0]
     [example] = Task.of(ASKED[:1]).examples
     _, best = source.chunks(subject, example, source.candidate("full"))[-1]
     assert best.token_ids == rag.retrieve(ASKED[0].text)[0].chunk.token_ids

@@ -224,7 +224,7 @@ def test_the_prefix_is_part_of_the_stored_kvs_identity_and_the_suffix_is_not(tmp
     words = {"system": "Be brief.", "question": "Q: {question}"}
     with RagKV.create(tmp_path / "index", prompt=words, **settings) as rag:
         rag.ingest(document)
-        assert rag.prompt.prefix.count("Be brief.") == 1
+        assert rag.index.prompt.prefix.count("Be brief.") == 1
     stored = [(1, 0), (1, 0)]
     first = ask()
     assert first[0] == stored

@@ -93,7 +93,7 @@ VERDICTS = {"prompt": "good", "search": "poor"}
 
 def report(rag: RagKV, history: str | None, fingerprint: str | None = None, by: str = "accuracy") -> dict[str, object]:
     return {
-        "fingerprint": fingerprint or rag.fingerprint,
+        "fingerprint": fingerprint or rag.index.fingerprint,
         "conversation": {"history": history, "verdict": VERDICTS.get(history), "by": by},
     }
 
@@ -110,8 +110,8 @@ def test_mini_gets_earlier_turns_in_the_search_alone_until_something_else_is_mea
         ):
             rag.store.put_meta("quality", kept)
             assert worded(rag, ASKED, TURNS) == (BOTH, ASKED)
-        rag.store.put_meta("quality", [{"fingerprint": rag.fingerprint, "conversation": {"verdict": ["good"]}}])
-        assert measured_history(rag.store, rag.fingerprint) is None
+        rag.store.put_meta("quality", [{"fingerprint": rag.index.fingerprint, "conversation": {"verdict": ["good"]}}])
+        assert measured_history(rag.store, rag.index.fingerprint) is None
         rag.store.put_meta("quality", [report(rag, "search", "another"), report(rag, "prompt")])
         search, prompt = worded(rag, ASKED, TURNS)
         assert (search, prompt) == (BOTH, "Who founded Halden Works?\nAnswer: Mira Oskel.\n\nQuestion: Where is it?")

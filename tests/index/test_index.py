@@ -97,7 +97,7 @@ def test_the_store_knows_what_its_records_are(made):
         assert {manifest.shape for manifest in manifests} == {rag.index.shape}
         tokens = sum(manifest.tokens for manifest in manifests)
         assert rag.store.stats().kv_bytes_raw == tokens * numbers * 4 == tokens * rag.index.shape.token_bytes
-        assert rag.verify().ok
+        assert rag.maintenance.verify().ok
 
 
 # ---- stateful index
@@ -139,7 +139,7 @@ def test_a_new_index_has_the_engines_that_its_model_can_run(rag):
 
 @quiet
 def test_an_engine_that_merges_is_refused_before_anything_is_made_for_it(rag):
-    rag.settle()
+    rag.maintenance.settle()
     before = rag.store.stats()
     for engine in ("ape", "block"):
         with pytest.raises(UnsupportedModelError, match=r"recurrent layers .* use engine 'pced'"):
@@ -178,7 +178,7 @@ def test_questions_at_once_are_answered_as_one_by_one(rag):
 @quiet
 def test_damaged_states_are_made_again(rag, folder, tmp_path):
     before = ask(rag)
-    rag.settle()
+    rag.maintenance.settle()
     shutil.copytree(folder / "index", tmp_path / "index")
 
     def flip(txn) -> None:

@@ -247,19 +247,19 @@ def test_answers_are_those_of_kv_that_an_ingest_made(tmp_path):
             for _ in range(2):
                 for (question, engine), text in expected.items():
                     assert ask(rag, question, engine).text == text
-                    rag.settle()
+                    rag.maintenance.settle()
                     budget = rag.config.budget
                     # the prefix belongs to no chunk, and is always stored
                     prefix = rag.index.shape.nbytes(len(rag.index.prefix_ids))
                     assert budget is None or rag.store.kv_bytes <= max(budget, prefix)
-            assert rag.verify().ok
+            assert rag.maintenance.verify().ok
             assert (rag.store.ledger().misses > 0) == (number != 3)
 
 
 def test_the_second_question_finds_what_the_first_made(tmp_path):
     with made(tmp_path, kv="on-demand") as rag:
         first = ask(rag)
-        rag.settle()
+        rag.maintenance.settle()
         assert (first.kv.hits, first.kv.misses) == (0, 2)
         assert stored(rag) == 3  # two chunks and the prefix
         ledger = rag.store.ledger()
@@ -275,7 +275,7 @@ def test_the_second_question_finds_what_the_first_made(tmp_path):
 def test_what_is_missing_is_one_pass_beside_the_loading_of_the_rest(tmp_path, monkeypatch):
     with made(tmp_path, kv="on-demand") as rag:
         ask(rag, top_k=1)
-        rag.settle()
+        rag.maintenance.settle()
         passes, loads = [], []
         encode, get_many = rag.model.encode, rag.store.get_many
 
@@ -315,7 +315,7 @@ def test_nothing_is_written_before_the_first_token(tmp_path, monkeypatch, engine
             assert result[0] == []  # nothing is committed before the first token is emitted
             for _ in stream:
                 continue
-        rag.settle()
+        rag.maintenance.settle()
         assert stored(rag) == 3
 
 
@@ -348,12 +348,12 @@ def test_a_batch_encodes_each_chunk_once_also_without_memory(tmp_path, monkeypat
 def test_a_read_only_index_answers_and_records_nothing(tmp_path):
     with made(tmp_path, kv="on-demand") as rag:
         expected = ask(rag).text
-        rag.settle()
+        rag.maintenance.settle()
         before = rag.store.ledger()
     with RagKV.open(tmp_path / "index", device="cpu", readonly=True) as rag:
         assert ask(rag).text == expected
         assert ask(rag, engine="ape").kv.misses == 2
-        rag.settle()
+        rag.maintenance.settle()
         assert rag.store.ledger() == before
 
 
@@ -376,7 +376,7 @@ def test_a_child_of_a_fork_waits_for_no_thread_of_the_parent(tmp_path):
         assert in_child(settle) == 0
         assert write_behind.unstored
         hold.set()
-        rag.settle()
+        rag.maintenance.settle()
         assert not write_behind.unstored
 
 
@@ -409,7 +409,7 @@ def test_an_ingest_makes_kv_while_there_is_room_and_says_what_it_left(tmp_path):
     with made(tmp_path, "some", kv_budget=whole // 2) as rag:
         assert 0 < stored(rag) < count
         assert rag.store.kv_bytes <= whole // 2
-        assert rag.verify().ok
+        assert rag.maintenance.verify().ok
         longer = tmp_path / "documents" / "more.txt"
         longer.write_text("Dorn is a river. " * 200)
         report = rag.ingest(longer)
@@ -417,13 +417,13 @@ def test_an_ingest_makes_kv_while_there_is_room_and_says_what_it_left(tmp_path):
         assert rag.store.kv_bytes <= whole // 2 + token
         (tmp_path / "documents" / "halden.txt").write_text("Halden Works is gone.")
         rag.ingest(tmp_path / "documents")
-        assert rag.verify().ok
+        assert rag.maintenance.verify().ok
 
 
 def test_the_lease_of_a_running_answer_keeps_its_kv(tmp_path):
     with made(tmp_path, kv="on-demand") as rag:
         ask(rag)
-        rag.settle()
+        rag.maintenance.settle()
         with rag.stream(QUESTIONS[0], engine="block", top_k=2, max_new_tokens=50) as stream:
             next(iter(stream))
             rag.store.set_budget(0)
@@ -435,21 +435,21 @@ def test_the_lease_of_a_running_answer_keeps_its_kv(tmp_path):
 
 def test_warming_makes_what_is_asked_for_and_no_more_the_second_time(tmp_path):
     with made(tmp_path, kv="on-demand", engines=("block",)) as rag:
-        wanted = rag.wanted(questions=[{"question": QUESTIONS[0], "engine": "block", "top_k": 1}])
-        report = rag.warm(wanted)
+        wanted = rag.maintenance.wanted(questions=[{"question": QUESTIONS[0], "engine": "block", "top_k": 1}])
+        report = rag.maintenance.warm(wanted)
         assert (report.wanted, report.encoded, report.present, report.refused) == (1, 1, 0, 0)
-        assert rag.warm(wanted).present == 1
+        assert rag.maintenance.warm(wanted).present == 1
         assert ask(rag, top_k=1).kv.hits == 1
-        rag.settle()
-        assert rag.warm(rag.wanted(documents=["carr.txt"])).encoded == 1
-        assert rag.warm(rag.wanted(documents=["*"])).encoded == 1
+        rag.maintenance.settle()
+        assert rag.maintenance.warm(rag.maintenance.wanted(documents=["carr.txt"])).encoded == 1
+        assert rag.maintenance.warm(rag.maintenance.wanted(documents=["*"])).encoded == 1
         assert rag.store.ledger().misses == 0
-        assert rag.wanted(questions=[{"question": QUESTIONS[0], "engine": "full"}]) == {}
+        assert rag.maintenance.wanted(questions=[{"question": QUESTIONS[0], "engine": "full"}]) == {}
         rag.store.set_budget(0)
-        [(identity, _)] = rag.wanted(most=1).items()
+        [(identity, _)] = rag.maintenance.wanted(most=1).items()
         assert identity.chunk_ids == rag.retrieve(QUESTIONS[0], top_k=1)[0].chunk.token_ids
-        assert rag.warm(rag.wanted(documents=["*"])).refused == 3
-        assert rag.verify().ok
+        assert rag.maintenance.warm(rag.maintenance.wanted(documents=["*"])).refused == 3
+        assert rag.maintenance.verify().ok
 
 
 def test_a_question_without_chunks_is_no_use(tmp_path):
@@ -457,5 +457,5 @@ def test_a_question_without_chunks_is_no_use(tmp_path):
         with pytest.raises(RetrievalError):
             ask(rag, "zzzz qqqq")
         rag.request(make_engine("block", {}), QUESTIONS[0], [])
-        rag.settle()
+        rag.maintenance.settle()
         assert (rag.store.ledger().hits, rag.store.ledger().misses) == (0, 0)

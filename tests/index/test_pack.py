@@ -28,7 +28,7 @@ QUESTION = "Who founded Bolt Ltd?"
 def rag(tmp_path, model_folder):
     settings = {"engines": ("block",), "tiers": [{"url": f"file://{tmp_path}/objects"}], "chunk_tokens": 128}
     with indexed(tmp_path, TEXTS, model=model_folder, **settings) as rag:
-        rag.settle()  # else the tier's files appear while a test compares folders
+        rag.maintenance.settle()  # else the tier's files appear while a test compares folders
         yield rag
 
 
@@ -42,14 +42,14 @@ def test_a_pack_answers_elsewhere_and_encodes_nothing(rag, tmp_path, names):
         answer = there.query(QUESTION, engine="block")
         assert (answer.kv.hits, answer.kv.misses) == (made.documents, 0)
         assert names or answer.text == rag.query(QUESTION, engine="block").text
-        assert there.verify().ok
+        assert there.maintenance.verify().ok
         there.ingest(tmp_path / "bolt.txt")  # it is an ordinary index
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_a_pack_of_chosen_documents_holds_nothing_of_the_others(rag, tmp_path):
     rag.query("Who founded Halden Works?", engine="block")
-    rag.settle()
+    rag.maintenance.settle()
     rag.pack(tmp_path / "pack", names=["*bolt*"])
     packed = (tmp_path / "pack").read_bytes()
     assert b"Ann Lee" in packed

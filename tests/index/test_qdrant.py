@@ -61,7 +61,7 @@ def hits(rag, where=()):
 
 
 def state(rag, **settings):
-    return rag.verify(**settings).derived["qdrant"]
+    return rag.maintenance.verify(**settings).derived["qdrant"]
 
 
 def test_it_finds_what_faiss_finds_after_every_change(make, documents, tmp_path, monkeypatch):
@@ -105,7 +105,7 @@ def test_nothing_is_sent_twice_and_what_was_interrupted_goes_on(make, documents,
             rag.retrieve("Ann Lee", retrieval="dense")
         sent.append("")
         rag.retrieve("Ann Lee", retrieval="dense")
-        assert len(set(sent)) == len(sent) == 1 + rag.stats().chunks
+        assert len(set(sent)) == len(sent) == 1 + rag.store.stats().chunks
         rag.ingest(documents)
         assert follow_collection(rag.index, whole=True) == 0
 
@@ -118,7 +118,7 @@ def test_the_index_is_the_truth(make, documents, tmp_path):
         rag.ingest(documents)
         before, collection = hits(rag), rag.index.collection
         ids = [chunk.chunk_id for chunk in rag.store.chunks()]
-        query = rag.embedder.embed_query("Ann Lee of Bolt Ltd").dense[0]
+        query = rag.index.encoders.embedder.embed_query("Ann Lee of Bolt Ltd").dense[0]
         stranger = {"chunk_id": "stranger", "terms": [], "vectors": {"dense": query}}
         collection.send([Point(**stranger)])
         assert hits(rag) == before
@@ -163,7 +163,7 @@ def test_another_indexs_or_embedders_collection_is_refused(make, documents, tmp_
         assert not any(hits(reader).values())  # a read-only index does not send them again
     shutil.copytree(tmp_path / "one", tmp_path / "copy")  # a replica of the same index
     with RagKV.open(tmp_path / "copy", device="cpu") as copy:
-        copy.repair()
+        copy.maintenance.repair()
         assert hits(copy) == before
         client = copy.index.collection._client
         facts = client.get_collection("shared").config.metadata["ragkv"]
@@ -171,13 +171,13 @@ def test_another_indexs_or_embedders_collection_is_refused(make, documents, tmp_
         copy.index.collection.version = None
         with pytest.raises(RetrievalError, match="another embedder; run ragkv repair"):
             copy.retrieve("Ann Lee", retrieval="dense")
-        copy.repair()
+        copy.maintenance.repair()
         assert hits(copy) == before
         client.update_collection("shared", metadata={"ragkv": None})
         copy.index.collection.version = None
         with pytest.raises(RetrievalError, match="not of ragkv's making"):
             copy.retrieve("Ann Lee", retrieval="dense")
-        assert copy.repair().points == 0  # with a warning
+        assert copy.maintenance.repair().points == 0  # with a warning
 
 
 def test_a_pack_and_a_replaced_empty_index(make, documents, tmp_path):

@@ -85,7 +85,7 @@ def test_a_lost_cluster_loses_nothing_that_was_made(make, files, workers):
         report = ray.ingest(files[:2], make=cluster)
         assert len(report.added) + len(report.unchanged) == 2
         assert report.kv_encoded == 1  # the other document's KV is in the tier
-        assert ray.verify().ok
+        assert ray.maintenance.verify().ok
 
 
 def test_what_is_missing_is_named(make, monkeypatch):

@@ -75,9 +75,9 @@ def test_modes_and_settings_of_one_question(rag):
         [best, *_] = rag.retrieve("the river Ister", retrieval=mode, rerank=False)
         assert (best.source, set(best.stages), best.rerank_score) == ("sub/tarn.md", stages, None)
     assert "relative" in rag.retrieve("the river Ister", retrieval="hybrid")[0].stages
-    rag.reranker.judged.clear()
+    rag.index.encoders.reranker.judged.clear()
     assert len(rag.retrieve("Ann Lee", candidates=2, top_k=1)) == 1
-    assert len(rag.reranker.judged) == 2
+    assert len(rag.index.encoders.reranker.judged) == 2
     with pytest.raises(UsageError, match="--candidates must be at least 1"):
         rag.retrieve("x", candidates=0)
     with pytest.raises(UsageError, match="one of dense"):
@@ -102,9 +102,9 @@ def test_indexes_follow_the_documents_and_only_new_chunks_are_added(rag, documen
     rag.retrieve("valves", retrieval="hybrid")
     (documents / "bolt.txt").write_text("Bolt Ltd makes gears now.")
     (documents / "new.txt").write_text("Nobody knows the new zither.")
-    rag.embedder.embedded = 0
+    rag.index.encoders.embedder.embedded = 0
     rag.ingest(documents)
-    assert rag.embedder.embedded == 2
+    assert rag.index.encoders.embedder.embedded == 2
     assert rag.retrieve("gears", top_k=1)[0].source == "bolt.txt"
     assert rag.retrieve("zither", top_k=1, retrieval="sparse")[0].source == "new.txt"
     assert rag.retrieve("valves", retrieval="sparse", rerank=False) == []
@@ -118,7 +118,7 @@ def test_who_writes_leaves_the_indexes_ready_and_builds_no_others(rag, documents
     rag.retrieve("valves", retrieval="bm25")
     (documents / "new.txt").write_text("Nobody knows the new zither.")
     rag.ingest(documents)
-    assert rag.delete_many([str(documents / "bolt.txt"), "nix"]) == [str(documents / "bolt.txt")]
+    assert rag.delete(str(documents / "bolt.txt"), "nix") == [str(documents / "bolt.txt")]
     monkeypatch.setattr(Segmented, "update", lambda *_, **__: pytest.fail("a question changes an index"))
     for one in (rag, RagKV.open(rag.folder, device="cpu")):
         for mode in ("bm25", "dense"):
@@ -214,7 +214,7 @@ def test_an_embedder_without_sparse_vectors_serves_hybrid_by_words(
         assert (best.source, set(best.stages)) == ("halden.md", {"relative", "dense", "bm25"})
         [tarn] = rag.retrieve("Who founded Halden Works?", where=["source=tarn.md"])
         assert tarn.source == "sub/tarn.md"
-        assert set(rag.verify().derived) == {"bm25", "dense", "fields"}
+        assert set(rag.maintenance.verify().derived) == {"bm25", "dense", "fields"}
         assert {*index_searches(rag, Settings(rerank=False))} == {"dense", "hybrid", "bm25"}
         (documents / "new.txt").write_text("Zeppelin Works makes airships.")
         rag.ingest(documents)
@@ -263,9 +263,9 @@ def test_lost_vectors_are_made_again_by_repair(rag):
             txn.put("vectors", key, b"\x00" * 40)
 
     rag.store._live().write(damage)
-    assert not rag.verify().ok
-    rag.repair()
-    assert rag.verify().ok
+    assert not rag.maintenance.verify().ok
+    rag.maintenance.repair()
+    assert rag.maintenance.verify().ok
     again = dict(rag.store.vectors("dense"))
     assert again.keys() == kept.keys()
     assert all((again[chunk] == kept[chunk]).all() for chunk in kept)

@@ -43,15 +43,15 @@ def test_what_one_index_has_encoded_another_one_loads(make, tmp_path):
     files = [tmp_path / name for name in TEXTS]
     with make("first") as first, make("second", kv="on-demand") as second, make("third") as third:
         report = first.ingest(files)
-        first.settle()
+        first.maintenance.settle()
         assert (report.kv_encoded, len(objects(tmp_path))) == (2, 2)
         second.ingest(files)
-        assert second.stats().kv_records == 0
+        assert second.store.stats().kv_records == 0
         answers = [rag.query(QUESTION, engine="block") for rag in (first, second)]
         assert answers[0].text == answers[1].text
         assert (answers[1].kv.hits, answers[1].kv.misses) == (2, 0)
-        second.settle()
-        assert second.stats().kv_records == 3  # including the prompt's prefix
+        second.maintenance.settle()
+        assert second.store.stats().kv_records == 3  # including the prompt's prefix
         report = third.ingest(files)
         assert (report.kv_encoded, report.kv_reused) == (0, 2)
         registry = CollectorRegistry()
@@ -64,11 +64,11 @@ def test_an_on_demand_index_writes_what_a_question_encodes(make, tmp_path):
         one.ingest([tmp_path / name for name in TEXTS])
         assert objects(tmp_path) == []
         one.query(QUESTION, engine="block")
-        one.settle()
+        one.maintenance.settle()
         assert len(objects(tmp_path)) == 2
         shutil.rmtree(tmp_path / "objects")
-        report = one.warm(one.wanted(documents=["*"]))  # stored KV is written to the tier again
-        one.settle()
+        report = one.maintenance.warm(one.maintenance.wanted(documents=["*"]))  # stored KV is written to the tier again
+        one.maintenance.settle()
         assert (report.present, len(objects(tmp_path))) == (2, 2)
 
 
@@ -78,26 +78,26 @@ def test_unbounded_disk_lmcache_4664_1454_900_4817(make, tmp_path, how):
     with make("index") as rag:
         rag.ingest([tmp_path / name for name in TEXTS])
         rag.query(QUESTION, engine="block")
-        rag.settle()
+        rag.maintenance.settle()
         [halden] = [one.document.document_id for one in rag.select(["*halden*"])]
         if how == "evicted":
             rag.store.set_budget(0)
         if how == "changed":
             (tmp_path / "halden.txt").write_text("Halden Works is closed.")
             rag.ingest(tmp_path / "halden.txt")
-            rag.settle()
+            rag.maintenance.settle()
             assert len(objects(tmp_path)) == 3
         elif how == "unreachable":
             delete, rag.index.tiers.delete = rag.index.tiers.delete, lambda keys: False
             rag.delete(halden)
-            assert rag.gc().tiers == 0
+            assert rag.maintenance.gc().tiers == 0
             rag.index.tiers.delete = delete
         else:
             rag.delete(halden)
-        before = rag.gc(dry_run=True).tiers
-        assert rag.gc().tiers == before == (how != "deleted")
+        before = rag.maintenance.gc(dry_run=True).tiers
+        assert rag.maintenance.gc().tiers == before == (how != "deleted")
         assert len(objects(tmp_path)) == (2 if how == "changed" else 1)
-        assert rag.verify().ok
+        assert rag.maintenance.verify().ok
 
 
 def test_the_commands_know_tiers(make, tmp_path):

@@ -85,7 +85,7 @@ def over(rag: RagKV, chunks: list[ScoredChunk]):
 @pytest.fixture(scope="module")
 def prompt(model_folder, tmp_path_factory):
     with RagKV.create(tmp_path_factory.mktemp("prompt") / "index", model=str(model_folder), device="cpu") as rag:
-        yield rag.prompt, rag.model.tokens
+        yield rag.index.prompt, rag.model.tokens
 
 
 def chunks_of(prompt, *spans: tuple[int, str], heading: str | None = None) -> list[Chunk]:
@@ -157,7 +157,7 @@ def test_stored_kv_is_that_of_one_plain_pass(tmp_path, model_folder, context):
     with created(tmp_path / "index", model_folder, context=context) as rag:
         rag.ingest(tmp_path / "works.md")
         chunks = scored(rag, "works.md")
-        words, tokens = rag.prompt, rag.model.tokens
+        words, tokens = rag.index.prompt, rag.model.tokens
         for at, each in enumerate(chunks):
             before = tuple(i for other in chunks[:at] for i in other.chunk.token_ids)
             cut = len(before) > context
@@ -259,7 +259,7 @@ def test_an_edit_encodes_only_the_chunks_that_saw_it(tmp_path, model_folder, cou
         assert (report.kv_encoded, report.kv_reused) == (3, len(words) - 3)
         after = keys(rag, "a")
         assert [text for text in edited if before.get(text) != after[text]] == edited[3:6]
-        assert rag.stats().kv_records == len(words)  # the old version's KV is deleted with it
+        assert rag.store.stats().kv_records == len(words)  # the old version's KV is deleted with it
         # the same text elsewhere sees other tokens, except at the start of a document
         report = rag.add_chunks([document("b", words[:1] + words[2:4])])
         assert (report.kv_encoded, report.kv_reused) == (2, 1)
@@ -269,7 +269,7 @@ def test_an_edit_encodes_only_the_chunks_that_saw_it(tmp_path, model_folder, cou
             _, use = rag.request(make_engine("ape", {}, context=40), QUESTION, scored(rag, name))
             assert use.misses == 0
         assert not counted
-        assert rag.verify().ok
+        assert rag.maintenance.verify().ok
 
 
 def test_missing_kv_is_made_with_what_its_chunk_saw(tmp_path, model_folder, counted):
@@ -281,13 +281,13 @@ def test_missing_kv_is_made_with_what_its_chunk_saw(tmp_path, model_folder, coun
         identities = rag.kv_loader.identities(Encoding.CONTEXT, chunks)
         expected = {identity: rag.store.get_kv(identity) for identity in identities}
         rag.query(QUESTION, engine="ape", max_new_tokens=1)  # stores the prefix
-        rag.settle()
-        assert rag.stats().kv_bytes_by_encoding.keys() == {"context", "prefixed", "standalone"}
+        rag.maintenance.settle()
+        assert rag.store.stats().kv_bytes_by_encoding.keys() == {"context", "prefixed", "standalone"}
 
         damaged = identities[2].key()
         rag.store._live().write(lambda txn: txn.delete("segments", damaged + (0).to_bytes(4, "big")))
-        assert not rag.verify().ok
-        made = rag.repair()
+        assert not rag.maintenance.verify().ok
+        made = rag.maintenance.repair()
         assert (made.ok, made.encoded, made.dropped_records) == (True, 1, 0)
         same(rag.store.get_kv(identities[2]).keys, expected[identities[2]].keys)
 
@@ -299,22 +299,22 @@ def test_missing_kv_is_made_with_what_its_chunk_saw(tmp_path, model_folder, coun
         for misses in (2, 0):
             answer = rag.query(QUESTION, engine="pced", chunks=asked, max_new_tokens=1)
             assert answer.kv.misses == misses
-            rag.settle()
+            rag.maintenance.settle()
         assert len(counted) == 2
-        wanted = rag.wanted(documents=["works.md"])
+        wanted = rag.maintenance.wanted(documents=["works.md"])
         assert wanted.keys() == expected.keys()
-        report = rag.warm(wanted)
+        report = rag.maintenance.warm(wanted)
         assert (report.present, report.encoded) == (2, len(chunks) - 2)
-        used = rag.wanted(most=2)
+        used = rag.maintenance.wanted(most=2)
         assert used.keys() == set(identities[1:3])
         for identity, kv in expected.items():
             found = rag.store.get_kv(identity)
             assert found.encoded_at == identity.position
             same(found.keys, kv.keys)
             same(found.values, kv.values)
-        assert rag.gc().records == 0
-        assert rag.verify().ok
-        assert rag.backup(tmp_path / "copy", verify=True).verified
+        assert rag.maintenance.gc().records == 0
+        assert rag.maintenance.verify().ok
+        assert rag.maintenance.backup(tmp_path / "copy", verify=True).verified
 
 
 def test_a_changed_setting_is_encoded_anew_and_never_read_stale(tmp_path, model_folder):
@@ -325,17 +325,17 @@ def test_a_changed_setting_is_encoded_anew_and_never_read_stale(tmp_path, model_
     with RagKV.create(index, model=str(model_folder), device="cpu", chunk_tokens=64, engines=("ape",)) as rag:
         rag.ingest(source)
         plain = (index / "ragkv.toml").read_text()
-        old = {identity for identity, _ in rag.wanted(documents=["works.txt"]).items()}
+        old = {identity for identity, _ in rag.maintenance.wanted(documents=["works.txt"]).items()}
     assert "encoding" not in plain
     (index / "ragkv.toml").write_text(plain + "\n[encoding]\ncontext = 40\n")
     with RagKV.open(index, device="cpu") as rag:
         asked = scored(rag, "works.txt")
         answer = rag.query(QUESTION, engine="ape", chunks=asked[:3], max_new_tokens=1)
         assert (answer.kv.hits, answer.kv.misses) == (1, 2)  # the first chunk sees only the prefix in either case
-        rag.settle()
+        rag.maintenance.settle()
         report = rag.ingest(source)
         assert (report.updated, report.kv_encoded, report.kv_reused) == ([str(source)], len(asked) - 3, 3)
-        assert len(old & rag.wanted(documents=["works.txt"]).keys()) == 1
+        assert len(old & rag.maintenance.wanted(documents=["works.txt"]).keys()) == 1
         assert rag.ingest(source).unchanged == [str(source)]
         # an engine without the index's setting reads prefixed KV
         request, use = rag.request(make_engine("ape", {}), QUESTION, asked[:3])
@@ -361,7 +361,7 @@ def test_what_is_evaluated_is_what_the_index_reads(tmp_path, model_folder):
     with created(tmp_path / "index", model_folder, context=40, chunk_tokens=64) as rag:
         rag.ingest(tmp_path / "works.txt")
         rag.query(QUESTION, engine="ape", max_new_tokens=1)
-        rag.settle()
+        rag.maintenance.settle()
         source = IndexSource(rag, stored=True)
         example = Example(example_id="1", question=QUESTION, chunks=(), answers=())
         chosen = source.candidate("ape", top_k=3)

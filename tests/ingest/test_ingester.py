@@ -52,7 +52,7 @@ def test_a_long_document_is_given_up_while_it_is_cut(rag, embedded):
     with pytest.raises(EnoughError):
         rag.ingest(from_bytes(TEXT, name="long.md"), on_progress=on_progress)
     assert (result, embedded) == (["long.md"] * 5, [])
-    assert rag.stats().documents == 0
+    assert rag.store.stats().documents == 0
 
 
 def test_a_long_document_is_given_up_while_it_is_embedded(rag, embedded):
@@ -64,10 +64,10 @@ def test_a_long_document_is_given_up_while_it_is_embedded(rag, embedded):
         rag.ingest(from_bytes(TEXT, name="long.md"), on_progress=on_progress)
     assert len(embedded) == 2
     assert all(sum(tokens) <= 256 for tokens in embedded)
-    assert rag.stats().documents == 0
+    assert rag.store.stats().documents == 0
     whole = rag.ingest(from_bytes(TEXT, name="long.md"))
     assert sum(map(len, embedded[2:])) == whole.chunks
-    assert rag.verify().ok
+    assert rag.maintenance.verify().ok
     assert rag.retrieve("What does Company 117 make?", retrieval="dense", top_k=1)[0].chunk.text.startswith("Company")
 
 
@@ -123,7 +123,7 @@ def test_overlapping_chunks_under_their_own_ids(tmp_path, model_folder):
         assert rag.store.text("doc") == text
         chunk = rag.store.chunk("b")
         assert (chunk.start, chunk.end, chunk.ordinal) == (13, len(text), 1)
-        assert chunk.token_ids == rag.prompt.chunk_ids(rag.model.tokens, text[13:])
+        assert chunk.token_ids == rag.index.prompt.chunk_ids(rag.model.tokens, text[13:])
         assert rag.query("Who founded it?", engine="block", max_new_tokens=1, top_k=2).kv.misses == 0
         old = chunk
 
@@ -134,7 +134,7 @@ def test_overlapping_chunks_under_their_own_ids(tmp_path, model_folder):
         scored = ScoredChunk(chunk=old, source="doc", retrieval_score=1.0, rerank_score=None, score=0.5)
         assert rag.query("Who founded it?", engine="block", max_new_tokens=1, chunks=[scored]).kv.misses == 1
         assert not rag.store.has_kv(rag.kv_loader.identity(Encoding.STANDALONE, old.token_ids))
-        assert rag.verify().ok
+        assert rag.maintenance.verify().ok
 
 
 @pytest.mark.parametrize("together", [1 << 24, 1])
@@ -150,5 +150,8 @@ def test_a_document_takes_over_the_kv_of_one_that_changes_in_the_same_ingest(
         (folder / "a.txt").rename(folder / "b.txt")
         (folder / "a.txt").write_text("Mill 2 makes oats.")
         assert rag.ingest(folder).kv_reused == 1
-        assert [(each.source, each.kv_bytes > 0) for each in rag.document_stats()] == [("a.txt", True), ("b.txt", True)]
-        assert (rag.stats().kv_records, rag.stats().orphans) == (2, 0)
+        assert [(each.source, each.kv_bytes > 0) for each in rag.store.document_stats()] == [
+            ("a.txt", True),
+            ("b.txt", True),
+        ]
+        assert (rag.store.stats().kv_records, rag.store.stats().orphans) == (2, 0)

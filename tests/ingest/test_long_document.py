@@ -71,7 +71,7 @@ def test_a_book_is_stored_in_blocks_and_answers(tmp_path, model, counted):
         rag.ingest(source)
         first = rag.query(QUESTION, engine="apb", max_new_tokens=6)
         assert (first.text, first.kv.misses) == (answer.text, FEW)
-        rag.settle()
+        rag.maintenance.settle()
         second = rag.query(QUESTION, engine="apb", max_new_tokens=6)
         assert (second.text, second.kv.hits) == (answer.text, FEW)
 

@@ -235,11 +235,13 @@ def test_no_document_question_or_past_turn_holds_one(folder, tmp_path):
         assert hostile in re.sub("\n+", "", "".join(rag.model.tokens.decode(chunk.token_ids) for chunk in chunks))
         talk = Conversation(rag.config.prompt, len)
         talk.add(f"Who {hostile}?", f"The cat{hostile}")
-        asked = rag.prompt.suffix_ids(rag.model.tokens, talk.prompt_text(f"And{hostile}?"))
-        own = rag.model.tokens.encode(rag.model.tokens.header(rag.prompt.after_question, thinking=False), control=True)
+        asked = rag.index.prompt.suffix_ids(rag.model.tokens, talk.prompt_text(f"And{hostile}?"))
+        own = rag.model.tokens.encode(
+            rag.model.tokens.header(rag.index.prompt.after_question, thinking=False), control=True
+        )
         assert bad.isdisjoint(asked[: -len(own)])
         assert sum(i in bad for i in own) == 3  # </s>, <|assistant|>, <think>: from the template
-        assert sum(i in bad for i in rag.prompt.prefix_ids(rag.model.tokens)) >= 1
+        assert sum(i in bad for i in rag.index.prompt.prefix_ids(rag.model.tokens)) >= 1
         assert rag.query(f"The cat{hostile}?", engine="block", max_new_tokens=2).sources
 
 

@@ -72,6 +72,6 @@ def test_a_killed_server_loses_nothing_that_was_committed(folder, tmp_path, comm
     finally:
         child.kill()
     with RagKV.open(own, device="cpu") as rag:
-        assert rag.verify().ok
+        assert rag.maintenance.verify().ok
         assert rag.query(QUESTION, engine="block", max_new_tokens=40, where=["source=halden.md"]).text == expected
     assert {path.name for path in (own / "jobs").iterdir()} == {"lock"}

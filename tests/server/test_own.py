@@ -256,7 +256,7 @@ def test_an_index_that_there_is_not(call):
 def test_the_indexes_say_what_may_be_asked_of_them(call, rag):
     [index] = call("GET", "/api/indexes").json()["indexes"]
     assert index["name"] == "two"
-    assert (index["documents"], index["chunks"]) == (2, rag.stats().chunks)
+    assert (index["documents"], index["chunks"]) == (2, rag.store.stats().chunks)
     assert rag.config.model.endswith(f"/{index['model']}")  # without the path
     assert "/" not in index["model"]
     assert {"full", "ape", "block", "pced"} <= set(index["engines"])
@@ -315,7 +315,7 @@ def long_name(tmp_path_factory, model_folder):
 
 def test_a_documents_chunks_are_told_in_order(long_name, app_of, call_on):
     app = app_of(long=long_name)
-    document = next(d.document for d in long_name.document_stats() if d.source == "mills.txt")
+    document = next(d.document for d in long_name.store.document_stats() if d.source == "mills.txt")
     path = f"/api/indexes/long/documents/{quote(document, safe='')}/chunks"
     expected = [chunk.text for chunk in long_name.store.chunks(document)]
     assert len(expected) > 3
@@ -333,7 +333,7 @@ def test_a_documents_chunks_are_told_in_order(long_name, app_of, call_on):
 
 def test_an_id_may_end_like_a_route(long_name, app_of, call_on):
     app = app_of(long=long_name)
-    document = next(d.document for d in long_name.document_stats() if d.source == "chunks")
+    document = next(d.document for d in long_name.store.document_stats() if d.source == "chunks")
     path = f"/api/indexes/long/documents/{quote(document, safe='')}"
     assert call_on(app, "GET", path).json()["document_id"] == document
     assert call_on(app, "GET", f"{path}/chunks").json()["chunks"][0]["text"] == "Kesk Mills makes flour."

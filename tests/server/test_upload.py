@@ -31,7 +31,7 @@ TEXT = b"Kesk Mills makes flour."
 def own(rag):
     """An index of two documents to which tests may add others; these are deleted after each test."""
     yield rag
-    rag.delete_many([d.document for d in rag.document_stats() if d.document.startswith("stdin:")])
+    rag.delete(*[d.document for d in rag.store.document_stats() if d.document.startswith("stdin:")])
     remove_tree(rag.folder / "jobs")
 
 
@@ -306,7 +306,7 @@ def test_a_cancelled_job_tells_what_is_in_the_index(own, send, ended, call, monk
     job = ended(response)
     assert (job["state"], job["report"]["added"]) == ("cancelled", ["stdin:0.txt"])
     assert names(own) & {f"{n}.txt" for n in range(9)} == {"0.txt"}
-    assert own.verify().ok
+    assert own.maintenance.verify().ok
     assert not left(own)
 
 
@@ -473,10 +473,10 @@ def test_a_lock_that_is_a_link_is_refused(own, call, tmp_path):
 
 def test_what_looks_after_an_index_leaves_jobs_alone(own, send, ended, tmp_path):
     ended(send(("a.txt", TEXT)))
-    assert own.verify().ok
-    own.gc()
+    assert own.maintenance.verify().ok
+    own.maintenance.gc()
     assert (own.folder / "jobs" / "lock").is_file()
-    own.backup(tmp_path / "copy")
+    own.maintenance.backup(tmp_path / "copy")
     assert not (tmp_path / "copy" / "jobs").exists()
     with RagKV.open(tmp_path / "copy", device="cpu") as copy:
         assert "a.txt" in names(copy)

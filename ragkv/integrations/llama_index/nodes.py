@@ -471,7 +471,7 @@ class RagKVIngest(TransformComponent):
 
     def delete(self, ref_doc_id: str) -> bool:
         """Delete the nodes of a source with their KV; False if there are none."""
-        return self.rag.delete(ref_doc_id)
+        return bool(self.rag.delete(ref_doc_id))
 
     def to_dict(self, **options: Any) -> dict[str, Any]:
         """Add the store's generation, so that a pipeline's cache does not skip what was deleted from the index."""

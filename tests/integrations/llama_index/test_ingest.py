@@ -40,7 +40,7 @@ def test_nodes_become_chunks_and_come_back_as_they_were(own):
     assert {c.chunk_id for c in own.store.chunks()} == {n.node_id for n in nodes}
     assert len(nodes) > 2
     assert own.store.text("bolt") == BOLT
-    assert own.verify().ok
+    assert own.maintenance.verify().ok
     found = {n.node_id: n.node for n in RagKVRetriever(own, top_k=9).retrieve("Halden Works Bolt Ltd founded makes")}
     for node in nodes:
         back = found[node.node_id]
@@ -73,7 +73,7 @@ def test_again_changed_and_deleted(own):
     assert 0 < step.report.kv_encoded < step.report.chunks  # the sentences before it are unchanged
     assert step.report.kv_reused > 0
     assert "Oskau" in own.store.text("halden")
-    assert own.verify().ok
+    assert own.maintenance.verify().ok
 
     assert step.delete("bolt")
     assert not step.delete("bolt")

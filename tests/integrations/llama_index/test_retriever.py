@@ -156,19 +156,19 @@ def test_nodes_that_the_index_does_not_know(own):
     assert [n.node_id for n in response.source_nodes] == ["new", "stale", "known"]
     assert [n.metadata["fused_score"] for n in response.source_nodes] == pytest.approx([0.95, 0.9, 0.5])
     assert (response.metadata["kv"]["hits"], response.metadata["kv"]["misses"]) == (1, 2)
-    own.settle()
-    records = own.stats().kv_records
-    assert own.verify().ok
+    own.maintenance.settle()
+    records = own.store.stats().kv_records
+    assert own.maintenance.verify().ok
     assert own.store.chunk("stale").text == FACTS[3]
 
     own.store.memory("cpu", budget=0)
     kept = RagKVQueryEngine(own, engine="block", retriever=Given(nodes), keep=True)
     assert kept.query(WHO).metadata["kv"]["misses"] == 2
-    own.settle()
-    assert own.stats().kv_records == records + 2
+    own.maintenance.settle()
+    assert own.store.stats().kv_records == records + 2
     assert kept.query(WHO).metadata["kv"]["hits"] == 3
-    assert own.verify().ok
-    assert own.gc().index_records == 2
+    assert own.maintenance.verify().ok
+    assert own.maintenance.gc().index_records == 2
     assert str(kept.query(WHO)) == str(response)
 
 
