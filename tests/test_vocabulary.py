@@ -53,6 +53,8 @@ ALLOWED = {
     "recall_at",
     "tell",  # the method of files
 }
+FILLERS = {"at", "each", "found", "given", "kept", "made", "one"}
+"""They say nothing about a value that is used for more than three lines."""
 WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z0-9]+|[A-Z]+")
 
 
@@ -81,6 +83,44 @@ def test_no_name_has_a_withdrawn_word():
         for file in suspected
         for line, name in identifiers(file)
         if name not in ALLOWED and words(name) & WITHDRAWN
+    ]
+    assert found == []
+
+
+SCOPES = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+
+
+def fillers(scope: ast.AST) -> Iterator[tuple[int, str]]:
+    """The variables, parameters and fields of a scope that have a name of FILLERS for more than three lines."""
+    nodes = list(ast.iter_child_nodes(scope))
+    for node in nodes:  # it grows
+        if not isinstance(node, SCOPES):
+            nodes += ast.iter_child_nodes(node)
+    bound = [(node.lineno, node.arg) for node in nodes if isinstance(node, ast.arg)]
+    bound += [
+        (node.lineno, node.id) for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    for name in FILLERS.intersection(name for _, name in bound):
+        first = min(line for line, other in bound if other == name)
+        last = max(
+            node.lineno
+            for node in ast.walk(scope)
+            if isinstance(node, ast.Name | ast.arg) and name in vars(node).values()
+        )
+        if last - first > 3 or isinstance(scope, ast.ClassDef):  # a field is used elsewhere
+            yield first, name
+
+
+def test_no_filler_names_what_is_used_for_long():
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {name}"
+        for file in FILES
+        for tree in [ast.parse(file.read_text("utf-8"))]
+        for scope in (tree, *(node for node in ast.walk(tree) if isinstance(node, SCOPES)))
+        for line, name in fillers(scope)
     ]
     assert found == []
 

@@ -156,7 +156,7 @@ class ChunkGroup:
         return PartialAttention(partial.out, partial.lse * factor + addend)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class TokenSequence:
     """One stream of tokens: a question, an expert or the amateur of PCED, a question of an IPPD prompt.
 

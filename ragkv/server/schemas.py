@@ -47,23 +47,23 @@ def fields_of(owner: type[Any], *names: str, **json_names: str) -> Callable[[typ
 
     def extend(model: type[M]) -> type[M]:
         hints, added = get_type_hints(owner, include_extras=True), dict[str, Any]()
-        for each in fields(owner):
-            name = json_names.get(each.name, each.name)
-            if name in model.model_fields or (names and each.name not in names):
+        for shown in fields(owner):
+            name = json_names.get(shown.name, shown.name)
+            if name in model.model_fields or (names and shown.name not in names):
                 continue
-            hint = hints[each.name]
+            hint = hints[shown.name]
             kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
             about = next(iter(notes), None)
-            info: Any = Field(... if each.default is MISSING else each.default, description=about)
-            if each.default_factory is not MISSING:
-                info = Field(default_factory=each.default_factory, description=about)
+            info: Any = Field(... if shown.default is MISSING else shown.default, description=about)
+            if shown.default_factory is not MISSING:
+                info = Field(default_factory=shown.default_factory, description=about)
             added[name] = (kind, info)
         return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added)
 
     return extend
 
 
-@fields_of(Chunk, *(each.name for each in fields(Chunk) if each.name != "token_ids"))
+@fields_of(Chunk, *(shown.name for shown in fields(Chunk) if shown.name != "token_ids"))
 class ShownChunk(BaseModel):
     """A chunk and its position: `start` and `end` are characters of the document's text."""
 
