@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ragkv.benchmarks.evaluation.answers import DEFAULT_WORK
+from ragkv.benchmarks.papers import add_baselines
 from ragkv.benchmarks.papers.plots import require_matplotlib
 from ragkv.benchmarks.papers.run import (
     TABLES,
@@ -147,4 +148,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    add_baselines()
     main()

@@ -229,7 +229,7 @@ def test_what_it_may_say(tmp_path):
         ("engines = ['ape', 'warp']", "Unknown engine 'warp'; choose one of apb,"),
         ("default_engine = 'warp'", "Unknown engine 'warp'; choose one of apb,"),
         ("index_factory = 'Nope'", "index_factory = 'Nope' cannot be the dense index"),
-        ("[tuning.nope]", "[tuning.nope] is for none of the engines all,"),
+        ("[tuning.nope]", "[tuning.nope] is for none of the engines apb,"),
         ("[ingest]\nmax_file = '0'", "ingest.max_file must be at least 1."),
         ("[decoding]\nstop_ids = ['x']", "it must be a list of whole numbers."),
         ("retrieval = 'psychic'", "retrieval must be one of"),

@@ -420,8 +420,8 @@ def test_what_an_index_has_not_is_refused_by_name(call):
 
 
 def test_text_that_is_no_unicode_is_refused_everywhere(call, rag, monkeypatch):
-    monkeypatch.setattr(type(rag), "embedder", type("Embedder", (), {"modes": frozenset({"dense"})})())
-    monkeypatch.setattr(type(rag), "reranker", object())
+    monkeypatch.setattr(type(rag.index.encoders), "embedder", type("Embedder", (), {"modes": frozenset({"dense"})})())
+    monkeypatch.setattr(type(rag.index.encoders), "reranker", object())
     kind = {"content-type": "application/json"}
     for path, more in (
         ("embeddings", {"input": ["a", "\ud800"]}),
@@ -438,8 +438,8 @@ def test_text_that_is_no_unicode_is_refused_everywhere(call, rag, monkeypatch):
 
 
 def test_embeddings_and_reranking(call, rag, monkeypatch):
-    monkeypatch.setattr(type(rag), "embedder", Lengths())
-    monkeypatch.setattr(type(rag), "reranker", Lengths())
+    monkeypatch.setattr(type(rag.index.encoders), "embedder", Lengths())
+    monkeypatch.setattr(type(rag.index.encoders), "reranker", Lengths())
     body = {"model": "two", "input": ["abc", "a"]}
     plain = call("POST", "/v1/embeddings", json=body).json()
     assert [each["embedding"] for each in plain["data"]] == [[3.0, 1.0], [1.0, 1.0]]

@@ -92,7 +92,7 @@ def test_openai(request, version, expected, mini):
     check(result, expected)
     assert result["streamed_sources"] == result["sources"]
     assert result["models"] == ["ragkv/two"]
-    vector = mini.embedder.embed_documents(["Halden Works"]).dense[0]
+    vector = mini.index.encoders.embedder.embed_documents(["Halden Works"]).dense[0]
     assert result["embedding"] == pytest.approx(vector.tolist(), abs=1e-6)
 
 
@@ -100,7 +100,7 @@ def test_litellm(seen, expected, mini):
     result = seen["litellm"]
     check(result, expected)
     assert result["refused"] == 404
-    assert len(result["embedding"]) == mini.embedder.embed_documents(["a"]).dense.shape[1]
+    assert len(result["embedding"]) == mini.index.encoders.embedder.embed_documents(["a"]).dense.shape[1]
 
 
 def test_llama_index(seen, expected):

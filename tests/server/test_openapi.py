@@ -72,8 +72,8 @@ def described(schemathesis, folder):
         }
         with (
             closing(desk),
-            patch.object(type(rag), "embedder", Lengths()),
-            patch.object(type(rag), "reranker", Lengths()),
+            patch.object(type(rag.index.encoders), "embedder", Lengths()),
+            patch.object(type(rag.index.encoders), "reranker", Lengths()),
         ):
             schema = schemathesis.openapi.from_asgi("/openapi.json", guarded(app))
             operations = [result.ok() for result in schema.get_all_operations()]

@@ -41,8 +41,8 @@ class Held:
 @pytest.fixture
 def held(rag, monkeypatch):
     model = Held()
-    monkeypatch.setattr(type(rag), "embedder", model)
-    monkeypatch.setattr(type(rag), "reranker", model)
+    monkeypatch.setattr(type(rag.index.encoders), "embedder", model)
+    monkeypatch.setattr(type(rag.index.encoders), "reranker", model)
     yield model
     model.go_on.set()
 
