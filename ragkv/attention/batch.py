@@ -15,8 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -377,14 +376,6 @@ def decode_batches(
     return batches, [span for span in spans if span.start not in together]
 
 
-class PassAbandoned(BaseException):
-    """Nobody wants the result of the running pass any more; no error, which others would handle."""
-
-
-abandoned: ContextVar[Callable[[], bool] | None] = ContextVar("abandoned", default=None)
-"""Asked before every layer's attention; true ends the pass with `PassAbandoned`. A long prefill takes minutes."""
-
-
 class KVComplete(Exception):  # noqa: N818 - no error
     """Raised to end a pass early, when everything that it is for has been computed."""
 
@@ -458,8 +449,6 @@ class Step:
         The call's tensors are `(1, heads, N, head_dim)`, rotated by the model for `positions`. Returns
         `(1, q_heads, N, head_dim)` in the query's dtype.
         """
-        if (is_abandoned := abandoned.get()) is not None and is_abandoned():
-            raise PassAbandoned
         layer, query = call.layer, call.query
         if layer in self._shared:  # the layer that it shares with has written them already
             call = replace(call, layer=self._shared[layer])

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Se
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from ragkv.config import IndexConfig, StepsConfig
@@ -210,7 +209,7 @@ class AnswerStream:
     To run many answers at once, call `begin`, then `collect` after each step of the runtime (`ragkv.index.batch`).
     """
 
-    def __init__(self, backend: AnswerBackend, task: AnswerTask, *, bell: SimpleQueue[None] | None = None) -> None:
+    def __init__(self, backend: AnswerBackend, task: AnswerTask) -> None:
         self.question = task.query.question
         self.tokens = 0
         """Generated tokens so far."""
@@ -225,7 +224,6 @@ class AnswerStream:
         self.when_found: Callable[[], object] = lambda: None
         """Called by the iterating thread for each of `queries`, and once `sources` has the chunks."""
         self._backend = backend
-        self._bell = bell
         self._task = task
         self._asked = task
         """What the model is asked now: `_task`, or to write a search query."""
@@ -320,13 +318,8 @@ class AnswerStream:
             self._end_span(error)
             raise
 
-    @property
-    def submitted(self) -> bool:
-        """Whether the model answers, or writes a query, now."""
-        return self._job is not None and not self._cancelled.is_set()
-
     def wait(self) -> None:
-        """Wait until there is something to `collect`."""
+        """Wait until there is something to `collect`, driving the runtime if no other thread does."""
         if self._runtime is not None and self._job is not None:
             self._runtime.wait(self._job)
         elif self._begun and not self._cancelled.is_set():
@@ -513,9 +506,7 @@ class AnswerStream:
             self._use += use
             self.prompt_tokens = request.tokens
             self._mark("loaded")
-            self._job = runtime.submit(
-                task.engine, request, task.generation, owner=backend.owner, lease=lease, bell=self._bell
-            )
+            self._job = runtime.submit(task.engine, request, task.generation, owner=backend.owner, lease=lease)
             lease = None  # now owned by the job
             self._charge = task.engine.charge(request, backend.owner.model)
             self._dtype = backend.owner.model.precision

@@ -11,7 +11,6 @@ import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from ragkv.errors import AnswerInterruptedError, KVMismatchError, MissingExtraError, ModelLoadError
@@ -62,7 +61,7 @@ class Answers(Iterator[Result]):
 
     `config` has the defaults of the common `options`, which a question may override. Questions are taken from the
     iterable as there is room: rows and own KV within the runtime's limits, chunk KV within `memory_budget`. The
-    engine thread goes on between two results.
+    iterating thread drives the runtime, so nothing happens between two results unless another thread drives it.
 
     An error of one question is its result. An error that all would meet (the model cannot be loaded, the index is
     closed) is raised, and so is an error of the iterable.
@@ -77,9 +76,7 @@ class Answers(Iterator[Result]):
     ) -> None:
         validate_task(config, "?", **options)  # options that are wrong for all questions raise now
         self._backend = backend
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        """Rings when one of the running answers has something to collect."""
-        self._start = lambda asked: AnswerStream(backend, validate_task(config, asked, **options), bell=self._bell)
+        self._start = lambda asked: AnswerStream(backend, validate_task(config, asked, **options))
         self._questions = enumerate(questions)
         self._cancelled = threading.Event()
         self._running: list[_One] = []
@@ -138,9 +135,7 @@ class Answers(Iterator[Result]):
                     yield result
                     if self._cancelled.is_set():
                         return
-                if any(one.submitted for one in running):
-                    self._backend.runtime.wait_any(self._bell)
-                elif running:
+                if running and not self._backend.runtime.advance():
                     running[0].wait()  # until others release KV
                 for question in list(running):
                     if (result := question.collect()) is not None:
@@ -185,11 +180,6 @@ class _One:
         """Return when there is something to collect."""
         assert self._stream is not None
         self._stream.wait()
-
-    @property
-    def submitted(self) -> bool:
-        """Whether the model answers it now."""
-        return self._stream is not None and self._stream.submitted
 
     def cancel(self) -> None:
         if self._stream is not None:

@@ -1,9 +1,10 @@
 """`Runtime`: runs the requests to one model together, one step at a time; `Stream` and `TokenStream` are the callers'
 handles.
 
-An engine thread runs the steps for all requests, and ends when none can go on. It starts when a caller waits for a
-token, so requests that were submitted before begin together. Callers wait at the bell of their own request: an
-interrupt ends the wait of its thread, and never enters a step.
+There is no background thread. The threads that wait for a token drive the runtime: one of them runs the next step for
+all requests while the others sleep, and when it has its token, another takes over. So requests that arrive at the same
+time, from threads or tasks, are answered in one batch; a single request runs in its own thread; and nothing runs when
+nothing is asked.
 
 `limits_for` derives a runtime's limits from the user's settings and, for the rest, from the model's size and the
 available memory.
@@ -17,10 +18,9 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -58,15 +58,18 @@ class TokenStream:
             raise StopIteration
         try:
             self._runtime.wait(self._job)
-            tokens, _ = self._runtime.taken(self._job, most=1)
+            cancelled = self._job.cancelled and self._job.error is None
+            if not cancelled and self._job.tokens:
+                token = self._job.tokens.popleft()
+                self._over = token.finish_reason is not None
+                return token
         except BaseException:
             self.close()
             raise
-        if not tokens:
-            self.close()
-            raise StopIteration
-        self._over = tokens[0].finish_reason is not None
-        return tokens[0]
+        self.close()
+        if self._job.error is not None:
+            raise self._job.error
+        raise StopIteration
 
     def close(self) -> None:
         """Cancel the rest of the answer."""
@@ -137,8 +140,6 @@ class Stream:
         return self._job.operation
 
 
-LINGER_SECONDS = 0.05
-"""How long the engine thread waits for more to do before it ends; a process that ends waits for it."""
 MOST_SEQUENCES = 256
 """Default number of concurrent sequences; a decode step gains little from more."""
 OWN_SHARE = 8
@@ -221,16 +222,12 @@ class Runtime:
         _all.add(self)
 
     def _start(self) -> None:
-        self._lock = threading.Lock()
-        """Held while requests come and go, never while a step runs."""
-        self._thread: threading.Thread | None = None
-        """The engine thread, while there is one; without it, who holds the lock may do its work."""
-        self._bell: SimpleQueue[None] = SimpleQueue()
-        """Rings for the engine thread."""
-        self._jobs: dict[Ticket, Job] = {}  # submitted and not ended
+        self._changed = threading.Condition(threading.Lock())
+        self._driver: int | None = None
+        """The thread that is running a step."""
+        self._steps = 0
         self._stalled = False
-        self._over: list[Job] = []
-        """Jobs that the running step has stopped."""
+        self._jobs: dict[Ticket, Job] = {}  # submitted and not ended
         me = weakref.ref(self)  # weak: no reference cycle
 
         def end(job: Job, error: BaseException | None) -> None:
@@ -239,13 +236,11 @@ class Runtime:
                 runtime._end(job, error)
 
         self._stepper = Stepper(self.executor, self.pool, self._scheduler, end)
-        self._leasing: list[_LeaseRequest] = []  # the requests that wait for KV, in order
+        self._leasing: deque[object] = deque()  # the requests that wait for KV, in order
         self._closed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        # appended to by any thread, without the lock: the collection of a generator may come while it is held
+        # appended to without the lock
         self._returned: deque[Lease] = deque()
         self._leaving: deque[Job] = deque()
-        self._choices: deque[tuple[Job, int]] = deque()
-        self._closing: deque[SimpleQueue[None]] = deque()
 
     @property
     def model(self) -> ModelFacts:
@@ -254,10 +249,8 @@ class Runtime:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no requests, and no KV of its pool is held, once those that were cancelled have ended."""
-        self._after_step()
-        with self._lock:
-            self._clear()
+        """Whether it has no requests, and no KV of its pool is held."""
+        with self._locked():
             return not (self._jobs or self._stepper.running or self._scheduler.waiting or self.pool.leased)
 
     def submit(
@@ -268,10 +261,8 @@ class Runtime:
         *,
         owner: object = None,
         lease: Lease | None = None,
-        bell: SimpleQueue[Any] | None = None,
     ) -> Job:
-        """Queue a request, which begins with the next `wait`. If `generation` is None, the caller chooses its tokens
-        (`Stream`). `bell` gets an item whenever there is something to take; requests may share one.
+        """Start a request. If `generation` is None, the caller chooses its tokens (`Stream`).
 
         `lease`, the KV that it reads, is returned to the pool when it ends. Raises UsageError for a request that can
         never run, UnsupportedModelError for an engine that the model cannot run exactly, AnswerInterruptedError if its
@@ -294,56 +285,49 @@ class Runtime:
         ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared)
         decoder = None if generation is None else Decoder(model, generation)
         program = with_shared(engine.program(request, model), self.pool, self.executor)
-        job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease, bell=bell)
-        with self._lock:
+        job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease)
+        with self._locked():
             self._require_open(owner)
+            self._scheduler.submit(ticket)
             self._jobs[ticket] = job
-            try:
-                self._scheduler.submit(ticket)
-            except BaseException:
-                del self._jobs[ticket]
-                raise
-        self._ring()
         return job
 
     def wait(self, job: Job) -> None:
-        """Return when the job is `ready`."""
-        while not job.ready:
-            self._require_outside()
-            self._run()
-            job.bell.get()
-
-    def wait_any(self, bell: SimpleQueue[Any]) -> None:
-        """Return when one of the requests with this bell may be `ready`."""
-        self._require_outside()
-        self._run()
-        bell.get()
-        while not bell.empty():
-            bell.get()
+        """Return when the job is `ready`; drive the runtime meanwhile if no other thread does."""
+        while True:
+            with self._locked():
+                while not job.ready and self._driver is not None:
+                    self._sleep()
+                if job.ready:
+                    return
+            if not self._drive():  # nothing can run until another thread acts
+                with self._locked():
+                    if not job.ready and self._driver is None:
+                        self._sleep()
 
     def advance(self) -> bool:
-        """Run one step in this thread, after an engine thread has ended; False if there is nothing to do. For tests:
-        `wait` runs the steps otherwise.
-        """
-        self._require_outside()
-        while True:
-            with self._lock:
-                if (thread := self._thread) is None:
-                    self._thread = threading.current_thread()
-                    break
-            thread.join()
-        try:
-            return self._turn()
-        finally:
-            with self._lock:
-                self._thread = None
-                self._clear()
+        """Run one step for all requests, or wait for the running one; False if there is nothing to do."""
+        with self._locked():
+            if self._driver is not None:
+                self._sleep()
+                return True
+        return self._drive()
 
     def answer(self, job: Job, token_id: int) -> None:
-        """Give a job that waits at a `Sample` its token, if the caller chooses the tokens; the next `wait` goes on."""
-        job.operation = None
-        self._choices.append((job, token_id))
-        self._ring()
+        """Give a job that waits at a `Sample` its token, if the caller chooses the tokens. Runs no step."""
+        sent = False
+
+        def send() -> bool:
+            nonlocal sent
+            sent = True
+            self._stepper.advance(job, token_id)
+            return True
+
+        while not sent:  # another thread may take the drive first
+            with self._locked():
+                while self._driver is not None:
+                    self._sleep()
+            self._drive(send)
 
     def tokens(self, job: Job) -> TokenStream:
         """The answer's tokens as they are generated; closing the iterator early cancels the rest."""
@@ -352,14 +336,12 @@ class Runtime:
     def taken(self, job: Job, *, most: int | None = None) -> tuple[list[Token], bool]:
         """The tokens generated so far (at most `most`), without waiting, and whether they are all; raises the job's
         error."""
-        ended, paused = job.ended, job.paused  # read first: the last token comes before the end
+        ended = job.ended  # read first: the last token comes before the end
         if job.cancelled and job.error is None:
             return [], ended
         tokens = [job.tokens.popleft() for _ in range(len(job.tokens))[:most]]
         if ended and not tokens and job.error is not None:
             raise job.error
-        if paused and tokens and not ended:
-            self._run()
         return tokens, ended and not job.tokens and job.error is None
 
     def decode(self, engine: Engine, request: Request, generation: Generation) -> TokenStream:
@@ -371,24 +353,25 @@ class Runtime:
         if not job.ended:
             job.cancelled = True
             self._leaving.append(job)
-            job.bell.put(None)
-            self._ring()
+            self._post()
 
     def close(self, owner: object, message: str) -> None:
         """End all jobs of `owner`, now and later, with AnswerInterruptedError(message).
 
         Returns once no step reads any of their KV. UsageError within a step, which cannot wait for its own end.
         """
-        self._require_outside("An index cannot be closed from within its model's step; close it elsewhere.")
-        with self._lock:
+        with self._locked():
+            if self._driver == threading.get_ident():
+                raise UsageError("An index cannot be closed from within its model's step; close it elsewhere.")
             self._closed[owner] = message
             for job in self._jobs.values():
                 if job.owner is owner and not job.cancelled:
                     job.cancelled, job.error = True, AnswerInterruptedError(message)
                     self._leaving.append(job)
-            for request in self._leasing:
-                request.bell.put(None)
-        self._after_step()
+            steps = self._steps
+            self._changed.notify_all()
+            while self._driver is not None and self._steps == steps:
+                self._sleep()
 
     def lease(
         self,
@@ -402,45 +385,40 @@ class Runtime:
         None once `cancelled()` is true (`nudge` makes waiting threads check it); AnswerInterruptedError if `owner` is
         closed.
         """
-        request = _LeaseRequest(sizes)
-        with self._lock:
-            self._require_open(owner)
-            self._leasing.append(request)
-            self._clear()
-        granted = False
+        turn, stuck = object(), False
+        self._leasing.append(turn)
         try:
-            while request.lease is None and not cancelled():
-                self._require_open(owner)
-                self._require_outside()
-                self._run()
-                request.bell.get()
-            granted = request.lease is not None and not cancelled()
-            return request.lease if granted else None
+            while not cancelled():
+                with self._locked():
+                    self._require_open(owner)
+                    first = self._leasing[0] is turn
+                    if first and (stuck or self.pool.fits(sizes)):
+                        return self.pool.lease(sizes)
+                    if not first or self._loading:  # those requests will certainly continue
+                        self._sleep()
+                        continue
+                stuck = not self.advance()  # the leases' holders wait for their callers: do not block other requests
+            return None
         finally:
-            with self._lock:
-                if request in self._leasing:
-                    self._leasing.remove(request)
-            if request.lease is not None and not granted:
-                self.release(request.lease)
+            self._leasing.remove(turn)
+            self._post(changed=True)
 
     def try_lease(self, sizes: Mapping[Hashable, int], *, owner: object = None) -> Lease | None:
         """`lease`, if it is possible at once and no other request waits for one; else None."""
-        with self._lock:
+        with self._locked():
             self._require_open(owner)
-            self._clear()
             return self.pool.lease(sizes) if not self._leasing and self.pool.fits(sizes) else None
 
     @property
     def has_room(self) -> bool:
         """Whether a small request that is submitted now would start with the next step."""
-        with self._lock:
-            self._clear()
+        with self._locked():
             return self._scheduler.has_room
 
     def release(self, lease: Lease) -> None:
         """Return KV to the pool. Never waits."""
         self._returned.append(lease)
-        self._ring()
+        self._post()
 
     def restart(self) -> None:
         """Forget all requests: for the child of a fork, where nothing answers them."""
@@ -454,131 +432,106 @@ class Runtime:
 
     def nudge(self) -> None:
         """Make the threads that wait for a lease check whether they still want it. Never waits."""
-        for request in list(self._leasing):
-            request.bell.put(None)
+        self._post(changed=True)
 
     @property
     def _loading(self) -> bool:
         """Under the lock: whether a request has leased KV that it has not begun to read."""
         return self.pool.leases > sum(job.lease is not None for job in self._jobs.values())
 
-    def _after_step(self) -> None:
-        """Wait until cancelled jobs have ended: after the running step, if there is one."""
-        done: SimpleQueue[None] = SimpleQueue()
-        with self._lock:
-            self._closing.append(done)
-            self._clear()
-        self._bell.put(None)
-        done.get()
-
     def _require_open(self, owner: object) -> None:
         message = None if owner is None else self._closed.get(owner)
         if message is not None:
             raise AnswerInterruptedError(message)
 
-    def _require_outside(
-        self, message: str = "A question cannot be asked from within its model's step (by a stopping criterion)."
-    ) -> None:
-        if self._thread is threading.current_thread():
-            raise UsageError(message)
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock; cancelled jobs and returned leases are cleared on entry and soon after exit."""
+        try:
+            with self._changed:
+                self._clear()
+                yield
+        finally:
+            self._post()
 
-    def _ring(self) -> None:
-        """Have what was appended to the queues done: by the engine thread before its next step, or without one now.
+    def _sleep(self) -> None:
+        """Under the lock: wait for a change. Refused within a step, which no other thread could end.
 
-        It must not wait: the collection of a generator may call it while this very thread holds the lock; then the
-        queues are cleared when the next one takes the lock.
+        The timeout of a second is a safety net: an interrupt may come between the end of a step and its notification.
         """
-        self._bell.put(None)
-        if self._thread is None and self._lock.acquire(blocking=False):
+        if self._driver == threading.get_ident():
+            raise UsageError("A question cannot be asked from within its model's step (by a stopping criterion).")
+        self._changed.wait(1.0)
+
+    def _post(self, *, changed: bool = False) -> None:
+        """Clear now, unless the lock is held: then its holder clears when it releases the lock.
+
+        It must not wait: the collection of a generator may call it while this very thread holds the lock.
+        """
+        while (changed or self._returned or (self._leaving and self._driver is None)) and self._changed.acquire(
+            blocking=False
+        ):
             try:
                 self._clear()
+                self._changed.notify_all()
+                changed = False
             finally:
-                self._lock.release()
+                self._changed.release()
 
     def _clear(self) -> None:
-        """Under the lock: end cancelled jobs and finish closing, unless a step may run; take back leases, and grant
-        them to those who wait.
-        """
-        if self._thread is None or self._thread is threading.current_thread():
-            while self._leaving:
-                job = self._leaving.popleft()
-                self._forget(job)
-                job.end(job.error)
-            while self._closing:
-                self._closing.popleft().put(None)
+        """Under the lock: end cancelled jobs, unless a running step may read them, and take back leases."""
+        while self._leaving and self._driver is None:
+            job = self._leaving.popleft()
+            job.end(job.error)
+            self._forget(job)
+            self._changed.notify_all()
         while self._returned:
             self.pool.release(self._returned.popleft())
-        while self._leasing and self.pool.fits(self._leasing[0].sizes):
-            self._grant()
 
-    def _grant(self) -> None:
-        request = self._leasing.pop(0)
-        request.lease = self.pool.lease(request.sizes)
-        request.bell.put(None)
-
-    def _run(self) -> None:
-        """Have an engine thread."""
-        with self._lock:
-            if self._thread is not None:
-                self._bell.put(None)
-                return
-            self._thread = thread = threading.Thread(target=self._serve, name="ragkv-engine")
-            try:
-                thread.start()
-            except BaseException:  # no more threads, or an interrupt before it has begun
-                if thread.ident is None:
-                    self._thread = None
-                raise
-
-    def _serve(self) -> None:
-        """The engine thread: run steps as long as there is something to do, and for `LINGER_SECONDS` more."""
-        while True:
-            while self._turn():
-                pass
-            with suppress(Empty):
-                self._bell.get(timeout=LINGER_SECONDS)
-                continue
-            with self._lock:
-                if self._bell.empty():
-                    self._thread = None
-                    self._clear()
-                    return
-
-    def _turn(self) -> bool:
-        """Do what was asked for, and run one step for all requests; False if nothing can go on."""
-        while not self._bell.empty():
-            self._bell.get()
+    def _drive(self, work: Callable[[], bool] | None = None) -> bool:
+        """Run one step for all (or `work`), unless another thread runs one; returns whether anything was done."""
+        mine = False
         try:
-            while self._choices:
-                job, token_id = self._choices.popleft()
-                if not job.stopped:
-                    with torch.inference_mode():
-                        self._stepper.advance(job, token_id)
-            with self._lock:
+            with self._changed:
+                if self._driver is not None:
+                    return True
                 self._clear()
-                stalled, self._stalled = self._stalled, False
-                admitted = [self._jobs[ticket] for ticket in self._scheduler.admit(over=stalled)]
-            if not threading.main_thread().is_alive():  # the program ends: nothing is generated ahead of its reader
-                for job in self._stepper.running:
-                    job.ahead = 1
+                self._driver, mine = threading.get_ident(), True
             with torch.inference_mode():
-                return self._stepper.step(admitted) or self._unblock()
-        except BaseException as error:  # of a caller's own code; an interrupt comes to the main thread
+                return self._step() if work is None else work()
+        except BaseException as error:
+            if not mine or not self._break(error) or not isinstance(error, Exception):
+                raise
             logger.exception("a step of the model failed")
-            for job in [job for job in self._jobs.values() if self._scheduler.runs(job.ticket)]:
-                failure = AnswerInterruptedError("The answer was interrupted while it was generated; ask again.")
-                failure.__cause__ = error
-                self._end(job, failure)
             return True
-        finally:  # no frame of the step holds KV any more
-            while self._over:
-                self._over.pop().end()
+        finally:
+            if mine:
+                self._steps += 1
+                self._stepper.marks = []
+                self._driver = None  # first of all: an interrupt from here on must find the step over
+                with self._changed:
+                    self._clear()
+                    self._changed.notify_all()
+                self._post()
+
+    def _break(self, cause: BaseException) -> bool:
+        """After an interrupted step: end the jobs that were in the middle of something; returns whether there were any.
+
+        The next step reads again what was not read: a sequence counts no token before the end of a pass.
+        """
+        with self._changed:
+            self._stepper.running = [job for job in self._jobs.values() if self._scheduler.runs(job.ticket)]
+        torn = self._stepper.torn()
+        for job in torn:
+            error = AnswerInterruptedError("The answer was interrupted while it was generated; ask again.")
+            error.__cause__ = cause
+            self._end(job, error)
+        return bool(torn)
 
     def _end(self, job: Job, error: BaseException | None = None) -> None:
-        with self._lock:
+        job.end(error)
+        with self._changed:
             self._forget(job)
-        job.stop(error)
-        self._over.append(job)
 
     def _forget(self, job: Job) -> None:
         """Under the lock: drop everything that the runtime holds for a job that has ended."""
@@ -589,33 +542,26 @@ class Runtime:
             self.executor.request_ended()
         if job.lease is not None:
             self._returned.append(job.lease)
-            job.lease = None
+
+    def _step(self) -> bool:
+        with self._changed:
+            stalled, self._stalled = self._stalled, False
+            admitted = [self._jobs[ticket] for ticket in self._scheduler.admit(over=stalled)]
+        return self._stepper.step(admitted) or self._unblock()
 
     def _unblock(self) -> bool:
         """Called if all admitted jobs wait for their callers. If other jobs wait for their room, the admitted ones
-        continue. If others wait for KV that nobody will give back, the first gets it beyond the budget.
+        continue.
 
         A job that its caller drives cannot continue: then the next job is admitted beside it, whatever it needs.
         """
-        with self._lock:
-            self._clear()
-            if not self._scheduler.waiting and not self._leasing:
-                return False
-            ahead = [job for job in self._stepper.running if job.paused and job.decoder is not None]
-            for job in ahead:
-                job.ahead = math.inf
-            self._stalled = not ahead and bool(self._scheduler.waiting)
-            if not ahead and not self._stalled and not self._loading:
-                self._grant()
-            return self._stalled or bool(ahead)
-
-
-class _LeaseRequest:
-    """A request that waits for KV; `bell` rings when it has its lease, or should look whether it still wants one."""
-
-    def __init__(self, sizes: Mapping[Hashable, int]) -> None:
-        self.sizes, self.bell = sizes, SimpleQueue[None]()
-        self.lease: Lease | None = None
+        if not self._scheduler.waiting and not self._leasing:
+            return False
+        ahead = [job for job in self._stepper.running if job.paused and job.decoder is not None]
+        for job in ahead:
+            job.ahead = math.inf
+        self._stalled = not ahead and bool(self._scheduler.waiting)
+        return self._stalled or bool(ahead)
 
 
 def runtime_of(model: LanguageModel, limits: RuntimeLimits | None = None) -> Runtime:

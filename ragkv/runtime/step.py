@@ -9,14 +9,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ragkv.attention.batch import PassAbandoned, abandoned
 from ragkv.attention.sequence import MOST_TOKENS, TokenSequence
 from ragkv.engines.base import Argmax, Forward, Join, Operation, Program, Release, Sample, WaitFor
 from ragkv.errors import UnsupportedModelError
@@ -37,7 +35,7 @@ AHEAD = 64
 
 
 class Job:
-    """A running request. Only the engine thread touches `program` and `operation`.
+    """A running request. Only the thread that drives the runtime touches `program` and `operation`.
 
     If `decoder` is None, the caller chooses the tokens, and the job pauses at each `Sample`.
     """
@@ -51,7 +49,6 @@ class Job:
         model: object = None,
         owner: object = None,
         lease: Lease | None = None,
-        bell: SimpleQueue[Any] | None = None,
     ) -> None:
         self.program = program
         self.ticket = ticket
@@ -59,19 +56,15 @@ class Job:
         self.owner = owner
         self.lease = lease
         self.ahead: float = AHEAD
-        self.bell: SimpleQueue[Any] = SimpleQueue() if bell is None else bell
-        """Rings whenever the job may have become `ready`."""
+        self.torn = False
+        """Whether it could not continue if the running step were interrupted."""
         self._model = model  # keeps the runtime alive while the job runs
         self.operation: Operation | None = None
         """What the program waits for."""
         self.tokens: deque[Token] = deque()
-        self.final: Token | None = None
-        """The last token, which comes with the end."""
         self.error: BaseException | None = None
         self.cancelled = False
         self.ended = False
-        self.stopped = False
-        self._outcome: BaseException | None = None
         self.position = 0
         """Position of the next token in the longest sequence."""
         self._left: list[Sequence[int]] = []
@@ -95,8 +88,6 @@ class Job:
         elif not isinstance(operation, Sample | Argmax | WaitFor):
             raise TypeError(f"an engine's program yields operations (ragkv.engines), not {type(operation).__name__}")
         self.operation = operation
-        if self.decoder is None and isinstance(operation, Sample):
-            self.bell.put(None)
 
     def wants(self) -> list[int]:
         """How many tokens each sequence of its forward pass still has to read."""
@@ -137,28 +128,17 @@ class Job:
         assert self.decoder is not None
         return self.decoder.choose(self.operation)
 
-    def stop(self, error: BaseException | None = None) -> None:
-        """Run no more of it; its caller does not know yet (`end`)."""
-        if self.stopped:
+    def end(self, error: BaseException | None = None) -> None:
+        """End the job; `error` is raised in the caller."""
+        if self.ended:
             return
-        self.stopped, self._outcome = True, error
+        self.ended, self.error = True, error
         self.operation = self._model = None
         self._left, self._logits = [], []
         try:
             self.program.close()
         except Exception as failure:  # an engine's cleanup must not raise here
             logger.warning("an engine's program failed while it was closed: %s", failure)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """End the job, once nothing holds its KV; `error`, or that of `stop`, is raised in the caller."""
-        self.stop(error)
-        if self.ended:
-            return
-        if self.final is not None:
-            self.tokens.append(self.final)
-        self.error = self._outcome
-        self.ended = True
-        self.bell.put(None)
 
     def send(self, answer: Any) -> Operation:
         """Run the program up to its next request; StopIteration when it has ended."""
@@ -188,12 +168,14 @@ class Stepper:
         self._pace = Pace()
         self.running: list[Job] = []
         """The jobs that were admitted and have not ended."""
+        self.marks: list[tuple[Job, TokenSequence, int, int]] = []
+        """The state of the last pass's sequences before it."""
 
     def step(self, admitted: Sequence[Job]) -> bool:
         """Admit these jobs and run one step for all; False if nothing can run."""
         self.running += admitted
         for job in admitted:
-            if not job.stopped:
+            if not job.ended:
                 self.advance(job, None)
         advanced = self._advance_waiting()
         reading = [job for job in self.running if isinstance(job.operation, Forward) and not job.paused]
@@ -205,41 +187,49 @@ class Stepper:
         work = [(job, slices) for job, take in zip(reading, takes, strict=True) if (slices := job.slices(take))]
         if work:
             self._forward(work)
-        self._deliver([job for job, _ in work if not job.stopped])
+        self._deliver([job for job, _ in work if not job.ended])
         if work:
             self._pace.took(perf_counter() - start, takes)
         return True
+
+    def torn(self) -> list[Job]:
+        """The jobs that an interrupted step left in the middle of something."""
+        for job, sequence, length, position in self.marks:
+            job.torn |= (sequence.cache.length, sequence.position) != (length, position)
+        return [job for job in self.running if job.torn or job.operation is None]
 
     def _advance_waiting(self) -> bool:
         """Advance the programs that wait for another one, if that is done; returns whether there were any."""
         ready = [job for job in self.running if isinstance(job.operation, WaitFor) and job.operation.ready()]
         for job in ready:
-            if not job.stopped:
+            if not job.ended:
                 self.advance(job, None)
         return bool(ready)
 
     def _forward(self, work: Sequence[tuple[Job, Slices]]) -> None:
         """One forward pass for all jobs; if it fails, one per job, so that only the faulty ones fail."""
         sequences = [sequence for _, slices in work for _, sequence, _ in slices]
+        owners = [job for job, slices in work for _ in slices]
+        self.marks = [
+            (job, sequence, sequence.cache.length, sequence.position)
+            for job, sequence in zip(owners, sequences, strict=True)
+        ]
         wanted = [[len(sequence.kept(len(ids))) for _, sequence, ids in slices] for _, slices in work]
         ids = [ids for _, slices in work for _, _, ids in slices]
         operations = [job.operation for job in self.running if isinstance(job.operation, Forward)]
         try:
             self._executor.lay_out(sequences, ids, [sequence for forward in operations for sequence in forward.rows])
-            abandoned.set(lambda: all(job.cancelled for job, _ in work))
             logits = self._executor.forward(sequences, ids)
-        except PassAbandoned:  # the runtime ends these jobs
-            return
-        except BaseException as error:
+        except Exception as error:
             if len(work) == 1:
                 self._end(work[0][0], error)
             else:
                 logger.warning("a pass for %d requests failed, and is repeated for each: %s", len(work), error)
-                for alone in work:
-                    self._forward([alone])
+                for forward in work:
+                    self._forward([forward])
             return
-        finally:
-            abandoned.set(None)
+        for job, _ in work:
+            job.torn = True  # until its program got the result
         own = torch.split(logits, [sum(counts) for counts in wanted])
         for (job, slices), counts, scores in zip(work, wanted, own, strict=True):
             job.read(slices, counts, scores)
@@ -248,7 +238,9 @@ class Stepper:
         """Send the programs their logits, choose all tokens that they request, synchronise once, and send those."""
         for job in jobs:
             logits = job.read_whole()
-            if logits is not None:
+            if logits is None:
+                job.torn = False
+            else:
                 self.advance(job, logits)
                 del logits
         self._advance_waiting()
@@ -259,6 +251,7 @@ class Stepper:
         result: list[Tensor] = []
         chosen_by: list[tuple[Job, int, bool, bool]] = []  # (job, tokens, is there a winner, was it drawn)
         for job in jobs:
+            job.torn = True
             try:
                 chosen, finite = job.choice()
                 winners = job.operation.winners if isinstance(job.operation, Sample) else None
@@ -266,7 +259,7 @@ class Stepper:
                 result += [
                     t.reshape(-1).to(self._executor.traits.device, torch.long) for t in transfers if t is not None
                 ]
-            except BaseException as error:
+            except Exception as error:
                 self._end(job, error)
                 continue
             chosen_by.append((job, chosen.numel(), winners is not None, finite is not None))
@@ -294,19 +287,18 @@ class Stepper:
                 finite=finite,
                 full=most is not None and job.position >= most,
             )
-        except BaseException as error:
+        except Exception as error:
             self._end(job, error)
             return
+        job.tokens.append(token)
         if token.finish_reason is None:
-            job.tokens.append(token)
-            job.bell.put(None)
             self.advance(job, token_id)
         else:
-            job.final = token
             self._end(job, None)
 
     def advance(self, job: Job, result: Any) -> None:
         """Send the program a result and run it up to an operation that has to wait."""
+        job.torn = True
         try:
             operation = job.send(result)
             while isinstance(operation, Release | Join):
@@ -318,9 +310,10 @@ class Stepper:
             if isinstance(operation, Forward):
                 self._prepare(job, operation)
             job.wait_for(operation)
+            job.torn = False
         except StopIteration:
             self._end(job, None)
-        except BaseException as error:
+        except Exception as error:
             self._end(job, error)
 
     def _copied(self, job: Job, join: Join) -> Any:

@@ -144,7 +144,7 @@ def test_only_a_window_is_held_and_taken(rag, monkeypatch):
     assert len({result.number for result in found}) == 60
     assert max(most) <= budget
     assert len(taken) < 150  # a few tokens, with sixteen questions each
-    assert runtime.idle
+    assert (runtime.pool.leased, runtime._jobs) == (0, {})
     assert list(results) == []
 
 
@@ -188,9 +188,9 @@ def test_leaving_a_task_early_ends_the_rest(rag):
         return task.cancelled()
 
     assert len(asyncio.run(early())) == 3
-    assert runtime.idle
+    assert (runtime.pool.leased, runtime._jobs) == (0, {})
     assert asyncio.run(cancelled())
-    assert runtime.idle
+    assert (runtime.pool.leased, runtime._jobs) == (0, {})
     assert not [thread for thread in threading.enumerate() if thread.name == "ragkv-answers"]
 
 
