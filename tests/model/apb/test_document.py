@@ -2,7 +2,8 @@
 models).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,11 +18,8 @@ from ragkv.model.apb.compressors import BlockTokens, Compressor, KeyNorm, Random
 from ragkv.model.apb.document import (
     BlockLayout,
     BlockLengths,
-    DecoderShape,
     LongDocument,
     SequentialExecutor,
-    apb_flops,
-    full_flops,
     lengths_for,
     query_aware_compressor,
     star,
@@ -319,6 +317,76 @@ def test_blocks_cover_the_document_once() -> None:
             assert layout.position(block) == 5 + span.start
             assert layout.passed(block) == min(6, len(span) - (0 if block else min(3, n)))
         assert layout.passing(layout.blocks - 1) <= 4 + 6 * max(0, layout.blocks - 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """The sizes of a decoder with gated feed-forward layers that its cost depends on."""
+
+    layers: int
+    hidden: int
+    inner: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> "DecoderShape":
+        """From a transformers configuration."""
+        heads = config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            q_heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        )
+
+    @property
+    def width(self) -> int:
+        """d in the attention formulas: the width of all query heads together."""
+        return self.q_heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """FLOPs of one token's key and value projections in one layer."""
+        return 4 * self.hidden * self.kv_heads * self.head_dim
+
+    @property
+    def token(self) -> int:
+        """c: FLOPs of one token in one layer without attention; 4d²(1+1/g) + 6dI if q_heads·head_dim is d."""
+        return 4 * self.hidden * self.width + self.keys + 6 * self.hidden * self.inner
+
+
+def _layers(shape: DecoderShape, tokens: int, pairs: float) -> float:
+    """FLOPs of a pass that needs only KV, over `pairs` query-key pairs: the last layer computes nothing else."""
+    return (shape.layers - 1) * (tokens * shape.token + 4 * shape.width * pairs) + tokens * shape.keys
+
+
+def full_flops(shape: DecoderShape, tokens: int) -> float:
+    """Plain causal attention over one sequence: L[n·c + 2d·n²], the last layer as in `apb_flops`."""
+    return _layers(shape, tokens, tokens * tokens / 2)
+
+
+def apb_flops(
+    shape: DecoderShape, layout: BlockLayout, *, anchors: int = 1, only: Iterable[int] | None = None
+) -> float:
+    """FLOPs of all blocks, or `only` these: L[(n + a·l_a)·c + 2d(Σ l_b² + a·l_a²) + 4d·Σ_h l_b·(l_a + passing)].
+
+    `anchors` (a) is how often the anchor is computed: once in one process, H-1 times on machines that share only what
+    is passed on (the paper's formula, with (H-1)(l_a + l_b)²). The last layer computes only keys and values. The
+    compressor's cost is not counted.
+    """
+    anchor = layout.anchor if layout.blocks > 1 else 0
+    lengths = {block: len(layout.span(block)) for block in (range(layout.blocks) if only is None else only)}
+    seen = sum(
+        tokens * (layout.start + (anchor if block else 0) + layout.passing(block)) for block, tokens in lengths.items()
+    )
+    own = sum(tokens**2 for tokens in lengths.values()) / 2
+    beside = anchors * anchor * (anchor / 2 + layout.start)
+    tokens = sum(lengths.values()) + anchors * anchor
+    return _layers(shape, tokens, seen + own + beside)
 
 
 def test_the_papers_formula_is_that_of_machines_that_share_nothing() -> None:
