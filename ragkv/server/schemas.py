@@ -47,23 +47,23 @@ def fields_of(owner: type[Any], *names: str, **json_names: str) -> Callable[[typ
 
     def extend(model: type[M]) -> type[M]:
         hints, added = get_type_hints(owner, include_extras=True), dict[str, Any]()
-        for shown in fields(owner):
-            name = json_names.get(shown.name, shown.name)
-            if name in model.model_fields or (names and shown.name not in names):
+        for field in fields(owner):
+            name = json_names.get(field.name, field.name)
+            if name in model.model_fields or (names and field.name not in names):
                 continue
-            hint = hints[shown.name]
+            hint = hints[field.name]
             kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
             about = next(iter(notes), None)
-            info: Any = Field(... if shown.default is MISSING else shown.default, description=about)
-            if shown.default_factory is not MISSING:
-                info = Field(default_factory=shown.default_factory, description=about)
+            info: Any = Field(... if field.default is MISSING else field.default, description=about)
+            if field.default_factory is not MISSING:
+                info = Field(default_factory=field.default_factory, description=about)
             added[name] = (kind, info)
         return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **added)
 
     return extend
 
 
-@fields_of(Chunk, *(shown.name for shown in fields(Chunk) if shown.name != "token_ids"))
+@fields_of(Chunk, *(field.name for field in fields(Chunk) if field.name != "token_ids"))
 class ShownChunk(BaseModel):
     """A chunk and its position: `start` and `end` are characters of the document's text."""
 

@@ -300,7 +300,7 @@ def test_a_process_that_was_forked_after_a_load_computes_on_one_thread():
     """torch's threads do not exist in the child: its next operation on two of them would never end, or crash."""
     program = textwrap.dedent(
         """
-        import os, torch
+        import os, signal, torch
         torch.set_num_threads(2)
         from ragkv.model.self_check import load_model
         numbers = torch.ones(1 << 22)
@@ -309,6 +309,7 @@ def test_a_process_that_was_forked_after_a_load_computes_on_one_thread():
         child = os.fork()
         if child:
             raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        signal.alarm(500)  # a child that hangs does not outlive the test
         torch.nn.functional.gelu(numbers)
         for _ in range(2):  # warned of once
             load_model("mini", dtype="float32", device="cpu")
