@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from ragkv.ingest.charset import decode
 from ragkv.ingest.ingester import (
     Ingester,
     IngestFingerprint,
@@ -19,7 +20,6 @@ from ragkv.ingest.ingester import (
 )
 from ragkv.ingest.parser import Parsed, ParseLimits, Section, Unreadable, join_rows, sections_under
 from ragkv.ingest.source import Skipped, SourceFile, from_bytes
-from ragkv.ingest.text import decode
 
 if TYPE_CHECKING:
     from ragkv.ingest.web import from_web

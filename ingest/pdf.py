@@ -25,8 +25,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ragkv.errors import install_hint
+from ragkv.ingest.charset import clean
 from ragkv.ingest.parser import Parsed, Unreadable, check_sections, join_sections, limits, silenced
-from ragkv.ingest.text import clean, table_rows
+from ragkv.ingest.text import table_rows
 
 if TYPE_CHECKING:
     from pypdf import PageObject, PdfReader

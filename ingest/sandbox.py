@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO, Self
 
 from ragkv.errors import IngestError
+from ragkv.ingest.charset import BINARY
 from ragkv.ingest.parser import (
     TEXT,
     Parsed,
@@ -41,7 +42,6 @@ from ragkv.ingest.parser import (
     require_tiling,
 )
 from ragkv.ingest.source import SourceFile, os_reason, unsupported
-from ragkv.ingest.text import BINARY
 
 _LONGEST_TITLE = 1000  # characters
 

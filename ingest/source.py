@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from ragkv.errors import UsageError
+from ragkv.ingest.charset import decode
 from ragkv.ingest.parser import TEXT, Unreadable, is_foreign, media_type_of, type_names
-from ragkv.ingest.text import decode, sniff_delimiter
+from ragkv.ingest.text import sniff_delimiter
 from ragkv.util.display import one_line
 from ragkv.util.files import exists, open_regular, refusal
 
