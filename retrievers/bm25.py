@@ -49,6 +49,13 @@ _UNSEGMENTED = (
 )
 
 
+# Characters that are not seen inside a word: soft hyphen, joiners, marks of direction, variation selectors, byte order
+# mark. The zero width space is not among them, because it divides words.
+_INVISIBLE = re.compile(
+    "[\u00ad\u034f\u061c\u180b-\u180f\u200c-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0000-\U000e0fff]"
+)
+
+
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Patterns for a word, and for a run of unsegmented script. `\\w` alone would cut Hindi words at vowel signs."""
@@ -57,15 +64,24 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
     return re.compile(rf"[^\W_]+(?:[{marks}]+[^\W_]*)*"), re.compile(f"[{_UNSEGMENTED}]+")
 
 
+def _folded(text: str) -> str:
+    """A text without invisible characters, normalised (NFKC) and case folded, with Turkish i and ı as one letter."""
+    if text.isascii():
+        return text.lower()
+    text = unicodedata.normalize("NFKC", _INVISIBLE.sub("", text)).casefold()
+    # İ folds to an i with a dot above, and I to i, also where its small letter is ı
+    return unicodedata.normalize("NFKC", text.replace("i\u0307", "i").replace("ı", "i"))
+
+
 def tokenise(text: str) -> list[str]:
-    """The words of a text in any language, normalised (NFKC) and case folded.
+    """The words of a text in any language; a text and a question that look alike have the same ones (`_folded`).
 
     Scripts without spaces give every character and every pair of neighbours: Lucene's CJK bigrams, and single
     characters, so that a word of one character is found.
     """
     word, run = _patterns()
     tokens: list[str] = []
-    for part in word.findall(unicodedata.normalize("NFKC", text).casefold()):
+    for part in word.findall(_folded(text)):
         position = 0
         for match in run.finditer(part):
             if match.start() > position:

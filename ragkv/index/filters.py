@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import glob
 import re
 import threading
+import unicodedata
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -54,17 +56,21 @@ def match(documents: Sequence[StoredDocument], names: Sequence[str]) -> list[Sto
             more = f" and {len(named) - 5} more" if len(named) > 5 else ""
             raise UsageError(f"{name!r} names {len(named)} documents; say which by id: {ids}{more}.")
         if not named:
-            known = {form: stored for stored in documents for form in _forms(stored)}
-            close = [known[form].document.document_id for form in difflib.get_close_matches(name, known, n=3)]
-            near = ", ".join(dict.fromkeys(close))
-            hint = f"near it are {near}." if close else "ragkv ls lists all."
+            known = {form: stored.document.document_id for stored in documents for form in _forms(stored)}
+            close = dict.fromkeys(known[form] for form in difflib.get_close_matches(composed(name), known, n=3))
+            hint = f"near it are {', '.join(close)}." if close else "ragkv ls lists all."
             raise UsageError(f"No document is called {name!r}; {hint}")
         chosen.update((stored.document.document_id, stored) for stored in named)
     return list(chosen.values())
 
 
+def composed(text: str) -> str:
+    """NFC, in which names and values are compared: some systems and archives write é as e and an accent."""
+    return unicodedata.normalize("NFC", text)
+
+
 def wanted_values(conditions: Sequence[str]) -> dict[str, list[str]]:
-    """The patterns of conditions `FIELD=PATTERN` by field, without duplicates.
+    """The patterns of conditions `FIELD=PATTERN` by field, composed, without duplicates.
 
     UsageError for a malformed or too long condition, and for too many of them.
     """
@@ -72,7 +78,7 @@ def wanted_values(conditions: Sequence[str]) -> dict[str, list[str]]:
         raise UsageError(f"--where takes at most {MOST_CONDITIONS} conditions, not {len(conditions)}.", param="where")
     wanted: dict[str, dict[str, None]] = {}
     for condition in conditions:
-        name, sign, pattern = (part.strip() for part in condition.partition("="))
+        name, sign, pattern = (part.strip() for part in composed(condition).partition("="))
         if not sign or not name:
             raise UsageError(
                 f"--where takes FIELD=PATTERN, as in source=notes/*.md, not {_short(condition)!r}.", param="where"
@@ -83,21 +89,37 @@ def wanted_values(conditions: Sequence[str]) -> dict[str, list[str]]:
     return {name: list(patterns) for name, patterns in wanted.items()}
 
 
-def where_filter(conditions: Sequence[str]) -> Callable[[Document], bool]:
-    """A predicate for conditions `FIELD=PATTERN`: for each field, one of its conditions must hold.
+def exact_first(wanted: Conditions, has: Callable[[str, str], bool]) -> Conditions:
+    """The same conditions, in which a pattern that is itself a value (`report[1].txt`) means that value alone.
+
+    `has` says whether a document has this value of a field.
+    """
+    return {
+        name: [glob.escape(text) if is_pattern(text) and has(name, text) else text for text in texts]
+        for name, texts in wanted.items()
+    }
+
+
+def meeting(documents: Sequence[StoredDocument], conditions: Sequence[str]) -> list[StoredDocument]:
+    """The documents that meet conditions `FIELD=PATTERN`: for each field, one of its conditions must hold.
 
     FIELD is source, title, media_type, document_id or a key of the document's metadata; PATTERN may hold `*`, `?` and
-    `[…]`. A source also matches by its last part (`source=a.md`). UsageError for a condition of another form.
+    `[…]`, unless it is the value of a document as it is. A source also matches by its last part (`source=a.md`).
+    UsageError for a condition of another form.
     """
-    wanted = {name: [Pattern(text) for text in texts] for name, texts in wanted_values(conditions).items()}
-
-    def holds(document: Document) -> bool:
-        return all(
-            any(pattern.matches(value) for value in values_of(document, name) for pattern in patterns)
-            for name, patterns in wanted.items()
+    wanted = exact_first(
+        wanted_values(conditions),
+        lambda name, text: any(text in values_of(stored.document, name) for stored in documents),
+    )
+    patterns = {name: [Pattern(text) for text in texts] for name, texts in wanted.items()}
+    return [
+        stored
+        for stored in documents
+        if all(
+            any(pattern.matches(value) for value in values_of(stored.document, name) for pattern in alternatives)
+            for name, alternatives in patterns.items()
         )
-
-    return holds
+    ]
 
 
 def unmatched(conditions: Sequence[str]) -> str:
@@ -107,17 +129,20 @@ def unmatched(conditions: Sequence[str]) -> str:
 
 
 def values_of(document: Document, name: str) -> tuple[str, ...]:
-    """The values of a field without duplicates; a source also has its last part."""
+    """The values of a field, composed and without duplicates; a source also has its last part."""
     if name == "source":
-        return tuple(dict.fromkeys((document.source, Path(document.source).name)))
-    value = getattr(document, name) if name in _FIELDS else document.metadata.get(name)
-    return () if value is None else (value,)
+        source = composed(document.source)
+        return tuple(dict.fromkeys((source, Path(source).name)))
+    if name in _FIELDS:
+        value = getattr(document, name)
+        return () if value is None else (composed(value),)
+    return tuple(dict.fromkeys(composed(value) for key, value in document.metadata.items() if composed(key) == name))
 
 
 def all_values(document: Document) -> dict[str, tuple[str, ...]]:
     """All fields of a document with their values."""
-    found = {name: values_of(document, name) for name in (*_FIELDS, *document.metadata)}
-    return {name: values for name, values in found.items() if values}
+    values = {name: values_of(document, name) for name in (*_FIELDS, *map(composed, document.metadata))}
+    return {name: some for name, some in values.items() if some}
 
 
 def _named(documents: Sequence[StoredDocument], name: str) -> list[StoredDocument]:
@@ -125,23 +150,27 @@ def _named(documents: Sequence[StoredDocument], name: str) -> list[StoredDocumen
         path = str(Path(name).resolve())
     except ValueError:  # no valid path: it has a null byte or a lone surrogate
         path = name
-    for wanted in ({name}, {path}):
-        if by_id := [stored for stored in documents if stored.document.document_id in wanted]:
-            return by_id
-    for form in (lambda source: source, lambda source: Path(source).name):
-        if by_source := [stored for stored in documents if form(stored.document.source) == name]:
-            return by_source
+    forms: list[tuple[Callable[[Document], str], str]] = [
+        (lambda document: document.document_id, name),
+        (lambda document: document.document_id, path),
+        (lambda document: document.source, name),
+        (lambda document: Path(document.source).name, name),
+    ]
+    for same in (str, composed):  # as it is written first, because two names may be equal when composed
+        for form, wanted in forms:
+            if chosen := [stored for stored in documents if same(form(stored.document)) == same(wanted)]:
+                return chosen
     if not is_pattern(name):
         return []
     _require_short(name)
-    patterns = [Pattern(name), Pattern(path)]
+    patterns = [Pattern(composed(name)), Pattern(composed(path))]
     return [
         stored for stored in documents if any(pattern.matches(form) for form in _forms(stored) for pattern in patterns)
     ]
 
 
 def _forms(stored: StoredDocument) -> tuple[str, str]:
-    return stored.document.document_id, stored.document.source
+    return composed(stored.document.document_id), composed(stored.document.source)
 
 
 def is_pattern(name: str) -> bool:
@@ -303,12 +332,21 @@ class _Fields:
         there = at < len(self.fields) and self.fields[at] == field
         return (int(self.spans[at]), int(self.spans[at + 1])) if there else (0, 0)
 
+    def has(self, name: str, value: str, visible: NDArray[np.bool_]) -> bool:
+        """Whether a visible document has this value of this field."""
+        places = self._value(value, *self._span(name))
+        return len(places) > 0 and bool(visible[self.rows[self.starts[places[0]] : self.starts[places[0] + 1]]].any())
+
+    def _value(self, text: str, low: int, high: int) -> NDArray[np.int64]:
+        """The place of this value from `low` to `high`, if it is there."""
+        value = _packed(text)
+        at = bisect_left(self.values, value, low, high)
+        return np.arange(at, at + (at < high and self.values[at] == value))
+
     def _values(self, pattern: str, low: int, high: int) -> NDArray[np.int64]:
         """Which of the values from `low` to `high` match."""
         if not is_pattern(pattern):
-            value = _packed(pattern)
-            at = bisect_left(self.values, value, low, high)
-            return np.arange(at, at + (at < high and self.values[at] == value))
+            return self._value(pattern, low, high)
         begin = _packed(re.split(r"[*?[]", pattern, maxsplit=1)[0])
         low = bisect_left(self.values, begin, low, high)
         high = bisect_right(self.values, begin, low, high, key=lambda value: value[: len(begin)])
@@ -332,7 +370,9 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
         """The number of documents that meet all conditions, and the ascending keys of their chunks; None if all do."""
         count = living = 0
         keys = [np.empty(0, dtype="S16")]
-        for segment in self._state.segments:
+        segments = self._state.segments
+        conditions = self._exact_first(segments, conditions)
+        for segment in segments:
             living += segment.living
             met_by = self._met(segment, conditions)
             met = int(np.count_nonzero(met_by))
@@ -345,20 +385,24 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
 
     def terms(self, conditions: Conditions) -> list[list[str]]:
         """For each field, the terms (`ragkv.retrievers.qdrant.term`) of the values that match one of its patterns."""
-        segments = [segment.data for segment in self._state.segments]
+        segments = self._state.segments
         return [
-            sorted({term(name, value) for data in segments for value in data.values_of(name, patterns)})
-            for name, patterns in conditions.items()
+            sorted({term(name, value) for segment in segments for value in segment.data.values_of(name, patterns)})
+            for name, patterns in self._exact_first(segments, conditions).items()
         ]
 
     def documents(self, conditions: Conditions) -> list[str]:
         """The ids of the documents that meet all conditions."""
         segments = self._state.segments
+        conditions = self._exact_first(segments, conditions)
         return [
             segment.id_table[row]
             for segment in segments
             for row in self._met(segment, conditions).nonzero()[0].tolist()
         ]
+
+    def _exact_first(self, segments: Sequence[IndexSegment[_Fields]], conditions: Conditions) -> Conditions:
+        return exact_first(conditions, lambda name, value: any(s.data.has(name, value, ~s.hidden) for s in segments))
 
     def _met(self, segment: IndexSegment[_Fields], conditions: Conditions) -> NDArray[np.bool_]:
         """(rows,): which visible documents of a segment meet all conditions."""

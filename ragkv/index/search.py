@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from ragkv.config import MODES, Fusion, Mode
 from ragkv.errors import ConfigError, ModelLoadError, RetrievalError, StoreError, UsageError
-from ragkv.index.filters import DocumentFilter, DocumentMetadata, FieldIndex, all_values, match, unmatched, where_filter
+from ragkv.index.filters import DocumentFilter, DocumentMetadata, FieldIndex, all_values, match, meeting, unmatched
 from ragkv.index.index import Index, indexes_of, why_not_served
 from ragkv.question import Question
 from ragkv.retrievers import (
@@ -664,9 +664,11 @@ def select(store: Store, names: Sequence[str] = (), where: Sequence[str] = ()) -
 
     UsageError for a name without a document or an ambiguous one, and if no document meets `where`.
     """
-    holds = where_filter(where)
-    found = list(store.documents())
-    chosen = [one for one in (match(found, names) if names else found) if holds(one.document)]
+    documents = list(store.documents())
+    chosen = meeting(documents, where)
+    if names:
+        met = {stored.document.document_id for stored in chosen}
+        chosen = [stored for stored in match(documents, names) if stored.document.document_id in met]
     if where and not chosen:
         raise UsageError(unmatched(where), param="where")
     return chosen
@@ -799,10 +801,9 @@ class Finder:
         """
         if not where or not os.path.lexists(self._index.derived / "fields"):
             return select(self._store, where=where)
-        holds = where_filter(where)
         ids = sorted(self._inventory.documents(where), key=document_key)
-        there = filter(None, map(self._store.document, ids))  # another process may have changed or deleted some
-        return [stored for stored in there if holds(stored.document)]
+        # another process may have changed or deleted some
+        return meeting(list(filter(None, map(self._store.document, ids))), where)
 
     def catch_up(self, *, build: bool = True, notify: Callable[[str, int, int], None] | None = None) -> None:
         """Update the existing retrieval indexes, so that no question has to.

@@ -20,7 +20,7 @@ from pydantic import BaseModel, FailFast, Field, create_model
 from ragkv.config import NONE
 from ragkv.engines import engine_names, supported_engines
 from ragkv.errors import RagkvError
-from ragkv.index.filters import Pattern, is_pattern, values_of
+from ragkv.index.filters import Pattern, composed, values_of
 from ragkv.index.index import served
 from ragkv.index.search import DocumentView, list_documents
 from ragkv.question import question_arguments, question_options
@@ -437,10 +437,12 @@ def all_facts(served: Iterable[tuple[str, RagKV]]) -> list[dict[str, Any]]:
 
 def document_page(rag: RagKV, name: str, where: Sequence[str], *, after: str, limit: int) -> dict[str, Any]:
     """Documents that meet `where` and whose source has `name` in it, or matches it as a pattern."""
-    pattern = Pattern((name if is_pattern(name) else f"*{name}*").casefold())
+    text = composed(name).casefold()
+    pattern = Pattern(text)
 
     def holds(document: Document) -> bool:
-        return any(pattern.matches(value.casefold()) for value in values_of(document, "source"))
+        sources = [value.casefold() for value in values_of(document, "source")]
+        return any(text in source or pattern.matches(source) for source in sources)
 
     if name:
         chosen = rag.select(where=where) if where else None

@@ -681,9 +681,9 @@ def test_files_of_the_format_before_are_replaced(kind, store):
     fill(store, 3)
     expected = answers(kind, KINDS[kind](derived(store)))
     manifest = store.directory.parent / "derived" / kind / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 1}))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
     assert answers(kind, KINDS[kind](derived(store))) == expected
-    assert json.loads(manifest.read_text())["format"] == 2
+    assert json.loads(manifest.read_text())["format"] == 3
 
 
 def test_gc_leaves_an_index_that_can_be_brought_up_to_date(store, monkeypatch):

@@ -88,6 +88,8 @@ def test_wrong_arguments():
         ("한국", ["한", "국", "한국"]),
         ("Привет, мир", ["привет", "мир"]),
         ("… 👩 --", []),
+        ("Donau\u00addampf zero\u200bwidth می\u200cخواهم", ["donaudampf", "zero", "width", "میخواهم"]),
+        ("İzmir IŞIK ışık i\u0307\u0301", ["izmir", "işik", "işik", "í"]),
     ],
 )
 def test_tokens(text, tokens):
