@@ -89,7 +89,7 @@ def ranks(
                 }
             )
             if rank:
-                contexts.request(task, contexts.find(task, lambda _: None), None, [])
+                contexts.request(task, contexts.plan(task.engine, contexts.find(task, lambda _: None)), None, [])
                 return
             with contexts.stream(question, **options) as stream:
                 for _ in stream:

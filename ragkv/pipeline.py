@@ -19,7 +19,7 @@ from ragkv.index.create import create_index, open_index
 from ragkv.index.filters import match
 from ragkv.index.index import Index
 from ragkv.index.ingestion import run_ingest
-from ragkv.index.kv_loader import KVLoader, index_request
+from ragkv.index.kv_source import KVSource
 from ragkv.index.maintenance import IndexMaintenance, delete_document
 from ragkv.index.pack import Pack, write_pack
 from ragkv.index.search import (
@@ -88,12 +88,12 @@ class RagKV:
     def __init__(self, index: Index) -> None:
         self.index = index
         """The implementation below this facade, which may change without notice."""
-        self.kv_loader = KVLoader(index)
+        self.kv_source = KVSource(index)
         """The KV of the index's chunks, for its model and prompt."""
         self._finder = Finder(index)
-        self.maintenance = IndexMaintenance(index, self.kv_loader, self._finder)
+        self.maintenance = IndexMaintenance(index, self.kv_source, self._finder)
         """Checks, repairs, copies and warms the index."""
-        self._backend = IndexBackend(index, self._finder, self.kv_loader)
+        self._backend = IndexBackend(index, self._finder, self.kv_source)
 
     @classmethod
     def create(
@@ -362,7 +362,8 @@ class RagKV:
 
         Make the engine with `context=rag.config.encoding.context` to read the KV that the index stores for it.
         """
-        return index_request(self.index, self.kv_loader, engine, question, scored)
+        suffix = self.index.prompt.suffix_ids(self.model.tokens, question)
+        return self.kv_source.request(engine, self.kv_source.plan(engine, scored), question, suffix)
 
     def select(self, names: Sequence[str] = (), where: Sequence[str] = ()) -> list[StoredDocument]:
         """The documents that `names` select and that meet the conditions `where`; without names, all that do.

@@ -204,10 +204,10 @@ def test_without_a_budget_every_query_reads(tmp_path, documents, model_folder, m
         for _ in range(2):
             answer = rag.query("Who founded Halden Works?", engine="block", max_new_tokens=1)
             assert (answer.kv.hits, answer.kv.memory_hits) == (2, 0)
-        assert rag.kv_loader.memory().use().entries == 0
+        assert rag.kv_source.memory().use().entries == 0
     monkeypatch.setenv("RAGKV_MEMORY_BUDGET", "1MiB")
     with RagKV.open(tmp_path / "index", device="cpu") as rag:
-        assert rag.kv_loader.memory().use().budget == 1 << 20
+        assert rag.kv_source.memory().use().budget == 1 << 20
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -127,7 +127,7 @@ def _size_rows(rag: RagKV) -> Iterator[BenchRow]:
 
 
 def _encoded(rag: RagKV, encoding: Encoding, chunks: Sequence[tuple[int, ...]]) -> Iterator[ChunkKV]:
-    prefix = rag.kv_loader.prefix() if encoding is Encoding.PREFIXED else None
+    prefix = rag.kv_source.prefix() if encoding is Encoding.PREFIXED else None
     return rag.model.encode_each(chunks, prefix=prefix)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from ragkv.decoding import GREEDY, Decoding
 from ragkv.errors import NothingFoundError, StoreError
 from ragkv.index.conversation import WrittenQueries, first_line
 from ragkv.index.index import Index
-from ragkv.index.kv_loader import After, KVLoader, Prefetch, index_request
+from ragkv.index.kv_source import After, KVSource, Prefetch, Reads
 from ragkv.index.search import Finder
 from ragkv.question import Question
 from ragkv.types import Answer, Encoding, KVUse, ScoredChunk, Source, Timing, TracedToken, field_sources
@@ -123,17 +123,13 @@ class AnswerBackend(Protocol):
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         """The chunks for a question; NothingFoundError if there are none."""
 
-    def sizes(
-        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
-    ) -> Mapping[Hashable, int]:
-        """Bytes of each KV that the question reads; `whole`: for the complete documents of the chunks."""
+    def plan(self, engine: Engine, scored: Sequence[ScoredChunk]) -> Reads:
+        """What the engine reads for a question with these chunks."""
 
-    def prefetch(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Prefetch | None:
+    def prefetch(self, engine: Engine, likely: Sequence[ScoredChunk]) -> Prefetch | None:
         """Begin to load these chunks' KV in the background."""
 
-    def request(
-        self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
-    ) -> tuple[Request, KVUse]:
+    def request(self, task: AnswerTask, reads: Reads, prefetch: Prefetch | None, after: After) -> tuple[Request, KVUse]:
         """The engine's request and its KV use; `after` collects the writes to do later."""
 
     def store(self, after: After) -> None:
@@ -146,12 +142,11 @@ class AnswerBackend(Protocol):
 class IndexBackend:
     """Answers from an index: its documents are searched, its KV is stored."""
 
-    def __init__(self, index: Index, finder: Finder, kv_loader: KVLoader) -> None:
+    def __init__(self, index: Index, finder: Finder, kv_source: KVSource) -> None:
         self.owner = self._index = index
         self._finder = finder
-        self._kv_loader = kv_loader
-        self.sizes = kv_loader.sizes
-        self.prefetch = kv_loader.prefetch
+        self._kv_source = kv_source
+        self.plan, self.prefetch = kv_source.plan, kv_source.prefetch
 
     @property
     def runtime(self) -> Runtime:
@@ -185,12 +180,11 @@ class IndexBackend:
             )
         return chunks
 
-    def request(
-        self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
-    ) -> tuple[Request, KVUse]:
-        asked = task.engine, task.query.question, scored, prefetch
+    def request(self, task: AnswerTask, reads: Reads, prefetch: Prefetch | None, after: After) -> tuple[Request, KVUse]:
         ids = task.suffix_ids(self._index.prompt, self._index.model.tokens)
-        return index_request(self._index, self._kv_loader, *asked, keep=task.query.keep, after=after, suffix_ids=ids)
+        return self._kv_source.request(
+            task.engine, reads, task.query.question, ids, prefetch=prefetch, keep=task.query.keep, after=after
+        )
 
     def store(self, after: After) -> None:
         while after:
@@ -234,6 +228,7 @@ class AnswerStream:
         # state so far, written only by the iterating thread
         self._text = ""
         self._scored: list[ScoredChunk] = []
+        self._reads: Reads | None = None  # of the prompt that waits for its lease
         self._begun = self._found = False
         self._won: Counter[int] = Counter()
         self._use = KVUse()
@@ -476,8 +471,7 @@ class AnswerStream:
             nonlocal prefetch
             self._mark("retrieved")
             if task.query.rerank:
-                encoding = None if engine.whole_documents else engine.reads
-                prefetch = backend.prefetch(encoding, likely[: engine.most_chunks])
+                prefetch = backend.prefetch(engine, likely[: engine.most_chunks])
 
         try:
             chunks = backend.find(task, begin)
@@ -492,18 +486,19 @@ class AnswerStream:
         backend, task, runtime = self._backend, self._asked, self._backend.runtime
         lease: Lease | None = None
         try:
-            sizes = backend.sizes(task.engine.reads, self._scored, whole=task.engine.whole_documents)
+            reads = self._reads = self._reads or backend.plan(task.engine, self._scored)
             if wait:
-                lease = runtime.lease(sizes, owner=backend.owner, cancelled=self._cancelled.is_set)
+                lease = runtime.lease(reads.sizes, owner=backend.owner, cancelled=self._cancelled.is_set)
             else:
-                lease = runtime.try_lease(sizes, owner=backend.owner)
+                lease = runtime.try_lease(reads.sizes, owner=backend.owner)
             if lease is None:
                 return False
             waited = 1000 * (time.perf_counter() - self._times.get("reranked", self._times["started"]))
             with span("ragkv.kv.load", {"ragkv.kv.waited_ms": waited}) as loading:
-                request, use = backend.request(task, self._scored, prefetch, self._after)
+                request, use = backend.request(task, reads, prefetch, self._after)
                 loading.note({f"ragkv.kv.{name}": value for name, value in asdict(use).items()})
             self._use += use
+            self._reads = None
             self.prompt_tokens = request.tokens
             self._mark("loaded")
             self._job = runtime.submit(task.engine, request, task.generation, owner=backend.owner, lease=lease)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,14 @@ from ragkv.errors import AnswerInterruptedError, PromptTooLongError
 from ragkv.index.answer import AnswerStream, AnswerTask, validate_task
 from ragkv.index.batch import Answers
 from ragkv.index.index import runtime_limits
-from ragkv.index.kv_loader import After, Prefetch
+from ragkv.index.kv_source import After, Prefetch, Reads
 from ragkv.model.prompt import render
 from ragkv.question import Asked
 from ragkv.types import Chunk, Encoding, KVUse, ScoredChunk
 
 if TYPE_CHECKING:
     from ragkv.attention.kv import ChunkKV
-    from ragkv.engines import ContextChunk, Request
+    from ragkv.engines import ContextChunk, Engine, Request
     from ragkv.model.apb.document import BlockExecutor
     from ragkv.model.language_model import LanguageModel
     from ragkv.runtime import Runtime
@@ -111,12 +111,10 @@ class Contexts:
     def find(self, task: AnswerTask, on_candidates: Callable[[list[ScoredChunk]], None]) -> list[ScoredChunk]:
         return self._common[::-1] if task.query.chunks is None else list(task.query.chunks)
 
-    def sizes(
-        self, encoding: Encoding | None, scored: Sequence[ScoredChunk], *, whole: bool = False
-    ) -> Mapping[Hashable, int]:
-        return {}  # the common KV is held anyway
+    def plan(self, engine: Engine, scored: Sequence[ScoredChunk]) -> Reads:
+        return Reads(scored=scored)  # nothing to lease: the common KV is held anyway
 
-    def prefetch(self, encoding: Encoding | None, likely: Sequence[ScoredChunk]) -> Prefetch | None:
+    def prefetch(self, engine: Engine, likely: Sequence[ScoredChunk]) -> Prefetch | None:
         return None
 
     def store(self, after: After) -> None:
@@ -125,11 +123,10 @@ class Contexts:
     def ended(self) -> None:
         """Nothing is written."""
 
-    def request(
-        self, task: AnswerTask, scored: Sequence[ScoredChunk], prefetch: Prefetch | None, after: After
-    ) -> tuple[Request, KVUse]:
+    def request(self, task: AnswerTask, reads: Reads, prefetch: Prefetch | None, after: After) -> tuple[Request, KVUse]:
         from ragkv.engines import Request
 
+        scored = reads.scored
         encoding = task.engine.encoding
         suffix = task.suffix_ids(self.prompt, self.model.tokens)
         tokens = len(self._prefix_ids) + sum(len(each.chunk.token_ids) for each in scored) + len(suffix)

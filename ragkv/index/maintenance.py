@@ -26,7 +26,7 @@ from ragkv.config import CONFIG_FILE, NONE
 from ragkv.errors import CorruptStoreError, RagkvError, RetrievalError, StoreError, StoreFullError, UsageError
 from ragkv.index.answer import validate_task
 from ragkv.index.index import Index, damaged_metadata, indexes_of, read_metadata
-from ragkv.index.kv_loader import KVLoader
+from ragkv.index.kv_source import KVSource
 from ragkv.index.search import Finder, collection_state, derived_states, follow_collection, select, stale_derived
 from ragkv.ingest import batches_of, chunk_vectors, encode_identities
 from ragkv.question import Asked
@@ -59,22 +59,22 @@ logger = logging.getLogger(__name__)
 class IndexRepairSource:
     """The `RepairSource` of an index; the model is loaded only when something has to be encoded."""
 
-    def __init__(self, index: Index, kv_loader: KVLoader) -> None:
+    def __init__(self, index: Index, kv_source: KVSource) -> None:
         self._index = index
-        self._kv_loader = kv_loader
+        self._kv_source = kv_source
 
     def identities(self, chunk: Chunk) -> list[KVIdentity]:
         if not self._index.has_tokens(chunk.token_ids):
             return []  # the model cannot encode unknown tokens
         _ = self._index.shape  # records the model's true shape first, so that new KV matches it
         try:
-            return [self._kv_loader.identities(encoding, [chunk])[0] for encoding in self._index.encodings]
+            return [self._kv_source.identities(encoding, [chunk])[0] for encoding in self._index.encodings]
         except CorruptStoreError:
             return []  # an earlier chunk, which it saw, cannot be read
 
     def encode(self, identities: Sequence[KVIdentity]) -> list[ChunkKV]:
         """The KV of each identity, in order."""
-        loader = self._kv_loader
+        loader = self._kv_source
         made = encode_identities(self._index.model, identities, loader.prefix)
         return [made[identity] for identity in identities]
 
@@ -208,7 +208,7 @@ class WarmReport:
 
 def of_questions(
     index: Index,
-    kv_loader: KVLoader,
+    kv_source: KVSource,
     finder: Finder,
     questions: Iterable[Asked],
     on_question: Callable[[int], None],
@@ -226,26 +226,26 @@ def of_questions(
             scored_chunks = finder.find(task.query)[: task.engine.most_chunks]
         except RetrievalError:
             continue
-        identities = kv_loader.identities(encoding, [scored.chunk for scored in scored_chunks])
+        identities = kv_source.identities(encoding, [scored.chunk for scored in scored_chunks])
         for scored, identity in zip(scored_chunks, identities, strict=True):
             times[identity] += 1
             owners[identity] = scored.chunk.chunk_id
     return {identity: (owners[identity], count) for identity, count in times.items()}
 
 
-def of_documents(index: Index, kv_loader: KVLoader, documents: Iterable[StoredDocument]) -> Wanted:
+def of_documents(index: Index, kv_source: KVSource, documents: Iterable[StoredDocument]) -> Wanted:
     """The chunks of these documents, without duplicates."""
     wanted: Wanted = {}
     encodings = index.encodings
     for stored in documents:
         chunks = list(index.store.chunks(stored.document.document_id))
-        keys = [kv_loader.identities(encoding, chunks) for encoding in encodings]
+        keys = [kv_source.identities(encoding, chunks) for encoding in encodings]
         for chunk, *identities in zip(chunks, *keys, strict=True):
             wanted |= dict.fromkeys(identities, (chunk.chunk_id, 1))
     return wanted
 
 
-def of_the_most_used(index: Index, kv_loader: KVLoader, count: int) -> Wanted:
+def of_the_most_used(index: Index, kv_source: KVSource, count: int) -> Wanted:
     """The `count` chunks used most often and recently, in the encodings used.
 
     If the prompt, the model or `[encoding]` has changed since, in those of the index's engines.
@@ -263,7 +263,7 @@ def of_the_most_used(index: Index, kv_loader: KVLoader, count: int) -> Wanted:
     for owner in best:
         if owner in chunks:
             kinds = dict.fromkeys((Encoding.STANDALONE, after, *encodings))
-            each = {kind: kv_loader.identities(kind, [chunks[owner]])[0] for kind in kinds}
+            each = {kind: kv_source.identities(kind, [chunks[owner]])[0] for kind in kinds}
             seen = [kind for kind, identity in each.items() if identity.key() in keys]
             wanted |= {each[kind]: (chunks[owner].chunk_id, 1) for kind in seen or encodings}
     return wanted
@@ -303,9 +303,9 @@ def _within(index: Index, order: Sequence[KVIdentity]) -> list[KVIdentity]:
 class IndexMaintenance:
     """`rag.maintenance`: check, repair, clean, copy and warm an index (docs/operations.md)."""
 
-    def __init__(self, index: Index, kv_loader: KVLoader, finder: Finder) -> None:
+    def __init__(self, index: Index, kv_source: KVSource, finder: Finder) -> None:
         self._index = index
-        self._kv_loader = kv_loader
+        self._kv_source = kv_source
         self._finder = finder
 
     def verify(self, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
@@ -359,7 +359,7 @@ class IndexMaintenance:
         for problem in () if dry_run else facts:
             store.drop_meta(problem.key.removeprefix(b"fact/").decode())
         report = store.maintenance.repair(
-            IndexRepairSource(index, self._kv_loader), encode=encode, dry_run=dry_run, on_progress=on_progress
+            IndexRepairSource(index, self._kv_source), encode=encode, dry_run=dry_run, on_progress=on_progress
         )
         report.problems = (*facts, *report.problems)
         report.facts += [problem.key.removeprefix(b"fact/").decode() for problem in facts]
@@ -435,19 +435,19 @@ class IndexMaintenance:
 
         UsageError for a wrong option, or a name without a document.
         """
-        index, kv_loader = self._index, self._kv_loader
+        index, kv_source = self._index, self._kv_source
         if most is not None:
-            return of_the_most_used(index, kv_loader, most)
+            return of_the_most_used(index, kv_source, most)
         if documents is not None:
             chosen = select(index.store, documents, where) if documents else self._finder.documents(where)
-            return of_documents(index, kv_loader, chosen)
-        return of_questions(index, kv_loader, self._finder, questions, on_question)
+            return of_documents(index, kv_source, chosen)
+        return of_questions(index, kv_source, self._finder, questions, on_question)
 
     def warm(self, wanted: Wanted, *, on_progress: Callable[[WarmReport], None] = lambda done: None) -> WarmReport:
         """Encode the KV that is missing, in batches and within the index's budget; an interrupted run can be continued
         by another. StoreError if it cannot be written.
         """
-        index, kv_loader = self._index, self._kv_loader
+        index, kv_source = self._index, self._kv_source
         report = WarmReport(wanted=len(wanted))
         index.open_budget()
         stored = index.store.has_many(wanted)
@@ -463,7 +463,7 @@ class IndexMaintenance:
             new = [identity for identity in batch if identity not in fetched]
             started = time.perf_counter()
             encoded += sum(identity.tokens for identity in new)
-            encoded_kv = encode_identities(index.model, new, kv_loader.prefix)
+            encoded_kv = encode_identities(index.model, new, kv_source.prefix)
             report.seconds += time.perf_counter() - started
             index.offer(list(encoded_kv.items()))
             encoded_kv |= {identity: kv for identity, (_, kv) in fetched.items()}

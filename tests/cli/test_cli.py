@@ -156,7 +156,7 @@ def test_what_the_system_refuses_is_a_sentence(ragkv, index, monkeypatch, error,
     def refuse(*_, **__):
         raise error
 
-    monkeypatch.setattr("ragkv.index.kv_loader.KVLoader.chunks", refuse)
+    monkeypatch.setattr("ragkv.index.kv_source.KVSource.get", refuse)
     result = ragkv("query", "Who founded Halden Works?", "--index", index, "--engine", "ape")
     assert (result.code, result.out) == (1, "")
     assert result.err.startswith(f"ragkv: {says}")

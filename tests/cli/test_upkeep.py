@@ -126,7 +126,7 @@ def test_repaired_tensors_are_the_old_ones(ragkv, index):
     with RagKV.open(index, device="cpu") as rag:
         ids = [chunk.token_ids for chunk in rag.store.chunks()]
         kept = (Encoding.STANDALONE, Encoding.PREFIXED)
-        identities = [rag.kv_loader.identity(encoding, chunk) for encoding in kept for chunk in ids]
+        identities = [rag.kv_source.identity(encoding, chunk) for encoding in kept for chunk in ids]
         before = [rag.store.get_kv(identity) for identity in identities]
     edit(index, lambda txn: [txn.put("kv", key, b"gone") for key in list(txn.keys("kv"))])
     assert json.loads(ragkv("repair", "--index", index, "--json").out)["encoded"] == 4

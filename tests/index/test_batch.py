@@ -128,7 +128,7 @@ def test_only_a_window_is_held_and_taken(rag, monkeypatch):
     runtime = rag.index.runtime
     most, taken = [], []
     budget = 2 * max(
-        sum(rag.kv_loader.sizes(make_engine("block", {}).encoding, rag.retrieve(q)).values()) for q in QUESTIONS
+        sum(rag.kv_source.plan(make_engine("block", {}), rag.retrieve(q)).sizes.values()) for q in QUESTIONS
     )
     monkeypatch.setattr(runtime.pool, "budget", budget)
     lease = runtime.pool.lease
@@ -211,7 +211,7 @@ def test_limits_that_are_set_hold_strictly(rag, steps_of):
     """With a separate model, so that it gets a new runtime."""
     with RagKV.open(rag.folder, device="cpu", max_rows=2, batch_tokens=40) as own:
         own.model.eos_ids = frozenset()
-        own.kv_loader.prefix()  # encoded separately
+        own.kv_source.prefix()  # encoded separately
         steps = steps_of(own.model)
         found = own.query_many(QUESTIONS[:4], engine="full", max_new_tokens=3)
         assert [a.text for a in found] == [rag.query(q, engine="full", max_new_tokens=3).text for q in QUESTIONS[:4]]

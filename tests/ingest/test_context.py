@@ -54,7 +54,7 @@ def scored(rag: RagKV, name: str) -> list[ScoredChunk]:
 def keys(rag: RagKV, name: str) -> dict[str, bytes]:
     """For each chunk text of a document, the key of the KV that a question reads."""
     chunks = [each.chunk for each in scored(rag, name)]
-    found = rag.kv_loader.identities(Encoding.CONTEXT, chunks)
+    found = rag.kv_source.identities(Encoding.CONTEXT, chunks)
     return {chunk.text: identity.key() for chunk, identity in zip(chunks, found, strict=True)}
 
 
@@ -163,7 +163,7 @@ def test_stored_kv_is_that_of_one_plain_pass(tmp_path, model_folder, context):
             cut = len(before) > context
             line = words.chunk_ids(tokens, "Old Works") if cut else ()
             ids = (*rag.index.prefix_ids, *line, *before[-context:])
-            [identity] = rag.kv_loader.identities(Encoding.CONTEXT, [each.chunk])
+            [identity] = rag.kv_source.identities(Encoding.CONTEXT, [each.chunk])
             assert identity.prefix_ids == ids
             assert identity.encoding is (Encoding.CONTEXT if at else Encoding.PREFIXED)
             kv = rag.store.get_kv(identity)
@@ -222,7 +222,7 @@ def test_engines_read_it_in_place_of_prefixed_kv(tmp_path, model_folder, engine)
 @pytest.fixture
 def counted(monkeypatch) -> list[int]:
     """Records the encoded chunks: how many tokens of its document each one sees."""
-    from ragkv.index import kv_loader, maintenance
+    from ragkv.index import kv_source, maintenance
     from ragkv.ingest import ingester
 
     made: list[int] = []
@@ -231,7 +231,7 @@ def counted(monkeypatch) -> list[int]:
         made.extend(len(identity.prefix_ids) for identity in identities)
         return encode_identities(model, identities, prefix)
 
-    for module in (kv_loader, maintenance, ingester):
+    for module in (kv_source, maintenance, ingester):
         monkeypatch.setattr(module, "encode_identities", counting)
     return made
 
@@ -278,7 +278,7 @@ def test_missing_kv_is_made_with_what_its_chunk_saw(tmp_path, model_folder, coun
     with created(tmp_path / "whole", model_folder, context=40, chunk_tokens=64) as rag:
         rag.ingest(tmp_path / "works.md")
         chunks = [each.chunk for each in scored(rag, "works.md")]
-        identities = rag.kv_loader.identities(Encoding.CONTEXT, chunks)
+        identities = rag.kv_source.identities(Encoding.CONTEXT, chunks)
         expected = {identity: rag.store.get_kv(identity) for identity in identities}
         rag.query(QUESTION, engine="ape", max_new_tokens=1)  # stores the prefix
         rag.maintenance.settle()
@@ -350,7 +350,7 @@ def test_text_that_is_not_from_the_index_sees_the_prefix_alone(tmp_path, model_f
         [_, chunk, *_] = scored(rag, "works.txt")
         own = rag.chunk("It lies in Tarn.", chunk_id="mine")
         renamed = rag.chunk("It lies in Varn.", chunk_id=chunk.chunk.chunk_id)  # the id of a chunk with other text
-        found = rag.kv_loader.identities(Encoding.CONTEXT, [own, chunk.chunk, renamed])
+        found = rag.kv_source.identities(Encoding.CONTEXT, [own, chunk.chunk, renamed])
         assert [identity.encoding.value for identity in found] == ["prefixed", "context", "prefixed"]
         assert found[2].prefix_ids == rag.index.prefix_ids
 
@@ -379,7 +379,7 @@ def test_what_is_evaluated_is_what_the_index_reads(tmp_path, model_folder):
             places[one.engine, one.context] = [kv and kv.encoded_at for kv in (chunk.kv for chunk in request.chunks)]
             assert [len(fact) for fact in source.facts(loaded, example, one)] == [2 + bool(c.seen) for c in given]
         found = [each.chunk for each in reversed(rag.retrieve(QUESTION, top_k=3))]
-        expected = rag.kv_loader.identities(Encoding.CONTEXT, found)
+        expected = rag.kv_source.identities(Encoding.CONTEXT, found)
         prefix = len(rag.index.prefix_ids)
         assert places["ape", 40] == [identity.position for identity in expected] != [prefix] * 3
         assert places["ape", 0] == [prefix] * 3
@@ -417,8 +417,8 @@ def test_tokens_that_the_model_lacks_are_refused_before_they_are_encoded(tmp_pat
         key = chunk_key(digest(first.document_id), first.ordinal)
         rag.store._live().write(lambda txn: txn.put("chunks", key, pack_chunk(replace(first, token_ids=(5, 10**6)))))
         with pytest.raises(CorruptStoreError, match=r"the text before chunk .* tokens that its model does not have"):
-            rag.kv_loader.identities(Encoding.CONTEXT, [second])
-        source = IndexRepairSource(rag.index, rag.kv_loader)
+            rag.kv_source.identities(Encoding.CONTEXT, [second])
+        source = IndexRepairSource(rag.index, rag.kv_source)
         assert source.identities(second) == []
 
 

@@ -133,7 +133,7 @@ def test_overlapping_chunks_under_their_own_ids(tmp_path, model_folder):
         # a question with the old chunk stores nothing under an id that has other tokens now
         scored = ScoredChunk(chunk=old, source="doc", retrieval_score=1.0, rerank_score=None, score=0.5)
         assert rag.query("Who founded it?", engine="block", max_new_tokens=1, chunks=[scored]).kv.misses == 1
-        assert not rag.store.has_kv(rag.kv_loader.identity(Encoding.STANDALONE, old.token_ids))
+        assert not rag.store.has_kv(rag.kv_source.identity(Encoding.STANDALONE, old.token_ids))
         assert rag.maintenance.verify().ok
 
 

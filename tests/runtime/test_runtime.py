@@ -694,7 +694,7 @@ def test_a_lost_record_is_made_again_once_for_all_who_wait(rag, place, monkeypat
     question, options = QUESTIONS[1], {"engine": "block", "max_new_tokens": 4, "top_k": 1}
     wanted = rag.query(question, **options)
     rag.store.memory("cpu", budget=0)
-    lost = rag.kv_loader.identity(*_stored(rag, wanted))
+    lost = rag.kv_source.identity(*_stored(rag, wanted))
     asked, encoded = [], []
     get_many, encode = rag.store.get_many, rag.model.encode
     everybody = threading.Barrier(6, timeout=WAIT)
@@ -794,14 +794,14 @@ def test_closing_while_one_is_still_looking_for_its_chunks(place, monkeypatch):
     rag = RagKV.open(place, device="cpu")
     rag.query(QUESTIONS[0], max_new_tokens=1)
     looking, go_on = threading.Event(), threading.Event()
-    chunks = rag.kv_loader.chunks
+    get = rag.kv_source.get
 
     def held(*args, **kwargs):
         looking.set()
         assert go_on.wait(WAIT)
-        return chunks(*args, **kwargs)
+        return get(*args, **kwargs)
 
-    monkeypatch.setattr(rag.kv_loader, "chunks", held)
+    monkeypatch.setattr(rag.kv_source, "get", held)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(rag.query, QUESTIONS[0], engine="block")
         assert looking.wait(WAIT)

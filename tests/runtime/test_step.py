@@ -214,13 +214,13 @@ def test_packed_kv_crosses_and_is_kept_packed(codec, make_folder, tmp_path, pret
         with pretend.counting(rag.model) as waits:
             found = ask(rag, "block")
         assert (found.text, found.kv.misses) == (expected.text, 0)
-        loader, sizes = rag.kv_loader, rag.index.store.memory(rag.model.place).use()
+        loader, sizes = rag.kv_source, rag.index.store.memory(rag.model.place).use()
         crossed = sum(c.bytes for c in waits.uploads if c.dtype == torch.uint8)
         assert crossed == sizes.bytes > 0
         packed = {"half": 4 / 8, "q8": (16 + 2) / 64}[codec]  # the model computes in float32, with head_dim 16
         chunks = [one.chunk for one in rag.retrieve(QUESTION, top_k=3)]
         identities = loader.identities(Encoding.PREFIXED, chunks)
-        first, second = (loader.find(identities, lambda _: [])[0] for _ in range(2))
+        first, second = (loader.find(identities, lambda _: {})[0] for _ in range(2))
         for one, other in zip(first.values(), second.values(), strict=True):
             assert one is other
             assert not one.packed
@@ -228,7 +228,7 @@ def test_packed_kv_crosses_and_is_kept_packed(codec, make_folder, tmp_path, pret
         held = rag.index.store.memory(rag.model.place).get_many([each.key() for each in identities], lambda _: {})[0]
         assert all(kv.packed and kv.nbytes == kv.wide().nbytes * packed for kv in held.values())
         del first, second, one, other
-        again = loader.find(identities, lambda _: [])[0]
+        again = loader.find(identities, lambda _: {})[0]
         assert len(again) > 1
         assert all(kv.pages is not None for kv in again.values())
 

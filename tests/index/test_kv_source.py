@@ -16,7 +16,7 @@ from ragkv.attention.kv import ChunkKV
 from ragkv.engines import make_engine
 from ragkv.errors import CorruptStoreError, RetrievalError
 from ragkv.index.index import WriteBehind
-from ragkv.index.kv_loader import Prefetch
+from ragkv.index.kv_source import Prefetch
 from ragkv.store import KVIdentity
 from ragkv.types import Encoding
 
@@ -100,7 +100,7 @@ def test_what_a_question_is_given(rag):
     foreign = replace(scored, chunk=replace(scored.chunk, token_ids=(5, 10**6)))
     with pytest.raises(CorruptStoreError, match="tokens that its model does not have"):
         asked(rag, [foreign])
-    identity = rag.kv_loader.identity(Encoding.STANDALONE, asked(rag, [])[0].prefix_ids)
+    identity = rag.kv_source.identity(Encoding.STANDALONE, asked(rag, [])[0].prefix_ids)
     assert rag.store.has_kv(identity)
     made, _ = asked(rag, by_source(rag, "carr.txt"), "ape")
     same(made.prefix, rag.model.encode([made.prefix_ids])[0])
@@ -117,10 +117,11 @@ def test_only_what_memory_lacks_is_loaded_ahead(rag):
 
     rag.store.get_many = watched
     try:
-        assert rag.kv_loader.prefetch(Encoding.STANDALONE, [halden]) is None
-        assert rag.kv_loader.prefetch(None, [bolt]) is None
-        prefetch = rag.kv_loader.prefetch(Encoding.STANDALONE, [halden, bolt])
-        kvs, use = rag.kv_loader.chunks(Encoding.STANDALONE, [carr, bolt, halden], prefetch)
+        source, block = rag.kv_source, make_engine("block", TUNING)
+        assert source.prefetch(block, [halden]) is None
+        assert source.prefetch(make_engine("full", {}), [bolt]) is None
+        prefetch = source.prefetch(block, [halden, bolt])
+        kvs, use = source.get(source.plan(block, [carr, bolt, halden]), prefetch)
         prefetch.drop()
     finally:
         del rag.store.get_many
@@ -135,9 +136,9 @@ def test_chunks_of_ones_own_are_kept_only_on_request(rag):
     [scored] = by_source(rag, "carr.txt")
     for keep, text in ((False, "Dorn is a river."), (True, "Erle is a lake.")):
         own = replace(scored, chunk=rag.chunk(text, chunk_id="mine"))
-        _, use = rag.kv_loader.chunks(Encoding.STANDALONE, [own], keep=keep)
+        _, use = rag.kv_source.get(rag.kv_source.plan(make_engine("block", TUNING), [own]), keep=keep)
         assert (use.hits, use.misses) == (0, 1)
-        assert rag.store.has_kv(rag.kv_loader.identity(Encoding.STANDALONE, own.chunk.token_ids)) is keep
+        assert rag.store.has_kv(rag.kv_source.identity(Encoding.STANDALONE, own.chunk.token_ids)) is keep
 
 
 # --- what is on its way
@@ -290,10 +291,10 @@ def test_what_is_missing_is_one_pass_beside_the_loading_of_the_rest(tmp_path, mo
             return get_many(identities, **more)
 
         monkeypatch.setattr(rag.store, "get_many", loading)
-        rag.kv_loader.memory().resize(0)
+        rag.kv_source.memory().resize(0)
         chunks = rag.retrieve("Halden Bolt Carr founded", top_k=3)
-        rag.kv_loader.__dict__["_budget"] = 0
-        _, use = rag.kv_loader.chunks(Encoding.STANDALONE, chunks)
+        rag.kv_source.__dict__["_budget"] = 0
+        _, use = rag.kv_source.get(rag.kv_source.plan(make_engine("block", TUNING), chunks))
     assert (use.hits, use.misses) == (1, 2)
     assert passes == [2]
     assert loads == ["ragkv-prefetch"]
