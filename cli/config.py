@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,31 +14,22 @@ import typer
 from ragkv.cli.console import count, draw, echo, note, plain, print_json
 from ragkv.cli.options import (
     CHANGEABLE,
+    CHOSEN,
     DEFAULT_INDEX,
     FLAGS,
     USED,
     VARIABLES,
-    ChunkTokens,
-    Codec,
     Device,
-    Dtype,
-    Embedder,
-    Engine,
-    Engines,
     Index,
     Json,
-    Model,
     Quiet,
-    Reranker,
-    TopK,
+    ShownSettings,
     UserFile,
-    ValueInForce,
     contradicted,
-    in_force,
     require_same,
+    shared_options,
     shown_value,
     source_of,
-    split_names,
     user_file,
 )
 from ragkv.config import CONFIG_FILE, IndexConfig, PromptConfig, byte_count, load_config
@@ -65,19 +57,13 @@ def path(as_json: Json = False, quiet: Quiet = False) -> None:
 
 
 @app.command()
+@shared_options
 def show(
     ctx: typer.Context,
+    *,
     index: Index = DEFAULT_INDEX,
     device: Device = None,
-    model: Model = None,
-    dtype: Dtype = None,
-    engines: Engines = None,
-    chunk_tokens: ChunkTokens = None,
-    codec: Codec = None,
-    embedder: Embedder = None,
-    reranker: Reranker = None,
-    engine: Engine = None,
-    top_k: TopK = None,
+    settings: ShownSettings,
     changed: Annotated[bool, typer.Option("--changed", help="Leave out settings that have their default.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -94,60 +80,94 @@ def show(
     from ragkv.index.ingestion import default_model
     from ragkv.util.plugins import require_engine
 
-    flag_values: dict[str, Any] = {
-        "index": index,
-        "device": device,
-        "model": model,
-        "dtype": dtype,
-        "engines": split_names(engines),
-        "chunk_tokens": chunk_tokens,
-        "codec": codec,
-        "embedder": embedder,
-        "reranker": reranker,
-        "default_engine": engine,
-        "top_k": top_k,
-    }
-    flags, variables = _by_source(ctx, flag_values, "COMMANDLINE"), _by_source(ctx, flag_values, "ENVIRONMENT")
+    typed = {"index": index, "device": device, **settings}
+    flags, variables = (
+        {name: value for name, value in typed.items() if source_of(ctx, name) == source}
+        for source in ("COMMANDLINE", "ENVIRONMENT")
+    )
     user = UserFile.read(user_file())
     toml = index / CONFIG_FILE
-    config, recorded = load_config(index) if toml.exists() else None, None
+    config = load_config(index) if toml.exists() else None
+    recorded = None
     if config is not None and not (contradicted(config, flags) and is_empty(index)):
         require_same(index, config, flags)
         check_names(config, toml)
-        if engine is not None:
-            require_engine(engine)
-        recorded = (toml, read_toml(toml))
+        if "default_engine" in settings:
+            require_engine(settings["default_engine"])
+        recorded = toml
     else:  # `ragkv ingest` replaces an index that holds no documents
-        plain = {name: value for name, value in {**variables, **flags}.items() if name not in USED}
-        plain = (kept_settings(index) if toml.exists() else {}) | plain
-        config = new_config({"model": default_model(()), **user.settings, **plain})
+        kept = kept_settings(index) if toml.exists() else {}
+        config = new_config({"model": default_model(()), **user.settings, **kept, **settings})
         check_names(config)
         check_encoders(config)
-    in_use = in_force(
-        flags=flags,
-        variables=variables,
-        user=user,
-        config=config,
-        used={"index": DEFAULT_INDEX, "device": None},
-        index=recorded,
-    )
+    rows = list(_in_force(flags, variables, user, config, recorded))
     if memory := os.environ.get(MEMORY_VARIABLE):
         if memory != "auto":
             byte_count(MEMORY_VARIABLE, memory)
-        forced = ValueInForce(name="memory_budget", value=memory, origin="environment", where=MEMORY_VARIABLE)
-        in_use = [forced if one.name == forced.name else one for one in in_use]
+        forced = {"value": memory, "origin": "environment", "where": MEMORY_VARIABLE}
+        rows = [row | forced if row["name"] == "memory_budget" else row for row in rows]
+    rows = [row for row in rows if row["origin"] != "default" or not changed]
     ignored = [] if recorded is None else contradicted(config, variables)
-    shown = [one for one in in_use if one.origin != "default" or not changed]
     if as_json:
-        print_json(_json(index, user, shown, exists=recorded is not None, ignored=ignored))
+        print_json(
+            {
+                "index": str(index),
+                "index_exists": recorded is not None,
+                "user_file": str(user.path),
+                "user_file_exists": user.path.is_file(),
+                "settings": rows,
+                "contradicted": {VARIABLES[name]: os.environ[VARIABLES[name]] for name in ignored},
+            }
+        )
         return
     if not quiet:
-        what = "what it was built with" if recorded else "there is no index; what a new one would be made with"
-        note(f"{index}: {what}")
+        note(f"{index}: {'what it was built with' if recorded else 'there is no index; this is what a new one gets'}")
         note(f"{user.path}: " + ("read" if user.path.is_file() else "does not exist"))
-    _table(shown)
+    table = plain()
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("from", no_wrap=True)
+    for row in rows:
+        origin = row["origin"]
+        named = f"{origin} {row['where']}" if origin in ("flag", "environment") else origin
+        table.add_row(row["name"], shown_value(row["value"]), named, style="dim" if origin == "default" else None)
+    draw(table)
     for name in ignored:
         note(f"{VARIABLES[name]}={os.environ[VARIABLES[name]]} contradicts the index; ragkv ingest refuses it")
+
+
+def _in_force(
+    flags: Mapping[str, Any], variables: Mapping[str, Any], user: UserFile, config: IndexConfig, toml: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Every setting with its origin; `toml` is the index's file, if `config` is an index's and not a new one's.
+
+    A variable overrides an index only in settings that a question may choose (`CHOSEN`).
+    """
+    in_index = {} if toml is None else dict(_flat(read_toml(toml)))
+    in_file = dict(_flat(user.table))
+    usual = {"index": str(DEFAULT_INDEX), "device": None}
+    for name, value in (usual | dict(_flat({f.name: getattr(config, f.name) for f in fields(config)}))).items():
+        origin, where = "default", ""
+        if name in flags:
+            value, origin, where = flags[name], "flag", FLAGS[name]
+        elif name in variables and (toml is None or name in CHOSEN):
+            value, origin, where = variables[name], "environment", VARIABLES[name]
+        elif name in in_index:
+            origin, where = "index", str(toml)
+        elif name in in_file and (toml is None or name in USED):
+            value, origin, where = in_file[name] if name in USED else value, "file", str(user.path)
+        value = str(value) if isinstance(value, Path) else value
+        yield {"name": name, "value": value, "origin": origin, "where": where}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value with its dotted name; tables and dataclasses become their fields."""
+    for key, value in values.items():
+        inner = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        if isinstance(inner, Mapping):
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, tuple(value) if isinstance(value, list) else value
 
 
 @app.command(name="set", no_args_is_help=True)
@@ -172,29 +192,10 @@ def change(
     changes: dict[str, Any] = {}
     for setting in settings:
         name, sign, value = (part.strip() for part in setting.partition("="))
-        if sign and name not in CHANGEABLE and name in {f"prompt.{field.name}" for field in fields(PromptConfig)}:
-            raise UsageError(
-                f"{name} comes before the documents, whose KV depends on it: change it in {index / CONFIG_FILE} "
-                "and ingest again, or give --system to a question."
-            )
-        if sign and name in VARIABLES and name not in (*CHANGEABLE, *USED):
-            raise UsageError(
-                f"{name} is what the index was built with, which config set does not change: ingest into another "
-                f"--index with {FLAGS[name]} {value or 'VALUE'}."
-            )
-        by_hand = {field.name for field in fields(IndexConfig)} - {"prompt", "steps"}
-        if sign and name not in CHANGEABLE and name.partition(".")[0] in by_hand:
-            raise UsageError(f"config set does not change {name}: edit {index / CONFIG_FILE}.")
         if not sign:
             raise UsageError(f"{setting!r} is not NAME=VALUE, as in top_k=4; NAME is one of {', '.join(CHANGEABLE)}.")
         if name not in CHANGEABLE:
-            option = f"--{name.replace('_', '-')}"
-            meant = next((own for own in CHANGEABLE if FLAGS.get(own) == option or own == name.replace("-", "_")), None)
-            raise UsageError(
-                f"{name!r} is the setting {meant}: write {meant}={value or 'VALUE'}."
-                if meant
-                else f"There is no setting {name!r}; NAME in NAME=VALUE is one of {', '.join(CHANGEABLE)}."
-            )
+            raise UsageError(_unchangeable(name, value or "VALUE", index))
         if name in changes:
             raise UsageError(f"{name} is given twice; give it one value.")
         whole = re.fullmatch(r"[+-]?\d{1,40}", value, re.ASCII)
@@ -208,39 +209,22 @@ def change(
             echo(f"{count(dropped, 'KV record')} evicted for the smaller budget.")
 
 
-def _by_source(ctx: typer.Context, settings: dict[str, Any], source: str) -> dict[str, Any]:
-    """The values that came from this source of click's; a parameter is named like its option."""
-    parameters = {name: FLAGS[name].removeprefix("--").replace("-", "_") for name in settings}
-    return {name: value for name, value in settings.items() if source_of(ctx, parameters[name]) == source}
-
-
-def _json(
-    index: Path, user: UserFile, shown: list[ValueInForce], *, exists: bool, ignored: list[str]
-) -> dict[str, Any]:
-    return {
-        "index": str(index),
-        "index_exists": exists,
-        "user_file": str(user.path),
-        "user_file_exists": user.path.is_file(),
-        "settings": [
-            {
-                "name": value.name,
-                "value": str(value.value) if isinstance(value.value, Path) else value.value,
-                "origin": value.origin,
-                "where": value.where,
-            }
-            for value in shown
-        ],
-        "contradicted": {VARIABLES[name]: os.environ[VARIABLES[name]] for name in ignored},
-    }
-
-
-def _table(shown: list[ValueInForce]) -> None:
-    table = plain()
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", overflow="fold")
-    table.add_column("from", no_wrap=True)
-    for one in shown:
-        named = f"{one.origin} {one.where}" if one.origin in ("flag", "environment") else one.origin
-        table.add_row(one.name, shown_value(one.value), named, style="dim" if one.origin == "default" else None)
-    draw(table)
+def _unchangeable(name: str, value: str, index: Path) -> str:
+    """What to do in place of `config set NAME=VALUE`."""
+    if name in {f"prompt.{field.name}" for field in fields(PromptConfig)}:
+        return (
+            f"{name} comes before the documents, whose KV depends on it: change it in {index / CONFIG_FILE} and ingest "
+            "again, or give --system to a question."
+        )
+    if name in VARIABLES and name not in USED:
+        return (
+            f"{name} is what the index was built with, which config set does not change: ingest into another --index "
+            f"with {FLAGS[name]} {value}."
+        )
+    if name.partition(".")[0] in {field.name for field in fields(IndexConfig)} - {"prompt", "steps"}:
+        return f"config set does not change {name}: edit {index / CONFIG_FILE}."
+    option = f"--{name.replace('_', '-')}"
+    for meant in CHANGEABLE:
+        if FLAGS.get(meant) == option or meant == name.replace("-", "_"):
+            return f"{name!r} is the setting {meant}: write {meant}={value}."
+    return f"There is no setting {name!r}; NAME in NAME=VALUE is one of {', '.join(CHANGEABLE)}."

@@ -18,31 +18,22 @@ import typer
 from ragkv.cli.console import count, echo, note, percent_bar, print_json, print_json_line, size
 from ragkv.cli.options import (
     DEFAULT_INDEX,
-    KV,
     BlockTokens,
-    ChunkTokens,
-    Codec,
     ContextTokens,
     Device,
     DryRun,
-    Dtype,
-    Embedder,
-    Engines,
     Index,
+    IngestSettings,
     Json,
-    KVBudget,
-    Model,
     NoWait,
     Quiet,
-    Reranker,
     UserFile,
     block_tuning,
     contradicted,
     encoding_of,
     given_values,
-    modes,
     require_same,
-    split_names,
+    shared_options,
     text_of,
     user_file,
     wait,
@@ -113,7 +104,9 @@ WORDS_NOTE = (
 )
 
 
+@shared_options
 def ingest(
+    *,
     paths: Annotated[
         list[str] | None,
         typer.Argument(
@@ -124,9 +117,7 @@ def ingest(
         ),
     ] = None,
     index: Index = DEFAULT_INDEX,
-    model: Model = None,
-    dtype: Dtype = None,
-    engines: Engines = None,
+    settings: IngestSettings,
     long_documents: Annotated[
         str | None,
         typer.Option(
@@ -136,7 +127,6 @@ def ingest(
         ),
     ] = None,
     block_tokens: BlockTokens = None,
-    chunk_tokens: ChunkTokens = None,
     context_tokens: ContextTokens = None,
     system: Annotated[
         str | None, typer.Option(help="The system prompt of every question.", show_default="ragkv's own")
@@ -145,19 +135,6 @@ def ingest(
         Path | None,
         typer.Option(
             help="A TOML file with the words around the documents: keys of [prompt] (docs/settings.md).", metavar="FILE"
-        ),
-    ] = None,
-    codec: Codec = None,
-    kv: KV = None,
-    kv_budget: KVBudget = None,
-    embedder: Embedder = None,
-    reranker: Reranker = None,
-    retrieval: Annotated[
-        str | None,
-        typer.Option(
-            help="How questions search: dense, sparse, colbert, hybrid or bm25.",
-            show_default="dense with an embedder other than mini, else bm25",
-            autocompletion=modes,
         ),
     ] = None,
     prune: Annotated[
@@ -219,21 +196,15 @@ def ingest(
 
     Example: `pandoc thesis.tex -t markdown | ragkv ingest - --name thesis.md`
     """
-    settings = given_values(
-        model=model,
-        dtype=dtype,
-        engines=_engines(split_names(engines), long_documents, index),
-        tuning=_tuning(block_tokens, index),
-        chunk_tokens=chunk_tokens,
-        encoding=encoding_of(context_tokens),
-        prompt=_prompt(system, prompt, index),
-        codec=codec,
-        kv=kv,
-        kv_budget=kv_budget,
-        embedder=embedder,
-        reranker=reranker,
-        retrieval=retrieval,
-    )
+    settings = {
+        **settings,
+        **given_values(
+            engines=_engines(settings.get("engines"), long_documents, index),
+            tuning=_tuning(block_tokens, index),
+            encoding=encoding_of(context_tokens),
+            prompt=_prompt(system, prompt, index),
+        ),
+    }
     _require_blocks(block_tokens, settings, index)
     if memory is not None:
         IngestConfig(memory=memory)  # refuse a wrong amount before anything is read
@@ -254,11 +225,11 @@ def ingest(
             own = None if quiet else ingest_note(rag.config, rag.store, sources)
             if own:
                 note(own)
-            elif model is None and rag.config.model == "mini" and not quiet:
+            elif "model" not in settings and rag.config.model == "mini" and not quiet:
                 note(MINI_NOTE)
-            elif new and model is None and rag.config.model == "smollm2" and not quiet:
+            elif new and "model" not in settings and rag.config.model == "smollm2" and not quiet:
                 note(SMOLLM2_NOTE)
-            if new and embedder is None and rag.config.embedder == NONE and not quiet:
+            if new and "embedder" not in settings and rag.config.embedder == NONE and not quiet:
                 note(WORDS_NOTE)
             if watch:
                 if own:
@@ -433,7 +404,7 @@ def _limits(index: Path) -> ParseLimits:
 
 
 def _preview(
-    sources: Sequence[Path | SourceFile], index: Path, settings: dict[str, Any], device: str | None, *, prune: bool
+    sources: Sequence[Path | SourceFile], index: Path, settings: Mapping[str, Any], device: str | None, *, prune: bool
 ) -> IngestReport:
     """The report of a dry run. An existing index is only read; for a new one, its settings are checked."""
     from ragkv.index.create import check_engines, new_config, require_vacant
@@ -490,7 +461,7 @@ def _interrupt() -> Iterator[Callable[[IngestProgress], None]]:
 
 @contextmanager
 def _index(
-    folder: Path, settings: dict[str, Any], device: str | None, sources: Sequence[Path | SourceFile], *, quiet: bool
+    folder: Path, settings: Mapping[str, Any], device: str | None, sources: Sequence[Path | SourceFile], *, quiet: bool
 ) -> Iterator[RagKV]:
     """The index at `folder`, made if there is none. Settings that contradict an existing index are refused.
 
@@ -532,16 +503,16 @@ def _index(
         yield rag
 
 
-def _may_be_replaced(folder: Path, settings: dict[str, Any]) -> bool:
+def _may_be_replaced(folder: Path, settings: Mapping[str, Any]) -> bool:
     """Whether `settings` contradict an index that holds no documents, so that nothing was made with the old ones."""
     from ragkv.index.create import is_empty
 
     return bool(contradicted(load_config(folder), settings)) and is_empty(folder)
 
 
-def _require_same(folder: Path, settings: dict[str, Any]) -> None:
+def _require_same(folder: Path, settings: Mapping[str, Any]) -> None:
     kept = load_config(folder)
-    IndexConfig(**({"embedder": kept.embedder} | settings))  # first refuse a value that no index could have
+    IndexConfig(**{"embedder": kept.embedder, **settings})  # first refuse a value that no index could have
     require_same(folder, kept, settings)
 
 

@@ -8,14 +8,16 @@ when nothing else names them. Only the command line reads variables and the user
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import logging
 import os
 import re
+import runpy
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,12 +38,11 @@ from ragkv.config import (
     config_in,
 )
 from ragkv.errors import ConfigError, KVMismatchError, ModelLoadError, UsageError
-from ragkv.finetune.config import Setting
 from ragkv.model.checkpoint import lasting
 from ragkv.question import question_arguments, question_options
 from ragkv.util.display import one_line
 from ragkv.util.files import read_toml, shortened, user_folder
-from ragkv.util.options import at_door
+from ragkv.util.options import OptionField, at_door, options_of
 
 
 def engines(incomplete: str) -> list[str]:
@@ -65,9 +66,6 @@ def one_among(choices: Sequence[str]) -> Callable[[str], list[str]]:
         return [name for name in choices if name.startswith(incomplete)]
 
     return complete
-
-
-modes = one_among(MODES)
 
 
 def indexes(incomplete: str) -> list[str]:
@@ -100,9 +98,7 @@ def _listed(names: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
     return complete
 
 
-engine_lists, codec_lists, mode_lists = _listed(engines), _listed(codecs), _listed(modes)
-
-Origin = Literal["flag", "environment", "index", "file", "default"]
+engine_lists, codec_lists, mode_lists = _listed(engines), _listed(codecs), _listed(one_among(MODES))
 
 USED = ("index", "device")
 """Further settings of the user file besides the fields of `IndexConfig`; they belong to the user, not to an index."""
@@ -119,17 +115,9 @@ class WatchedFolder:
 
 
 VARIABLES: Mapping[str, str] = {
-    "index": "RAGKV_INDEX",
-    "device": "RAGKV_DEVICE",
-    "model": "RAGKV_MODEL",
-    "dtype": "RAGKV_DTYPE",
-    "engines": "RAGKV_ENGINES",
-    "chunk_tokens": "RAGKV_CHUNK_TOKENS",
-    "codec": "RAGKV_CODEC",
-    "embedder": "RAGKV_EMBEDDER",
-    "reranker": "RAGKV_RERANKER",
+    **{name: f"RAGKV_{name.upper()}" for name in ("index", "device", "model", "dtype", "engines", "chunk_tokens")},
+    **{name: f"RAGKV_{name.upper()}" for name in ("codec", "embedder", "reranker", "top_k")},
     "default_engine": "RAGKV_ENGINE",
-    "top_k": "RAGKV_TOP_K",
 }
 """Environment variable of each setting that has one."""
 
@@ -149,16 +137,6 @@ CHANGEABLE = (
 
 CHOSEN = (*USED, "default_engine", "top_k")
 """The settings that a question may choose, regardless of the index."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueInForce:
-    """The effective value of a setting and its origin; `where` names the flag, the variable or the file."""
-
-    name: str
-    value: Any
-    origin: Origin
-    where: str = ""
 
 
 def contradicted(config: IndexConfig, given: Mapping[str, Any]) -> list[str]:
@@ -248,50 +226,6 @@ class UserFile:
         return cls(path=path, table=table, settings={key: getattr(checked, key) for key in settings}, watch=folders)
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value with its dotted name; tables and dataclasses become their fields."""
-    for key, value in values.items():
-        inner = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        if isinstance(inner, Mapping):
-            yield from flatten(inner, f"{prefix}{key}.")
-        else:
-            yield prefix + key, tuple(value) if isinstance(value, list) else value
-
-
-def in_force(
-    *,
-    flags: Mapping[str, Any],
-    variables: Mapping[str, Any],
-    user: UserFile,
-    config: IndexConfig,
-    used: Mapping[str, Any],
-    index: tuple[Path, Mapping[str, Any]] | None,
-) -> list[ValueInForce]:
-    """Every setting with its origin.
-
-    `flags` and `variables` are the given values by name. `index` is the path and the table of a `ragkv.toml`, and
-    `config` its configuration; without an index, `config` is that of a new one. `used` holds the defaults of `USED`.
-    A variable only overrides an index in settings that a question may choose (`CHOSEN`).
-    """
-    path, written = index or (Path(), {})
-    in_index, in_file = dict(flatten(written)), dict(flatten(user.table))
-    whole = {**used, **dict(flatten({f.name: getattr(config, f.name) for f in fields(config)}))}
-    values = []
-    for name, value in whole.items():
-        if name in flags:
-            values.append(ValueInForce(name=name, value=flags[name], origin="flag", where=FLAGS[name]))
-        elif name in variables and (index is None or name in CHOSEN):
-            values.append(ValueInForce(name=name, value=variables[name], origin="environment", where=VARIABLES[name]))
-        elif name in in_index:
-            values.append(ValueInForce(name=name, value=value, origin="index", where=str(path)))
-        elif name in in_file and (index is None or name in USED):
-            value = in_file[name] if name in USED else value
-            values.append(ValueInForce(name=name, value=value, origin="file", where=str(user.path)))
-        else:
-            values.append(ValueInForce(name=name, value=value, origin="default"))
-    return values
-
-
 DEFAULT_INDEX = Path("ragkv-index")
 RUNTIME = "Many questions"
 _LENGTH = re.compile("[0-9]{1,9}")
@@ -314,11 +248,26 @@ def _index(ctx: typer.Context, value: Path) -> Path:
 def _device(ctx: typer.Context, value: str | None) -> str | None:
     if ctx.resilient_parsing:
         return value
-    if value is None:
-        value = UserFile.read(user_file()).table.get("device")
+    value = UserFile.read(user_file()).table.get("device") if value is None else value
     if value is not None and value.strip().startswith("cuda"):
         _require_cuda(value)
     return value
+
+
+def _require_cuda(name: str) -> None:
+    """ModelLoadError for a GPU that torch or the machine does not support, without importing torch."""
+    spec = find_spec("torch")
+    version = runpy.run_path(str(Path(spec.origin).with_name("version.py"))) if spec and spec.origin else {}
+    if version.get("hip"):  # AMD's GPUs are called cuda, too
+        return
+    missing = "" if version.get("cuda") else "the torch that is installed is built without CUDA"
+    if not missing and sys.platform == "linux":
+        try:
+            ctypes.CDLL("libcuda.so.1")
+        except OSError:
+            missing = "this machine has no driver of NVIDIA"
+    if missing:
+        raise ModelLoadError(f"Device {name!r} is not available: {missing}; leave --device out to use the CPU.")
 
 
 def _without_warnings(ctx: typer.Context, value: bool) -> bool:
@@ -326,35 +275,6 @@ def _without_warnings(ctx: typer.Context, value: bool) -> bool:
     log = logging.getLogger()
     if value and not ctx.resilient_parsing and ctx.info_name not in ("serve", "mcp") and log.level == logging.WARNING:
         log.setLevel(logging.ERROR)
-    return value
-
-
-def _require_cuda(name: str) -> None:
-    """ModelLoadError for a GPU that torch or the machine does not support, without importing torch."""
-    import ctypes
-    import runpy
-
-    spec = find_spec("torch")
-    origin = None if spec is None else spec.origin
-    version = {} if origin is None else runpy.run_path(str(Path(origin).with_name("version.py")))
-    if version.get("hip"):  # AMD's GPUs are called cuda, too
-        return
-    missing = "the torch that is installed is built without CUDA" if version.get("cuda") is None else None
-    if missing is None and sys.platform == "linux":
-        try:
-            ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            missing = "this machine has no driver of NVIDIA"
-    if missing is not None:
-        raise ModelLoadError(f"Device {name!r} is not available: {missing}; leave --device out to use the CPU.")
-
-
-def _fitting(ctx: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
-    """Refuse a wrong value before anything is loaded."""
-    if value is not None and not ctx.resilient_parsing:
-        options = question_options()
-        name = next(each for each in options if param.name in (each, options[each].option.setting))
-        options[name].require(value)
     return value
 
 
@@ -440,15 +360,6 @@ Device = Annotated[
         callback=_device,
     ),
 ]
-Model = Annotated[
-    str | None,
-    _option(
-        "model",
-        help="Model folder, .gguf file or hub id; `smollm2` is SmolLM2-135M, tuned to answer from passages "
-        "(make smollm2), `mini` the bundled one for the examples.",
-        show_default="smollm2 if it is installed, mini for the examples",
-    ),
-]
 Dtype = Annotated[
     str | None,
     _option(
@@ -458,71 +369,12 @@ Dtype = Annotated[
         autocompletion=one_among(DTYPES),
     ),
 ]
-Engines = Annotated[
-    str | None,
-    _option(
-        "engines",
-        help="Engines to store KV for.",
-        show_default="ape,block,pced",
-        autocompletion=engine_lists,
-    ),
-]
-ChunkTokens = Annotated[
-    int | None,
-    _option(
-        "chunk_tokens",
-        help="Most tokens of a chunk, as the model counts them.",
-        show_default="the model's, or 256",
-    ),
-]
 ContextTokens = Annotated[
     int | None,
     typer.Option(
         "--context-tokens",
         help="Tokens before a chunk in its document that it sees while it is prefilled, for ape, pced and the like.",
         show_default="0",
-    ),
-]
-Codec = Annotated[
-    str | None,
-    _option(
-        "codec",
-        help="How KV is stored: half (16 bits), raw, zstd (lossless), q8 (8 bits in memory too), int8, int4.",
-        show_default="half",
-        autocompletion=codecs,
-    ),
-]
-KV = Annotated[
-    str | None,
-    typer.Option(
-        "--kv",
-        help="When a chunk's KV is made: all at ingest, or on-demand, when a question first reads it.",
-        show_default="all",
-        autocompletion=one_among(["all", "on-demand"]),
-    ),
-]
-KVBudget = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-budget",
-        help="The most KV that is kept, as in 200GB or none: the KV that saves the least time is evicted first.",
-        show_default="none",
-    ),
-]
-Embedder = Annotated[
-    str | None,
-    _option(
-        "embedder",
-        help="Embedding model: `mini`, a folder, a hub id (BAAI/bge-m3), or `none` to search by words only.",
-        show_default="mini for the mini model, else none",
-    ),
-]
-Reranker = Annotated[
-    str | None,
-    _option(
-        "reranker",
-        help="Cross-encoder that sorts the results: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
-        show_default="mini for the mini embedder, else none",
     ),
 ]
 Debug = Annotated[
@@ -595,116 +447,124 @@ def text_of(name: str, path: Path) -> str:
         raise UsageError(f"--{name} {path} cannot be read: {why}.") from error
 
 
-_COMPLETIONS = {"engine": engines, "retrieval": modes}
+_COMPLETIONS = {"engine": engines, "default_engine": engines, "engines": engine_lists, "codec": codecs}
 
 
-def question_option(name: str) -> Any:
-    """`typer.Option` for an option of a question (`ragkv.question`)."""
-    field = question_options()[name]
+def typer_option(field: OptionField, *, setting: str = "", default: Any = None) -> Any:
+    """`typer.Option` for an option of a dataclass; its flag and variable are those of the setting, if there is one."""
     option = field.option
-    flag = FLAGS[option.setting] if option.setting else option.flag
-    several = "; may be given several times." if field.is_list else "."
+    setting = option.setting or setting
+    flag = FLAGS.get(setting) or option.flag or (f"--{field.name.replace('_', '-')}" if default is False else "")
+    choices = option.choices or (get_args(field.type) if get_origin(field.type) is Literal else ())
+
+    def require(ctx: typer.Context, value: Any) -> Any:
+        if value is not None and not ctx.resilient_parsing:
+            field.require(value)
+        return value
+
     return typer.Option(
         *([flag] if flag else []),
-        envvar=VARIABLES.get(option.setting),
-        help=option.help.removesuffix(".") + several,
-        show_default=option.unset or (name == "max_new_tokens"),
+        envvar=VARIABLES.get(setting),
+        help=option.help.removesuffix(".") + ("; may be given several times." if _repeats(field, setting) else "."),
+        show_default=option.unset or default is not None,
         metavar="FILE" if option.in_file else option.metavar or None,
         rich_help_panel=option.panel or None,
-        autocompletion=_COMPLETIONS.get(name),
-        callback=_fitting if option.least is not None or option.choices else None,
+        autocompletion=_COMPLETIONS.get(field.name) or (one_among(choices) if choices else None),
+        callback=require if option.least is not None or option.choices else None,
     )
 
 
-Engine = Annotated[str | None, question_option("engine")]
-TopK = Annotated[int | None, question_option("top_k")]
-Retrieval = Annotated[str | None, question_option("retrieval")]
-Where = Annotated[list[str] | None, question_option("where")]
+def _repeats(field: OptionField, setting: str) -> bool:
+    """Whether the values of a list are given one by one; those of a setting are one word, with commas."""
+    return field.is_list and not setting
 
 
-@dataclass(frozen=True, slots=True)
-class QuestionDoor:
-    """Marks a command's parameter that gets the options which `door` shows, as arguments of `Question`."""
+Engine = Annotated[str | None, typer_option(question_options()["engine"])]
+TopK = Annotated[int | None, typer_option(question_options()["top_k"])]
+Retrieval = Annotated[str | None, typer_option(question_options()["retrieval"])]
+Where = Annotated[list[str] | None, typer_option(question_options()["where"])]
 
-    door: str
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptionsOf:
+    """Marks a command's parameter that is `build` of options of its own: those of `table`, or that `door` shows."""
+
+    table: Mapping[str, OptionField]
+    build: Callable[[Mapping[str, Any]], Any]
+    door: str | None = None
+    settings: bool = False
+    """Whether they are settings of an index, with its flags and variables."""
+    defaults: bool = False
+    """Whether an option that is not given has the field's default, and not None."""
 
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """The command's options, by the names of the question's."""
         parameters = {}
-        for field in at_door(question_options(), self.door):
-            kind: Any = str if get_origin(field.type) else field.type
-            kind = Path if field.option.in_file else list[str] if field.is_list else kind
-            default = field.default if field.name == "max_new_tokens" else None
-            annotation = Annotated[kind | None, question_option(field.name)]
+        for field in self.table.values() if self.door is None else at_door(self.table, self.door):
+            setting = field.name if self.settings else ""
+            kind: Any = field.type if field.type in (int, float, bool, Path) else str  # the owner checks other types
+            kind = Path if field.option.in_file else list[str] if _repeats(field, setting) else kind
+            default = field.default if self.defaults or field.name == "max_new_tokens" else None
+            option = typer_option(field, setting=setting, default=default)
             parameters[field.name] = inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                annotation=Annotated[kind if default not in (None, ()) else kind | None, option],
+                default=inspect.Parameter.empty if default is MISSING else default,
             )
         return parameters
 
-    def arguments(self, typed: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `Question`; UsageError for a file that cannot be read."""
-        options = question_options()
-        read = {name: text_of(name, path) for name, path in typed.items() if options[name].option.in_file and path}
-        values = {name: value for name, value in typed.items() if value not in (None, [])} | read
-        if _LENGTH.fullmatch(values.get("thinking", "")):
-            values["thinking"] = int(values["thinking"])
-        return question_arguments(values)
+
+def _question_arguments(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Question`; UsageError for a file that cannot be read."""
+    options = question_options()
+    read = {name: text_of(name, path) for name, path in typed.items() if options[name].option.in_file and path}
+    values = {name: value for name, value in typed.items() if value not in (None, [])} | read
+    if _LENGTH.fullmatch(values.get("thinking", "")):
+        values["thinking"] = int(values["thinking"])
+    return question_arguments(values)
 
 
-QuestionArguments = Annotated[Mapping[str, Any], QuestionDoor("query")]
-ChatArguments = Annotated[Mapping[str, Any], QuestionDoor("chat")]
+def _index_settings(typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `IndexConfig` that are given."""
+    return given_values(**{**typed, "engines": split_names(typed["engines"])})
+
+
+QuestionArguments = Annotated[Mapping[str, Any], OptionsOf(question_options(), _question_arguments, "query")]
+ChatArguments = Annotated[Mapping[str, Any], OptionsOf(question_options(), _question_arguments, "chat")]
+RanksArguments = Annotated[Mapping[str, Any], OptionsOf(question_options(), _question_arguments, "ranks")]
+_SETTINGS = options_of(IndexConfig)
+IngestSettings = Annotated[Mapping[str, Any], OptionsOf(_SETTINGS, _index_settings, "ingest", settings=True)]
+PlanSettings = Annotated[Mapping[str, Any], OptionsOf(_SETTINGS, _index_settings, "plan", settings=True)]
+ShownSettings = Annotated[Mapping[str, Any], OptionsOf(_SETTINGS, _index_settings, "show", settings=True)]
 
 
 def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """`command` with an option for each field of the dataclasses that it takes, and such objects made of their values.
-
-    A field is an option if it is annotated with typer's `Option`, or with a `Setting`; others keep their defaults. A
-    parameter with a `QuestionDoor` has an option for each of a question's.
-    """
+    """`command` with the options of its parameters that are marked by `OptionsOf`, or of a dataclass's type."""
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
-    taken: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {}
+    taken: dict[str, tuple[OptionsOf, Sequence[str]]] = {}
     for parameter in signature.parameters.values():
         kind, *notes = get_args(parameter.annotation) or (parameter.annotation,)
-        if notes and isinstance(notes[0], QuestionDoor):
-            options = notes[0].parameters()
-            taken[parameter.name] = _by_keyword(notes[0].arguments), [*options]
-        elif is_dataclass(kind) and isinstance(kind, type):
-            options = _options_of(kind)
-            taken[parameter.name] = kind, [*options]
+        options = next((note for note in notes if isinstance(note, OptionsOf)), None)
+        if is_dataclass(kind) and isinstance(kind, type):
+            options = OptionsOf(options_of(kind), _by_keyword(kind), defaults=True)
+        if options is None:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
         else:
-            options = {parameter.name: parameter}
-        parameters += options.values()
+            own = options.parameters()
+            parameters += own.values()
+            taken[parameter.name] = options, [*own]
 
     @wraps(command)
     def run(**typed: Any) -> Any:
-        for name, (build, names) in taken.items():
-            typed[name] = build(**{option: typed.pop(option) for option in names})
+        for name, (options, names) in taken.items():
+            typed[name] = options.build({option: typed.pop(option) for option in names})
         return command(**typed)
 
     # mypy does not allow an assignment to a function's signature
-    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-    vars(run)["__signature__"] = signature.replace(parameters=keywords)
+    vars(run)["__signature__"] = signature.replace(parameters=parameters)
     return run
 
 
-def _by_keyword(build: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
-    return lambda **values: build(values)
-
-
-def _options_of(kind: type) -> dict[str, inspect.Parameter]:
-    """The parameters of a dataclass that are options. The dataclass checks the values, so choices are texts here."""
-    parameters = {}
-    for name, parameter in inspect.signature(kind, eval_str=True).parameters.items():
-        value, *notes = get_args(parameter.annotation) if get_origin(parameter.annotation) is Annotated else (None,)
-        setting = next((note for note in notes if isinstance(note, Setting)), None)
-        if setting is not None:
-            flag = f"--{name.replace('_', '-')}"
-            words = [setting.option or flag] if setting.option or parameter.default is False else []
-            default: Any = setting.default or parameter.default is not None
-            option = typer.Option(*words, help=setting.about, show_default=default)
-            value = str if get_origin(value) is Literal else value
-            parameter = parameter.replace(annotation=Annotated[value, option])
-        if notes:
-            parameters[name] = parameter
-    return parameters
+def _by_keyword(kind: type) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda values: kind(**values)

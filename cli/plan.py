@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,14 +15,14 @@ from ragkv.cli.options import (
     VARIABLES,
     ContextTokens,
     Device,
-    Dtype,
     Json,
+    PlanSettings,
     Quiet,
     UserFile,
     WorkFolder,
     encoding_of,
     given_values,
-    split_names,
+    shared_options,
     user_file,
 )
 from ragkv.config import CONFIG_FILE, load_config
@@ -31,33 +31,14 @@ if TYPE_CHECKING:
     from ragkv.plan import Estimate, Plan
 
 
+@shared_options
 def plan(
     paths: Annotated[
         list[Path], typer.Argument(help="Files and folders, as for `ragkv ingest`.", metavar="PATH", show_default=False)
     ],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model folder, .gguf file or hub id; `mini` is the bundled one.",
-            show_default="that of an ingest: RAGKV_MODEL, the index's, the user file's, else smollm2 or mini",
-        ),
-    ] = None,
-    dtype: Dtype = None,
-    engines: Annotated[str | None, typer.Option(help="Engines to store KV for.", show_default="ape,block,pced")] = None,
-    chunk_tokens: Annotated[
-        int | None,
-        typer.Option(help="Most tokens of a chunk, as the model counts them.", show_default="the model's, or 256"),
-    ] = None,
+    *,
+    settings: PlanSettings,
     context_tokens: ContextTokens = None,
-    codec: Annotated[
-        str | None,
-        typer.Option(help="The codec for which times are predicted; sizes are shown for all.", show_default="half"),
-    ] = None,
-    embedder: Annotated[
-        str | None,
-        typer.Option(help="`mini`, a folder, a hub id or `none`.", show_default="mini for the mini model, else none"),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="How many chunks a question reads.", show_default="8")] = None,
     seconds: Annotated[float, typer.Option(help="About how long to measure, besides loading the model.", min=1)] = 30,
     folder: WorkFolder = None,
     device: Device = None,
@@ -67,33 +48,23 @@ def plan(
     """Predict the chunks, disk space and hours of an ingest, and whether loading stored KV is faster than a prefill.
 
     The command ingests a few chunks into a temporary folder and asks about them; it writes nothing else. If the machine
-    is busy, or repeats of a measurement differ much, it gives no verdict.
+    is busy, or repeats of a measurement differ much, it gives no verdict. Without --model, the plan is for the model of
+    an ingest: the index's, the user file's, else smollm2 or mini.
 
     Example: `ragkv plan docs/ --model Qwen/Qwen3-4B --codec int8`
     """
-    settings = given_values(
-        model=model,
-        dtype=dtype,
-        engines=split_names(engines),
-        chunk_tokens=chunk_tokens,
-        encoding=encoding_of(context_tokens),
-        codec=codec,
-        embedder=embedder,
-        top_k=top_k,
-    )
     from ragkv.ingest.source import require_existing
 
     require_existing(paths)
-    if model is None:
-        defaults, where = _of_an_ingest(paths)
-        settings = defaults | settings
-        if not (quiet or as_json):
-            note(f"Planning for {defaults['model']}, {where}; for another model add --model PATH-OR-HUB-ID.")
+    settings = {**settings, **given_values(encoding=encoding_of(context_tokens))}
+    chosen, where = _of_an_ingest(paths, settings)
+    if where and not (quiet or as_json):
+        note(f"Planning for {chosen['model']}, {where}; for another model add --model PATH-OR-HUB-ID.")
     with stages("plan", silent=quiet or as_json) as show:
         show(0, 0, "starting")
         from ragkv.plan import plan_ingest
 
-        result = plan_ingest(*paths, device=device, folder=folder, seconds=seconds, on_step=show, **settings)
+        result = plan_ingest(*paths, device=device, folder=folder, seconds=seconds, on_step=show, **chosen)
     if as_json:
         print_json(result.to_json())
         return
@@ -106,22 +77,19 @@ _PLANNED = ("model", "dtype", "engines", "chunk_tokens", "codec", "encoding", "e
 """The settings of an index or a user file that a plan is about."""
 
 
-def _of_an_ingest(paths: Sequence[Path]) -> tuple[dict[str, Any], str]:
-    """What an ingest of the paths without --model would make chunks and KV with, and where its model comes from."""
+def _of_an_ingest(paths: Sequence[Path], settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """What an ingest with these settings would make chunks and KV with, and where its model comes from if not there."""
     from ragkv.index.ingestion import default_model
 
     user = UserFile.read(user_file())
     index = Path(os.environ.get(VARIABLES["index"]) or user.table.get("index") or DEFAULT_INDEX).expanduser()
-    named = os.environ.get(VARIABLES["model"])
-    if (index / CONFIG_FILE).exists() and not named:
+    if "model" not in settings and (index / CONFIG_FILE).exists():
         config = load_config(index)
-        return {name: getattr(config, name) for name in _PLANNED}, f"the model of {index}"
-    settings = {name: user.settings[name] for name in _PLANNED if name in user.settings}
-    if named:
-        return settings | {"model": named}, f"as {VARIABLES['model']} says"
-    if "model" in settings:
-        return settings, f"as {user.path} says"
-    return settings | {"model": default_model(paths)}, "which `ragkv ingest` takes where none is named"
+        return {**{name: getattr(config, name) for name in _PLANNED}, **settings}, f"the model of {index}"
+    chosen = {**{name: user.settings[name] for name in _PLANNED if name in user.settings}, **settings}
+    if "model" in chosen:
+        return chosen, "" if "model" in settings else f"as {user.path} says"
+    return {**chosen, "model": default_model(paths)}, "which `ragkv ingest` takes where none is named"
 
 
 def _print(plan: Plan) -> None:

@@ -57,7 +57,7 @@ from ragkv.cli.options import (
     user_file,
     without_server,
 )
-from ragkv.cli.question_files import answer_all, show_batch
+from ragkv.cli.question_files import answer_all, show_counts
 from ragkv.config import HISTORY, History, IndexConfig, IngestConfig, RuntimeConfig, load_config, one_of
 from ragkv.errors import IngestError, KVMismatchError, RagkvError, UsageError
 from ragkv.question import question_options
@@ -240,8 +240,8 @@ def query(
                 if message := question_note(source.config, cast("RagKV", source).store):
                     note(message)
             chosen = options.get("engine") or source.config.default_engine
-            batch = answer_all(source, questions, output, engine=chosen, options=options, silent=quiet or as_json)
-        show_batch(batch, as_json=as_json, quiet=quiet)
+            counts = answer_all(source, questions, output, engine=chosen, options=options, silent=quiet or as_json)
+        show_counts(counts, as_json=as_json, quiet=quiet)
         return
     assert question is not None
     reply: ServerReply | AnswerStream | None = None

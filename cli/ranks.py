@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +15,8 @@ from ragkv.cli.options import (
     Debug,
     Device,
     Json,
-    QuestionDoor,
     Quiet,
+    RanksArguments,
     block_tuning,
     shared_options,
 )
@@ -42,7 +41,7 @@ def ranks(
     ],
     block_tokens: BlockTokens = None,
     model: Annotated[str | None, typer.Option(help="The model that answers.", show_default=False)] = None,
-    typed: Annotated[Mapping[str, Any], QuestionDoor("ranks")],
+    typed: RanksArguments,
     timeout: Annotated[
         float, typer.Option(help="Seconds that a rank waits for the others: to come, to load, to compute a layer.")
     ] = 300.0,

@@ -32,6 +32,7 @@ from ragkv.util.files import (
     shortened,
     write_plain,
 )
+from ragkv.util.options import Option
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE = "ragkv.toml"
@@ -49,6 +50,8 @@ MOST_STEPS = 8
 """The most searches for one question."""
 Count = Annotated[int, Meta(ge=1)]
 VECTORS = ("dense", "sparse", "colbert")
+_INGEST = frozenset({"ingest", "show"})
+_PLAN = _INGEST | {"plan"}
 ModelDType = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 DTYPES: tuple[ModelDType, ...] = typing.get_args(ModelDType)
 NEEDED: Mapping[Mode, tuple[str, ...]] = types.MappingProxyType(
@@ -78,7 +81,7 @@ class PromptConfig:
     bos: Literal["auto", "none"] = "auto"
 
     def __post_init__(self) -> None:
-        _check_types(self, "prompt.")
+        require_types(self, "prompt.")
         if self.question.count("{question}") != 1:
             raise ConfigError("prompt.question must hold {question} exactly once.")
 
@@ -98,7 +101,7 @@ class EncodingConfig:
     context: Annotated[int, Meta(ge=0, le=65536)] = 0
 
     def __post_init__(self) -> None:
-        _check_types(self, "encoding.")
+        require_types(self, "encoding.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +127,7 @@ class StepsConfig:
     )
 
     def __post_init__(self) -> None:
-        _check_types(self, "steps.")
+        require_types(self, "steps.")
         needed = {"prompt": ("question",), "query": ("written",), "rewrite_prompt": ("history", "question")}
         for name, words in needed.items():
             for word in words:
@@ -155,7 +158,7 @@ class IngestConfig:
     memory: int | str = "1GiB"
 
     def __post_init__(self) -> None:
-        _check_types(self, "ingest.")
+        require_types(self, "ingest.")
         if byte_count("ingest.max_file", self.max_file) < 1:
             raise ConfigError("ingest.max_file must be at least 1.")
         for name in ("max_memory", "memory"):
@@ -177,7 +180,7 @@ class RuntimeConfig:
     max_rows: int | str = "auto"
 
     def __post_init__(self) -> None:
-        _check_types(self, "runtime.")
+        require_types(self, "runtime.")
         for name, value in (("batch_tokens", self.batch_tokens), ("max_rows", self.max_rows)):
             if value != "auto" and (isinstance(value, str) or value < 1):
                 raise ConfigError(f'runtime.{name} must be a number from 1 up, or "auto", not {value!r}.')
@@ -210,7 +213,7 @@ class TierConfig:
     ttl: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] = 0
 
     def __post_init__(self) -> None:
-        _check_types(self, "tiers.")
+        require_types(self, "tiers.")
         scheme, slashes, rest = self.url.partition("://")
         one_of("tiers.url", scheme, ("redis", "rediss", "unix", "s3", "gs", "az", "file", "memory"))
         if not slashes or (scheme == "file" and not rest.startswith("/")):
@@ -239,7 +242,7 @@ class QdrantConfig:
     timeout: Annotated[int, Meta(ge=1, le=600)] = 10
 
     def __post_init__(self) -> None:
-        _check_types(self, "qdrant.")
+        require_types(self, "qdrant.")
         if not re.fullmatch(r"|https?://[^/@\s]+(/[^@\s]*)?|memory://\w*", self.url, re.ASCII):
             raise ConfigError(
                 f"qdrant.url = {shortened(self.url)} must be a URL as in http://HOST:6333, without a user or password."
@@ -255,39 +258,101 @@ class QdrantConfig:
 class IndexConfig:
     """Everything that `query` needs to know about an index (docs/design.md).
 
-    `chunk_tokens` counts the generation model's tokens, including the separator after the chunk. `engines` are those
-    whose encodings are stored at ingest; any other engine works too and encodes what is missing. `tuning` holds one
-    table per engine, which the engine's own `Config` checks. `kv` says whether an ingest makes the KV of all chunks, or
-    the first question that reads a chunk does; `kv_budget` is how much KV is kept on the disk: bytes, "200GB", or
-    "none" for no limit (docs/budget.md). `memory_budget` is how much KV a process keeps in memory between queries:
-    bytes, "2GiB", 0 for none, or "auto" (docs/formats.md).
+    `chunk_tokens` includes the separator after the chunk. An engine that is not among `engines` works too, and encodes
+    what is missing. `tuning` holds one table per engine, which the engine's own `Config` checks. `kv_budget` and
+    `memory_budget` are bytes, or as in "200GB": the KV that is kept on the disk ("none": all of it, docs/budget.md),
+    and in a process's memory between queries ("auto", or 0 for none, docs/formats.md).
 
-    `embedder` and `reranker` are "mini", "none", a folder or a hub id. `vectors` are the kinds of the embedder's
-    vectors that are stored. `retrieval` is the mode for questions that do not choose one, which these vectors have to
-    serve; `fusion` is how hybrid merges its rankings. `rerank` says whether the reranker, if there is one, judges the
-    best `candidates`. `index_factory` is FAISS's factory string for dense vectors (docs/retrieval.md). `history`
-    says what a conversation's earlier turns are used for: the prompt and the search, the search alone, or nothing;
-    "auto" follows what is known of the model (docs/settings.md).
+    `vectors` are the kinds of the embedder's vectors that are stored, which `retrieval` has to find there; `fusion` is
+    how hybrid merges its rankings. `rerank` says whether the reranker judges the best `candidates`. `index_factory` is
+    FAISS's factory string for dense vectors (docs/retrieval.md). `history` says what a conversation's earlier turns are
+    used for: the prompt and the search, the search alone, or nothing; "auto" follows what is known of the model
+    (docs/settings.md).
     """
 
-    model: str = "mini"
-    dtype: ModelDType = "auto"
-    chunk_tokens: Annotated[int, Meta(ge=8, le=65536)] = 256
-    codec: str = "half"
-    engines: tuple[str, ...] = ("ape", "block", "pced")
-    default_engine: str = "full"
-    top_k: Count = 8
-    embedder: str = "none"
-    reranker: str = "none"
+    model: Annotated[
+        str,
+        Option(
+            "Model folder, .gguf file or hub id; `smollm2` is SmolLM2-135M, tuned to answer from passages "
+            "(make smollm2), `mini` the bundled one for the examples.",
+            unset="smollm2 if it is installed, mini for the examples",
+            doors=_PLAN,
+        ),
+    ] = "mini"
+    dtype: Annotated[
+        ModelDType,
+        Option("auto, float32, bfloat16, float16 or int8 (weights; a processor).", unset="auto", doors=_PLAN),
+    ] = "auto"
+    engines: Annotated[tuple[str, ...], Option("Engines to store KV for.", unset="ape,block,pced", doors=_PLAN)] = (
+        "ape",
+        "block",
+        "pced",
+    )
+    chunk_tokens: Annotated[
+        int,
+        Meta(ge=8, le=65536),
+        Option("Most tokens of a chunk, as the model counts them.", unset="the model's, or 256", doors=_PLAN),
+    ] = 256
+    codec: Annotated[
+        str,
+        Option(
+            "How KV is stored: half (16 bits), raw, zstd (lossless), q8 (8 bits in memory too), int8, int4.",
+            unset="half",
+            doors=_PLAN,
+        ),
+    ] = "half"
+    kv: Annotated[
+        Literal["all", "on-demand"],
+        Option(
+            "When a chunk's KV is made: all at ingest, or on-demand, when a question first reads it.",
+            unset="all",
+            doors=frozenset({"ingest"}),
+        ),
+    ] = "all"
+    kv_budget: Annotated[
+        int | str,
+        Option(
+            "The most KV that is kept, as in 200GB or none: the KV that saves the least time is evicted first.",
+            unset="none",
+            doors=frozenset({"ingest"}),
+        ),
+    ] = NONE
+    embedder: Annotated[
+        str,
+        Option(
+            "Embedding model: `mini`, a folder, a hub id (BAAI/bge-m3), or `none` to search by words only.",
+            unset="mini for the mini model, else none",
+            doors=_PLAN,
+        ),
+    ] = NONE
+    reranker: Annotated[
+        str,
+        Option(
+            "Cross-encoder that sorts the results: `mini`, a folder, a hub id (BAAI/bge-reranker-v2-m3), or `none`.",
+            unset="mini for the mini embedder, else none",
+            doors=_INGEST,
+        ),
+    ] = NONE
+    retrieval: Annotated[
+        Mode,
+        Option(
+            "How questions search: dense, sparse, colbert, hybrid or bm25.",
+            unset="dense with an embedder other than mini, else bm25",
+            doors=frozenset({"ingest"}),
+        ),
+    ] = "bm25"
+    default_engine: Annotated[
+        str, Option("The engine that answers.", unset="ape, or the model's", doors=frozenset({"show"}))
+    ] = "full"
+    top_k: Annotated[
+        Count, Option("How many chunks a question reads.", unset="8, or the model's", doors=frozenset({"plan", "show"}))
+    ] = 8
     rerank: bool = True
     vectors: tuple[str, ...] = VECTORS
-    retrieval: Literal["dense", "sparse", "colbert", "hybrid", "bm25"] = "bm25"
-    fusion: Literal["relative", "rrf"] = "relative"
+    fusion: Fusion = "relative"
     candidates: Count = 32
-    history: Literal["auto", "prompt", "search", "none"] = "auto"
+    history: History = "auto"
     index_factory: str = "IDMap2,Flat"
-    kv: Literal["all", "on-demand"] = "all"
-    kv_budget: int | str = NONE
     memory_budget: int | str = "auto"
     prompt: PromptConfig = field(default_factory=PromptConfig)
     encoding: EncodingConfig = field(default_factory=EncodingConfig)
@@ -300,11 +365,12 @@ class IndexConfig:
     tuning: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("engines", "vectors", "tiers"):
-            if isinstance(given := getattr(self, name), list):
-                made = (build_config(TierConfig, one, "tiers") if isinstance(one, dict) else one for one in given)
-                object.__setattr__(self, name, tuple(made))
-        _check_types(self)
+        lists = {
+            name: value for name in ("engines", "vectors", "tiers") if isinstance(value := getattr(self, name), list)
+        }
+        for name, value in build_tables(IndexConfig, lists).items():
+            object.__setattr__(self, name, value)
+        require_types(self)
         object.__setattr__(self, "tuning", plain("tuning", self.tuning))
         plain("decoding", {key: value for key, value in asdict(self.decoding).items() if value is not None})
         for kind in self.vectors:
@@ -357,80 +423,68 @@ _hints: Callable[[Any], dict[str, Any]] = functools.cache(functools.partial(typi
 """Evaluating a class's annotations takes longer than reading the file."""
 
 
-def build_tables(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values, with a dict in the place of one of the tables of `cls` built as that table."""
-    hints = _hints(cls)
-    tables = {name for name, value in values.items() if isinstance(value, dict) and is_dataclass(hints.get(name))}
-    return {name: build_config(hints[name], value, name) if name in tables else value for name, value in values.items()}
+def build_tables(cls: type[Any], values: Mapping[str, Any], source: str = "") -> dict[str, Any]:
+    """The values of `cls`: its tables, and its lists of tables, are built; other lists become tuples."""
+    built: dict[str, Any] = {}
+    for key, value in values.items():
+        hint, where = _hints(cls).get(key), f"{source} [{key}]" if source else key
+        inner = next(iter(typing.get_args(hint)), None)
+        if is_dataclass(hint) and isinstance(value, dict):
+            value = build_config(typing.cast("type[Any]", hint), value, where)
+        elif isinstance(value, list):
+            table = typing.cast("type[Any]", inner) if is_dataclass(inner) else None
+            value = tuple(
+                build_config(table, each, where) if table and isinstance(each, dict) else each for each in value
+            )
+        built[key] = value
+    return built
 
 
 def build_config(cls: type[Any], values: Mapping[str, Any], source: str) -> Any:
     """A config dataclass from a table of plain values; `source` names the table in errors."""
     known = {f.name for f in fields(cls)}
-    hints = _hints(cls)
-    built: dict[str, Any] = {}
-    for key, value in values.items():
-        if key not in known:
-            raise ConfigError(f"{source}: unknown key {key!r}; known are {', '.join(sorted(known))}.")
-        if isinstance(hints[key], type) and is_dataclass(hints[key]):
-            if not isinstance(value, dict):
-                raise ConfigError(f"{source}: {key} must be a table.")
-            built[key] = build_config(hints[key], value, f"{source} [{key}]")
-            continue
-        inner = next(iter(typing.get_args(hints[key])), None)
-        if typing.get_origin(hints[key]) is tuple and is_dataclass(inner) and isinstance(value, list):
-            where = f"{source} [[{key}]]"
-            if not all(isinstance(each, dict) for each in value):
-                raise ConfigError(f"{source}: {key} must be tables: write each under [[{key}]].")
-            value = [build_config(typing.cast("type[Any]", inner), each, where) for each in value]
-        built[key] = tuple(value) if isinstance(value, list) else value
-        if not _fits(built[key], hints[key]):
-            raise _wrong_value(f"{source}: {key}", value, hints[key], param=key)
+    if unknown := next((key for key in values if key not in known), None):
+        raise ConfigError(f"{source}: unknown key {unknown!r}; known are {', '.join(sorted(known))}.")
+    built = build_tables(cls, values, source)
+    require_types(cls, f"{source}: ", built)
     try:
         return cls(**built)
     except TypeError as error:  # a setting without a default is missing
         raise ConfigError(f"{source}: {str(error).partition(' ')[2]}.") from error
 
 
-def _check_types(config: Any, prefix: str = "") -> None:
-    """ConfigError unless every value has its field's type and can be written as TOML."""
-    for name, hint in _hints(type(config)).items():
-        value = getattr(config, name)
-        if isinstance(hint, type) and is_dataclass(hint):
-            fits = isinstance(value, hint)
-        elif fits := _fits(value, hint):
+def require_types(config: Any, prefix: str = "", values: Mapping[str, Any] | None = None) -> None:
+    """ConfigError unless the values of a config (or `values`, for a class) have the types, bounds and choices."""
+    for name, hint in _hints(config if isinstance(config, type) else type(config)).items():
+        if values is not None and name not in values:
+            continue
+        value = getattr(config, name) if values is None else values[name]
+        if wanted := _refusal(value, hint):
+            shown = shortened(list(value) if isinstance(value, tuple) else value)
+            raise ConfigError(f"{prefix}{name} must be {wanted}, not {shown}.", param=name)
+        if not (value is None or is_dataclass(hint) or isinstance(value, Path)):
             plain(prefix + name, [tier.url for tier in value] if name == "tiers" else value)
-        if not fits:
-            raise _wrong_value(prefix + name, value, hint)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value has a field's type and is within its bounds (`Meta`)."""
+def _refusal(value: Any, hint: Any) -> str:
+    """What a value must be that does not fit a type, its bounds (`Meta`) or its choices (`Literal`); else empty."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        return "" if isinstance(value, hint) else "a table"
     try:
         msgspec.convert(value, hint)
     except UnicodeEncodeError:  # half of a surrogate pair, which `plain` names
-        return True
+        return ""
     except msgspec.ValidationError:
-        return False
-    return True
+        kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        bounds = next((note for note in notes if isinstance(note, Meta)), None)
+        if bounds is None or _refusal(value, kind):
+            return _kind(kind)
+        return f"at least {bounds.ge}" if bounds.le is None else f"from {bounds.ge} to {bounds.le}"
+    return ""
 
 
-def _wrong_value(name: str, value: Any, hint: Any, *, param: str | None = None) -> ConfigError:
-    kind, *notes = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
-    bounds = next((note for note in notes if isinstance(note, Meta)), None)
-    if typing.get_origin(kind) is Literal and isinstance(value, str):
-        message = f"{name} must be one of {_kind(kind).removeprefix('one of ')}, not {shortened(value)}."
-    elif bounds is None or not _fits(value, kind):
-        message = f"{name} = {shortened(value)} has the wrong type; it must be {_kind(kind)}."
-    elif bounds.le is None:
-        message = f"{name} must be at least {bounds.ge}."
-    else:
-        message = f"{name} must be between {bounds.ge} and {bounds.le}."
-    return ConfigError(message, param=param)
-
-
-_EACH = {int: "whole numbers", str: "strings"}
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+_KINDS |= {tuple[str, ...]: "a list of strings", tuple[int, ...]: "a list of whole numbers"}
 
 
 def _kind(hint: Any) -> str:
@@ -438,11 +492,9 @@ def _kind(hint: Any) -> str:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
         return f"one of {', '.join(inner)}"
-    if origin is tuple:
-        return "a list of tables" if is_dataclass(inner[0]) else f"a list of {_EACH[inner[0]]}"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_kind(each) for each in inner if each is not type(None))
-    return _KINDS.get(hint, "a table")
+    return _KINDS.get(hint, "a list of tables" if origin is tuple else "a table")
 
 
 def byte_count(name: str, value: int | str) -> int:
@@ -457,14 +509,6 @@ def byte_count(name: str, value: int | str) -> int:
     if count >= 1 << 63:  # also infinity, from a number of hundreds of digits
         raise ConfigError(f"{name} is a number of bytes beyond 64 bits; give a smaller one.")
     return int(count)
-
-
-def require_choices(config: Any, prefix: str = "") -> None:
-    """ConfigError for a value that is not among the choices of its field's `Literal`."""
-    for name, hint in _hints(type(config)).items():
-        bare = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-        if typing.get_origin(bare) is Literal:
-            one_of(prefix + name, getattr(config, name), typing.get_args(bare))
 
 
 def _require_address(name: str, url: str) -> None:

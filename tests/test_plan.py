@@ -144,7 +144,7 @@ def test_there_is_no_verdict_on_a_busy_machine(documents, settings, monkeypatch)
         *(({"seconds": each}, UsageError, "--seconds must be more than 0") for each in (0, -1, float("nan"))),
         ({"engines": ("full",)}, UsageError, "full stores no KV, so there is nothing to plan; add one of ape"),
         ({"codec": "zip"}, ConfigError, "unknown codec 'zip'"),
-        ({"chunk_tokens": 1}, ConfigError, "chunk_tokens must be between"),
+        ({"chunk_tokens": 1}, ConfigError, "chunk_tokens must be from 8 to 65536, not 1"),
         ({"folder": Path("/nowhere")}, UsageError, "A temporary folder cannot be made in /nowhere"),
     ],
 )

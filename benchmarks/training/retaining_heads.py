@@ -23,11 +23,11 @@ from ragkv.cli.main import SingleCommand, log_to_stderr, run
 from ragkv.cli.options import Device, Json, Quiet, shared_options
 from ragkv.config import PromptConfig
 from ragkv.errors import ConfigError, UsageError
-from ragkv.finetune.config import Setting
 from ragkv.finetune.data import ExampleTokens, Progress, file_digest, read_examples, tokenise
 from ragkv.model.apb.compressors import RetainingHeads, highest_logits, widths_of
 from ragkv.model.apb.document import AnchorAttention
 from ragkv.model.checkpoint import HEADS
+from ragkv.util.options import Option
 
 if TYPE_CHECKING:
     from ragkv.model.language_model import LanguageModel
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 class RetainingConfig:
     """The settings of a training of retaining heads; the defaults are the paper's (APB)."""
 
-    model: Annotated[str, Setting("Model folder or hub id; it is not changed.")]
-    data: Annotated[Path, Setting("JSONL file to learn from (docs/finetune.md).")]
-    output: Annotated[Path | None, Setting("File for the heads.", "beside the model")] = None
-    steps: Annotated[int, Setting("Steps, of one line each.")] = 3000
-    warmup: Annotated[int, Setting("Steps in which the learning rate rises.")] = 300
-    lr: Annotated[float, Setting("Highest learning rate.")] = 5e-4
-    clip: Annotated[float, Setting("Longest gradient.")] = 0.5
-    smooth: Annotated[float, Setting("Weight of the loss of neighbouring scores.")] = 0.0025
-    inner: Annotated[int, Setting("Width of the heads' hidden layer.")] = 1024
-    pool: Annotated[int, Setting("A token gets the highest score of this many neighbours, an odd number.")] = 5
-    max_tokens: Annotated[int, Setting("Longer lines are left out.")] = 10240
-    seed: Annotated[int, Setting("Seed of weights and data.")] = 0
-    checkpoint_every: Annotated[int, Setting("Steps between checkpoints.")] = 100
-    resume: Annotated[bool, Setting("Continue from the last checkpoint, or start again.")] = True
+    model: Annotated[str, Option("Model folder or hub id; it is not changed.")]
+    data: Annotated[Path, Option("JSONL file to learn from (docs/finetune.md).")]
+    output: Annotated[Path | None, Option("File for the heads.", "beside the model")] = None
+    steps: Annotated[int, Option("Steps, of one line each.")] = 3000
+    warmup: Annotated[int, Option("Steps in which the learning rate rises.")] = 300
+    lr: Annotated[float, Option("Highest learning rate.")] = 5e-4
+    clip: Annotated[float, Option("Longest gradient.")] = 0.5
+    smooth: Annotated[float, Option("Weight of the loss of neighbouring scores.")] = 0.0025
+    inner: Annotated[int, Option("Width of the heads' hidden layer.")] = 1024
+    pool: Annotated[int, Option("A token gets the highest score of this many neighbours, an odd number.")] = 5
+    max_tokens: Annotated[int, Option("Longer lines are left out.")] = 10240
+    seed: Annotated[int, Option("Seed of weights and data.")] = 0
+    checkpoint_every: Annotated[int, Option("Steps between checkpoints.")] = 100
+    resume: Annotated[bool, Option("Continue from the last checkpoint, or start again.")] = True
     device: str | None = None
 
     def __post_init__(self) -> None:

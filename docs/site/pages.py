@@ -18,7 +18,7 @@ from typer.cli import get_docs_for_click
 
 from ragkv.benchmarks.evaluation.families import COLUMNS, ENGINES, EXACT, Survey
 from ragkv.cli.main import app
-from ragkv.cli.options import question_option
+from ragkv.cli.options import typer_option
 from ragkv.question import question_options
 from ragkv.store import Int4, Int8
 from ragkv.types import SCALE_BYTES
@@ -64,7 +64,7 @@ def options() -> str:
     """The table of a question's options."""
     lines = ["| option | command line | meaning | also |", "| --- | --- | --- | --- |"]
     for field in question_options().values():
-        flag = question_option(field.name).param_decls
+        flag = typer_option(field).param_decls
         command = flag[0] if flag else f"--{field.name.replace('_', '-')}"
         more = ", ".join(shown for door, shown in ALSO.items() if door in field.option.doors)
         command += " FILE" if field.option.in_file else ""

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import TokenSequence
-from ragkv.config import require_choices
+from ragkv.config import require_types
 from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
 from ragkv.errors import ConfigError
 from ragkv.model.apb.document import BlockLengths, lengths_for, star
@@ -33,7 +33,7 @@ class APBConfig:
     question: bool = True
 
     def __post_init__(self) -> None:
-        require_choices(self, "apb: ")
+        require_types(self, "apb: ")
         for name in ("block", "anchor", "passing"):
             value = getattr(self, name)
             if isinstance(value, bool) or (value != "auto" and not isinstance(value, int)):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import ChunkGroup, TokenSequence
-from ragkv.config import require_choices
+from ragkv.config import require_types
 from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
 from ragkv.errors import ConfigError
 from ragkv.types import Capability, Encoding
@@ -28,7 +28,7 @@ class APEConfig:
     def __post_init__(self) -> None:
         if not 0 < self.temperature <= 2 or not 0 < self.scale <= 2:
             raise ConfigError("ape: temperature and scale must be in (0, 2].")
-        require_choices(self, "ape: ")
+        require_types(self, "ape: ")
 
 
 class APE(Engine):

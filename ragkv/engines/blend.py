@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import AttentionProbe, DeviationProbe, KVCache, RecomputedSequence, TokenSequence
-from ragkv.config import one_of, require_choices
+from ragkv.config import one_of, require_types
 from ragkv.engines.base import (
     Argmax,
     Demand,
@@ -68,7 +68,7 @@ class BlendConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        require_choices(self, "blend: ")
+        require_types(self, "blend: ")
         if self.ratio != "auto" and (isinstance(self.ratio, str) or not 0 <= self.ratio <= 1):
             raise ConfigError('blend: ratio must be between 0 and 1, or be "auto".')
         if self.charge is not None and not 0 <= self.charge <= 1:

@@ -12,7 +12,7 @@ import torch
 
 from ragkv.attention.kv import ChunkKV, PlacedChunk
 from ragkv.attention.sequence import TokenSequence, join
-from ragkv.config import require_choices
+from ragkv.config import require_types
 from ragkv.engines.base import Engine, ModelFacts, Program, Request, answer_from
 from ragkv.errors import ConfigError, UnsupportedModelError
 from ragkv.types import Capability, Encoding
@@ -56,7 +56,7 @@ class BlockConfig:
     over: Literal["standalone", "prefixed"] = "standalone"
 
     def __post_init__(self) -> None:
-        require_choices(self, "block: ")
+        require_types(self, "block: ")
         if (self.over, self.preset) == ("prefixed", "no-positions"):
             raise ConfigError('block: preset = "no-positions" reads standalone chunk KV; set over = "standalone".')
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragkv.attention.kv import PlacedChunk
 from ragkv.attention.sequence import TokenSequence
-from ragkv.config import one_of, require_choices
+from ragkv.config import one_of, require_types
 from ragkv.engines.base import Demand, Engine, Forward, ModelFacts, Program, Request, Sample
 from ragkv.errors import ConfigError
 from ragkv.types import Encoding
@@ -110,7 +110,7 @@ class PCEDConfig:
             one_of("pced: beta", self.beta, ("per_expert", "shared", "released"))
         elif not 0 <= self.beta < math.inf:
             raise ConfigError("pced: beta must not be negative.")
-        require_choices(self, "pced: ")
+        require_types(self, "pced: ")
         if self.group_experts < 0:
             raise ConfigError("pced: group_experts must be 0 (all at once) or a number of experts.")
 

@@ -1,4 +1,4 @@
-"""The settings of `ragkv finetune block`, which makes an option of every field with a `Setting`; without torch."""
+"""The settings of `ragkv finetune block`, which makes an option of every field with an `Option`; without torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ragkv.config import PromptConfig, require_choices
+from ragkv.config import PromptConfig, require_types
 from ragkv.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The meaning of a field. `default`: the effect of an unset one; `option`: its name if it is not the field's."""
-
-    about: str
-    default: str | None = None
-    option: str | None = None
+from ragkv.util.options import Option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,47 +23,45 @@ class BlockTuneConfig:
     tuned declares.
     """
 
-    model: Annotated[str, Setting("Model folder or hub id to tune; `mini` is the bundled one.")]
-    data: Annotated[Path, Setting("JSONL file to learn from (docs/finetune.md).")]
-    output: Annotated[Path, Setting("Folder for the tuned model; checkpoints are kept in it too.")]
+    model: Annotated[str, Option("Model folder or hub id to tune; `mini` is the bundled one.")]
+    data: Annotated[Path, Option("JSONL file to learn from (docs/finetune.md).")]
+    output: Annotated[Path, Option("Folder for the tuned model; checkpoints are kept in it too.")]
     eval_data: Annotated[
-        Path | None, Setting("JSONL file whose loss is measured in both layouts, before and after.")
+        Path | None, Option("JSONL file whose loss is measured in both layouts, before and after.")
     ] = None
-    epochs: Annotated[float, Setting("Passes over the data.")] = 1.0
-    steps: Annotated[int | None, Setting("Steps, instead of --epochs.")] = None
+    epochs: Annotated[float, Option("Passes over the data.")] = 1.0
+    steps: Annotated[int | None, Option("Steps, instead of --epochs.")] = None
     learning_rate: Annotated[
-        float | None, Setting("Highest learning rate.", "2e-4 for LoRA, 2e-5 for all weights", "--lr")
+        float | None, Option("Highest learning rate.", "2e-4 for LoRA, 2e-5 for all weights", flag="--lr")
     ] = None
     warmup: int = 20
-    batch: Annotated[int, Setting("Rows at once on a device.")] = 1
-    gradient_accumulation: Annotated[int, Setting("Batches that make one step.")] = 16
-    full_share: Annotated[float, Setting("Share of rows under full attention, so that `full` stays good; 0 to 1.")] = (
-        0.5
-    )
+    batch: Annotated[int, Option("Rows at once on a device.")] = 1
+    gradient_accumulation: Annotated[int, Option("Batches that make one step.")] = 16
+    full_share: Annotated[float, Option("Share of rows under full attention, so that `full` stays good; 0 to 1.")] = 0.5
     lora_rank: int | None = 16
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Setting("auto (bfloat16 if the GPU supports it), float32 or bfloat16.")
+        Literal["auto", "float32", "bfloat16"], Option("auto (bfloat16 if the GPU supports it), float32 or bfloat16.")
     ] = "auto"
-    gradient_checkpointing: Annotated[bool, Setting("Compute activations twice instead of keeping them.")] = False
+    gradient_checkpointing: Annotated[bool, Option("Compute activations twice instead of keeping them.")] = False
     sink: Annotated[
         Literal["prefix", "bos", "none"],
-        Setting("Block before the first document: prefix, bos (its first token) or none."),
+        Option("Block before the first document: prefix, bos (its first token) or none."),
     ] = "prefix"
     reencode: bool = True
     over: Annotated[
         Literal["standalone", "prefixed"],
-        Setting("Chunk KV to tune for: standalone, as in the paper, or prefixed, after the prompt's prefix."),
+        Option("Chunk KV to tune for: standalone, as in the paper, or prefixed, after the prompt's prefix."),
     ] = "standalone"
     prompt: PromptConfig = field(default_factory=PromptConfig)
-    seed: Annotated[int, Setting("Seed of weights and data.")] = 0
-    checkpoint_every: Annotated[int, Setting("Steps between checkpoints, and between measurements of --eval-data.")] = (
+    seed: Annotated[int, Option("Seed of weights and data.")] = 0
+    checkpoint_every: Annotated[int, Option("Steps between checkpoints, and between measurements of --eval-data.")] = (
         100
     )
-    resume: Annotated[bool, Setting("Continue from the last checkpoint, or start again.")] = True
+    resume: Annotated[bool, Option("Continue from the last checkpoint, or start again.")] = True
     device: str | None = None
 
     def __post_init__(self) -> None:
-        require_choices(self)
+        require_types(self)
         if self.over == "prefixed" and (self.sink != "prefix" or not self.reencode):
             raise ConfigError('over = "prefixed" has seen the whole prefix: keep the sink "prefix" and the positions.')
         for name in ("steps", "lora_rank", "batch", "gradient_accumulation", "checkpoint_every"):

@@ -31,9 +31,10 @@ def test_without_a_model_it_is_that_of_an_ingest(ragkv, documents, index, model_
     index.rename("ragkv-index")
     assert f"Planning for {model_folder}, the model of ragkv-index;" in ragkv("plan", documents, "--codec", "int8").err
     monkeypatch.setenv("RAGKV_MODEL", "mini")
-    assert "Planning for mini, as RAGKV_MODEL says" in ragkv("plan", documents).err
+    assert "Planning" not in ragkv("plan", documents).err
     assert "Planning" not in ragkv("plan", documents, "--model", "smollm2").err
-    assert [each.get("codec") for each in asked] == [None, "zstd", "int8", "zstd", None]
+    assert [each.get("codec") for each in asked] == [None, "zstd", "int8", "zstd", "zstd"]
+    assert [each["model"] for each in asked[3:]] == ["mini", "smollm2"]
     assert asked[2]["chunk_tokens"] == 128
 
 

@@ -194,12 +194,12 @@ def test_what_cannot_be_is_one_sentence_and_the_file_keeps_the_rest(rag):
         with pytest.raises(UsageError, match=f"--steps must be from 1 to 8, not {steps}"):
             rag.query(QUESTION, steps=steps)
     wrong = {
-        "count = 9": "[steps]: count must be between 1 and 8",
+        "count = 9": "[steps]: count must be from 1 to 8, not 9",
         'prompt = "x"': "steps.prompt must hold {question}",
         'query = "{question}"': "steps.query must hold {written}",
         'rewrite_prompt = "{question}"': "steps.rewrite_prompt must hold {history}",
-        "max_new_tokens = 0": "[steps]: max_new_tokens must be between 1 and 1024",
-        'rewrite = "yes"': "rewrite = 'yes' has the wrong type",
+        "max_new_tokens = 0": "[steps]: max_new_tokens must be from 1 to 1024, not 0",
+        'rewrite = "yes"': "rewrite must be true or false, not 'yes'",
         "more = 1": "unknown key 'more'",
     }
     for line, message in wrong.items():

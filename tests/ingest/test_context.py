@@ -425,9 +425,9 @@ def test_tokens_that_the_model_lacks_are_refused_before_they_are_encoded(tmp_pat
 @pytest.mark.parametrize(
     ("table", "reason"),
     [
-        ("context = -1", "context must be between 0 and 65536"),
-        ("context = 65537", "context must be between 0 and 65536"),
-        ('context = "all"', "context = 'all' has the wrong type"),
+        ("context = -1", "context must be from 0 to 65536"),
+        ("context = 65537", "context must be from 0 to 65536"),
+        ('context = "all"', "context must be a whole number, not 'all'"),
         ("window = 3", "unknown key 'window'; known are context"),
     ],
 )

@@ -185,9 +185,9 @@ def test_numbers_at_the_edge(number):
         ({"tuning": {"ape": {3: 1}}}, "has the key 3"),
         ({"top_k": 10**5000}, "top_k is a number of more than 64 bits"),
         ({"decoding": Decoding(stop=("\ud800",))}, "decoding.stop = '\\ud800' is not valid Unicode text"),
-        ({"model": 3}, "model = 3 has the wrong type"),
-        ({"engines": "ape"}, "engines = 'ape' has the wrong type"),
-        ({"prompt": {"system": "x"}}, "prompt = {'system': 'x'} has the wrong type"),
+        ({"model": 3}, "model must be a string, not 3"),
+        ({"engines": "ape"}, "engines must be a list of strings, not 'ape'"),
+        ({"prompt": {"system": "x"}}, "prompt must be a table, not {'system': 'x'}"),
     ],
 )
 def test_what_toml_cannot_say_is_refused_when_it_is_set(settings, says):
@@ -195,7 +195,7 @@ def test_what_toml_cannot_say_is_refused_when_it_is_set(settings, says):
         IndexConfig(**settings)
     assert says in str(error.value)
     with pytest.raises(ConfigError, match=r"prompt\.system"):
-        PromptConfig(system="\udcff")
+        IndexConfig(prompt=PromptConfig(system="\udcff"))
 
 
 @pytest.mark.parametrize("name", ["max_characters", "max_seconds"])
@@ -327,7 +327,7 @@ HOSTILE = {
     "a dotted header": (b"[tuning." + b"a." * 200_000 + b"a]", "nested too deeply"),
     "somewhat deep": (b"tuning." + b"a." * 100 + b"a = 1", "nested too deeply"),
     "digits without end": (b"top_k = " + b"9" * 100_000, "is not valid TOML"),
-    "a long value": (b'top_k = "' + b"9" * 100_000 + b'"', "has the wrong type"),
+    "a long value": (b'top_k = "' + b"9" * 100_000 + b'"', "top_k must be a whole number"),
 }
 
 
