@@ -142,6 +142,15 @@ def _close(child: subprocess.Popen[bytes]) -> None:
         child.communicate()
 
 
+def _begin_again() -> None:
+    """In a forked child, whose other threads are gone: one of them may have held the lock."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_again)
+
+
 @atexit.register
 def _close_idle() -> None:
     for child in _idle.pop(os.getpid(), []):
