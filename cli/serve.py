@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,7 +38,7 @@ from ragkv.cli.options import (
 )
 from ragkv.config import CONFIG_FILE, byte_count, load_config, one_of
 from ragkv.errors import ConfigError, MissingExtraError, RagkvError, UsageError, install_hint
-from ragkv.server.local import LocalClient, UnservedError, connect, is_free, peer_uid
+from ragkv.server.local import LocalClient, UnservedError, server_process
 from ragkv.util.files import key_file, refusal
 
 if TYPE_CHECKING:
@@ -259,8 +259,7 @@ def _start_in_background(first: Path, *, as_json: bool, quiet: bool) -> None:
         return
     echo(f"ragkv serves {', '.join(server['models'])} at {server['url']} (process {server['pid']})")
     if not quiet:
-        with connect(first, seconds=SLACK_SECONDS) or nullcontext() as there:
-            own = there is not None and peer_uid(there)[0] in (server["pid"], None)
+        own = server_process(first) == server["pid"]
         ends = f"ragkv stop --index {shlex.quote(str(first))}" if own else f"kill {server['pid']}"
         note(f"Its log is {server['log']}; {ends} ends it.")
         if not own:
@@ -302,7 +301,7 @@ def stop(index: Index = DEFAULT_INDEX, as_json: Json = False, quiet: Quiet = Fal
     except UnservedError:
         raise _no_server(index) from None
     until = time.monotonic() + about["stop_seconds"] + SLACK_SECONDS
-    while not is_free(index):
+    while server_process(index) is not None:
         if time.monotonic() > until:
             raise RagkvError(f"The server (process {about['pid']}) was asked to stop but still runs; end it with kill.")
         time.sleep(0.05)
@@ -314,11 +313,9 @@ def stop(index: Index = DEFAULT_INDEX, as_json: Json = False, quiet: Quiet = Fal
 
 def _no_server(index: Path) -> RagkvError:
     """The error for no server, or one that does not respond."""
-    connection = connect(index, seconds=SLACK_SECONDS)
-    if connection is None:
+    pid = server_process(index)
+    if pid is None:
         return RagkvError(f"You have no server running for the index at {index}; ragkv serve --background starts one")
-    with connection:
-        pid, _ = peer_uid(connection)
     return RagkvError(f"The server for the index at {index} (process {pid}) does not answer; end it with kill.")
 
 
@@ -419,7 +416,7 @@ def mcp(
 
     with RagKV.open(index, device=device) as rag:
         server = None if without_server(no_server) else LocalClient(index, given_values(device=device))
-        if server is None or is_free(index):
+        if server is None or server_process(index) is None:
             rag.index.require_same_model()
         tools = make_tools(rag, index.resolve().name, server)
         if http:

@@ -1,7 +1,7 @@
 """The server's own API below `/api`: questions, documents, chunks, uploads and ingest jobs.
 
 Unlike OpenAI's protocol, an answer here has the scores of every retrieval stage and, for PCED, the expert that won each
-token. Uploaded files are written to disk while they arrive (multipart forms, RFC 7578), and jobs ingest them.
+token. Jobs ingest uploaded files (multipart forms, RFC 7578).
 Citations give the source of each sentence of an answer. It is found by the words that sentence and source share, so it
 works in the same way for every engine.
 """
@@ -13,28 +13,26 @@ import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from itertools import accumulate, islice, zip_longest
 from math import log
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
 from pydantic import BaseModel, ConfigDict, Field
-from python_multipart import MultipartParser
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from ragkv.config import History
-from ragkv.errors import StoreBusyError
+from ragkv.errors import StoreBusyError, StoreFullError
 from ragkv.index.answer import AnswerStream, source_of
 from ragkv.index.batch import AsyncAnswerStream
-from ragkv.ingest import ParseLimits, from_bytes
+from ragkv.ingest import ParseLimits
 from ragkv.pipeline import RagKV
 from ragkv.retrievers.bm25 import tokenise
 from ragkv.server.errors import ApiError, Json, event
-from ragkv.server.jobs import MAX_UPLOAD_FILES, IngestJob, JobManager, JobStatus, refused, watch
+from ragkv.server.jobs import MAX_UPLOAD_FILES, IngestJob, JobManager, JobStatus, watch
 from ragkv.server.local import question_warnings
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.middleware import LocalRequest, error_body
@@ -70,9 +68,7 @@ from ragkv.server.streaming import (
 )
 from ragkv.types import Answer, Source
 from ragkv.util.display import one_line
-
-if TYPE_CHECKING:
-    from python_multipart.multipart import MultipartCallbacks
+from ragkv.util.files import FULL
 
 
 class QueryFormatter:
@@ -308,127 +304,75 @@ def _no_document() -> ApiError:
 
 _MAX_NAME_CHARS = 255
 _DRIVE = re.compile(r"[A-Za-z]:")
-_CUT_BY_PARSER = re.compile(rb'filename="?((?:.:|\\)\\[^"]*)', re.DOTALL)
-"""A file name of which python-multipart would keep only the last part, because old browsers sent whole paths."""
 
 
-async def receive_files(request: Request, folder: Path, *, most_bytes: int) -> dict[str, Path]:
-    """Write the form's parts called `files` into `folder`, named by numbers and never by the client's file names, which
-    are the keys of the result.
+class _Form(MultiPartParser):
+    """Starlette's parser, but for a form that ends early, which that one takes for a shorter one."""
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(request.headers, self._whole(request), max_files=MAX_UPLOAD_FILES, max_fields=1)
+        self._complete = False
+
+    def on_end(self) -> None:
+        self._complete = True
+
+    async def _whole(self, request: Request) -> AsyncGenerator[bytes]:
+        async for data in request.stream():
+            yield data
+        if not self._complete:
+            raise MultiPartException("it ends early.")
+
+
+async def receive_files(request: Request, *, most_bytes: int) -> list[UploadFile]:
+    """The form's files, all of them parts called `files`.
 
     ApiError for a form that is damaged, for more than `MAX_UPLOAD_FILES` files, for one of more than `most_bytes`, and
     for names that are paths.
     """
-    kind, options = parse_options_header(request.headers.get("content-type"))
-    boundary = options.get(b"boundary", b"")
-    if kind != b"multipart/form-data" or not 0 < len(boundary) <= 200:
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise ApiError(415, "Send the files as multipart/form-data.", code="unsupported_media_type")
-    form = _Form(folder, most_bytes)
-    parser = MultipartParser(boundary, form.callbacks())
     try:
-        async for data in request.stream():
-            if data:
-                await asyncio.to_thread(parser.write, data)
-    except FormParserError as error:
-        raise ApiError(400, "The form is not well-formed multipart/form-data.", param="files") from error
+        form = await _Form(request).parse()
+    except MultiPartException as error:
+        raise ApiError(
+            400, f"The form is not well-formed multipart/form-data: {error.message}", param="files"
+        ) from error
     except ClientDisconnect as error:
         raise ApiError(499, "The client went away.", code="client_closed_request") from error
     except OSError as error:
-        raise refused(folder, error) from error
-    finally:
-        form.close()
-    if not form.complete:
-        raise ApiError(400, "The form ends early.", param="files")
-    if not form.files:
-        raise ApiError(400, "The form holds no file; send some as parts called `files`.", param="files")
-    return form.files
-
-
-def plain_name(raw: bytes) -> str:
-    """The file's name as a document's name; ApiError for an absolute path or one that leaves its folder."""
+        if error.errno not in FULL:
+            raise
+        raise StoreFullError("The server's temporary folder is full: make room there, or set TMPDIR.") from error
     try:
-        name = raw.decode()
-    except UnicodeDecodeError as error:
-        raise ApiError(400, "A file's name is not UTF-8.", param="files") from error
-    strange = one_line(name) != name or "\\" in name or _DRIVE.match(name)
-    if strange or len(name) > _MAX_NAME_CHARS or any(part.strip() in ("", ".", "..") for part in name.split("/")):
-        message = (
-            f"A file may be called `report.pdf` or `notes/report.pdf`, in at most {_MAX_NAME_CHARS} printable "
-            f"characters, not {name[:80]!r}."
-        )
-        raise ApiError(400, message, param="files")
-    return name
+        _require_files(form, most_bytes)
+    except BaseException:
+        await form.close()
+        raise
+    return [value for _, value in form.multi_items() if isinstance(value, UploadFile)]
 
 
-class _Form:
-    """The callbacks for python-multipart's parser."""
-
-    def __init__(self, folder: Path, most_bytes: int) -> None:
-        self.files: dict[str, Path] = {}
-        self.complete = False
-        self._folder = folder
-        self._most = most_bytes
-        self._left = 0
-        self._file: IO[bytes] | None = None
-        self._headers: dict[bytes, bytes] = {}
-        self._field = self._value = b""
-
-    def callbacks(self) -> MultipartCallbacks:
-        return {
-            "on_part_begin": self._begin,
-            "on_header_field": self._in_field,
-            "on_header_value": self._in_value,
-            "on_header_end": self._end_header,
-            "on_headers_finished": self._open,
-            "on_part_data": self._in_data,
-            "on_part_end": self.close,
-            "on_end": self._end,
-        }
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _begin(self) -> None:
-        self._headers = {}
-
-    def _in_field(self, data: bytes, start: int, end: int) -> None:
-        self._field += data[start:end]
-
-    def _in_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += data[start:end]
-
-    def _end_header(self) -> None:
-        self._headers[self._field.lower()] = self._value
-        self._field = self._value = b""
-
-    def _open(self) -> None:
-        disposition = self._headers.get(b"content-disposition", b"")
-        _, options = parse_options_header(disposition)
-        if options.get(b"name") != b"files" or b"filename" not in options:
+def _require_files(form: FormData, most_bytes: int) -> None:
+    """ApiError unless these are files of sound names and sizes."""
+    if not form:
+        raise ApiError(400, "The form holds no file; send some as parts called `files`.", param="files")
+    names = set[str]()
+    for field, value in form.multi_items():
+        if field != "files" or not isinstance(value, UploadFile):
             raise ApiError(400, "Send each file as a part called `files`, with its name.", param="files")
-        if len(self.files) == MAX_UPLOAD_FILES:
-            raise ApiError(413, f"Send at most {MAX_UPLOAD_FILES} files at a time.", param="files", code="too_large")
-        cut = _CUT_BY_PARSER.search(disposition)
-        name = plain_name(options[b"filename"] if cut is None else cut[1])
-        if name in self.files:
+        name = value.filename or ""
+        strange = one_line(name) != name or "\\" in name or _DRIVE.match(name) or len(name) > _MAX_NAME_CHARS
+        if strange or any(part.strip() in ("", ".", "..") for part in name.split("/")):
+            message = (
+                f"A file may be called `report.pdf` or `notes/report.pdf`, in at most {_MAX_NAME_CHARS} printable "
+                f"characters, not {name[:80]!r}."
+            )
+            raise ApiError(400, message, param="files")
+        if name in names:
             raise ApiError(400, f"Two of the files are called {name!r}.", param="files")
-        path = self._folder / str(len(self.files))
-        self.files[name] = path
-        self._left = self._most
-        self._file = path.open("xb")
-
-    def _in_data(self, data: bytes, start: int, end: int) -> None:
-        self._left -= end - start
-        if self._left < 0:
-            message = f"{next(reversed(self.files))!r} has more than {self._most} bytes, the most that the index reads."
+        if (value.size or 0) > most_bytes:
+            message = f"{name!r} has more than {most_bytes} bytes, the most that the index reads."
             raise ApiError(413, message, param="files", code="too_large")
-        assert self._file is not None
-        self._file.write(data[start:end])
-
-    def _end(self) -> None:
-        self.complete = True
+        names.add(name)
 
 
 _FORM: dict[str, Any] = {
@@ -474,17 +418,11 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
     @routes.post("/indexes/{name}/documents", status_code=202, response_model=JobReply, openapi_extra=_FORM)
     async def upload(name: str, request: Request) -> Json:
         """Add files to the index, or replace those of the same names: a job ingests them."""
-        queue = await asyncio.to_thread(manager.queue, name)
-        identifier, folder = await asyncio.to_thread(queue.reserve)
-        try:
-            most = ParseLimits.of(served.index(name).config.ingest).file
-            received = await receive_files(request, folder, most_bytes=most)
-            sources = await asyncio.to_thread(lambda: [from_bytes(path, name=name) for name, path in received.items()])
-            job = await asyncio.to_thread(queue.accept, identifier, sources)
-        except BaseException:
-            await asyncio.shield(asyncio.to_thread(queue.release, identifier))
-            raise
-        return Json(_job_reply(job), 202, headers={"location": f"/api/indexes/{quote(name)}/jobs/{identifier}"})
+        queue = manager.queue(name)
+        with queue.place():
+            most = ParseLimits.of(queue.rag.config.ingest).file
+            job = queue.accept(await receive_files(request, most_bytes=most))
+        return Json(_job_reply(job), 202, headers={"location": f"/api/indexes/{quote(name)}/jobs/{job.facts.id}"})
 
     @routes.delete("/indexes/{name}/documents/{document_id:path}", response_model=Deletion)
     def delete(name: str, document_id: str) -> Json:
@@ -502,7 +440,7 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
     @routes.get("/indexes/{name}/jobs", response_model=JobListing)
     def jobs(name: str) -> Json:
         """The ingest jobs, of those that have ended the last 32."""
-        return Json({"jobs": [job.to_json() for job in manager.jobs(name)]})
+        return Json({"jobs": [job.facts.to_json() for job in manager.jobs(name)]})
 
     @routes.get("/indexes/{name}/jobs/{job_id}", response_model=JobReply)
     def job(name: str, job_id: str) -> Json:
@@ -524,7 +462,7 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
 
 
 def _job_reply(job: IngestJob) -> dict[str, Any]:
-    return {"job": job.to_json()}
+    return {"job": job.facts.to_json()}
 
 
 async def _events(job: IngestJob) -> AsyncGenerator[bytes]:

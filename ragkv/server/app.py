@@ -1,19 +1,16 @@
 """The server process: the app with its routes, the connections, and how it starts and stops.
 
-Clients cannot hold the server up. Connections have deadlines for sending a request and for reading the answer, and idle
-connections are limited. On a stop signal, running answers get a limited time; then the process ends.
+Connections have deadlines for sending a request and for reading the answer. On a stop signal, running answers get a
+limited time; then the process ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
-import resource
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +33,7 @@ from ragkv.errors import RagkvError
 from ragkv.server.api import document_routes, query_routes
 from ragkv.server.errors import ApiError, Json, to_api_error
 from ragkv.server.jobs import JobManager
-from ragkv.server.local import LocalSocket, peer_uid
+from ragkv.server.local import LocalSocket
 from ragkv.server.metrics import ConcurrencyLimiter, IndexMetrics
 from ragkv.server.middleware import (
     MCP_PATH,
@@ -160,8 +157,6 @@ async def _http(request: Request, error: Exception) -> Json:
     return Json(failure.body, error.status_code, headers=error.headers)
 
 
-_BACKLOG = 128
-_RESERVED_FILES = 16
 GRACE = 5
 """Seconds in which an interrupted answer can still send its last event."""
 _TRIM_TICKS = 300
@@ -239,7 +234,6 @@ class GracefulServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(AcceptErrors())
         await super().startup(sockets)
         self._ready()
 
@@ -279,95 +273,44 @@ class GracefulServer(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-class AcceptErrors:
-    """An event loop's exception handler that logs one line a minute when there are no descriptors for connections.
-    asyncio would log a traceback for each attempt.
-    """
-
-    def __init__(self) -> None:
-        self._quiet_until = 0.0
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
-            loop.default_exception_handler(context)
-        elif loop.time() >= self._quiet_until:
-            self._quiet_until = loop.time() + 60
-            logger.warning("connections wait: the process has no free file descriptors; raise `ulimit -n`")
-
-
-def descriptor_shares(limits: ServerLimits, requests: int) -> tuple[int, int, int]:
-    """The most idle connections, the most requests (refused ones included), and the most connections accepted at once,
-    so that they leave a quarter of the free file descriptors to the indexes.
-    """
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        free = most - sum(1 for _ in Path("/dev/fd").iterdir()) - _RESERVED_FILES
-    except OSError:
-        free = most // 2
-    share = sys.maxsize if most == resource.RLIM_INFINITY else max(free // 4, 2)
-    return min(limits.idle, share), min(4 * requests + 64, share), min(_BACKLOG, share)
-
-
-class Idle:
-    """The connections without a running request, at most `most`: one more closes the oldest. So idle connections shut
-    nobody out, as a client that sends its request at once is never the oldest.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._connections: dict[TimeoutProtocol, None] = {}
-
-    def add(self, connection: TimeoutProtocol) -> None:
-        """The connection waits for the headers of a request. Adding it again changes nothing."""
-        self._connections.setdefault(connection)
-        if len(self._connections) > self._most:
-            oldest = next(iter(self._connections))
-            self.remove(oldest)
-            oldest.transport.abort()
-
-    def remove(self, connection: TimeoutProtocol) -> None:
-        """The connection has a request, or is closed."""
-        self._connections.pop(connection, None)
-
-
 class TimeoutProtocol(H11Protocol):
     """An HTTP connection that is closed when the client takes too long to send its headers or to read the answer.
 
-    `local_apps` are the apps of Unix sockets by address; only processes of the server's user may use them.
+    `local_apps` are the apps of Unix sockets by address.
     """
 
-    def __init__(self, limits: ServerLimits, idle: Idle, local_apps: Mapping[str, ASGIApp], **given: Any) -> None:
-        super().__init__(**given)
-        self._idle = idle
+    def __init__(self, limits: ServerLimits, local_apps: Mapping[str, ASGIApp], **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
         self._local_apps = local_apps
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self.access_log = False  # uvicorn's log lines contain the query string
-        self._sending = _Deadline(self.loop, limits.head_seconds)
-        self._reading = _Deadline(self.loop, limits.unread_seconds)
+
+    def _expect(self, event: str, seconds: float) -> None:
+        """Close the connection unless `_came` is called in time."""
+        if event not in self._timers:
+            self._timers[event] = self.loop.call_later(seconds, self.transport.abort)
+
+    def _came(self, event: str) -> None:
+        if (timer := self._timers.pop(event, None)) is not None:
+            timer.cancel()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        connected = transport.get_extra_info("socket")
-        if connected.family == socket.AF_UNIX:
-            self.app = self._local_apps[connected.getsockname()]
-            if peer_uid(connected)[1] != os.geteuid():
-                transport.abort()
-        self._sending.begin(transport.abort)
-        self._idle.add(self)
+        self.app = self._local_apps.get(transport.get_extra_info("sockname"), self.app)
+        self._expect("headers", self._limits.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._idle.remove(self)
-        self._sending.end()
-        self._reading.end()
+        self._came("headers")
+        self._came("reader")
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._sending.end()
-            self._idle.remove(self)
+            self._came("headers")
         elif not self.transport.is_closing():  # the next request of the connection has begun
-            self._sending.begin(self.transport.abort)
+            self._expect("headers", self._limits.head_seconds)
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -375,37 +318,13 @@ class TimeoutProtocol(H11Protocol):
         else:  # the body of a request became invalid after its response had begun
             self.transport.close()
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():
-            self._idle.add(self)
-
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading.begin(self.transport.abort)
+        self._expect("reader", self._limits.unread_seconds)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._reading.end()
-
-
-class _Deadline:
-    """Calls a function after `seconds`, unless `end` is called before."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-        self._loop = loop
-        self._seconds = seconds
-        self._timer: asyncio.TimerHandle | None = None
-
-    def begin(self, then: Callable[[], None]) -> None:
-        """Start the timer, unless it is already running."""
-        if self._timer is None:
-            self._timer = self._loop.call_later(self._seconds, then)
-
-    def end(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._came("reader")
 
 
 LocalApps: TypeAlias = Callable[[Callable[[], None]], list[tuple[ASGIApp, socket.socket]]]
@@ -453,7 +372,6 @@ def run_server(
         ]
 
     try:
-        manager.recover()
         for name, folder, prune in watched:
             manager.follow(name, folder, prune=prune)
         _run(
@@ -515,10 +433,8 @@ def _run(
         on_stopping()
 
     listening = port or reserve(settings.host, settings.port)
-    idle, most, backlog = descriptor_shares(settings.limits, settings.requests)
-    outer = guard_app(
-        app, keys=settings.keys, limits=settings.limits, origins=settings.origins, most=most, responded=responded
-    )
+    limits, most = settings.limits, 4 * settings.requests + 64  # refused requests included
+    outer = guard_app(app, keys=settings.keys, limits=limits, origins=settings.origins, most=most, responded=responded)
 
     def ready() -> None:
         host, number = listening.getsockname()[:2]
@@ -528,8 +444,7 @@ def _run(
     config = uvicorn.Config(
         outer,
         # uvicorn calls it like a class
-        http=cast("Any", partial(TimeoutProtocol, settings.limits, Idle(idle), by_address)),
-        backlog=backlog,
+        http=cast("Any", partial(TimeoutProtocol, limits, by_address)),
         ws="none",
         log_config=None,
         access_log=False,
@@ -541,7 +456,7 @@ def _run(
     server = GracefulServer(config, ready, stopping, on_stop, settings.stop_seconds, last)
     sockets = [listening]
     for inner, sock in local(server.end):
-        by_address[sock.getsockname()] = Guard(inner, keys=None, hosts=None, limits=settings.limits, most=most)
+        by_address[sock.getsockname()] = Guard(inner, keys=None, hosts=None, limits=limits, most=most)
         sockets.append(sock)
     try:
         asyncio.run(server.serve(sockets=sockets))

@@ -1,15 +1,14 @@
 """Checks that come before every route: host, API key, and size and time limits of the body; and the page at `/`.
 
 It also writes the log line of each request, which never contains a question, an answer or a document. `LocalApp` wraps
-the app at the socket of an index, which the command line uses. The page needs no key: its files are read once, and have
-a content security policy under which browsers run and load nothing else.
+the app at the socket of an index, which the command line uses. The page needs no key: its files have a
+content security policy under which browsers run and load nothing else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import json
 import logging
 import math
@@ -18,15 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from fastapi import APIRouter, Request
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ragkv.config import load_config
@@ -55,16 +54,7 @@ _POLICY = (
     "form-action 'none'; base-uri 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types dompurify"
 )
-_TYPES = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-    "txt": "text/plain; charset=utf-8",
-}
-_START = "index.html"
-_MAX_DRAINS = 64
-"""The most refused bodies that are read at a time: clients without a key must not use up the open files."""
+_PAGE = Path(__file__).parent / "page"
 _DRAIN_SECONDS = 30.0
 """The longest that the body of a refused request is read."""
 _HEADERS = (
@@ -108,7 +98,6 @@ class Guard:
         self._limits = limits
         self._origins = frozenset(origins)
         self._open = open_paths()
-        self._drains = asyncio.Semaphore(int(min(_MAX_DRAINS, most)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -133,9 +122,8 @@ class Guard:
                 with log.span.current():
                     logger.exception("request %s failed", log.identifier)
             if not log.status:
-                if not passed and "expect" not in headers and not self._drains.locked():
-                    async with self._drains:
-                        await _drop_body(headers, receive)
+                if not passed and "expect" not in headers:
+                    await _drop_body(headers, receive)
                 answer = Json(failure.body, failure.status, headers={**failure.headers, "connection": "close"})
                 await answer(scope, receive, send)
         finally:
@@ -368,12 +356,9 @@ class LocalApp:
         self._running: dict[str, LocalRequest] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         folder, _, last = scope["path"].rpartition("/")
         if (scope["method"], scope["path"]) == ("DELETE", "/local/server"):
-            await Json(dict(self._about))(scope, receive, send)
+            await Json(self._about)(scope, receive, send)
             self._stop()
         elif (scope["method"], folder) == ("DELETE", "/local/answers"):
             running = self._running.get(last)
@@ -385,27 +370,25 @@ class LocalApp:
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
         expected = Headers(scope=scope).get("ragkv-expects")
-        if expected is not None or scope["path"].startswith(_THIS):
+        here = scope["path"].startswith(_THIS)
+        if expected is not None or here:
             rag = self._served.index(self._name)
             if not self._socket.is_in(rag.folder):
                 raise _another_way()
-        if scope["path"].startswith(_THIS):
-            name = f"/api/indexes/{self._name}/"
-            path, raw = (
-                scope["path"].replace(_THIS, name, 1),
-                scope["raw_path"].replace(_THIS.encode(), name.encode(), 1),
-            )
+        if here:
+            path = f"/api/indexes/{self._name}/{scope['path'].removeprefix(_THIS)}"
+            raw = scope["raw_path"].replace(b"/_/", f"/{self._name}/".encode(), 1)
             scope = {**scope, "path": path, "raw_path": raw}
         if expected is None:
             await self._app(scope, receive, send)
             return
-        loop = asyncio.get_running_loop()
-        fields = await loop.run_in_executor(self._limiter.asks, _require_same, rag, expected)
-        local = self._running[fields["id"]] = LocalRequest(rag.folder)
+        thread = asyncio.get_running_loop().run_in_executor(self._limiter.asks, _require_same, rag, expected)
+        identifier = await thread
+        local = self._running[identifier] = LocalRequest(rag.folder)
         try:
             await self._app({**scope, "ragkv.local": local}, receive, send)
         finally:
-            self._running.pop(fields["id"], None)
+            self._running.pop(identifier, None)
 
 
 def _another_way() -> ApiError:
@@ -413,20 +396,18 @@ def _another_way() -> ApiError:
     return ApiError(409, "This server would not answer as the command does.", code="another_way")
 
 
-def _require_same(rag: RagKV, expected: str) -> dict[str, Any]:
-    """The command's expectations; ApiError 409 unless the server would answer from the same index in the same way."""
-    with suppress(
-        RagkvError, ValueError, KeyError, TypeError, RecursionError
-    ):  # a bad index: the command itself reports it
+def _require_same(rag: RagKV, expected: str) -> str:
+    """The request's id; ApiError 409 unless the server would answer from the same index in the same way."""
+    # of a bad index, the command itself reports what is wrong
+    with suppress(RagkvError, ValueError, KeyError, TypeError, RecursionError):
         fields: dict[str, Any] = parse_json(expected)
         if (
             fields["identity"] == identity()
             and (fields["opened"] is None or _opened_with(rag, **fields["opened"]))
             and load_config(rag.folder) == rag.config
             and rag.store.generation >= 0
-            and isinstance(fields["id"], str)
         ):
-            return fields
+            return str(fields["id"])
     raise _another_way()
 
 
@@ -437,25 +418,26 @@ def _opened_with(rag: RagKV, device: str | None = None, **limits: int) -> bool:
     return alike and limits == index.limits.given
 
 
-class StaticFile(NamedTuple):
-    """A file as it is sent; `tag` changes with its bytes."""
-
-    body: bytes
-    media_type: str
-    tag: str
+class _PageFiles(StaticFiles):
+    def file_response(self, *arguments: Any, **options: Any) -> Response:
+        response = super().file_response(*arguments, **options)
+        response.headers["content-security-policy"] = _POLICY
+        response.headers["cross-origin-opener-policy"] = "same-origin"
+        response.headers["cache-control"] = "no-cache"  # cached, but revalidated: an upgrade shows at once
+        return response
 
 
 def page_routes() -> APIRouter:
     """The page and its files. They contain no document and need no key; the page calls the API, which does."""
-    routes = APIRouter(include_in_schema=False)
+    routes, files = APIRouter(include_in_schema=False), _PageFiles(directory=_PAGE)
 
     @routes.get("/")
     async def page(request: Request) -> Response:
-        return _sent(request, _START)
+        return await files.get_response("index.html", request.scope)
 
     @routes.get("/page/{name}")
     async def file(name: str, request: Request) -> Response:
-        return _sent(request, name)
+        return await files.get_response(name, request.scope)
 
     return routes
 
@@ -463,31 +445,4 @@ def page_routes() -> APIRouter:
 @functools.cache
 def open_paths() -> frozenset[str]:
     """Paths that need no key: the health checks, and the page, which asks the user for a key itself."""
-    return frozenset({"/healthz", "/readyz", "/", *(f"/page/{name}" for name in _files())})
-
-
-@functools.cache
-def _files() -> dict[str, StaticFile]:
-    """The files, read once, so that no request names a file on the disk."""
-    files = {}
-    for path in (resources.files("ragkv.server") / "page").iterdir():
-        kind = path.name.rpartition(".")[2]
-        if kind in _TYPES:
-            body = path.read_bytes()
-            files[path.name] = StaticFile(body, _TYPES[kind], f'"{hashlib.sha256(body).hexdigest()[:16]}"')
-    return files
-
-
-def _sent(request: Request, name: str) -> Response:
-    file = _files().get(name)
-    if file is None:
-        raise ApiError(404, "The page has no such file.", code="not_found")
-    headers = {
-        "content-security-policy": _POLICY,
-        "cross-origin-opener-policy": "same-origin",
-        "cache-control": "no-cache",  # cached, but revalidated: an upgrade shows at once
-        "etag": file.tag,
-    }
-    if request.headers.get("if-none-match") == file.tag:
-        return Response(status_code=304, headers=headers)
-    return Response(file.body, media_type=file.media_type, headers=headers)
+    return frozenset({"/healthz", "/readyz", "/", *(f"/page/{path.name}" for path in _PAGE.iterdir())})

@@ -122,8 +122,7 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # RFC 6454; browse
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
     """The most bytes of a body, and how many seconds a client may take: to send a request's headers, then its body, and
-    to read the response when the buffers are full. File uploads have limits of their own. At most `idle` connections
-    are kept without a running request."""
+    to read the response when the buffers are full. File uploads have limits of their own."""
 
     body_bytes: int = 4 << 20
     head_seconds: float = 15.0
@@ -131,7 +130,6 @@ class ServerLimits:
     upload_bytes: int = 256 << 20
     upload_seconds: float = 900.0
     unread_seconds: float = 60.0
-    idle: int = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

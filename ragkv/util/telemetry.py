@@ -7,12 +7,12 @@ and times: never the text of a question, an answer or a document.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import re
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -41,8 +41,7 @@ def take_request_id(given: str | None) -> str:
 class Span:
     """A span that has begun, or nothing if spans are not recorded. `started` is a time of `time.perf_counter`.
 
-    Its parent is the current span, or the one named by a request's headers. With `off` it is never recorded. End it
-    once, in any thread.
+    Its parent is the current span, or the one named by a request's headers. End it once, in any thread.
     """
 
     def __init__(
@@ -54,24 +53,21 @@ class Span:
         headers: Mapping[str, str] | None = None,
         off: bool = False,
     ) -> None:
+        api = None if off else sys.modules.get("opentelemetry.trace")
         self._span: Any = None
-        api = sys.modules.get("opentelemetry.trace")
-        if api is None or off:
+        self.records = False
+        """Whether attributes and children are kept."""
+        if api is None:
             return
-        context = None
+        context, kind = None, api.SpanKind.INTERNAL
         if headers is not None:
             from opentelemetry.propagate import extract
 
-            context = extract(headers)
-        kind = api.SpanKind.INTERNAL if headers is None else api.SpanKind.SERVER
-        self._offset = time.time_ns() - int(time.perf_counter() * 1e9)
-        start = self._epoch(time.perf_counter() if started is None else started)
+            context, kind = extract(headers), api.SpanKind.SERVER
+        self._offset = time.time_ns() - time.perf_counter_ns()  # one for both ends of the span
+        start = self._epoch(started)
         self._span = api.get_tracer("ragkv").start_span(name, context, kind, attributes=attributes, start_time=start)
-
-    @property
-    def records(self) -> bool:
-        """Whether attributes and children are kept."""
-        return self._span is not None and self._span.is_recording()
+        self.records = self._span.is_recording()
 
     def note(self, attributes: Mapping[str, Any], name: str = "") -> None:
         """Set attributes, and rename the span if `name` is given."""
@@ -89,11 +85,11 @@ class Span:
 
             self._span.set_attribute("error.type", error if isinstance(error, str) else type(error).__name__)
             self._span.set_status(StatusCode.ERROR)
-        self._span.end(self._epoch(time.perf_counter() if ended is None else ended))
+        self._span.end(self._epoch(ended))
 
-    def _epoch(self, clock: float) -> int:
-        """A time of `time.perf_counter` as nanoseconds since 1970; one offset serves both ends of the span."""
-        return self._offset + int(clock * 1e9)
+    def _epoch(self, clock: float | None) -> int:
+        """A time of `time.perf_counter`, by default now, as nanoseconds since 1970."""
+        return self._offset + (time.perf_counter_ns() if clock is None else int(clock * 1e9))
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -151,20 +147,15 @@ def export_spans() -> Callable[[], None]:
 
 
 class JsonLine(logging.Formatter):
-    """A record as one line of JSON: time, level, logger, message, `fields` of the record, request and trace, and an
-    exception's traceback.
-    """
+    """A record as one line of JSON: time, level, logger, message or `fields`, request, trace and traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-        }
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": when, "level": record.levelname.lower(), "logger": record.name}
         fields = getattr(record, "fields", None)
         line |= {"message": record.getMessage()} if fields is None else {"message": "request", **fields}
-        if found := request_id.get():
-            line.setdefault("request", found)
+        if identifier := request_id.get():
+            line.setdefault("request", identifier)
         if (api := sys.modules.get("opentelemetry.trace")) is not None:
             context = api.get_current_span().get_span_context()
             if context.is_valid:
@@ -174,33 +165,27 @@ class JsonLine(logging.Formatter):
         return json.dumps(line)
 
 
-class LogStream:
-    """A text stream whose lines become log records, for what libraries and commands write to stderr."""
+class LogStream(io.TextIOBase):
+    """A text stream whose lines become log records, for what libraries, commands and tracebacks write to stderr."""
 
     encoding, errors = "utf-8", "replace"
 
-    def __init__(self, stream: IO[str], log: logging.Logger) -> None:
-        self._stream, self._log, self._rest = stream, log, ""
+    def __init__(self) -> None:
+        self._rest = ""
         self.rich_proxied_file = self  # where rich writes to, instead of the stream below a guard
 
     def write(self, text: str) -> int:
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
-            if shown := line.rpartition("\r")[2].strip():  # of a progress bar that is redrawn, only the last state
+            if shown := line.rpartition("\r")[2].rstrip():  # of a progress bar that is redrawn, only the last state
                 level = logging.ERROR if shown.startswith("ragkv: ") else logging.INFO
-                self._log.log(level, "%s", shown)
+                logging.getLogger("ragkv").log(level, "%s", shown)
         return len(text)
-
-    def isatty(self) -> bool:
-        return False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def log_as_json(stream: IO[str]) -> None:
-    """Write every log record as JSON to `stream`, including ragkv's and uvicorn's from level "info" on, and turn other
-    output on stderr, warnings and tracebacks into records.
+    """Write every log record as JSON to `stream`, including ragkv's and uvicorn's from level "info" on, and turn what
+    is written to stderr, and warnings, into records.
     """
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLine())
@@ -208,11 +193,4 @@ def log_as_json(stream: IO[str]) -> None:
     for name in ("ragkv", "uvicorn"):
         logging.getLogger(name).setLevel(min(logging.getLogger().level, logging.INFO))
     logging.captureWarnings(True)
-    errors = logging.getLogger("ragkv")
-    sys.stderr = LogStream(stream, errors)
-    sys.excepthook = lambda kind, error, place: errors.critical(
-        "the process ends with an error", exc_info=(kind, error, place)
-    )
-    threading.excepthook = lambda args: errors.error(
-        "a thread ended with an error", exc_info=(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
-    )
+    sys.stderr = LogStream()

@@ -330,7 +330,7 @@ def test_the_server_follows_folders_of_the_user_file(folder, rag, caplog):
         (folder / "0.txt").unlink()
         (folder / "1.txt").write_bytes(b"\0\1")
         until(lambda: rag.store.stats().documents == 7 and "1.txt is not in index own: binary file" in caplog.text)
-        until(lambda: all(job.over for job in manager.jobs("own")))
+        until(lambda: all(job.ended.is_set() for job in manager.jobs("own")))
         assert {job.facts.state for job in manager.jobs("own")} == {"done"}
     finally:
         manager.close()

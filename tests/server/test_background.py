@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from clichild import CliChild
 
-from ragkv.server.local import FOLDER, is_free
+from ragkv.server.local import FOLDER, server_process
 
 pytestmark = pytest.mark.slow
 
@@ -57,7 +57,7 @@ def works_until_it_is_stopped(index, run, pid):
     assert json.loads(asked.stdout)["sources"]
     stopped = run("stop", "--json")
     assert json.loads(stopped.stdout) == {"stopped": True, "pid": pid, "indexes": [str(index)]}
-    assert is_free(index)
+    assert server_process(index) is None
 
 
 def test_a_server_works_for_commands_until_it_is_stopped(index, run):
@@ -105,7 +105,7 @@ def test_what_cannot_be_served_starts_nothing(run, tmp_path):
 def test_a_killed_server_is_not_missed(index, run):
     payload = json.loads(run("serve", "--background", "--json", "--port", 0, "--device", "cpu").stdout)
     end(payload["pid"])
-    while not is_free(index):  # the kernel is still cleaning up
+    while server_process(index) is not None:  # the kernel is still cleaning up
         continue
     assert run("query", "Who founded Halden Works?", "--max-new-tokens", 2).returncode == 0
     assert not (index / FOLDER / "socket").exists()

@@ -1,13 +1,11 @@
 """The checks that a request passes before it is answered."""
 
-import asyncio
 import stat
 
 import pytest
-from guarded import guarded, post_scope
+from guarded import guarded
 
 from ragkv.errors import ConfigError, UsageError
-from ragkv.server.middleware import _MAX_DRAINS
 from ragkv.server.settings import Keys, ServerSettings, add_key, named_places
 
 
@@ -135,30 +133,6 @@ def test_a_large_body_is_refused(call, pieces, status):
             headers=kind,
         )
         assert response.status_code == status, response.text
-
-
-def test_few_refused_bodies_are_read_at_a_time():
-    """Slow clients without a key cannot use up the open files: the first are waited for, the next are hung up on."""
-
-    async def refuse(many):
-        guard, never, ended = guarded(None, keys=Keys({})), asyncio.Event(), []
-
-        async def ask(number):
-            async def send(message):
-                if message["type"] == "http.response.body" and not message.get("more_body"):
-                    ended.append(number)
-
-            scope = post_scope("/v1/chat/completions")
-            await guard({**scope, "headers": [*scope["headers"], (b"content-length", b"9")]}, never.wait, send)
-
-        asking = [asyncio.ensure_future(ask(number)) for number in range(many)]
-        await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-        for each in asking:
-            each.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-        return ended
-
-    assert asyncio.run(refuse(_MAX_DRAINS + 2)) == [_MAX_DRAINS, _MAX_DRAINS + 1]
 
 
 def test_headers_of_every_answer(call):

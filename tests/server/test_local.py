@@ -1,6 +1,5 @@
 """The socket in an index's folder: other users neither get requests nor are accepted as clients."""
 
-import fcntl
 import os
 import socket
 import stat
@@ -10,7 +9,7 @@ import pytest
 from live import PATIENCE
 
 from ragkv.server import local
-from ragkv.server.local import FOLDER, LocalSocket, connect, is_free
+from ragkv.server.local import FOLDER, LocalSocket, connect, server_process
 
 OTHER = os.geteuid() + 1
 
@@ -30,18 +29,19 @@ def reached(index):
     return True
 
 
-def owned_by_another(monkeypatch, name, kind):
-    """Make `os.fstat` or `os.lstat` report another owner for files of that kind, within `local`."""
+def owned_by_another(monkeypatch):
+    """Make `os.fstat` report another owner for folders, within `local`."""
 
-    def found(*place, **more):
-        result = getattr(os, name)(*place, **more)
-        return SimpleNamespace(st_mode=result.st_mode, st_uid=OTHER if kind(result.st_mode) else result.st_uid)
+    def fstat(place):
+        result = os.fstat(place)
+        owner = OTHER if stat.S_ISDIR(result.st_mode) else result.st_uid
+        return SimpleNamespace(st_mode=result.st_mode, st_uid=owner)
 
-    monkeypatch.setattr(local, "os", SimpleNamespace(**{**vars(os), name: found}))
+    monkeypatch.setattr(local, "os", SimpleNamespace(**{**vars(os), "fstat": fstat}))
 
 
 def test_a_folder_of_another_user_is_not_listened_in(tmp_path, monkeypatch):
-    owned_by_another(monkeypatch, "fstat", stat.S_ISDIR)
+    owned_by_another(monkeypatch)
     with pytest.raises(PermissionError, match="another user"):
         LocalSocket.make(tmp_path)
     assert list((tmp_path / FOLDER).iterdir()) == []
@@ -49,26 +49,9 @@ def test_a_folder_of_another_user_is_not_listened_in(tmp_path, monkeypatch):
 
 def test_a_folder_of_another_user_is_not_asked(served, monkeypatch):
     assert reached(served)
-    owned_by_another(monkeypatch, "fstat", stat.S_ISDIR)
+    owned_by_another(monkeypatch)
     assert not reached(served)
-    assert is_free(served)
-
-
-def test_a_socket_of_another_user_is_not_asked(served, monkeypatch):
-    owned_by_another(monkeypatch, "lstat", stat.S_ISSOCK)
-    assert not reached(served)
-
-
-def test_a_server_of_another_user_is_not_asked(served, monkeypatch):
-    monkeypatch.setattr(local, "peer_uid", lambda connection: (1, OTHER))
-    assert not reached(served)
-
-
-def test_what_is_no_socket_stays_and_is_not_asked(tmp_path):
-    LocalSocket.make(tmp_path).close()
-    (tmp_path / FOLDER / "socket").write_text("mine")
-    assert not reached(tmp_path)
-    assert (tmp_path / FOLDER / "socket").read_text() == "mine"
+    assert server_process(served) is None
 
 
 def test_a_folder_that_others_may_enter_is_closed_to_them(tmp_path):
@@ -100,46 +83,32 @@ def test_a_link_is_not_followed(tmp_path, name):
         assert list(aim.iterdir()) == []
 
 
-def test_a_stale_socket_is_removed_but_for_one_that_a_server_is_about_to_replace(tmp_path):
-    LocalSocket.make(tmp_path).close()
-    path = tmp_path / FOLDER / "socket"
-    left = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    left.bind(local._address(tmp_path, folder := os.open(tmp_path / FOLDER, os.O_RDONLY)))
-    left.close()
-    os.close(folder)
-    lock = os.open(tmp_path / FOLDER / "lock", os.O_RDWR)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    assert not reached(tmp_path)
-    assert path.is_socket()
-    os.close(lock)
-    assert not reached(tmp_path)
-    assert not path.exists()
-
-
 def test_what_a_link_leads_to_is_not_asked(served):
     resident = served / FOLDER
-    (resident / "socket").rename(served / "elsewhere")
-    (resident / "socket").symlink_to(served / "elsewhere")
-    assert not reached(served)
-    (resident / "socket").unlink()
-    (served / "elsewhere").rename(resident / "socket")
     resident.rename(served / "aside")
     resident.symlink_to(served / "aside")
     assert not reached(served)
+
+
+def test_a_killed_servers_socket_is_replaced(tmp_path):
+    LocalSocket.make(tmp_path).close()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as left, local._private(tmp_path) as folder:
+        left.bind(local._address(tmp_path, folder))
+    assert not reached(tmp_path)
+    assert server_process(tmp_path) is None
+    made = LocalSocket.make(tmp_path)
+    assert reached(tmp_path)
+    assert server_process(tmp_path) == os.getpid()
+    made.close()
+    assert server_process(tmp_path) is None
 
 
 def test_a_second_server_leaves_the_first_ones_socket_alone(served, monkeypatch):
     monkeypatch.setattr(local, "time", SimpleNamespace(sleep=lambda _: None))  # retries without waiting
     with pytest.raises(BlockingIOError):
         LocalSocket.make(served)
-    assert not is_free(served)
+    assert server_process(served) is not None
     assert reached(served)
-
-
-def test_the_socket_of_a_server_that_has_ended_is_free(tmp_path):
-    LocalSocket.make(tmp_path).close()
-    assert is_free(tmp_path)
-    LocalSocket.make(tmp_path).close()
 
 
 def test_a_deep_index_has_a_socket(tmp_path):

@@ -2,14 +2,9 @@
 
 import asyncio
 import json
-import resource
 import signal
-import socket
-from contextlib import ExitStack, suppress
 from itertools import product
-from urllib.parse import urlsplit
 
-import httpx
 import pytest
 from clichild import CliChild
 
@@ -66,35 +61,3 @@ def test_a_signal_ends_it_with_0(folder, number):
     server.line()
     code, _, message = server.end(number)
     assert (code, "Traceback" in message) == (0, False), message
-
-
-FEW_FILES = """
-import resource
-resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
-from ragkv.cli.main import main; main()
-"""
-
-
-@pytest.mark.parametrize("sent", ["", "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n"])
-def test_more_connections_than_files_leave_the_server_alive_and_its_log_short(folder, sent):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY and hard < 1900:
-        pytest.skip("this process may not open enough connections")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (1900, hard))
-    server = CliChild("serve", "--port", 0, "--device", "cpu", "--index", folder, program=FEW_FILES)
-    try:
-        root = server.line().split()[-1].removesuffix("/v1")
-        address = (urlsplit(root).hostname, urlsplit(root).port)
-        with ExitStack() as held:
-            for _ in range(1600):
-                connection = held.enter_context(socket.socket())
-                connection.setblocking(False)
-                connection.connect_ex(address)
-                with suppress(OSError):  # it may be closed already
-                    connection.sendall(sent.encode())
-            for _ in range(3):
-                assert httpx.get(f"{root}/healthz", timeout=600).status_code == 200
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        code, _, message = server.end(signal.SIGTERM)
-    assert (code, "Traceback" in message, len(message) < 4000) == (0, False, True), message[:4000]
