@@ -191,7 +191,7 @@ def verify(
     index: Index = DEFAULT_INDEX,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Skip the KV itself and the comparison of rows by content; list what is skipped."),
+        typer.Option("--quick", help="Skip the KV itself, which is most of the bytes; list what is skipped."),
     ] = False,
     tiers: Annotated[
         bool, typer.Option("--tiers", help="Also read the index's KV in its shared tiers (docs/tiers.md).")

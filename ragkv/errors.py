@@ -72,10 +72,6 @@ class CorruptStoreError(StoreError):
     """The LMDB environment is damaged, or a row that cannot be rebuilt."""
 
 
-class KVLostError(StoreError):
-    """A KV record was deleted, replaced or damaged while it was read layer by layer."""
-
-
 class KVMismatchError(RagkvError):
     """The index was built with another model or prompt than the one that would read it."""
 

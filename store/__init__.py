@@ -8,7 +8,6 @@ from ragkv.store.maintenance.eviction import Use, UseTotals
 from ragkv.store.maintenance.repair import Repair, RepairSource
 from ragkv.store.maintenance.space import Collection, Copy, DocumentStats, KVRecord, StoreStats
 from ragkv.store.maintenance.verify import Notify, Problem, Progress, Verification
-from ragkv.store.reader import KVReader
 from ragkv.store.record import KVIdentity, Manifest
 from ragkv.store.store import STORE_FILES, Store
 from ragkv.store.tables import ChunkVectors, StoredDocument
@@ -28,7 +27,6 @@ __all__ = [
     "Int4",
     "Int8",
     "KVIdentity",
-    "KVReader",
     "KVRecord",
     "KVSlice",
     "Manifest",

@@ -427,25 +427,17 @@ class Q8(Codec):
         return runs
 
 
-class MemorySpan:
-    """Memory as an array of integers of `item_size` bytes, which keeps `owner` alive.
+class _MemorySpan:
+    """Bytes that claim to be writable, because torch warns about arrays that are not; `owner` keeps them alive."""
 
-    It claims to be writable, because torch warns about arrays that are not.
-    """
-
-    def __init__(self, address: int, nbytes: int, item_size: int, owner: object) -> None:
+    def __init__(self, owner: Bytes) -> None:
         self._owner = owner
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (-(-nbytes // item_size),),
-            "typestr": f"<i{item_size}",
-            "data": (address, False),
-        }
+        self.__array_interface__ = {**owner.__array_interface__, "data": (owner.__array_interface__["data"][0], False)}
 
 
-def span_of(stored: Bytes) -> NDArray[Any]:
+def span_of(stored: Bytes) -> Bytes:
     """The bytes for `torch.from_numpy`; they must not be written to."""
-    return np.asarray(MemorySpan(int(stored.__array_interface__["data"][0]), stored.size, 1, stored))
+    return np.asarray(_MemorySpan(stored))
 
 
 def output(length: int, out: Bytes | None) -> Bytes:

@@ -1,8 +1,8 @@
 """Counters of what a store holds, its list of unreferenced KV, and its log of changes, kept by every transaction.
 
 Without counters, `ragkv stats` and `ragkv gc` would have to walk the store. A transaction keeps each row as it was
-before its first change (`Transaction.before_records`), and `update` compares the two in the same transaction, so
-counters are right after every commit (docs/formats.md, "Counters").
+before its first change (`Transaction.before_records`), and `update_counters` compares the two in the same transaction,
+so counters are right after every commit (docs/formats.md, "Counters").
 
 Each change of documents, chunks or vectors increments the generation and leaves a row that names what it touched, so
 that derived indexes need not compare everything. The oldest rows are dropped once all of them name more than a quarter
@@ -14,160 +14,79 @@ deletion outlives the document, and its id may be confidential.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ragkv.errors import CorruptStoreError
 from ragkv.store.codecs import Buffer, DamagedError, add_checksum, verify_checksum
-from ragkv.store.record import Summary, summarise
+from ragkv.store.record import stored_sizes
 from ragkv.store.tables import VALUE_BYTES, Transaction, digest, parse_document
 from ragkv.util.files import parse_json
 
-_STALE = b"stale"
-_TOKENS = b"tokens"
-_GROUP = b"kv/"
-_UNREADABLE = b"unreadable/"
+COUNTERS = b"counters"
+"""The key in `meta`."""
+_KV = "kv/"
 _ROW_BYTES = 1 << 16
-_MOST = 1 << 63
+_LIMIT = 1 << 63
 
 
-class RecordGroup(NamedTuple):
-    """Records that are counted together."""
-
-    model: str
-    encoding: str
-    codec: str
-
-
-class RecordSums(NamedTuple):
-    """Sums of a group: records, how many of them chunks need, and their bytes as stored and as tensors."""
-
-    records: int = 0
-    needed: int = 0
-    bytes: int = 0
-    raw_bytes: int = 0
-
-    def plus(self, other: RecordSums, sign: int = 1) -> RecordSums:
-        return RecordSums(*(left + sign * right for left, right in zip(self, other, strict=True)))
-
-
-@dataclass(slots=True)
-class Counters:
+class Counters(Counter[str]):
     """Counters, or changes of counters.
 
-    `tokens` of all documents; `groups` of KV records; `unreadable` are the rows of `kv` and `documents` that could not
-    be read when they were counted, and so are not in the sums.
+    `tokens` of all documents; `raw`, the bytes of all KV as tensors; `kv/` and an encoding, its bytes as stored;
+    `unreadable`, the rows of `kv` and `documents` that could not be read when they were counted.
     """
 
-    tokens: int = 0
-    groups: dict[RecordGroup, RecordSums] = field(default_factory=dict)
-    unreadable: Counter[bytes] = field(default_factory=Counter)
-
-    @property
-    def unreadable_records(self) -> int:
-        return sum(name.startswith(_UNREADABLE + b"kv/") for name in self.unreadable)
+    def count(self, table: str, row: Buffer | None, sign: int = 1) -> None:
+        """Add (or with `sign` -1 take away) a row of `documents` or `kv`."""
+        try:
+            if row is not None and table == "documents":
+                self["tokens"] += sign * parse_document(row).tokens
+            elif row is not None:
+                encoding, stored, raw = stored_sizes(row)
+                self[_KV + encoding] += sign * stored
+                self["raw"] += sign * raw
+        except (CorruptStoreError, DamagedError):
+            self["unreadable"] += sign
 
     @property
     def bytes_by_encoding(self) -> dict[str, int]:
         """Bytes of KV as stored."""
-        sizes: Counter[str] = Counter()
-        for group, sums in sorted(self.groups.items()):
-            sizes[group.encoding] += sums.bytes
-        return dict(sizes)
+        return {name.removeprefix(_KV): size for name, size in sorted(self.items()) if name.startswith(_KV)}
 
     @property
-    def models(self) -> set[str]:
-        """Fingerprints of the models whose KV chunks need."""
-        return {group.model for group, sums in self.groups.items() if sums.needed}
-
-    def count_document(self, key: bytes, row: Buffer, sign: int = 1) -> None:
-        """Add (or with `sign` -1 take away) a row of `documents`."""
-        try:
-            self.tokens += sign * parse_document(row).tokens
-        except CorruptStoreError:
-            self.unreadable[_unreadable("documents", key)] += sign
-
-    def count_record(self, key: bytes, row: Buffer, *, needed: bool, sign: int = 1) -> None:
-        """Add (or with `sign` -1 take away) a row of `kv`; `needed` says whether a chunk refers to it."""
-        try:
-            self.count_summary(summarise(row), needed=needed, sign=sign)
-        except DamagedError:
-            self.unreadable[_unreadable("kv", key)] += sign
-
-    def count_summary(self, summary: Summary, *, needed: bool, sign: int = 1) -> None:
-        """Like `count_record`, for a parsed row."""
-        group = RecordGroup(summary.model, summary.encoding, summary.codec)
-        sums = RecordSums(1, int(needed), summary.stored_bytes, summary.raw_bytes)
-        self.groups[group] = self.groups.get(group, RecordSums()).plus(sums, sign)
-
-    def rows(self) -> dict[bytes, bytes]:
-        """The rows of the table `counters`, without empty sums."""
-        rows = {_TOKENS: _pack(self.tokens)} if self.tokens else {}
-        rows |= {_group_key(group): _pack([*group, *sums]) for group, sums in self.groups.items() if any(sums)}
-        return rows | {name: _pack(1) for name, count in self.unreadable.items() if count}
+    def kv_bytes(self) -> int:
+        return sum(self.bytes_by_encoding.values())
 
 
 def update_counters(txn: Transaction) -> None:
-    """Update the counters and the list of unreferenced KV with the changes of the transaction."""
-    change = Counters()
-    for key, old in txn.before_documents.items():
-        new = txn.get("documents", key)
-        if old != new:
-            if old is not None:
-                change.count_document(key, old, -1)
-            if new is not None:
-                change.count_document(key, new)
-    for key, (row, was_needed) in txn.before_records.items():
+    """Update the counters and the list of unreferenced KV with the changes of the transaction.
+
+    If a row was damaged after it was counted, its share is unknown, so everything is counted anew.
+    """
+    change, before = Counters(), Counters()
+    tables: Mapping[str, Mapping[bytes, bytes | None]] = {"documents": txn.before_documents, "kv": txn.before_records}
+    for table, rows in tables.items():
+        for key, old in rows.items():
+            new = txn.get(table, key)
+            if old != new:
+                before.count(table, old)
+                change.count(table, old, -1)
+                change.count(table, new)
+    for key in txn.before_records:
         update_unreferenced(txn, key)
-        now, needed = txn.get("kv", key), txn.is_needed(key)
-        if row == now and was_needed == needed:
-            continue
-        if row is not None:
-            change.count_record(key, row, needed=was_needed, sign=-1)
-        if now is not None:
-            change.count_record(key, now, needed=needed)
-    if not is_stale(txn):
-        _apply(txn, change)
-
-
-def _apply(txn: Transaction, change: Counters) -> None:
-    """Add a change to the counters. An impossible result means damage: then they are recounted later."""
-    try:
-        if change.tokens:
-            tokens = _whole(_value(txn, _TOKENS) or 0) + change.tokens
-            _put(txn, _TOKENS, tokens, tokens)
-        for group, sums in change.groups.items():
-            if any(sums):
-                key = _group_key(group)
-                found = _value(txn, key)
-                now = (RecordSums() if found is None else _sums(found)[1]).plus(sums)
-                _put(txn, key, [*group, *now], *now)
-        for name, count in change.unreadable.items():
-            known = txn.get("counters", name) is not None
-            # The row was readable when counted and is not now, so its share is unknown.
-            if count < 0 and not known:
-                raise DamagedError("a row was damaged after it was counted")
-            if count:
-                number = max(0, known + count)
-                _put(txn, name, number, number)
-    except DamagedError:
-        txn.put("counters", _STALE, add_checksum(b""))
-
-
-def _put(txn: Transaction, key: bytes, value: Any, *numbers: int) -> None:
-    """Store a counter, or delete it when its `numbers` are all 0."""
-    if min(numbers) < 0:
-        raise DamagedError("a counter is below zero")
-    if any(numbers):
-        txn.put("counters", key, _pack(value))
-    else:
-        txn.delete("counters", key)
+    if any(change.values()) or before["unreadable"]:
+        counters = None if before["unreadable"] else read_counters(txn)
+        if counters is not None:
+            counters.update(change)
+        if counters is None or min(counters.values()) < 0:
+            counters = count_all(txn)
+        _write(txn, counters)
 
 
 def update_unreferenced(txn: Transaction, key: bytes) -> None:
@@ -190,51 +109,34 @@ def is_garbage(txn: Transaction, key: bytes) -> bool:
     return len(key) == VALUE_BYTES and next(txn.scan("segments", key, limit=1), None) is not None
 
 
-def is_stale(txn: Transaction) -> bool:
-    """Whether the counters cannot be trusted and need a `recount`."""
-    return txn.get("counters", _STALE) is not None
-
-
 def read_counters(txn: Transaction) -> Counters | None:
-    """The stored counters; None if they cannot be trusted."""
-    if is_stale(txn):
-        return None
-    counters = Counters()
+    """The stored counters; None if they are damaged."""
+    value = txn.get("meta", COUNTERS)
+    if value is None:
+        return Counters()
     try:
-        for key, value in txn.scan("counters"):
-            if key == _TOKENS:
-                counters.tokens = _whole(_parse(value))
-            elif key.startswith(_UNREADABLE):
-                counters.unreadable[key] = 1
-            else:
-                group, sums = _sums(_parse(value))
-                if _group_key(group) != key:
-                    raise DamagedError("a counter has a key that is not its own")
-                counters.groups[group] = sums
-    except DamagedError:
+        if len(value) > _ROW_BYTES:
+            return None
+        counters = parse_json(bytes(verify_checksum(value)))
+    except ValueError:
         return None
-    return counters
+    if not isinstance(counters, dict) or any(type(n) is not int or not 0 <= n < _LIMIT for n in counters.values()):
+        return None
+    return Counters(counters)
 
 
 def counters_of(txn: Transaction) -> Counters:
-    """The stored counters; with damaged ones, all rows are counted."""
-    return read_counters(txn) or count_all(txn)
-
-
-def has_wrong_counters(txn: Transaction, counters: Counters) -> bool:
-    """Whether the stored counters differ from `counters` although they are not marked as stale."""
-    if is_stale(txn):
-        return False
-    return {key: bytes(value) for key, value in txn.scan("counters")} != counters.rows()
+    """The stored counters; if they are damaged, all rows are counted."""
+    counters = read_counters(txn)
+    return count_all(txn) if counters is None else counters
 
 
 def count_all(txn: Transaction) -> Counters:
     """Count all documents and records, row by row."""
     counters = Counters()
-    for key, row in txn.scan("documents"):
-        counters.count_document(key, row)
-    for key, row in txn.scan("kv"):
-        counters.count_record(key, row, needed=txn.is_needed(key))
+    for table in ("documents", "kv"):
+        for _, row in txn.scan(table):
+            counters.count(table, row)
     return counters
 
 
@@ -243,13 +145,15 @@ def recount(txn: Transaction) -> None:
 
     It reads every manifest but writes few pages, so it fits into one transaction at any size.
     """
-    for table in ("counters", "unreferenced"):
-        for key in list(txn.keys(table)):
-            txn.delete(table, key)
-    for key, row in count_all(txn).rows().items():
-        txn.put("counters", key, row)
+    _write(txn, count_all(txn))
+    for key in list(txn.keys("unreferenced")):
+        txn.delete("unreferenced", key)
     for key in unreferenced(txn):
         txn.put("unreferenced", key, b"")
+
+
+def _write(txn: Transaction, counters: Counters) -> None:
+    txn.put("meta", COUNTERS, add_checksum(json.dumps(+counters, sort_keys=True).encode()))
 
 
 def unreferenced(txn: Transaction) -> Iterator[bytes]:
@@ -266,47 +170,6 @@ def unreferenced(txn: Transaction) -> Iterator[bytes]:
         if txn.get("kv", key) is None and is_garbage(txn, key):
             yield key
         after = key + b"\xff\xff\xff\xff" if len(segment_key) >= VALUE_BYTES else segment_key
-
-
-def _unreadable(table: str, key: bytes) -> bytes:
-    return _UNREADABLE + table.encode() + b"/" + hashlib.blake2b(key, digest_size=32).digest()
-
-
-def _group_key(group: RecordGroup) -> bytes:
-    return _GROUP + hashlib.blake2b(_pack(group), digest_size=32).digest()
-
-
-def _pack(value: Any) -> bytes:
-    return add_checksum(json.dumps(value).encode())
-
-
-def _value(txn: Transaction, key: bytes) -> Any:
-    value = txn.get("counters", key)
-    return None if value is None else _parse(value)
-
-
-def _parse(value: Buffer) -> Any:
-    if len(value) > _ROW_BYTES:
-        raise DamagedError("a counter is too long")
-    try:
-        return parse_json(bytes(verify_checksum(value)))
-    except ValueError as error:
-        raise DamagedError(f"a counter is no JSON ({error})") from error
-
-
-def _sums(found: Any) -> tuple[RecordGroup, RecordSums]:
-    if not isinstance(found, list) or len(found) != len(RecordGroup._fields) + len(RecordSums._fields):
-        raise DamagedError("a counter is not as it was written")
-    names, numbers = found[:3], found[3:]
-    if not all(isinstance(name, str) for name in names):
-        raise DamagedError("a counter is not as it was written")
-    return RecordGroup(*names), RecordSums(*map(_whole, numbers))
-
-
-def _whole(found: Any) -> int:
-    if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found < _MOST:
-        raise DamagedError("a counter is no number")
-    return found
 
 
 _LEAST = 1024

@@ -47,7 +47,7 @@ from ragkv.errors import (
     StoreGoneError,
 )
 from ragkv.store.cache import MemoryTier
-from ragkv.store.counters import is_stale, recount, update_counters
+from ragkv.store.counters import update_counters
 from ragkv.store.data_file import (
     OpenFile,
     PageProgress,
@@ -571,7 +571,7 @@ os.register_at_fork(
 )
 
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Version of the tables and their rows (docs/formats.md)."""
 
 OPEN_SECONDS = 1.0
@@ -609,7 +609,6 @@ class Database:
         try:
             with translated(directory):
                 self._prepare(create=create)
-                self._count()
         except BaseException:
             self._map.env.close()
             raise
@@ -964,14 +963,6 @@ class Database:
         finally:
             filler.join()  # it ends even if `write` has raised, because the pipe is closed by then
         return failures[0] if failures else None
-
-    def _count(self) -> None:
-        """Count anew if a counted row was found damaged later."""
-        if not self._map.readonly:
-            with self.read() as txn:
-                due = is_stale(txn)
-            if due:
-                self.write(recount)
 
 
 _registry: dict[tuple[int, int] | None, Database] = {}

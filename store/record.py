@@ -21,13 +21,12 @@ import mmap
 import os
 import struct
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -105,17 +104,12 @@ class KVIdentity:
 
         Each field is hashed after its length, so that no two identities have the same bytes.
         """
-        return packed_key(self.model, self.encoding.value, pack_ids(self.prefix_ids), pack_ids(self.chunk_ids))
-
-
-def packed_key(model: str, encoding: str, prefix_ids: bytes | memoryview, chunk_ids: bytes | memoryview) -> bytes:
-    """`KVIdentity.key` from packed token ids."""
-    digest = hashlib.blake2b(digest_size=32, person=b"ragkv kv record")
-    fields = (SCHEMA_VERSION.to_bytes(4, "little"), model.encode(), encoding.encode(), prefix_ids, chunk_ids)
-    for field in fields:
-        digest.update(len(field).to_bytes(8, "little"))
-        digest.update(field)
-    return digest.digest()
+        digest = hashlib.blake2b(digest_size=32, person=b"ragkv kv record")
+        version, ids = SCHEMA_VERSION.to_bytes(4, "little"), (pack_ids(self.prefix_ids), pack_ids(self.chunk_ids))
+        for field in (version, self.model.encode(), self.encoding.value.encode(), *ids):
+            digest.update(len(field).to_bytes(8, "little"))
+            digest.update(field)
+        return digest.digest()
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -278,14 +272,6 @@ class Manifest:
         """Bytes of the payloads."""
         return sum(segment.stored for segment in self.segments)
 
-    def layer_run(self, layer: int) -> range:
-        """The indices of a layer's segments."""
-        return range(bisect_left(self.segments, (layer,)), bisect_left(self.segments, (layer + 1,)))
-
-    def layer_bytes(self, layer: int) -> int:
-        kv_heads, key_dim, value_dim = self.shapes[layer]
-        return kv_heads * self.tokens * (key_dim + value_dim) * ITEM_SIZES[self.dtype]
-
     def pack(self) -> bytes:
         model = self.identity.model.encode()
         codec = json.dumps(self.codec, sort_keys=True, separators=(",", ":")).encode()
@@ -389,72 +375,22 @@ class Manifest:
         )
 
 
-class Summary(NamedTuple):
-    """A manifest's summary without its parts: the number of segments, their bytes as stored and as tensors, the bytes
-    that describe dtype and layers, and the packed token ids, a view of the manifest's bytes."""
+def stored_sizes(value: Buffer) -> tuple[str, int, int]:
+    """A record's encoding, its bytes as stored and those of its tensors: from its manifest, of which only this is read.
 
-    model: str
-    encoding: str
-    codec: str
-    segments: int
-    stored_bytes: int
-    raw_bytes: int
-    layout: bytes
-    encoded_at: int
-    prefix_ids: Buffer
-    chunk_ids: Buffer
-
-    @property
-    def key(self) -> bytes:
-        """The key that the record belongs under."""
-        return packed_key(self.model, self.encoding, self.prefix_ids, self.chunk_ids)
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """The position of the first token, and the number of tokens, according to the identity."""
-        words, tokens = len(self.prefix_ids) // 4, len(self.chunk_ids) // 4
-        if self.encoding is not Encoding.LONG:
-            return words, tokens
-        return unpack_ids(self.prefix_ids)[LONG_WORDS - 1] if words >= LONG_WORDS else -1, tokens
-
-
-def summarise(value: Buffer) -> Summary:
-    """The summary of a manifest, several times as fast as `Manifest.parse`, because its parts are not checked.
-
-    `DamagedError` when the checksum or the length is wrong.
+    `DamagedError` if the checksum is wrong, or it is not a manifest.
     """
     body = verify_checksum(value)
-    if len(body) < _HEAD.size:
-        raise DamagedError("its manifest has the wrong length")
-    head = _HEAD.unpack_from(body)
-    magic, version, dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec = head
-    start, states_bytes, end = _HEAD.size, 0, len(body) - _SEGMENT.size * segments
-    if magic != _MAGIC or version not in (SCHEMA_VERSION, TYPED_VERSION) or encoding not in _ENCODINGS:
-        raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION} or {TYPED_VERSION}")
-    if version == TYPED_VERSION and len(body) >= start + _TYPED_HEAD.size:
-        _, states_bytes = _TYPED_HEAD.unpack_from(body, start)
-        start += _TYPED_HEAD.size
-    names = start + model + codec
-    ids, shapes = names + 4 * prefix_tokens, names + 4 * (prefix_tokens + tokens)
-    if shapes + _SHAPE.size * layers + states_bytes != end:
-        raise DamagedError("its manifest has the wrong length")
+    if len(body) < _HEAD.size or not body[:4] == _MAGIC:
+        raise DamagedError("it is not a manifest")
+    _, _, _, encoding, *_, segments, _, _ = _HEAD.unpack_from(body)
+    start = len(body) - _SEGMENT.size * segments
+    if start < _HEAD.size or encoding not in _ENCODINGS:
+        raise DamagedError("its manifest has the wrong length, or an unknown encoding")
     stored = raw = 0
-    for _, raw_size, payload, _ in _SEGMENT.iter_unpack(body[end:]):
+    for _, raw_size, payload, _ in _SEGMENT.iter_unpack(body[start:]):
         raw, stored = raw + raw_size, stored + payload
-    name, codec_id = _names(bytes(body[start:names]), model)
-    layout = bytes((version, dtype)) + bytes(body[_HEAD.size : start]) + bytes(body[shapes:end])
-    encoding = _ENCODINGS[encoding].value
-    prefix_ids, chunk_ids = body[names:ids], body[ids:shapes]
-    return Summary(name, encoding, codec_id, segments, stored, raw, layout, encoded_at, prefix_ids, chunk_ids)
-
-
-@lru_cache(maxsize=256)
-def _names(names: bytes, model: int) -> tuple[str, str]:
-    """The model's fingerprint and the codec's id; cached, because most manifests share them."""
-    try:
-        return names[:model].decode(), str(_codec(parse_json(names[model:]))["id"])
-    except ValueError as error:
-        raise DamagedError(f"its manifest is malformed ({error!r})") from error
+    return _ENCODINGS[encoding].value, stored, raw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -803,16 +739,6 @@ def record_tensors(
         encoded_at=manifest.encoded_at,
         states=tuple(states),
         stacked=stacked,
-    )
-
-
-def layer_tensors(manifest: Manifest, layer: int, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's keys and values as views of `flat`, which holds them in this order."""
-    kv_heads, key_dim, value_dim = manifest.shapes[layer]
-    cut = kv_heads * manifest.tokens * key_dim
-    return (
-        flat[:cut].view(kv_heads, manifest.tokens, key_dim),
-        flat[cut:].view(kv_heads, manifest.tokens, value_dim),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar
 
@@ -41,7 +41,7 @@ from ragkv.store.maintenance.space import (
     survey_documents,
 )
 from ragkv.store.maintenance.verify import chunk_named
-from ragkv.store.reader import KVReader, forget, map_record, move_many, read_many, warn_unusable
+from ragkv.store.reader import read_many, warn_unusable
 from ragkv.store.record import EncodedRecord, KVIdentity, Manifest, encode_record, pack_shape, round_trip
 from ragkv.store.tables import (
     INDEX_OWNER,
@@ -260,24 +260,9 @@ class Store:
 
     # Documents
 
-    def write_document(
-        self,
-        document: Document,
-        text: str,
-        chunks: Sequence[Chunk],
-        *,
-        recipe: str,
-        records: KVRecords = (),
-        references: Mapping[str, Sequence[KVIdentity]],
-        vectors: Mapping[str, ChunkVectors] | None = None,
-        lenient: bool = False,
-    ) -> None:
-        """Make a document with its chunks, their vectors and their KV visible at once, replacing its earlier version.
-
-        This is `write_changes` of one `change`; see there.
-        """
-        rest: Any = {"recipe": recipe, "records": records, "references": references, "vectors": vectors}
-        self.write_changes([self.change(document, text, chunks, **rest, lenient=lenient)])
+    def write_document(self, document: Document, text: str, chunks: Sequence[Chunk], **parts: Any) -> None:
+        """`change` one document, and write it at once."""
+        self.write_changes([self.change(document, text, chunks, **parts)])
 
     def change(
         self,
@@ -483,45 +468,15 @@ class Store:
         wanted = list(dict.fromkeys(identities))
         try:
             with self._live().read() as txn:
-                if isinstance(device, tuple):
-                    return move_many(txn, wanted, device, shape)
-                return read_many(txn, wanted, shape, device)
+                if not isinstance(device, tuple):
+                    return read_many(txn, wanted, shape, device)
+                return {of: kv.to(device) for of, kv in read_many(txn, wanted, shape).items()}
         except CorruptStoreError as error:
             # LMDB cannot read a page of one of the records. Read them one by one, so that the others are found.
             if len(wanted) == 1:
                 warn_unusable(wanted[0].key(), error)
                 return {}
             return {of: kv for one in wanted for of, kv in self.get_many([one], device=device, shape=shape).items()}
-
-    def open_kv(self, identity: KVIdentity) -> KVReader | None:
-        """The chunk's KV, to be read layer by layer; None as in `get_kv`."""
-        try:
-            return KVReader.open(self._live(), identity)
-        except CorruptStoreError as error:
-            warn_unusable(identity.key(), error)
-            return None
-
-    @contextmanager
-    def mapped_kv(self, identity: KVIdentity) -> Iterator[ChunkKV | None]:
-        """The chunk's KV as views of the file, checked, for as long as the block lasts; None as in `get_kv`.
-
-        The tensors are read-only and are emptied at the end of the block. The block holds a read transaction: keep it
-        short, and do not use the store within it.
-        """
-        kv, held = None, ExitStack()
-        try:
-            with ExitStack() as stack:
-                txn = stack.enter_context(self._live().read())
-                kv = map_record(txn, identity)
-                held = stack.pop_all()
-        except CorruptStoreError as error:
-            warn_unusable(identity.key(), error)
-        try:
-            yield kv
-        finally:
-            if kv is not None:
-                forget(kv)
-            held.close()  # without the block's own exception, which is no error of the store
 
     def memory(
         self, device: Place | str = "cpu", *, budget: int | None = None, unstored: Container[bytes] = ()
@@ -550,15 +505,10 @@ class Store:
         with self._live().read() as txn:
             return records_of(txn, chunk_id)
 
-    def put_kv(self, identity: KVIdentity, kv: ChunkKV, *, chunk_id: str) -> bool:
-        """Store KV that a question had to encode, replacing a bad record.
-
-        False if the chunk was deleted, or if the budget holds only KV that is worth more.
-        """
-        return bool(self.put_many([(identity, kv, chunk_id)]))
-
     def put_many(self, records: Iterable[tuple[KVIdentity, ChunkKV | EncodedRecord, str | None]]) -> set[bytes]:
-        """`put_kv` for several, about 64 MiB in a transaction; returns the keys of those that were stored.
+        """Store KV that a question had to encode, about 64 MiB in a transaction, replacing bad records.
+
+        Returns the keys of what was stored: not of KV whose chunk was deleted, or that the budget has no room for.
 
         Without a chunk's id, KV belongs to the index: it is kept until the next `gc`, or until it has to make room.
         """

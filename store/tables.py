@@ -36,7 +36,6 @@ TABLES: Mapping[str, bool] = {
     "references": True,
     "needs": True,
     "vectors": False,
-    "counters": False,
     "unreferenced": False,
     "changes": False,
     "uses": False,
@@ -91,9 +90,8 @@ class Transaction:
         """Keys of the KV records that this transaction wrote or dropped."""
         self.before_documents: dict[bytes, bytes | None] = {}
         """Rows of `documents` before their first change in this transaction."""
-        self.before_records: dict[bytes, tuple[bytes | None, bool]] = {}
-        """Rows of `kv` before this transaction first changed them, their references or segments, and whether a chunk
-        needed them."""
+        self.before_records: dict[bytes, bytes | None] = {}
+        """Rows of `kv` before this transaction first changed them, their references or segments."""
 
     def close(self) -> None:
         """Release LMDB's transaction: py-lmdb keeps its reader slot for as long as anything refers to it."""
@@ -122,15 +120,14 @@ class Transaction:
 
     def _note(self, table: str, key: bytes) -> None:
         """Keep a counted row before its first change (`ragkv.store.counters`)."""
-        if table == "documents":
-            if key not in self.before_documents:
-                row = self.get(table, key)
-                self.before_documents[key] = None if row is None else bytes(row)
+        if table == "documents" and key not in self.before_documents:
+            row = self.get(table, key)
+            self.before_documents[key] = None if row is None else bytes(row)
         elif table in ("kv", "segments", "references"):
             record = key[:VALUE_BYTES] if table == "segments" else key
             if record not in self.before_records:
                 row = self.get("kv", record)
-                self.before_records[record] = None if row is None else bytes(row), self.is_needed(record)
+                self.before_records[record] = None if row is None else bytes(row)
 
     def values(self, table: str, key: bytes) -> list[bytes]:
         """All values of a key."""

@@ -90,36 +90,22 @@ def _reading(folder: Path, chunks: list[ChunkKV], rounds: int) -> list[BenchRow]
             found = raw.get_many(identities)
             return {identity.key(): kv for identity, kv in found.items()}
 
-        def mapped() -> None:
-            for identity in identities:
-                with raw.mapped_kv(identity) as kv:
-                    _require(kv)
-
-        def first_layer() -> object:
-            reader = _require(raw.open_kv(identities[0]))
-            return reader.layer(0)
-
         tier.get_many(keys, load)
         works: dict[str, Work] = {
             "warm memcpy": lambda: np.copyto(warm, source),
             "fresh memcpy": lambda: np.copyto(np.empty_like(source), source),
             "used": lambda: raw.get_many(identities),
             "cold": lambda: raw.get_many(identities),
-            "mapped": mapped,
             "tier": lambda: tier.get_many(keys, load),
             "zstd": lambda: zstd.get_many(identities),
-            "record": lambda: raw.get_kv(identities[0]),
-            "layer": first_layer,
         }
         times = alternating(works, rounds, before={"cold": drop_pool})
     name = f"{source.nbytes / 1e6:.0f} MB"
     return [
         _row(f"read {name}, memory used again", times, "used", "memcpy, warm buffer", "warm memcpy"),
         _row(f"read {name}, fresh memory", times, "cold", "memcpy, fresh buffer", "fresh memcpy"),
-        _row(f"read {name}, in place", times, "mapped", "memcpy, warm buffer", "warm memcpy"),
         _row(f"read {name}, from the memory tier", times, "tier", "memcpy, warm buffer", "warm memcpy"),
         _row(f"read {name}, zstd", times, "zstd", "memcpy, warm buffer", "warm memcpy"),
-        _row("first layer of a record", times, "layer", "the whole record", "record"),
     ]
 
 

@@ -130,7 +130,7 @@ def read_budget(txn: Transaction) -> int | None:
 
 def kv_bytes(txn: Transaction) -> int:
     """The bytes of all payloads, as of the last commit."""
-    return sum(sums.bytes for sums in counters_of(txn).groups.values())
+    return counters_of(txn).kv_bytes
 
 
 def read_use(txn: Transaction, key: bytes) -> UseRow | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ragkv.errors import CorruptStoreError
 from ragkv.store.codecs import Codec, DamagedError
-from ragkv.store.counters import advance, generation, is_stale, recount, update_unreferenced
+from ragkv.store.counters import advance, generation, recount, update_unreferenced
 from ragkv.store.documents import drop_rows, drop_vectors, read_vector
 from ragkv.store.environment import Database
 from ragkv.store.maintenance.verify import (
@@ -265,13 +265,6 @@ class _Repairer:
         if any(problem.table == "counters" for problem in problems):
             self._write(recount)
 
-    def count_anew(self) -> None:
-        """Recount if counters became stale because a damaged row was replaced (`ragkv.store.counters`)."""
-        with self._database.read() as txn:
-            stale = is_stale(txn)
-        if stale:
-            self._write(recount)
-
     def _write(self, apply: Callable[[Transaction], T], need: int = 0) -> T | None:
         """Run one transaction; none in a dry run."""
         return None if self._report.dry_run else self._database.write(apply, need=need)
@@ -424,7 +417,6 @@ def repair(
         report.left = verify(database, on_progress=on_progress).findings
         report.problems = report.problems or report.left
         if not report.left or any(problem.kind == "pages" for problem in report.left):
-            repairer.count_anew()
             return report
         repairer.run(report.left, encode=encode)
         if dry_run:

@@ -25,17 +25,11 @@ import lmdb
 
 from ragkv.errors import StoreError, StoreFullError
 from ragkv.store.codecs import DamagedError
-from ragkv.store.counters import (
-    RecordSums,
-    counters_of,
-    generation,
-    is_garbage,
-    update_unreferenced,
-)
+from ragkv.store.counters import counters_of, generation, is_garbage, update_unreferenced
 from ragkv.store.data_file import read_header
 from ragkv.store.environment import FORMAT_VERSION, Database, is_full
 from ragkv.store.maintenance.verify import Counter, Notify, find_record
-from ragkv.store.record import Manifest, summarise
+from ragkv.store.record import Manifest
 from ragkv.store.tables import (
     INDEX_OWNER,
     TABLES,
@@ -58,7 +52,8 @@ class StoreStats:
     """Counts, and sizes in bytes.
 
     `kv_bytes` are the stored payloads, `kv_bytes_raw` the decoded tensors, `kv_bytes_by_encoding` the payloads by
-    encoding. `orphans` are records that no chunk needs, `unreadable` those whose manifest was damaged when counted.
+    encoding. `orphans` are records that no chunk needs, `unreadable` rows of documents and KV that were damaged when
+    they were counted.
     `file_bytes` is the file's size on disk, `used_bytes` its part in use, `map_bytes` the size of LMDB's map.
     """
 
@@ -167,7 +162,7 @@ def survey_documents(database: Database, document_ids: Iterable[str] | None = No
 def _share(txn: Transaction, key: bytes, stored: StoredDocument) -> DocumentStats:
     place = document_digest(key)
     names = {digest(parse_chunk(row).chunk_id) for _, row in txn.scan("chunks", place)}
-    sizes = {record: _payload_bytes(txn, record) for name in names for record in txn.values("needs", name)}
+    sizes = {record: txn.payload_bytes(record) for name in names for record in txn.values("needs", name)}
     text = txn.get("texts", place)
     return DocumentStats(
         document=stored.document.document_id,
@@ -185,18 +180,18 @@ def _share(txn: Transaction, key: bytes, stored: StoredDocument) -> DocumentStat
     )
 
 
-def _payload_bytes(txn: Transaction, record: bytes) -> int:
-    """Bytes of a record's payloads by its manifest, or by its segments if that is unreadable."""
-    try:
-        return summarise(txn.get("kv", record) or b"").stored_bytes
-    except DamagedError:
-        return txn.payload_bytes(record)
-
-
 def needed_models(database: Database) -> set[str]:
     """Fingerprints of the models that made the KV that chunks need."""
-    with database.read() as txn:
-        return counters_of(txn).models
+    models: set[str] = set()
+
+    def visit(txn: Transaction, key: bytes) -> int:
+        manifest = find_record(txn, key)
+        if manifest is not None and txn.is_needed(key):
+            models.add(manifest.identity.model)
+        return 0
+
+    database.walk("kv", visit)
+    return models
 
 
 def orphans(database: Database) -> Iterator[bytes]:
@@ -213,19 +208,16 @@ def survey(database: Database) -> StoreStats:
     file_bytes, map_bytes = database.sizes()
     with database.read() as txn:
         counters = counters_of(txn)
-        sums = RecordSums()
-        for group in counters.groups.values():
-            sums = sums.plus(group)
         return StoreStats(
             documents=txn.count("documents"),
             chunks=txn.count("chunks"),
-            tokens=counters.tokens,
+            tokens=counters["tokens"],
             kv_records=txn.count("kv"),
-            kv_bytes=sums.bytes,
-            kv_bytes_raw=sums.raw_bytes,
+            kv_bytes=counters.kv_bytes,
+            kv_bytes_raw=counters["raw"],
             kv_bytes_by_encoding=counters.bytes_by_encoding,
             orphans=unlisted,
-            unreadable=counters.unreadable_records,
+            unreadable=counters["unreadable"],
             file_bytes=file_bytes,
             used_bytes=txn.used_bytes(),
             map_bytes=map_bytes,

@@ -5,8 +5,7 @@ compares only rows of one snapshot, so a concurrent writer never causes a false 
 table, each batch in its own snapshot (`Database.walk`). Whether a row's document exists cannot be decided within a
 batch: suspects are collected and checked again in one snapshot before they become problems.
 
-`--quick` checks pages, all checksums except those of KV payloads, and that rows which belong together exist. Suspicious
-rows are checked again by the full verification in the same snapshot, so that both report them in the same words.
+`--quick` leaves out the payloads of KV, which are nearly all bytes: it only compares their lengths.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from ragkv.errors import ConfigError, CorruptStoreError
-from ragkv.store.codecs import DamagedError, verify_checksum
-from ragkv.store.counters import Counters, count_all, has_wrong_counters, is_garbage, parse_change
-from ragkv.store.data_file import give_back, mapped_bytes
+from ragkv.store.codecs import DamagedError
+from ragkv.store.counters import count_all, is_garbage, parse_change, read_counters
 from ragkv.store.documents import read_vector, require_shape
 from ragkv.store.environment import Database
-from ragkv.store.record import Manifest, Summary, check_payloads, summarise
+from ragkv.store.record import Manifest, check_payloads, checked_payloads
 from ragkv.store.tables import (
     INDEX_OWNER,
     PLACE_BYTES,
@@ -40,7 +38,7 @@ from ragkv.store.tables import (
     parse_document,
     parse_text,
 )
-from ragkv.types import ITEM_SIZES, Chunk
+from ragkv.types import Chunk
 from ragkv.util.files import parse_json
 
 ProblemKind: TypeAlias = Literal["damaged", "missing", "mismatch", "stray", "pages"]
@@ -204,18 +202,15 @@ def check_record(txn: Transaction, key: bytes, *, payload: bool) -> Iterator[Pro
         if manifest.identity.key() != key:
             raise DamagedError("it has a key that is not its own")
         require_shape(txn, manifest)
-        if payload:
-            check_payloads(manifest, partial(txn.segment, key))
-        elif any(txn.segment(key, index) is None for index in range(len(manifest.segments))):
-            raise DamagedError("a segment is missing")
+        (check_payloads if payload else checked_payloads)(manifest, partial(txn.segment, key))
     except (ValueError, ConfigError) as error:
         where, what = f"KV record {key.hex()[:16]}", str(error).rstrip(".")
         yield Problem(kind="damaged", table="kv", key=key, where=where, what=what, document=_needed_by(txn, key))
 
 
-def check_unreferenced(txn: Transaction, key: bytes, *, referenced: bool | None = None) -> Iterator[Problem]:
+def check_unreferenced(txn: Transaction, key: bytes) -> Iterator[Problem]:
     """`unreferenced`: it lists the KV that nothing refers to, and nothing else."""
-    garbage = is_garbage(txn, key) if referenced is None else not referenced
+    garbage = is_garbage(txn, key)
     if garbage == (txn.get("unreferenced", key) is not None):
         return
     what = (
@@ -229,20 +224,15 @@ def check_segments(txn: Transaction, key: bytes) -> Iterator[Problem]:
     """`segments` beyond those of a record that is in use; those of garbage go with it."""
     if not txn.is_referenced(key):
         return
-    count = segment_count(txn, key)
-    for found, _ in txn.scan("segments", key):
-        if int.from_bytes(found[VALUE_BYTES:], "big") >= count:
+    manifest = find_record(txn, key)
+    if manifest is None and txn.get("kv", key) is not None:
+        return  # how many segments a damaged record should have is unknown
+    count = 0 if manifest is None else len(manifest.segments)
+    for segment_key, _ in txn.scan("segments", key):
+        if int.from_bytes(segment_key[VALUE_BYTES:], "big") >= count:
             where = f"segment of KV record {key.hex()[:16]}"
-            yield Problem(kind="stray", table="segments", key=found, where=where, what="the record has fewer segments")
-
-
-def segment_count(txn: Transaction, record: bytes) -> int:
-    """The number of segments that a record should have."""
-    manifest = find_record(txn, record)
-    if manifest is not None:
-        return len(manifest.segments)
-    # The number of segments of a damaged record is unknown, so none of them is reported as superfluous.
-    return 0 if txn.get("kv", record) is None else 1 << 32
+            what = "the record has fewer segments"
+            yield Problem(kind="stray", table="segments", key=segment_key, where=where, what=what)
 
 
 def check_references(txn: Transaction, key: bytes) -> Iterator[Problem]:
@@ -355,143 +345,11 @@ def _cause(error: CorruptStoreError) -> str:
     return str(error.__cause__ or error)
 
 
-UNCHECKED = (
-    "the KV itself: whether its payloads match their checksums and can be decoded",
-    "whether a chunk's row, its place and its KV are those of its id and its tokens",
-    "the heads of large values, which count the pages that deleting them frees",
-)
+UNCHECKED = ("the KV itself: whether its payloads match their checksums and can be decoded",)
 """The checks that a quick verification leaves out, in words for the user."""
 
-Rows = Iterable[Problem]
-Check = Callable[[Transaction, bytes], Rows]
-Visit = Callable[[Transaction, bytes, memoryview], Rows]
-
-
-class QuickCheck:
-    """The checks of a quick verification: one function per table, called with the rows in key order."""
-
-    def __init__(self) -> None:
-        self.counters = Counters()
-        self.orphans: Counts[str] = Counts()
-        self.segments = 0
-        # of documents: their key, and how many chunks are missing yet
-        self._chunks: dict[bytes, tuple[bytes, int]] = {}
-        self._vector_key = b""  # of the last part visited
-        self._layouts: dict[tuple[str, bytes], tuple[int, int]] = {}  # bytes of the states, and of each token
-        self._record = b""  # of the last reference visited
-
-    def tables(self) -> dict[str, Visit]:
-        """The checks by table; other tables need no walk."""
-        return {
-            "documents": self._document,
-            "texts": self._text,
-            "chunks": self._chunk,
-            "places": self._in_place,
-            "kv": self._in_record,
-            "references": self._reference,
-            "vectors": self._vector,
-        }
-
-    def _document(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
-        self.counters.count_document(key, value)
-        document = document_digest(key)
-        try:
-            stored = parse_document(value)
-        except CorruptStoreError:
-            return check_document(txn, key)
-        self._chunks[document] = key, stored.chunks
-        if txn.get("texts", document) is None or document_key(stored.document.document_id) != key:
-            return check_document(txn, key)
-        return ()
-
-    def _text(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
-        """A row of a document: if it is damaged, all of the document is checked."""
-        if _is_sealed(value):
-            return ()
-        owner, _ = self._chunks.get(key[:32], (b"", 0))
-        return check_document(txn, owner) if owner and txn.get("documents", owner) is not None else ()
-
-    def _chunk(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
-        owner, left = self._chunks.get(key[:32], (b"", 0))
-        self._chunks[key[:32]] = owner, left - 1
-        return self._text(txn, key, value)
-
-    def incomplete(self) -> list[bytes]:
-        """Keys of the documents with missing chunks."""
-        return [key for key, left in self._chunks.values() if key and left]
-
-    def stray(self, key: bytes) -> bool:
-        """Whether a row of `texts` or `chunks` is of a document that was not there."""
-        return not self._chunks.get(key[:32], (b"", 0))[0]
-
-    def _in_place(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
-        if len(value) == PLACE_BYTES and txn.get("chunks", bytes(value)) is not None:
-            return ()
-        return check_place(txn, key)
-
-    def _in_record(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
-        needed = txn.is_needed(key)
-        referenced = needed or txn.is_referenced(key)
-        lengths = [len(payload) for _, payload in txn.scan("segments", key)]  # the payloads are not read
-        self.segments += len(lengths)
-        self.orphans["records"] += not referenced
-        try:
-            summary = summarise(value)
-        except DamagedError:
-            self.counters.count_record(key, value, needed=needed)
-            return (*check_record(txn, key, payload=False), *check_unreferenced(txn, key))
-        self.counters.count_summary(summary, needed=needed)
-        self.orphans["bytes"] += 0 if referenced else summary.stored_bytes
-        self.segments -= max(0, len(lengths) - summary.segments)  # then the segments are checked one by one
-        whole: Rows = ()
-        if (summary.segments, summary.stored_bytes) != (len(lengths), sum(lengths)) or not self._fits(key, summary):
-            whole = tuple(check_record(txn, key, payload=False))
-            if not whole:
-                self._add_layout(summary.layout, Manifest.parse(value))
-        return (*whole, *check_unreferenced(txn, key, referenced=referenced))
-
-    def _fits(self, key: bytes, summary: Summary) -> bool:
-        """Whether a record has its own key, and its size agrees with its layout, which was found right before."""
-        sizes = self._layouts.get((summary.model, summary.layout))
-        position, tokens = summary.extent
-        if sizes is None or summary.key != key or summary.encoded_at != position:
-            return False
-        return summary.raw_bytes == sizes[0] + tokens * sizes[1]
-
-    def _add_layout(self, layout: bytes, manifest: Manifest) -> None:
-        widths = sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in manifest.shapes)
-        sizes = sum(state.nbytes for state in manifest.states), widths * ITEM_SIZES[manifest.dtype]
-        self._layouts[manifest.identity.model, layout] = sizes
-
-    def _reference(self, txn: Transaction, key: bytes, owner: memoryview) -> Rows:
-        problems: Rows = ()
-        if key != self._record:
-            self._record = key
-            if txn.get("kv", key) is None:
-                problems = [problem for one in txn.values("references", key) for problem in check_needs(txn, one)]
-        name = bytes(owner)
-        if txn.has("needs", name, key) and (name == INDEX_OWNER or txn.get("places", name) is not None):
-            return problems
-        return (*problems, *(problem for problem in check_references(txn, key) if problem.owner == name))
-
-    def _vector(self, txn: Transaction, key: bytes, value: memoryview) -> Rows:
-        kind, place = key[:1], key[1:-4]
-        before, self._vector_key = self._vector_key, key
-        if key[:-4] == before[:-4]:
-            whole = int.from_bytes(key[-4:], "big") == int.from_bytes(before[-4:], "big") + 1
-        else:
-            whole = key[-4:] == bytes(4) and len(key) == PLACE_BYTES + 5 and txn.get("chunks", place) is not None
-        if whole and _is_sealed(value):
-            return ()
-        return check_vector(txn, kind, place)
-
-
-def _is_sealed(value: memoryview) -> bool:
-    try:
-        verify_checksum(value)
-    except DamagedError:
-        return False
-    return True
+Check = Callable[[Transaction, bytes], Iterable[Problem]]
+Visit = Callable[[Transaction, bytes], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -530,9 +388,6 @@ class Counter:
 
 
 _PAIR_BYTES = 64
-_QUICK_ROWS = 4096  # of a quick verification in one snapshot
-_MAPPED = 128 << 20  # bytes of pages that a quick walk maps before it releases them
-_QUICK = ("documents", "texts", "chunks", "places", "kv", "references", "vectors")
 _OF_DOCUMENT = {"texts": "text", "chunks": "chunk row"}
 """Tables whose keys begin with a document's digest, with the name of a row for the user."""
 
@@ -587,7 +442,7 @@ class Verification:
 
 
 def verify(database: Database, *, quick: bool = False, on_progress: Notify | None = None) -> Verification:
-    """Check all tables; `quick` leaves out `UNCHECKED`, which is most of the bytes and of the work."""
+    """Check all tables; `quick` leaves out `UNCHECKED`, which is most of the bytes."""
     return _Walk(database, quick, on_progress).run()
 
 
@@ -599,17 +454,15 @@ class _Walk:
         self._quick = quick
         self._notify = on_progress
         with database.read() as txn:
-            total = sum(map(txn.count, _QUICK)) if quick else txn.used_bytes(*TABLES)
-        self._progress = Counter(on_progress, "verify", total, "rows" if quick else "bytes")
+            total = txn.used_bytes(*(TABLES.keys() - {"segments"} if quick else TABLES))
+        self._progress = Counter(on_progress, "verify", total)
         self._problems: list[Problem] = []
         self._rows: Counts[str] = Counts()
         self._documents: set[bytes] = set()
-        self._suspects: dict[bytes, Problem] = {}
+        self._suspects: list[Problem] = []
         self._orphans: Counts[str] = Counts()
-        self._record_of_segment: tuple[Transaction | None, bytes, int] = (None, b"", 0)  # with its count of segments
+        self._segments_of = b""  # the record whose segments were checked last
         self._vector = b""  # of the vector that was checked last: its key without the number of the part
-        self._counters = Counters()
-        self._mapped = mapped_bytes()
 
     def run(self) -> Verification:
         def on_pages(done: int, total: int) -> None:
@@ -622,10 +475,8 @@ class _Walk:
         except CorruptStoreError as error:
             self._problems.append(_bad_pages("", "data.mdb", str(error.__cause__ or error)))
         else:
-            if self._quick:
-                self._walk_quickly()
-            else:
-                self._walk_tables()
+            self._walk_tables()
+            self._problems += self._stray()
             self._compare_counters()
         self._progress.finish()
         rows = {table: self._rows[table] for table in TABLES}
@@ -637,79 +488,30 @@ class _Walk:
         )
 
     def _walk_tables(self) -> None:
-        for table, visit in (
-            ("meta", self._checked("meta", check_metadata)),
-            ("documents", self._document),
-            ("texts", partial(self._owned, "texts")),
-            ("chunks", partial(self._owned, "chunks")),
-            ("places", self._checked("places", check_place)),
-            ("kv", self._record),
-            ("segments", self._segment),
-            ("references", self._pairs("references", check_references)),
-            ("needs", self._pairs("needs", check_needs)),
-            ("vectors", self._vectors),
-            ("unreferenced", self._checked("unreferenced", check_unreferenced)),
-            ("changes", self._checked("changes", check_change)),
-            ("uses", self._checked("uses", check_uses)),
-        ):
+        visits: dict[str, Visit] = {
+            "meta": self._checked("meta", check_metadata),
+            "documents": self._document,
+            "texts": partial(self._owned, "texts"),
+            "chunks": partial(self._owned, "chunks"),
+            "places": self._checked("places", check_place),
+            "kv": self._record,
+            "segments": self._segment,
+            "references": self._pairs("references", check_references),
+            "needs": self._pairs("needs", check_needs),
+            "vectors": self._vectors,
+            "unreferenced": self._checked("unreferenced", check_unreferenced),
+            "changes": self._checked("changes", check_change),
+            "uses": self._checked("uses", check_uses),
+        }
+        for table, visit in visits.items():
             try:
                 self._database.walk(table, visit)
             except CorruptStoreError as error:
                 self._unreadable(table, error)
-        self._problems += self._stray()
 
     def _unreadable(self, table: str, error: CorruptStoreError) -> None:
         what = f"its pages cannot be read ({error.__cause__ or error})"
         self._problems.append(_bad_pages(table, f"table {table!r}", what))
-
-    def _walk_quickly(self) -> None:
-        """Walk the tables of `QuickCheck`, many rows per snapshot; then check what spans rows."""
-        quick = QuickCheck()
-        self._counters, self._orphans = quick.counters, quick.orphans
-        self._database.walk("meta", self._checked("meta", check_metadata))
-        for table, visit in quick.tables().items():
-            try:
-                self._scan(table, visit, quick)
-            except CorruptStoreError as error:
-                self._unreadable(table, error)
-        for key in quick.incomplete():
-            with self._database.read() as txn:  # checked again, because a writer may have changed it meanwhile
-                if txn.get("documents", key) is not None:
-                    self._problems += check_document(txn, key)
-        with self._database.read() as txn:
-            pairs, needs, segments = (txn.count(table) for table in ("references", "needs", "segments"))
-        # Each reference has been found among the needs, and each segment of a record has been counted.
-        if pairs == needs:
-            self._rows["needs"] = needs
-        else:
-            self._database.walk("needs", self._pairs("needs", check_needs))
-        if segments == quick.segments:
-            self._rows["segments"] = segments
-        else:
-            self._database.walk("segments", self._segment)
-        self._database.walk("unreferenced", self._checked("unreferenced", check_unreferenced))
-        self._database.walk("changes", self._checked("changes", check_change))
-        self._problems += self._stray()
-        self._problems = list(dict.fromkeys(self._problems))  # two rows may lead to the same one
-
-    def _scan(self, table: str, visit: Visit, quick: QuickCheck) -> None:
-        after, more = b"", True
-        while more:
-            rows, more = 0, False
-            with self._database.read() as txn:
-                for key, value in txn.scan(table, after=after or None):
-                    if rows >= _QUICK_ROWS and key != after:  # the next snapshot begins behind a key
-                        more = True
-                        break
-                    if table in _OF_DOCUMENT and quick.stray(key):
-                        self._suspect(table, key)
-                    self._problems += visit(txn, key, value)
-                    self._rows["bytes"] += len(value)
-                    rows, after = rows + 1, key
-            if mapped_bytes() - self._mapped > _MAPPED:  # released pages stay in the page cache
-                give_back(self._database.directory / "data.mdb")
-            self._rows[table] += rows
-            self._progress.add(rows)
 
     def _seen(self, table: str, problems: Iterable[Problem], size: int, rows: int = 1) -> int:
         self._problems += problems
@@ -718,11 +520,11 @@ class _Walk:
         self._progress.add(size)
         return size
 
-    def _checked(self, table: str, check: Check) -> Callable[[Transaction, bytes], int]:
+    def _checked(self, table: str, check: Check) -> Visit:
         """A visitor of the rows of a table, each of which is checked by itself."""
         return lambda txn, key: self._seen(table, check(txn, key), _length(txn, table, key))
 
-    def _pairs(self, table: str, check: Check) -> Callable[[Transaction, bytes], int]:
+    def _pairs(self, table: str, check: Check) -> Visit:
         """A visitor of the keys of a table with several values per key."""
 
         def visit(txn: Transaction, key: bytes) -> int:
@@ -734,56 +536,45 @@ class _Walk:
     def _document(self, txn: Transaction, key: bytes) -> int:
         document = document_digest(key)
         self._documents.add(document)
-        self._counters.count_document(key, txn.get("documents", key) or b"")
         size = _length(txn, "documents", key) + _length(txn, "texts", document)
         size += sum(len(value) for _, value in txn.scan("chunks", document))
         return self._seen("documents", check_document(txn, key), size)
 
     def _owned(self, table: str, txn: Transaction, key: bytes) -> int:
-        """A row of a document, whose parts were checked with the document."""
-        self._suspect(table, key)
-        return self._seen(table, (), 0)
-
-    def _suspect(self, table: str, key: bytes) -> None:
-        """Note a row whose document was not there when documents were walked."""
+        """A row of a document, whose parts were checked with the document, unless that was not there."""
         if key[:32] not in self._documents:
             where, what = f"{_OF_DOCUMENT[table]} {key.hex()[:16]}", "it is of a document that is not there"
-            self._suspects[table.encode() + key] = Problem(kind="stray", table=table, key=key, where=where, what=what)
+            self._suspects.append(Problem(kind="stray", table=table, key=key, where=where, what=what))
+        return self._seen(table, (), 0)
 
     def _stray(self) -> Iterator[Problem]:
         """The suspects that have no document in one snapshot."""
         if self._suspects:
             with self._database.read() as txn:
                 there = document_digests(txn)
-                for problem in self._suspects.values():
+                for problem in self._suspects:
                     if txn.get(problem.table, problem.key) is not None and problem.key[:32] not in there:
                         yield problem
 
     def _record(self, txn: Transaction, key: bytes) -> int:
-        size = _length(txn, "kv", key)
-        manifest = find_record(txn, key)
-        stored = 0 if manifest is None else manifest.stored_bytes
+        size, stored = _length(txn, "kv", key), txn.payload_bytes(key)
         if not txn.is_referenced(key):
             self._orphans["records"] += 1
             self._orphans["bytes"] += stored
-        self._counters.count_record(key, txn.get("kv", key) or b"", needed=txn.is_needed(key))
-        found = (*check_record(txn, key, payload=True), *check_unreferenced(txn, key))
-        return self._seen("kv", found, size + stored)
+        problems = (*check_record(txn, key, payload=not self._quick), *check_unreferenced(txn, key))
+        return self._seen("kv", problems, size if self._quick else size + stored)
 
     def _segment(self, txn: Transaction, key: bytes) -> int:
-        """Whether a segment belongs to a record. Its payload is checked with the record."""
+        """The segments of a record: whether they belong to it. Their payloads are checked with the record."""
         record = key[:VALUE_BYTES]
-        if self._record_of_segment[:2] != (txn, record):
-            self._record_of_segment = (txn, record, segment_count(txn, record))
-        problems: Iterable[Problem] = ()
-        if int.from_bytes(key[VALUE_BYTES:], "big") >= self._record_of_segment[2]:
-            if txn.get("kv", record) is None or not txn.is_referenced(record):
-                self._orphans["segments"] += 1
-                self._orphans["bytes"] += _length(txn, "segments", key)
-                problems = check_unreferenced(txn, record)
-            else:
-                problems = [problem for problem in check_segments(txn, record) if problem.key == key]
-        return self._seen("segments", problems, 0)
+        if self._segments_of == record:
+            return self._seen("segments", (), 0)
+        self._segments_of = record
+        if txn.get("kv", record) is not None:
+            return self._seen("segments", check_segments(txn, record), 0)
+        self._orphans["segments"] += sum(1 for _ in txn.scan("segments", record))
+        self._orphans["bytes"] += txn.payload_bytes(record)
+        return self._seen("segments", (*check_segments(txn, record), *check_unreferenced(txn, record)), 0)
 
     def _compare_counters(self) -> None:
         """Report wrong counters, unless damaged rows make the right ones unknown."""
@@ -791,11 +582,9 @@ class _Walk:
             return
         try:
             with self._database.read() as txn:
-                self._rows["counters"] = txn.count("counters")
-                # A concurrent writer changes what was counted: only a count within one snapshot is certain.
-                wrong = has_wrong_counters(txn, self._counters) and has_wrong_counters(txn, count_all(txn))
+                wrong = read_counters(txn) != +count_all(txn)
         except CorruptStoreError as error:
-            self._unreadable("counters", error)
+            self._unreadable("kv", error)
             return
         if wrong:
             what = "they are not what a count of the rows gives"

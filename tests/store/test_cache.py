@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from package import in_child
-from storekit import identity, make_kv, write
+from storekit import identity, make_kv, put_kv, write
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import StoreError
@@ -234,7 +234,7 @@ def test_what_the_store_deletes_or_writes_again_is_dropped(store):
     assert kept() == [1, 2, 3]
     store.delete_document("a")  # b still needs 2
     assert kept() == [2, 3]
-    store.put_kv(identity(2), make_kv(1, seed=9), chunk_id="b#0")
+    put_kv(store, identity(2), make_kv(1, seed=9), "b#0")
     assert kept() == [3]
     write(store, "b", (4,))
     assert kept() == []

@@ -20,7 +20,7 @@ import lmdb
 import pytest
 from clichild import CliChild
 from package import in_child
-from storekit import big, equal, identity, kv_of, write
+from storekit import big, equal, identity, kv_of, put_kv, write
 
 from ragkv.errors import CorruptStoreError, StoreBusyError, StoreError
 from ragkv.store import Holder, Store
@@ -251,7 +251,7 @@ print("ok")
     assert python(script, tmp_path) == "ok\n"
 
 
-@pytest.mark.parametrize(("version", "advice"), [(b"4", "upgrade"), (b"2", "ingest again")])
+@pytest.mark.parametrize(("version", "advice"), [(b"5", "upgrade"), (b"3", "ingest again")])
 @pytest.mark.parametrize("readonly", [False, True])
 def test_another_format_is_refused(store, version, advice, readonly):
     store.close()
@@ -519,7 +519,7 @@ def test_a_busy_store_names_its_holder(store, other, monkeypatch):
 
 def test_single_transactions_do_not_wait(store, other):
     write(store, "a", (1, 2))
-    assert store.put_kv(identity(1, 2, prefix_ids=(9,)), kv_of(identity(1, 2, prefix_ids=(9,))), chunk_id="a#0")
+    assert put_kv(store, identity(1, 2, prefix_ids=(9,)), kv_of(identity(1, 2, prefix_ids=(9,))), "a#0")
     store.keep_kv(identity(9), kv_of(identity(9)))
     store.put_meta("a", 1)
     assert store.stats().kv_records == 3

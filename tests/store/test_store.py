@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY
 from storecheck import problems
-from storekit import chunk, document, equal, identity, kv_of, write
+from storekit import chunk, document, equal, identity, kv_of, put_kv, write
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.errors import CorruptStoreError, StoreError
@@ -106,9 +106,9 @@ def test_wrong_documents_are_refused_whole(store):
 def test_kv_made_by_a_query_is_kept_for_its_chunk(store):
     write(store, "a", (1,))
     prefixed = identity(1, prefix_ids=(8, 9))
-    assert not store.put_kv(prefixed, kv_of(prefixed), chunk_id="gone")
+    assert not put_kv(store, prefixed, kv_of(prefixed), "gone")
     assert not store.has_kv(prefixed)
-    assert store.put_kv(prefixed, kv_of(prefixed), chunk_id="a#0")
+    assert put_kv(store, prefixed, kv_of(prefixed), "a#0")
     assert equal(store.get_kv(prefixed), kv_of(prefixed))
     assert list(store.maintenance.orphans()) == []
     assert store.generation == 1
@@ -132,14 +132,14 @@ def test_the_generation_counts_changes_of_documents_and_chunks(store):
 def test_stats_add_up(store):
     write(store, "a", (1, 2), (3,))
     prefixed = identity(1, 2, prefix_ids=(9,))
-    store.put_kv(prefixed, kv_of(prefixed), chunk_id="a#0")
+    put_kv(store, prefixed, kv_of(prefixed), "a#0")
     stats = store.stats()
     sizes = {n: kv_of(identity(*range(n))).nbytes for n in (1, 2)}
     assert (stats.documents, stats.chunks, stats.tokens, stats.kv_records) == (1, 2, 3, 3)
     assert stats.kv_bytes_by_encoding == {"standalone": sizes[1] + sizes[2], "prefixed": sizes[2]}
     assert stats.kv_bytes == stats.kv_bytes_raw == sizes[1] + 2 * sizes[2]
     assert 0 < stats.used_bytes <= stats.file_bytes <= stats.map_bytes
-    assert (stats.orphans, stats.unreadable, stats.generation, stats.format_version) == (0, 0, 1, 3)
+    assert (stats.orphans, stats.unreadable, stats.generation, stats.format_version) == (0, 0, 1, 4)
 
 
 def test_iteration_goes_on_while_others_write(store, monkeypatch):
@@ -182,7 +182,7 @@ def test_damage_is_a_miss_and_is_healed(store, table, caplog):
             caplog.clear()
             assert store.get_kv(of) is None
             assert wrong is None or "counts as missing" in caplog.text
-        assert store.put_kv(of, kv_of(of), chunk_id="a#0")
+        assert put_kv(store, of, kv_of(of), "a#0")
         assert equal(store.get_kv(of), kv_of(of))
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from storekit import chunk, document, equal, identity, kv_of
+from storekit import chunk, document, equal, identity, kv_of, put_kv
 
 from ragkv.errors import CorruptStoreError, RagkvError
 from ragkv.store import KVIdentity, Store, Zstd
@@ -191,7 +191,7 @@ def attempt(path: Path, data: bytes, case: Case) -> str:
             lambda: store._live().write(lambda txn: [drop_document(txn, name) for name in gone[8:50]]),
             lambda: CONTENTS["new"].write(store),
             lambda: store.delete_document("large"),
-            lambda: store.put_kv(identity(3), KVS[identity(3)], chunk_id="few#1"),
+            lambda: put_kv(store, identity(3), KVS[identity(3)], "few#1"),
             lambda: store.put_meta("model", "decaf"),
             lambda: store.delete_document("many"),
         ]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from storekit import chunk, document, equal, identity, vectors_of
+from storekit import chunk, document, equal, identity, put_kv, vectors_of
 
 from ragkv.attention.kv import ChunkKV
 from ragkv.store import KVIdentity, Store
@@ -88,7 +88,7 @@ def perform(store: Store, operation: Operation) -> bool | None:
         case "put":
             chunk = store.chunk(f"{name}#{operation['ordinal']}")
             of = identity(*(chunk.token_ids if chunk else (1,)), prefix_ids=(7, 8))
-            return store.put_kv(of, kv_of(of, number), chunk_id=f"{name}#{operation['ordinal']}")
+            return put_kv(store, of, kv_of(of, number), f"{name}#{operation['ordinal']}")
         case "keep":
             of = identity(*operation["tokens"][0])
             store.keep_kv(of, kv_of(of, number))

@@ -73,6 +73,11 @@ def write(store, name, *token_ids, content_hash="00", kv=True):
     return chunks
 
 
+def put_kv(store, identity, kv, chunk_id):
+    """Store KV as the question that encoded it does; whether it was stored."""
+    return bool(store.put_many([(identity, kv, chunk_id)]))
+
+
 def vectors_of(chunk):
     """Vectors that are a function of the chunk."""
     numbers = np.random.default_rng([chunk.ordinal, *chunk.token_ids])

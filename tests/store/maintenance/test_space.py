@@ -11,7 +11,7 @@ from typing import Any
 import lmdb
 import pytest
 import torch
-from storekit import identity, make_kv, write
+from storekit import identity, make_kv, put_kv, write
 
 from ragkv.errors import CorruptStoreError, StoreError, StoreFullError
 from ragkv.store import Manifest, Progress, Store
@@ -76,7 +76,7 @@ def test_a_record_that_is_taken_up_meanwhile_stays(library, monkeypatch):
     sweep = space._sweep
 
     def put_first(*arguments: Any) -> None:
-        library.store.put_kv(late, library.encode([late])[0], chunk_id=next(library.store.chunks("c")).chunk_id)
+        put_kv(library.store, late, library.encode([late])[0], next(library.store.chunks("c")).chunk_id)
         sweep(*arguments)
 
     monkeypatch.setattr(space, "_sweep", put_first)
