@@ -263,7 +263,7 @@ def print_grid(head: Sequence[str], body: Sequence[Sequence[str]], *, words: Seq
     draw(table, width=_WIDEST)
 
 
-Show = Callable[[str, float, float, str], None]
+Show = Callable[[str, float, float | None, str], None]
 
 
 @contextmanager
@@ -272,20 +272,14 @@ def percent_bar(silent: bool) -> Iterator[Show | None]:
     if silent or not stderr.is_terminal:
         yield None
         return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    with Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TextColumn("{task.fields[amount]}", markup=False),
-        TimeRemainingColumn(),
-        console=stderr,
-        transient=True,
-    ) as bar:
-        task = bar.add_task("", total=1, amount="")
+    texts = [TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[amount]")]
+    columns = (texts[0], BarColumn(), TaskProgressColumn(), texts[1], TimeRemainingColumn())
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task("", total=None, amount="")
 
-        def show(what: str, done: float, total: float, amount: str) -> None:
+        def show(what: str, done: float, total: float | None, amount: str) -> None:
             what = one_line(what)
             if not done and bar.tasks[0].description != what:
                 bar.reset(task)
@@ -315,61 +309,21 @@ Steps = Callable[[int, int, str], None]
 
 @contextmanager
 def steps(title: str, *, silent: bool, stages: bool = False) -> Iterator[Steps]:
-    """Yields `show(done, total, what)`. Without a terminal, `stages` prints a line whenever `what` changes."""
-    if silent or not stderr.is_terminal:
-        yield _stage_lines(lambda done, total, what: f"{title}: {what} ({done} of {total})", silent or not stages)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=f"{title} {one_line(what):<16}"[:40]
-        )
-
-
-@contextmanager
-def stages(title: str, *, silent: bool) -> Iterator[Steps]:
-    """Like `steps`, for jobs whose total may be unknown (0): the bar is animated from the first moment on.
-
-    Without a terminal, a line per stage.
+    """Yields `show(done, total, what)`; a total of 0 is not known yet. Without a terminal, `stages` prints a line
+    whenever `what` changes.
     """
-    if silent or not stderr.is_terminal:
-        yield _stage_lines(lambda done, total, what: "" if what == "done" else f"{title}: {what} …", silent)
-        return
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    with Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[amount]}", markup=False),
-        TimeElapsedColumn(),
-        console=stderr,
-        transient=True,
-    ) as bar:
-        task = bar.add_task(title, total=None, amount="")
-        yield lambda done, total, what: bar.update(
-            task,
-            completed=done,
-            total=total or None,
-            description=f"{title}: {one_line(what):<18}"[:40],
-            amount=f"{done:,} of {total:,}" if total else "",
-        )
-
-
-def _stage_lines(line: Callable[[int, int, str], str], silent: bool) -> Steps:
-    """Print `line(done, total, what)` whenever `what` changes, where stderr is a file or a pipe."""
     last = ""
+    with percent_bar(silent) as bar:
 
-    def show(done: int, total: int, what: str) -> None:
-        nonlocal last
-        if not silent and what and what != last and (words := line(done, total, what)):
-            note(words)
-        last = what
+        def show(done: int, total: int, what: str) -> None:
+            nonlocal last
+            if bar is not None:
+                bar(f"{title}: {what:<18}"[:40], done, total or None, f"{done:,} of {total:,}" if total else "")
+            elif stages and not silent and what not in ("", "done", last):
+                note(f"{title}: {what} …")
+            last = what
 
-    return show
+        yield show
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragkv.cli.console import count, draw, echo, note, plain, print_json, stages
+from ragkv.cli.console import count, draw, echo, note, plain, print_json, steps
 from ragkv.cli.options import (
     DEFAULT_INDEX,
     VARIABLES,
@@ -60,7 +60,7 @@ def plan(
     chosen, where = _of_an_ingest(paths, settings)
     if where and not (quiet or as_json):
         note(f"Planning for {chosen['model']}, {where}; for another model add --model PATH-OR-HUB-ID.")
-    with stages("plan", silent=quiet or as_json) as show:
+    with steps("plan", silent=quiet or as_json, stages=True) as show:
         show(0, 0, "starting")
         from ragkv.plan import plan_ingest
 

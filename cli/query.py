@@ -11,10 +11,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 import typer
 
@@ -58,12 +58,13 @@ from ragkv.cli.options import (
     without_server,
 )
 from ragkv.cli.question_files import answer_all, show_counts
-from ragkv.config import HISTORY, History, IndexConfig, IngestConfig, RuntimeConfig, load_config, one_of
+from ragkv.config import HISTORY, IndexConfig, IngestConfig, RuntimeConfig, load_config, one_of
 from ragkv.errors import IngestError, KVMismatchError, RagkvError, UsageError
 from ragkv.question import question_options
 from ragkv.server.local import LocalClient, ServerReply, UnservedError, query_body, question_warnings
 from ragkv.types import Answer
 from ragkv.util.options import at_door
+from ragkv.util.plugins import ENGINES
 
 if TYPE_CHECKING:
     from ragkv.index.answer import AnswerStream
@@ -73,8 +74,6 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 T = TypeVar("T")
-Turns: TypeAlias = Sequence[tuple[str, str]]
-"""The earlier questions, with their answers."""
 _FOR_INDEX = ("index", "steps", *(each.name for each in at_door(question_options(), "search")))
 """Options for where and how to search."""
 
@@ -337,99 +336,6 @@ def show_sources(answer: Answer, index: Path | str) -> None:
         note(f"The answer was cut: it reached --max-new-tokens {most}, or the model's last position.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatSettings:
-    """The settings shared by all questions of a conversation; `options` are those of `RagKV.stream`."""
-
-    options: Mapping[str, Any] = field(default_factory=dict)
-    history: History | None = None
-    history_tokens: int = 512
-    rewrite: bool | None = None
-    quiet: bool = False
-
-
-class ChatBackend:
-    """Answers a conversation through the index's server, or in this process if there is none or it has ended."""
-
-    def __init__(self, index: Path, device: str | None, settings: ChatSettings, *, by_itself: bool) -> None:
-        self._index = index
-        self._device = device
-        self._settings = settings
-        self._opened = ExitStack()
-        self._server = None if by_itself else LocalClient(index, given_values(device=device))
-        self._rag: RagKV | None = None
-
-    def __enter__(self) -> ChatBackend:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-    def choose(self, engine: str | None) -> str:
-        """Check the settings, make sure that the model is loaded, and show warnings; returns the answering engine."""
-        body = self._body("?", engine, warnings=not self._settings.quiet)
-        chosen, warnings = self._by(lambda server: server.check(body), lambda rag: self._checked(rag, engine))
-        for warning in warnings:
-            note(warning)
-        return chosen
-
-    def engines(self) -> list[str]:
-        """The names of all engines."""
-        return self._by(lambda server: server.engines(), lambda rag: _engine_names())
-
-    def reply(self, question: str, engine: str, turns: Turns) -> ServerReply | AnswerStream:
-        """The answer to the next question, after these turns (question, answer)."""
-        history = [{"question": asked, "answer": answer} for asked, answer in turns]
-        body = self._body(question, engine, history=history)
-        return self._by(
-            lambda server: server.query(body, note), lambda rag: self._replied(rag, question, engine, turns)
-        )
-
-    def _body(self, question: str, engine: str | None, **more: Any) -> dict[str, Any]:
-        """The body of a request to the server."""
-        chat = self._settings
-        history = {"history_mode": chat.history, "history_tokens": chat.history_tokens, "rewrite": chat.rewrite}
-        return query_body(question, chat.options, engine=engine, **history, **more)
-
-    def _checked(self, rag: RagKV, engine: str | None) -> tuple[str, list[str]]:
-        # a stream does nothing until it is read, but it checks its settings: refuse wrong ones before the model loads
-        stream = rag.stream("?", engine=engine, **self._settings.options)
-        rag.index.require_same_model()
-        rag.model  # noqa: B018 - loaded now, so that the first question need not wait
-        return engine or rag.config.default_engine, [] if self._settings.quiet else question_warnings(rag, stream)
-
-    def _replied(self, rag: RagKV, question: str, engine: str, turns: Turns) -> AnswerStream:
-        chat = self._settings
-        conversation = rag.conversation(history=chat.history, history_tokens=chat.history_tokens, rewrite=chat.rewrite)
-        for asked, answer in turns:
-            conversation.add(asked, answer)
-        return rag.stream(
-            conversation.prompt_text(question),
-            engine=engine,
-            search_for=conversation.search_text(question),
-            rewrite=conversation.rewrite_text(question),
-            **chat.options,
-        )
-
-    def _by(self, there: Callable[[LocalClient], S], here: Callable[[RagKV], T]) -> S | T:
-        if self._server is not None:
-            try:
-                return there(self._server)
-            except UnservedError:
-                self._server = None
-        if self._rag is None:
-            from ragkv.pipeline import RagKV
-
-            self._rag = self._opened.enter_context(RagKV.open(self._index, device=self._device))
-        return here(self._rag)
-
-
-def _engine_names() -> list[str]:
-    from ragkv.engines import engine_names
-
-    return engine_names()
-
-
 _HELP = """/sources       show the full text of the chunks behind the last answer
 /engine NAME   answer with another engine from now on; without NAME, list the engines
 /clear         forget the conversation; the next question begins a new one
@@ -476,15 +382,11 @@ def chat(
     """
     if history is not None:
         one_of("--history", history, HISTORY)
-    settings = ChatSettings(
-        options={name: value for name, value in options.items() if name != "engine"},
-        history=cast("History | None", history),
-        history_tokens=history_tokens,
-        rewrite=rewrite,
-        quiet=quiet,
-    )
-    with ChatBackend(index, device, settings, by_itself=without_server(no_server)) as backend:
-        session = _Session(backend, backend.choose(options.get("engine")), index=index, as_json=as_json, quiet=quiet)
+    turns = {"history": history, "history_tokens": history_tokens, "rewrite": rewrite}
+    common = {name: value for name, value in options.items() if name != "engine"}
+    own = without_server(no_server)
+    with Chat(index, device, common, turns, by_itself=own, as_json=as_json, quiet=quiet) as session:
+        session.choose(options.get("engine"))
         if sys.stdin.isatty() and not quiet:
             note(f"{session.engine} on {index}. Type a question, /help for commands, or Ctrl-D to end.")
         for line in _lines():
@@ -494,18 +396,90 @@ def chat(
         raise typer.Exit(session.code)
 
 
-class _Session:
-    """A conversation, line by line. `code` is the exit code of the last failure, with which a pipe ends."""
+class Chat:
+    """A conversation, line by line, through the index's server, or in this process if there is none or it has ended.
 
-    def __init__(self, backend: ChatBackend, engine: str, *, index: Path, as_json: bool, quiet: bool) -> None:
-        self._backend = backend
-        self._turns: list[tuple[str, str]] = []
+    `code` is the exit code of the last failure, with which a pipe ends.
+    """
+
+    def __init__(
+        self,
+        index: Path,
+        device: str | None,
+        options: Mapping[str, Any],
+        turns: Mapping[str, Any],
+        *,
+        by_itself: bool,
+        as_json: bool,
+        quiet: bool,
+    ) -> None:
         self._index = index
+        self._device = device
+        self._options = options
+        self._conversation = turns
         self._as_json = as_json
         self._quiet = quiet
+        self._opened = ExitStack()
+        self._server = None if by_itself else LocalClient(index, given_values(device=device))
+        self._rag: RagKV | None = None
+        self._turns: list[tuple[str, str]] = []
         self._last: Answer | None = None
-        self.engine = engine
+        self.engine = ""
         self.code = 0
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def choose(self, engine: str | None) -> None:
+        """Answer with this engine from now on: check the settings, load the model, and show warnings."""
+        body = self._body("?", engine, warnings=not self._quiet)
+        self.engine, warnings = self._by(lambda server: server.check(body), lambda rag: self._check(rag, engine))
+        for warning in warnings:
+            note(warning)
+
+    def _check(self, rag: RagKV, engine: str | None) -> tuple[str, list[str]]:
+        # a stream does nothing until it is read, but it checks its settings: refuse wrong ones before the model loads
+        stream = rag.stream("?", engine=engine, **self._options)
+        rag.index.require_same_model()
+        rag.model  # noqa: B018 - loaded now, so that the first question need not wait
+        return engine or rag.config.default_engine, [] if self._quiet else question_warnings(rag, stream)
+
+    def _body(self, question: str, engine: str | None, **more: Any) -> dict[str, Any]:
+        """The body of a request to the server."""
+        turns = {"history_mode" if name == "history" else name: value for name, value in self._conversation.items()}
+        return query_body(question, self._options, engine=engine, **turns, **more)
+
+    def _reply(self, question: str) -> ServerReply | AnswerStream:
+        turns = [{"question": asked, "answer": answer} for asked, answer in self._turns]
+        body = self._body(question, self.engine, history=turns)
+        return self._by(lambda server: server.query(body, note), lambda rag: self._stream(rag, question))
+
+    def _stream(self, rag: RagKV, question: str) -> AnswerStream:
+        conversation = rag.conversation(**self._conversation)
+        for asked, answer in self._turns:
+            conversation.add(asked, answer)
+        return rag.stream(
+            conversation.prompt_text(question),
+            engine=self.engine,
+            search_for=conversation.search_text(question),
+            rewrite=conversation.rewrite_text(question),
+            **self._options,
+        )
+
+    def _by(self, there: Callable[[LocalClient], S], here: Callable[[RagKV], T]) -> S | T:
+        if self._server is not None:
+            try:
+                return there(self._server)
+            except UnservedError:
+                self._server = None
+        if self._rag is None:
+            from ragkv.pipeline import RagKV
+
+            self._rag = self._opened.enter_context(RagKV.open(self._index, device=self._device))
+        return here(self._rag)
 
     def take(self, line: str) -> bool:
         """Answer a line or run its command; False if it ends the conversation."""
@@ -518,29 +492,39 @@ class _Session:
             elif text:
                 self._ask(text)
         except RagkvError as error:  # the conversation continues
-            self._fail(text, error)
+            if not sys.stdin.isatty():
+                self.code = error.exit_code
+            if self._as_json:
+                print_json_line({"question": text, "error": str(error)})
+            fail(str(error))
         return True
 
     def _command(self, text: str) -> None:
         name, _, argument = text.partition(" ")
         match name, argument.strip():
             case "/engine", "":
-                note(f"{self.engine}; there are {', '.join(self._backend.engines())}")
+                names = self._by(lambda server: server.engines(), lambda rag: ENGINES.names())
+                note(f"{self.engine}; there are {', '.join(names)}")
             case "/engine", engine:
-                self.engine = self._backend.choose(engine)
+                self.choose(engine)
                 note(f"{engine} answers from now on")
             case "/clear", "":
                 self._turns.clear()
                 note("the conversation is forgotten; the next question begins a new one")
             case "/sources", "":
-                self._sources()
+                if self._last is None:
+                    raise UsageError("There is no answer yet; ask something first.")
+                for rank, source in enumerate(self._last.sources, start=1):
+                    page = "" if source.page is None else f", page {source.page}"
+                    note(f"[{rank}] {source.document}{page} (score {source.score:.3f}, chunk {source.chunk_id})")
+                    note_text(source.text)
             case "/help", "":
                 note_text(_HELP)
             case _:
                 raise UsageError(f"There is no command {text!r}; /help lists them.")
 
     def _ask(self, question: str) -> None:
-        stream = self._backend.reply(question, self.engine, self._turns)
+        stream = self._reply(question)
         shown = False
         with _stopped_by_ctrl_c(stream.cancel) if sys.stdin.isatty() else nullcontext():
             for delta in stream:
@@ -559,21 +543,6 @@ class _Session:
             note("cancelled; the conversation continues without this question")
         elif not self._quiet:
             show_sources(answer, self._index)
-
-    def _sources(self) -> None:
-        if self._last is None:
-            raise UsageError("There is no answer yet; ask something first.")
-        for rank, source in enumerate(self._last.sources, start=1):
-            page = "" if source.page is None else f", page {source.page}"
-            note(f"[{rank}] {source.document}{page} (score {source.score:.3f}, chunk {source.chunk_id})")
-            note_text(source.text)
-
-    def _fail(self, text: str, error: RagkvError) -> None:
-        if not sys.stdin.isatty():
-            self.code = error.exit_code
-        if self._as_json:
-            print_json_line({"question": text, "error": str(error)})
-        fail(str(error))
 
 
 def _lines() -> Iterator[str]:

@@ -16,11 +16,11 @@ from outcome import typed
 
 from ragkv import RagKV
 from ragkv.cli.main import main
-from ragkv.cli.query import ChatBackend, ChatSettings
+from ragkv.cli.query import Chat
 from ragkv.config import load_config, save_config
 from ragkv.errors import AnswerInterruptedError
 from ragkv.server import local, streaming
-from ragkv.server.local import FOLDER, LocalClient, LocalSocket, ServerReply, UnservedError, server_process
+from ragkv.server.local import FOLDER, LocalClient, LocalSocket, UnservedError, server_process
 
 QUESTION = "Who founded Halden Works?"
 LIMIT = ["--max-new-tokens", "5"]
@@ -326,15 +326,18 @@ def test_a_server_that_hangs_is_not_waited_for(index, other_server, ragkv, monke
 
 
 def test_a_conversation_goes_on_when_its_server_has_stopped(index, capsys):
-    turn = QUESTION, "block", [("What does Bolt make?", "Valves.")]
-    with ChatBackend(index, None, ChatSettings(options={"max_new_tokens": 4}), by_itself=False) as backend:
+    with Chat(index, None, {"max_new_tokens": 4}, {}, by_itself=False, as_json=True, quiet=False) as chat:
         with RagKV.open(index, device="cpu") as opened, live({"index": opened}, resident=True):
-            assert backend.choose("block") == "block"
-            assert "not trained for Block-Attention" in capsys.readouterr().err
-            served = backend.reply(*turn)
-            payload = "".join(served)
-            assert isinstance(served, ServerReply)
-        assert "".join(backend.reply(*turn)) == payload
+            chat.choose("block")
+            for line in ("What does Bolt make?", QUESTION, "/clear", "What does Bolt make?"):
+                assert chat.take(line)
+            assert chat._server is not None
+        assert chat.take(QUESTION)
+    assert (chat._server, chat.code) == (None, 0)
+    printed = capsys.readouterr()
+    assert "not trained for Block-Attention" in printed.err
+    answers = [json.loads(line)["answer"] for line in printed.out.splitlines()]
+    assert answers[:2] == answers[2:]
 
 
 def test_a_server_is_stopped(index, ragkv, caplog):
