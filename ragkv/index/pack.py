@@ -1,8 +1,7 @@
 """Packs: an index, or chosen documents of one with their KV, as one file that answers elsewhere without encoding.
 
-A pack is a manifest and two files: `ragkv.toml` without its tiers, and a compacted copy of the store.
-The manifest has their digests, and names the model and embedder that made them (docs/formats.md, "Packs"). An unpacked
-index appears complete and verified, or not at all.
+A pack is a manifest and a compacted copy of the store. The manifest has the settings without their tiers, and a digest
+of both (docs/formats.md, "Packs"). An unpacked index appears complete and verified, or not at all.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from ragkv.config import CONFIG_FILE, QdrantConfig, load_config, save_config
+from ragkv.config import CONFIG_FILE, IndexConfig, QdrantConfig, load_config, save_config
 from ragkv.errors import KVMismatchError, RetrievalError, StoreError, UsageError
 from ragkv.index.create import create_index, open_index
 from ragkv.index.filters import match
@@ -33,10 +32,9 @@ from ragkv.store.tier import ObjectTier
 from ragkv.util import batches
 from ragkv.util.files import parse_json, refusal
 
-MAGIC = b"RAGKVPACK2\n"
+MAGIC = b"RAGKVPACK3\n"
 _HEAD = struct.Struct("<I")
 """Length of the manifest in bytes."""
-_FILES = (CONFIG_FILE, "store/data.mdb")
 _MANIFEST_BYTES = 1 << 20
 _BLOCK = 1 << 20
 _TOGETHER = 1000
@@ -88,39 +86,43 @@ def write_pack(index: Index, path: Path, *, names: Sequence[str] = (), on_progre
             for batch in batches(others, lambda stored: 1 + stored.chunks, _TOGETHER):
                 store.delete_documents([stored.document.document_id for stored in batch])
             store.maintenance.collect(in_use=lambda _: True)
-            store.maintenance.copy(work / "pack", compact=True, on_progress=on_progress)  # leaves out deleted data
-            stats = store.stats()
-        save_config(work / "pack", replace(index.config, tiers=(), qdrant=QdrantConfig()))
-        members = [work / "pack" / name for name in _FILES]
-        pack = Pack(
-            model=index.config.model,
-            fingerprint=index.fingerprint,
-            embedder=index.config.embedder,
-            documents=stats.documents,
-            chunks=stats.chunks,
-            kv_records=stats.kv_records,
-            bytes=sum(member.stat().st_size for member in members),
-        )
-        facts = [{"bytes": member.stat().st_size, "blake2b": _digest_of(member)} for member in members]
-        manifest = json.dumps({**asdict(pack), "files": facts}).encode()
-        with (work / "file").open("wb") as out:
-            out.write(MAGIC + _HEAD.pack(len(manifest)) + manifest)
-            for member in members:
-                with member.open("rb") as file:
-                    shutil.copyfileobj(file, out, _BLOCK)
+            size = store.maintenance.copy(work / "pack", compact=True, on_progress=on_progress)  # without deleted data
+            pack = _contents(store, index.config, size)
+        settings = replace(index.config, tiers=(), qdrant=QdrantConfig()).to_toml()
+        with (work / "pack" / "store" / "data.mdb").open("rb") as data:
+            digest = hashlib.file_digest(data, lambda: _digest(settings)).hexdigest()
+            manifest = json.dumps({"settings": settings, "bytes": size, "blake2b": digest}).encode()
+            data.seek(0)
+            with (work / "file").open("wb") as out:
+                out.write(MAGIC + _HEAD.pack(len(manifest)) + manifest)
+                shutil.copyfileobj(data, out, _BLOCK)
         sync_path(work / "file")
         (work / "file").rename(path)
         sync_path(path.parent)
         return replace(pack, bytes=path.stat().st_size)
 
 
+def _contents(store: Store, config: IndexConfig, size: int) -> Pack:
+    """What is in a store that takes `size` bytes."""
+    stats, recorded = store.stats(), read_metadata(store, "model") or {}
+    return Pack(
+        model=config.model,
+        fingerprint=recorded.get("fingerprint", ""),
+        embedder=config.embedder,
+        documents=stats.documents,
+        chunks=stats.chunks,
+        kv_records=stats.kv_records,
+        bytes=size,
+    )
+
+
 def sealed(path: Path | str) -> str:
-    """The digest of a pack's manifest, which contains all other digests: with it, `unpack` makes exactly this index.
+    """The digest of a pack's manifest, which contains that of the rest: with it, `unpack` makes exactly this index.
 
     Reads only the manifest; raises like `unpack` if it is not a pack.
     """
     with _opened(path) as read:
-        return _parsed(read, path)[2]
+        return _parsed(read, path)[1]
 
 
 def unpack(
@@ -143,30 +145,15 @@ def unpack(
     require_free(folder, Path(path))
     with partial_folder(folder) as work, renamed(work / "index", path):
         with _opened(path) as read:
-            pack, facts, manifest_digest = _parsed(read, path)
+            manifest, manifest_digest = _parsed(read, path)
             if digest not in (None, manifest_digest):
                 raise UsageError(f"{path} is not the pack any more that was to be unpacked: it was replaced meanwhile.")
             (work / "index" / "store").mkdir(parents=True)
-            for name, fact in zip(_FILES, facts, strict=True):
-                _extract(read, work / "index" / name, fact, path)
-            if read(1):
-                raise _damaged(path, "it is longer than its manifest says")
+            _extract(read, work / "index" / "store" / "data.mdb", manifest, path)
+        (work / "index" / CONFIG_FILE).write_text(manifest["settings"], encoding="utf-8")
         config = load_config(work / "index")
         with Store.open(work / "index", readonly=True) as store:
-            stats, recorded = store.stats(), read_metadata(store, "model") or {}
-        actual = replace(
-            pack,
-            model=config.model,
-            fingerprint=recorded.get("fingerprint", pack.fingerprint),
-            embedder=config.embedder,
-            documents=stats.documents,
-            chunks=stats.chunks,
-            kv_records=stats.kv_records,
-            bytes=sum(fact["bytes"] for fact in facts),
-            encoded=0,
-        )
-        if actual != pack:  # nothing else covers the manifest
-            raise _damaged(path, "its manifest describes another index")
+            pack = _contents(store, config, manifest["bytes"])
         config = replace(
             config, tiers=(), qdrant=QdrantConfig(), model=config.model if model is None else lasting(model)
         )
@@ -222,75 +209,66 @@ def _encode_again(packed: Path, folder: Path, device: str | None) -> int:
 @contextmanager
 def _opened(path: Path | str) -> Iterator[Callable[[int], bytes]]:
     """A function that reads the next bytes of a file, or of an object by its URL."""
+    path = str(path).removeprefix("file://")
     with ExitStack() as stack:
         try:
-            path = str(path).removeprefix("file://")
             if "://" in path:
                 place, _, name = path.rpartition("/")
                 read = ObjectTier(place, timeout=_CONNECT_SECONDS).reader(name)
             elif Path(path).is_file():  # a pipe would block
-                read = _reading(stack.enter_context(Path(path).open("rb")), path)
+                read = stack.enter_context(Path(path).open("rb")).read
             else:
                 raise FileNotFoundError
         except FileNotFoundError as error:
             raise UsageError(f"There is no pack at {path}; ragkv pack writes one.") from error
         except OSError as error:
             raise UsageError(f"{path} cannot be read ({refusal(error)}).") from error
-        yield read
 
+        def checked(size: int) -> bytes:
+            try:
+                return read(size)
+            except OSError as error:
+                raise StoreError(f"{path} cannot be read ({refusal(error)}).") from error
 
-def _reading(file: BinaryIO, path: Path | str) -> Callable[[int], bytes]:
-    """A function that reads the next bytes; StoreError where the disk refuses them."""
-
-    def read(size: int) -> bytes:
-        try:
-            return file.read(size)
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read ({refusal(error)}).") from error
-
-    return read
+        yield checked
 
 
 def _damaged(path: Path | str, why: str) -> StoreError:
     return StoreError(f"{path} is not a pack, or not as it was written ({why}): get it again")
 
 
-def _parsed(read: Callable[[int], bytes], path: Path | str) -> tuple[Pack, list[dict[str, Any]], str]:
-    """A pack's manifest, the entries of its files, and its digest; `read` then continues with the first file."""
+def _parsed(read: Callable[[int], bytes], path: Path | str) -> tuple[dict[str, Any], str]:
+    """A pack's manifest and its digest; `read` then continues with the store."""
     head = read(len(MAGIC) + _HEAD.size)
     if len(head) != len(MAGIC) + _HEAD.size or not head.startswith(MAGIC):
         raise _damaged(path, "its first bytes are not those of a pack")
     [length] = _HEAD.unpack(head[len(MAGIC) :])
     if length > _MANIFEST_BYTES:
         raise _damaged(path, "its manifest is too long")
-    manifest = read(length)
+    packed = read(length)
     try:
-        values = parse_json(manifest)
-        facts = values["files"]
-        pack = Pack(**{field.name: values[field.name] for field in fields(Pack)})
-        kinds = {name: getattr(pack, name) for name in ("documents", "chunks", "kv_records", "bytes", "encoded")}
-        sizes = [(fact["bytes"], fact["blake2b"]) for fact in facts]
-        right = all(type(number) is int and number >= 0 for number in (*kinds.values(), *(size for size, _ in sizes)))
-        names = (pack.model, pack.fingerprint, pack.embedder, *(digest for _, digest in sizes))
-        if not right or len(sizes) != len(_FILES) or not all(isinstance(name, str) for name in names):
+        manifest = parse_json(packed)
+        kinds = {name: type(manifest[name]) for name in ("settings", "bytes", "blake2b")}
+        if kinds != {"settings": str, "bytes": int, "blake2b": str} or manifest["bytes"] < 0:
             raise ValueError("it lacks something")
+        manifest["settings"].encode()
     except (ValueError, LookupError, TypeError) as error:
         raise _damaged(path, f"its manifest cannot be read: {error}") from error
-    return pack, facts, hashlib.blake2b(MAGIC + manifest, digest_size=32).hexdigest()
+    return manifest, hashlib.blake2b(MAGIC + packed, digest_size=32).hexdigest()
 
 
-def _extract(read: Callable[[int], bytes], target: Path, fact: dict[str, Any], path: Path | str) -> None:
-    """Copy the next file of a pack to `target`, and compare it with its digest."""
-    left, digest = fact["bytes"], hashlib.blake2b(digest_size=32)
+def _extract(read: Callable[[int], bytes], target: Path, manifest: dict[str, Any], path: Path | str) -> None:
+    """Copy a pack's store to `target`, and compare the digest."""
+    left, digest = manifest["bytes"], _digest(manifest["settings"])
     with target.open("xb") as out:
         while left and (block := read(min(left, _BLOCK))):
             digest.update(block)
             out.write(block)
             left -= len(block)
-    if left or digest.hexdigest() != fact["blake2b"]:
-        raise _damaged(path, "it ends early" if left else "a digest does not match")
+    if left or read(1) or digest.hexdigest() != manifest["blake2b"]:
+        raise _damaged(path, "it ends early" if left else "its digest or its length does not match")
 
 
-def _digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
+def _digest(settings: str) -> hashlib.blake2b:
+    """The digest of a pack, which the store's bytes still have to be added to."""
+    return hashlib.blake2b(settings.encode(), digest_size=32)
