@@ -427,7 +427,7 @@ BatchTokens = Annotated[
         min=1,
     ),
 ]
-MaxRows = Annotated[
+MaxSequences = Annotated[
     int | None,
     typer.Option(
         help="At most this many sequences run at a time: one per question, or one per chunk (pced).",

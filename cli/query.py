@@ -44,7 +44,7 @@ from ragkv.cli.options import (
     Index,
     Json,
     JsonLines,
-    MaxRows,
+    MaxSequences,
     NoServer,
     QuestionArguments,
     Quiet,
@@ -192,7 +192,7 @@ def query(
         ),
     ] = None,
     batch_tokens: BatchTokens = None,
-    max_rows: MaxRows = None,
+    max_sequences: MaxSequences = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print the answer while it is generated.")] = False,
     device: Device = None,
     no_server: NoServer = False,
@@ -225,7 +225,7 @@ def query(
         raise UsageError("--stream and --json cannot be used together; choose one.")
     if questions is None:
         brief()
-    limits = RuntimeConfig(**given_values(batch_tokens=batch_tokens, max_rows=max_rows))
+    limits = RuntimeConfig(**given_values(batch_tokens=batch_tokens, max_sequences=max_sequences))
     tuning = block_tuning(block_tokens)
     if tuning and not context:
         raise UsageError("--block-tokens is for --context; an index keeps the lengths that it was ingested with.")
@@ -302,7 +302,7 @@ def _source(
 
     given = limits.given
     with RagKV.open(
-        index, device=device, batch_tokens=given.get("batch_tokens"), max_rows=given.get("max_rows")
+        index, device=device, batch_tokens=given.get("batch_tokens"), max_sequences=given.get("max_sequences")
     ) as rag:
         yield rag
 

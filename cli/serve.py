@@ -28,7 +28,7 @@ from ragkv.cli.options import (
     Device,
     Index,
     Json,
-    MaxRows,
+    MaxSequences,
     NoServer,
     Quiet,
     UserFile,
@@ -104,7 +104,7 @@ def serve(
     ] = False,
     device: Device = None,
     batch_tokens: BatchTokens = None,
-    max_rows: MaxRows = None,
+    max_sequences: MaxSequences = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -164,7 +164,7 @@ def serve(
             footer=footer,
             device=device,
             batch_tokens=batch_tokens,
-            max_rows=max_rows,
+            max_sequences=max_sequences,
         )
         run_on_ray(ray, options, port=port, on_ready=lambda url: _ready(url, places, as_json=as_json, quiet=quiet))
         return
@@ -174,7 +174,7 @@ def serve(
     if background:
         _start_in_background(next(iter(folders.values())), as_json=as_json, quiet=quiet)
         return
-    limits = {"batch_tokens": batch_tokens, "max_rows": max_rows}
+    limits = {"batch_tokens": batch_tokens, "max_sequences": max_sequences}
     opening = {"device": device, "readonly": read_only or None, **limits}
     _log_requests(quiet=quiet, as_json=log_format == "json")
     _serve_here(folders, settings, opening, as_json=as_json, quiet=quiet)

@@ -172,23 +172,23 @@ class IngestConfig:
 class RuntimeConfig:
     """How many questions are answered at a time (docs/questions.md).
 
-    One step of the model processes at most `batch_tokens` tokens of at most `max_rows` sequences. A question is one
-    sequence, or with pced one per chunk. "auto" is chosen by the available memory.
+    One step of the model processes at most `batch_tokens` tokens of at most `max_sequences` sequences. A question is
+    one sequence, or with pced one per chunk. "auto" is chosen by the available memory.
     """
 
     batch_tokens: int | str = "auto"
-    max_rows: int | str = "auto"
+    max_sequences: int | str = "auto"
 
     def __post_init__(self) -> None:
         require_types(self, "runtime.")
-        for name, value in (("batch_tokens", self.batch_tokens), ("max_rows", self.max_rows)):
+        for name, value in (("batch_tokens", self.batch_tokens), ("max_sequences", self.max_sequences)):
             if value != "auto" and (isinstance(value, str) or value < 1):
                 raise ConfigError(f'runtime.{name} must be a number from 1 up, or "auto", not {value!r}.')
 
     @property
     def given(self) -> dict[str, int]:
         """The limits that are set."""
-        found = {"batch_tokens": self.batch_tokens, "max_rows": self.max_rows}
+        found = {"batch_tokens": self.batch_tokens, "max_sequences": self.max_sequences}
         return {name: value for name, value in found.items() if isinstance(value, int)}
 
     def overridden(self, by: RuntimeConfig) -> RuntimeConfig:

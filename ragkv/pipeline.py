@@ -128,18 +128,19 @@ class RagKV:
         device: str | None = None,
         readonly: bool | None = None,
         batch_tokens: int | None = None,
-        max_rows: int | None = None,
+        max_sequences: int | None = None,
     ) -> Self:
         """Open an index. Raises ConfigError if there is none, StoreError if it cannot be read.
 
         With `readonly` None, the index is writable if the system permits it. A read-only index answers questions too,
         but does not store the KV that they encode.
 
-        `batch_tokens` and `max_rows` override `[runtime]` in `ragkv.toml`; a question that needs more rows is refused.
+        `batch_tokens` and `max_sequences` override `[runtime]` in `ragkv.toml`; a question that needs more sequences is
+        refused.
         """
         limits = RuntimeConfig(
             batch_tokens="auto" if batch_tokens is None else batch_tokens,
-            max_rows="auto" if max_rows is None else max_rows,
+            max_sequences="auto" if max_sequences is None else max_sequences,
         )
         return cls(open_index(Path(index), device=device, readonly=readonly, limits=limits))
 

@@ -65,7 +65,7 @@ class MapReduce(Engine):
         chunks = len(request.filled)
         asked = len(self._instruction(request).encode()) + len(request.suffix_ids)  # a token is a byte or more
         reduced = chunks * config.summary_tokens + len(request.suffix_ids) + max_new_tokens
-        return Demand(rows=max(chunks, 1), tokens=max(chunks * (asked + config.summary_tokens), reduced))
+        return Demand(sequences=max(chunks, 1), tokens=max(chunks * (asked + config.summary_tokens), reduced))
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         if request.prompt is None:

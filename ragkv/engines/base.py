@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forward:
-    """Append `ids[i]` to `rows[i]`. The result: fp32 logits of each sequence's last token, `(rows, vocab)`.
+    """Append `ids[i]` to `sequences[i]`. The result: fp32 logits of each sequence's last token, `(sequences, vocab)`.
 
     The engine owns the logits and may modify them in place.
     """
 
-    rows: Sequence[TokenSequence]
+    sequences: Sequence[TokenSequence]
     ids: Sequence[Sequence[int]]
 
 
@@ -90,7 +90,7 @@ class Argmax:
 class Release:
     """Free the own KV of these sequences now instead of at the program's end. The result: None."""
 
-    rows: Sequence[TokenSequence]
+    sequences: Sequence[TokenSequence]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,10 +143,10 @@ Operation: TypeAlias = Forward | Sample | Argmax | Join | Release | Shared | Wai
 Program: TypeAlias = Generator[Operation, Any, None]
 
 
-def answer_from(row: TokenSequence, ids: Sequence[int]) -> Program:
+def answer_from(sequence: TokenSequence, ids: Sequence[int]) -> Program:
     """Answer from one sequence: read the question `ids`, then sample token by token."""
     while True:
-        [scores] = yield Forward((row,), (ids,))
+        [scores] = yield Forward((sequence,), (ids,))
         ids = ((yield Sample(scores)),)
 
 
@@ -224,7 +224,7 @@ class Demand:
     `shared`: the tokens of the KV that it shares (`Shared.sizes`), counted once for all programs.
     """
 
-    rows: int
+    sequences: int
     tokens: int
     shared: Mapping[Hashable, int] = field(default_factory=dict)
 
@@ -283,7 +283,7 @@ class Engine(ABC):
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
         """The most that `program` needs; the default is for an engine with one sequence that reads the suffix."""
-        return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens)
+        return Demand(sequences=1, tokens=len(request.suffix_ids) + max_new_tokens)
 
     @abstractmethod
     def program(self, request: Request, model: ModelFacts) -> Program:

@@ -160,7 +160,7 @@ class Blend(Engine):
         return fresh / (context.layers * context.tokens)
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
-        return Demand(rows=1, tokens=request.tokens + max_new_tokens)
+        return Demand(sequences=1, tokens=request.tokens + max_new_tokens)
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         context, ids = self._context(request, model), request.suffix_ids

@@ -110,8 +110,8 @@ class BlockAttention(Engine):
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         placed = self.placed(model, request)
-        row = TokenSequence.over(placed, position=sum(chunk.kv.tokens for chunk in placed))
-        return answer_from(row, request.suffix_ids)
+        sequence = TokenSequence.over(placed, position=sum(chunk.kv.tokens for chunk in placed))
+        return answer_from(sequence, request.suffix_ids)
 
     def placed(self, model: ModelFacts, request: Request) -> tuple[PlacedChunk, ...]:
         """The sink, if there is one, and the non-empty chunks, each at its place in the prompt."""

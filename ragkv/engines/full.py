@@ -26,7 +26,7 @@ class FullAttention(Engine):
         return request.chunks if self.most_chunks is None else request.chunks[-self.most_chunks :]
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
-        return Demand(rows=1, tokens=len(self._ids(request)) + max_new_tokens)
+        return Demand(sequences=1, tokens=len(self._ids(request)) + max_new_tokens)
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         return answer_from(TokenSequence((), 0), self._ids(request))

@@ -21,12 +21,12 @@ class IPPD(Engine):
     needs = frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
-        return Demand(rows=1, tokens=len(request.suffix_ids) + max_new_tokens, shared=_shared(request).sizes)
+        return Demand(sequences=1, tokens=len(request.suffix_ids) + max_new_tokens, shared=_shared(request).sizes)
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         chunks = yield _shared(request)
-        row = TokenSequence.over(chunks, position=chunks[-1].end if chunks else 0)
-        yield from answer_from(row, request.suffix_ids)
+        sequence = TokenSequence.over(chunks, position=chunks[-1].end if chunks else 0)
+        yield from answer_from(sequence, request.suffix_ids)
 
 
 def _shared(request: Request) -> Shared:

@@ -129,8 +129,8 @@ class PCED(Engine):
     needs = frozenset()
 
     def demand(self, request: Request, max_new_tokens: int) -> Demand:
-        rows = 1 + len(request.filled)
-        return Demand(rows=rows, tokens=rows * (len(request.suffix_ids) + max_new_tokens))
+        sequences = 1 + len(request.filled)
+        return Demand(sequences=sequences, tokens=sequences * (len(request.suffix_ids) + max_new_tokens))
 
     def program(self, request: Request, model: ModelFacts) -> Program:
         config: PCEDConfig = self.config
@@ -149,8 +149,8 @@ class PCED(Engine):
         while True:
             for number, group in enumerate(groups):
                 # the amateur reads with the first group, whose contrast needs it
-                rows = group if number else [amateur, *group]
-                logits = yield Forward(rows, [ids] * len(rows))
+                sequences = group if number else [amateur, *group]
+                logits = yield Forward(sequences, [ids] * len(sequences))
                 contrast.add(logits, first=not number)
                 del logits  # freed before the next group is read
             scores, winners = contrast.joined()

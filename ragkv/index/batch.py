@@ -60,7 +60,7 @@ class Answers(Iterator[Result]):
     """An iterator of the results of many questions in order of completion; leaving its context cancels the rest.
 
     `config` has the defaults of the common `options`, which a question may override. Questions are taken from the
-    iterable as there is room: rows and own KV within the runtime's limits, chunk KV within `memory_budget`. The
+    iterable as there is room: sequences and own KV within the runtime's limits, chunk KV within `memory_budget`. The
     iterating thread drives the runtime, so nothing happens between two results unless another thread drives it.
 
     An error of one question is its result. An error that all would meet (the model cannot be loaded, the index is

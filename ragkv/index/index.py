@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_NEWLINES = 1000  # as in `PromptConfig`
+_MAX_NEWLINES = 1000  # as in `PromptConfig`
 _PARTS = {"prefix", "before_question", "after_question", "separator"}
 
 
@@ -121,7 +121,7 @@ def _is_prompt(value: Any) -> bool:
         parts.keys() == _PARTS | {"prefix_newlines", "bos"}
         and parts["bos"] in ("auto", "none")
         and type(newlines) is int
-        and 0 <= newlines <= _MOST_NEWLINES
+        and 0 <= newlines <= _MAX_NEWLINES
         and isinstance(ids, list)
         and all(type(token) is int and 0 <= token < 1 << 32 for token in ids)
     )

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALIKE, MOST_ALIKE = 8, 32
-"""A step is captured after this many consecutive steps of the same sequences; the number grows up to MOST_ALIKE while
-captured steps have too few replays to be worth their capture.
+ALIKE_STEPS, MAX_ALIKE_STEPS = 8, 32
+"""A step is captured after this many consecutive steps of the same sequences; up to MAX_ALIKE_STEPS while captured
+steps have too few replays to be worth their capture.
 """
 WORTH = 12
 """Replays that make a capture worthwhile; it takes as long as some steps in pieces."""
@@ -56,11 +56,11 @@ SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Token counts to which a pass is padded; with more, the device is busy for longer than the launches take."""
 PASSES = 2
 """A size is captured at its PASSES-th pass; a capture takes as long as two passes."""
-RECORDED_SIZES, RECORDED_PASSES, MOST_RECORDED = range(1, 17), 8, 32
-"""The same on a CPU, where padding takes time. MOST_RECORDED bounds the tokens of all recorded sizes together, because
-each keeps memory for all its intermediate results: 0.3 MB for a token in a layer of an 8B model.
+RECORDED_SIZES, RECORDED_PASSES, MAX_RECORDED_TOKENS = range(1, 17), 8, 32
+"""The same on a CPU, where padding takes time. MAX_RECORDED_TOKENS bounds the tokens of all recorded sizes together,
+because each keeps memory for all its intermediate results: 0.3 MB for a token in a layer of an 8B model.
 """
-MOST_PASSES = 1024
+MAX_PASSES = 1024
 """Passes of a size before its capture, at most; the number doubles when captures are dropped with too few replays."""
 
 
@@ -340,7 +340,7 @@ class PiecewiseGraphs:
             self.forget()
         if self._state is not None and not self._state.same():
             if self._replays < WORTH:
-                self._needed = min(2 * self._needed, MOST_PASSES)
+                self._needed = min(2 * self._needed, MAX_PASSES)
             self.forget()
         if not self._off and len(tokens) <= self._sizes[-1]:
             size = self._padded(tokens), self._padded(keep)
@@ -385,7 +385,7 @@ class PiecewiseGraphs:
 
     def _make_room(self, tokens: int) -> None:
         """Drop the oldest recordings until there is room for one of `tokens` tokens."""
-        while self._captured and tokens + sum(count for count, _ in self._captured) > MOST_RECORDED:
+        while self._captured and tokens + sum(count for count, _ in self._captured) > MAX_RECORDED_TOKENS:
             oldest = next(iter(self._captured))
             del self._captured[oldest], self._passes[oldest]
 
@@ -412,7 +412,7 @@ class DecodeGraph:
         """What the last steps depended on: their sequences, the chunks of these, and the memory of their own KV."""
         self._at: list[tuple[int, int]] = []
         """Length and position of each sequence after the last step; the graph has counted up to there."""
-        self._alike, self._wanted, self._replays = 0, ALIKE, 0
+        self._alike, self._wanted, self._replays = 0, ALIKE_STEPS, 0
         self._captured: tuple[Tensor, Callable[[], Tensor], Callable[[], Tensor]] | None = None
         """The token ids' input tensor, the function that computes their logits, and the capture, which keeps all memory
         that the graph's kernels read.
@@ -427,7 +427,7 @@ class DecodeGraph:
     def forget(self) -> None:
         """Drop the sequences, because one of them has ended. For any thread."""
         if self._captured is not None:
-            self._wanted = ALIKE if self._replays >= WORTH else min(2 * self._wanted, MOST_ALIKE)
+            self._wanted = ALIKE_STEPS if self._replays >= WORTH else min(2 * self._wanted, MAX_ALIKE_STEPS)
         self._seen, self._alike, self._replays, self._captured = [], 0, 0, None
 
     def step(self, model: LanguageModel, sequences: Sequence[TokenSequence], ids: Sequence[Sequence[int]]) -> Tensor:

@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -140,52 +141,52 @@ class Stream:
         return self._job.operation
 
 
-MOST_SEQUENCES = 256
+MAX_SEQUENCES = 256
 """Default number of concurrent sequences; a decode step gains little from more."""
 OWN_SHARE = 8
 """1/OWN_SHARE of the memory is for own KV: questions and generated tokens."""
 WORK_SHARE = 16
 """1/WORK_SHARE of the memory is for the activations of one step, which depend on its tokens."""
-LEAST_TOKENS, MOST_TOKENS = 256, {"cuda": 8192}
+MIN_STEP_TOKENS, MAX_STEP_TOKENS = 256, {"cuda": 8192}
 """The smallest and largest default number of tokens in a step. On devices that are not named here the largest is 4096,
 which makes the matrices large enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeLimits:
-    """At most `batch_tokens` tokens in a step; at a time, `max_rows` sequences, `own_tokens` tokens of own KV and
+    """At most `batch_tokens` tokens in a step; at a time, `max_sequences` sequences, `own_tokens` tokens of own KV and
     `budget` bytes of chunk KV. With `strict`, a request that needs more sequences is refused; else it runs alone.
     """
 
     batch_tokens: int = 4096
-    max_rows: int = MOST_SEQUENCES
+    max_sequences: int = MAX_SEQUENCES
     own_tokens: int = 1 << 20
     budget: int = 8 << 30
     strict: bool = False
 
 
 def limits_for(
-    model: LanguageModel, *, memory: int, budget: int, batch_tokens: int | None = None, max_rows: int | None = None
+    model: LanguageModel, *, memory: int, budget: int, batch_tokens: int | None = None, max_sequences: int | None = None
 ) -> RuntimeLimits:
     """The limits for a model on a machine (or device) with `memory` bytes, `budget` of them for chunk KV.
 
-    `batch_tokens` and `max_rows` are the user's and hold strictly.
+    `batch_tokens` and `max_sequences` are the user's and hold strictly.
     """
     hidden, inner = model.config.hidden_size, getattr(model.config, "intermediate_size", None)
     # residuals, queries and partial results in fp32, and the MLP's activations: an upper bound
     working = 4 * (12 * hidden + 4 * (inner if isinstance(inner, int) else 4 * hidden))
-    most = MOST_TOKENS.get(model.device.type, 4096)
-    tokens = min(most, max(LEAST_TOKENS, memory // WORK_SHARE // working))
+    most = MAX_STEP_TOKENS.get(model.device.type, 4096)
+    tokens = min(most, max(MIN_STEP_TOKENS, memory // WORK_SHARE // working))
     shape = model.kv_shape
-    rows = MOST_SEQUENCES if batch_tokens is None else batch_tokens  # each sequence has a token in every step
+    sequences = MAX_SEQUENCES if batch_tokens is None else batch_tokens  # each sequence has a token in every step
     if batch_tokens is None and shape.state_bytes:
-        rows = max(min(rows, memory // OWN_SHARE // shape.state_bytes), 1)
+        sequences = max(min(sequences, memory // OWN_SHARE // shape.state_bytes), 1)
     return RuntimeLimits(
         batch_tokens=tokens if batch_tokens is None else batch_tokens,
-        max_rows=rows if max_rows is None else max_rows,
+        max_sequences=sequences if max_sequences is None else max_sequences,
         own_tokens=max(memory // OWN_SHARE // max(shape.token_bytes, 1), 1),
         budget=budget if model.joins else budget // 2,  # each sequence has a copy of the KV that it continues
-        strict=batch_tokens is not None or max_rows is not None,
+        strict=batch_tokens is not None or max_sequences is not None,
     )
 
 
@@ -195,9 +196,9 @@ _all: weakref.WeakSet[Runtime] = weakref.WeakSet()
 class Runtime:
     """Answers requests to one model, many at a time, from any number of threads.
 
-    At most `batch_tokens` tokens are in one step and `max_rows` sequences run at a time; by default, both follow from
-    the available memory (`limits_for`). At most `budget` bytes of chunk KV are leased. `executor` makes what runs the
-    model; it must not keep the model alive.
+    At most `batch_tokens` tokens are in one step and `max_sequences` sequences run at a time; by default, both follow
+    from the available memory (`limits_for`). At most `budget` bytes of chunk KV are leased. `executor` makes what runs
+    the model; it must not keep the model alive.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class Runtime:
         model: LanguageModel,
         *,
         batch_tokens: int = 4096,
-        max_rows: int = 256,
+        max_sequences: int = 256,
         own_tokens: int = 1 << 20,
         budget: int = 8 << 30,
         strict: bool = False,
@@ -216,8 +217,11 @@ class Runtime:
         self.executor = executor(model)
         self.pool = KVPool(budget)
         if (most := self.executor.traits.max_sequences) is not None:
-            max_rows = min(max_rows, most)
-        self._scheduler = Scheduler(batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens, strict=strict)
+            max_sequences = min(max_sequences, most)
+        self._make_scheduler = partial(
+            Scheduler, batch_tokens=batch_tokens, max_sequences=max_sequences, own_tokens=own_tokens, strict=strict
+        )
+        self._scheduler = self._make_scheduler()
         self._start()
         _all.add(self)
 
@@ -276,13 +280,15 @@ class Runtime:
         require_reach(engine, model, sum(map(len, parts)) + limit)
         demand = engine.demand(request, limit)
         most = self.executor.traits.max_sequences
-        if most is not None and demand.rows > most:
+        if most is not None and demand.sequences > most:
             raise UsageError(
-                f"The question needs {demand.rows} sequences at a time, and {self.executor.traits.name} has {most}; "
-                "lower --top-k."
+                f"The question needs {demand.sequences} sequences at a time, and {self.executor.traits.name} has "
+                f"{most}; lower --top-k."
             )
         reads = frozenset(id(chunk.kv) for chunk in request.chunks if chunk.kv is not None)
-        ticket = Ticket(rows=demand.rows, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared)
+        ticket = Ticket(
+            sequences=demand.sequences, tokens=demand.tokens, reads=reads.union(demand.shared), shared=demand.shared
+        )
         decoder = None if generation is None else Decoder(model, generation)
         program = with_shared(engine.program(request, model), self.pool, self.executor)
         job = Job(program, ticket, decoder, model=model, owner=owner, lease=lease)
@@ -425,7 +431,7 @@ class Runtime:
         jobs, model = list(self._jobs.values()), self._model()
         if model is not None:
             self.executor = self._make_executor(model)
-        self.pool, self._scheduler = KVPool(self.pool.budget), self._scheduler.emptied()
+        self.pool, self._scheduler = KVPool(self.pool.budget), self._make_scheduler()
         self._start()
         for job in jobs:
             job.end(AnswerInterruptedError("The answer was begun before a fork; ask again in this process."))

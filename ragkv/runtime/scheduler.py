@@ -29,7 +29,7 @@ class Ticket:
     `shared`: tokens of the KV that it and other requests prefill once, by key; it reads those as well.
     """
 
-    rows: int
+    sequences: int
     tokens: int
     reads: frozenset[Hashable] = frozenset()
     shared: Mapping[Hashable, int] = field(default_factory=dict)
@@ -64,13 +64,13 @@ class Scheduler:
     """Admits requests and divides each step's tokens among them.
 
     A step takes at most `batch_tokens` tokens, unless there are more sequences with one token each. At a time,
-    `max_rows` sequences and `own_tokens` tokens of own KV run; a request that needs more runs alone, or, with `strict`,
-    is refused.
+    `max_sequences` sequences and `own_tokens` tokens of own KV run; a request that needs more runs alone, or, with
+    `strict`, is refused.
     """
 
-    def __init__(self, *, batch_tokens: int, max_rows: int, own_tokens: int, strict: bool = False) -> None:
+    def __init__(self, *, batch_tokens: int, max_sequences: int, own_tokens: int, strict: bool = False) -> None:
         self.batch_tokens = batch_tokens
-        self.max_rows = max_rows
+        self.max_sequences = max_sequences
         self.own_tokens = own_tokens
         self._strict = strict
         self._waiting: list[Ticket] = []
@@ -86,18 +86,18 @@ class Scheduler:
     def has_room(self) -> bool:
         """Whether running and waiting requests leave room for a sequence with one token of own KV."""
         together = (*self._running, *self._waiting)
-        rows, tokens = sum(each.rows for each in together), sum(each.tokens for each in together)
-        return rows < self.max_rows and tokens < self.own_tokens
+        sequences, tokens = sum(each.sequences for each in together), sum(each.tokens for each in together)
+        return sequences < self.max_sequences and tokens < self.own_tokens
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request; UsageError, which says what it needs, if it can never run."""
-        name, most = ("--max-rows", self.max_rows)
+        name, most = ("--max-sequences", self.max_sequences)
         if self.batch_tokens <= most:  # every sequence has a token in every step
             name, most = ("--batch-tokens", self.batch_tokens)
-        if self._strict and ticket.rows > most:
+        if self._strict and ticket.sequences > most:
             raise UsageError(
-                f"The question needs {ticket.rows} rows at a time, but {name} is {most}; raise it to {ticket.rows}, or "
-                "lower --top-k."
+                f"The question needs {ticket.sequences} sequences at a time, but {name} is {most}; raise it to "
+                f"{ticket.sequences}, or lower --top-k."
             )
         self._waiting.append(ticket)
 
@@ -113,12 +113,6 @@ class Scheduler:
     def runs(self, ticket: Ticket) -> bool:
         """Whether it was admitted and has not left."""
         return ticket in self._running
-
-    def emptied(self) -> Scheduler:
-        """A new scheduler with the same limits."""
-        return Scheduler(
-            batch_tokens=self.batch_tokens, max_rows=self.max_rows, own_tokens=self.own_tokens, strict=self._strict
-        )
 
     def admit(self, *, over: bool = False) -> list[Ticket]:
         """The requests that may run from now on, in the order of admission.
@@ -154,15 +148,15 @@ class Scheduler:
         taken = [[1 if want == 1 else 0 for want in wants] for wants in wanted]
         singles = sum(map(sum, taken))
         left = max(self.batch_tokens - singles, 1)
-        longer = [(i, row) for i, wants in enumerate(wanted) for row, want in enumerate(wants) if want > 1]
+        longer = [(i, number) for i, wants in enumerate(wanted) for number, want in enumerate(wants) if want > 1]
         parts = [(left, longer)]
         if singles and prefill is not None and prefill < left:
             shortest = sorted(longer, key=lambda at: sum(wanted[at[0]]))
             parts = [(prefill - prefill // 2, longer), (prefill // 2, shortest)]
         for left, order in parts:
-            for i, row in order:
-                take = min(wanted[i][row] - taken[i][row], left)
-                taken[i][row] += take
+            for i, number in order:
+                take = min(wanted[i][number] - taken[i][number], left)
+                taken[i][number] += take
                 left -= take
         return taken
 
@@ -179,6 +173,6 @@ class Scheduler:
         shared: dict[Hashable, int] = {}
         for each in together:
             shared.update(each.shared)
-        rows = sum(each.rows for each in together)
+        sequences = sum(each.sequences for each in together)
         tokens = sum(each.tokens for each in together) + sum(shared.values())
-        return rows <= self.max_rows and tokens <= self.own_tokens
+        return sequences <= self.max_sequences and tokens <= self.own_tokens

@@ -96,7 +96,7 @@ class Job:
     def slices(self, takes: Sequence[int]) -> list[tuple[int, TokenSequence, Sequence[int]]]:
         """The next `takes[i]` tokens of sequence i, where that is not 0: (i, sequence, ids)."""
         assert isinstance(self.operation, Forward)
-        sequences = self.operation.rows
+        sequences = self.operation.sequences
         return [(i, sequences[i], self._left[i][:take]) for i, take in enumerate(takes) if take]
 
     def read(
@@ -112,7 +112,7 @@ class Job:
         self.position = max(self.position, *(sequence.position for _, sequence, _ in slices))
 
     def read_whole(self) -> Tensor | None:
-        """The logits `(rows, vocab)` of its forward pass, once every sequence is through."""
+        """The logits `(sequences, vocab)` of its forward pass, once every sequence is through."""
         if any(self._left):
             return None
         found, self._logits = [scores for each in self._logits for scores in each], []
@@ -218,7 +218,9 @@ class Stepper:
         ids = [ids for _, slices in work for _, _, ids in slices]
         operations = [job.operation for job in self.running if isinstance(job.operation, Forward)]
         try:
-            self._executor.lay_out(sequences, ids, [sequence for forward in operations for sequence in forward.rows])
+            self._executor.lay_out(
+                sequences, ids, [sequence for forward in operations for sequence in forward.sequences]
+            )
             logits = self._executor.forward(sequences, ids)
         except Exception as error:
             if len(work) == 1:
@@ -305,7 +307,7 @@ class Stepper:
                 if isinstance(operation, Join):
                     operation = job.send(self._copied(job, operation))
                     continue
-                self._executor.release(operation.rows)
+                self._executor.release(operation.sequences)
                 operation = job.send(None)
             if isinstance(operation, Forward):
                 self._prepare(job, operation)
@@ -324,13 +326,17 @@ class Stepper:
         return self._executor.copied(join.segments, reserve=join.tokens + max(_remaining(job), LEAST_ROOM))
 
     def _prepare(self, job: Job, forward: Forward) -> None:
-        if not forward.rows or not all(forward.ids) or len(set(map(id, forward.rows))) < len(forward.rows):
+        if (
+            not forward.sequences
+            or not all(forward.ids)
+            or len(set(map(id, forward.sequences))) < len(forward.sequences)
+        ):
             raise ValueError(
                 "a Forward names each of its sequences once, at least one, with at least one token for each"
             )
-        require_plain(self._executor, forward.rows)
-        running = sum(job.ticket.rows for job in self.running)
-        self._executor.reserve(forward.rows, forward.ids, answer=_remaining(job), running=running)
+        require_plain(self._executor, forward.sequences)
+        running = sum(job.ticket.sequences for job in self.running)
+        self._executor.reserve(forward.sequences, forward.ids, answer=_remaining(job), running=running)
 
 
 def _remaining(job: Job) -> int:

@@ -187,8 +187,8 @@ def query_body(question: str, options: Mapping[str, Any], **more: Any) -> dict[s
 class LocalClient:
     """A client of an index's server, if there is one.
 
-    `opened` has the settings that the server must have opened the index with (`device`, `batch_tokens`, `max_rows`);
-    None for any.
+    `opened` has the settings that the server must have opened the index with (`device`, `batch_tokens`,
+    `max_sequences`); None for any.
     """
 
     def __init__(self, index: Path, opened: Mapping[str, Any] | None = None) -> None:

@@ -85,7 +85,7 @@ class RayOptions:
     footer: bool = False
     device: str | None = None
     batch_tokens: int | None = None
-    max_rows: int | None = None
+    max_sequences: int | None = None
     digests: Mapping[str, str] = field(default_factory=dict)
     """The digests of the packs (`pinned`)."""
     shared: tuple[TierConfig, ...] = ()
@@ -150,7 +150,11 @@ def _opened(options: RayOptions, held: ExitStack) -> dict[str, RagKV]:
     for name, pack in options.packs.items():
         folder = held.enter_context(snapshot(pack, options.digests[name], options.shared))
         rag = RagKV.open(
-            folder, device=options.device, readonly=True, batch_tokens=options.batch_tokens, max_rows=options.max_rows
+            folder,
+            device=options.device,
+            readonly=True,
+            batch_tokens=options.batch_tokens,
+            max_sequences=options.max_sequences,
         )
         indexes[name] = held.enter_context(rag)
     return indexes

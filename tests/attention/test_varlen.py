@@ -244,7 +244,7 @@ def test_steps_that_repeat_are_captured_once_for_each_set_of_sequences(make_mode
         return replay
 
     monkeypatch.setattr(recordedgraph.RecordedCapture, "whole", lambda _, work: captured(work))
-    monkeypatch.setattr(graphs, "ALIKE", 3)
+    monkeypatch.setattr(graphs, "ALIKE_STEPS", 3)
     monkeypatch.setattr(graphs, "WORTH", 6)
     monkeypatch.setattr(crowd, "_ALONE", {})
     one, other, *_ = (replace(asked, steps=9) for asked in questions("block", ()))
@@ -289,10 +289,10 @@ def test_a_captured_step_computes_what_its_kernels_do(name, tuning, make_model, 
         return [alone(model, one) for one in asked] + [each[1:] for each in crowd.together(model, asked)[1]]
 
     monkeypatch.setattr(graphs.Capture, "whole", lambda self, work: captures.append(whole(self, work)) or captures[-1])
-    monkeypatch.setattr(graphs, "ALIKE", 3)
+    monkeypatch.setattr(graphs, "ALIKE_STEPS", 3)
     found = answers()
     assert captures
-    monkeypatch.setattr(graphs, "ALIKE", 1 << 30)
+    monkeypatch.setattr(graphs, "ALIKE_STEPS", 1 << 30)
     compared = 0
     for (tokens, scores), (others, wanted) in zip(found, answers(), strict=True):
         for one, other, score, want in zip(tokens, others, scores, wanted, strict=False):

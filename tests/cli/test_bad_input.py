@@ -203,7 +203,7 @@ TABLE: list[tuple[str, int, str]] = [
     (CONTEXT + " --context {folder}/strange/empty.txt", 1, "empty file"),
     (CONTEXT + " --context {folder}/strange/broken.pdf", 1, "broken.pdf"),
     (CONTEXT + " --context {folder}/strange/long.txt", 2, "positions; give less context"),
-    (CONTEXT + " --engine pced --max-rows 2", 2, "needs 3 rows at a time, but --max-rows is 2"),
+    (CONTEXT + " --engine pced --max-sequences 2", 2, "needs 3 sequences at a time, but --max-sequences is 2"),
     (CONTEXT + " --engine turbo", 2, "Unknown engine 'turbo'"),
     # questions
     (ASK + " --engine warp", 2, "Unknown engine 'warp'; choose one of apb, ape, blend, block, full"),

@@ -30,7 +30,7 @@ def test_ties_go_to_the_higher_score_then_the_earlier_expert(size, make_model):
         return int(ask.best())
 
     row = torch.randn(50)
-    by_hand(engine.program(wanted, model), lambda ask: row.repeat(len(ask.rows), 1), choose=choose, steps=2)
+    by_hand(engine.program(wanted, model), lambda ask: row.repeat(len(ask.sequences), 1), choose=choose, steps=2)
     assert winners == [2, 2]  # chunks come in ascending relevance, so the last of equals is the most relevant
 
 

@@ -252,12 +252,12 @@ def test_the_prefix_is_part_of_the_stored_kvs_identity_and_the_suffix_is_not(tmp
 
 def test_a_new_index_takes_its_tables_as_dicts(model_folder, tmp_path):
     settings = {"prompt": {"system": "Be brief."}, "decoding": {"temperature": 0.5, "stop": ["\n"]}}
-    settings |= {"encoding": {"context": 8}, "steps": {"count": 2}, "runtime": {"max_rows": 4}}
+    settings |= {"encoding": {"context": 8}, "steps": {"count": 2}, "runtime": {"max_sequences": 4}}
     with RagKV.create(tmp_path / "index", model=str(model_folder), device="cpu", **settings) as rag:
         config = rag.config
     assert config.prompt.system == "Be brief."
     assert config.decoding == Decoding(temperature=0.5, stop=("\n",))
-    assert (config.encoding.context, config.steps.count, config.runtime.max_rows) == (8, 2, 4)
+    assert (config.encoding.context, config.steps.count, config.runtime.max_sequences) == (8, 2, 4)
     with pytest.raises(ConfigError, match="encoding: unknown key 'contexts'; known are context"):
         RagKV.create(tmp_path / "other", model=str(model_folder), device="cpu", encoding={"contexts": 8})
 

@@ -209,39 +209,39 @@ def test_closing_the_index_ends_them_all(rag):
 
 def test_limits_that_are_set_hold_strictly(rag, steps_of):
     """With a separate model, so that it gets a new runtime."""
-    with RagKV.open(rag.folder, device="cpu", max_rows=2, batch_tokens=40) as own:
+    with RagKV.open(rag.folder, device="cpu", max_sequences=2, batch_tokens=40) as own:
         own.model.eos_ids = frozenset()
         own.kv_source.prefix()  # encoded separately
         steps = steps_of(own.model)
         found = own.query_many(QUESTIONS[:4], engine="full", max_new_tokens=3)
         assert [a.text for a in found] == [rag.query(q, engine="full", max_new_tokens=3).text for q in QUESTIONS[:4]]
         counted = [(len(sequences), sum(map(len, ids))) for sequences, ids in steps]
-        rows, tokens = zip(*(each for each in counted if each != (1, 1)), strict=True)
-        assert (max(rows), max(tokens)) == (2, 40)
-        with pytest.raises(UsageError, match=r"needs 4 rows at a time, but --max-rows is 2; raise it to 4"):
+        sequences, tokens = zip(*(each for each in counted if each != (1, 1)), strict=True)
+        assert (max(sequences), max(tokens)) == (2, 40)
+        with pytest.raises(UsageError, match=r"needs 4 sequences at a time, but --max-sequences is 2; raise it to 4"):
             own.query(QUESTIONS[0], engine="pced", top_k=3)
     with (
         RagKV.open(rag.folder, device="cpu", batch_tokens=3) as own,
         pytest.raises(UsageError, match=r"but --batch-tokens is 3; raise it to 4"),
     ):
         own.query(QUESTIONS[0], engine="pced", top_k=3)
-    for wrong in ({"max_rows": 0}, {"batch_tokens": -1}):
+    for wrong in ({"max_sequences": 0}, {"batch_tokens": -1}):
         with pytest.raises(ConfigError, match="must be a number from 1 up"):
             RagKV.open(rag.folder, **wrong)
 
 
 def test_limits_of_the_index_and_of_the_memory(rag):
     assert "[runtime]" not in IndexConfig().to_toml()
-    config = IndexConfig(runtime=RuntimeConfig(max_rows=8))
+    config = IndexConfig(runtime=RuntimeConfig(max_sequences=8))
     assert IndexConfig.from_toml(config.to_toml()) == config
-    with pytest.raises(ConfigError, match=r"runtime.max_rows must be a number"):
-        IndexConfig.from_toml('[runtime]\nmax_rows = "many"\n')
+    with pytest.raises(ConfigError, match=r"runtime.max_sequences must be a number"):
+        IndexConfig.from_toml('[runtime]\nmax_sequences = "many"\n')
     small, large = (limits_for(rag.model, memory=memory, budget=5) for memory in (1 << 20, 1 << 40))
     token = rag.index.shape.token_bytes
     assert (small.own_tokens, large.own_tokens) == ((1 << 17) // token, (1 << 37) // token)
     assert small.batch_tokens < large.batch_tokens
     assert not large.strict
-    assert limits_for(rag.model, memory=1 << 40, budget=5, max_rows=7).max_rows == 7
+    assert limits_for(rag.model, memory=1 << 40, budget=5, max_sequences=7).max_sequences == 7
 
 
 def fake_model(*, device="cpu", joins=True, state_bytes=0, token_bytes=8, **config):
@@ -266,17 +266,17 @@ def test_a_step_has_as_many_tokens_as_the_memory_bears(device, config, memory, t
     assert limits_for(fake_model(device=device, **config), memory=memory, budget=1).batch_tokens == tokens
 
 
-def test_rows_and_the_budget_follow_from_what_a_row_holds():
+def test_sequences_and_the_budget_follow_from_what_a_sequence_holds():
     plain = limits_for(fake_model(), memory=8 * 8 * 100, budget=7)
-    assert (plain.max_rows, plain.own_tokens, plain.budget, plain.strict) == (256, 100, 7, False)
+    assert (plain.max_sequences, plain.own_tokens, plain.budget, plain.strict) == (256, 100, 7, False)
     assert limits_for(fake_model(token_bytes=0), memory=800, budget=7).own_tokens == 100
     assert limits_for(fake_model(), memory=1, budget=7).own_tokens == 1
     states = fake_model(joins=False, state_bytes=10)
-    rows = [limits_for(states, memory=8 * 10 * n, budget=7).max_rows for n in (0, 1, 3, 256, 257)]
-    assert rows == [1, 1, 3, 256, 256]
+    sequences = [limits_for(states, memory=8 * 10 * n, budget=7).max_sequences for n in (0, 1, 3, 256, 257)]
+    assert sequences == [1, 1, 3, 256, 256]
     assert limits_for(states, memory=0, budget=7).budget == 3
     payload = limits_for(states, memory=0, budget=7, batch_tokens=5)
-    assert (payload.batch_tokens, payload.max_rows, payload.strict) == (5, 5, True)
-    payload = limits_for(states, memory=8 * 30, budget=7, batch_tokens=5, max_rows=9)
-    assert (payload.batch_tokens, payload.max_rows, payload.strict) == (5, 9, True)
-    assert limits_for(states, memory=0, budget=7, max_rows=2).strict
+    assert (payload.batch_tokens, payload.max_sequences, payload.strict) == (5, 5, True)
+    payload = limits_for(states, memory=8 * 30, budget=7, batch_tokens=5, max_sequences=9)
+    assert (payload.batch_tokens, payload.max_sequences, payload.strict) == (5, 9, True)
+    assert limits_for(states, memory=0, budget=7, max_sequences=2).strict

@@ -234,7 +234,7 @@ CHANGES = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float32 in 16 bits"])
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES.keys())
 def test_a_model_that_is_changed_from_outside_is_not_replayed(changes, dtype, soon, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_PASSES", 2)
+    monkeypatch.setattr(graphs, "MAX_PASSES", 2)
     model = random_llama(dtype.split()[0], "cpu", SMALL)
     if "in" in dtype:  # as of a checkpoint in bfloat16
         for layer in [*model.module.modules()]:
@@ -270,7 +270,7 @@ def test_the_captures_of_a_model_that_was_changed_are_dropped(stand_in):
 
 def test_the_oldest_recordings_make_room(make_model, soon, monkeypatch):
     model, pieces = make_model("llama"), PiecewiseGraphs(None)
-    monkeypatch.setattr(graphs, "MOST_RECORDED", 9)
+    monkeypatch.setattr(graphs, "MAX_RECORDED_TOKENS", 9)
 
     def run(*counts):
         for count in counts:

@@ -415,7 +415,7 @@ def test_who_does_not_read_holds_up_nobody(make_model):
     long = one("full", chunks=(), suffix=(80,), steps=200)
     model.eos_ids, eos = frozenset(), model.eos_ids
     try:
-        runtime = Runtime(model, max_rows=1, budget=10)
+        runtime = Runtime(model, max_sequences=1, budget=10)
         slow = runtime.submit(
             engine(long), request(model, long), Generation(max_new_tokens=200), lease=runtime.lease({"a": 9})
         )
@@ -426,7 +426,7 @@ def test_who_does_not_read_holds_up_nobody(make_model):
         assert slow.ended
         assert runtime.pool.leased == 9
         quick = submit(runtime, model, long, lease=lease)
-        held = Stream(Runtime(model, max_rows=1), engine(long), request(model, long))
+        held = Stream(Runtime(model, max_sequences=1), engine(long), request(model, long))
         assert len(list(runtime.tokens(quick))) == 200 == len(list(runtime.tokens(slow)))
         other = Stream(held._runtime, engine(long), request(model, long))  # a second stream driven by hand
         assert other.best() == held.best()
@@ -1003,12 +1003,14 @@ def named(one, tokens):
 @given(
     crowd=st.lists(drawn_requests(temperatures=(0.0, 0.0, 0.8)), min_size=2, max_size=7),
     batch_tokens=st.sampled_from([1, 4, 16, 4096]),
-    max_rows=st.sampled_from([1, 3, 256]),
+    max_sequences=st.sampled_from([1, 3, 256]),
     own_tokens=st.sampled_from([20, 1 << 20]),
 )
-def test_a_crowd_gets_the_answers_of_one_by_one(family, crowd, batch_tokens, max_rows, own_tokens, make_model):
+def test_a_crowd_gets_the_answers_of_one_by_one(family, crowd, batch_tokens, max_sequences, own_tokens, make_model):
     model = make_model(family)
-    runtime, found = together(model, crowd, batch_tokens=batch_tokens, max_rows=max_rows, own_tokens=own_tokens)
+    runtime, found = together(
+        model, crowd, batch_tokens=batch_tokens, max_sequences=max_sequences, own_tokens=own_tokens
+    )
     as_alone(model, crowd, found)
     assert runtime.idle
 

@@ -14,21 +14,21 @@ EXAMPLES = 2000 if NIGHTLY else 60
 
 
 def made(**limits):
-    return Scheduler(**{"batch_tokens": 16, "max_rows": 4, "own_tokens": 100} | limits)
+    return Scheduler(**{"batch_tokens": 16, "max_sequences": 4, "own_tokens": 100} | limits)
 
 
-def ticket(rows=1, tokens=10, reads=()):
-    return Ticket(rows=rows, tokens=tokens, reads=frozenset(reads))
+def ticket(sequences=1, tokens=10, reads=()):
+    return Ticket(sequences=sequences, tokens=tokens, reads=frozenset(reads))
 
 
 tickets = st.builds(
-    ticket, rows=st.integers(1, 6), tokens=st.integers(1, 140), reads=st.frozensets(st.integers(0, 4), max_size=3)
+    ticket, sequences=st.integers(1, 6), tokens=st.integers(1, 140), reads=st.frozensets(st.integers(0, 4), max_size=3)
 )
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    limits=st.fixed_dictionaries({"max_rows": st.integers(1, 5), "own_tokens": st.integers(1, 120)}),
+    limits=st.fixed_dictionaries({"max_sequences": st.integers(1, 5), "own_tokens": st.integers(1, 120)}),
     events=st.lists(st.one_of(tickets, st.integers(0, 40)), max_size=60),
 )
 def test_limits_hold_and_everyone_has_a_turn(limits, events):
@@ -43,7 +43,7 @@ def test_limits_hold_and_everyone_has_a_turn(limits, events):
         assert all(scheduler.runs(one) for one in running)
         assert not any(scheduler.runs(one) for one in waiting)
         if len(running) > 1:
-            assert sum(one.rows for one in running) <= limits["max_rows"]
+            assert sum(one.sequences for one in running) <= limits["max_sequences"]
             assert sum(one.tokens for one in running) <= limits["own_tokens"]
         assert running or not waiting
 
@@ -67,7 +67,7 @@ def test_limits_hold_and_everyone_has_a_turn(limits, events):
 @given(reads=st.lists(st.sampled_from([(1,), (2,), (1, 2), ()]), min_size=1, max_size=80))
 def test_nobody_is_passed_by_more_than_a_few(reads):
     """Requests that share chunks may go first, but each request is overtaken a bounded number of times."""
-    scheduler, submitted, order = made(max_rows=1), [], []
+    scheduler, submitted, order = made(max_sequences=1), [], []
     scheduler.submit(first := ticket(reads=(1,)))
     scheduler.admit()
     for each in reads:
@@ -87,7 +87,7 @@ def test_nobody_is_passed_by_more_than_a_few(reads):
 
 
 def test_first_come_first_served_where_nothing_is_shared():
-    scheduler = made(max_rows=2)
+    scheduler = made(max_sequences=2)
     asked = [ticket(reads=(i,)) for i in range(7)]
     for one in asked:
         scheduler.submit(one)
@@ -100,9 +100,9 @@ def test_first_come_first_served_where_nothing_is_shared():
 
 def test_whoever_shares_chunks_with_what_runs_goes_first_unless_there_is_no_room():
     scheduler = made()
-    scheduler.submit(running := ticket(rows=3, reads=(1, 2)))
+    scheduler.submit(running := ticket(sequences=3, reads=(1, 2)))
     assert scheduler.admit() == [running]
-    alien, large = ticket(reads=(9,)), ticket(rows=4, reads=(1, 2))
+    alien, large = ticket(reads=(9,)), ticket(sequences=4, reads=(1, 2))
     for one in (alien, large):
         scheduler.submit(one)
     assert scheduler.admit() == [alien]  # the large one shares more, but does not fit, and blocks nobody yet
@@ -115,7 +115,7 @@ def test_whoever_shares_chunks_with_what_runs_goes_first_unless_there_is_no_room
 
 def test_a_lone_request_may_be_larger_than_the_limits():
     scheduler = made()
-    scheduler.submit(large := ticket(rows=9, tokens=999))
+    scheduler.submit(large := ticket(sequences=9, tokens=999))
     scheduler.submit(small := ticket())
     assert scheduler.admit() == [large]
     assert scheduler.admit() == []
@@ -212,34 +212,34 @@ def test_the_borders_of_admission():
     """Requests that fill the limits exactly are admitted; one more row or token waits, and the longest waiting one is
     next.
     """
-    scheduler = made(max_rows=4, own_tokens=100)
-    scheduler.submit(first := ticket(rows=1, tokens=60))
+    scheduler = made(max_sequences=4, own_tokens=100)
+    scheduler.submit(first := ticket(sequences=1, tokens=60))
     assert scheduler.has_room
-    scheduler.submit(fits := ticket(rows=3, tokens=40))
+    scheduler.submit(fits := ticket(sequences=3, tokens=40))
     assert not scheduler.has_room
     assert scheduler.admit() == [first, fits]
     scheduler.leave(fits)
-    scheduler.submit(wide := ticket(rows=4, tokens=1))
+    scheduler.submit(wide := ticket(sequences=4, tokens=1))
     assert scheduler.admit() == []
     scheduler.leave(wide)
-    scheduler.submit(ticket(rows=1, tokens=41))
+    scheduler.submit(ticket(sequences=1, tokens=41))
     assert scheduler.admit() == []
 
 
 def test_room_is_a_row_and_a_token():
-    scheduler = made(max_rows=4, own_tokens=100)
-    scheduler.submit(ticket(rows=3, tokens=99))
+    scheduler = made(max_sequences=4, own_tokens=100)
+    scheduler.submit(ticket(sequences=3, tokens=99))
     assert scheduler.has_room
-    scheduler.submit(last := ticket(rows=1, tokens=0))
+    scheduler.submit(last := ticket(sequences=1, tokens=0))
     assert not scheduler.has_room  # no row
     scheduler.leave(last)
-    scheduler.submit(ticket(rows=0, tokens=1))
+    scheduler.submit(ticket(sequences=0, tokens=1))
     assert not scheduler.has_room  # no token
 
 
 def test_what_others_prefill_counts_once():
-    scheduler = made(max_rows=9, own_tokens=100)
-    many = [Ticket(rows=1, tokens=10, shared={"text": 60}) for _ in range(5)]
+    scheduler = made(max_sequences=9, own_tokens=100)
+    many = [Ticket(sequences=1, tokens=10, shared={"text": 60}) for _ in range(5)]
     for one in many:
         scheduler.submit(one)
     assert scheduler.admit() == many[:4]  # 40 of their own, 60 shared
@@ -247,7 +247,7 @@ def test_what_others_prefill_counts_once():
 
 @pytest.mark.parametrize("passes", [PATIENCE - 1, PATIENCE])
 def test_patience_ends_after_exactly_so_many(passes):
-    scheduler = made(max_rows=2)
+    scheduler = made(max_sequences=2)
     for one in (stays := ticket(reads=(1,)), patient := ticket(reads=(2,))):
         scheduler.submit(one)
     assert scheduler.admit() == [stays, patient]
@@ -267,7 +267,7 @@ def test_patience_ends_after_exactly_so_many(passes):
 
 @pytest.mark.parametrize("behind", [LOOK_AHEAD - 1, LOOK_AHEAD])
 def test_so_many_are_looked_at(behind):
-    scheduler = made(max_rows=2)
+    scheduler = made(max_sequences=2)
     scheduler.submit(ticket(reads=(1,)))
     scheduler.admit()
     waiting = [ticket(reads=(100 + i,)) for i in range(behind)] + [ticket(reads=(1,))]
@@ -277,11 +277,11 @@ def test_so_many_are_looked_at(behind):
 
 
 @pytest.mark.parametrize(
-    ("batch_tokens", "named"), [(3, "--batch-tokens is 3"), (4, "--batch-tokens is 4"), (5, "--max-rows is 4")]
+    ("batch_tokens", "named"), [(3, "--batch-tokens is 3"), (4, "--batch-tokens is 4"), (5, "--max-sequences is 4")]
 )
 def test_the_option_that_is_too_small_is_named(batch_tokens, named):
-    scheduler = made(batch_tokens=batch_tokens, strict=True).emptied()
+    scheduler = made(batch_tokens=batch_tokens, strict=True)
     with pytest.raises(UsageError, match=named):
-        scheduler.submit(ticket(rows=5))
-    scheduler.submit(ticket(rows=min(batch_tokens, 4)))
+        scheduler.submit(ticket(sequences=5))
+    scheduler.submit(ticket(sequences=min(batch_tokens, 4)))
     assert scheduler.waiting == 1

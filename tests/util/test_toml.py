@@ -92,7 +92,7 @@ QDRANTS = st.builds(
 )
 AUTO_OR_NUMBER = st.just("auto") | st.integers(1, (1 << 63) - 1)
 ENCODINGS = st.builds(EncodingConfig, context=st.integers(0, 1 << 16))
-RUNTIMES = st.builds(RuntimeConfig, batch_tokens=AUTO_OR_NUMBER, max_rows=AUTO_OR_NUMBER)
+RUNTIMES = st.builds(RuntimeConfig, batch_tokens=AUTO_OR_NUMBER, max_sequences=AUTO_OR_NUMBER)
 STEPS = st.builds(
     StepsConfig,
     count=st.integers(1, 8),

@@ -32,7 +32,7 @@ def greedy(model, engine, wanted) -> list[int]:
 
 
 def summaries_of(model, engine, wanted) -> list[list[int]]:
-    return by_hand(engine.summaries(wanted, model, PROMPT), lambda ask: model.step(ask.rows, ask.ids))
+    return by_hand(engine.summaries(wanted, model, PROMPT), lambda ask: model.step(ask.sequences, ask.ids))
 
 
 def literal(model, instruction, summary_tokens, chunks=CHUNKS) -> tuple[list[list[int]], list[int]]:
@@ -135,14 +135,14 @@ def test_a_finished_summary_is_read_no_further(lengths, make_model):
 
     def read(ask):
         if not asked:
-            rows.extend(ask.rows)
-        asked.append([rows.index(row) for row in ask.rows])
-        logits = torch.zeros(len(ask.rows), 320)
+            rows.extend(ask.sequences)
+        asked.append([rows.index(row) for row in ask.sequences])
+        logits = torch.zeros(len(ask.sequences), 320)
         for at, row in enumerate(asked[-1]):
             logits[at, 100 + row if len(asked) <= lengths[row] else min(model.eos_ids)] = 1.0
         return logits
 
-    found = by_hand(engine.summaries(wanted, model, PROMPT), read, leave=lambda ask: left.extend(ask.rows))
+    found = by_hand(engine.summaries(wanted, model, PROMPT), read, leave=lambda ask: left.extend(ask.sequences))
     assert found == [[100 + row] * min(length, 4) for row, length in enumerate(lengths)]
     steps = range(min(max(lengths) + 1, 4))
     assert asked == [[row for row, length in enumerate(lengths) if length >= step] for step in steps]
