@@ -22,7 +22,7 @@ import os
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,10 +54,9 @@ if TYPE_CHECKING:
 
     from ragkv.attention.kv import ChunkKV
 
-SCHEMA_VERSION = 1
-"""Version of the layout of ordinary records (docs/formats.md). It is part of every key, so that a new layout never
-reads an old record. Records that it cannot describe have another version in their manifest, and keys like all others.
-"""
+SCHEMA_VERSION = 2
+"""Version of the layout of records (docs/formats.md). It is part of every key, so that a new layout never reads an old
+record."""
 
 LONG_WORDS = 9
 PASSED_ON = "passed on"
@@ -150,11 +149,6 @@ def code_of(codes: Mapping[int, object], value: object) -> int:
     return next(code for code, known in codes.items() if known == value)
 
 
-def plain(shapes: Iterable[LayerShape], states: Sequence[StateShape]) -> bool:
-    """Whether every layer has its own keys and values and nothing else, as in the first schema."""
-    return not states and all(map(all, shapes))
-
-
 def require_shapes(shapes: Sequence[LayerShape], states: Sequence[StateShape]) -> None:
     """`DamagedError` unless these can be the layers and states of a model's KV."""
     if len(shapes) > _MOST_LAYERS or len(states) > _MOST_STATES:
@@ -202,16 +196,13 @@ def parse_states(table: memoryview, count: int, layers: int) -> tuple[StateShape
     return tuple(states)
 
 
-TYPED_VERSION = 2
-"""Version of records whose layers keep something other than a key and a value tensor. All others keep version 1."""
 SEGMENT_BYTES = 1 << 20
 _STORED_BYTES = 2 * SEGMENT_BYTES
 """The longest payload of a segment: with headers, the payload of small slices may be longer than the slices."""
 _MANIFEST_BYTES = 16 << 20
 
 _MAGIC = b"RKVM"
-_HEAD = struct.Struct("<4sHBBIIIIIII")
-_TYPED_HEAD = struct.Struct("<II")
+_HEAD = struct.Struct("<4sHBBIIIIIIIII")
 _SHAPE = struct.Struct("<III")
 _SEGMENT = struct.Struct("<IIIQ")
 _ENCODINGS = {1: Encoding.STANDALONE, 2: Encoding.PREFIXED, 3: Encoding.LONG, 4: Encoding.CONTEXT}
@@ -245,11 +236,6 @@ class Manifest:
     states: tuple[StateShape, ...] = ()
 
     @property
-    def version(self) -> int:
-        """The schema version: the older one if it suffices."""
-        return SCHEMA_VERSION if plain(self.shapes, self.states) else TYPED_VERSION
-
-    @property
     def tokens(self) -> int:
         return self.identity.tokens
 
@@ -275,9 +261,10 @@ class Manifest:
     def pack(self) -> bytes:
         model = self.identity.model.encode()
         codec = json.dumps(self.codec, sort_keys=True, separators=(",", ":")).encode()
+        states = pack_states(self.states)
         head = _HEAD.pack(
             _MAGIC,
-            self.version,
+            SCHEMA_VERSION,
             code_of(DTYPE_CODES, self.dtype),
             code_of(_ENCODINGS, self.identity.encoding),
             self.encoded_at,
@@ -287,12 +274,11 @@ class Manifest:
             len(self.segments),
             len(model),
             len(codec),
+            len(self.states),
+            len(states),
         )
-        states = pack_states(self.states)
-        typed = _TYPED_HEAD.pack(len(self.states), len(states)) if self.version == TYPED_VERSION else b""
         return add_checksum(
             head,
-            typed,
             model,
             codec,
             pack_ids(self.identity.prefix_ids),
@@ -309,8 +295,8 @@ class Manifest:
         if len(view) > _MANIFEST_BYTES:
             raise DamagedError(f"its manifest has {len(view)} bytes")
         magic, version = struct.unpack_from("<4sH", view) if len(view) >= 6 else (b"", 0)
-        if magic != _MAGIC or version not in (SCHEMA_VERSION, TYPED_VERSION):
-            raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION} or {TYPED_VERSION}")
+        if (magic, version) != (_MAGIC, SCHEMA_VERSION):
+            raise DamagedError(f"it is not a manifest of version {SCHEMA_VERSION}")
         try:
             manifest = cls._parse_body(verify_checksum(view))
         except DamagedError:
@@ -321,8 +307,6 @@ class Manifest:
             if not 0 < raw <= SEGMENT_BYTES or stored > _STORED_BYTES:
                 raise DamagedError(f"a segment of it has {raw} bytes in {stored}, where {SEGMENT_BYTES} is the most")
         require_shapes(manifest.shapes, manifest.states)
-        if manifest.version != version:
-            raise DamagedError("a layer of it has no heads or no width, or it is of a version that it does not need")
         lengths = [0] * (len(manifest.shapes) + len(manifest.states))
         for layer, raw, _, _ in manifest.segments:
             lengths[layer] += raw
@@ -335,11 +319,9 @@ class Manifest:
     @classmethod
     def _parse_body(cls, body: memoryview) -> Self:
         head = _HEAD.unpack_from(body)
-        version, dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec = head[1:]
-        start, states, states_bytes = _HEAD.size, 0, 0
-        if version == TYPED_VERSION:
-            states, states_bytes = _TYPED_HEAD.unpack_from(body, start)
-            start += _TYPED_HEAD.size
+        dtype, encoding, encoded_at, tokens, prefix_tokens, layers, segments, model, codec, states, states_bytes = head[
+            2:
+        ]
         lengths = (
             model,
             codec,
@@ -349,9 +331,9 @@ class Manifest:
             states_bytes,
             _SEGMENT.size * segments,
         )
-        if start + sum(lengths) != len(body) or not layers:
+        if _HEAD.size + sum(lengths) != len(body) or not layers:
             raise DamagedError("its manifest has the wrong length")
-        fields = []
+        fields, start = [], _HEAD.size
         for length in lengths:
             fields.append(body[start : start + length])
             start += length
@@ -383,7 +365,7 @@ def stored_sizes(value: Buffer) -> tuple[str, int, int]:
     body = verify_checksum(value)
     if len(body) < _HEAD.size or not body[:4] == _MAGIC:
         raise DamagedError("it is not a manifest")
-    _, _, _, encoding, *_, segments, _, _ = _HEAD.unpack_from(body)
+    _, _, _, encoding, _, _, _, _, segments, *_ = _HEAD.unpack_from(body)
     start = len(body) - _SEGMENT.size * segments
     if start < _HEAD.size or encoding not in _ENCODINGS:
         raise DamagedError("its manifest has the wrong length, or an unknown encoding")

@@ -13,9 +13,10 @@ import json
 import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, TypeVar, get_type_hints
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -287,31 +288,8 @@ _TEXT_BYTES = 512 << 20
 _ROW_BYTES = 64 << 20
 """No row of a document or a chunk is this large: 65,536 tokens with their text take a hundredth of it."""
 _YEAR_9999 = 253_370_764_800
-_DOCUMENT_ROW: Mapping[str, tuple[type, ...]] = {
-    "recipe": (str,),
-    "chunks": (int,),
-    "tokens": (int,),
-    "ingested_at": (float, int),
-    "document": (dict,),
-}
-_DOCUMENT: Mapping[str, tuple[type, ...]] = {
-    "document_id": (str,),
-    "source": (str,),
-    "content_hash": (str,),
-    "media_type": (str,),
-    "title": (str, type(None)),
-    "metadata": (dict,),
-}
-_CHUNK: Mapping[str, tuple[type, ...]] = {
-    "chunk_id": (str,),
-    "document_id": (str,),
-    "ordinal": (int,),
-    "text": (str,),
-    "start": (int,),
-    "end": (int,),
-    "page": (int, type(None)),
-    "heading": (str, type(None)),
-}
+_CHUNK_FIELDS = [(name, hint) for name, hint in get_type_hints(Chunk).items() if name != "token_ids"]
+_ChunkRow = msgspec.defstruct("_ChunkRow", _CHUNK_FIELDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,25 +312,18 @@ def pack_document(stored: StoredDocument) -> bytes:
 
 def parse_document(value: Buffer) -> StoredDocument:
     def parse() -> StoredDocument:
-        row = _table(_limited(value))
-        _require(row, _DOCUMENT_ROW)
-        fields = row["document"]
-        _require(fields, _DOCUMENT)
-        if not fields["document_id"] or not 0 <= row["ingested_at"] < _YEAR_9999:
+        stored = msgspec.convert(parse_json(bytes(_limited(value))), StoredDocument)
+        if not stored.document.document_id or not 0 <= stored.ingested_at < _YEAR_9999:
             raise ValueError("its id is empty, or its time of ingest is impossible")
-        if not all(isinstance(text, str) for text in fields["metadata"].values()):
-            raise ValueError("its metadata are not texts")
-        return StoredDocument(**{**row, "document": Document(**fields)})
+        _require_range(stored.chunks, stored.tokens)
+        return stored
 
     return _parsed(parse, "a document")
 
 
-_CHUNK_FIELDS = tuple(field.name for field in fields(Chunk) if field.name != "token_ids")
-
-
 def pack_chunk(chunk: Chunk) -> bytes:
     """The uint32 length of the JSON, the JSON of all fields but the token ids, the token ids as uint32."""
-    row = {name: getattr(chunk, name) for name in _CHUNK_FIELDS}
+    row = {name: getattr(chunk, name) for name, _ in _CHUNK_FIELDS}
     head = json.dumps(row).encode()
     return add_checksum(_LENGTH.pack(len(head)), head, pack_ids(chunk.token_ids))
 
@@ -361,10 +332,10 @@ def parse_chunk(value: Buffer) -> Chunk:
     def parse() -> Chunk:
         body = _limited(value)
         end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
-        row = _table(body[_LENGTH.size : end])
-        _require(row, _CHUNK)
+        row = msgspec.structs.asdict(msgspec.convert(parse_json(bytes(body[_LENGTH.size : end])), _ChunkRow))
         if not row["chunk_id"]:
             raise ValueError("it has no id")
+        _require_range(row["ordinal"], row["start"], row["end"], row["page"] or 0)
         return Chunk(**row, token_ids=unpack_ids(body[end:]))
 
     return _parsed(parse, "a chunk")
@@ -389,30 +360,15 @@ def _limited(value: Buffer, most: int = _ROW_BYTES) -> memoryview:
     return verify_checksum(value)
 
 
-def _table(body: memoryview) -> dict[str, Any]:
-    found = parse_json(bytes(body))
-    if not isinstance(found, dict):
-        raise ValueError("it is not a JSON object")
-    return found
-
-
-def _require(row: Any, kinds: Mapping[str, tuple[type, ...]]) -> None:
-    """`ValueError` unless the row has exactly these fields, each of its type, with whole numbers from 0 to 2^48."""
-    if not isinstance(row, dict):
-        raise ValueError("it is not a JSON object")
-    for name, value in row.items():
-        if type(value) not in kinds.get(name, ()):
-            raise ValueError(f"its {name} is of the wrong type")
-        if type(value) is int and not 0 <= value < 1 << 48:
-            raise ValueError(f"its {name} is out of range")
-    if missing := kinds.keys() - row.keys():
-        raise ValueError(f"its {min(missing)} is missing")
+def _require_range(*numbers: int) -> None:
+    if not all(0 <= number < 1 << 48 for number in numbers):
+        raise ValueError("a number of it is out of range")
 
 
 def _parsed(parse: Callable[[], T], what: str) -> T:
     try:
         return parse()
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+    except (ValueError, TypeError, struct.error, msgspec.ValidationError) as error:
         raise CorruptStoreError(
             f"{what} in the store is damaged ({error}): run `ragkv repair`, or restore a backup"
         ) from error

@@ -212,7 +212,7 @@ def test_records_of_every_version_decode_for_ever(path):
     parsed = Manifest.parse(parts[0])
     assert parsed.identity == GOLDEN["IDENTITY"]
     found = decode_record(parsed, parts[1:].__getitem__)
-    if "v1" in path.stem:
+    if "plain" in path.stem:
         assert equal(found, GOLDEN["plain_kv"](getattr(torch, parsed.dtype)))
         return
     wanted = GOLDEN["typed_kv"]()
@@ -224,7 +224,7 @@ def test_records_of_every_version_decode_for_ever(path):
 
 
 def test_the_fixtures_are_all_there():
-    assert [path.stem[:9] for path in RECORDS] == ["record-v1"] * 7 + ["record-v2"] * 3
+    assert [path.stem[:15] for path in RECORDS] == ["record-v2-plain"] * 7 + ["record-v2-typed"] * 3
 
 
 def test_a_segment_of_another_length_than_its_manifest_says_is_damage():
@@ -318,14 +318,9 @@ def test_every_bit_comes_back(kind, codec, tokens, shapes, states, encoded_at, s
     assert parsed.stored_bytes == record.stored_bytes == sum(memoryview(each).nbytes for each in record.segments)
     assert parsed.pack() == record.manifest
     assert parsed.raw_bytes == kv.nbytes == kv.shape.nbytes(tokens)
-    assert parsed.version == struct.unpack_from("<H", record.manifest, 4)[0] == (1 if all_plain(kv) else 2)
     assert stored_sizes(record.manifest) == ("standalone", parsed.stored_bytes, parsed.raw_bytes)
     assert record.key == of(tokens).key()
     assert equal(decode_record(parsed, record.segments.__getitem__), kv)
-
-
-def all_plain(kv: ChunkKV) -> bool:
-    return not kv.states and all(all(shape) for shape in kv.shape.layers)
 
 
 @pytest.fixture
@@ -446,20 +441,6 @@ def test_what_cannot_be_described_is_not_written():
         written(LATENT, [], [StateShape(0, "s", "complex64", (1,))])
 
 
-def test_a_record_is_of_the_oldest_version_that_can_say_it():
-    """A layer without values is refused in a version that requires them, and the reverse."""
-    for shapes, segments in (([(1, 4, 0)], [(0, 24, 9)]), ([(1, 4, 4)], [(0, 48, 9)])):
-        body = bytearray(written(shapes, segments)[:-8])
-        version = body[4]
-        body[4] = 3 - version
-        if version == 2:
-            del body[36:44]
-        else:
-            body[36:36] = bytes(8)
-        with pytest.raises(DamagedError, match="version that it does not need"):
-            Manifest.parse(add_checksum(bytes(body)))
-
-
 @given(typed=st.booleans(), at=st.integers(4, 10_000), byte=st.integers(0, 255))
 def test_a_wrong_manifest_under_a_right_checksum_never_crashes(manifest, typed, at, byte):
     """A bug of another program rather than of the disk: it parses as another record, or is refused."""
@@ -501,12 +482,12 @@ def test_another_field_is_another_key():
 
 def test_the_schema_version_is_in_the_key(monkeypatch):
     key = BASE.key()
-    monkeypatch.setattr("ragkv.store.record.SCHEMA_VERSION", 2)
+    monkeypatch.setattr("ragkv.store.record.SCHEMA_VERSION", 3)
     assert BASE.key() != key
 
 
 def test_the_key_is_stable_and_strict():
-    assert BASE.key().hex() == "73023fd860768c82087dd1e3e3940f11a80474844e09f82e7c29577a1b4a73eb"
+    assert BASE.key().hex() == "5eae05acf15e843c49adee8b5b51b6efa2221fef39174ead9bcac8fd8bfa07b0"
     with pytest.raises(ValueError, match="standalone"):
         replace(BASE, encoding=Encoding.STANDALONE)
 
