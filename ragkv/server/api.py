@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice, zip_longest
 from math import log
+from types import MappingProxyType
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -25,7 +26,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from ragkv.config import History
-from ragkv.errors import StoreBusyError, StoreFullError
+from ragkv.errors import NothingFoundError, StoreBusyError, StoreFullError
 from ragkv.index.answer import AnswerStream, source_of
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.ingest import ParseLimits
@@ -62,7 +63,6 @@ from ragkv.server.streaming import (
     ThoughtDeltas,
     TrimmedText,
     in_conversation,
-    send_answer,
     unless_gone,
     with_comments,
 )
@@ -77,6 +77,8 @@ class QueryFormatter:
     `warnings`, if any, come first, and are in the object. A `local` request gets the tokens with the white space at
     both ends, and errors in the words of the command line.
     """
+
+    names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self, asked: QueryRequest, url_of: Callable[[Source], str], warnings: list[str], local: LocalRequest | None
@@ -122,6 +124,9 @@ class QueryFormatter:
     def on_end(self, answer: Answer, stream: AsyncAnswerStream) -> Iterator[bytes]:
         yield from self._tokens(stream)
         yield event(self.whole(answer, stream), "done")
+
+    def on_nothing(self, error: NothingFoundError, stream: AsyncAnswerStream) -> Answer:
+        raise error
 
     def on_error(self, refusal: ApiError) -> Iterator[bytes]:
         yield event(error_body(refusal, self._local), "error")
@@ -200,7 +205,7 @@ def query_routes(served: ServedIndexes, limiter: ConcurrencyLimiter) -> APIRoute
         response = AnswerResponse(answering, tracker, formatter)
         if local is not None:
             local.answer = response
-        return await send_answer(request, response, streamed=body.stream, at_once=local is not None)
+        return await response.begin(request, streamed=body.stream, at_once=local is not None)
 
     @routes.post("/indexes/{name}/query/check", response_model=QueryCheck)
     async def check(name: str, body: QueryRequest) -> Json:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from ragkv.decoding import Decoding, schema_text
-from ragkv.errors import MissingExtraError, NothingFoundError, RetrievalError, UsageError
+from ragkv.errors import MissingExtraError, NothingFoundError, UsageError
 from ragkv.index.answer import AnswerStream
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.index.contexts import given_chunk
@@ -48,7 +48,6 @@ from ragkv.server.streaming import (
     TrimmedText,
     in_conversation,
     require_unicode,
-    send_answer,
     unless_gone,
 )
 from ragkv.types import Answer, Source
@@ -368,15 +367,30 @@ DONE = b"data: [DONE]\n\n"
 
 
 class ChatFormatter:
-    """Role, deltas, the finish reason with the sources, usage, `[DONE]`; or one object. `url_of`: a source's URL."""
+    """Role, deltas, the finish reason with the sources, usage, `[DONE]`; or one object. `url_of`: a source's URL.
+
+    An answer about the conversation, not `cited`, has no sources. If no chunk was found, `undocumented` starts an
+    answer without documents, for calls; else the answer is a sentence about that, because chat windows show an error as
+    a broken server.
+    """
 
     def __init__(
-        self, asked: ChatRequest, url_of: Callable[[Source], str], *, footer: bool, calls: ToolCallParser | None = None
+        self,
+        asked: ChatRequest,
+        url_of: Callable[[Source], str],
+        *,
+        footer: bool,
+        cited: bool = True,
+        calls: ToolCallParser | None = None,
+        undocumented: Callable[[], AsyncAnswerStream] | None = None,
     ) -> None:
+        self.names = asked.names
         self._asked = asked
         self._url = url_of
         self._footer = footer
+        self._cited = cited
         self._calls = calls
+        self._undocumented = undocumented
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._trimmed, self._thoughts = TrimmedText(), ThoughtDeltas()
@@ -410,6 +424,16 @@ class ChatFormatter:
             "usage": usage(stream, answer),
             **self._own_fields(answer),
         }
+
+    def on_nothing(self, error: NothingFoundError, stream: AsyncAnswerStream) -> AsyncAnswerStream | Answer:
+        if self._undocumented is not None:
+            self._cited = False
+            return self._undocumented()
+        stream.cancel()
+        answer = stream.answer
+        if any(answer.decoding[name] for name in ("schema", "regex", "grammar")):
+            raise to_api_error(error, self.names) from error  # a sentence would not fit the schema
+        return replace(answer, text=readable_error(error, self.names), finish_reason="stop", sources=())
 
     def on_start(self) -> Iterator[bytes]:
         yield self._chunk({"role": "assistant", "content": "", "refusal": None})
@@ -467,12 +491,12 @@ class ChatFormatter:
 
     def _own_fields(self, answer: Answer) -> dict[str, Any]:
         """ragkv's own fields of an answer: its chunks as in `ragkv query --json`, with URLs, and how it came about."""
-        sources = [{**source.to_json(), "url": self._url(source)} for source in answer.sources]
+        sources = [{**source.to_json(), "url": self._url(source)} for source in self._sources(answer)]
         return {"sources": sources, "fields": dict(answer.fields), "queries": list(answer.queries)}
 
     def _source_list(self, answer: Answer) -> str:
         """The sources as Markdown, to append to the answer."""
-        lines = [f"{i}. [{_plain(s.title)}]({self._url(s)})" for i, s in enumerate(answer.sources, start=1)]
+        lines = [f"{i}. [{_plain(s.title)}]({self._url(s)})" for i, s in enumerate(self._sources(answer), start=1)]
         return "\n\nSources:\n" + "\n".join(lines) if lines else ""
 
     def _annotations(self, answer: Answer, content: str) -> list[dict[str, Any]]:
@@ -486,8 +510,11 @@ class ChatFormatter:
                     "end_index": len(content),
                 },
             }
-            for source in answer.sources
+            for source in self._sources(answer)
         ]
+
+    def _sources(self, answer: Answer) -> Sequence[Source]:
+        return answer.sources if self._cited else ()
 
 
 def _reason(answer: Answer, called: bool) -> str:
@@ -507,54 +534,6 @@ def usage(stream: AsyncAnswerStream, answer: Answer) -> dict[str, Any]:
 def _plain(text: str) -> str:
     """The text with Markdown's characters escaped."""
     return "".join(f"\\{c}" if c in "\\`*_[]()<>#!|" else c for c in " ".join(text.split()))
-
-
-class ChatStream(AsyncAnswerStream):
-    """An answer for a chat window. If nothing was retrieved, the answer is a sentence about that, because windows show
-    an error as a broken server. Errors use the request's parameter names.
-
-    An answer about the conversation has no sources. If nothing was retrieved but there are tools to call,
-    `undocumented` starts an answer without documents.
-    """
-
-    def __init__(
-        self,
-        rag: RagKV,
-        start: Callable[[], AnswerStream],
-        asked: ChatRequest,
-        *,
-        cited: bool,
-        undocumented: Callable[[], AnswerStream] | None = None,
-    ) -> None:
-        self._asked = asked
-        self._undocumented = undocumented
-        self._cited = cited
-        self._instead: Answer | None = None
-        super().__init__(rag.index, start)
-
-    @property
-    def answer(self) -> Answer:
-        found = self._instead or super().answer
-        return found if self._cited else replace(found, sources=())
-
-    def _decode(self, notify: Callable[[str], None]) -> None:
-        try:
-            super()._decode(notify)
-        except NothingFoundError as error:
-            assert self._stream is not None
-            self._stream.cancel()
-            if self._undocumented is not None:
-                self._cited, self._start = False, self._undocumented
-                super()._decode(notify)
-                return
-            answer = self._stream.answer
-            if any(answer.decoding[name] for name in ("schema", "regex", "grammar")):
-                raise to_api_error(error, self._asked.names) from error  # a sentence would not fit the schema
-            text = readable_error(error, self._asked.names)
-            self._instead = replace(answer, text=text, finish_reason="stop", sources=())
-            notify(text)
-        except (UsageError, RetrievalError) as error:
-            raise to_api_error(error, self._asked.names) from error
 
 
 class ModelCard(BaseModel):
@@ -863,12 +842,18 @@ def protocol_routes(served: ServedIndexes, limiter: ConcurrencyLimiter, *, foote
         chosen = served.chosen(body.model)
         preparing = partial(_prepared, body, chosen)  # slow for a long history, a schema, or tools
         cited, stream, tools = await asyncio.get_running_loop().run_in_executor(limiter.asks, preparing)
-        calls = None if tools is None else ToolCallParser(tool_format(chosen.rag.model))
-        url_of, below = chunk_urls(request, chosen.name), cited and (footer or body.footer)
-        formatter = ChatFormatter(body, url_of, footer=below, calls=calls)
+        index = chosen.rag.index
+        formatter = ChatFormatter(
+            body,
+            chunk_urls(request, chosen.name),
+            footer=cited and (footer or body.footer),
+            cited=cited,
+            calls=None if tools is None else ToolCallParser(tool_format(chosen.rag.model)),
+            undocumented=None if tools is None else lambda: AsyncAnswerStream(index, tools),
+        )
         tracker = await limiter.admit(chosen.name)
-        answering = ChatStream(chosen.rag, lambda: stream, body, cited=cited, undocumented=tools)
-        return await send_answer(request, AnswerResponse(answering, tracker, formatter), streamed=body.stream)
+        answering = AsyncAnswerStream(index, lambda: stream)
+        return await AnswerResponse(answering, tracker, formatter).begin(request, streamed=body.stream)
 
     @routes.post("/v1/embeddings", response_model=EmbeddingReply)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:

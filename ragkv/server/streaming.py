@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 from fastapi import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ragkv.errors import AnswerInterruptedError, UsageError
+from ragkv.errors import AnswerInterruptedError, NothingFoundError, RetrievalError, UsageError
 from ragkv.index.batch import AsyncAnswerStream
 from ragkv.index.conversation import Conversation
 from ragkv.server.errors import ApiError, Json, stopping_error, to_api_error
@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 class Formatter(Protocol):
     """How a protocol formats an answer: as one object, or as server-sent events."""
 
+    names: Mapping[str, str]
+    """The protocol's names of options, where they differ, for errors."""
+
     def whole(self, answer: Answer, stream: AsyncAnswerStream) -> dict[str, Any]:
         """The object of an answer that is not streamed."""
 
@@ -47,6 +50,9 @@ class Formatter(Protocol):
 
     def on_error(self, refusal: ApiError) -> Iterable[bytes]:
         """The last events of a failed answer."""
+
+    def on_nothing(self, error: NothingFoundError, stream: AsyncAnswerStream) -> AsyncAnswerStream | Answer:
+        """What is sent if no chunk was found; or it raises the error."""
 
 
 class TrimmedText:
@@ -80,38 +86,65 @@ class ThoughtDeltas:
         return self._trimmed.take(new)
 
 
-class AnswerResponse:
+class AnswerResponse(StreamingResponse):
     """Sends one answer in the format of a protocol, and gives up its place in the limiter when it ends."""
 
     def __init__(self, stream: AsyncAnswerStream, tracker: RequestTracker, formatter: Formatter) -> None:
+        super().__init__(self._events(), media_type="text/event-stream", headers={"x-accel-buffering": "no"})
         self._stream = stream
-        self.tracker = tracker
+        self._deltas = aiter(stream)
+        self._tracker = tracker
         self._formatter = formatter
         self._first: str | None = None
-        self._deltas = aiter(stream)
-        self._ended_early = False
-        self.streams = False
-        """Whether a streamed response is still running."""
-        tracker.cancel = stream.cancel
+        self._instead: Answer | None = None
+        self._ended_early = self._streams = False
+        tracker.cancel = self._cancel
 
-    async def begin(self) -> None:
-        """Wait for the first text, so that an error before it sets the status of the response."""
-        self._first = await self._next()
+    async def begin(self, request: Request, *, streamed: bool, at_once: bool = False) -> Response:
+        """The response. If the client disconnects before it starts, the answer is cancelled.
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer as one object."""
-        while await self._next() is not None:
-            continue
-        payload = self._formatter.whole(self._complete(), self._stream)
-        await self.close(finished=True)
-        return payload
+        A stream starts with the answer's first text, so that an error before it sets the status; or `at_once`: any
+        error is then an event, and comments show that the server lives.
+        """
+        try:
+            if not streamed:
+                return Json(await unless_gone(request, self._tracker, self._whole()))
+            if at_once:
+                self.body_iterator = with_comments(self._events())
+            else:
+                self._first = await unless_gone(request, self._tracker, self._next())
+        except BaseException:
+            await self._close()
+            raise
+        self._streams = True
+        return self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await asyncio.shield(self._end())
+
+    async def _end(self) -> None:
+        await cast("AsyncGenerator[bytes]", self.body_iterator).aclose()
+        await self._close()
 
     def end_early(self) -> None:
         """End the answer at its next token; it is then complete, with the finish reason "cancelled"."""
         self._ended_early = True
+        self._cancel()
+
+    def _cancel(self) -> None:
         self._stream.cancel()
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    async def _whole(self) -> dict[str, Any]:
+        while await self._next() is not None:
+            continue
+        payload = self._formatter.whole(self._complete(), self._stream)
+        self._finish()
+        return payload
+
+    async def _events(self) -> AsyncGenerator[bytes]:
         """The answer as events. An error after the first text becomes an event of the protocol."""
         for event in self._formatter.on_start():
             yield event
@@ -122,7 +155,7 @@ class AnswerResponse:
                     yield event
                 delta = await self._next()
             ending = list(self._formatter.on_end(self._complete(), self._stream))
-            await self.close(finished=True)
+            self._finish()
         except Exception as error:
             failure = to_api_error(error)
             if failure is not error:
@@ -130,70 +163,51 @@ class AnswerResponse:
             if failure.status >= 500 and not isinstance(error, ApiError):
                 logger.exception("an answer failed while it was streamed")
             ending = list(self._formatter.on_error(failure))
-        self.streams = False
+        self._streams = False
         for event in ending:
             yield event
 
-    async def close(self, *, finished: bool = False) -> None:
-        """End the answer if it is still running, and give up its place."""
-        if finished:
-            self.tracker.finished(self._stream.answer, self._stream.prompt_tokens, self._stream.tokens)
-        elif self.streams:
-            self.tracker.abandoned()
-        self.tracker.leave()
-        await self._stream.aclose()
-
     async def _next(self) -> str | None:
         """The next text; None at the end."""
-        delta = await anext(self._deltas, None)
+        if self._instead is not None:
+            return None
+        try:
+            delta = await anext(self._deltas, None)
+        except NothingFoundError as error:
+            return await self._nothing(error)
+        except (UsageError, RetrievalError) as error:
+            raise to_api_error(error, self._formatter.names) from error
         if delta != "":  # an empty text only signals that retrieval is done
-            self.tracker.began()
+            self._tracker.began()
         return delta
 
+    async def _nothing(self, error: NothingFoundError) -> str | None:
+        instead = self._formatter.on_nothing(error, self._stream)
+        if isinstance(instead, Answer):
+            self._instead = instead
+            self._tracker.began()
+            return instead.text
+        self._stream, self._deltas = instead, aiter(instead)
+        return await self._next()
+
+    def _finish(self) -> None:
+        self._tracker.finished(self._complete(), self._stream.prompt_tokens, self._stream.tokens)
+        self._tracker.leave()
+
+    async def _close(self) -> None:
+        """End the answer if it is still running, and give up its place."""
+        if self._streams:
+            self._tracker.abandoned()
+        self._tracker.leave()
+        await self._stream.aclose()
+
     def _complete(self) -> Answer:
-        answer = self._stream.answer
+        answer = self._instead or self._stream.answer
         if answer.finish_reason == "cancelled" and not self._ended_early:
             message = "The answer was cut short: the server is stopping."
             cause = AnswerInterruptedError("The answer was cut short, because the server is stopping; ask again.")
             raise ApiError(503, message, kind="server_error", code="unavailable") from cause
         return answer
-
-
-async def send_answer(request: Request, response: AnswerResponse, *, streamed: bool, at_once: bool = False) -> Response:
-    """The response with the answer. If the client disconnects before it starts, the answer is cancelled.
-
-    A stream starts with the answer's first text, or `at_once`: any error is then an event, and comments show that the
-    server lives.
-    """
-    try:
-        if not streamed:
-            return Json(await unless_gone(request, response.tracker, response.whole()))
-        if not at_once:
-            await unless_gone(request, response.tracker, response.begin())
-    except BaseException:
-        await response.close()
-        raise
-    return _Streamed(response, with_comments(response.events()) if at_once else response.events())
-
-
-class _Streamed(StreamingResponse):
-    """An answer as server-sent events. The answer ends whenever the response ends."""
-
-    def __init__(self, response: AnswerResponse, events: AsyncGenerator[bytes]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
-        self._events = events
-        self._response = response
-        response.streams = True
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await asyncio.shield(self._end())
-
-    async def _end(self) -> None:
-        await self._events.aclose()
-        await self._response.close()
 
 
 async def with_comments(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
