@@ -13,11 +13,12 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import h11
 import uvicorn
@@ -189,7 +190,10 @@ class LastSecond:
         if not signal.getitimer(signal.ITIMER_REAL)[0]:
             signal.setitimer(signal.ITIMER_REAL, self._alarm)
 
-    def cancel(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Stop the countdown: the server has ended in time."""
         self._timer.cancel()
         if self._mine:
@@ -202,32 +206,31 @@ def _end_process() -> None:
     os._exit(0)
 
 
-class GracefulServer(uvicorn.Server):
-    """uvicorn's server with a bounded shutdown, which reports when it is ready and does not raise the signal again.
-
-    On a signal it calls `stopping` at once and `stop` after `seconds`; a little later it cuts the remaining
-    connections.
+@dataclass(frozen=True, slots=True)
+class ServerHooks:
+    """What a server calls: `ready` with its address, `stopping` at once on a signal, `stop` when the time for running
+    answers is over, and `responded` for each response. It ends when `ending` is set.
     """
 
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        ready: Callable[[], None],
-        stopping: Callable[[], None],
-        stop: Callable[[], None],
-        seconds: float,
-        last: LastSecond,
-    ) -> None:
-        super().__init__(config)
-        self._last = last
-        self._ready = ready
-        self._stopping = stopping
-        self._stop = stop
-        self._seconds = seconds
+    ready: Callable[[str], None]
+    stopping: Callable[[], None] = lambda: None
+    stop: Callable[[], None] = lambda: None
+    ending: threading.Event = field(default_factory=threading.Event)
+    responded: Responded = lambda method, handler, status: None
 
-    def end(self) -> None:
-        """Stop, as after a signal."""
-        self.should_exit = True
+
+class GracefulServer(uvicorn.Server):
+    """uvicorn's server with a bounded shutdown, which does not raise the signal again.
+
+    Running answers have `seconds`; a little later it cuts the remaining connections.
+    """
+
+    def __init__(self, config: uvicorn.Config, url: str, hooks: ServerHooks, seconds: float, last: LastSecond) -> None:
+        super().__init__(config)
+        self._url = url
+        self._hooks = hooks
+        self._seconds = seconds
+        self._last = last
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._last.arm()
@@ -235,17 +238,18 @@ class GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._ready()
+        self._hooks.ready(self._url)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _TRIM_TICKS == 0:
             await asyncio.to_thread(trim_memory)
-        return await super().on_tick(counter)
+        return await super().on_tick(counter) or self._hooks.ending.is_set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._stopping()
+        self._last.begin()
+        self._hooks.stopping()
         loop = asyncio.get_running_loop()
-        timers = (loop.call_later(self._seconds, self._stop), loop.call_later(self._seconds + GRACE, self._cut))
+        timers = (loop.call_later(self._seconds, self._hooks.stop), loop.call_later(self._seconds + GRACE, self._cut))
         try:
             await super().shutdown(sockets)
         finally:
@@ -327,10 +331,6 @@ class TimeoutProtocol(H11Protocol):
         self._came("reader")
 
 
-LocalApps: TypeAlias = Callable[[Callable[[], None]], list[tuple[ASGIApp, socket.socket]]]
-"""From a function that stops the server: the apps of Unix sockets, and these sockets."""
-
-
 def run_server(
     served: ServedIndexes,
     settings: ServerSettings,
@@ -346,11 +346,20 @@ def run_server(
     UsageError if the address is not available. `watched` are folders that jobs mirror into indexes: the name of an
     index, a folder, and whether documents whose files are gone are deleted.
     """
-    last = LastSecond(settings.stop_seconds + 2 * GRACE)
     limiter = ConcurrencyLimiter(settings.requests)
     manager = JobManager(served, limiter)
     app = make_app(served, limiter, manager, footer=settings.footer)
     sockets = _local_sockets(served) if settings.resident else {}
+    about = {
+        "pid": os.getpid(),
+        "indexes": [str(rag.folder) for _, rag in served],
+        "stop_seconds": settings.stop_seconds + 2 * GRACE,
+    }
+    stop = threading.Event()
+    local = {
+        local_socket.listening: LocalApp(app, name, local_socket, served, limiter, about, stop.set)
+        for name, local_socket in sockets.items()
+    }
 
     def ready(url: str) -> None:
         app.state.ready = True
@@ -360,30 +369,14 @@ def run_server(
         app.state.ready = False
         manager.stop()
 
-    def local_apps(stop: Callable[[], None]) -> list[tuple[ASGIApp, socket.socket]]:
-        about = {
-            "pid": os.getpid(),
-            "indexes": [str(rag.folder) for _, rag in served],
-            "stop_seconds": settings.stop_seconds + 2 * GRACE,
-        }
-        return [
-            (LocalApp(app, name, local_socket, served, limiter, about, stop), local_socket.listening)
-            for name, local_socket in sockets.items()
-        ]
-
-    try:
+    with LastSecond(settings.stop_seconds + 2 * GRACE) as last, ExitStack() as held:
+        for close in (*(local_socket.close for local_socket in sockets.values()), served.close, manager.close):
+            held.callback(close)
+        held.callback(limiter.close)
         for name, folder, prune in watched:
             manager.follow(name, folder, prune=prune)
-        _run(
-            app, settings, port, ready, stopping, limiter.stop, local=local_apps, responded=limiter.responded, last=last
-        )
-    finally:
-        limiter.close()
-        manager.close()
-        served.close()
-        for local_socket in sockets.values():
-            local_socket.close()
-        last.cancel()
+        hooks = ServerHooks(ready, stopping, limiter.stop, stop, limiter.responded)
+        _run(app, settings, port, hooks, last, local=local)
 
 
 def run_tools(
@@ -395,11 +388,8 @@ def run_tools(
     # no sessions: a tool's answer depends only on its arguments; the guard checks hosts and keys
     security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
     app = _only_posts(tools.streamable_http_app(stateless_http=True, json_response=True, transport_security=security))
-    last = LastSecond(settings.stop_seconds + 2 * GRACE)
-    try:
-        _run(app, settings, port, on_ready, lambda: None, lambda: None, lifespan=True, last=last)
-    finally:
-        last.cancel()
+    with LastSecond(settings.stop_seconds + 2 * GRACE) as last:
+        _run(app, settings, port, ServerHooks(on_ready), last, lifespan=True)
 
 
 def _only_posts(app: ASGIApp) -> ASGIApp:
@@ -417,34 +407,24 @@ def _run(
     app: ASGIApp,
     settings: ServerSettings,
     port: socket.socket | None,
-    on_ready: Callable[[str], None],
-    on_stopping: Callable[[], None],
-    on_stop: Callable[[], None],
-    *,
+    hooks: ServerHooks,
     last: LastSecond,
+    *,
     lifespan: bool = False,
-    local: LocalApps = lambda stop: [],
-    responded: Responded = lambda method, handler, status: None,
+    local: Mapping[socket.socket, ASGIApp] = MappingProxyType({}),
 ) -> None:
-    """Serve `app` at its address, and `local` apps at their sockets, until a signal arrives."""
-
-    def stopping() -> None:
-        last.begin()
-        on_stopping()
-
+    """Serve `app` at its address, and the `local` apps at their sockets, until a signal arrives."""
     listening = port or reserve(settings.host, settings.port)
     limits, most = settings.limits, 4 * settings.requests + 64  # refused requests included
-    outer = guard_app(app, keys=settings.keys, limits=limits, origins=settings.origins, most=most, responded=responded)
-
-    def ready() -> None:
-        host, number = listening.getsockname()[:2]
-        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{number}")
-
-    by_address: dict[str, ASGIApp] = {}
+    keys, origins = settings.keys, settings.origins
+    outer = guard_app(app, keys=keys, limits=limits, origins=origins, most=most, responded=hooks.responded)
+    guards = {
+        sock.getsockname(): Guard(inner, keys=None, hosts=None, limits=limits, most=most)
+        for sock, inner in local.items()
+    }
     config = uvicorn.Config(
         outer,
-        # uvicorn calls it like a class
-        http=cast("Any", partial(TimeoutProtocol, limits, by_address)),
+        http=cast("Any", partial(TimeoutProtocol, limits, guards)),  # uvicorn calls it like a class
         ws="none",
         log_config=None,
         access_log=False,
@@ -453,13 +433,11 @@ def _run(
         proxy_headers=False,
         timeout_graceful_shutdown=settings.stop_seconds + GRACE + 1,  # just after connections are cut
     )
-    server = GracefulServer(config, ready, stopping, on_stop, settings.stop_seconds, last)
-    sockets = [listening]
-    for inner, sock in local(server.end):
-        by_address[sock.getsockname()] = Guard(inner, keys=None, hosts=None, limits=limits, most=most)
-        sockets.append(sock)
+    host, number = listening.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{number}"
+    server = GracefulServer(config, url, hooks, settings.stop_seconds, last)
     try:
-        asyncio.run(server.serve(sockets=sockets))
+        asyncio.run(server.serve(sockets=[listening, *local]))
     finally:
         listening.close()
 

@@ -56,8 +56,6 @@ def question_warnings(rag: RagKV | None, stream: AnswerStream) -> list[str]:
 
 FOLDER = "resident"
 _SOCKET, _LOCK = "socket", "lock"
-_MAX_PATH_BYTES = 100
-"""The longest socket path in bytes that every system accepts; Linux reaches longer ones through /proc."""
 _ENTER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCKED = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -146,14 +144,9 @@ def _private(index: Path) -> Iterator[int]:
 
 
 def _address(index: Path, folder: int) -> str:
-    """A path of the socket that is short enough; for a long path it goes through the folder's descriptor."""
+    """A path of the socket: on Linux through the folder's descriptor, because an address has at most 108 bytes."""
     short = Path("/proc/self/fd", str(folder))
-    if short.is_dir():
-        return str(short / _SOCKET)
-    path = str(index.absolute() / FOLDER / _SOCKET)
-    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-        raise OSError(errno.ENAMETOOLONG, "the path is too long for a socket", path)
-    return path
+    return str((short if short.is_dir() else index.absolute() / FOLDER) / _SOCKET)
 
 
 def _hold(lock: int, *, tries: int = 40) -> None:

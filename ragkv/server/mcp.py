@@ -23,7 +23,7 @@ from ragkv.pipeline import RagKV
 from ragkv.question import question_arguments, question_options
 from ragkv.server.errors import readable_error
 from ragkv.server.local import LocalClient, UnservedError, query_body
-from ragkv.server.schemas import FailFastList, ShownChunk, fields_of
+from ragkv.server.schemas import FailFastList, ListedDocument, ShownChunk, fields_of
 from ragkv.types import Answer, Source
 
 MAX_LISTED_DOCUMENTS = 1000
@@ -52,16 +52,6 @@ class ToolAnswer(BaseModel):
     """An answer, the passages it was made from, best first, and the search queries that the model has written."""
 
     sources: list[FoundPassage]
-
-
-class ListedDocument(BaseModel):
-    """One document of the index."""
-
-    document: str
-    source: str
-    title: str | None
-    media_type: str
-    chunks: int
 
 
 class Documents(BaseModel):
@@ -138,7 +128,7 @@ def make_tools(rag: RagKV, name: str, server: LocalClient | None = None) -> MCPS
         """List the documents of the index."""
         names = [] if pattern is None else [pattern]
         page = await asyncio.to_thread(rag.list_documents, names, where or [], after=after, limit=limit)
-        return Documents(documents=[ListedDocument(**each.to_json()) for each in page.documents], after=page.after)
+        return Documents(documents=[ListedDocument.of(view) for view in page.documents], after=page.after)
 
     return tools
 

@@ -17,8 +17,9 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fastapi import APIRouter, Request
 from starlette.datastructures import Headers
@@ -301,15 +302,16 @@ def _host(header: str) -> str:
     return "" if found is None else found[1]
 
 
+@dataclass
 class LocalRequest:
-    """A request of the command line at an index's socket. `answer` is the response, if it is a question."""
+    """A request of the command line at the socket of the index in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.answer: AnswerResponse | None = None
+    folder: Path
+    answer: AnswerResponse | None = None
+    """The response, if it is a question."""
 
-    @classmethod
-    def of(cls, request: HTTPConnection) -> Self | None:
+    @staticmethod
+    def of(request: HTTPConnection) -> LocalRequest | None:
         """`request` as a local request; None if it is not one."""
         return request.scope.get("ragkv.local")
 

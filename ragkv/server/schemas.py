@@ -26,13 +26,13 @@ from ragkv.index.search import DocumentView, list_documents
 from ragkv.question import question_arguments, question_options
 from ragkv.server.errors import ApiError
 from ragkv.server.streaming import ConversationText
-from ragkv.types import Answer, Chunk, Source, TracedToken
+from ragkv.store import DocumentStats
+from ragkv.types import Answer, Chunk, Document, Source, TracedToken
 from ragkv.util.options import OptionField, at_door
 from ragkv.util.telemetry import note_span
 
 if TYPE_CHECKING:
     from ragkv.pipeline import RagKV
-    from ragkv.types import Document
 
 logger = logging.getLogger(__name__)
 
@@ -178,22 +178,24 @@ class SearchReply(BaseModel):
     chunks: list[AnswerSource]
 
 
-class DocumentFacts(BaseModel):
+@fields_of(Document, "document_id", "source", "title", "media_type", "metadata")
+class ListedDocument(BaseModel):
+    """A document of the index."""
+
+    chunks: int
+
+    @classmethod
+    def of(cls, view: DocumentView) -> Self:
+        # not validated: a name may hold half of a surrogate pair
+        return cls.model_construct(**{name: _facts(view)[name] for name in cls.model_fields})
+
+
+@fields_of(DocumentStats, "tokens", "text_bytes", "kv_records", "kv_bytes", "vector_bytes")
+class DocumentFacts(ListedDocument):
     """A document and the sizes of what is stored for it."""
 
-    document_id: str
     name: str = Field(description="The last part of `source`.")
-    source: str = Field(description="The name that sources of answers show.")
-    title: str | None
-    media_type: str
-    metadata: dict[str, str]
-    chunks: int
-    tokens: int
-    text_bytes: int
-    kv_records: int
-    kv_bytes: int
     kv_bytes_own: int = Field(description="Of the KV that no other document shares.")
-    vector_bytes: int
     ingested_at: float = Field(description="Seconds since 1970.")
 
 

@@ -108,7 +108,6 @@ def test_a_killed_server_is_not_missed(index, run):
     while server_process(index) is not None:  # the kernel is still cleaning up
         continue
     assert run("query", "Who founded Halden Works?", "--max-new-tokens", 2).returncode == 0
-    assert not (index / FOLDER / "socket").exists()
     assert run("stop").returncode == 1
 
 

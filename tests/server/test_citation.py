@@ -11,13 +11,13 @@ QUESTION = "Where are Linodyne Paper and Pelophor Press?"
 
 
 def answer(text, *sources):
-    found = tuple(
+    result = tuple(
         Source(document="d", chunk_id=str(n), text=t, page=None, score=0.5, retrieval_score=0.5, rerank_score=None)
         for n, t in enumerate(sources)
     )
     timing = Timing(retrieve=0, rerank=0, load=0, first_token=0, total=0)
     kv = KVUse()
-    return Answer(question="", text=text, engine="full", finish_reason="stop", sources=found, timing=timing, kv=kv)
+    return Answer(question="", text=text, engine="full", finish_reason="stop", sources=result, timing=timing, kv=kv)
 
 
 def spans(text, *sources, question=QUESTION):

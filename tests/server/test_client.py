@@ -182,12 +182,12 @@ def test_openai_in_an_event_loop(openai, expected, server, key, stopped):
     async def ask():
         async with openai.AsyncOpenAI(base_url=server.url, api_key=key[1], max_retries=0) as asker:
             stream = await asker.chat.completions.create(**ASKED, stream=True)
-            found = []
+            pieces = []
             async for chunk in stream:
-                found.append(chunk.choices[0].delta.content or "")
-                if any(found):
+                pieces.append(chunk.choices[0].delta.content or "")
+                if any(pieces):
                     stopped.set()  # it arrived while the answer was still being generated
-            return "".join(found)
+            return "".join(pieces)
 
     assert asyncio.run(ask()) == expected.text
 

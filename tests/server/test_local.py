@@ -57,14 +57,14 @@ def test_a_folder_of_another_user_is_not_asked(served, monkeypatch):
 def test_a_folder_that_others_may_enter_is_closed_to_them(tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER).chmod(0o755)
-    made = LocalSocket.make(tmp_path)
+    local_socket = LocalSocket.make(tmp_path)
     try:
         assert stat.S_IMODE((tmp_path / FOLDER).stat().st_mode) == 0o700
         assert reached(tmp_path)
         (tmp_path / FOLDER).chmod(0o750)
         assert not reached(tmp_path)
     finally:
-        made.close()
+        local_socket.close()
 
 
 @pytest.mark.parametrize("name", [FOLDER, f"{FOLDER}/lock"])

@@ -235,14 +235,14 @@ def test_on_ray_itself(pack, rag, tmp_path):
 
 def replicas_of(command):
     """The processes of a command's answer replicas: those whose raylet has its session's folder as an argument."""
-    found = {}
+    processes = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            found[int(path.name)] = (parent, (path / "cmdline").read_text(errors="replace"))
-    raylets = {pid for pid, (_, line) in found.items() if "raylet" in line and f"_{command}/" in line}
+            processes[int(path.name)] = (parent, (path / "cmdline").read_text(errors="replace"))
+    raylets = {pid for pid, (_, line) in processes.items() if "raylet" in line and f"_{command}/" in line}
     name = "ServeReplica:ragkv:AnswerReplica"
-    return [pid for pid, (parent, line) in found.items() if parent in raylets and name in line]
+    return [pid for pid, (parent, line) in processes.items() if parent in raylets and name in line]
 
 
 def test_why_replicas_do_not_start_is_found():

@@ -134,13 +134,13 @@ def test_a_replaced_index_is_answered_from_what_is_there_now(serving, lost, tmp_
     settle()
     result = serving("POST", "/api/indexes/lost/query", json=ASKED).json()
     assert result["answer"] == expected.text
-    assert [each["chunk_id"] for each in result["sources"]] == [each.chunk_id for each in expected.sources]
+    assert [item["chunk_id"] for item in result["sources"]] == [item.chunk_id for item in expected.sources]
     assert serving("GET", "/readyz").json() == {"status": "ready", "unavailable": 0}
     job = serving(*REQUESTS[10][:2], **REQUESTS[10][2]).json()["job"]
     message = serving("GET", f"/api/indexes/lost/jobs/{job['id']}/events").text
     assert json.loads(message.rpartition("data: ")[2])["job"]["state"] == "done"
     listed = serving("GET", "/api/indexes/lost/documents").json()["documents"]
-    assert {each["name"] for each in listed} == {"orla.txt", "a.txt"}
+    assert {item["name"] for item in listed} == {"orla.txt", "a.txt"}
 
 
 def test_an_index_whose_model_has_changed_since_is_not_taken(serving, lost, tmp_path, model_folder):

@@ -267,11 +267,11 @@ def test_an_index_that_can_have_no_socket_is_served_all_the_same(index):
 @pytest.fixture
 def other_server(index):
     """A server with a fixed response: `other_server(b"…")`."""
-    made, threads = LocalSocket.make(index), []
+    local_socket, threads = LocalSocket.make(index), []
 
     def say(*parts, until=None):
         def serve():
-            connection, _ = made.listening.accept()
+            connection, _ = local_socket.listening.accept()
             with connection:
                 asked = b""
                 while not asked.endswith(b"}" if asked.startswith(b"POST") else b"\r\n\r\n"):  # a whole request
@@ -287,7 +287,7 @@ def other_server(index):
     yield say
     for thread in threads:
         thread.join(PATIENCE)
-    made.close()
+    local_socket.close()
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -137,9 +137,9 @@ threading.Thread(target=work).start()
 def test_the_last_second_comes_even_if_the_event_loop_never_runs_again():
     code = """
 import uvicorn
-from ragkv.server.app import GracefulServer, LastSecond
+from ragkv.server.app import GracefulServer, LastSecond, ServerHooks
 
-def ready():
+def ready(url):
     print(flush=True)
     while True:
         pass
@@ -150,7 +150,7 @@ async def app(scope, receive, send):
 last = LastSecond(600)
 last._alarm = 0.1
 config = uvicorn.Config(app, port=0, log_config=None, lifespan="off")
-GracefulServer(config, ready, lambda: None, lambda: None, 0, last).run()
+GracefulServer(config, "", ServerHooks(ready), 0, last).run()
 """
     server = CliChild(program=code)
     assert server.line() == "\n"
@@ -164,7 +164,7 @@ from ragkv.server.app import LastSecond
 last = LastSecond(1000)
 last.begin()
 assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
-last.cancel()
+last.__exit__()
 assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 last._timer.join()
 raise SystemExit(7)

@@ -25,20 +25,20 @@ QUESTION = "Who founded Halden Works?"
 @pytest.fixture
 def spans(monkeypatch):
     """The ended spans by name, and the name of each one's parent (None if it is not among them)."""
-    kept = InMemorySpanExporter()
+    exporter = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(kept))
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
 
     def ended():
-        found = kept.get_finished_spans()
-        names = {each.context.span_id: each.name for each in found}
-        assert len(set(names.values())) == len(found)
-        for each in found:
-            told = json.dumps([each.name, dict(each.attributes), [dict(event.attributes) for event in each.events]])
+        ended_spans = exporter.get_finished_spans()
+        names = {entry.context.span_id: entry.name for entry in ended_spans}
+        assert len(set(names.values())) == len(ended_spans)
+        for entry in ended_spans:
+            told = json.dumps([entry.name, dict(entry.attributes), [dict(event.attributes) for event in entry.events]])
             assert not any(word in told for word in ("Who", "founded", "Halden", "Mira", "Bolt"))
-        parents = {each.name: names.get(each.parent.span_id) if each.parent else None for each in found}
-        return {each.name: each for each in found}, parents
+        parents = {entry.name: names.get(entry.parent.span_id) if entry.parent else None for entry in ended_spans}
+        return {entry.name: entry for entry in ended_spans}, parents
 
     return ended
 
@@ -55,12 +55,12 @@ def test_an_answers_spans_continue_the_clients_trace(call, rag, spans, path, bod
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
     most = {"max_tokens" if "messages" in body else "max_new_tokens": 5}
     assert call("POST", path, json={**body, **most, "stream": stream}, headers=headers).status_code == 200
-    found, parents = spans()
+    ended_spans, parents = spans()
     route = path.replace("two", "{name}")
     stages = ("ragkv.search", "ragkv.kv.load", "ragkv.prefill", "ragkv.decode")
     assert parents == {f"POST {route}": None, "ragkv.answer": f"POST {route}"} | dict.fromkeys(stages, "ragkv.answer")
-    assert {f"{each.context.trace_id:032x}" for each in found.values()} == {TRACE}
-    server, answer = found[f"POST {route}"], found["ragkv.answer"]
+    assert {f"{entry.context.trace_id:032x}" for entry in ended_spans.values()} == {TRACE}
+    server, answer = ended_spans[f"POST {route}"], ended_spans["ragkv.answer"]
     assert f"{server.parent.span_id:016x}" == PARENT
     assert server.kind is trace.SpanKind.SERVER
     assert dict(server.attributes) == {
@@ -71,10 +71,10 @@ def test_an_answers_spans_continue_the_clients_trace(call, rag, spans, path, bod
     told = answer.attributes
     assert (told["ragkv.engine"], told["gen_ai.usage.output_tokens"]) == ("pced", len(expected.trace))
     assert told["gen_ai.response.finish_reasons"] == (expected.finish_reason,)
-    loaded = found["ragkv.kv.load"].attributes
+    loaded = ended_spans["ragkv.kv.load"].attributes
     assert loaded["ragkv.kv.hits"] == expected.kv.hits == told["ragkv.chunks"] > 0
     assert (loaded["ragkv.kv.bytes"], loaded["ragkv.kv.misses"]) == (expected.kv.bytes, 0)
-    assert all(each.start_time <= each.end_time for each in found.values())
+    assert all(entry.start_time <= entry.end_time for entry in ended_spans.values())
 
 
 def test_kv_that_a_question_encodes_has_a_span(rag, spans):
@@ -93,21 +93,21 @@ def test_a_reranker_has_a_span_between_search_and_prefill(spans, tmp_path, model
     with indexed(tmp_path, {"a.txt": "Halden Works was founded by Mira Oskel."}, **settings) as rag:
         answer = rag.query(QUESTION, max_new_tokens=2)
     assert answer.sources[0].rerank_score is not None
-    found, parents = spans()
-    reranked = found["ragkv.rerank"]
+    ended_spans, parents = spans()
+    reranked = ended_spans["ragkv.rerank"]
     assert (parents["ragkv.rerank"], dict(reranked.attributes)) == ("ragkv.answer", {"ragkv.rerank.candidates": 7})
-    assert found["ragkv.search"].end_time <= reranked.start_time + 1000  # rounding of seconds stored as floats
-    assert reranked.end_time <= found["ragkv.prefill"].start_time + 1000
+    assert ended_spans["ragkv.search"].end_time <= reranked.start_time + 1000  # rounding of seconds stored as floats
+    assert reranked.end_time <= ended_spans["ragkv.prefill"].start_time + 1000
     assert (reranked.end_time - reranked.start_time) / 1e6 == pytest.approx(answer.timing.rerank, abs=0.01)
 
 
 def test_many_answers_have_a_span_each(rag, spans, monkeypatch):
-    kept = []
+    names = []
     monkeypatch.setattr(
-        "ragkv.index.answer.Span.end", lambda self, *_, **__: kept.append(self._span and self._span.name)
+        "ragkv.index.answer.Span.end", lambda self, *_, **__: names.append(self._span and self._span.name)
     )
     list(rag.query_each([QUESTION] * 3, max_new_tokens=2))
-    assert kept.count("ragkv.answer") == 3
+    assert names.count("ragkv.answer") == 3
 
 
 def test_an_error_is_named_by_its_class_alone(rag, spans):
@@ -126,7 +126,7 @@ def test_health_checks_and_the_page_have_no_span(call, spans):
 
 
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("sent", "taken"),
     [
         ("a/B:7._+=@-", True),
         ("x" * 128, True),
@@ -137,15 +137,15 @@ def test_health_checks_and_the_page_have_no_span(call, spans):
         ("-x", False),
     ],
 )
-def test_a_request_id_is_taken_or_made(call, caplog, given, taken):
+def test_a_request_id_is_taken_or_made(call, caplog, sent, taken):
     with caplog.at_level(logging.INFO):
-        response = call("GET", "/api/indexes/three/documents", headers={"x-request-id": given})
-    found = response.headers["x-request-id"]
-    assert (found == given) is taken
-    assert taken or len(found) == 32
-    assert response.json()["error"]["request_id"] == found
+        response = call("GET", "/api/indexes/three/documents", headers={"x-request-id": sent})
+    identifier = response.headers["x-request-id"]
+    assert (identifier == sent) is taken
+    assert taken or len(identifier) == 32
+    assert response.json()["error"]["request_id"] == identifier
     [line] = [record.fields for record in caplog.records if hasattr(record, "fields")]
-    assert line["request"] == found
+    assert line["request"] == identifier
 
 
 def run(code, **variables):

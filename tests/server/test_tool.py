@@ -61,7 +61,7 @@ def test_their_results_are_those_of_the_index(tools, rag):
     assert len(listed.structured_content["documents"]) == 1
     (rest,), _ = asked(tools, ("list_documents", {"after": listed.structured_content["after"]}))
     assert (len(rest.structured_content["documents"]), rest.structured_content["after"]) == (1, None)
-    document = listed.structured_content["documents"][0]["document"]
+    document = listed.structured_content["documents"][0]["document_id"]
     (shown,), _ = asked(tools, ("show", {"chunk": f"{document}:0"}))
     assert shown.structured_content["document_id"] == document
     assert shown.structured_content["text"]
@@ -129,14 +129,14 @@ def test_a_server_that_is_up_does_the_work(folder, rag, monkeypatch):
     ]
     expected, _ = asked(make_tools(rag, "two"), *calls)
     with RagKV.open(folder, device="cpu") as opened, live({"two": opened}, resident=True):
-        found = LocalClient(folder, {"device": "cpu"})
+        client = LocalClient(folder, {"device": "cpu"})
         looked_at = SimpleNamespace(store=rag.store, list_documents=rag.list_documents)
-        payload, _ = asked(make_tools(looked_at, "two", found), *calls)
+        payload, _ = asked(make_tools(looked_at, "two", client), *calls)
     assert [each.is_error for each in payload] == [False] * 5 + [True] * 3
     for one, other in zip(payload, expected, strict=True):
         assert one.structured_content == other.structured_content
         assert one.content == other.content
-    (alone,), _ = asked(make_tools(rag, "two", found), calls[0])  # the server is gone
+    (alone,), _ = asked(make_tools(rag, "two", client), calls[0])  # the server is gone
     assert alone.structured_content == expected[0].structured_content
 
 

@@ -108,12 +108,12 @@ def test_the_same_name_replaces_and_the_same_bytes_do_nothing(send, ended):
 def test_what_cannot_be_read_is_told_by_its_name(own, send, ended, limiter):
     job = ended(send(("a.pdf", b"no pdf"), ("b.txt", TEXT), ("c.txt", b"")))
     assert (job["state"], job["report"]["added"]) == ("done", ["stdin:b.txt"])
-    assert [each["path"] for each in job["report"]["skipped"]] == ["a.pdf", "c.txt"]
-    assert all(each["reason"] for each in job["report"]["skipped"])
+    assert [item["path"] for item in job["report"]["skipped"]] == ["a.pdf", "c.txt"]
+    assert all(item["reason"] for item in job["report"]["skipped"])
     job = ended(send(("d.bin", b"\0\1\2\3" * 99)))
     assert job["state"] == "failed"
     assert str(own.folder) not in job["error"]
-    assert [each["path"] for each in job["report"]["skipped"]] == ["d.bin"]
+    assert [item["path"] for item in job["report"]["skipped"]] == ["d.bin"]
     assert 'ragkv:ingest_jobs_total{model_name="own",state="done"} 1.0' in limiter.text().decode()
     assert 'ragkv:ingest_jobs_total{model_name="own",state="failed"} 1.0' in limiter.text().decode()
 
@@ -392,8 +392,8 @@ def test_an_answer_keeps_a_document_that_is_deleted_meanwhile(own, call, send, e
     question = {"question": "What is Kesk Mills?", "engine": "ape", "max_new_tokens": 6, "where": ["source=?.txt"]}
     expected = call("POST", "/api/indexes/own/query", json=question).json()
     model = HeldModel(own, monkeypatch, last=2)
-    found = []
-    asking = threading.Thread(target=lambda: found.append(call("POST", "/api/indexes/own/query", json=question).json()))
+    replies = []
+    asking = threading.Thread(target=lambda: replies.append(call("POST", "/api/indexes/own/query", json=question)))
     asking.start()
     assert model.begun.wait(600)
     for name in ("a.txt", "b.txt"):
@@ -401,8 +401,9 @@ def test_an_answer_keeps_a_document_that_is_deleted_meanwhile(own, call, send, e
     model.cancelled.set()
     asking.join()
     assert len(expected["sources"]) == 2
-    assert found[0]["answer"] == expected["answer"]
-    assert [source["text"] for source in found[0]["sources"]] == [source["text"] for source in expected["sources"]]
+    answer = replies[0].json()
+    assert answer["answer"] == expected["answer"]
+    assert [source["text"] for source in answer["sources"]] == [source["text"] for source in expected["sources"]]
 
 
 def test_the_log_names_no_document(own, call, caplog):

@@ -81,16 +81,16 @@ def test_text_never_becomes_markup_and_nothing_is_loaded_from_elsewhere(name):
 
 def test_the_policy_is_kept_no_script_or_style_stands_in_the_page():
     class Reader(HTMLParser):
-        found: list[str] = []  # noqa: RUF012
+        inline: list[str] = []  # noqa: RUF012
 
         def handle_starttag(self, tag, attributes):
             names = dict(attributes)
             if tag == "style" or "style" in names or (tag == "script" and "src" not in names):
-                self.found.append(tag)
-            self.found += [name for name in names if name.startswith("on")]
+                self.inline.append(tag)
+            self.inline += [name for name in names if name.startswith("on")]
 
     Reader().feed(FILES["index.html"])
-    assert Reader.found == []
+    assert Reader.inline == []
 
 
 def test_every_module_is_there():
