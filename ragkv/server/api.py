@@ -33,7 +33,7 @@ from ragkv.ingest import ParseLimits
 from ragkv.pipeline import RagKV
 from ragkv.retrievers.bm25 import tokenise
 from ragkv.server.errors import ApiError, Json, event
-from ragkv.server.jobs import MAX_UPLOAD_FILES, IngestJob, JobManager, JobStatus, watch
+from ragkv.server.jobs import MAX_UPLOAD_FILES, IngestJob, JobManager, JobStatus
 from ragkv.server.local import question_warnings
 from ragkv.server.metrics import ConcurrencyLimiter
 from ragkv.server.middleware import LocalRequest, error_body
@@ -307,6 +307,8 @@ def _no_document() -> ApiError:
     return ApiError(404, "There is no such document.", code="not_found")
 
 
+_LOOK_SECONDS = 0.1
+"""How often a job is looked at for the events of its progress."""
 _MAX_NAME_CHARS = 255
 _DRIVE = re.compile(r"[A-Za-z]:")
 
@@ -423,7 +425,7 @@ def document_routes(served: ServedIndexes, manager: JobManager) -> APIRouter:
     @routes.post("/indexes/{name}/documents", status_code=202, response_model=JobReply, openapi_extra=_FORM)
     async def upload(name: str, request: Request) -> Json:
         """Add files to the index, or replace those of the same names: a job ingests them."""
-        queue = manager.queue(name)
+        queue = await asyncio.to_thread(manager.queue, name)
         with queue.place():
             most = ParseLimits.of(queue.rag.config.ingest).file
             job = queue.accept(await receive_files(request, most_bytes=most))
@@ -471,9 +473,14 @@ def _job_reply(job: IngestJob) -> dict[str, Any]:
 
 
 async def _events(job: IngestJob) -> AsyncGenerator[bytes]:
-    async for state in watch(job):
-        running = state["state"] in ("queued", "running")
-        yield event({"job": state}, "progress" if running else state["state"])
+    """The job's state each time it has changed, until it has ended."""
+    last: dict[str, Any] | None = None
+    while last is None or last["ended"] is None:
+        if (state := job.facts.to_json()) != last:
+            last = state
+            yield event({"job": state}, "progress" if state["ended"] is None else state["state"])
+        else:
+            await asyncio.sleep(_LOOK_SECONDS)
 
 
 _MAX_CITED_SOURCES = 3

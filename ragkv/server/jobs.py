@@ -7,12 +7,11 @@ large, in an unnamed file of the system's temporary folder, which vanishes with 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,8 +38,6 @@ MAX_ENDED_JOBS = 32
 """How many finished jobs are kept."""
 MAX_UPLOAD_FILES = 64
 """Files in one upload."""
-_LOOK_SECONDS = 0.1
-"""How often a job is looked at for the events of its progress."""
 _CUT_SHORT = "The server ended before this job did. What the report lists is in the index; send the rest again."
 State = Literal["queued", "running", "done", "failed", "cancelled", "interrupted"]
 
@@ -343,13 +340,3 @@ class JobManager:
         self.stop()
         while self._queues:
             self._queues.popitem()[1].close()
-
-
-async def watch(job: IngestJob) -> AsyncIterator[Mapping[str, Any]]:
-    """The job's state each time it has changed, until it has ended."""
-    last: Mapping[str, Any] | None = None
-    while last is None or last["ended"] is None:
-        if (state := job.facts.to_json()) != last:
-            yield (last := state)
-        else:
-            await asyncio.sleep(_LOOK_SECONDS)

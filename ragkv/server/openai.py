@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -53,8 +53,7 @@ from ragkv.server.streaming import (
 from ragkv.types import Answer, Source
 from ragkv.util import batches
 
-if TYPE_CHECKING:
-    from ragkv.retrievers.base import Embedder, Reranker
+T = TypeVar("T")
 
 MAX_MESSAGES = 512
 MAX_CONTENT_PARTS = 4096
@@ -691,9 +690,11 @@ async def embedded(asked: EmbeddingRequest, chosen: ModelChoice, aside: Aside) -
     if not 0 < len(texts) <= MAX_TEXTS:
         raise ApiError(400, f"`input` holds {len(texts)} texts; send 1 to {MAX_TEXTS}.", param="input")
     require_unicode(texts)
-    embedder: Embedder = await aside(lambda: _embedder(chosen))
 
-    def work(batch: list[str]) -> tuple[list[Any], int]:
+    def work(batch: list[str]) -> tuple[list[bytes], int]:
+        embedder = chosen.rag.index.encoders.embedder
+        if embedder is None or "dense" not in embedder.modes:
+            raise ApiError(400, f"Index {chosen.name!r} has no embedder of dense vectors.", param="model")
         if asked.input_type == "query":
             rows = [embedder.embed_query(text).dense for text in batch]
         else:
@@ -702,27 +703,32 @@ async def embedded(asked: EmbeddingRequest, chosen: ModelChoice, aside: Aside) -
         if asked.dimensions not in (None, vectors.shape[1]):
             message = f"The vectors have {vectors.shape[1]} dimensions and cannot be shortened; leave `dimensions` out."
             raise ApiError(400, message, param="dimensions", code="unsupported_parameter")
-        return [pack_json(_encoded(vector, asked.encoding_format)) for vector in vectors], _tokens(chosen, batch)
+        # encoding many vectors as JSON takes seconds and blocks other threads, so each is encoded with its batch
+        if asked.encoding_format == "base64":
+            packed = [b'"%s"' % base64.b64encode(vector.tobytes()) for vector in vectors]
+        else:
+            packed = [pack_json(vector.tolist()) for vector in vectors]
+        return packed, _tokens(chosen, batch)
 
-    found, tokens = await _in_batches(texts, work, aside)
-    # encoding many vectors as JSON takes seconds and blocks other threads, so each was encoded with its batch
-    rows = (b'{"object":"embedding","index":%d,"embedding":%s}' % each for each in enumerate(found))
-    return b'{"object":"list","data":[%s],%s' % (
-        b",".join(rows),
-        pack_json({"model": asked.model, **_usage(tokens)})[1:],
-    )
+    vectors, tokens = await _in_batches(texts, work, aside)
+    rows = (b'{"object":"embedding","index":%d,"embedding":%s}' % row for row in enumerate(vectors))
+    usage = pack_json({"model": asked.model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+    return b'{"object":"list","data":[%s],%s' % (b",".join(rows), usage[1:])
 
 
 async def reranked(asked: RerankRequest, chosen: ModelChoice, aside: Aside) -> bytes:
     """The documents, best first, with the sigmoid of the reranker's logit as relevance: a `RerankReply` as JSON."""
     texts = [each if isinstance(each, str) else each.text for each in asked.documents]
     require_unicode([asked.query, *texts])
-    reranker: Reranker = await aside(lambda: _reranker(chosen))
 
-    def work(batch: list[str]) -> tuple[list[Any], int]:
-        most = asked.max_tokens_per_doc
-        judged = batch if most is None else [_cut(chosen, text, most) for text in batch]
-        return list(reranker.score(asked.query, judged)), _tokens(chosen, judged)
+    def work(batch: list[str]) -> tuple[list[float], int]:
+        reranker = chosen.rag.index.encoders.reranker
+        if reranker is None:
+            raise ApiError(400, f"Index {chosen.name!r} has no reranker.", param="model")
+        tokens, most = chosen.rag.model.tokens, asked.max_tokens_per_doc
+        if most is not None:
+            batch = [text if len(ids := tokens.encode(text)) <= most else tokens.decode(ids[:most]) for text in batch]
+        return list(reranker.score(asked.query, batch)), _tokens(chosen, batch)
 
     logits, tokens = await _in_batches(texts, work, aside)
     tokens += await aside(lambda: _tokens(chosen, [asked.query]))
@@ -732,37 +738,22 @@ async def reranked(asked: RerankRequest, chosen: ModelChoice, aside: Aside) -> b
     results = [
         {"index": i, "relevance_score": scores[i]} | ({"document": {"text": texts[i]}} if shown else {}) for i in order
     ]
-    return pack_json({"model": asked.model, "results": results, **_usage(tokens)})
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return pack_json({"model": asked.model, "results": results, "usage": usage})
 
 
 async def _in_batches(
-    texts: Sequence[str], work: Callable[[list[str]], tuple[list[Any], int]], aside: Aside
-) -> tuple[list[Any], int]:
+    texts: Sequence[str], work: Callable[[list[str]], tuple[list[T], int]], aside: Aside
+) -> tuple[list[T], int]:
     """The results of `work` for each text, in order, and the sum of its counts."""
-    results: list[Any] = [None] * len(texts)
-    total = 0
+    results, total = dict[int, T](), 0
     # texts of similar length together, because a model pads them
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     for batch in batches(order, lambda i: len(texts[i]), BATCH_CHARS, count=BATCH_TEXTS):
         values, count = await aside(lambda batch=batch: work([texts[i] for i in batch]))  # type: ignore[misc]
         total += count
-        for i, value in zip(batch, values, strict=True):
-            results[i] = value
-    return results, total
-
-
-def _embedder(chosen: ModelChoice) -> Embedder:
-    embedder = chosen.rag.index.encoders.embedder
-    if embedder is None or "dense" not in embedder.modes:
-        raise ApiError(400, f"Index {chosen.name!r} has no embedder of dense vectors.", param="model")
-    return embedder
-
-
-def _reranker(chosen: ModelChoice) -> Reranker:
-    reranker = chosen.rag.index.encoders.reranker
-    if reranker is None:
-        raise ApiError(400, f"Index {chosen.name!r} has no reranker.", param="model")
-    return reranker
+        results.update(zip(batch, values, strict=True))
+    return [results[i] for i in range(len(texts))], total
 
 
 def _texts(given: str | list[str] | list[int] | list[list[int]]) -> list[str]:
@@ -778,24 +769,9 @@ def _texts(given: str | list[str] | list[int] | list[list[int]]) -> list[str]:
     return texts
 
 
-def _cut(chosen: ModelChoice, text: str, most: int) -> str:
-    """The text's first tokens."""
-    tokens = chosen.rag.model.tokens
-    ids = tokens.encode(text)
-    return text if len(ids) <= most else tokens.decode(ids[:most])
-
-
-def _encoded(vector: np.ndarray[Any, np.dtype[np.float32]], encoding: str | None) -> Any:
-    return base64.b64encode(vector.tobytes()).decode() if encoding == "base64" else vector.tolist()
-
-
 def _tokens(chosen: ModelChoice, texts: list[str]) -> int:
     """Tokens as the index's language model counts them."""
     return sum(len(chosen.rag.model.tokens.encode(text)) for text in texts)
-
-
-def _usage(tokens: int) -> dict[str, Any]:
-    return {"usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
 
 def _prepared(body: ChatRequest, chosen: ModelChoice) -> tuple[bool, AnswerStream, Callable[[], AnswerStream] | None]:

@@ -14,11 +14,11 @@ def test_a_key_is_taken(call, tmp_path):
     key, other = add_key(path, "ann"), add_key(path, "bob")
     keys = Keys.read(path)
 
-    for path, words, status in (
+    for route, words, status in (
         ("/v1/models", f"Bearer {key}", 200), ("/v1/models", f"bearer  {other}", 200), ("/healthz", "", 200),
     ):  # fmt: skip
         headers = {"authorization": words}
-        response = call("GET", path, around=lambda app: guarded(app, keys=keys), headers=headers)
+        response = call("GET", route, around=lambda app: guarded(app, keys=keys), headers=headers)
         assert response.status_code == status
     assert (keys.owner(key), keys.owner(other), keys.owner("")) == ("ann", "bob", None)
     assert key not in path.read_text()

@@ -204,14 +204,18 @@ def ready(page):
     return page
 
 
+def enter(page, question=QUESTION):
+    page.get_by_label("Question").fill(question)
+    page.keyboard.press("Enter")
+
+
 def ask(page, question, *, engine=None, top_k=None, answers=1):
     """Ask a question and wait for all answers; returns the result element."""
     if engine is not None:
         page.get_by_label("Engine").first.select_option(engine)
     if top_k is not None:
         page.get_by_label("Top-k").first.fill(str(top_k))
-    page.get_by_label("Question").fill(question)
-    page.keyboard.press("Enter")
+    enter(page, question)
     result = page.locator(".result").first
     until(
         page,
@@ -284,8 +288,7 @@ def test_it_streams_and_can_be_stopped(page, rag, monkeypatch):
     whole = rag.query(QUESTION, engine="full").text
     held = HeldModel(rag, monkeypatch, last=5)
     page.get_by_label("Engine").select_option("full")
-    page.get_by_label("Question").fill(QUESTION)
-    page.keyboard.press("Enter")
+    enter(page)
     text = page.locator(".result .text")
     shown(text).to_have_text(re.compile(r"\w"))
     shown(text).to_have_attribute("aria-busy", "true")
@@ -492,8 +495,7 @@ def test_a_question_that_is_typed_before_the_indexes_are_known_stays(page):
 
     page.route("**/api/indexes", hold)
     page.reload()
-    page.get_by_label("Question").fill(QUESTION)
-    page.keyboard.press("Enter")
+    enter(page)
     while not held:
         page.wait_for_timeout(10)
     held[0].continue_()
@@ -535,8 +537,7 @@ def test_a_page_that_does_not_reach_the_server_begins_when_it_answers(profile_of
 
 def test_an_answer_that_breaks_off_says_so_and_its_question_outlives_a_reload(page):
     page.evaluate(BREAKS)
-    page.get_by_label("Question").fill(QUESTION)
-    page.keyboard.press("Enter")
+    enter(page)
     state = page.locator(".answer.failed .state")
     shown(state).to_have_text("The connection broke before the answer was complete.")
     page.evaluate("() => { window.fetch = window.whole; }")
@@ -793,8 +794,7 @@ def test_what_cannot_be_asked_is_told_in_its_place(page, forgiven):
     forgiven.add(400)
     page.get_by_text("More settings").click()
     page.get_by_label("Only where").fill("nonsense")
-    page.get_by_label("Question").fill(QUESTION)
-    page.keyboard.press("Enter")
+    enter(page)
     shown(page.locator(".answer.failed .state")).to_contain_text("nonsense")
 
 
@@ -803,8 +803,7 @@ def test_a_wrong_setting_is_shown_where_it_is_folded_away(page):
     settings.click()
     page.get_by_label("Seed").fill("-1")
     settings.click()
-    page.get_by_label("Question").fill(QUESTION)
-    page.keyboard.press("Enter")
+    enter(page)
     shown(page.get_by_label("Seed")).to_be_focused()
     shown(page.locator(".result")).to_have_count(0)
 
@@ -1101,8 +1100,7 @@ def test_long_words_need_no_scrolling_to_the_side_at_400_percent(visit_of, key, 
     page = ready(visit_of(key[1], viewport={"width": 320, "height": 256}).page)
     page.get_by_text("More settings").click()
     page.get_by_label("Only where").fill("x" * 300)
-    page.get_by_label("Question").fill(QUESTION)
-    page.keyboard.press("Enter")
+    enter(page)
     shown(page.locator(".answer.failed .state")).to_contain_text("x" * 150)
     page.evaluate("() => { document.getElementById('facts').textContent = 'x'.repeat(300); }")
     fits = "() => document.documentElement.scrollWidth <= innerWidth"
