@@ -383,7 +383,7 @@ class ChatFormatter:
         calls: ToolCallParser | None = None,
         undocumented: Callable[[], AsyncAnswerStream] | None = None,
     ) -> None:
-        self.names = asked.names
+        self.names: Mapping[str, str] = asked.names
         self._asked = asked
         self._url = url_of
         self._footer = footer
