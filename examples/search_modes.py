@@ -30,7 +30,7 @@ def searchers(passages: list[str]) -> dict[str, tuple[Searcher, str]]:
     dense, sparse, words = DenseIndex(), SparseIndex(), BM25()
     dense.update(zip(texts, vectors.dense, strict=True), (), generation=1, embedder="mini")
     sparse.update(zip(texts, vectors.sparse, strict=True), (), generation=1, embedder="mini")
-    words.build(texts.items(), 1)
+    words.update(texts.items(), (), generation=1, embedder="")
     late = dict(zip(texts, vectors.colbert, strict=True))
 
     def over(indexes: dict, fusion: str) -> Searcher:

@@ -24,14 +24,13 @@ from ragkv.retrievers.embedders import (
     load_embedder,
 )
 from ragkv.retrievers.rerankers import CrossEncoder, load_reranker, reranker_fingerprint
-from ragkv.retrievers.vectors import DenseConfig, DenseIndex, SparseIndex, colbert_scores
+from ragkv.retrievers.vectors import DenseIndex, SparseIndex, colbert_scores
 
 __all__ = [
     "BGEM3",
     "BM25",
     "EPSILON",
     "CrossEncoder",
-    "DenseConfig",
     "DenseIndex",
     "Embedder",
     "Embedding",

@@ -14,7 +14,7 @@ import threading
 import unicodedata
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -115,13 +115,6 @@ class BM25(SegmentedIndex[str, Sequence[Mapping[str, _Weights]], _Words]):
     def __init__(self) -> None:
         super().__init__()
         self._scores = _Scores(())
-
-    def build(self, chunks: Iterable[tuple[str, str]], generation: int) -> None:
-        """Replace the index by one over (chunk id, text) pairs. Scores do not depend on their order."""
-        fresh = type(self)()
-        fresh.update(chunks, (), generation=generation, embedder="")
-        with self._writing:
-            self._state, self.generation = fresh._state, generation
 
     def fields(self) -> dict[str, Any]:
         # another Unicode version may tokenise a question differently from the chunks

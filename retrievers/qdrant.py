@@ -6,9 +6,9 @@ and the scores are computed from the store's own vectors, in the same way as by 
 nothing in Qdrant can add a chunk to an answer or change a score; what is missing there is not found.
 
 A point is a chunk. Its id is the chunk id's key, so a set of chunks is a filter of ids. Its payload has the chunk id, a
-hash of every field and value of its document (`term`), by which `--where` filters, and a stamp of everything that was
-sent, so that nothing is sent twice. The collection's metadata has a fingerprint of the index, its embedder and its
-kinds of vectors, and the version of the store that it follows, which is written after the points.
+hash of every field and value of its document (`term`), by which `--where` filters, and the name of the update that sent
+it. The collection's metadata has a fingerprint of the index, its embedder and its kinds of vectors, and the version of
+the store that its points follow, which is written last: what was interrupted is sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import numpy as np
-import xxhash
 
 from ragkv.config import QdrantConfig
 from ragkv.errors import ConfigError, RetrievalError, extra
@@ -43,9 +42,8 @@ MOST_TERMS = 20_000
 """Values or ids in one filter; a set with more is searched in several requests, whose best hits are merged."""
 MOST_PROPOSALS = 1 << 14
 """How many proposals a search may request to find all chunks that tie with the last one."""
-PAGE = 4096
 _META = "ragkv"
-_SCHEMA = 1
+_SCHEMA = 2
 
 logger = logging.getLogger(__name__)
 _memory: dict[str, Any] = {}
@@ -59,15 +57,6 @@ class Point:
     chunk_id: str
     terms: Sequence[str]
     vectors: Mapping[ScoreKind, Any]
-
-    def stamp(self) -> str:
-        """A digest of all of it."""
-        digest = xxhash.xxh3_128(repr((self.chunk_id, sorted(self.terms))).encode())
-        for kind, vector in sorted(self.vectors.items()):
-            weights = isinstance(vector, Mapping)
-            digest.update(kind.encode())
-            digest.update(repr(sorted(vector.items())).encode() if weights else vector.astype("<f4").tobytes())
-        return digest.hexdigest()
 
 
 def term(field: str, value: str) -> str:
@@ -132,29 +121,22 @@ class QdrantCollection:
         if not self._call("collection_exists"):
             return
         facts = (self._call("get_collection").config.metadata or {}).get(_META)
-        if not isinstance(facts, dict) or (facts.get("schema"), facts.get("index")) != (_SCHEMA, self._index):
+        if not isinstance(facts, dict) or facts.get("index") != self._index:
             whose = "of another index" if isinstance(facts, dict) else "not of ragkv's making"
             raise RetrievalError(f"The {self._where} is {whose}: name another collection in [qdrant] of ragkv.toml.")
-        if (facts.get("embedder"), facts.get("kinds")) != (embedder, sorted(kinds)):
-            if not replace:
-                raise RetrievalError(
-                    f"The {self._where} has the vectors of another embedder; run ragkv repair, which sends them again."
-                )
+        generation, mark = facts.pop("generation", None), facts.pop("mark", None)
+        if facts == self._facts(embedder, kinds):
+            self.made = True
+            self.version = (generation, mark) if isinstance(generation, int) and isinstance(mark, str) else None
+        elif replace:
             self._call("delete_collection")
-            return
-        generation, mark = facts.get("generation"), facts.get("mark")
-        self.made = True
-        self.version = (generation, mark) if isinstance(generation, int) and isinstance(mark, str) else None
+        else:
+            raise RetrievalError(
+                f"The {self._where} has the vectors of another embedder; run ragkv repair, which sends them again."
+            )
 
-    def note(self, embedder: str, kinds: Collection[str], version: tuple[int, str] | None) -> dict[str, Any]:
-        """Record the version that the points now have, and return the collection's metadata."""
-        generation, mark = version or (None, None)
-        facts = {"schema": _SCHEMA, "index": self._index, "embedder": embedder, "kinds": sorted(kinds)}
-        metadata = {_META: {**facts, "generation": generation, "mark": mark}}
-        if version is not None:
-            self._call("update_collection", metadata=metadata)
-            self.version = version
-        return metadata
+    def _facts(self, embedder: str, kinds: Collection[str]) -> dict[str, Any]:
+        return {"schema": _SCHEMA, "index": self._index, "embedder": embedder, "kinds": sorted(kinds)}
 
     def make(self, embedder: str, kinds: Collection[str], width: int) -> None:
         """Make the collection, for dense vectors of `width` numbers."""
@@ -164,32 +146,45 @@ class QdrantCollection:
             "create_collection",
             vectors_config={"dense": dense_vectors} if "dense" in kinds else {},
             sparse_vectors_config={"sparse": make.SparseVectorParams()} if "sparse" in kinds else None,
-            metadata=self.note(embedder, kinds, None),
+            metadata={_META: self._facts(embedder, kinds)},
         )
         if not self._local:  # local mode has no payload indexes, and warns
             self._call("create_payload_index", field_name="terms", field_schema=make.PayloadSchemaType.KEYWORD)
         self.made = True
 
-    def send(self, points: Iterable[Point], *, dry: bool = False) -> int:
-        """Send the points that are missing or differ; returns their number. `dry`: only count them."""
+    def send(self, points: Iterable[Point], update: str) -> int:
+        """Send points under the name of this update; returns their number."""
         rest, sent = iter(points), 0
-        while batch := {point_id(id_key(point.chunk_id)): point for point in islice(rest, BATCH)}:
-            there = self._call("retrieve", ids=list(batch), with_payload=["stamp"])
-            known = {point.id: (point.payload or {}).get("stamp") for point in there}
-            new = {name: point for name, point in batch.items() if known.get(name) != point.stamp()}
-            sent += len(new)
-            if new and not dry:
-                self._call("upsert", points=[self._struct(name, point) for name, point in new.items()], wait=True)
+        while batch := [self._struct(point, update) for point in islice(rest, BATCH)]:
+            self._call("upsert", points=batch, wait=True)
+            sent += len(batch)
         return sent
 
-    def _struct(self, name: str, point: Point) -> models.PointStruct:
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Delete the points of chunks, by the keys of their ids."""
+        for ids in _cut([point_id(key) for key in keys]):
+            self._call("delete", points_selector=self._models.PointIdsList(points=ids), wait=True)
+
+    def drop_others(self, update: str) -> None:
+        """Delete the points that this update has not sent."""
+        make = self._models
+        sent = make.FieldCondition(key="update", match=make.MatchValue(value=update))
+        self._call("delete", points_selector=make.FilterSelector(filter=make.Filter(must_not=[sent])), wait=True)
+
+    def record(self, embedder: str, kinds: Collection[str], version: tuple[int, str]) -> None:
+        """Record the version of the store that the points now follow."""
+        facts = self._facts(embedder, kinds) | dict(zip(("generation", "mark"), version, strict=True))
+        self._call("update_collection", metadata={_META: facts})
+        self.version = version
+
+    def _struct(self, point: Point, update: str) -> models.PointStruct:
         vectors = {
             kind: self.sparse(vector) if isinstance(vector, Mapping) else vector.astype("f4").tolist()
             for kind, vector in point.vectors.items()
             if not _is_zero(vector, point.chunk_id)
         }
-        payload = {"chunk": point.chunk_id, "terms": sorted(point.terms), "stamp": point.stamp()}
-        return self._models.PointStruct(id=name, vector=vectors, payload=payload)
+        payload = {"chunk": point.chunk_id, "terms": sorted(point.terms), "update": update}
+        return self._models.PointStruct(id=point_id(id_key(point.chunk_id)), vector=vectors, payload=payload)
 
     def sparse(self, weights: Mapping[str, float]) -> models.SparseVector:
         """Token weights by 32 bits of the tokens' hashes; two tokens with one hash only add up in a proposal."""
@@ -199,27 +194,9 @@ class QdrantCollection:
             hashed[int.from_bytes(digest, "big")] += weight  # type: ignore[assignment]
         return self._models.SparseVector(indices=list(hashed), values=list(hashed.values()))
 
-    def drop(self, keys: Iterable[bytes]) -> None:
-        """Delete the points of chunks, by the keys of their ids."""
-        rest = iter(keys)
-        while batch := [point_id(key) for key in islice(rest, PAGE)]:
-            self._call("delete", points_selector=self._models.PointIdsList(points=batch), wait=True)
-
     def count(self) -> int:
         """The number of points."""
         return int(self._call("count", exact=True).count)
-
-    def strangers(self, holds: Callable[[list[bytes]], Collection[bytes]]) -> list[bytes]:
-        """The keys of all points except those that `holds` returns for a page of keys."""
-        strangers: list[bytes] = []
-        after = None
-        while True:
-            page, after = self._call("scroll", limit=PAGE, offset=after, with_payload=False)
-            keys = [UUID(str(each.id)).bytes if isinstance(each.id, str) else each.id.to_bytes(16) for each in page]
-            held = set(holds(keys))
-            strangers += [key for key in keys if key not in held]
-            if after is None:
-                return strangers
 
     def propose(self, kind: ScoreKind, query: Any, count: int, among: models.Filter | None) -> list[tuple[str, float]]:
         """The ids of the `count` chunks that Qdrant ranks best, with its scores, best first."""

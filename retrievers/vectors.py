@@ -1,14 +1,13 @@
 """Vector search: dense (FAISS), learned sparse (token weights, as in SPLADE and bge-m3), late interaction (ColBERT).
 
-Dense: the chunks whose unit vectors have the largest inner product with the query's. Each segment stores its vectors in
-a flat FAISS index, which is exact and memory-mapped. With a factory string other than `Flat`, large segments also have
+Dense: the chunks whose unit vectors have the largest inner product with the query's. Each segment stores its vectors as
+a memory-mapped array and searches it exactly. With a FAISS factory string other than `Flat`, large segments also have
 an approximate index. It only proposes candidates: scores are always inner products with the vectors themselves, in
 float64, so they depend neither on the kind of index nor on its other content. Row numbers are the ids and rows are
 never removed; a selector hides deleted chunks.
 
-FAISS trusts its files: it allocates the memory that they name. A flat index is checked in full before FAISS reads it.
-An approximate index is only read if it has this user's keyed stamp (`ragkv.util.files`); otherwise it counts as damaged
-and is rebuilt from the store's vectors.
+FAISS trusts its files: it allocates the memory that they name. An approximate index is only read if it has this user's
+keyed stamp (`ragkv.util.files`); otherwise it counts as damaged and is rebuilt from the store's vectors.
 
 Sparse: a segment stores, for each token, the rows that contain it with their weights. A query adds up the postings of
 its tokens with `np.add.at`, as bm25s does. On 100,000 chunks of 163 tokens and queries of 14 tokens, scipy's sparse
@@ -22,25 +21,23 @@ it scores the candidates of a cheaper index, with vectors from the store.
 from __future__ import annotations
 
 import math
-import os
 import re
-import struct
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.retrievers.arrays import Postings, best_rows, term_hashes
+from ragkv.retrievers.arrays import Postings, best_rows, mapped_array, term_hashes
 from ragkv.retrievers.segments import IndexSegment, SegmentedIndex
 from ragkv.util import batches
-from ragkv.util.files import has_keyed_checksum, keyed_checksum, open_plain, require_plain, write_plain
+from ragkv.util.files import has_keyed_checksum, keyed_checksum, require_plain, write_plain
 
 _Asked: TypeAlias = tuple[NDArray[Any], NDArray[np.float32]]
 """The hashes of a question's tokens and their weights."""
@@ -114,7 +111,7 @@ def fill(index: Any, factory: str, vectors: NDArray[np.float32]) -> None:
         raise _refused(factory, f"FAISS fails on {len(vectors)} chunks: {_reason(error)}") from error
 
 
-def parameters(index: Any, some: Any, *, nprobe: int, ef_search: int) -> Any:
+def parameters(index: Any, some: Any) -> Any:
     """Search parameters in the class that this index expects; wrappers get those of the wrapped index.
 
     `some` is a selector, or None for all rows.
@@ -124,17 +121,17 @@ def parameters(index: Any, some: Any, *, nprobe: int, ef_search: int) -> Any:
     index = faiss.downcast_index(index)
     more = {} if some is None else {"sel": some}
     if isinstance(index, faiss.IndexPreTransform):
-        inner = parameters(index.index, some, nprobe=nprobe, ef_search=ef_search)
+        inner = parameters(index.index, some)
         return faiss.SearchParametersPreTransform(index_params=inner)
     if isinstance(index, faiss.IndexRefine):
-        inner = parameters(index.base_index, some, nprobe=nprobe, ef_search=ef_search)
+        inner = parameters(index.base_index, some)
         return faiss.IndexRefineSearchParameters(base_index_params=inner)
     if isinstance(index, faiss.IndexIVFPQ):
-        return faiss.IVFPQSearchParameters(nprobe=nprobe, **more)
+        return faiss.IVFPQSearchParameters(nprobe=NPROBE, **more)
     if isinstance(index, faiss.IndexIVF):
-        return faiss.SearchParametersIVF(nprobe=nprobe, **more)
+        return faiss.SearchParametersIVF(nprobe=NPROBE, **more)
     if isinstance(index, faiss.IndexHNSW):
-        return faiss.SearchParametersHNSW(efSearch=ef_search, **more)
+        return faiss.SearchParametersHNSW(efSearch=EF_SEARCH, **more)
     return faiss.SearchParameters(**more) if more else None
 
 
@@ -150,198 +147,86 @@ def _reason(error: BaseException) -> str:
     return str(error).strip().split(": ")[-1] or "out of memory"
 
 
-_FLAT = struct.Struct("<4s i q q q ? i Q")
-"""FAISS's header: kind, dimension, number of vectors, two unused fields, is_trained, metric, number of floats."""
-_INNER_PRODUCT = 0
+FLAT = "IDMap2,Flat"
+"""The factory string of the exact index. A leading `IDMap2,` is ignored, because rows are the ids."""
+NPROBE = 16  # IVF lists searched
+EF_SEARCH = 64  # HNSW candidates
+EXACT_BELOW = 10_000  # smaller segments are always searched exactly: 10,000 vectors of dimension 1024 take 4 ms
+REFINE = 4  # an approximate index proposes this many times the wanted number of chunks
+EXTRA = 16  # additional candidates, so that a tie at the cut needs no second search
+TIE = 1e-5  # the rounding of float32 sums cannot change the order of scores that differ by more
+_BLOCK = 1024  # vectors stacked at once
 _WIDEST = 1 << 16
+_UNIT = 0.01  # how far a length may be from 1; float16 vectors are off by a thousandth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Vectors:
-    """The vectors of a segment.
+    """The vectors of a segment, and an approximate index over the same rows, or None."""
 
-    `flat` holds all vectors by row. `near` is an approximate index over the same rows, or None. If `near` contains
-    the vectors (HNSW32), `flat` is its storage and `shared` is True.
-    """
-
-    flat: Any
+    rows: NDArray[np.float32]  # (rows, d)
     near: Any = None
-    shared: bool = False
-
-    def rows(self) -> NDArray[np.float32]:
-        """(rows, d), a read-only view of FAISS's memory, valid as long as this object lives."""
-        import faiss
-
-        if not self.flat.ntotal:
-            return np.empty((0, self.flat.d), dtype=np.float32)
-        view = faiss.rev_swig_ptr(self.flat.get_xb(), self.flat.ntotal * self.flat.d)
-        view.flags.writeable = False
-        return view.reshape(self.flat.ntotal, self.flat.d)  # type: ignore[no-any-return]
-
-
-def read_vectors(flat: Path, near: Path, mark: Path, rows: int) -> Vectors:
-    """Map the vectors of a segment with this number of rows.
-
-    `ValueError`, `RuntimeError` (FAISS) or `OSError` for invalid files.
-    """
-    import faiss
-
-    exact: Any = _flat(flat, rows) if require_plain(flat) else None
-    close = _near(near, mark, rows) if require_plain(near) else None
-    shared = exact is None
-    if shared:
-        if not isinstance(close, faiss.IndexHNSWFlat):
-            raise FileNotFoundError(f"{flat.name} is not there")
-        exact = faiss.downcast_index(close.storage)
-        if not isinstance(exact, faiss.IndexFlat) or exact.metric_type != faiss.METRIC_INNER_PRODUCT:
-            raise ValueError("the approximate index holds no vectors")
-    if exact.ntotal != rows or (close is not None and (close.ntotal, close.d) != (rows, exact.d)):
-        raise ValueError("the vectors are of another set of chunks")
-    return Vectors(flat=exact, near=close, shared=shared)
-
-
-def _flat(path: Path, rows: int) -> Any:
-    """A flat index for inner products. Every field of its header is checked."""
-    import faiss
-
-    with os.fdopen(open_plain(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        head = file.read(_FLAT.size)
-    if len(head) < _FLAT.size:
-        raise ValueError(f"{path.name} is too short")
-    kind, width, count, _, _, trained, metric, numbers = _FLAT.unpack(head)
-    if (
-        (kind, count, trained, metric) != (b"IxFI", rows, True, _INNER_PRODUCT)
-        or not 0 < width <= _WIDEST
-        or numbers != rows * width
-        or size != _FLAT.size + 4 * numbers
-    ):
-        raise ValueError(f"{path.name} holds no vectors of {rows} chunks")
-    return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-
-
-def _near(path: Path, mark: Path, rows: int) -> Any:
-    """An approximate index over this number of rows, with this user's keyed stamp."""
-    import faiss
-
-    if not require_plain(mark) or not has_keyed_checksum(path, mark):
-        raise ValueError(f"{path.name} is not known to be of this user's making")
-    index = faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC)
-    if (index.ntotal, index.metric_type, index.is_trained) != (rows, faiss.METRIC_INNER_PRODUCT, True):
-        raise ValueError(f"{path.name} is an index of another kind")
-    return index
-
-
-_BLOCK = 1024  # vectors passed to FAISS at once
-EXTRA = 16  # additional candidates, so that a tie at the cut needs no second search
-TIE = 1e-5  # the rounding of float32 sums cannot change the order of scores that differ by more
-_UNIT = 0.01  # how far a length may be from 1; float16 vectors are off by a thousandth
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DenseConfig:
-    """`factory` is a FAISS factory string. A leading `IDMap2,` is ignored, because rows are the ids.
-
-    Segments with fewer than `exact_below` chunks are always searched exactly: searching 10,000 vectors of dimension
-    1024 takes 4 ms. `nprobe` is the number of IVF lists searched, `ef_search` the number of HNSW candidates. An
-    approximate index proposes `refine` times the wanted number of chunks.
-    """
-
-    factory: str = "IDMap2,Flat"
-    nprobe: int = 16
-    ef_search: int = 64
-    exact_below: int = 10_000
-    refine: int = 4
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.factory, str):
-            raise ConfigError("factory of the dense index must be a text.")
-        for name in ("nprobe", "ef_search", "exact_below", "refine"):
-            number = getattr(self, name)
-            if type(number) is not int or not 1 <= number < 1 << 31:
-                raise ConfigError(f"{name} of the dense index must be at least 1, not {str(number)[:30]}.")
-
-    def check(self, dimension: int) -> None:
-        """`ConfigError` if FAISS cannot create the index for this dimension; call it before embedding."""
-        make(self.factory, dimension)
 
 
 class DenseIndex(SegmentedIndex[NDArray[np.float32], NDArray[np.float32], Vectors]):
     """The index over unit vectors `(d,)`; scores are cosines. Zero vectors are accepted and never found."""
 
     name = "dense"
-    parts = ("flat", "near", "mark")
+    parts = ("vectors.npy", "near", "mark")
 
-    def __init__(self, config: DenseConfig | None = None) -> None:
+    def __init__(self, factory: str = FLAT) -> None:
         super().__init__()
-        self.config = config or DenseConfig()
+        if not isinstance(factory, str):
+            raise ConfigError("index_factory of the dense index must be a text.")
+        self.factory = factory
 
     def fields(self) -> dict[str, Any]:
-        return asdict(self.config)
-
-    @classmethod
-    def _configured(cls, fields: dict[str, Any]) -> Self:
-        return cls(DenseConfig(**fields))
+        return {"factory": self.factory}
 
     def _is_blank(self, chunk_id: str, vector: NDArray[np.float32]) -> bool:
         return is_zero_dense(vector, f"The vector of chunk {chunk_id!r}")
 
     def _gather(self, vectors: Iterator[NDArray[np.float32]], others: Sequence[Vectors]) -> Vectors:
-        import faiss
-
-        dimension = others[0].flat.d if others else None
-        flat: Any = None
+        dimension = others[0].rows.shape[1] if others else None
+        blocks: list[NDArray[np.float32]] = []
         while block := list(islice(vectors, _BLOCK)):
             if dimension is None:
                 dimension = len(block[0])
-                self.config.check(dimension)
+                make(self.factory, dimension)
             strange = next((len(vector) for vector in block if len(vector) != dimension), None)
             if strange is not None:
                 raise RetrievalError(
                     f"A vector of {strange} numbers came among vectors of {dimension}: one index is of one embedder; "
                     "embed the documents again."
                 )
-            flat = flat or faiss.IndexFlatIP(dimension)
-            flat.add(np.stack(block, dtype=np.float32, casting="same_kind"))
-        return self._indexed(flat or faiss.IndexFlatIP(dimension or 1))
+            blocks.append(np.stack(block, dtype=np.float32, casting="same_kind"))
+        return self._indexed(np.concatenate(blocks) if blocks else np.empty((0, dimension or 1), np.float32))
 
     def _merge(self, parts: Sequence[tuple[Vectors, NDArray[np.bool_]]]) -> Vectors:
-        import faiss
+        return self._indexed(np.concatenate([data.rows[living] for data, living in parts]))
 
-        flat = faiss.IndexFlatIP(parts[0][0].flat.d)
-        for data, living in parts:
-            rows = data.rows()
-            for start in range(0, len(rows), _BLOCK):
-                block = slice(start, start + _BLOCK)
-                flat.add(rows[block][living[block]])
-        return self._indexed(flat)
-
-    def _indexed(self, flat: Any) -> Vectors:
-        """The vectors in `flat`, with an approximate index if the factory asks for one and there are enough rows."""
-        import faiss
-
-        exact = Vectors(flat=flat)
-        if _inner(self.config.factory) == "Flat" or flat.ntotal < self.config.exact_below:
-            return exact
-        near = make(self.config.factory, flat.d)
-        if flat.ntotal < least_rows(near, self.config.factory):
-            return exact
-        fill(near, self.config.factory, exact.rows())
-        shared = isinstance(near, faiss.IndexHNSWFlat)
-        return Vectors(flat=faiss.downcast_index(near.storage) if shared else flat, near=near, shared=shared)
+    def _indexed(self, rows: NDArray[np.float32]) -> Vectors:
+        """The vectors with an approximate index, if the factory asks for one and there are enough rows."""
+        if _inner(self.factory) == "Flat" or len(rows) < EXACT_BELOW:
+            return Vectors(rows=rows)
+        near = make(self.factory, rows.shape[1])
+        if len(rows) < least_rows(near, self.factory):
+            return Vectors(rows=rows)
+        fill(near, self.factory, rows)
+        return Vectors(rows=rows, near=near)
 
     def _query(
         self, query: NDArray[np.float32], segments: Sequence[IndexSegment[Vectors]]
     ) -> NDArray[np.float32] | None:
         if is_zero_dense(query, "The question's vector") or not segments:
             return None
-        width = segments[0].data.flat.d
+        width = segments[0].data.rows.shape[1]
         if len(query) != width:
             raise RetrievalError(
                 f"The question's vector has {len(query)} numbers and the index is of vectors of {width}: "
                 "ask with the embedder that the documents were embedded with."
             )
-        return np.ascontiguousarray(query, dtype=np.float32)[None]
+        return np.ascontiguousarray(query, dtype=np.float32)
 
     def _search(
         self,
@@ -353,52 +238,82 @@ class DenseIndex(SegmentedIndex[NDArray[np.float32], NDArray[np.float32], Vector
         exact: bool,
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """`exact` skips the approximate index, which finds too few if few rows are allowed."""
-        import faiss
-
         data = segment.data
-        living = int(data.flat.ntotal if allowed is None else allowed.sum())
-        near = None if exact else data.near
-        some = None if allowed is None else faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
-        config = self.config
-        index = data.flat if near is None else near
-        ask = partial(
-            index.search, query, params=parameters(index, some, nprobe=config.nprobe, ef_search=config.ef_search)
-        )
-        want = k + EXTRA if near is None else max(k * config.refine, k + EXTRA)
-        while True:
-            want = min(want, living)
-            scores, rows = (found[0] for found in ask(want))  # (want,), row -1 beyond the last hit
-            real = (rows >= 0) & (rows < data.flat.ntotal)
-            rows, scores = rows[real], scores[real]
-            # Some approximate indexes return distances and some similarities, so compare absolute differences.
-            if len(rows) < want or want == living or abs(scores[-1] - scores[k - 1]) > TIE:
-                break
-            want *= 4
-        if near is None and len(rows) > k:
-            rows = rows[scores >= scores[k - 1] - TIE]
-        # Sum row by row: the rounding of a matrix product depends on which other rows are multiplied.
-        exactly = (data.rows()[rows].astype(np.float64) * query.astype(np.float64)).sum(axis=1)
-        return rows, exactly.astype(np.float32)
+        with np.errstate(all="ignore"):  # an index of somebody else may hold any number
+            find = _exactly if data.near is None or exact else _nearly
+            best = find(data, query, k, allowed)
+            # Sum row by row: the rounding of a matrix product depends on which other rows are multiplied.
+            scores = (data.rows[best].astype(np.float64) * query.astype(np.float64)).sum(axis=1).astype(np.float32)
+        real = np.isfinite(scores)
+        return best[real], scores[real]
 
     def _write(self, data: Vectors, folder: Path, name: str) -> None:
         import faiss
 
-        try:
-            if not data.shared:
-                faiss.write_index(data.flat, str(folder / f"{name}.flat"))
-            if data.near is not None:
-                near = folder / f"{name}.near"
+        np.save(folder / f"{name}.vectors.npy", data.rows.reshape(-1))
+        if data.near is not None:
+            near = folder / f"{name}.near"
+            try:
                 faiss.write_index(data.near, str(near))
-                write_plain(folder / f"{name}.mark", keyed_checksum(near))
-        except RuntimeError as error:
-            raise OSError(str(error)) from error
+            except RuntimeError as error:
+                raise OSError(str(error)) from error
+            write_plain(folder / f"{name}.mark", keyed_checksum(near))
 
     def _read(self, folder: Path, name: str, rows: int) -> Vectors:
-        flat, near, mark = (folder / f"{name}.{part}" for part in self.parts)
-        return read_vectors(flat, near, mark, rows)
+        """`RuntimeError` (FAISS) or `OSError` for invalid files, too."""
+        import faiss
+
+        numbers, near, mark = (folder / f"{name}.{part}" for part in self.parts)
+        vectors = mapped_array(numbers, ("float32",))
+        if not rows or len(vectors) % rows or not 0 < len(vectors) // rows <= _WIDEST:
+            raise ValueError(f"{numbers.name} holds no vectors of {rows} chunks")
+        vectors = vectors.reshape(rows, -1)
+        if not require_plain(near):
+            return Vectors(rows=vectors)
+        if not require_plain(mark) or not has_keyed_checksum(near, mark):
+            raise ValueError(f"{near.name} is not known to be of this user's making")
+        index = faiss.read_index(str(near), faiss.IO_FLAG_MMAP_IFC)
+        if (index.ntotal, index.d, index.metric_type, index.is_trained) != (
+            *vectors.shape,
+            faiss.METRIC_INNER_PRODUCT,
+            True,
+        ):
+            raise ValueError(f"{near.name} is an index of another kind")
+        return Vectors(rows=vectors, near=index)
 
     def _agree(self, data: Sequence[Vectors]) -> bool:
-        return len({vectors.flat.d for vectors in data}) < 2
+        return len({vectors.rows.shape[1] for vectors in data}) < 2
+
+
+def _exactly(data: Vectors, query: NDArray[np.float32], k: int, allowed: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    """The allowed rows with the best `k` scores, and all that tie with the last of them."""
+    rows = None if allowed is None else np.flatnonzero(allowed)
+    if rows is None or 4 * len(rows) > len(data.rows):
+        scores = (data.rows @ query)[slice(None) if rows is None else rows]
+    else:
+        scores = data.rows[rows] @ query
+    least = np.partition(scores, -k)[-k] - TIE if k < len(scores) else -np.inf
+    best = np.flatnonzero(scores >= least)
+    return best if rows is None else rows[best]
+
+
+def _nearly(data: Vectors, query: NDArray[np.float32], k: int, allowed: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    """The allowed rows that the approximate index proposes."""
+    import faiss
+
+    living = int(len(data.rows) if allowed is None else allowed.sum())
+    some = None if allowed is None else faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+    ask = partial(data.near.search, query[None], params=parameters(data.near, some))
+    want = max(k * REFINE, k + EXTRA)
+    while True:
+        want = min(want, living)
+        scores, rows = (column[0] for column in ask(want))  # (want,), row -1 beyond the last hit
+        real = (rows >= 0) & (rows < len(data.rows))
+        rows, scores = rows[real], scores[real]
+        # Some approximate indexes return distances and some similarities, so compare absolute differences.
+        if len(rows) < want or want == living or abs(scores[-1] - scores[k - 1]) > TIE:
+            return rows  # type: ignore[no-any-return]
+        want *= 4
 
 
 def is_zero_dense(vector: NDArray[Any], what: str) -> bool:

@@ -79,7 +79,7 @@ def build_searcher(
         indexes[kind].update(pairs, (), generation=1, embedder="")
     if bm25:
         indexes["bm25"] = BM25()
-        indexes["bm25"].build(texts.items(), 1)
+        indexes["bm25"].update(texts.items(), (), generation=1, embedder="")
     return Searcher(
         embedder=embedder,
         indexes=indexes,

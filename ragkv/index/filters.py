@@ -370,7 +370,7 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
         """The number of documents that meet all conditions, and the ascending keys of their chunks; None if all do."""
         count = living = 0
         keys = [np.empty(0, dtype="S16")]
-        segments = self._state.segments
+        segments = self.segments
         conditions = self._exact_first(segments, conditions)
         for segment in segments:
             living += segment.living
@@ -385,7 +385,7 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
 
     def terms(self, conditions: Conditions) -> list[list[str]]:
         """For each field, the terms (`ragkv.retrievers.qdrant.term`) of the values that match one of its patterns."""
-        segments = self._state.segments
+        segments = self.segments
         return [
             sorted({term(name, value) for segment in segments for value in segment.data.values_of(name, patterns)})
             for name, patterns in self._exact_first(segments, conditions).items()
@@ -393,7 +393,7 @@ class FieldIndex(Segmented[DocumentMetadata, _Fields]):
 
     def documents(self, conditions: Conditions) -> list[str]:
         """The ids of the documents that meet all conditions."""
-        segments = self._state.segments
+        segments = self.segments
         conditions = self._exact_first(segments, conditions)
         return [
             segment.id_table[row]

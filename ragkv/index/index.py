@@ -40,7 +40,6 @@ from ragkv.ingest.encoding import LINE_TOKENS
 from ragkv.model.checkpoint import MINI, pick_device, resolve
 from ragkv.model.prompt import Prompt, render
 from ragkv.retrievers import (
-    DenseConfig,
     Embedder,
     Reranker,
     ScoreKind,
@@ -53,6 +52,7 @@ from ragkv.retrievers import (
 from ragkv.retrievers.embedders import find_reranker
 from ragkv.retrievers.qdrant import QdrantCollection
 from ragkv.retrievers.rerankers import RERANKERS
+from ragkv.retrievers.vectors import FLAT, make
 from ragkv.store import Problem, Store, Use, codec_from_config
 from ragkv.store.record import KVIdentity
 from ragkv.store.tier import Fetched, SharedTiers
@@ -228,8 +228,8 @@ def check_names(config: IndexConfig, source: Path | None = None) -> None:
         for name in (*config.engines, config.default_engine):
             require_engine(name)
         codec_from_config({"id": config.codec})
-        if (dense := DenseConfig(factory=config.index_factory)) != DenseConfig():
-            dense.check(USUAL_WIDTH)
+        if config.index_factory != FLAT:
+            make(config.index_factory, USUAL_WIDTH)
     except UsageError as error:
         if source is None:
             raise

@@ -319,7 +319,7 @@ class IndexMaintenance:
             return replace(verification, derived=derived_states(index.derived, needed, store.generation))
         derived = derived_states(index.derived, needed - {"dense", "sparse"}, store.generation)
         if index.config.embedder != NONE:
-            derived["qdrant"] = collection_state(index, quick=quick)
+            derived["qdrant"] = collection_state(index)
         return replace(verification, derived=derived)
 
     def verify_tiers(self) -> list[dict[str, Any]]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -33,7 +34,6 @@ from ragkv.index.index import Index, indexes_of, why_not_served
 from ragkv.question import Question
 from ragkv.retrievers import (
     BM25,
-    DenseConfig,
     DenseIndex,
     Hit,
     ScoreKind,
@@ -321,15 +321,13 @@ class Derived:
         self._lengths: dict[str, Mapping[Path, int]] = {}
         """The lengths of files that an open index may have mapped, from when they were last known to be complete."""
 
-    def index(
-        self, name: str, *, embedder: str = "", config: DenseConfig | None = None, notify: OnCount | None = None
-    ) -> Any:
+    def index(self, name: str, *, embedder: str = "", factory: str | None = None, notify: OnCount | None = None) -> Any:
         """The index called `name` (`KINDS`), updated to the store's generation.
 
         `embedder` is the fingerprint of the one that made the store's vectors. An index of another embedder or factory
         string is rebuilt, an older one updated.
         """
-        wanted: Any = KINDS[name]() if config is None else DenseIndex(config)
+        wanted: Any = KINDS[name]() if factory is None else DenseIndex(factory)
 
         def fits(index: Any) -> bool:
             return bool((not len(index) or index.embedder == embedder) and index.fields() == wanted.fields())
@@ -401,8 +399,7 @@ class Derived:
 
     def _some(self, name: str, names: Sequence[bytes]) -> Iterator[tuple[str, Any]]:
         """Like `_all`, for the chunks or documents named by `Changes` that are in the store."""
-        for start in range(0, len(names), _BATCH):
-            batch = names[start : start + _BATCH]
+        for batch in _batched(names):
             if name == "fields":
                 for stored, chunk_ids in self._store.documents_named(batch):
                     yield _fields_of(stored.document, keys_of(chunk_ids))
@@ -411,8 +408,7 @@ class Derived:
             if name == "bm25":
                 yield from ((chunk.chunk_id, chunk.text) for chunk in there)
             else:
-                found = self._store.vector_many(name, (chunk.chunk_id for chunk in there))  # type: ignore[arg-type]
-                yield from found.items()
+                yield from self._store.vector_many(name, (chunk.chunk_id for chunk in there)).items()  # type: ignore[arg-type]
 
     def _opened(self, name: str, like: Any) -> Any:
         """The saved index; None if there is no usable one."""
@@ -475,9 +471,8 @@ def _fields_of(document: Document, chunks: NDArray[Any]) -> tuple[str, DocumentM
 def follow_collection(index: Index, *, whole: bool = False, notify: OnCount | None = None) -> int:
     """Bring the index's collection in Qdrant to the store's generation; returns how many points were sent or deleted.
 
-    An interrupted run is resumed, because points that exist are not sent again. `whole`: compare all points with the
-    store, and replace a collection of another embedder. The collection is not changed if the index is open read-only,
-    or if another process is sending.
+    `whole`: send all points again, and replace a collection of another embedder. The collection is not changed if the
+    index is open read-only, or if another process is sending.
     """
     collection, store, folder = index.collection, index.store, index.derived / "qdrant"
     if collection.made and not whole and (store.readonly or collection.version == store.version):
@@ -500,27 +495,21 @@ def follow_collection(index: Index, *, whole: bool = False, notify: OnCount | No
             raise RetrievalError(f"{folder} cannot be locked ({refusal(error)}).") from error
 
 
-def collection_state(index: Index, *, quick: bool) -> str:
-    """The state, in words, of the index's collection in Qdrant; `quick` only counts its points."""
+def collection_state(index: Index) -> str:
+    """The state, in words, of the index's collection in Qdrant."""
     store = index.store
     try:
         collection = index.collection
-        facts = _collected(index)
-        collection.open(*facts)
+        collection.open(*_collected(index))
         if not collection.made:
             return "not made yet: ragkv repair, or the next question, makes it"
-        if quick:
-            missing = store.stats().chunks - collection.count()
-            missing, strange = max(missing, 0), max(-missing, 0)
-        else:
-            missing = collection.send(_points(store, facts[1], _documents(store)), dry=True)
-            strange = len(collection.strangers(partial(_held, store)))
+        if collection.version != store.version:
+            return "will be brought up to date by the next question (documents have changed since)"
+        if points := collection.count() - store.stats().chunks:
+            what = "chunks are missing" if points < 0 else "points are left over"
+            return f"{abs(points)} {what}: ragkv repair sends all again"
     except RetrievalError as error:
         return str(error)
-    if missing or strange:
-        return f"{missing} chunks are missing or differ, {strange} are left over: ragkv repair sends and deletes them"
-    if collection.version != store.version:
-        return "will be brought up to date by the next question (documents have changed since)"
     return "current"
 
 
@@ -533,7 +522,7 @@ def _collected(index: Index) -> tuple[str, list[ScoreKind]]:
 def _send(
     index: Index, facts: tuple[str, list[ScoreKind]], since: tuple[int, str] | None, notify: OnCount | None
 ) -> int:
-    """Send and delete what has changed since a version; if that version is unknown, what differs."""
+    """Send and delete what has changed since a version; everything if that version is unknown."""
     collection, store, now = index.collection, index.store, index.store.version
     changes = None if since is None else store.changes(Version(*since))
     if not collection.made:
@@ -541,48 +530,40 @@ def _send(
         if not width and store.empty:
             return 0
         collection.make(*facts, width)
-    total = store.stats().chunks if changes is None else len(changes.chunks)
-    points = _points(store, facts[1], _documents(store, None if changes is None else sorted(changes.documents)))
-    sent = collection.send(_with_progress(points, notify, lambda: total))
-    gone: Collection[bytes] = ()
-    if changes is not None:
-        now, gone = changes.version, changes.chunks - _held(store, changes.chunks)
-    elif collection.count() > store.stats().chunks:
-        gone = collection.strangers(partial(_held, store))
+    update = secrets.token_hex(8)
+    if changes is None:
+        every = ((d.document, [c.chunk_id for c in store.chunks(d.document.document_id)]) for d in store.documents())
+        points = _with_progress(_points(store, facts[1], every), notify, lambda: store.stats().chunks)
+        sent = collection.send(points, update)
+        collection.drop_others(update)
+        collection.record(*facts, now)
+        return sent
+    named = chain.from_iterable(map(store.documents_named, _batched(sorted(changes.documents))))
+    changed = [(stored.document, chunk_ids) for stored, chunk_ids in named]
+    total = sum(len(chunk_ids) for _, chunk_ids in changed)
+    sent = collection.send(_with_progress(_points(store, facts[1], changed), notify, lambda: total), update)
+    there = chain.from_iterable(map(store.chunks_named, _batched(list(changes.chunks))))
+    gone = changes.chunks - {id_key(chunk.chunk_id) for chunk in there}
     collection.drop(gone)
-    collection.note(*facts, now)
+    collection.record(*facts, changes.version)
     return sent + len(gone)
 
 
-def _held(store: Store, keys: Collection[bytes]) -> set[bytes]:
-    """Those of the keys whose chunks are in the store."""
-    rest, found = iter(keys), set()
-    while batch := list(islice(rest, _BATCH)):
-        found |= {id_key(chunk.chunk_id) for chunk in store.chunks_named(batch)}
-    return found
-
-
-def _documents(store: Store, names: Sequence[bytes] | None = None) -> Iterator[tuple[Document, list[str]]]:
-    """The documents with the ids of their chunks: all, or those that `Changes` names."""
-    if names is None:
-        for stored in store.documents():
-            yield stored.document, [chunk.chunk_id for chunk in store.chunks(stored.document.document_id)]
-    for start in range(0, len(names or ()), _BATCH):
-        for stored, chunk_ids in store.documents_named((names or ())[start : start + _BATCH]):
-            yield stored.document, chunk_ids
+def _batched(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    return (items[start : start + _BATCH] for start in range(0, len(items), _BATCH))
 
 
 def _points(
-    store: Store, kinds: Sequence[ScoreKind], documents: Iterable[tuple[Document, list[str]]]
+    store: Store, kinds: Sequence[ScoreKind], documents: Iterable[tuple[Document, Sequence[str]]]
 ) -> Iterator[Point]:
+    """The points of all chunks of these documents."""
     for document, chunk_ids in documents:
         terms = [term(name, value) for name, values in all_values(document).items() for value in values]
-        for start in range(0, len(chunk_ids), _BATCH):
-            batch = chunk_ids[start : start + _BATCH]
+        for batch in _batched(chunk_ids):
             vectors = {kind: store.vector_many(kind, batch) for kind in kinds}
             for chunk_id in batch:
-                each = {kind: found[chunk_id] for kind, found in vectors.items() if chunk_id in found}
-                yield Point(chunk_id=chunk_id, terms=terms, vectors=each)
+                own = {kind: rows[chunk_id] for kind, rows in vectors.items() if chunk_id in rows}
+                yield Point(chunk_id=chunk_id, terms=terms, vectors=own)
 
 
 def _with_progress(pairs: Iterable[T], notify: OnCount | None, total: Callable[[], int]) -> Iterable[T]:
@@ -846,9 +827,9 @@ class Finder:
             return QdrantIndex(
                 collection=self._index.collection, score_kind=kind, vectors=partial(self._store.vector_many, kind)
             )
-        dense = DenseConfig(factory=config.index_factory) if name == "dense" else None
-        made_by = self._index.encoders.require_same_embedder()
-        return self._derived.index(name, embedder=made_by, config=dense, notify=notify)
+        factory = config.index_factory if name == "dense" else None
+        embedder = self._index.encoders.require_same_embedder()
+        return self._derived.index(name, embedder=embedder, factory=factory, notify=notify)
 
     def searcher(self, mode: Mode, *, rerank: bool) -> Searcher:
         """A searcher over the retrieval indexes that the mode needs, updated to the store's generation."""

@@ -133,10 +133,11 @@ def test_qdrant_filters_as_we_do(made, asked, most, tmp_path_factory):
             write(store, document, 1)
         collection = qdrant.QdrantCollection(QdrantConfig(url="memory://", collection=secrets.token_hex(8)), "index")
         collection.make("", ["dense"], 1)
-        assert collection.send(
+        points = (
             qdrant.Point(chunk_id=f"{one.document_id}/0", terms=[term(*pair) for pair in pairs_of(one)], vectors={})
             for one in made
-        ) == len(made)
+        )
+        assert collection.send(points, "") == len(made)
         expected = {f"{stored.document.document_id}/0" for stored in meeting(list(store.documents()), asked)}
         try:
             among = inventory_of(store).among(asked)

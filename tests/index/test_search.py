@@ -25,7 +25,7 @@ from ragkv.doctor.retrieval import Settings, index_searches
 from ragkv.errors import ConfigError, RetrievalError, UsageError
 from ragkv.index.index import kinds_of
 from ragkv.index.search import Derived, Searcher, stale_derived
-from ragkv.retrievers import BM25, DenseConfig, DenseIndex, Embedding, SparseIndex
+from ragkv.retrievers import BM25, DenseIndex, Embedding, SparseIndex
 from ragkv.retrievers.segments import SavedElsewhereError, Segmented
 from ragkv.store import ChunkVectors, Store
 from ragkv.types import Chunk, Document
@@ -334,7 +334,7 @@ def searcher(*, embedder=None, reranker=None, kinds=("dense", "sparse"), rows=No
     dense, sparse, words = DenseIndex(), SparseIndex(), BM25()
     dense.update(zip(TEXTS, message.dense, strict=True), (), generation=1, embedder="x")
     sparse.update(zip(TEXTS, message.sparse, strict=True), (), generation=1, embedder="x")
-    words.build(TEXTS.items(), 1)
+    words.update(TEXTS.items(), (), generation=1, embedder="")
     colbert = dict(zip(TEXTS, message.colbert, strict=True)) if rows is None else rows
     return Searcher(
         embedder=embedder,
@@ -458,7 +458,7 @@ def test_what_a_mode_needs_and_is_not_there_is_said():
 
 KINDS: dict[str, Callable[..., Any]] = {
     "bm25": partial(Derived.index, name="bm25"),
-    "dense": partial(Derived.index, name="dense", embedder="e", config=DenseConfig()),
+    "dense": partial(Derived.index, name="dense", embedder="e"),
     "sparse": partial(Derived.index, name="sparse", embedder="e"),
     "fields": partial(Derived.index, name="fields"),
 }
@@ -627,14 +627,14 @@ def test_a_change_reads_only_the_chunks_that_changed(kind, store, tmp_path, monk
 def test_another_process_takes_what_was_saved_and_only_opens_what_is_new(kind, store, tmp_path, monkeypatch):
     fill(store, 40)
     one, other = derived(store), derived(store)
-    large = KINDS[kind](other)._state.segments[0]
+    large = KINDS[kind](other).segments[0]
     KINDS[kind](one)
     write(store, "d7", ["common w5"], salt=1)
     KINDS[kind](one)
     expected = fresh(kind, store, tmp_path)
     monkeypatch.setattr(store, "changes", lambda since: pytest.fail("it follows the changes itself"))
     followed = KINDS[kind](other)
-    assert followed._state.segments[0].data is large.data
+    assert followed.segments[0].data is large.data
     assert answers(kind, followed) == expected
 
 
@@ -683,7 +683,7 @@ def test_files_of_the_format_before_are_replaced(kind, store):
     manifest = store.directory.parent / "derived" / kind / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
     assert answers(kind, KINDS[kind](derived(store))) == expected
-    assert json.loads(manifest.read_text())["format"] == 3
+    assert json.loads(manifest.read_text())["format"] == 4
 
 
 def test_gc_leaves_an_index_that_can_be_brought_up_to_date(store, monkeypatch):

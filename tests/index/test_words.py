@@ -75,4 +75,4 @@ def test_an_index_of_older_words_is_built_again(tmp_path, monkeypatch):
         assert rag.maintenance.verify().derived["bm25"].startswith("will be rebuilt")
         assert rag.retrieve("donauufer")
         manifest = json.loads((rag.index.derived / "bm25" / "manifest.json").read_text())
-    assert manifest["format"] == 3
+    assert manifest["format"] == 4

@@ -57,12 +57,12 @@ def test_normalising_keeps_the_order(one, other, kind):
 
 
 @given(unit, unit, unit)
-def test_fusion_is_symmetric_monotone_and_between(one, other, fixed):
-    low, high = sorted((one, other))
-    assert fuse(one, other) == fuse(other, one)
+def test_fusion_is_symmetric_monotone_and_between(first, second, fixed):
+    low, high = sorted((first, second))
+    assert fuse(first, second) == fuse(second, first)
     assert fuse(low, fixed) <= fuse(high, fixed) + ROUNDING
-    assert fuse(one, other) <= high + ROUNDING
-    assert fuse(one, other) >= low * (1 - EPSILON) - EPSILON
+    assert fuse(first, second) <= high + ROUNDING
+    assert fuse(first, second) >= low * (1 - EPSILON) - EPSILON
 
 
 @given(st.floats(-30, 30))
@@ -110,11 +110,11 @@ def test_fused_ranks_by_hand():
 
 
 @given(rankings, st.integers(0, 100))
-def test_scores_are_the_sums_of_the_formula(found, k):
-    fused = reciprocal_rank_fusion([hits(ids) for ids in found], k=k)
-    assert {hit.chunk_id for hit in fused} == {chunk_id for ids in found for chunk_id in ids}
+def test_scores_are_the_sums_of_the_formula(lists, k):
+    fused = reciprocal_rank_fusion([hits(ids) for ids in lists], k=k)
+    assert {hit.chunk_id for hit in fused} == {chunk_id for ids in lists for chunk_id in ids}
     for hit in fused:
-        exact = sum(Fraction(1, k + ids.index(hit.chunk_id) + 1) for ids in found if hit.chunk_id in ids)
+        exact = sum(Fraction(1, k + ids.index(hit.chunk_id) + 1) for ids in lists if hit.chunk_id in ids)
         assert hit.score == pytest.approx(float(exact), rel=1e-14)
     assert fused == sorted(fused, key=lambda hit: (-hit.score, hit.chunk_id))
 

@@ -2,7 +2,6 @@
 
 import math
 import tracemalloc
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from package import run_fresh
 
 from ragkv.errors import ConfigError, RetrievalError
-from ragkv.retrievers import DenseConfig, DenseIndex, Hit, SparseIndex, colbert_scores, vectors
+from ragkv.retrievers import DenseIndex, Hit, SparseIndex, colbert_scores, vectors
 from ragkv.retrievers.arrays import term_hashes
 
 
@@ -20,8 +19,8 @@ def unit_vectors(rows: int, dimension: int, seed: int = 0) -> np.ndarray:
     return made / np.linalg.norm(made, axis=1, keepdims=True)
 
 
-def built(vectors: np.ndarray, config: DenseConfig | None = None, **more: Any) -> DenseIndex:
-    index = DenseIndex(config)
+def built(vectors: np.ndarray, factory: str = "Flat") -> DenseIndex:
+    index = DenseIndex(factory)
     index.update([(f"c{at:05}", row) for at, row in enumerate(vectors)], [], generation=1, embedder="e")
     return index
 
@@ -47,50 +46,56 @@ def test_flat_equals_a_numpy_search():
 @pytest.mark.parametrize(
     "factory", ["IVF16,Flat", "IDMap2,IVF16,Flat", "HNSW32", "HNSW32,SQ8", "SQ8", "RR32,IVF4,SQ8", "IVF4,SQ8,RFlat"]
 )
-def test_approximate_indexes_find_nearly_everything_with_exact_scores(factory, tmp_path):
-    vectors = unit_vectors(2000, 32)
-    index = built(vectors, DenseConfig(factory=factory, nprobe=16, exact_below=500, ef_search=200))
-    (segment,) = index._state.segments
+def test_approximate_indexes_find_nearly_everything_with_exact_scores(factory, tmp_path, monkeypatch):
+    rows = unit_vectors(2000, 32)
+    monkeypatch.setattr(vectors, "EXACT_BELOW", 500)
+    monkeypatch.setattr(vectors, "EF_SEARCH", 200)
+    index = built(rows, factory)
+    (segment,) = index.segments
     assert segment.data.near is not None  # it is not found by the exact search of small segments
     index.update([], [f"c{at:05}" for at in range(300)], generation=2, embedder="e")
     index.save(tmp_path)
-    found = 0
+    recalled = 0
     for query in unit_vectors(30, 32, seed=2):
         hits = index.search(query, 10)
         assert hits == DenseIndex.load(tmp_path).search(query, 10)
-        right = numpy_search(vectors[300:], query, 10)
+        right = numpy_search(rows[300:], query, 10)
         right = [f"c{int(name[1:]) + 300:05}" for name in right]
-        found += len({hit.chunk_id for hit in hits} & set(right))
+        recalled += len({hit.chunk_id for hit in hits} & set(right))
         for hit in hits:
             assert int(hit.chunk_id[1:]) >= 300
-            assert hit.score == pytest.approx(float(vectors[int(hit.chunk_id[1:])] @ query), abs=1e-6)
-    assert found >= 0.95 * 300
+            assert hit.score == pytest.approx(float(rows[int(hit.chunk_id[1:])] @ query), abs=1e-6)
+    assert recalled >= 0.95 * 300
 
 
-def test_nprobe_and_ef_search_reach_faiss():
-    vectors = unit_vectors(2000, 32)
+def test_nprobe_and_ef_search_reach_faiss(monkeypatch):
+    rows = unit_vectors(2000, 32)
     queries = unit_vectors(20, 32, seed=3)
+    monkeypatch.setattr(vectors, "EXACT_BELOW", 100)
+    monkeypatch.setattr(vectors, "REFINE", 1)
 
-    def recall(**settings: Any) -> int:
-        index = built(vectors, DenseConfig(exact_below=100, refine=1, **settings))
+    def recall(factory: str, name: str, number: int) -> int:
+        monkeypatch.setattr(vectors, name, number)
+        index = built(rows, factory)
         return sum(
-            len({hit.chunk_id for hit in index.search(query, 10)} & set(numpy_search(vectors, query, 10)))
+            len({hit.chunk_id for hit in index.search(query, 10)} & set(numpy_search(rows, query, 10)))
             for query in queries
         )
 
-    assert recall(factory="IVF32,Flat", nprobe=1) < recall(factory="IVF32,Flat", nprobe=8) < 200
-    assert recall(factory="IVF32,Flat", nprobe=32) == 200
-    assert recall(factory="HNSW4", ef_search=1) < recall(factory="HNSW4", ef_search=400)
+    assert recall("IVF32,Flat", "NPROBE", 1) < recall("IVF32,Flat", "NPROBE", 8) < 200
+    assert recall("IVF32,Flat", "NPROBE", 32) == 200
+    assert recall("HNSW4", "EF_SEARCH", 1) < recall("HNSW4", "EF_SEARCH", 400)
 
 
-def test_ivf_is_trained_again_when_it_has_grown():
-    vectors = unit_vectors(3000, 16)
-    index = DenseIndex(DenseConfig(factory="IVF8,Flat", exact_below=10))
+def test_ivf_is_trained_again_when_it_has_grown(monkeypatch):
+    monkeypatch.setattr(vectors, "EXACT_BELOW", 10)
+    unit = unit_vectors(3000, 16)
+    index = DenseIndex("IVF8,Flat")
     lists = []
     for start in range(0, 3000, 250):
-        rows = [(f"c{at:05}", vectors[at]) for at in range(start, start + 250)]
+        rows = [(f"c{at:05}", unit[at]) for at in range(start, start + 250)]
         index.update(rows, [], generation=start, embedder="e")
-        near = index._state.segments[0].data.near
+        near = index.segments[0].data.near
         lists.append((len(index), None if near is None else near.ntotal))
     assert lists[0] == (250, None)  # 312 vectors are the minimum to train 8 lists
     trained = [rows for _, rows in lists if rows is not None]
@@ -100,11 +105,12 @@ def test_ivf_is_trained_again_when_it_has_grown():
         assert here <= 1.25 * rows + 250
 
 
-def test_ties_are_broken_by_id_even_when_thousands_tie(tmp_path):
+def test_ties_are_broken_by_id_even_when_thousands_tie(monkeypatch):
     """Thousands of one-word chunks with the same few vectors."""
+    monkeypatch.setattr(vectors, "EXACT_BELOW", 100)
     words = unit_vectors(4, 24)
-    for config in (DenseConfig(), DenseConfig(factory="IVF4,Flat", nprobe=4, exact_below=100)):
-        index = DenseIndex(config)
+    for factory in ("Flat", "IVF4,Flat"):
+        index = DenseIndex(factory)
         order = np.random.default_rng(5).permutation(4000)
         index.update([(f"c{at:05}", words[at % 4]) for at in order], [], generation=1, embedder="e")
         hits = index.search(words[1], 5)
@@ -147,8 +153,7 @@ def test_vectors_that_are_none_are_refused():
     ],
 )
 def test_a_bad_factory_is_one_sentence_at_once(factory, why):
-    config = DenseConfig(factory=factory)
-    for refuse in (lambda: config.check(32), lambda: built(unit_vectors(1, 32), config)):
+    for refuse in (lambda: vectors.make(factory, 32), lambda: built(unit_vectors(1, 32), factory)):
         with pytest.raises(ConfigError, match=why) as caught:
             refuse()
         assert "write a FAISS factory string such as" in str(caught.value)
@@ -156,18 +161,9 @@ def test_a_bad_factory_is_one_sentence_at_once(factory, why):
         assert "/faiss/" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["nprobe", "ef_search", "exact_below", "refine"])
-def test_bad_settings(name):
-    with pytest.raises(ConfigError, match=name):
-        DenseConfig(**{name: 0})
-
-
-def test_settings_are_kept_and_half_precision_is_taken(tmp_path):
-    config = DenseConfig(factory="IVF7,Flat", nprobe=3, exact_below=11, refine=2, ef_search=5)
-    built(unit_vectors(5, 8), config).save(tmp_path)
-    assert DenseIndex.load(tmp_path).config == config
-    vectors = unit_vectors(50, 64)
-    index, query = built(vectors.astype(np.float16)), vectors[7].astype(np.float16)
+def test_half_precision_is_taken():
+    rows = unit_vectors(50, 64)
+    index, query = built(rows.astype(np.float16)), rows[7].astype(np.float16)
     assert index.search(query, 1) == [Hit(chunk_id="c00007", score=pytest.approx(1, abs=1e-3))]
 
 
@@ -175,7 +171,7 @@ def test_faiss_loads_when_it_is_needed():
     code = """
 import sys
 import ragkv.retrievers as r
-r.DenseIndex(r.DenseConfig(factory="HNSW32")); r.SparseIndex()
+r.DenseIndex("HNSW32"); r.SparseIndex()
 print([m for m in ("faiss", "scipy", "bm25s", "torch") if m in sys.modules])
 """
     assert run_fresh(code)[0] == "[]\n"
@@ -242,7 +238,7 @@ def test_what_shares_no_token_is_not_found():
     assert index.search({}, 5) == index.search({"a": 0.0}, 5) == index.search({"c": 1.0}, 5) == []
     index = built_sparse([{"kept": 1.0, f"gone{at}": 1.0} for at in range(100)])
     index.update([], [f"c{at:04}" for at in range(1, 100)], generation=2, embedder="e")
-    (segment,) = index._state.segments
+    (segment,) = index.segments
     assert set(segment.data.words) == set(term_hashes(["kept", "gone0"]))
     assert index.search({"kept": 1.0}, 5) == [Hit(chunk_id="c0000", score=1.0)]
 
@@ -254,7 +250,7 @@ def test_weights_that_are_none_are_refused(bad):
         index.update([("new", bad)], [], generation=2, embedder="e")
     with pytest.raises(RetrievalError, match="negative or no number"):
         index.search(bad, 1)
-    assert index.chunk_ids() == {"c0000"}
+    assert (len(index), index.generation) == (1, 1)
 
 
 def test_a_loaded_index_is_mapped_not_read(tmp_path):
